@@ -1,0 +1,56 @@
+# make test    set up .venv on the first call, then run the tests
+# make demo    the same set-up, then the demo
+# make check   lint, types and tests: what CI runs
+# make long    every test, the long ones too, with more hypothesis examples
+
+PYTHON ?= python3
+TORCH ?= 2.13.0
+# On Linux pip may bring torch with several GB of CUDA libraries. On a machine without a GPU set TORCH_INDEX
+# to the address of PyTorch's CPU wheel index, which PyTorch's install page gives; pip then takes the small build.
+TORCH_INDEX ?=
+VENV ?= .venv
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed-torch-$(TORCH)
+
+.PHONY: test long demo lint types check install clean
+
+test: install
+	$(BIN)/pytest
+
+long: install
+	$(BIN)/pytest -m "long or not long" --hypothesis-profile=long
+
+demo: install
+	$(BIN)/cotrain-compile demo
+
+lint: install
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/lint-imports
+
+types: install
+	$(BIN)/mypy
+
+check: lint types test
+
+install: $(STAMP)
+
+# The stamp carries the torch version, so another TORCH installs again; so does a changed pyproject.toml.
+$(STAMP): pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install "torch==$(TORCH)" $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+	$(BIN)/python -m pip install -e ".[dev]"
+	rm -f $(VENV)/.installed-torch-*
+	touch $@
+
+# A half-made environment is removed: venv leaves bin/python behind when pip cannot be put in.
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "$(PYTHON) is missing or older than Python 3.11; name another: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; \
+	  exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
+	  echo "No virtual environment: on Debian and Ubuntu, 'apt install python3-venv' and run make again." >&2; \
+	  exit 1; }
+
+clean:
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,0 +1,1 @@
+"""Backends: lowerings of a placed step graph, and the compiled step that runs one."""

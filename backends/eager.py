@@ -1,0 +1,72 @@
+"""The eager lowering: ATen's own kernels, one node after the other. The reference for exactness."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from cotrain_compile.dataflow import Role
+from cotrain_compile.graph import StepGraph
+from cotrain_compile.machine import Tier
+from cotrain_compile.plan import Lane, Span
+from cotrain_compile.runtime.meter import Meter
+from cotrain_compile.runtime.ops import cotrain, host_region
+
+_TASKS = (cotrain.offload, cotrain.prefetch_into, cotrain.wait, host_region)
+
+
+class EagerProgram(fx.Interpreter):
+    """Runs a placed graph and notes when each op ran.
+
+    `before_first_update` is called before the first node that writes a parameter or state.
+    """
+
+    def __init__(
+        self, placed: StepGraph, meter: Meter, before_first_update: Callable[[], None]
+    ) -> None:
+        super().__init__(placed.module)
+        self.written: list[str] = []
+        self.spans: list[Span] = []
+        self._meter = meter
+        self._before_first_update = before_first_update
+        self._writes = _persistent_writes(placed)
+
+    def run_step(self, inputs: Sequence[Any], origin_s: float) -> Any:
+        """Run the step once on `inputs`, in the order of its placeholders."""
+        self.written, self.spans, self._origin_s = [], [], origin_s
+        with torch.no_grad():
+            return self.run(*inputs)
+
+    def run_node(self, n: fx.Node) -> Any:
+        updates = n in self._writes
+        if updates and not self.written:
+            self._before_first_update()
+        started = time.perf_counter()
+        result = super().run_node(n)
+        if n.op == "call_function":
+            if n.target not in _TASKS:
+                self._meter.track(result, Tier.DEVICE, n.name)
+                ended = time.perf_counter()
+                self.spans.append(
+                    Span(Lane.DEVICE, n.name, started - self._origin_s, ended - self._origin_s)
+                )
+            if updates:
+                self.written.append(self._writes[n])
+        return result
+
+
+def _persistent_writes(placed: StepGraph) -> dict[fx.Node, str]:
+    """The nodes that write a parameter or state, with what they write: a name or a region's task."""
+    writes: dict[fx.Node, str] = {}
+    for node in placed.nodes:
+        if node.target is torch.ops.aten.copy_.default:
+            item = placed.input_of_node.get(node.args[0].name)
+            if item is not None and item.role in (Role.PARAM, Role.OPTIMIZER_STATE):
+                writes[node] = item.name
+        elif node.target is host_region:
+            writes[node] = str(node.args[1])
+    return writes

@@ -1,0 +1,27 @@
+"""cotrain-compile: training steps that do not fit on the GPU.
+
+    step = torch.compile(step, backend="cotrain", options={"memory_budget": "20GiB"})
+
+Importing this package loads no torch; `inspect` and `synchronize` do on first use.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from cotrain_compile import errors
+from cotrain_compile.options import Options
+
+if TYPE_CHECKING:
+    from cotrain_compile.compile import inspect, synchronize
+
+__all__ = ["Options", "errors", "inspect", "synchronize"]
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("inspect", "synchronize"):
+        from cotrain_compile import compile as pipeline
+
+        return getattr(pipeline, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,116 @@
+"""Costs: seconds of every op on the device and of every parameter's update on the host.
+
+In: a `Dataflow` and a `Machine`; measured times where a profile exists. Out: a `CostTable`, whose
+`source` says which of the two its numbers are. A transfer costs `Link.seconds` of its bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from cotrain_compile.dataflow import Dataflow, Op, UpdateGroup
+from cotrain_compile.errors import PlanError
+from cotrain_compile.machine import Machine, Tier, TierSpec
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """`device_s` by op name, `host_update_s` by parameter name.
+
+    `source` is "roofline", "measured" when every op and update that does any work was measured,
+    "mixed" when some were.
+    """
+
+    device_s: Mapping[str, float]
+    host_update_s: Mapping[str, float]
+    source: Literal["roofline", "measured", "mixed"] = "roofline"
+
+    def seconds(self, name: str, tier: Tier) -> float:
+        """Of the op `name` on the device, or of the update of the parameter `name` on the host."""
+        return self.device_s[name] if tier is Tier.DEVICE else self.host_update_s[name]
+
+
+def roofline(dataflow: Dataflow, machine: Machine) -> CostTable:
+    """What the machine's rates allow: max(flops / flops_per_s, bytes / bytes_per_s, launch_s).
+
+    Views and other ops that neither compute nor move anything cost nothing. A host update reads and
+    writes each of its group's buffers once, however many ops the step writes it with: it runs as
+    one fused loop, limited by the host's memory (Williams et al., CACM 2009).
+    """
+    return CostTable(
+        device_s={op.name: _op_s(op, machine.device) for op in dataflow.ops},
+        host_update_s={
+            group.param: machine.host.launch_s
+            + update_bytes(dataflow, group) / machine.host_update.bytes_per_s
+            for group in dataflow.updates
+        },
+    )
+
+
+def update_bytes(dataflow: Dataflow, group: UpdateGroup) -> int:
+    """Bytes that a fused update of `group` reads plus those it writes.
+
+    A buffer that is read and written counts twice; temporaries between the group's ops stay in
+    registers and do not count. Plain float32 AdamW: gradient 1, parameter and two states 2 each,
+    7 times the parameter's bytes.
+    """
+    ops = [dataflow.ops[dataflow.position[name]] for name in group.ops]
+    touched_by_group = {
+        group.param,
+        group.gradient,
+        group.low_precision,
+        *group.states,
+        *group.scalars,
+    }
+    read = {name for op in ops for name in op.reads} & touched_by_group
+    written = {name for op in ops for name in op.writes} & touched_by_group
+    return sum(dataflow.buffer[name].nbytes for names in (read, written) for name in names)
+
+
+def with_measured(
+    costs: CostTable,
+    *,
+    device_s: Mapping[str, float] | None = None,
+    host_update_s: Mapping[str, float] | None = None,
+) -> CostTable:
+    """`costs` with measured seconds in place of computed ones, for the names that have them.
+
+    Raises:
+        PlanError: a measured name is not in `costs`, so the profile is of another step.
+    """
+    device_s, host_update_s = device_s or {}, host_update_s or {}
+    for measured, known, what in (
+        (device_s, costs.device_s, "op"),
+        (host_update_s, costs.host_update_s, "update of parameter"),
+    ):
+        for name in measured:
+            if name not in known:
+                raise PlanError(
+                    f"the profile has a time for {what} {name}, which this step does not have; "
+                    "measure this step, or leave the profile out"
+                )
+    if not device_s and not host_update_s:
+        return costs
+    everything = _covers(device_s, costs.device_s) and _covers(host_update_s, costs.host_update_s)
+    return CostTable(
+        device_s={**costs.device_s, **device_s},
+        host_update_s={**costs.host_update_s, **host_update_s},
+        source="measured" if everything else "mixed",
+    )
+
+
+def _op_s(op: Op, tier: TierSpec) -> float:
+    if op.flops == 0 and op.bytes_moved == 0:
+        return 0.0
+    return max(
+        op.flops / tier.flops_per_s_of(op.dtype),
+        op.bytes_moved / tier.bytes_per_s,
+        tier.launch_s,
+    )
+
+
+def _covers(measured: Mapping[str, float], known: Mapping[str, float]) -> bool:
+    """Whether every name that takes any time was measured."""
+    return all(name in measured for name, seconds in known.items() if seconds > 0)

@@ -1,0 +1,167 @@
+"""Capture: the user's step function becomes one functional ATen graph, a `StepGraph`.
+
+    torch.compile(step) --Dynamo, changed by `session`--> graph of torch calls
+      --`aot`--> ATen graph --`prepare`--> --`inputs`, `phases`--> StepGraph
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from cotrain_compile.capture.aot import (
+    detach_outputs,
+    drop_outputs,
+    gradient_stores,
+    params_with_gradient,
+    refuse_unseen_hooks,
+    to_aten,
+    traced_modules,
+)
+from cotrain_compile.capture.inputs import describe_inputs
+from cotrain_compile.capture.phases import phases
+from cotrain_compile.capture.prepare import prepare
+from cotrain_compile.capture.session import Session, current_session, install
+from cotrain_compile.errors import CaptureError
+from cotrain_compile.graph import OptimizerRule, StepGraph, StepInput
+
+__all__ = ["Session", "capture", "current_session", "install"]
+
+StepCompiler = Callable[[StepGraph, Sequence[Any]], Callable[..., Any]]
+
+
+def capture(
+    session: Session,
+    module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    compile_step: StepCompiler,
+) -> Callable[..., Any]:
+    """Turn Dynamo's graph into a `StepGraph`, have it compiled, and return what runs the step.
+
+    `compile_step` gets the step graph and the user's own tensors in the order of its inputs. Raises
+    `CaptureError` when the graph is not a whole training step.
+    """
+    session.trace_ended()
+    session.graph_was_compiled = True
+    params = params_with_gradient(module, example_inputs)
+    _refuse_half_a_step(session, params)
+    refuse_unseen_hooks(params)
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    inputs = describe_inputs(placeholders, example_inputs, traced_modules(), session.optimizers)
+    detach_outputs(module)
+    if not session.options.keep_grads:
+        cleared = _params_cleared_first(session)
+        stores = gradient_stores(module, example_inputs)
+        drop_outputs(module, [node for param, node in stores if id(param) in cleared])
+
+    def compile_aten(aten_module: fx.GraphModule) -> Callable[..., Any]:
+        prepare(aten_module)
+        step = _step_graph(session, aten_module, inputs, example_inputs)
+        _refuse_missing_updates(session, step, params, example_inputs)
+        return compile_step(step, example_inputs)
+
+    compiled = to_aten(module, example_inputs, compile_aten)
+    # Eager creates no state for a parameter that never gets a gradient.
+    updated = frozenset(id(param) for param in params)
+    for record in session.optimizers:
+        record.remove_created_state(keep=updated)
+        _note_step_for_schedulers(record.optimizer)
+    return compiled
+
+
+def _step_graph(
+    session: Session,
+    module: fx.GraphModule,
+    inputs: Sequence[StepInput],
+    values: Sequence[Any],
+) -> StepGraph:
+    placeholders = module.graph.find_nodes(op="placeholder")
+    if len(placeholders) != len(inputs):
+        raise CaptureError(
+            f"the step has {len(inputs)} inputs but its ATen graph {len(placeholders)}: some "
+            "inputs are overlapping views of one tensor; pass the tensor they are views of"
+        )
+    named = tuple(
+        replace(item, node=node.name)
+        for node, item in zip(placeholders, inputs, strict=True)
+    )
+    names = {id(value): item.name for value, item in zip(values, inputs, strict=True)}
+    rules = {
+        names[id(param)]: OptimizerRule(
+            type(record.optimizer), {k: v for k, v in group.items() if k != "params"}
+        )
+        for record in session.optimizers
+        for group in record.optimizer.param_groups
+        for param in group["params"]
+        if id(param) in names
+    }
+    return StepGraph(module, named, phases(module.graph), _modules(module.graph), rules).verify()
+
+
+def _modules(graph: fx.Graph) -> dict[str, str]:
+    """Dotted path of the module that called each node, as the trace recorded it."""
+    paths = {}
+    for node in graph.nodes:
+        stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+        if stack:
+            path, _ = list(stack.values())[-1]
+            paths[node.name] = path.partition("].")[2] if "]." in path else path
+    return paths
+
+
+def _refuse_half_a_step(session: Session, params: Sequence[torch.Tensor]) -> None:
+    where = f"{session.code.co_filename}:{session.code.co_firstlineno} in {session.code.co_name}"
+    whole = "compile the function that calls the model, backward() and optimizer.step()"
+    if not params:
+        raise session.refuse(f"{where}: the step has no backward(), so it is not training; {whole}")
+    if not any(record.steps for record in session.optimizers):
+        raise session.refuse(f"{where}: the step never calls optimizer.step(); {whole}")
+
+
+def _params_cleared_first(session: Session) -> frozenset[int]:
+    return frozenset(
+        id(param)
+        for record in session.optimizers
+        if record.zeroes_grads_first
+        for group in record.optimizer.param_groups
+        for param in group["params"]
+    )
+
+
+def _refuse_missing_updates(
+    session: Session, step: StepGraph, params: Sequence[torch.Tensor], values: Sequence[Any]
+) -> None:
+    """A parameter that eager would update must be written by the graph."""
+    expected = {
+        id(param)
+        for record in session.optimizers
+        if record.steps
+        for group in record.optimizer.param_groups
+        for param in group["params"]
+    } & {id(param) for param in params}
+    copies = step.module.graph.find_nodes(
+        op="call_function", target=torch.ops.aten.copy_.default
+    )
+    written = {node.args[0].name for node in copies}
+    missing = [
+        item.name
+        for item, value in zip(step.inputs, values, strict=True)
+        if id(value) in expected and item.node not in written
+    ]
+    if missing:
+        raise CaptureError(
+            f"{len(missing)} parameters get a gradient but no update in the captured step "
+            f"(first: {missing[0]}); their optimizer does something a graph cannot hold. "
+            "Nothing was updated."
+        )
+
+
+def _note_step_for_schedulers(optimizer: torch.optim.Optimizer) -> None:
+    # Learning rate schedulers wrap `optimizer.step` to warn when they run before its first call.
+    if getattr(optimizer.step, "_wrapped_by_lr_sched", False):
+        optimizer._opt_called = True  # type: ignore[attr-defined]
+

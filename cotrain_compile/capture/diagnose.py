@@ -1,0 +1,99 @@
+"""From an exception of Dynamo's to one error that names the user's line and the way to go on."""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+import traceback
+from collections.abc import Iterable, Iterator
+from types import CodeType
+
+import torch._dynamo.exc as exc
+
+from cotrain_compile.errors import CaptureError, CotrainError
+
+_LIBRARIES = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib")
+
+# What a user can do, by a word in Dynamo's own description of what broke the graph.
+_WAYS_ON = (
+    ("GradScaler", "train in bfloat16 autocast, which needs no loss scaling"),
+    ("print", "move the print out of the step, or print what the step returns"),
+    ("logg", "log outside the step"),
+    ("item", "return the tensor and call .item() outside the step"),
+    ("data-dependent", "decide outside the step, or with torch.where inside it"),
+)
+
+
+def diagnose(
+    error: BaseException, refusal: CaptureError | None, code: CodeType
+) -> CotrainError | None:
+    """The user's error behind `error`: ours if one of ours is its cause, or what broke the graph.
+
+    Returns None when it is neither, so that a real fault in the step (a shape mismatch) reaches the
+    user as it is.
+    """
+    location = _user_line(error, code)
+    if refusal is not None:
+        return refusal if str(refusal).startswith(code.co_filename) else CaptureError(
+            f"{location}: {refusal}"
+        )
+    for cause in _chain(error):
+        if isinstance(cause, CotrainError):
+            return cause
+    if isinstance(error, exc.Unsupported):
+        what, hint = _what_broke(error)
+        return CaptureError(
+            f"{location}: the step cannot be captured as one graph: {what}. {_way_on(what, hint)}; "
+            'or set options={"on_break": "warn"} to run it in eager. Nothing was updated.'
+        )
+    if isinstance(error, exc.FailOnRecompileLimitHit):
+        return CaptureError(
+            f"{location}: the step was compiled too often for changing inputs. Keep Python values "
+            "that change every step out of it (pass tensors), or raise "
+            "torch._dynamo.config.recompile_limit."
+        )
+    return None
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        inner = getattr(error, "inner_exception", None)
+        if isinstance(inner, BaseException):
+            yield from _chain(inner)
+        error = error.__cause__ or error.__context__
+
+
+def _what_broke(error: exc.Unsupported) -> tuple[str, str]:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    what = lines[0] if lines else "unsupported code"
+    explanation = next((line for line in lines if line.startswith("Explanation:")), "")
+    hint = next((line.removeprefix("Hint:").strip() for line in lines if "Hint:" in line), "")
+    if explanation:
+        what += f" ({explanation.removeprefix('Explanation:').strip().rstrip('.')})"
+    return what, hint.rstrip(".")
+
+
+def _way_on(what: str, hint: str) -> str:
+    for word, way in _WAYS_ON:
+        if word in what:
+            return way[0].upper() + way[1:]
+    return hint or "Move that line out of the step"
+
+
+def _user_line(error: BaseException, code: CodeType) -> str:
+    """The deepest line outside installed packages, as `file:line in function: source`."""
+    stack: Iterable[traceback.FrameSummary] = getattr(error, "real_stack", None) or ()
+    mine = [frame for frame in stack if not _in_library(frame.filename)]
+    if not mine:
+        return f"{code.co_filename}:{code.co_firstlineno} in {code.co_name}"
+    frame = mine[-1]
+    return f"{frame.filename}:{frame.lineno} in {frame.name}: `{(frame.line or '').strip()}`"
+
+
+def _in_library(filename: str) -> bool:
+    path = os.path.abspath(filename)
+    return path.startswith(_LIBRARIES) or path.startswith(_STANDARD_LIBRARY)

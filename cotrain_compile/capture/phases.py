@@ -1,0 +1,51 @@
+"""Phases: which part of the step each node of the ATen graph belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import fx
+
+from cotrain_compile.capture.optimizers import PHASE_ANNOTATION
+from cotrain_compile.dataflow import Phase
+
+
+def phases(graph: fx.Graph) -> Mapping[str, Phase]:
+    """The phase of every call in `graph`, by node name.
+
+    Autograd marks the nodes of a backward and our annotations mark those of an optimizer step and
+    of gradient accumulation. What is left and depends on a gradient (clipping, unscaling) belongs
+    to the optimizer if nothing but the optimizer and the step's outputs use it; all else is
+    forward. A write into an input belongs where its value does.
+    """
+    calls = [node for node in graph.nodes if node.op == "call_function"]
+    found = {node: phase for node in calls if (phase := _marked(node)) is not None}
+    after_backward = _descendants(calls, found)
+    for node in reversed(calls):
+        if node in found:
+            continue
+        users = [found.get(user) for user in node.users if user.op != "output"]
+        to_optimizer = all(phase is Phase.OPTIMIZER for phase in users)
+        found[node] = Phase.OPTIMIZER if node in after_backward and to_optimizer else Phase.FORWARD
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
+        found[node] = found.get(node.args[1], Phase.FORWARD)
+    return {node.name: found[node] for node in calls}
+
+
+def _marked(node: fx.Node) -> Phase | None:
+    annotation = (node.meta.get("custom") or {}).get(PHASE_ANNOTATION)
+    if annotation == "optimizer":
+        return Phase.OPTIMIZER
+    if annotation == "backward" or node.meta.get("autograd_backward"):
+        return Phase.BACKWARD
+    return None
+
+
+def _descendants(calls: list[fx.Node], marked: Mapping[fx.Node, Phase]) -> set[fx.Node]:
+    """Nodes that depend on a backward node."""
+    found: set[fx.Node] = set()
+    for node in calls:
+        if marked.get(node) is Phase.BACKWARD or any(n in found for n in node.all_input_nodes):
+            found.add(node)
+    return found

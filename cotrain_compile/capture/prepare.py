@@ -1,0 +1,102 @@
+"""Preparation: rewrites of the captured graph that need no plan and change no number.
+
+Each takes the graph in place. `PREPARATIONS` is their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import fx
+
+from cotrain_compile.capture.storages import storage_key
+
+aten = torch.ops.aten
+
+
+def drop_redundant_copies(graph: fx.Graph) -> None:
+    """`copy(empty_like(x), g)` is `g` when dtype and layout agree: autograd copies every gradient.
+
+    A value that shows an input's storage is left alone: the input may be overwritten later in the
+    step, the copy not.
+    """
+    inputs = {storage_key(node) for node in graph.find_nodes(op="placeholder")}
+    for node in list(graph.find_nodes(op="call_function", target=aten.copy.default)):
+        destination, source = node.args[0], node.args[1]
+        if _same_layout(destination, source) and storage_key(source) not in inputs:
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+    graph.eliminate_dead_code()
+
+
+def write_updates_early(graph: fx.Graph) -> None:
+    """Move each `copy_(input, value)` from the end of the graph to where it becomes possible.
+
+    That is after the value exists and the last reader of the old one has run. Later users of the
+    value then read the input, so that the value itself is freed: no second copy of a parameter or
+    state outlives its own update.
+    """
+    order: dict[fx.Node, float] = {node: index for index, node in enumerate(graph.nodes)}
+    last_reader: dict[object, fx.Node] = {}
+    for node in graph.nodes:
+        reads = node.args[1:] if node.target is aten.copy_.default else node.all_input_nodes
+        for source in reads:
+            last_reader[storage_key(source)] = node
+    for node in list(graph.find_nodes(op="call_function", target=aten.copy_.default)):
+        destination, value = node.args
+        assert isinstance(destination, fx.Node) and isinstance(value, fx.Node)
+        reader = last_reader.get(storage_key(destination), value)
+        if reader.op == "output" or reader.target is aten.copy_.default or _is_input(value):
+            continue  # the old value is needed to the end of the step, and so is the order there
+        position = max(value, reader, key=order.__getitem__)
+        position.append(node)
+        order[node] = order[position] + 0.5
+        for user in list(value.users):
+            if user is not node and order[user] > order[node]:
+                user.replace_input_with(value, node)
+
+
+def compute_norms_early(graph: fx.Graph) -> None:
+    """Move each reduction of a gradient to a scalar up to where the gradient is complete.
+
+    Global-norm clipping takes the norm of every gradient after the whole backward; earlier, each
+    gradient is free to leave at once.
+    """
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    for node in list(graph.find_nodes(op="call_function", target=aten.linalg_vector_norm.default)):
+        source = node.args[0]
+        if isinstance(source, fx.Node) and source.op == "call_function":
+            latest = max(node.all_input_nodes, key=order.__getitem__)
+            latest.append(node)
+
+
+PREPARATIONS: tuple[Callable[[fx.Graph], None], ...] = (
+    drop_redundant_copies,
+    write_updates_early,
+    compute_norms_early,
+)
+
+
+def prepare(module: fx.GraphModule) -> None:
+    """Apply all preparations to `module` and check that the graph is still sound."""
+    for preparation in PREPARATIONS:
+        preparation(module.graph)
+    module.graph.lint()
+    module.recompile()
+
+
+def _same_layout(a: object, b: object) -> bool:
+    if not isinstance(a, fx.Node) or not isinstance(b, fx.Node):
+        return False
+    x, y = a.meta.get("val"), b.meta.get("val")
+    return (
+        isinstance(x, torch.Tensor)
+        and isinstance(y, torch.Tensor)
+        and (x.dtype, x.shape, x.stride(), x.device) == (y.dtype, y.shape, y.stride(), y.device)
+    )
+
+
+def _is_input(value: fx.Node) -> bool:
+    inputs = {storage_key(node) for node in value.graph.find_nodes(op="placeholder")}
+    return storage_key(value) in inputs

@@ -1,0 +1,159 @@
+"""Compile: the steps from a user's training step to a `CompiledStep`, put in order.
+
+`cotrain` is what torch.compile calls for `backend="cotrain"`; `compile_step` reads like the list of
+types in `docs/architecture.md`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from cotrain_compile.backends.compiled_step import CompiledStep
+from cotrain_compile.capture import Session, capture, current_session, install
+from cotrain_compile.capture.session import frame_objects
+from cotrain_compile.errors import CaptureError, CotrainError, OptionError, PlacementError
+from cotrain_compile.extract import extract
+from cotrain_compile.graph import StepGraph
+from cotrain_compile.machine import Machine, Tier
+from cotrain_compile.options import Options, Size
+from cotrain_compile.passes import run_passes
+from cotrain_compile.placement.check import check
+from cotrain_compile.placement.policies import RULES
+from cotrain_compile.placement.problem import Problem, formulate
+from cotrain_compile.placement.schedule import schedule
+from cotrain_compile.plan import Plan
+from cotrain_compile.presets import find
+from cotrain_compile.runtime.emulated import EmulatedDevice
+from cotrain_compile.runtime.host_kernels import host_kernels
+from cotrain_compile.viz.dump import dump_step
+
+
+def cotrain(
+    module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """The backend behind `torch.compile(step, backend="cotrain", options={...})`."""
+    session = current_session()
+    if session is None:
+        raise CaptureError('call it as torch.compile(step, backend="cotrain")')
+    if mode is not None:
+        raise OptionError(f"backend 'cotrain' has no mode {mode!r}; see docs/options.md")
+
+    def compile_and_register(step: StepGraph, values: Sequence[Any]) -> Callable[..., Any]:
+        compiled = compile_step(step, values, session.options)
+        _register(compiled, session)
+        return compiled
+
+    return capture(session, module, example_inputs, compile_and_register)
+
+
+def compile_step(step: StepGraph, values: Sequence[Any], options: Options) -> CompiledStep:
+    """Place, rewrite and lower `step`, whose inputs are the user's `values`."""
+    _refuse_other_devices(values, options)
+    machine = find(options.machine)
+    dataflow = extract(step)
+    problem = formulate(dataflow, machine, budgets(options, machine))
+    plan = choose_plan(problem, options.policy)
+    check(problem, plan)
+    placed = run_passes(step, plan)
+    device = EmulatedDevice(
+        machine,
+        problem.budgets,
+        host_kernels(placed, options.host_kernels),
+        throttle=options.throttle,
+    )
+    compiled = CompiledStep(plan, placed, device)
+    if options.dump is not None:
+        dump_step(Path(options.dump), step, dataflow, compiled.plan, placed)
+    return compiled
+
+
+def choose_plan(problem: Problem, policy: str) -> Plan:
+    """The plan of a named rule; "auto" is `resident` where that fits, else `zero-offload`.
+
+    Raises `PlacementError` with the shortfall when the rule does not fit the budgets.
+    """
+    if policy != "auto":
+        return schedule(problem, RULES[policy](problem.dataflow))
+    try:
+        return schedule(problem, RULES["resident"](problem.dataflow))
+    except PlacementError:
+        return schedule(problem, RULES["zero-offload"](problem.dataflow))
+
+
+def budgets(options: Options, machine: Machine) -> dict[Tier, int]:
+    """Bytes allowed on each tier: what the user set, else the tier's capacity."""
+    whole = Size(fraction=1.0)
+    return {
+        Tier.DEVICE: (options.memory_budget or whole).of(machine.device.capacity_bytes),
+        Tier.HOST: (options.host_memory_budget or whole).of(machine.host.capacity_bytes),
+    }
+
+
+def inspect(step: Callable[..., Any]) -> CompiledStep:
+    """The `CompiledStep` behind a function compiled with this backend, after its first call.
+
+    Where it was compiled more than once (another batch shape, a learning rate that became an
+    input), the one that ran last. Raises `CotrainError` when there is none.
+    """
+    function: Any = getattr(step, "_torchdynamo_orig_callable", step)
+    function = getattr(function, "__func__", function)
+    code = getattr(function, "__code__", None)
+    key = frame_objects(code, function.__closure__) if code is not None else ()
+    found = [c for c, session in _compiled.items() if session == (code, key)]
+    if not found:
+        raise CotrainError(
+            'this step has not been compiled yet: compile it with backend="cotrain" and call it '
+            "once before inspecting it"
+        )
+    return max(found, key=lambda compiled: compiled.last_run_s)
+
+
+def synchronize() -> None:
+    """Wait until every compiled step has finished all its work.
+
+    A step is complete when it returns, so there is nothing to wait for; training loops may call it
+    before they read the clock.
+    """
+
+
+_compiled: weakref.WeakKeyDictionary[CompiledStep, tuple[Any, tuple[int, ...]]]
+_compiled = weakref.WeakKeyDictionary()
+
+
+def _register(compiled: CompiledStep, session: Session) -> None:
+    _compiled[compiled] = (session.code, session.frame_objects)
+
+
+def _refuse_other_devices(values: Sequence[Any], options: Options) -> None:
+    devices = {v.device.type for v in values if isinstance(v, torch.Tensor)}
+    if devices - {"cpu"} or options.device == "cuda":
+        raise OptionError(
+            f"this version runs steps on the emulated device only, but the step uses "
+            f"{', '.join(sorted(devices | {options.device or 'cpu'}))}; move model and batch to "
+            "the CPU and set device='cpu'"
+        )
+
+
+def _our_options(compiler_fn: object) -> Mapping[str, Any] | None:
+    """The user's options when `compiler_fn` stands for this backend, else None."""
+    while hasattr(compiler_fn, "_torchdynamo_orig_backend"):
+        compiler_fn = compiler_fn._torchdynamo_orig_backend
+    if compiler_fn is cotrain:
+        return {}
+    if getattr(compiler_fn, "compiler_fn", None) is cotrain:
+        options: Mapping[str, Any] = getattr(compiler_fn, "kwargs", {}).get("options") or {}
+        return options
+    return None
+
+
+install(_our_options)

@@ -1,0 +1,137 @@
+"""Dataflow: a training step as plain data: ops in program order and the buffers they touch.
+
+A buffer is a *storage*: views of it are folded in, tied weights are one buffer. Made from a
+StepGraph by `extract`; everything below (analysis, placement, plan) sees only this. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cached_property
+
+FORMAT_VERSION = 1
+
+
+class Role(StrEnum):
+    """What a buffer is to the training step."""
+
+    PARAM = "param"
+    OPTIMIZER_STATE = "optimizer_state"
+    BUFFER = "buffer"
+    GRADIENT = "gradient"
+    BATCH = "batch"
+    HYPERPARAMETER = "hyperparameter"
+    RNG = "rng"
+    CONSTANT = "constant"
+    TEMPORARY = "temporary"
+
+
+# Roles of buffers that outlive the step and that a plan may give a home.
+PERSISTENT_ROLES = frozenset({Role.PARAM, Role.OPTIMIZER_STATE, Role.BUFFER, Role.GRADIENT})
+
+
+class Phase(StrEnum):
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    OPTIMIZER = "optimizer"
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A storage. `nbytes` is its whole size, however little of it a view shows.
+
+    `is_input` buffers exist before the first op; `is_output` buffers are still needed after the
+    last one (the user holds them, or they are returned).
+    """
+
+    name: str
+    nbytes: int
+    role: Role
+    is_input: bool = False
+    is_output: bool = False
+
+
+@dataclass(frozen=True)
+class Op:
+    """One call of the step, named as the node of the graph it came from.
+
+    `reads` and `writes` are buffer names; a buffer that is both was updated in place. A view has
+    neither flops nor bytes and writes nothing. `flops` counts a multiply-add as two; `bytes_moved`
+    is what the op reads and writes. `dtype` is the one its flops run in. `module` is the dotted
+    path of the module that called it, empty outside any.
+    """
+
+    name: str
+    target: str
+    phase: Phase
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    flops: int = 0
+    bytes_moved: int = 0
+    dtype: str = "float32"
+    module: str = ""
+
+
+@dataclass(frozen=True)
+class UpdateGroup:
+    """Everything that turns one parameter's gradient into its next value.
+
+    `ops` run only for this parameter, in program order. `gradient` is the buffer that leaves the
+    backward; `states` are the optimizer's own; `scalars` are small values shared with other groups
+    (a clipping coefficient, a bias correction). `low_precision` is the copy of the parameter that
+    autocast makes for the forward, "" where the parameter itself is used.
+    """
+
+    param: str
+    gradient: str
+    states: tuple[str, ...]
+    scalars: tuple[str, ...]
+    ops: tuple[str, ...]
+    low_precision: str = ""
+
+
+@dataclass(frozen=True)
+class SizeExpressions:
+    """Sizes that depend on a dynamic dimension, as sympy source over the symbols' names."""
+
+    buffer_nbytes: Mapping[str, str] = field(default_factory=dict)
+    op_flops: Mapping[str, str] = field(default_factory=dict)
+    op_bytes_moved: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Dataflow:
+    """A step: `ops` in program order, `buffers`, and which ops update which parameter.
+
+    `symbols` gives each dynamic dimension the value that the integers in `ops` and `buffers` were
+    computed for; `expressions` holds the sizes that change with them. `fingerprint` identifies the
+    step graph: a plan made for one fingerprint is refused for another.
+    """
+
+    fingerprint: str
+    ops: tuple[Op, ...]
+    buffers: tuple[Buffer, ...]
+    updates: tuple[UpdateGroup, ...] = ()
+    symbols: Mapping[str, int] = field(default_factory=dict)
+    expressions: SizeExpressions = field(default_factory=SizeExpressions)
+
+    @cached_property
+    def buffer(self) -> Mapping[str, Buffer]:
+        """Buffers by name."""
+        return {buffer.name: buffer for buffer in self.buffers}
+
+    @cached_property
+    def position(self) -> Mapping[str, int]:
+        """Index of each op in program order, by name."""
+        return {op.name: index for index, op in enumerate(self.ops)}
+
+    @cached_property
+    def update(self) -> Mapping[str, UpdateGroup]:
+        """Update groups by the name of their parameter."""
+        return {group.param: group for group in self.updates}
+
+    def total_bytes(self, *roles: Role) -> int:
+        """Bytes of all buffers with one of `roles`."""
+        return sum(buffer.nbytes for buffer in self.buffers if buffer.role in roles)

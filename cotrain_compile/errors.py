@@ -1,0 +1,43 @@
+"""Every error a user can get from this package. Each message says what, where, how to go on."""
+
+from __future__ import annotations
+
+
+class CotrainError(Exception):
+    """Base of all errors of this package."""
+
+
+class OptionError(CotrainError, ValueError):
+    """An option is unknown or has a bad value."""
+
+
+class CaptureError(CotrainError, RuntimeError):
+    """The step cannot be captured as one graph."""
+
+
+class ExtractError(CotrainError, RuntimeError):
+    """The captured graph holds something whose memory effects are unknown."""
+
+
+class PlacementError(CotrainError, RuntimeError):
+    """No placement fits the budgets; `shortfall_bytes` is how much is missing."""
+
+    def __init__(self, message: str, *, shortfall_bytes: int) -> None:
+        super().__init__(message)
+        self.shortfall_bytes = shortfall_bytes
+
+
+class PlanError(CotrainError, ValueError):
+    """A plan contradicts its step, or was made for another one."""
+
+
+class FormatError(CotrainError, ValueError):
+    """A file is not what it should be: truncated, corrupted, or of another version."""
+
+
+class OutOfDeviceMemory(CotrainError, RuntimeError):
+    """The step needed more device memory than its budget while it ran."""
+
+
+class StepFailed(CotrainError, RuntimeError):
+    """A running step failed; the message says whether parameters are still consistent."""

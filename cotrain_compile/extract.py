@@ -1,0 +1,226 @@
+"""Extract: StepGraph -> Dataflow. The last place that sees an `fx.Node` on the way down.
+
+Values become buffers by their storages, so views, in-place writes and tied weights need no special
+case. An op whose result shares memory in a way its schema does not declare is refused by name.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import flop_registry
+
+from cotrain_compile.capture.storages import storage_key
+from cotrain_compile.dataflow import Buffer, Dataflow, Op, Phase, Role, SizeExpressions
+from cotrain_compile.errors import ExtractError
+from cotrain_compile.extract_updates import update_groups
+from cotrain_compile.graph import StepGraph
+
+# Returns its input's storage though its schema does not say so.
+_UNDECLARED_VIEWS = frozenset({torch.ops.aten._unsafe_view.default})
+
+
+def extract(step: StepGraph) -> Dataflow:
+    """The step as plain data.
+
+    Raises `ExtractError` for an op whose memory effects are unknown.
+    """
+    reader = _Reader(step)
+    for node in step.nodes:
+        reader.read(node)
+    return Dataflow(
+        fingerprint=step.fingerprint,
+        ops=tuple(reader.ops),
+        buffers=tuple(reader.buffers.values()),
+        updates=update_groups(step, reader.buffer_of),
+        symbols=reader.symbols,
+        expressions=reader.expressions(),
+    )
+
+
+def buffer_names(step: StepGraph) -> Mapping[str, str]:
+    """The buffer that each single-tensor node shows, by node name."""
+    reader = _Reader(step)
+    for node in step.nodes:
+        reader.read(node)
+    return reader.buffer_of
+
+
+@dataclass
+class _Reader:
+    """Walks the graph once, naming a buffer for every new storage."""
+
+    step: StepGraph
+    ops: list[Op] = field(default_factory=list)
+    buffers: dict[str, Buffer] = field(default_factory=dict)
+    buffer_of: dict[str, str] = field(default_factory=dict)
+    symbols: dict[str, int] = field(default_factory=dict)
+    nbytes_expressions: dict[str, str] = field(default_factory=dict)
+    flops_expressions: dict[str, str] = field(default_factory=dict)
+    moved_expressions: dict[str, str] = field(default_factory=dict)
+    _by_storage: dict[object, str] = field(default_factory=dict)
+
+    def expressions(self) -> SizeExpressions:
+        return SizeExpressions(
+            self.nbytes_expressions, self.flops_expressions, self.moved_expressions
+        )
+
+    def read(self, node: fx.Node) -> None:
+        if node.op == "placeholder":
+            item = self.step.input_of_node[node.name]
+            if isinstance(node.meta.get("val"), torch.Tensor):
+                self._name_storage(node, node.meta["val"], item.name, item.role, is_input=True)
+        elif node.op == "get_attr":
+            value = node.meta.get("val", getattr(self.step.module, str(node.target), None))
+            if isinstance(value, torch.Tensor):
+                node.meta.setdefault("val", value)
+                self._name_storage(node, value, node.name, Role.CONSTANT, is_input=True)
+        elif node.op == "call_function":
+            self._read_call(node)
+        elif node.op == "output":
+            for name in self._buffers_in(node):
+                held = self.buffers[name]
+                self.buffers[name] = Buffer(name, held.nbytes, held.role, held.is_input, True)
+
+    def _read_call(self, node: fx.Node) -> None:
+        reads = tuple(dict.fromkeys(self._buffers_in(node)))
+        written = self._written_arguments(node)
+        for suffix, value in _tensors(node.meta.get("val")):
+            known = self._by_storage.get(value.untyped_storage()._cdata)
+            if known is None:
+                name = self._name_storage(node, value, node.name + suffix, Role.TEMPORARY)
+                written.append(name)
+            elif known in reads and known not in written:
+                _refuse_undeclared_view(node)
+            if not suffix and (known or name):
+                self.buffer_of[node.name] = known or name
+        is_view = not written
+        flops = 0 if is_view else self._integer(self.flops_expressions, node.name, _flops(node))
+        moved = 0 if is_view else self._integer(self.moved_expressions, node.name, _moved(node))
+        self.ops.append(
+            Op(
+                name=node.name,
+                target=str(node.target),
+                phase=self.step.phases.get(node.name, Phase.FORWARD),
+                reads=reads,
+                writes=tuple(dict.fromkeys(written)),
+                flops=flops,
+                bytes_moved=moved,
+                dtype=_dtype(node),
+                module=self.step.modules.get(node.name, ""),
+            )
+        )
+
+    def _name_storage(
+        self, node: fx.Node, value: torch.Tensor, name: str, role: Role, is_input: bool = False
+    ) -> str:
+        key = value.untyped_storage()._cdata
+        name = self._by_storage.setdefault(key, name)
+        if name not in self.buffers:
+            nbytes = value.untyped_storage().nbytes()
+            size = self._integer(self.nbytes_expressions, name, nbytes)
+            self.buffers[name] = Buffer(name, size, role, is_input)
+        self.buffer_of[node.name] = name
+        return name
+
+    def _buffers_in(self, node: fx.Node) -> Iterator[str]:
+        # Of a tuple, an item reads its own tensor only.
+        sources = [node] if node.target is operator.getitem else node.all_input_nodes
+        for source in sources:
+            for _, value in _tensors(source.meta.get("val")):
+                name = self._by_storage.get(value.untyped_storage()._cdata)
+                if name is not None:
+                    yield name
+
+    def _written_arguments(self, node: fx.Node) -> list[str]:
+        schema = getattr(node.target, "_schema", None)
+        if schema is None or not schema.is_mutable:
+            return []
+        written = []
+        for argument, value in zip(schema.arguments, node.args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                written += [self.buffer_of[n.name] for n in _nodes_in(value)]
+        return written
+
+    def _integer(self, expressions: dict[str, str], name: str, size: Any) -> int:
+        """`size` as a number for the traced shapes; a symbolic one is noted under `name`."""
+        if isinstance(size, int):
+            return size
+        symbolic = size.node
+        if not symbolic.expr.is_number:
+            expressions[name] = str(symbolic.expr)
+            for symbol in symbolic.expr.free_symbols:
+                self.symbols[str(symbol)] = int(symbolic.shape_env.var_to_val[symbol])
+        return int(symbolic.hint)
+
+
+def _tensors(value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a node's value, each with a suffix that tells several apart."""
+    if isinstance(value, torch.Tensor):
+        yield "", value
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            if isinstance(item, torch.Tensor):
+                yield f".{index}", item
+
+
+def _nodes_in(argument: Any) -> list[fx.Node]:
+    return [leaf for leaf in tree_leaves(argument) if isinstance(leaf, fx.Node)]
+
+
+def _refuse_undeclared_view(node: fx.Node) -> None:
+    schema = getattr(node.target, "_schema", None)
+    declared = schema is None or any(r.alias_info is not None for r in schema.returns)
+    if not declared and node.target not in _UNDECLARED_VIEWS:
+        raise ExtractError(
+            f"op {node.target} (node {node.name}) returns memory of its input though its schema "
+            "says it does not, so its effects on memory are unknown. Declare the alias in the "
+            "op's schema, or return a copy."
+        )
+
+
+def _flops(node: fx.Node) -> Any:
+    """Flops by torch's own formulas; 0 for an op without one (it is bound by memory)."""
+    formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
+    if formula is None:
+        return 0
+    args, kwargs = tree_map(_value, (node.args, node.kwargs))
+    return formula(*args, **kwargs, out_val=node.meta.get("val"))
+
+
+def _moved(node: fx.Node) -> Any:
+    """Bytes that the op reads and writes: the elements of its tensor arguments and results."""
+    total: Any = 0
+    for source in node.all_input_nodes:
+        for _, value in _tensors(source.meta.get("val")):
+            total += _shown_bytes(value)
+    for _, value in _tensors(node.meta.get("val")):
+        total += _shown_bytes(value)
+    return total
+
+
+def _shown_bytes(value: torch.Tensor) -> Any:
+    elements: Any = 1
+    for size, stride in zip(value.shape, value.stride(), strict=True):
+        if stride != 0:  # an expanded dimension is read once
+            elements = elements * size
+    return elements * value.element_size()
+
+
+def _dtype(node: fx.Node) -> str:
+    for _, value in _tensors(node.meta.get("val")):
+        return str(value.dtype).removeprefix("torch.")
+    return "float32"
+
+
+def _value(argument: Any) -> Any:
+    return argument.meta.get("val") if isinstance(argument, fx.Node) else argument
+
+
+__all__ = ["buffer_names", "extract", "storage_key"]

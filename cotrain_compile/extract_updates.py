@@ -1,0 +1,115 @@
+"""Update groups: for each parameter, the ops that run for its update alone.
+
+An op belongs to a parameter when everything that uses its result does. What several parameters
+share (a clipping coefficient) stays outside and is an input of each group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import fx
+
+from cotrain_compile.dataflow import Phase, Role, UpdateGroup
+from cotrain_compile.graph import StepGraph
+
+aten = torch.ops.aten
+
+
+def update_groups(step: StepGraph, buffer_of: Mapping[str, str]) -> tuple[UpdateGroup, ...]:
+    """The update groups of `step` in the order of their first op.
+
+    `buffer_of` names the buffer each node shows. A parameter whose states are read outside its own
+    update has no group: it cannot be updated anywhere but on the device.
+    """
+    owner = _owners(step)
+    members: dict[str, list[fx.Node]] = {}
+    for node in step.nodes:
+        if node in owner:
+            members.setdefault(owner[node], []).append(node)
+    groups = [_group(step, param, nodes, buffer_of) for param, nodes in members.items()]
+    return tuple(group for group in groups if group is not None)
+
+
+def _owners(step: StepGraph) -> dict[fx.Node, str]:
+    """The parameter that each node of the optimizer phase works for, where it is a single one."""
+    owner: dict[fx.Node, str] = {}
+    for node in reversed(step.nodes):
+        if node.op != "call_function":
+            continue
+        if node.target is aten.copy_.default:
+            item = step.input_of_node.get(node.args[0].name)
+            if item is not None and item.role is Role.PARAM:
+                owner[node] = item.name
+            elif item is not None and item.role is Role.OPTIMIZER_STATE:
+                owner[node] = item.param
+        elif step.phases.get(node.name) is Phase.OPTIMIZER:
+            users = {owner.get(user) for user in node.users}
+            if len(users) == 1 and (only := users.pop()) is not None:
+                owner[node] = only
+    return owner
+
+
+def _group(
+    step: StepGraph, param: str, nodes: list[fx.Node], buffer_of: Mapping[str, str]
+) -> UpdateGroup | None:
+    inside = set(nodes)
+    writes = {node.args[0].name: node for node in nodes if node.target is aten.copy_.default}
+    state_nodes = [
+        node
+        for node in step.nodes
+        if node.op == "placeholder"
+        and step.input_of_node[node.name].role is Role.OPTIMIZER_STATE
+        and step.input_of_node[node.name].param == param
+    ]
+    param_node = next(
+        (n for n in step.nodes if n.op == "placeholder" and buffer_of.get(n.name) == param), None
+    )
+    if param_node is None or param_node.name not in writes:
+        return None
+    read_elsewhere = any(user not in inside for state in state_nodes for user in state.users)
+    state_value_used = any(
+        user not in inside
+        for name, write in writes.items()
+        if name != param_node.name
+        for user in write.users
+    )
+    if read_elsewhere or state_value_used:
+        return None
+    own = {param, *(buffer_of[node.name] for node in state_nodes)}
+    outside = _outside_inputs(nodes, own, buffer_of)
+    if not outside:
+        return None
+    gradient = max(outside, key=lambda name: outside[name])
+    return UpdateGroup(
+        param=param,
+        gradient=gradient,
+        states=tuple(buffer_of[node.name] for node in state_nodes),
+        scalars=tuple(name for name in outside if name != gradient),
+        ops=tuple(node.name for node in nodes),
+        low_precision=_low_precision_copy(param_node, buffer_of),
+    )
+
+
+def _outside_inputs(
+    nodes: list[fx.Node], own: set[str], buffer_of: Mapping[str, str]
+) -> dict[str, int]:
+    """Buffers that the group reads but neither makes nor owns, with their sizes in elements."""
+    inside = set(nodes)
+    found: dict[str, int] = {}
+    for node in nodes:
+        for source in node.all_input_nodes:
+            name = buffer_of.get(source.name)
+            if source not in inside and name is not None and name not in own:
+                found[name] = int(source.meta["val"].numel())
+    return found
+
+
+def _low_precision_copy(param: fx.Node, buffer_of: Mapping[str, str]) -> str:
+    """The buffer of the narrower copy that autocast makes of a parameter, or ""."""
+    for user in param.users:
+        if user.target is aten._to_copy.default:
+            if user.meta["val"].element_size() < param.meta["val"].element_size():
+                return buffer_of[user.name]
+    return ""

@@ -1,0 +1,166 @@
+"""Files: any of the plain-data types as a JSON document, and back, exactly.
+
+In: a frozen dataclass whose module has a FORMAT_VERSION (Machine, Dataflow, Plan, Timeline, ...).
+Out: `{"kind": "dataflow", "format_version": 1, "data": {...}}`. Both ways every field is checked:
+what can be saved can be loaded, and what is loaded is what its type says, or a FormatError names
+the place. References between names (an op that reads a buffer) are not followed. No torch.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+from uuid import uuid4
+
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+from pydantic_core import ErrorDetails, PydanticSerializationError
+
+from cotrain_compile.errors import FormatError
+
+T = TypeVar("T")
+
+_CONFIG = ConfigDict(
+    extra="forbid", strict=True, allow_inf_nan=False, revalidate_instances="always"
+)
+
+
+def save(value: Any, path: str | os.PathLike[str]) -> None:
+    """Write `value` to `path`; a reader sees the old file or the whole new one, never a part.
+
+    Raises FormatError when a field of `value` is not what its type says, OSError when the file
+    cannot be written.
+    """
+    path = Path(path)
+    content = to_json(value, where=f"the value for {path}").encode()
+    temporary = path.with_name(f".{uuid4().hex}.tmp")
+    try:
+        temporary.write_bytes(content)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def load(path: str | os.PathLike[str], type_: type[T]) -> T:
+    """The `type_` saved at `path`.
+
+    Raises FormatError when the file is anything else than a whole document of that type and
+    version, OSError when it cannot be read.
+    """
+    try:
+        text = Path(path).read_bytes().decode()
+    except UnicodeDecodeError as error:
+        raise FormatError(
+            f"{path}: not UTF-8 text at byte {error.start}, so it is no {_kind(type_)} file or it "
+            "is corrupted; restore or make it again"
+        ) from None
+    return from_json(text, type_, where=str(path))
+
+
+def to_json(value: Any, where: str = "the value") -> str:
+    """`value` as the text of a document, ending in a newline; FormatError as for `save`."""
+    kind = _kind(type(value))
+    version = _version(type(value))
+    try:
+        document = _document(type(value))(kind=kind, format_version=version, data=value)
+        return document.model_dump_json() + "\n"
+    except ValidationError as error:
+        place, problem = _first(error.errors(include_url=False, include_context=False))
+        raise FormatError(f"{where} cannot be saved: {place}: {problem}; mend it first") from None
+    except PydanticSerializationError as error:
+        raise FormatError(f"{where} cannot be saved as JSON: {error}; mend it first") from None
+
+
+def from_json(text: str, type_: type[T], where: str = "the text") -> T:
+    """The `type_` in the document `text`; `where` names the source in a FormatError."""
+    try:
+        document = _document(type_).model_validate_json(text)
+    except ValidationError as error:
+        details = error.errors(include_url=False, include_context=False)
+        raise FormatError(_complaint(details, type_, where)) from None
+    value: T = document.data  # type: ignore[attr-defined]
+    return value
+
+
+def _document(type_: type) -> type[BaseModel]:
+    """The model of a whole document; its strictness holds for the dataclasses inside as well."""
+    fields: dict[str, Any] = {
+        "kind": (Literal[_kind(type_)], ...),
+        "format_version": (Literal[_version(type_)], ...),
+        "data": (type_, ...),
+    }
+    return create_model("Document", __config__=_CONFIG, **fields)
+
+
+def _kind(type_: type) -> str:
+    return type_.__name__.lower()
+
+
+def _version(type_: type) -> int:
+    version: int = sys.modules[type_.__module__].FORMAT_VERSION
+    return version
+
+
+def _complaint(details: Sequence[ErrorDetails], type_: type, where: str) -> str:
+    """What is wrong with a document and how to go on, in one line."""
+    by_place = {error["loc"]: error for error in details}
+    if () in by_place:
+        return (
+            f"{where}: not a whole JSON document ({by_place[()]['msg']}); it is truncated or "
+            "corrupted: restore or make it again"
+        )
+    if ("kind",) in by_place:
+        found = _shown(by_place[("kind",)])
+        return f"{where}: kind is {found}, not '{_kind(type_)}'; give a {_kind(type_)} file"
+    if ("format_version",) in by_place:
+        found = _shown(by_place[("format_version",)])
+        return (
+            f"{where}: format_version is {found}, this program reads {_version(type_)}; make the "
+            "file again with this version of the program"
+        )
+    place, problem = _first(details)
+    return f"{where}: {place}: {problem}; correct the field or make the file again"
+
+
+def _shown(error: ErrorDetails) -> str:
+    return "missing" if error["type"] == "missing" else repr(error["input"])[:60]
+
+
+def _first(details: Sequence[ErrorDetails]) -> tuple[str, str]:
+    """Field path and problem of the first error that belongs to the kind of task it is in.
+
+    pydantic reports a bad Transfer | HostRegion once as each; the reading whose `kind` does not
+    fit is left out.
+    """
+    foreign = {
+        error["loc"][:-1]
+        for error in details
+        if error["loc"][-1:] == ("kind",) and error["type"] == "literal_error"
+    }
+    fitting = [
+        error
+        for error in details
+        if not any(error["loc"][: len(prefix)] == prefix for prefix in foreign)
+    ]
+    error = (fitting or details)[0]
+    message = error["msg"].removeprefix("Value error, ")
+    if error["type"] == "unexpected_keyword_argument":
+        message = "unknown field"
+    elif error["type"] == "missing":
+        message = "missing field"
+    elif not isinstance(error["input"], dict | list | tuple):
+        message = f"{message}, found {_shown(error)}"
+    return _field_path(error["loc"]), message
+
+
+def _field_path(location: Sequence[int | str]) -> str:
+    """`("data", "ops", 3, "reads")` as `ops[3].reads`."""
+    path = ""
+    for part in location[1:] if location[:1] == ("data",) else location:
+        if isinstance(part, str) and part.isidentifier():
+            path += f".{part}"
+        else:
+            path += f"[{part!r}]"
+    return path.lstrip(".") or "data"

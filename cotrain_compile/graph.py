@@ -1,0 +1,115 @@
+"""StepGraph: a whole training step as one ATen graph, with what each input and node is.
+
+Made by `capture`; passes return new ones. The graph is functional but for the `copy_` nodes that
+write a new value into a parameter or state, and for the tasks that passes insert.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx
+
+from cotrain_compile.dataflow import Phase, Role
+
+
+@dataclass(frozen=True)
+class StepInput:
+    """A placeholder of the step graph: `name` is the user's word for it, `node` the graph's.
+
+    `param` is the parameter that an optimizer state or a gradient belongs to, "" for all else.
+    """
+
+    node: str
+    name: str
+    role: Role
+    param: str = ""
+
+
+@dataclass(frozen=True)
+class OptimizerRule:
+    """By which optimizer a parameter is updated: the exact class and its group's settings."""
+
+    optimizer: type[torch.optim.Optimizer]
+    settings: Mapping[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class StepGraph:
+    """The step: `module.graph` with one `StepInput` per placeholder, in order.
+
+    `phases` and `modules` (dotted path of the calling module) are by node name; nodes that passes
+    add have neither. `rules` says by parameter name which optimizer updates it; host kernels are
+    chosen from it.
+    """
+
+    module: fx.GraphModule
+    inputs: tuple[StepInput, ...]
+    phases: Mapping[str, Phase]
+    modules: Mapping[str, str] = field(default_factory=dict)
+    rules: Mapping[str, OptimizerRule] = field(default_factory=dict)
+
+    @property
+    def nodes(self) -> list[fx.Node]:
+        return list(self.module.graph.nodes)
+
+    @cached_property
+    def input_of_node(self) -> Mapping[str, StepInput]:
+        return {item.node: item for item in self.inputs}
+
+    def copy(self) -> StepGraph:
+        """A step graph whose nodes can be changed without touching this one's.
+
+        Constants and submodules are shared, tensors are never copied.
+        """
+        graph = fx.Graph()
+        values: dict[fx.Node, fx.Node] = {}
+        output = graph.graph_copy(self.module.graph, values)
+        if output is not None:
+            graph.output(output)
+            old = next(node for node in self.module.graph.nodes if node.op == "output")
+            new = next(node for node in graph.nodes if node.op == "output")
+            new.meta = copy.copy(old.meta)
+        renamed = [(old.name, new.name) for old, new in values.items() if old.name != new.name]
+        assert not renamed, f"copying changed node names: {renamed[:3]}"
+        return replace(self, module=fx.GraphModule(self.module, graph))
+
+    def verify(self) -> StepGraph:
+        """Check that the graph is sound and every placeholder is described; returns itself."""
+        self.module.graph.lint()
+        placeholders = [node.name for node in self.nodes if node.op == "placeholder"]
+        described = [item.node for item in self.inputs]
+        assert placeholders == described, f"inputs {described} do not match {placeholders}"
+        names = [item.name for item in self.inputs]
+        assert len(set(names)) == len(names), "two inputs share a name"
+        return self
+
+    def text(self) -> str:
+        """The graph as readable Python source, with shapes."""
+        header = "\n".join(f"# {i.node}: {i.role.value} {i.name}" for i in self.inputs)
+        return header + "\n" + str(self.module.print_readable(print_output=False))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Identifies the step: its ops, shapes and input names, not the values of its inputs."""
+        digest = hashlib.sha256()
+        for item in self.inputs:
+            digest.update(f"{item.node} {item.name} {item.role.value}\n".encode())
+        for node in self.module.graph.nodes:
+            line = f"{node.name} {node.op} {node.target} {node.args} {node.kwargs} {shape(node)}\n"
+            digest.update(line.encode())
+        return digest.hexdigest()[:16]
+
+
+def shape(node: fx.Node) -> str:
+    """Dtype, shape and strides of a node's value, as text; "" for what is not a tensor."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return ""
+    return f"{value.dtype}{tuple(value.shape)}{tuple(value.stride())}"

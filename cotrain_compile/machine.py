@@ -1,0 +1,106 @@
+"""Machine: what a step runs on, as numbers: memory tiers, the links between them, the host's update rate.
+
+A machine comes from a preset, from a JSON file, or from `cotrain-compile calibrate`. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+FORMAT_VERSION = 1
+
+
+class Tier(StrEnum):
+    """A memory space and the processor beside it."""
+
+    DEVICE = "device"
+    HOST = "host"
+
+
+@dataclass(frozen=True)
+class TierSpec:
+    """One tier: its capacity and the roofline of the processor that works on it.
+
+    `flops_per_s` is the achieved (not the advertised) matrix rate by dtype name ("float32",
+    "bfloat16"); a dtype that is absent runs at the lowest rate given. `launch_s` is the least time
+    an op takes however little it does.
+    """
+
+    capacity_bytes: int
+    bytes_per_s: float
+    flops_per_s: Mapping[str, float]
+    launch_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.capacity_bytes <= 0 or self.bytes_per_s <= 0 or self.launch_s < 0:
+            raise ValueError("capacity_bytes and bytes_per_s must be positive, launch_s not negative")
+        if not self.flops_per_s or min(self.flops_per_s.values()) <= 0:
+            raise ValueError("flops_per_s needs at least one dtype, every rate positive")
+
+    def flops_per_s_of(self, dtype: str) -> float:
+        """The rate for `dtype`, or the lowest known one."""
+        return self.flops_per_s.get(dtype, min(self.flops_per_s.values()))
+
+
+@dataclass(frozen=True)
+class Link:
+    """One direction between two tiers."""
+
+    bytes_per_s: float
+    latency_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.bytes_per_s <= 0 or self.latency_s < 0:
+            raise ValueError("bytes_per_s must be positive, latency_s not negative")
+
+    def seconds(self, nbytes: int) -> float:
+        """Time of one copy of `nbytes` that has the link to itself."""
+        return self.latency_s + nbytes / self.bytes_per_s
+
+
+@dataclass(frozen=True)
+class HostUpdate:
+    """How fast the host runs optimizer updates.
+
+    `bytes_per_s` counts every byte an update reads or writes. `slowdown_while_copying` is the
+    factor (at least 1) by which an update slows down while a link is busy: both share the host's
+    memory bandwidth.
+    """
+
+    bytes_per_s: float
+    workers: int = 1
+    slowdown_while_copying: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.bytes_per_s <= 0 or self.workers < 1 or self.slowdown_while_copying < 1:
+            raise ValueError(
+                "bytes_per_s must be positive, workers and slowdown_while_copying at least 1"
+            )
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A device with its host.
+
+    `duplex` is what both link directions together reach, as a multiple of the faster one: 2.0 when
+    they do not disturb each other, 1.0 when they share one path. `source` says where the figures
+    come from.
+    """
+
+    name: str
+    device: TierSpec
+    host: TierSpec
+    h2d: Link
+    d2h: Link
+    host_update: HostUpdate
+    duplex: float = 2.0
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        if not 1.0 <= self.duplex <= 2.0:
+            raise ValueError("duplex must lie between 1.0 (shared) and 2.0 (independent)")
+
+    def tier(self, tier: Tier) -> TierSpec:
+        return self.device if tier is Tier.DEVICE else self.host

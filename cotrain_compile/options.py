@@ -1,0 +1,122 @@
+"""Options: what a user may pass to `torch.compile(..., backend="cotrain", options={...})`."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from cotrain_compile.errors import OptionError
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    **{unit: 1000 ** (i + 1) for i, unit in enumerate(("kb", "mb", "gb", "tb"))},
+    **{unit: 1024 ** (i + 1) for i, unit in enumerate(("kib", "mib", "gib", "tib"))},
+}
+
+
+@dataclass(frozen=True)
+class Size:
+    """An amount of memory: so many bytes, or a fraction of what the tier has."""
+
+    nbytes: int | None = None
+    fraction: float | None = None
+
+    @classmethod
+    def parse(cls, value: object) -> Size:
+        """From bytes (an int), "20GiB", "500 MB" or "80%"; ValueError says what was expected."""
+        if isinstance(value, Size):
+            return value
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return cls(nbytes=value)
+        if isinstance(value, str):
+            match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*|%)\s*", value)
+            if match and match[2] == "%" and 0 < float(match[1]) <= 100:
+                return cls(fraction=float(match[1]) / 100)
+            if match and match[2].lower() in _UNITS and float(match[1]) > 0:
+                return cls(nbytes=int(float(match[1]) * _UNITS[match[2].lower()]))
+        raise ValueError('a number of bytes, a size such as "20GiB", or a percentage such as "80%"')
+
+    def of(self, capacity_bytes: int) -> int:
+        """Bytes, on a tier of `capacity_bytes`."""
+        if self.nbytes is not None:
+            return self.nbytes
+        assert self.fraction is not None
+        return int(self.fraction * capacity_bytes)
+
+
+@dataclass(frozen=True)
+class Options:
+    """All options with their defaults; `docs/options.md` is the reference page.
+
+    Budgets of None mean the capacity of the tier. `device` of None means where the model lives.
+    """
+
+    memory_budget: Size | None = None
+    host_memory_budget: Size | None = None
+    device: str | None = None
+    policy: str = "auto"
+    lowering: str = "eager"
+    host_kernels: str = "fused"
+    keep_grads: bool = False
+    on_break: str = "error"
+    dump: str | None = None
+    machine: str = "this-machine"
+    throttle: bool = False
+
+    @classmethod
+    def parse(cls, options: Mapping[str, Any]) -> Options:
+        """Check a user's dictionary. Raises `OptionError` naming the key and what it may be."""
+        known = [item.name for item in fields(cls)]
+        values: dict[str, Any] = {}
+        for key, value in options.items():
+            if key not in known:
+                near = difflib.get_close_matches(key, known, n=1)
+                hint = f" (did you mean {near[0]!r}?)" if near else ""
+                raise OptionError(f"unknown option {key!r}{hint}; options are {', '.join(known)}")
+            try:
+                values[key] = _PARSERS[key](value)
+            except ValueError as error:
+                raise OptionError(f"option {key!r} is {value!r}, but must be {error}") from None
+        return cls(**values)
+
+
+def _one_of(*allowed: str) -> Callable[[object], str]:
+    def parse(value: object) -> str:
+        if value not in allowed:
+            raise ValueError("one of " + ", ".join(map(repr, allowed)))
+        return str(value)
+
+    return parse
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError("a non-empty string")
+    return value
+
+
+def _flag(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError("True or False")
+    return value
+
+
+POLICIES = ("auto", "resident", "zero-offload")
+
+_PARSERS: dict[str, Callable[[Any], Any]] = {
+    "memory_budget": Size.parse,
+    "host_memory_budget": Size.parse,
+    "device": _one_of("cpu", "cuda"),
+    "policy": _one_of(*POLICIES),
+    "lowering": _one_of("eager"),
+    "host_kernels": _one_of("fused", "captured"),
+    "keep_grads": _flag,
+    "on_break": _one_of("error", "warn"),
+    "dump": _text,
+    "machine": _text,
+    "throttle": _flag,
+}

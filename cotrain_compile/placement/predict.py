@@ -1,0 +1,91 @@
+"""Predict: what a placement with its tasks takes, as a Timeline from the simulator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from cotrain_compile.machine import Machine, Tier
+from cotrain_compile.placement.engine import LaneSpec, Work, simulate
+from cotrain_compile.placement.problem import Problem
+from cotrain_compile.placement.residency import (
+    DeviceProgram,
+    device_bytes,
+    device_program,
+    host_bytes,
+)
+from cotrain_compile.plan import Lane, Placement, Task, Timeline, Transfer
+
+
+def predict(problem: Problem, placement: Placement, tasks: Sequence[Task]) -> Timeline:
+    """The timeline of one step. Its device peak is exact for the traced shapes; times are modelled.
+
+    Host memory is an upper bound, see `residency.host_bytes`.
+    """
+    program = device_program(problem.dataflow, placement)
+    works = works_of(problem, program, tasks)
+    timeline = simulate(works, lanes_of(problem.machine), slowdown_of(problem.machine))
+    device = device_bytes(program, placement, tasks)
+    host = host_bytes(problem.dataflow, placement, tasks)
+    return replace(
+        timeline,
+        peak_bytes={Tier.DEVICE: max(device, default=0), Tier.HOST: host},
+        memory={Tier.DEVICE: _curve(timeline, program, device), Tier.HOST: ((0.0, host),)},
+    )
+
+
+def works_of(problem: Problem, program: DeviceProgram, tasks: Sequence[Task]) -> list[Work]:
+    """The step as works: device ops in order, each after the tasks waited for before it."""
+    waits: dict[str | None, list[str]] = {}
+    for task in tasks:
+        waits.setdefault(task.wait_before, []).append(task.name)
+    works = [
+        Work(op.name, Lane.DEVICE, problem.costs.device_s[op.name], tuple(waits.get(op.name, ())))
+        for op in program.ops
+    ]
+    return works + [_work_of(problem, task) for task in tasks]
+
+
+def _work_of(problem: Problem, task: Task) -> Work:
+    issued = () if task.issue_after is None else (task.issue_after,)
+    if isinstance(task, Transfer):
+        link = problem.machine.d2h if task.direction == "offload" else problem.machine.h2d
+        seconds = link.seconds(task.nbytes)
+    else:
+        seconds = problem.costs.host_update_s[task.param]
+    return Work(task.name, task.lane, seconds, (*issued, *task.after))
+
+
+def lanes_of(machine: Machine) -> Iterable[LaneSpec]:
+    """One lane for the device, one for each direction of the link, the host's workers."""
+    return (
+        LaneSpec(Lane.DEVICE),
+        LaneSpec(Lane.HOST, machine.host_update.workers),
+        LaneSpec(Lane.D2H),
+        LaneSpec(Lane.H2D),
+    )
+
+
+def slowdown_of(machine: Machine) -> dict[tuple[str, str], float]:
+    """How lanes disturb one another: copies and updates share host memory, directions the link."""
+    shared_link = 2.0 / machine.duplex
+    contended = machine.host_update.slowdown_while_copying
+    return {
+        (Lane.D2H, Lane.H2D): shared_link,
+        (Lane.H2D, Lane.D2H): shared_link,
+        (Lane.HOST, Lane.D2H): contended,
+        (Lane.HOST, Lane.H2D): contended,
+    }
+
+
+def _curve(
+    timeline: Timeline, program: DeviceProgram, nbytes: Sequence[int]
+) -> tuple[tuple[float, int], ...]:
+    """Bytes over time: slot i begins when op i starts."""
+    starts = {span.name: span.start_s for span in timeline.lane(Lane.DEVICE)}
+    points: list[tuple[float, int]] = []
+    for op, size in zip(program.ops, nbytes, strict=False):
+        if not points or points[-1][1] != size:
+            points.append((starts[op.name], size))
+    points.append((timeline.makespan_s, nbytes[-1]))
+    return tuple(points)

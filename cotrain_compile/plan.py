@@ -1,0 +1,173 @@
+"""Placement, Plan, Timeline: what was decided, when everything moves, and what that takes.
+
+A `Placement` says where buffers live and where updates run. A `Plan` adds the asynchronous tasks
+(transfers and host updates) with the ops they are issued after and waited for before. A `Timeline`
+is what happens: predicted by the simulator or measured by a runtime, in one type. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Literal
+
+from cotrain_compile.machine import Tier
+
+FORMAT_VERSION = 1
+
+
+class UpdateMode(StrEnum):
+    """The ways to update a parameter.
+
+    RESIDENT: states and update on the device. STREAMED: states at home on the host, updated on the
+    device. HOST: states at home on the host, updated there. HOST_STREAMED: as HOST, and the weight
+    is on the device only while it is used.
+    """
+
+    RESIDENT = "resident"
+    STREAMED = "streamed"
+    HOST = "host"
+    HOST_STREAMED = "host_streamed"
+
+
+class Lane(StrEnum):
+    """A row of the timeline: work on one lane runs in order."""
+
+    DEVICE = "device"
+    HOST = "host"
+    D2H = "d2h"
+    H2D = "h2d"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which tier each persistent buffer rests on between steps, and how each parameter is updated.
+
+    `homes` has one entry for every buffer with a persistent role; `updates` one for every update
+    group, by parameter name; `away` names the temporaries that are offloaded between their last
+    forward and first backward use. `policy` is the name of the rule or solver that chose.
+    """
+
+    policy: str
+    homes: Mapping[str, Tier]
+    updates: Mapping[str, UpdateMode]
+    away: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One copy between tiers.
+
+    It is issued when op `issue_after` has been issued (None: at the start of the step), starts when
+    the tasks in `after` are done, and is waited for before op `wait_before` (None: at the end of
+    the step). The source is kept until that wait, so that memory does not depend on how fast a
+    copy happens to be. `destination` is "" for a fresh copy of `buffer` on the other tier, or the
+    name of an existing buffer that is overwritten there.
+    """
+
+    name: str
+    direction: Literal["offload", "prefetch"]
+    buffer: str
+    nbytes: int
+    issue_after: str | None
+    wait_before: str | None
+    after: tuple[str, ...] = ()
+    destination: str = ""
+    kind: Literal["transfer"] = "transfer"
+
+    @property
+    def lane(self) -> Lane:
+        return Lane.D2H if self.direction == "offload" else Lane.H2D
+
+
+@dataclass(frozen=True)
+class HostRegion:
+    """The update of one parameter, run on the host from host copies (see `Transfer` for timing).
+
+    `ops` are those of its update group, in program order.
+    """
+
+    name: str
+    param: str
+    ops: tuple[str, ...]
+    issue_after: str | None
+    wait_before: str | None
+    after: tuple[str, ...] = ()
+    kind: Literal["host_region"] = "host_region"
+
+    @property
+    def lane(self) -> Lane:
+        return Lane.HOST
+
+
+Task = Transfer | HostRegion
+
+
+@dataclass(frozen=True)
+class Span:
+    """One stretch of work on a lane, in seconds from the start of the step."""
+
+    lane: str
+    name: str
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What a step did, or is predicted to do.
+
+    `source` is "predicted" or "measured". `peak_bytes` has the largest number of bytes alive on
+    each tier; `memory` samples the bytes alive on each tier as (seconds, bytes) steps.
+    """
+
+    source: Literal["predicted", "measured"]
+    spans: tuple[Span, ...]
+    peak_bytes: Mapping[Tier, int]
+    memory: Mapping[Tier, tuple[tuple[float, int], ...]] = field(default_factory=dict)
+
+    @property
+    def makespan_s(self) -> float:
+        """End of the last span minus the start of the first; 0 for an empty timeline."""
+        if not self.spans:
+            return 0.0
+        return max(span.end_s for span in self.spans) - min(span.start_s for span in self.spans)
+
+    def lane(self, lane: str) -> tuple[Span, ...]:
+        """The spans of one lane, in order of their start."""
+        return tuple(
+            sorted((span for span in self.spans if span.lane == lane), key=lambda s: s.start_s)
+        )
+
+    def busy_s(self, lane: str) -> float:
+        """Seconds of work on one lane."""
+        return sum(span.end_s - span.start_s for span in self.spans if span.lane == lane)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A placement with its schedule.
+
+    `tasks` are in the order of issue. `budgets` are the bytes that each tier was allowed;
+    `fingerprint` is that of the Dataflow it was made for.
+    """
+
+    fingerprint: str
+    machine: str
+    budgets: Mapping[Tier, int]
+    placement: Placement
+    tasks: tuple[Task, ...]
+    predicted: Timeline
+
+    @property
+    def transfers(self) -> tuple[Transfer, ...]:
+        return tuple(task for task in self.tasks if isinstance(task, Transfer))
+
+    @property
+    def host_regions(self) -> tuple[HostRegion, ...]:
+        return tuple(task for task in self.tasks if isinstance(task, HostRegion))
+
+    def bytes_moved(self, direction: Literal["offload", "prefetch"]) -> int:
+        """Bytes over the link in one direction in one step."""
+        return sum(t.nbytes for t in self.transfers if t.direction == direction)

@@ -1,0 +1,120 @@
+"""The emulated device: a second memory tier in RAM, for machines without a GPU.
+
+Device and host tensors are both CPU tensors, told apart by the meter. Copies and host updates run
+on threads of their own, so that a missing wait is a real race; the destination of a copy holds NaN
+until the copy is done, so that it shows as a wrong number and not as luck. With `throttle`, copies
+take as long as the machine's links say.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from cotrain_compile.errors import StepFailed
+from cotrain_compile.machine import Link, Machine, Tier
+from cotrain_compile.plan import Lane as LaneName
+from cotrain_compile.plan import Span
+from cotrain_compile.runtime.host_kernels import HostKernel
+from cotrain_compile.runtime.lanes import Lane, Task
+from cotrain_compile.runtime.meter import Meter
+
+
+class EmulatedDevice:
+    """Runs the tasks of a placed step on threads; one per compiled step.
+
+    `kernels` has a host kernel for each region, by task name.
+    """
+
+    def __init__(
+        self,
+        machine: Machine,
+        budgets: Mapping[Tier, int],
+        kernels: Mapping[str, HostKernel],
+        *,
+        throttle: bool = False,
+    ) -> None:
+        self.meter = Meter(budgets)
+        self._kernels = kernels
+        self._links = (machine.d2h, machine.h2d) if throttle else (None, None)
+        self._lanes = {
+            LaneName.D2H: Lane(LaneName.D2H),
+            LaneName.H2D: Lane(LaneName.H2D),
+            LaneName.HOST: Lane(LaneName.HOST, machine.host_update.workers),
+        }
+        self._tasks: dict[str, Task] = {}
+        self.origin_s = 0.0
+
+    def start_step(self) -> None:
+        """Begin a new step: no task is in flight, peaks count from here."""
+        self._tasks = {}
+        self.origin_s = time.perf_counter()
+        self.meter.start_step()
+
+    def offload(self, source: torch.Tensor, task: str, after: Sequence[str]) -> torch.Tensor:
+        host = torch.empty_like(source)
+        _poison(host)
+        self.meter.track(host, Tier.HOST, task)
+        source, link = source.detach(), self._links[0]
+        self._submit(LaneName.D2H, task, after, lambda: _copy(host, source, link))
+        return host
+
+    def prefetch_into(
+        self, destination: torch.Tensor, source: torch.Tensor, task: str, after: Sequence[str]
+    ) -> None:
+        link = self._links[1]
+
+        def copy_back() -> None:
+            _poison(destination)
+            _copy(destination, source, link)
+
+        self._submit(LaneName.H2D, task, after, copy_back)
+
+    def run_region(
+        self, region: fx.GraphModule, task: str, after: Sequence[str], inputs: Sequence[Any]
+    ) -> None:
+        kernel = self._kernels[task]
+        self._submit(LaneName.HOST, task, after, lambda: kernel(inputs, self.meter))
+
+    def wait(self, tasks: Sequence[str]) -> None:
+        for name in tasks:
+            task = self._tasks[name]
+            task.done.wait()
+            if task.error is not None:
+                raise StepFailed(f"{task.name} failed: {task.error}") from task.error
+
+    def drain(self) -> None:
+        """Wait until every task in flight has ended, whether or not it failed."""
+        for task in self._tasks.values():
+            task.done.wait()
+
+    def finished(self) -> frozenset[str]:
+        """Names of the tasks that ran to their end in this step."""
+        return frozenset(name for name, task in self._tasks.items() if task.ran)
+
+    def spans(self) -> list[Span]:
+        return [task.span(self.origin_s) for task in self._tasks.values() if task.ran]
+
+    def _submit(self, lane: LaneName, name: str, after: Sequence[str], work: Any) -> None:
+        needed = [self._tasks[other] for other in after]
+        self._tasks[name] = self._lanes[lane].submit(name, work, needed)
+
+
+def _copy(destination: torch.Tensor, source: torch.Tensor, link: Link | None) -> None:
+    started = time.perf_counter()
+    destination.copy_(source)
+    if link is not None:
+        nbytes = source.untyped_storage().nbytes()
+        time.sleep(max(0.0, started + link.seconds(nbytes) - time.perf_counter()))
+
+
+def _poison(destination: torch.Tensor) -> None:
+    """Fill a destination with what no computation survives unnoticed."""
+    if destination.is_floating_point() or destination.is_complex():
+        destination.fill_(float("nan"))
+    elif destination.dtype is not torch.bool:
+        destination.fill_(torch.iinfo(destination.dtype).min)

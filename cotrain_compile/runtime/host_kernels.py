@@ -1,0 +1,322 @@
+"""Host kernels: what runs a host region: ATen's fused optimizer loops where they match it.
+
+A fused kernel is used only where it gives the captured ops' result on random data: what matches is
+measured, not assumed. The captured ops themselves are the exact alternative.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+from cotrain_compile.capture.optimizers import PHASE_ANNOTATION
+from cotrain_compile.dataflow import Role
+from cotrain_compile.graph import OptimizerRule, StepGraph, StepInput
+from cotrain_compile.machine import Tier
+from cotrain_compile.runtime.meter import Meter
+from cotrain_compile.runtime.metered import MeteredInterpreter
+from cotrain_compile.runtime.ops import host_region
+
+# Largest difference allowed between a fused kernel and the captured ops, relative to the largest
+# change the update makes: torch's compiled optimizers take bias corrections in float32, the fused
+# kernels in float64.
+TOLERANCE = 1e-3
+
+
+class HostKernel(Protocol):
+    """Updates one parameter and its states in place, from host tensors."""
+
+    def __call__(self, inputs: Sequence[Any], meter: Meter) -> None: ...
+
+
+@dataclass(frozen=True)
+class CapturedKernel:
+    """Runs the captured ops one by one."""
+
+    region: fx.GraphModule
+
+    def __call__(self, inputs: Sequence[Any], meter: Meter) -> None:
+        MeteredInterpreter(self.region, meter, Tier.HOST).run(*inputs)
+
+
+@dataclass(frozen=True)
+class FusedKernel:
+    """Runs what happens to the gradient before the optimizer, then one fused loop of ATen's.
+
+    `positions` says at which input the parameter ("param") and each state are; `lr` is the input
+    that holds the learning rate, None where it is a constant.
+    """
+
+    gradient: fx.GraphModule
+    update: Callable[[Mapping[str, torch.Tensor], torch.Tensor, float], None]
+    positions: Mapping[str, int]
+    lr: int | None
+    constant_lr: float
+
+    def __call__(self, inputs: Sequence[Any], meter: Meter) -> None:
+        (gradient,) = MeteredInterpreter(self.gradient, meter, Tier.HOST).run(*inputs)
+        tensors = {name: inputs[position] for name, position in self.positions.items()}
+        lr = self.constant_lr if self.lr is None else float(inputs[self.lr])
+        self.update(tensors, gradient, lr)
+
+
+def host_kernels(placed: StepGraph, choice: str) -> dict[str, HostKernel]:
+    """A kernel for every host region of `placed`, by task name.
+
+    `choice` is "fused" (where it matches) or "captured".
+    """
+    kernels: dict[str, HostKernel] = {}
+    trusted: dict[object, bool] = {}
+    for call in _smallest_first(placed):
+        name = str(call.args[0].target)  # type: ignore[union-attr]
+        region = placed.module.get_submodule(name)
+        assert isinstance(region, fx.GraphModule)
+        captured = CapturedKernel(region)
+        inputs = _described_inputs(region, placed)
+        fused = _fused(region, inputs, placed.rules) if choice == "fused" else None
+        if fused is not None:
+            kind = _kind(region, inputs, placed.rules)
+            if kind not in trusted:
+                trusted[kind] = _agree(fused, captured, region)
+            fused = fused if trusted[kind] else None
+        kernels[str(call.args[1])] = fused or captured
+    return kernels
+
+
+def _smallest_first(placed: StepGraph) -> list[fx.Node]:
+    """Region calls by size: the comparison of a kind then runs on its smallest parameter."""
+    calls = placed.module.graph.find_nodes(op="call_function", target=host_region)
+
+    def size(call: fx.Node) -> int:
+        values = [n.meta.get("val") for n in call.all_input_nodes]
+        return sum(int(v.numel()) for v in values if isinstance(v, torch.Tensor))
+
+    return sorted(calls, key=size)
+
+
+def _described_inputs(region: fx.GraphModule, placed: StepGraph) -> list[StepInput | None]:
+    """For each input of the region the step input it is, None for what the step computed."""
+    names = [node.name for node in region.graph.find_nodes(op="placeholder")]
+    return [placed.input_of_node.get(name) for name in names]
+
+
+def _rule(inputs: Sequence[StepInput | None], rules: Mapping[str, OptimizerRule]) -> Any:
+    param = next((i.name for i in inputs if i is not None and i.role is Role.PARAM), "")
+    return rules.get(param)
+
+
+def _fused(
+    region: fx.GraphModule,
+    inputs: Sequence[StepInput | None],
+    rules: Mapping[str, OptimizerRule],
+) -> FusedKernel | None:
+    """A fused kernel for the region, None where there is none for its optimizer or its shape."""
+    rule = _rule(inputs, rules)
+    maker = _FUSED.get(rule.optimizer) if rule is not None else None
+    gradient = _gradient_part(region)
+    if maker is None or gradient is None:
+        return None
+    if any(isinstance(value, torch.Tensor) for value in rule.settings.values()):
+        return None
+    positions = {
+        "param" if item.role is Role.PARAM else item.name.removeprefix(f"{item.param}."): position
+        for position, item in enumerate(inputs)
+        if item is not None and item.role in (Role.PARAM, Role.OPTIMIZER_STATE)
+    }
+    hyper = [
+        position
+        for position, item in enumerate(inputs)
+        if item is not None and item.role is Role.HYPERPARAMETER
+    ]
+    update = maker(rule.settings, frozenset(positions))
+    if update is None or len(hyper) > 1:
+        return None
+    lr = hyper[0] if hyper else None
+    return FusedKernel(gradient, update, positions, lr, float(rule.settings["lr"]))
+
+
+def _gradient_part(region: fx.GraphModule) -> fx.GraphModule | None:
+    """The part of the region before the optimizer's own ops, returning the gradient they get."""
+    own = {n for n in region.graph.nodes if _is_optimizers(n)}
+    crossing = {
+        source
+        for node in own
+        for source in node.all_input_nodes
+        if source not in own and (source.op == "call_function" or source in _computed(region))
+    }
+    if len(crossing) != 1:
+        return None
+    (gradient,) = crossing
+    graph = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    for node in region.graph.nodes:
+        if node.op == "placeholder" or (node.op == "call_function" and node not in own):
+            values[node] = graph.node_copy(node, values.__getitem__)
+    graph.output((values[gradient],))
+    graph.eliminate_dead_code()
+    return fx.GraphModule(region, graph, "Gradient")
+
+
+def _is_optimizers(node: fx.Node) -> bool:
+    annotated = (node.meta.get("custom") or {}).get(PHASE_ANNOTATION) == "optimizer"
+    return annotated or node.target is torch.ops.aten.copy_.default
+
+
+def _computed(region: fx.GraphModule) -> set[fx.Node]:
+    """Inputs that may be the gradient: as large as the largest one and written by no one."""
+    written = {
+        node.args[0]
+        for node in region.graph.find_nodes(
+            op="call_function", target=torch.ops.aten.copy_.default
+        )
+    }
+    inputs = [n for n in region.graph.find_nodes(op="placeholder") if n not in written]
+    tensors = [n for n in inputs if isinstance(n.meta.get("val"), torch.Tensor)]
+    return {max(tensors, key=lambda n: int(n.meta["val"].numel()))} if tensors else set()
+
+
+def _kind(
+    region: fx.GraphModule,
+    inputs: Sequence[StepInput | None],
+    rules: Mapping[str, OptimizerRule],
+) -> object:
+    """Regions of one kind run the same ops with the same settings."""
+    rule = _rule(inputs, rules)
+    ops = tuple(str(node.target) for node in region.graph.nodes if node.op == "call_function")
+    dtypes = tuple(
+        str(getattr(node.meta.get("val"), "dtype", None))
+        for node in region.graph.find_nodes(op="placeholder")
+    )
+    return ops, dtypes, rule.optimizer, str(sorted(rule.settings.items()))
+
+
+def _agree(fused: FusedKernel, captured: CapturedKernel, region: fx.GraphModule) -> bool:
+    """Whether both kernels turn the same random inputs into the same parameter and states."""
+    meter = Meter(dict.fromkeys(Tier, 1 << 62))
+    before = [_sample(node) for node in region.graph.find_nodes(op="placeholder")]
+    results = []
+    for kernel in (captured, fused):
+        inputs = [v.clone() if isinstance(v, torch.Tensor) else v for v in before]
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            kernel(inputs, meter)
+        results.append(inputs)
+    return all(
+        _close(old, exact, fast)
+        for old, exact, fast in zip(before, *results, strict=True)
+        if isinstance(old, torch.Tensor)
+    )
+
+
+def _sample(node: fx.Node) -> Any:
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return 0.01
+    shape = [int(size) for size in value.shape]
+    generator = torch.Generator().manual_seed(0)
+    # Small enough that the epsilon of a denominator shows; positive, as second moments are.
+    sample = torch.rand(shape, generator=generator, dtype=torch.float64) * 1e-7 + 1e-9
+    if not shape:
+        sample = sample * 0 + 7.0  # a step count or a coefficient
+    return torch.empty_strided(
+        shape, [int(stride) for stride in value.stride()], dtype=value.dtype
+    ).copy_(sample)
+
+
+def _close(old: torch.Tensor, exact: torch.Tensor, fast: torch.Tensor) -> bool:
+    if not old.numel():
+        return True
+    change = (exact.double() - old.double()).abs().max()
+    difference = (exact.double() - fast.double()).abs().max()
+    rounding = exact.double().abs().max() * torch.finfo(torch.float32).eps * 4
+    return bool(difference <= TOLERANCE * change + rounding)
+
+
+Update = Callable[[Mapping[str, torch.Tensor], torch.Tensor, float], None]
+
+
+def _adam(settings: Mapping[str, Any], states: frozenset[str]) -> Update | None:
+    amsgrad = settings["amsgrad"]
+    needed = {"param", "step", "exp_avg", "exp_avg_sq"} | ({"max_exp_avg_sq"} if amsgrad else set())
+    if states != needed:
+        return None
+    decoupled = settings.get("decoupled_weight_decay", False)
+    loop = torch._fused_adamw_ if decoupled else torch._fused_adam_
+    beta1, beta2 = settings["betas"]
+
+    def update(t: Mapping[str, torch.Tensor], gradient: torch.Tensor, lr: float) -> None:
+        t["step"].add_(1)
+        loop(
+            [t["param"]],
+            [gradient],
+            [t["exp_avg"]],
+            [t["exp_avg_sq"]],
+            [t["max_exp_avg_sq"]] if amsgrad else [],
+            [t["step"]],
+            lr=lr,
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=settings["weight_decay"],
+            eps=settings["eps"],
+            amsgrad=amsgrad,
+            maximize=settings["maximize"],
+        )
+
+    return update
+
+
+def _sgd(settings: Mapping[str, Any], states: frozenset[str]) -> Update | None:
+    momentum = settings["momentum"]
+    if states != ({"param", "momentum_buffer"} if momentum else {"param"}):
+        return None
+
+    def update(t: Mapping[str, torch.Tensor], gradient: torch.Tensor, lr: float) -> None:
+        torch._fused_sgd_(
+            [t["param"]],
+            [gradient],
+            [t["momentum_buffer"]] if momentum else [],
+            weight_decay=settings["weight_decay"],
+            momentum=momentum,
+            lr=lr,
+            dampening=settings["dampening"],
+            nesterov=settings["nesterov"],
+            maximize=settings["maximize"],
+            is_first_step=False,
+        )
+
+    return update
+
+
+def _adagrad(settings: Mapping[str, Any], states: frozenset[str]) -> Update | None:
+    if states != {"param", "sum", "step"}:
+        return None
+
+    def update(t: Mapping[str, torch.Tensor], gradient: torch.Tensor, lr: float) -> None:
+        t["step"].add_(1)
+        torch._fused_adagrad_(
+            [t["param"]],
+            [gradient],
+            [t["sum"]],
+            [t["step"]],
+            lr=lr,
+            lr_decay=settings["lr_decay"],
+            weight_decay=settings["weight_decay"],
+            eps=settings["eps"],
+            maximize=settings["maximize"],
+        )
+
+    return update
+
+
+# Exact classes: a subclass may compute something else.
+_FUSED: Mapping[type, Callable[[Mapping[str, Any], frozenset[str]], Update | None]] = {
+    torch.optim.Adam: _adam,
+    torch.optim.AdamW: _adam,
+    torch.optim.SGD: _sgd,
+    torch.optim.Adagrad: _adagrad,
+}

@@ -1,0 +1,86 @@
+"""Lanes: threads that run tasks first in, first out, and remember when each ran."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+
+import torch
+
+from cotrain_compile.plan import Span
+
+
+class Task:
+    """One unit of work on a lane; `done` is set when it has ended, well or badly."""
+
+    def __init__(
+        self, name: str, lane: str, work: Callable[[], None], after: Sequence[Task]
+    ) -> None:
+        self.name = name
+        self.lane = lane
+        self.done = threading.Event()
+        self.error: BaseException | None = None
+        self.start_s = self.end_s = 0.0
+        self._work: Callable[[], None] | None = work
+        self._after: Sequence[Task] = after
+
+    def run(self) -> None:
+        try:
+            for task in self._after:
+                task.done.wait()
+                if task.error is not None:
+                    self.error = task.error
+            if self.error is None and self._work is not None:
+                self.start_s = time.perf_counter()
+                self._work()
+        except BaseException as error:
+            self.error = error
+        finally:
+            self.end_s = time.perf_counter()
+            # The tensors the work holds are freed now, not when the next step starts.
+            self._work = None
+            self._after = ()
+            self.done.set()
+
+    @property
+    def ran(self) -> bool:
+        """Whether the work was done to its end."""
+        return self.done.is_set() and self.error is None
+
+    def span(self, origin_s: float) -> Span:
+        return Span(self.lane, self.name, self.start_s - origin_s, self.end_s - origin_s)
+
+
+class Lane:
+    """A lane with `workers` threads. They end when the lane is collected."""
+
+    def __init__(self, name: str, workers: int = 1) -> None:
+        self.name = name
+        self._queue: SimpleQueue[Task | None] = SimpleQueue()
+        for number in range(workers):
+            thread = threading.Thread(
+                target=_work_off, args=(self._queue,), name=f"cotrain-{name}-{number}", daemon=True
+            )
+            thread.start()
+        weakref.finalize(self, _stop, self._queue, workers)
+
+    def submit(self, name: str, work: Callable[[], None], after: Sequence[Task]) -> Task:
+        task = Task(name, self.name, work, after)
+        self._queue.put(task)
+        return task
+
+
+def _work_off(queue: SimpleQueue[Task | None]) -> None:
+    # Grad mode is per thread and on by default: a write into a parameter would fail.
+    with torch.no_grad():
+        while (task := queue.get()) is not None:
+            task.run()
+            del task  # a parked thread must not keep the last task's tensors alive
+
+
+def _stop(queue: SimpleQueue[Task | None], workers: int) -> None:
+    for _ in range(workers):
+        queue.put(None)

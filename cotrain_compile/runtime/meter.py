@@ -1,0 +1,68 @@
+"""Meter: the bytes that live tensors really hold on each tier, against a budget.
+
+Counts storages, not tensors: views add nothing, and a storage is counted until the last reference
+to it, wherever that is, has gone.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Mapping
+
+import torch
+
+from cotrain_compile.errors import OutOfDeviceMemory
+from cotrain_compile.machine import Tier
+from cotrain_compile.units import format_bytes
+
+
+class Meter:
+    """Bytes now and at most, per tier. `track` may be called from any thread."""
+
+    def __init__(self, budgets: Mapping[Tier, int]) -> None:
+        self.budgets = dict(budgets)
+        self.used_bytes = dict.fromkeys(Tier, 0)
+        self.peak_bytes = dict.fromkeys(Tier, 0)
+        self._storages: dict[int, tuple[weakref.ref[torch.UntypedStorage], Tier, int]] = {}
+        # A storage may die, and call `_forget`, while this thread is inside `track`.
+        self._lock = threading.RLock()
+
+    def track(self, value: object, tier: Tier, where: str) -> None:
+        """Count the storage of a tensor (or of each in a tuple) on `tier` from now on.
+
+        Raises `OutOfDeviceMemory` when that passes the budget, as an allocator would.
+        """
+        if isinstance(value, torch.Tensor):
+            self._count(value.untyped_storage(), tier, where)
+        elif isinstance(value, list | tuple):
+            for item in value:
+                self.track(item, tier, where)
+
+    def start_step(self) -> None:
+        """Count from nothing: what a step returned belongs to the user when the next one starts."""
+        with self._lock:
+            self._storages = {}
+            self.used_bytes = dict.fromkeys(Tier, 0)
+            self.peak_bytes = dict.fromkeys(Tier, 0)
+
+    def _count(self, storage: torch.UntypedStorage, tier: Tier, where: str) -> None:
+        key, nbytes = storage._cdata, storage.nbytes()
+        with self._lock:
+            if key in self._storages:
+                return
+            ref = weakref.ref(storage, lambda _: self._forget(key))
+            self._storages[key] = (ref, tier, nbytes)
+            self.used_bytes[tier] += nbytes
+            self.peak_bytes[tier] = max(self.peak_bytes[tier], self.used_bytes[tier])
+            used, budget = self.used_bytes[tier], self.budgets[tier]
+        if used > budget:
+            raise OutOfDeviceMemory(
+                f"out of memory on the {tier} at {where}: {format_bytes(used)} in use with this "
+                f"{format_bytes(nbytes)}, budget {format_bytes(budget)}"
+            )
+
+    def _forget(self, key: int) -> None:
+        with self._lock:
+            _, tier, nbytes = self._storages.pop(key)
+            self.used_bytes[tier] -= nbytes

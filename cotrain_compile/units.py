@@ -1,0 +1,20 @@
+"""Numbers as people read them."""
+
+from __future__ import annotations
+
+
+def format_bytes(nbytes: float) -> str:
+    """`1536` -> "1.5 KiB"."""
+    size = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def format_seconds(seconds: float) -> str:
+    """`0.0123` -> "12.3 ms"."""
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} us"

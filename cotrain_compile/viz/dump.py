@@ -1,0 +1,23 @@
+"""Dump: a compiled step as a folder of files to read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cotrain_compile import files
+from cotrain_compile.dataflow import Dataflow
+from cotrain_compile.graph import StepGraph
+from cotrain_compile.plan import Plan
+from cotrain_compile.viz.summary import summary
+
+
+def dump_step(
+    folder: Path, step: StepGraph, dataflow: Dataflow, plan: Plan, placed: StepGraph
+) -> None:
+    """Write captured and placed graph, dataflow, plan and its summary into `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "captured.py.txt").write_text(step.text())
+    (folder / "placed.py.txt").write_text(placed.text())
+    (folder / "summary.txt").write_text(summary(plan) + "\n")
+    files.save(dataflow, folder / "step.json")
+    files.save(plan, folder / "plan.json")

@@ -1,0 +1,94 @@
+"""What every test can use: golden files, hypothesis profiles, a skip of `gpu` tests without CUDA.
+
+Torch is imported only when a `gpu` test is about to run: the unit tests need none.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+GOLDEN_DIR = Path(__file__).parent / "golden"
+WRITTEN = pytest.StashKey[list[str]]()
+
+# "ci" tries the same examples on every machine; `--hypothesis-profile=long` draws many new ones.
+settings.register_profile("ci", derandomize=True, deadline=None)
+settings.register_profile("long", max_examples=2000, deadline=None)
+settings.load_profile("ci")
+
+
+@functools.cache
+def why_no_cuda() -> str | None:
+    """The reason to skip a `gpu` test here; None where there is a CUDA device."""
+    import torch
+
+    if torch.cuda.is_available():
+        return None
+    if torch.version.cuda is None:
+        return f"needs a CUDA device, and torch {torch.__version__} is built without CUDA"
+    return "needs a CUDA device, and torch sees none"
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and (reason := why_no_cuda()):
+        pytest.skip(reason)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--update-golden",
+        action="store_true",
+        help="write what the tests produce to tests/golden instead of comparing",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[WRITTEN] = []
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    for name in config.stash[WRITTEN]:
+        terminalreporter.write_line(f"wrote tests/golden/{name}")
+
+
+def compare_golden(path: Path, text: str) -> None:
+    """Fail, with a diff and how to go on, unless `path` holds exactly `text`."""
+    go_on = "if the new text is right, run this test with --update-golden and review the diff"
+    if not path.exists():
+        pytest.fail(f"no golden file {path}; {go_on}", pytrace=False)
+    expected = path.read_text(encoding="utf-8")
+    if text != expected:
+        diff = difflib.unified_diff(
+            expected.splitlines(), text.splitlines(), str(path), "this run", lineterm=""
+        )
+        pytest.fail("\n".join([*diff, "", f"{path.name} differs; {go_on}"]), pytrace=False)
+
+
+def update_golden(path: Path, text: str) -> bool:
+    """Make `path` hold `text`; True if it had to be written."""
+    if path.exists() and path.read_text(encoding="utf-8") == text:
+        return False
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return True
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """`golden(name, text)`: `text` is what tests/golden/`name` holds."""
+
+    def check(name: str, text: str) -> None:
+        path = GOLDEN_DIR / name
+        if not request.config.getoption("--update-golden"):
+            compare_golden(path, text)
+        elif update_golden(path, text):
+            request.config.stash[WRITTEN].append(name)
+
+    return check
