@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 
 from cotrain_compile.backends.eager import EagerProgram
+from cotrain_compile.dataflow import Role
 from cotrain_compile.errors import CotrainError, StepFailed
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.machine import Tier
@@ -66,7 +68,10 @@ class CompiledStep:
     def _count_inputs(self, inputs: Sequence[Any]) -> None:
         meter = self._device.meter
         for value, tier, item in zip(inputs, self._tiers, self.graph.inputs, strict=True):
-            meter.track(value, tier, item.name)
+            if item.role is Role.BATCH and isinstance(value, torch.Tensor):
+                meter.track_batch(value, item.name)
+            else:
+                meter.track(value, tier, item.name)
         for constant in self._constants:
             if isinstance(constant, torch.Tensor):
                 meter.track(constant, Tier.DEVICE, "a constant")
@@ -97,7 +102,5 @@ class CompiledStep:
         )
 
     def _release_interrupt_quietly(self) -> None:
-        try:
+        with contextlib.suppress(KeyboardInterrupt):  # the error being raised ends the step anyway
             self._interrupt.release()
-        except KeyboardInterrupt:
-            pass  # the error that is being raised already ends the step

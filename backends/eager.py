@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from cotrain_compile.dataflow import Role
-from cotrain_compile.graph import StepGraph
+from cotrain_compile.graph import StepGraph, writes
 from cotrain_compile.machine import Tier
 from cotrain_compile.plan import Lane, Span
 from cotrain_compile.runtime.meter import Meter
@@ -60,13 +60,12 @@ class EagerProgram(fx.Interpreter):
 
 
 def _persistent_writes(placed: StepGraph) -> dict[fx.Node, str]:
-    """The nodes that write a parameter or state, with what they write: a name or a region's task."""
-    writes: dict[fx.Node, str] = {}
-    for node in placed.nodes:
-        if node.target is torch.ops.aten.copy_.default:
-            item = placed.input_of_node.get(node.args[0].name)
-            if item is not None and item.role in (Role.PARAM, Role.OPTIMIZER_STATE):
-                writes[node] = item.name
-        elif node.target is host_region:
-            writes[node] = str(node.args[1])
-    return writes
+    """The nodes that write a parameter or state, with its name or the task of its region."""
+    found: dict[fx.Node, str] = {}
+    for node, destination, _ in writes(placed.module.graph):
+        item = placed.input_of_node.get(destination.name)
+        if item is not None and item.role in (Role.PARAM, Role.OPTIMIZER_STATE):
+            found[node] = item.name
+    for node in placed.module.graph.find_nodes(op="call_function", target=host_region):
+        found[node] = str(node.args[1])
+    return found

@@ -14,9 +14,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from cotrain_compile.analysis.symbolic import at
 from cotrain_compile.backends.compiled_step import CompiledStep
+from cotrain_compile.backends.per_shape import PerShape
 from cotrain_compile.capture import Session, capture, current_session, install
 from cotrain_compile.capture.session import frame_objects
+from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import CaptureError, CotrainError, OptionError, PlacementError
 from cotrain_compile.extract import extract
 from cotrain_compile.graph import StepGraph
@@ -48,19 +51,23 @@ def cotrain(
     if mode is not None:
         raise OptionError(f"backend 'cotrain' has no mode {mode!r}; see docs/options.md")
 
-    def compile_and_register(step: StepGraph, values: Sequence[Any]) -> Callable[..., Any]:
-        compiled = compile_step(step, values, session.options)
-        _register(compiled, session)
-        return compiled
+    def compile_captured(step: StepGraph, values: Sequence[Any]) -> Callable[..., Any]:
+        _refuse_other_devices(values, session.options)
+        dataflow = extract(step)
 
-    return capture(session, module, example_inputs, compile_and_register)
+        def compile_for(sizes: Mapping[str, int]) -> CompiledStep:
+            compiled = compile_step(step, at(dataflow, sizes), session.options)
+            _register(compiled, session)
+            return compiled
+
+        return PerShape(step, compile_for) if dataflow.symbols else compile_for({})
+
+    return capture(session, module, example_inputs, compile_captured)
 
 
-def compile_step(step: StepGraph, values: Sequence[Any], options: Options) -> CompiledStep:
-    """Place, rewrite and lower `step`, whose inputs are the user's `values`."""
-    _refuse_other_devices(values, options)
+def compile_step(step: StepGraph, dataflow: Dataflow, options: Options) -> CompiledStep:
+    """Place, rewrite and lower `step`, whose `dataflow` has the sizes to plan for."""
     machine = find(options.machine)
-    dataflow = extract(step)
     problem = formulate(dataflow, machine, budgets(options, machine))
     plan = choose_plan(problem, options.policy)
     check(problem, plan)

@@ -33,6 +33,8 @@ PERSISTENT_ROLES = frozenset({Role.PARAM, Role.OPTIMIZER_STATE, Role.BUFFER, Rol
 
 
 class Phase(StrEnum):
+    """Which part of the step an op belongs to."""
+
     FORWARD = "forward"
     BACKWARD = "backward"
     OPTIMIZER = "optimizer"
@@ -51,6 +53,9 @@ class Buffer:
     role: Role
     is_input: bool = False
     is_output: bool = False
+
+    def __post_init__(self) -> None:
+        _require(self.nbytes >= 0, f"buffer {self.name} has a negative size")
 
 
 @dataclass(frozen=True)
@@ -117,6 +122,18 @@ class Dataflow:
     symbols: Mapping[str, int] = field(default_factory=dict)
     expressions: SizeExpressions = field(default_factory=SizeExpressions)
 
+    def __post_init__(self) -> None:
+        names = [buffer.name for buffer in self.buffers]
+        _require(len(set(names)) == len(names), "two buffers share a name")
+        _require(len({op.name for op in self.ops}) == len(self.ops), "two ops share a name")
+        known = set(names)
+        for op in self.ops:
+            unknown = {*op.reads, *op.writes} - known
+            _require(not unknown, f"op {op.name} touches unknown buffers {sorted(unknown)[:3]}")
+        for group in self.updates:
+            unknown = {group.param, group.gradient, *group.states, *group.scalars} - known
+            _require(not unknown, f"the update of {group.param} names {sorted(unknown)[:3]}")
+
     @cached_property
     def buffer(self) -> Mapping[str, Buffer]:
         """Buffers by name."""
@@ -135,3 +152,8 @@ class Dataflow:
     def total_bytes(self, *roles: Role) -> int:
         """Bytes of all buffers with one of `roles`."""
         return sum(buffer.nbytes for buffer in self.buffers if buffer.role in roles)
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)

@@ -75,12 +75,14 @@ class _Reader:
         if node.op == "placeholder":
             item = self.step.input_of_node[node.name]
             if isinstance(node.meta.get("val"), torch.Tensor):
-                self._name_storage(node, node.meta["val"], item.name, item.role, is_input=True)
+                self._name_input(node, node.meta["val"], item.name, item.role)
+            elif isinstance(size := node.meta.get("val"), torch.SymInt):
+                self.symbols[str(size.node.expr)] = int(size.node.hint)
         elif node.op == "get_attr":
             value = node.meta.get("val", getattr(self.step.module, str(node.target), None))
             if isinstance(value, torch.Tensor):
                 node.meta.setdefault("val", value)
-                self._name_storage(node, value, node.name, Role.CONSTANT, is_input=True)
+                self._name_input(node, value, node.name, Role.CONSTANT)
         elif node.op == "call_function":
             self._read_call(node)
         elif node.op == "output":
@@ -93,13 +95,13 @@ class _Reader:
         written = self._written_arguments(node)
         for suffix, value in _tensors(node.meta.get("val")):
             known = self._by_storage.get(value.untyped_storage()._cdata)
+            name = known or self._name_storage(value, node.name + suffix, Role.TEMPORARY)
             if known is None:
-                name = self._name_storage(node, value, node.name + suffix, Role.TEMPORARY)
                 written.append(name)
             elif known in reads and known not in written:
                 _refuse_undeclared_view(node)
-            if not suffix and (known or name):
-                self.buffer_of[node.name] = known or name
+            if not suffix:
+                self.buffer_of[node.name] = name
         is_view = not written
         flops = 0 if is_view else self._integer(self.flops_expressions, node.name, _flops(node))
         moved = 0 if is_view else self._integer(self.moved_expressions, node.name, _moved(node))
@@ -117,16 +119,19 @@ class _Reader:
             )
         )
 
+    def _name_input(self, node: fx.Node, value: torch.Tensor, name: str, role: Role) -> None:
+        known = self._by_storage.get(value.untyped_storage()._cdata)
+        self.buffer_of[node.name] = known or self._name_storage(value, name, role, is_input=True)
+
     def _name_storage(
-        self, node: fx.Node, value: torch.Tensor, name: str, role: Role, is_input: bool = False
+        self, value: torch.Tensor, name: str, role: Role, is_input: bool = False
     ) -> str:
-        key = value.untyped_storage()._cdata
-        name = self._by_storage.setdefault(key, name)
-        if name not in self.buffers:
-            nbytes = value.untyped_storage().nbytes()
-            size = self._integer(self.nbytes_expressions, name, nbytes)
-            self.buffers[name] = Buffer(name, size, role, is_input)
-        self.buffer_of[node.name] = name
+        while name in self.buffers:  # a node may be called like a user's parameter
+            name += "~"
+        storage = value.untyped_storage()
+        size = self._integer(self.nbytes_expressions, name, storage.nbytes())
+        self._by_storage[storage._cdata] = name
+        self.buffers[name] = Buffer(name, size, role, is_input)
         return name
 
     def _buffers_in(self, node: fx.Node) -> Iterator[str]:
@@ -152,12 +157,11 @@ class _Reader:
         """`size` as a number for the traced shapes; a symbolic one is noted under `name`."""
         if isinstance(size, int):
             return size
-        symbolic = size.node
-        if not symbolic.expr.is_number:
-            expressions[name] = str(symbolic.expr)
-            for symbol in symbolic.expr.free_symbols:
-                self.symbols[str(symbol)] = int(symbolic.shape_env.var_to_val[symbol])
-        return int(symbolic.hint)
+        # Sizes found equal while tracing (two inputs with one batch size) are one symbol from then on.
+        expression = size.node.shape_env.simplify(size.node.expr)
+        if not expression.is_number:
+            expressions[name] = str(expression)
+        return int(size.node.hint)
 
 
 def _tensors(value: Any) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,7 +1,8 @@
 """Update groups: for each parameter, the ops that run for its update alone.
 
 An op belongs to a parameter when everything that uses its result does. What several parameters
-share (a clipping coefficient) stays outside and is an input of each group.
+share (a clipping coefficient) stays outside and is an input of each group; what follows from
+hyper-parameters alone costs nothing to repeat, so there the group's input is the hyper-parameter.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 from torch import fx
 
 from cotrain_compile.dataflow import Phase, Role, UpdateGroup
-from cotrain_compile.graph import StepGraph
+from cotrain_compile.graph import StepGraph, writes
 
 aten = torch.ops.aten
 
@@ -35,16 +36,14 @@ def update_groups(step: StepGraph, buffer_of: Mapping[str, str]) -> tuple[Update
 def _owners(step: StepGraph) -> dict[fx.Node, str]:
     """The parameter that each node of the optimizer phase works for, where it is a single one."""
     owner: dict[fx.Node, str] = {}
+    for node, destination, _ in writes(step.module.graph):
+        item = step.input_of_node.get(destination.name)
+        if item is not None and item.role in (Role.PARAM, Role.OPTIMIZER_STATE):
+            owner[node] = item.param or item.name
     for node in reversed(step.nodes):
-        if node.op != "call_function":
+        if node.op != "call_function" or node.target is aten.copy_.default:
             continue
-        if node.target is aten.copy_.default:
-            item = step.input_of_node.get(node.args[0].name)
-            if item is not None and item.role is Role.PARAM:
-                owner[node] = item.name
-            elif item is not None and item.role is Role.OPTIMIZER_STATE:
-                owner[node] = item.param
-        elif step.phases.get(node.name) is Phase.OPTIMIZER:
+        if step.phases.get(node.name) is Phase.OPTIMIZER:
             users = {owner.get(user) for user in node.users}
             if len(users) == 1 and (only := users.pop()) is not None:
                 owner[node] = only
@@ -55,7 +54,7 @@ def _group(
     step: StepGraph, param: str, nodes: list[fx.Node], buffer_of: Mapping[str, str]
 ) -> UpdateGroup | None:
     inside = set(nodes)
-    writes = {node.args[0].name: node for node in nodes if node.target is aten.copy_.default}
+    written = {to.name: node for node, to, _ in writes(step.module.graph) if node in inside}
     state_nodes = [
         node
         for node in step.nodes
@@ -66,19 +65,19 @@ def _group(
     param_node = next(
         (n for n in step.nodes if n.op == "placeholder" and buffer_of.get(n.name) == param), None
     )
-    if param_node is None or param_node.name not in writes:
+    if param_node is None or param_node.name not in written:
         return None
     read_elsewhere = any(user not in inside for state in state_nodes for user in state.users)
     state_value_used = any(
         user not in inside
-        for name, write in writes.items()
+        for name, write in written.items()
         if name != param_node.name
         for user in write.users
     )
     if read_elsewhere or state_value_used:
         return None
     own = {param, *(buffer_of[node.name] for node in state_nodes)}
-    outside = _outside_inputs(nodes, own, buffer_of)
+    outside = _outside_inputs(step, nodes, own, buffer_of)
     if not outside:
         return None
     gradient = max(outside, key=lambda name: outside[name])
@@ -93,23 +92,45 @@ def _group(
 
 
 def _outside_inputs(
-    nodes: list[fx.Node], own: set[str], buffer_of: Mapping[str, str]
+    step: StepGraph, nodes: list[fx.Node], own: set[str], buffer_of: Mapping[str, str]
 ) -> dict[str, int]:
     """Buffers that the group reads but neither makes nor owns, with their sizes in elements."""
-    inside = set(nodes)
+    derived = _from_hyperparameters(step)
+    seen = set(nodes)
     found: dict[str, int] = {}
-    for node in nodes:
-        for source in node.all_input_nodes:
-            name = buffer_of.get(source.name)
-            if source not in inside and name is not None and name not in own:
-                found[name] = int(source.meta["val"].numel())
+    queue = [source for node in nodes for source in node.all_input_nodes]
+    for source in queue:  # grows while it is read
+        name = buffer_of.get(source.name)
+        if source in seen:
+            continue
+        seen.add(source)
+        if source in derived:
+            queue += source.all_input_nodes
+        elif name is not None and name not in own:
+            found[name] = int(source.meta["val"].numel())
     return found
+
+
+def _from_hyperparameters(step: StepGraph) -> set[fx.Node]:
+    """Nodes of the optimizer phase that no parameter, state, batch or gradient reaches."""
+    found: set[fx.Node] = set()
+    for node in step.nodes:
+        if step.phases.get(node.name) is Phase.OPTIMIZER and all(
+            source in found or _is_hyperparameter(step, source) for source in node.all_input_nodes
+        ):
+            found.add(node)
+    return found
+
+
+def _is_hyperparameter(step: StepGraph, node: fx.Node) -> bool:
+    item = step.input_of_node.get(node.name)
+    return item is not None and item.role is Role.HYPERPARAMETER
 
 
 def _low_precision_copy(param: fx.Node, buffer_of: Mapping[str, str]) -> str:
     """The buffer of the narrower copy that autocast makes of a parameter, or ""."""
     for user in param.users:
-        if user.target is aten._to_copy.default:
-            if user.meta["val"].element_size() < param.meta["val"].element_size():
-                return buffer_of[user.name]
+        is_cast = user.target is aten._to_copy.default
+        if is_cast and user.meta["val"].element_size() < param.meta["val"].element_size():
+            return buffer_of[user.name]
     return ""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -105,6 +105,14 @@ class StepGraph:
             line = f"{node.name} {node.op} {node.target} {node.args} {node.kwargs} {shape(node)}\n"
             digest.update(line.encode())
         return digest.hexdigest()[:16]
+
+
+def writes(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node, fx.Node]]:
+    """Each `copy_` node of `graph` with its destination and the value it writes there."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
+        destination, value = node.args[:2]
+        assert isinstance(destination, fx.Node) and isinstance(value, fx.Node)
+        yield node, destination, value
 
 
 def shape(node: fx.Node) -> str:

@@ -1,4 +1,4 @@
-"""Machine: what a step runs on, as numbers: memory tiers, the links between them, the host's update rate.
+"""Machine: what a step runs on, as numbers: memory tiers, links, the host's update rate.
 
 A machine comes from a preset, from a JSON file, or from `cotrain-compile calibrate`. No torch.
 """
@@ -35,7 +35,9 @@ class TierSpec:
 
     def __post_init__(self) -> None:
         if self.capacity_bytes <= 0 or self.bytes_per_s <= 0 or self.launch_s < 0:
-            raise ValueError("capacity_bytes and bytes_per_s must be positive, launch_s not negative")
+            raise ValueError(
+                "capacity_bytes and bytes_per_s must be positive, launch_s not negative"
+            )
         if not self.flops_per_s or min(self.flops_per_s.values()) <= 0:
             raise ValueError("flops_per_s needs at least one dtype, every rate positive")
 

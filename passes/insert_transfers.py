@@ -30,9 +30,10 @@ def insert_transfers(step: StepGraph, plan: Plan) -> StepGraph:
     host_copy: dict[str, fx.Node] = {}
     for task in plan.transfers:
         if task.direction == "offload":
-            place = positions.last_at(task.issue_after)
+            anchor = positions.anchor(task.issue_after, [source[task.buffer]])
+            place = positions.last_at(anchor)
             host_copy[task.buffer] = _offload(graph, place, source[task.buffer], task)
-            positions.note(task.issue_after, host_copy[task.buffer])
+            positions.note(anchor, host_copy[task.buffer])
     for task in plan.transfers:
         if task.direction == "prefetch":
             region = regions[task.after[0]]

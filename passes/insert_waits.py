@@ -19,9 +19,7 @@ def insert_waits(step: StepGraph, plan: Plan) -> StepGraph:
     graph = step.module.graph
     nodes = {node.name: node for node in graph.nodes}
     output = next(node for node in graph.nodes if node.op == "output")
-    sources = {
-        node.args[1]: node.args[0] for node in graph.nodes if node.target is cotrain.offload
-    }
+    sources = {node.args[1]: node.args[0] for node in graph.nodes if node.target is cotrain.offload}
     waits: dict[fx.Node, list[str]] = {}
     for task in plan.tasks:
         place = output if task.wait_before is None else nodes[task.wait_before]

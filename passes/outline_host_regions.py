@@ -2,19 +2,19 @@
 
     %mul, %lerp, %copy_ ...  ->  host_region(%region_0, 'update.w', after, [%w, %g, %m, %v])
 
-The region's inputs are whole storages: views of them are replayed inside, so that each storage
-crosses the link once. The region writes its parameter and states in place.
+The region's inputs are inputs of the step and the storages that the plan offloads. What else it
+needs is replayed inside: views, so that each storage crosses the link once, and what follows from
+hyper-parameters alone. The region writes its parameter and states in place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import fx
 
 from cotrain_compile.extract import buffer_names
-from cotrain_compile.graph import StepGraph
+from cotrain_compile.graph import StepGraph, writes
 from cotrain_compile.passes.positions import Positions
 from cotrain_compile.plan import Plan
 from cotrain_compile.runtime.ops import host_region
@@ -25,19 +25,21 @@ def outline_host_regions(step: StepGraph, plan: Plan) -> StepGraph:
     graph = step.module.graph
     buffer_of = buffer_names(step)
     nodes = {node.name: node for node in graph.nodes}
+    offloaded = {task.buffer for task in plan.transfers if task.direction == "offload"}
     positions = Positions(graph)
     for number, task in enumerate(plan.host_regions):
         members = [nodes[op] for op in task.ops]
-        inputs = _inputs(members, buffer_of)
+        inputs = _inputs(members, buffer_of, offloaded)
         name = f"region_{number}"
         step.module.add_submodule(name, _subgraph(step.module, members, inputs))
-        with graph.inserting_after(positions.last_at(task.issue_after)):
+        anchor = positions.anchor(task.issue_after, inputs)
+        with graph.inserting_after(positions.last_at(anchor)):
             region = graph.get_attr(name)
             call = graph.call_function(
                 host_region, (region, task.name, list(task.after), list(inputs))
             )
             region.append(call)
-        positions.note(task.issue_after, call)
+        positions.note(anchor, call)
         _use_the_parameter_itself(members)
         for node in reversed(members):
             graph.erase_node(node)
@@ -46,26 +48,29 @@ def outline_host_regions(step: StepGraph, plan: Plan) -> StepGraph:
     return step
 
 
-def _inputs(members: list[fx.Node], buffer_of: Mapping[str, str]) -> list[fx.Node]:
-    """What the region takes from outside: for every storage the node that made it."""
-    inside = set(members)
+def _inputs(
+    members: list[fx.Node], buffer_of: Mapping[str, str], offloaded: set[str]
+) -> list[fx.Node]:
+    """Where the region begins: inputs of the step, and the makers of offloaded storages."""
     found: dict[fx.Node, None] = {}
-    for node in members:
-        for source in node.all_input_nodes:
-            if source not in inside:
-                found.setdefault(_base(source, buffer_of))
+    seen = set(members)
+    queue = [source for node in members for source in node.all_input_nodes]
+    for node in queue:  # grows while it is read
+        if node in seen:
+            continue
+        seen.add(node)
+        if node.op != "call_function" or _makes(node, buffer_of, offloaded):
+            found.setdefault(node)
+        else:
+            queue += node.all_input_nodes
     return list(found)
 
 
-def _base(node: fx.Node, buffer_of: Mapping[str, str]) -> fx.Node:
-    """Follow views up to the node whose value is the storage itself."""
-    while node.op == "call_function":
-        shown = buffer_of.get(node.name)
-        above = [n for n in node.all_input_nodes if shown and buffer_of.get(n.name) == shown]
-        if not above:
-            return node
-        node = above[0]
-    return node
+def _makes(node: fx.Node, buffer_of: Mapping[str, str], offloaded: set[str]) -> bool:
+    """Whether `node` makes one of the `offloaded` storages, as opposed to viewing it."""
+    shown = buffer_of.get(node.name)
+    is_view = any(buffer_of.get(source.name) == shown for source in node.all_input_nodes)
+    return shown in offloaded and not is_view
 
 
 def _subgraph(
@@ -78,7 +83,7 @@ def _subgraph(
         values[node].meta = dict(node.meta)
 
     def value_of(node: fx.Node) -> fx.Node:
-        if node not in values:  # a view of an input, made outside
+        if node not in values:  # replayed
             values[node] = graph.node_copy(node, value_of)
         return values[node]
 
@@ -91,7 +96,6 @@ def _subgraph(
 def _use_the_parameter_itself(members: list[fx.Node]) -> None:
     """Later readers of the written parameter read the parameter: the new value is moved there."""
     inside = set(members)
-    for node in members:
-        if node.target is torch.ops.aten.copy_.default:
-            for user in [user for user in node.users if user not in inside]:
-                user.replace_input_with(node, node.args[0])  # type: ignore[arg-type]
+    for node, parameter, _ in writes(members[0].graph):
+        for user in [user for user in node.users if node in inside and user not in inside]:
+            user.replace_input_with(node, parameter)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import fx
 
 
@@ -10,14 +12,21 @@ class Positions:
 
     def __init__(self, graph: fx.Graph) -> None:
         self._nodes = {node.name: node for node in graph.nodes}
-        self._last: dict[str | None, fx.Node] = {
-            None: [node for node in graph.nodes if node.op == "placeholder"][-1]
-        }
+        self._start = [node for node in graph.nodes if node.op == "placeholder"][-1]
+        self._last: dict[fx.Node, fx.Node] = {}
 
-    def last_at(self, op: str | None) -> fx.Node:
-        """The node after which the next task issued after `op` belongs (None: the step's start)."""
-        return self._last[op] if op in self._last else self._nodes[op or ""]
+    def anchor(self, op: str | None, needs: Iterable[fx.Node]) -> fx.Node:
+        """The node that a task issued after `op` (None: the step's start) belongs behind.
 
-    def note(self, op: str | None, node: fx.Node) -> None:
-        """`node` has been inserted for `op`; the next one goes behind it."""
-        self._last[op] = node
+        That is `op`, or the last of what it `needs` where that comes later: the items of a tuple
+        follow the op that made it.
+        """
+        return max([self._start if op is None else self._nodes[op], *needs])
+
+    def last_at(self, anchor: fx.Node) -> fx.Node:
+        """The node after which the next task behind `anchor` is inserted."""
+        return self._last.get(anchor, anchor)
+
+    def note(self, anchor: fx.Node, node: fx.Node) -> None:
+        """`node` has been inserted behind `anchor`; the next one goes behind it."""
+        self._last[anchor] = node

@@ -72,9 +72,14 @@ def _uses(
 
 
 def _indices(dataflow: Dataflow, side: str) -> dict[str, list[int]]:
-    """Op indices by the name of the buffer that they have on `side`, "reads" or "writes"."""
+    """Op indices by the name of the buffer that they have on `side`, "reads" or "writes".
+
+    A view reads nothing yet: what uses its result is the first to need the bytes.
+    """
     indices: dict[str, list[int]] = {}
     for index, op in enumerate(dataflow.ops):
+        if not op.writes and not op.bytes_moved:
+            continue
         for name in op.reads if side == "reads" else op.writes:
             indices.setdefault(name, []).append(index)
     return indices

@@ -1,7 +1,7 @@
 """Capture: the user's step function becomes one functional ATen graph, a `StepGraph`.
 
-    torch.compile(step) --Dynamo, changed by `session`--> graph of torch calls
-      --`aot`--> ATen graph --`prepare`--> --`inputs`, `phases`--> StepGraph
+torch.compile(step) --Dynamo, changed by `session`--> graph of torch calls
+  --`aot`--> ATen graph --`prepare`--> --`inputs`, `phases`--> StepGraph
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from cotrain_compile.capture.phases import phases
 from cotrain_compile.capture.prepare import prepare
 from cotrain_compile.capture.session import Session, current_session, install
 from cotrain_compile.errors import CaptureError
-from cotrain_compile.graph import OptimizerRule, StepGraph, StepInput
+from cotrain_compile.graph import OptimizerRule, StepGraph, StepInput, writes
 
 __all__ = ["Session", "capture", "current_session", "install"]
 
@@ -86,8 +86,7 @@ def _step_graph(
             "inputs are overlapping views of one tensor; pass the tensor they are views of"
         )
     named = tuple(
-        replace(item, node=node.name)
-        for node, item in zip(placeholders, inputs, strict=True)
+        replace(item, node=node.name) for node, item in zip(placeholders, inputs, strict=True)
     )
     names = {id(value): item.name for value, item in zip(values, inputs, strict=True)}
     rules = {
@@ -143,10 +142,7 @@ def _refuse_missing_updates(
         for group in record.optimizer.param_groups
         for param in group["params"]
     } & {id(param) for param in params}
-    copies = step.module.graph.find_nodes(
-        op="call_function", target=torch.ops.aten.copy_.default
-    )
-    written = {node.args[0].name for node in copies}
+    written = {destination.name for _, destination, _ in writes(step.module.graph)}
     missing = [
         item.name
         for item, value in zip(step.inputs, values, strict=True)
@@ -164,4 +160,3 @@ def _note_step_for_schedulers(optimizer: torch.optim.Optimizer) -> None:
     # Learning rate schedulers wrap `optimizer.step` to warn when they run before its first call.
     if getattr(optimizer.step, "_wrapped_by_lr_sched", False):
         optimizer._opt_called = True  # type: ignore[attr-defined]
-

@@ -53,7 +53,7 @@ def to_aten(
         # Otherwise every parameter and state is returned as a fresh copy.
         keep_inference_input_mutations=True,
     )(module, example_inputs)
-    return compiled  # type: ignore[no-any-return]
+    return compiled
 
 
 def detach_outputs(module: fx.GraphModule) -> None:
@@ -80,11 +80,12 @@ def gradient_stores(
     effects = InstructionTranslator.current_tx().output.side_effects
     stores: list[tuple[torch.Tensor, fx.Node]] = []
     for variable, attributes in effects.store_attr_mutations.items():
-        stored = attributes.get("grad")
-        if hasattr(variable, "proxy") and hasattr(stored, "proxy"):
-            owner = real.get(variable.proxy.node)
+        owner_proxy = getattr(variable, "proxy", None)
+        stored_proxy = getattr(attributes.get("grad"), "proxy", None)
+        if owner_proxy is not None and stored_proxy is not None:
+            owner = real.get(owner_proxy.node)
             if isinstance(owner, torch.Tensor):
-                stores.append((owner, stored.proxy.node))
+                stores.append((owner, stored_proxy.node))
     return stores
 
 
@@ -118,9 +119,9 @@ def traced_modules() -> list[tuple[str, nn.Module]]:
     """Every module the trace has met, with the source text by which it was reached."""
     effects = InstructionTranslator.current_tx().output.side_effects
     return [
-        (_source_text(variable), variable.value)
+        (_source_text(variable), module)
         for variable in effects.id_to_variable.values()
-        if isinstance(vars(variable).get("value"), nn.Module)
+        if isinstance(module := vars(variable).get("value"), nn.Module)
     ]
 
 

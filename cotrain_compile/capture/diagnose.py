@@ -35,8 +35,10 @@ def diagnose(
     """
     location = _user_line(error, code)
     if refusal is not None:
-        return refusal if str(refusal).startswith(code.co_filename) else CaptureError(
-            f"{location}: {refusal}"
+        return (
+            refusal
+            if str(refusal).startswith(code.co_filename)
+            else CaptureError(f"{location}: {refusal}")
         )
     for cause in _chain(error):
         if isinstance(cause, CotrainError):

@@ -5,21 +5,21 @@ a whole-step trace would silently update nothing. Here the optimizer is a plain 
 `step`, `zero_grad` and `_init_group` are the functions under torch's decorators (profiling, hooks,
 `graph_break`). No class and no method of the user's is changed.
 
-Private torch API used: `UserDefinedObjectVariable`, `GetAttrVariable`, `VariableTracker.build`,
+Private torch API used: `UserDefinedObjectVariable`, `VariableTracker`,
 `Optimizer._init_group`, `_torchdynamo_orig_callable`. Tried on torch 2.11.0, 2.13.0 and 2.15.0.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch._dynamo.exc import unimplemented
 from torch._dynamo.variables.base import VariableTracker
-from torch._dynamo.variables.misc import GetAttrVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch.fx.traceback import annotate
 
@@ -124,34 +124,41 @@ def build_optimizer_variable(
     return variable
 
 
-class CapturedOptimizer(UserDefinedObjectVariable):  # type: ignore[misc]
+class CapturedOptimizer(UserDefinedObjectVariable):
     """A `torch.optim.Optimizer` in the trace."""
 
     session: Session
+    value: torch.optim.Optimizer
     _nonvar_fields = {"session", *UserDefinedObjectVariable._nonvar_fields}  # noqa: RUF012
 
+    # Attribute look-up is `var_getattr` up to torch 2.14 and `tp_getattro_impl` from 2.15 on.
     def var_getattr(self, tx: Any, name: str) -> VariableTracker:
-        if name in _METHODS:
-            return GetAttrVariable(self, name, py_type=type(getattr(self.value, name)))
-        return super().var_getattr(tx, name)
+        return CapturedMethod(self, name) if name in _METHODS else super().var_getattr(tx, name)
 
-    def call_method(
+    def tp_getattro_impl(self, tx: Any, name: str) -> VariableTracker:
+        if name in _METHODS:
+            return CapturedMethod(self, name)
+        found: VariableTracker = super().tp_getattro_impl(tx, name)  # type: ignore[misc]
+        return found
+
+    def call_captured(
         self, tx: Any, name: str, args: list[Any], kwargs: dict[str, Any]
     ) -> VariableTracker:
-        if name not in _METHODS:
-            return super().call_method(tx, name, args, kwargs)
+        """Trace method `name`, the way `_METHODS` says."""
         method = _undecorated(getattr(type(self.value), name))
         assert method is not None
-        run = _METHODS[name]
         record = self.session.record_of(self.value)
         if name == "step":
             self._refuse_unsupported_step(args, kwargs)
             record.steps += 1
         elif name == "zero_grad" and not record.steps and not kwargs and not args:
             record.zeroes_grads_first = not tx.output.autograd_grad_consumed_grad_fns
-        return tx.inline_user_function_return(
-            VariableTracker.build(tx, run), [VariableTracker.build(tx, method), self, *args], kwargs
+        result: VariableTracker = tx.inline_user_function_return(
+            VariableTracker.build(tx, _METHODS[name]),
+            [VariableTracker.build(tx, method), self, *args],
+            kwargs,
         )
+        return result
 
     def _refuse_unsupported_step(self, args: list[Any], kwargs: dict[str, Any]) -> None:
         name = type(self.value).__name__
@@ -164,11 +171,31 @@ class CapturedOptimizer(UserDefinedObjectVariable):  # type: ignore[misc]
             *self.value._optimizer_step_post_hooks.values(),
         ]
         if hooks:
-            self._refuse(f"{name} has step hooks, which a captured step would skip; call them in it")
+            self._refuse(
+                f"{name} has step hooks, which a captured step would skip; call them in it"
+            )
 
     def _refuse(self, message: str) -> None:
         self.session.refuse(message)
         unimplemented(gb_type="cotrain", context="optimizer.step", explanation=message, hints=[])
+
+
+class CapturedMethod(VariableTracker):
+    """A bound `step`, `zero_grad` or `_init_group` in the trace."""
+
+    _nonvar_fields = {"name", *VariableTracker._nonvar_fields}  # noqa: RUF012
+
+    def __init__(self, owner: CapturedOptimizer, name: str, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.owner, self.name = owner, name
+
+    def python_type(self) -> type:
+        return types.MethodType
+
+    def call_function(
+        self, tx: Any, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> VariableTracker:
+        return self.owner.call_captured(tx, self.name, list(args), kwargs)
 
 
 def _run_step(method: Callable[..., Any], optimizer: Any) -> Any:
@@ -203,4 +230,4 @@ def _undecorated(function: Any) -> Callable[..., Any] | None:
         elif hasattr(function, "__wrapped__"):
             function = function.__wrapped__
         else:
-            return function
+            return cast(Callable[..., Any] | None, function)

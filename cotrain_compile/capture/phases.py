@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import fx
 
 from cotrain_compile.capture.optimizers import PHASE_ANNOTATION
 from cotrain_compile.dataflow import Phase
+from cotrain_compile.graph import writes
 
 
 def phases(graph: fx.Graph) -> Mapping[str, Phase]:
     """The phase of every call in `graph`, by node name.
 
     Autograd marks the nodes of a backward and our annotations mark those of an optimizer step and
-    of gradient accumulation. What is left and depends on a gradient (clipping, unscaling) belongs
-    to the optimizer if nothing but the optimizer and the step's outputs use it; all else is
-    forward. A write into an input belongs where its value does.
+    of gradient accumulation. What is left belongs to the optimizer if only the optimizer uses it
+    (a clipped gradient, a constant that torch made of a hyper-parameter), or if it depends on a
+    gradient and only the step's outputs use it (a gradient norm); all else is forward. A write into
+    an input belongs where its value does.
     """
     calls = [node for node in graph.nodes if node.op == "call_function"]
     found = {node: phase for node in calls if (phase := _marked(node)) is not None}
@@ -25,11 +26,11 @@ def phases(graph: fx.Graph) -> Mapping[str, Phase]:
     for node in reversed(calls):
         if node in found:
             continue
-        users = [found.get(user) for user in node.users if user.op != "output"]
-        to_optimizer = all(phase is Phase.OPTIMIZER for phase in users)
-        found[node] = Phase.OPTIMIZER if node in after_backward and to_optimizer else Phase.FORWARD
-    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
-        found[node] = found.get(node.args[1], Phase.FORWARD)
+        users = {found.get(user) for user in node.users if user.op != "output"}
+        reported = not users and node in after_backward
+        found[node] = Phase.OPTIMIZER if users == {Phase.OPTIMIZER} or reported else Phase.FORWARD
+    for node, _, value in writes(graph):
+        found[node] = found.get(value, Phase.FORWARD)
     return {node.name: found[node] for node in calls}
 
 

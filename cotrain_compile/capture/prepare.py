@@ -10,7 +10,10 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
+from cotrain_compile.capture.phases import phases
 from cotrain_compile.capture.storages import storage_key
+from cotrain_compile.dataflow import Phase
+from cotrain_compile.graph import writes
 
 aten = torch.ops.aten
 
@@ -43,9 +46,7 @@ def write_updates_early(graph: fx.Graph) -> None:
         reads = node.args[1:] if node.target is aten.copy_.default else node.all_input_nodes
         for source in reads:
             last_reader[storage_key(source)] = node
-    for node in list(graph.find_nodes(op="call_function", target=aten.copy_.default)):
-        destination, value = node.args
-        assert isinstance(destination, fx.Node) and isinstance(value, fx.Node)
+    for node, destination, value in list(writes(graph)):
         reader = last_reader.get(storage_key(destination), value)
         if reader.op == "output" or reader.target is aten.copy_.default or _is_input(value):
             continue  # the old value is needed to the end of the step, and so is the order there
@@ -71,10 +72,34 @@ def compute_norms_early(graph: fx.Graph) -> None:
             latest.append(node)
 
 
+def give_updates_their_own_casts(graph: fx.Graph) -> None:
+    """Repeat the widening of a low-precision gradient for the update that uses it.
+
+    Under autocast a bfloat16 gradient is widened to its parameter's float32 at the end of the
+    backward. As part of the update, the widening can run where the update does, and half the bytes
+    cross the link or wait for the optimizer.
+    """
+    phase = phases(graph)
+    for cast in list(graph.find_nodes(op="call_function", target=aten._to_copy.default)):
+        source = cast.args[0]
+        if phase[cast.name] is not Phase.BACKWARD or not _widens(source, cast):
+            continue
+        users = [user for user in cast.users if phase.get(user.name) is Phase.OPTIMIZER]
+        updates = [user for user in users if user.target is not aten.linalg_vector_norm.default]
+        if updates:
+            with graph.inserting_before(updates[0]):
+                own = graph.call_function(cast.target, cast.args, cast.kwargs)
+            own.meta = {"val": torch.empty_like(cast.meta["val"])}  # fake, with its own storage
+            for user in updates:
+                user.replace_input_with(cast, own)
+    graph.eliminate_dead_code()
+
+
 PREPARATIONS: tuple[Callable[[fx.Graph], None], ...] = (
     drop_redundant_copies,
     write_updates_early,
     compute_norms_early,
+    give_updates_their_own_casts,
 )
 
 
@@ -95,6 +120,12 @@ def _same_layout(a: object, b: object) -> bool:
         and isinstance(y, torch.Tensor)
         and (x.dtype, x.shape, x.stride(), x.device) == (y.dtype, y.shape, y.stride(), y.device)
     )
+
+
+def _widens(source: object, cast: fx.Node) -> bool:
+    if not isinstance(source, fx.Node):
+        return False
+    return bool(source.meta["val"].element_size() < cast.meta["val"].element_size())
 
 
 def _is_input(value: fx.Node) -> bool:

@@ -6,8 +6,8 @@ module changes it *while a step is traced for us, and only then*: one pass-throu
 
 Private torch API used: `torch._dynamo.convert_frame._compile`, `config.trace_autograd_ops`,
 `variables.builder.OptimizerVariable`, `OutputGraph._validate_outputs_safe_for_autograd_nodes`,
-`TensorVariable.method_backward`, `exc.*`. Reason: there is no public way to keep `backward()` and `optimizer.step()` in one graph.
-Tried on torch 2.11.0, 2.13.0 and 2.15.0.
+`TensorVariable.method_backward`, `exc.*`. Reason: there is no public way to keep
+`backward()` and `optimizer.step()` in one graph. Tried on torch 2.11.0, 2.13.0 and 2.15.0.
 """
 
 from __future__ import annotations
@@ -27,7 +27,11 @@ import torch
 import torch._dynamo.convert_frame as convert_frame
 from torch._dynamo import config
 from torch._dynamo.output_graph import OutputGraph
-from torch._dynamo.types import ConvertFrameReturn, FrameAction, FrameExecStrategy
+from torch._dynamo.types import (
+    ConvertFrameReturn,
+    FrameAction,  # type: ignore[attr-defined]
+    FrameExecStrategy,  # type: ignore[attr-defined]
+)
 from torch._dynamo.variables import builder
 from torch._dynamo.variables.tensor import TensorVariable
 from torch.fx.traceback import annotate, preserve_node_meta

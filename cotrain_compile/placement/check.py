@@ -38,11 +38,8 @@ def _check_regions(problem: Problem, plan: Plan) -> None:
     _require(set(regions) == hosted, "host regions and host updates do not match")
     for param, region in regions.items():
         group = problem.dataflow.update[param]
-        sent = {
-            tasks[name].buffer
-            for name in region.after
-            if name in tasks and isinstance(tasks[name], Transfer)
-        }
+        needed = [tasks[name] for name in region.after if name in tasks]
+        sent = {task.buffer for task in needed if isinstance(task, Transfer)}
         _require(
             {param, group.gradient} <= sent, f"the update of {param} does not wait for its inputs"
         )

@@ -60,14 +60,10 @@ def device_program(dataflow: Dataflow, placement: Placement) -> DeviceProgram:
     """What is left for the device under `placement`."""
     groups = tuple(g for g in dataflow.updates if placement.updates[g.param] in HOST_MODES)
     away = {name for group in groups for name in group.ops}
-    return DeviceProgram(
-        dataflow, tuple(op for op in dataflow.ops if op.name not in away), groups
-    )
+    return DeviceProgram(dataflow, tuple(op for op in dataflow.ops if op.name not in away), groups)
 
 
-def device_bytes(
-    program: DeviceProgram, placement: Placement, tasks: Sequence[Task]
-) -> list[int]:
+def device_bytes(program: DeviceProgram, placement: Placement, tasks: Sequence[Task]) -> list[int]:
     """Bytes alive on the device in each slot, the last one being the end of the step."""
     curve = _Curve(program.end + 1)
     held = _held_by_offloads(program, tasks)

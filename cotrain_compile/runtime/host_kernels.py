@@ -16,7 +16,7 @@ from torch import fx
 
 from cotrain_compile.capture.optimizers import PHASE_ANNOTATION
 from cotrain_compile.dataflow import Role
-from cotrain_compile.graph import OptimizerRule, StepGraph, StepInput
+from cotrain_compile.graph import OptimizerRule, StepGraph, StepInput, writes
 from cotrain_compile.machine import Tier
 from cotrain_compile.runtime.meter import Meter
 from cotrain_compile.runtime.metered import MeteredInterpreter
@@ -118,7 +118,7 @@ def _fused(
     """A fused kernel for the region, None where there is none for its optimizer or its shape."""
     rule = _rule(inputs, rules)
     maker = _FUSED.get(rule.optimizer) if rule is not None else None
-    gradient = _gradient_part(region)
+    gradient = _gradient_part(region, inputs)
     if maker is None or gradient is None:
         return None
     if any(isinstance(value, torch.Tensor) for value in rule.settings.values()):
@@ -140,14 +140,28 @@ def _fused(
     return FusedKernel(gradient, update, positions, lr, float(rule.settings["lr"]))
 
 
-def _gradient_part(region: fx.GraphModule) -> fx.GraphModule | None:
-    """The part of the region before the optimizer's own ops, returning the gradient they get."""
-    own = {n for n in region.graph.nodes if _is_optimizers(n)}
+def _gradient_part(
+    region: fx.GraphModule, inputs: Sequence[StepInput | None]
+) -> fx.GraphModule | None:
+    """The part of the region before the optimizer's own ops, returning the gradient they get.
+
+    The optimizer's own are those traced in its step and those that depend on the parameter, a state
+    or a hyper-parameter; before them a gradient may be viewed, widened or clipped.
+    """
+    own: set[fx.Node] = set()
+    before: set[fx.Node] = set()
+    described = iter(inputs)
+    for node in region.graph.nodes:
+        if node.op == "placeholder":
+            (before if next(described) is None else own).add(node)
+        elif node.op == "call_function":
+            optimizers = _traced_in_step(node) or any(n in own for n in node.all_input_nodes)
+            (own if optimizers else before).add(node)
     crossing = {
         source
         for node in own
         for source in node.all_input_nodes
-        if source not in own and (source.op == "call_function" or source in _computed(region))
+        if source in before and source.meta["val"].numel() == _elements(region)
     }
     if len(crossing) != 1:
         return None
@@ -155,29 +169,20 @@ def _gradient_part(region: fx.GraphModule) -> fx.GraphModule | None:
     graph = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
     for node in region.graph.nodes:
-        if node.op == "placeholder" or (node.op == "call_function" and node not in own):
+        if node.op == "placeholder" or node in before:
             values[node] = graph.node_copy(node, values.__getitem__)
     graph.output((values[gradient],))
     graph.eliminate_dead_code()
     return fx.GraphModule(region, graph, "Gradient")
 
 
-def _is_optimizers(node: fx.Node) -> bool:
-    annotated = (node.meta.get("custom") or {}).get(PHASE_ANNOTATION) == "optimizer"
-    return annotated or node.target is torch.ops.aten.copy_.default
+def _traced_in_step(node: fx.Node) -> bool:
+    return (node.meta.get("custom") or {}).get(PHASE_ANNOTATION) == "optimizer"
 
 
-def _computed(region: fx.GraphModule) -> set[fx.Node]:
-    """Inputs that may be the gradient: as large as the largest one and written by no one."""
-    written = {
-        node.args[0]
-        for node in region.graph.find_nodes(
-            op="call_function", target=torch.ops.aten.copy_.default
-        )
-    }
-    inputs = [n for n in region.graph.find_nodes(op="placeholder") if n not in written]
-    tensors = [n for n in inputs if isinstance(n.meta.get("val"), torch.Tensor)]
-    return {max(tensors, key=lambda n: int(n.meta["val"].numel()))} if tensors else set()
+def _elements(region: fx.GraphModule) -> int:
+    """Elements of what the region writes: those of its parameter."""
+    return max(int(to.meta["val"].numel()) for _, to, _ in writes(region.graph))
 
 
 def _kind(

@@ -34,10 +34,15 @@ class Meter:
         Raises `OutOfDeviceMemory` when that passes the budget, as an allocator would.
         """
         if isinstance(value, torch.Tensor):
-            self._count(value.untyped_storage(), tier, where)
+            storage = value.untyped_storage()
+            self._count(storage, tier, where, storage.nbytes())
         elif isinstance(value, list | tuple):
             for item in value:
                 self.track(item, tier, where)
+
+    def track_batch(self, batch: torch.Tensor, where: str) -> None:
+        """Count a batch on the device by the elements it shows: it may be a slice of a data set."""
+        self._count(batch.untyped_storage(), Tier.DEVICE, where, batch.nbytes)
 
     def start_step(self) -> None:
         """Count from nothing: what a step returned belongs to the user when the next one starts."""
@@ -46,8 +51,10 @@ class Meter:
             self.used_bytes = dict.fromkeys(Tier, 0)
             self.peak_bytes = dict.fromkeys(Tier, 0)
 
-    def _count(self, storage: torch.UntypedStorage, tier: Tier, where: str) -> None:
-        key, nbytes = storage._cdata, storage.nbytes()
+    def _count(
+        self, storage: torch.UntypedStorage, tier: Tier, where: str, nbytes: int
+    ) -> None:
+        key = storage._cdata
         with self._lock:
             if key in self._storages:
                 return

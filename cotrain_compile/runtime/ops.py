@@ -17,9 +17,7 @@ from torch import fx
 
 _library = torch.library.Library("cotrain", "DEF")
 _library.define("offload(Tensor source, str task, str[] after) -> Tensor")
-_library.define(
-    "prefetch_into(Tensor(a!) destination, Tensor source, str task, str[] after) -> ()"
-)
+_library.define("prefetch_into(Tensor(a!) destination, Tensor source, str task, str[] after) -> ()")
 _library.define("wait(str[] tasks, Tensor[] kept) -> ()")
 
 

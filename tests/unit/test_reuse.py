@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from cotrain_compile.analysis.reuse import reuse_distances
+from cotrain_compile.dataflow import Op, Phase
 from tests.unit.dataflows import chain, mixed_precision_step
 
 
@@ -33,6 +34,14 @@ def test_making_the_low_precision_copy_is_no_use_of_the_parameter() -> None:
     step = mixed_precision_step(2)
     distance = reuse_distances(step, {op.name: 1.0 for op in step.ops})["p32_1"]
     assert distance.next_use_op == "forward_1"
+
+
+def test_a_view_of_the_parameter_is_no_use_yet() -> None:
+    step = chain(1)
+    view = Op("view", "aten.t", Phase.FORWARD, ("w0",), ())
+    step = replace(step, ops=(view, *step.ops))
+    distance = reuse_distances(step, {op.name: 1.0 for op in step.ops})["w0"]
+    assert distance.next_use_op == "forward_0"
 
 
 def test_the_seconds_are_never_below_zero_for_rounding() -> None:

@@ -1,0 +1,97 @@
+"""Report: what a finished demo shows and the files it leaves."""
+
+from __future__ import annotations
+
+import csv
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from cotrain_compile.backends.compiled_step import CompiledStep
+from cotrain_compile.demo.train import StepResult
+from cotrain_compile.machine import Tier
+from cotrain_compile.units import format_bytes, format_seconds
+from cotrain_compile.viz.summary import summary
+from cotrain_compile.viz.timeline import draw_timelines, kinds_of, save_trace
+
+ROWS = 10
+
+
+def report(
+    console: Console,
+    placed: CompiledStep,
+    results: Sequence[StepResult],
+    eager: Sequence[StepResult],
+) -> None:
+    """Plan, memory, times, and the losses of both runs."""
+    assert placed.measured is not None
+    console.print(summary(placed.plan), highlight=False)
+    peak, budget = placed.measured.peak_bytes[Tier.DEVICE], placed.plan.budgets[Tier.DEVICE]
+    predicted = placed.predicted.peak_bytes[Tier.DEVICE]
+    console.print(
+        f"device      measured peak {peak:,} bytes, predicted {predicted:,}, budget {budget:,}\n"
+        f"            {format_bytes(budget - peak)} to spare",
+        highlight=False,
+    )
+    console.print(
+        f"step time   {_typical(results)}" + (f", eager {_typical(eager)}" if eager else ""),
+        highlight=False,
+    )
+    if eager:
+        console.print(_losses(results, eager))
+        worst = max(abs(a.loss - b.loss) for a, b in zip(results, eager, strict=False))
+        console.print(
+            f"Largest difference over {len(eager)} steps: {worst:.1e}. Host updates run fused "
+            "kernels, which round bias\ncorrections in float64 where torch's compiled optimizer "
+            'uses float32; host_kernels="captured"\nruns the captured operations themselves.',
+            highlight=False,
+        )
+
+
+def write_folder(
+    folder: Path,
+    placed: CompiledStep,
+    results: Sequence[StepResult],
+    eager: Sequence[StepResult],
+) -> None:
+    """Timelines as picture and traces, and the losses; the step's own files are there already."""
+    assert placed.measured is not None
+    timelines = (placed.predicted, placed.measured)
+    kinds = kinds_of(placed.plan, placed.graph.phases)
+    budget_bytes = placed.plan.budgets[Tier.DEVICE]
+    draw_timelines(timelines, folder / "timeline.png", kinds=kinds, budget_bytes=budget_bytes)
+    for timeline in timelines:
+        save_trace(timeline, folder / f"{timeline.source}.trace.json", kinds=kinds)
+    with (folder / "losses.csv").open("w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(["step", "loss", "seconds", "eager_loss", "eager_seconds"])
+        twins = {result.number: result for result in eager}
+        for result in results:
+            twin = twins.get(result.number)
+            compared = (twin.loss, twin.seconds) if twin else ("", "")
+            rows.writerow([result.number + 1, result.loss, result.seconds, *compared])
+
+
+def _typical(results: Sequence[StepResult]) -> str:
+    # The first step holds the tracing.
+    return format_seconds(statistics.median(r.seconds for r in results[1:] or results))
+
+
+def _losses(results: Sequence[StepResult], eager: Sequence[StepResult]) -> Table:
+    table = Table("step", "loss", "eager", "difference", title="Losses side by side")
+    for column in table.columns:
+        column.justify = "right"
+    pairs = list(zip(results, eager, strict=False))
+    every = max(1, len(pairs) // ROWS)
+    for index, (ours, theirs) in enumerate(pairs):
+        if index % every == 0 or index == len(pairs) - 1:
+            table.add_row(
+                str(ours.number + 1),
+                f"{ours.loss:.6f}",
+                f"{theirs.loss:.6f}",
+                f"{ours.loss - theirs.loss:+.1e}",
+            )
+    return table

@@ -1,0 +1,189 @@
+"""Timeline: pictures and traces of what a step does when. Timelines in, PNG or trace JSON out.
+
+A picture has one row of bars for each lane and the memory of the device below, with the budget;
+several timelines (predicted and measured) are drawn above one another on one time axis. A trace is
+Chrome's JSON format, which https://ui.perfetto.dev opens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from cotrain_compile.dataflow import Phase
+from cotrain_compile.machine import Tier
+from cotrain_compile.plan import Lane, Plan, Span, Timeline, Transfer
+from cotrain_compile.units import format_bytes, format_seconds
+
+# Kinds of work in the order of the legend; colours that differ for colour-blind readers as well
+# (Okabe and Ito 2008).
+COLOURS: Mapping[str, str] = {
+    "forward": "#56B4E9",
+    "backward": "#0072B2",
+    "optimizer": "#CC79A7",
+    "work on the device": "#56B4E9",
+    "gradient down": "#D55E00",
+    "weight down": "#F0C27B",
+    "copy down": "#D55E00",
+    "update on the host": "#009E73",
+    "weight up": "#E69F00",
+    "copy up": "#E69F00",
+}
+_OF_LANE: Mapping[str, str] = {
+    Lane.DEVICE: "work on the device",
+    Lane.HOST: "update on the host",
+    Lane.D2H: "copy down",
+    Lane.H2D: "copy up",
+}
+_LANE_TITLES: Mapping[str, str] = {
+    Lane.DEVICE: "device",
+    Lane.D2H: "device to host",
+    Lane.HOST: "host",
+    Lane.H2D: "host to device",
+}
+# A bar narrower than this part of the axis would be invisible.
+_NARROWEST = 1 / 1500
+
+
+def kinds_of(plan: Plan, phases: Mapping[str, Phase] | None = None) -> dict[str, str]:
+    """What each task of `plan`, and each op whose phase is given, is: a key of `COLOURS`."""
+    kinds = {name: phase.value for name, phase in (phases or {}).items()}
+    for task in plan.tasks:
+        if isinstance(task, Transfer):
+            what = "weight" if task.buffer in plan.placement.updates else "gradient"
+            kinds[task.name] = f"{what} {'down' if task.direction == 'offload' else 'up'}"
+    return kinds
+
+
+def draw_timelines(
+    timelines: Sequence[Timeline],
+    path: Path,
+    *,
+    kinds: Mapping[str, str] | None = None,
+    budget_bytes: int | None = None,
+) -> None:
+    """Write a PNG of `timelines`, one above the other; `kinds` from `kinds_of` chooses colours.
+
+    Raises OSError when `path` cannot be written.
+    """
+    figure = Figure(figsize=(13, 4.6 * len(timelines) + 0.6), layout="constrained", dpi=110)
+    FigureCanvasAgg(figure)
+    grid = figure.subplots(2 * len(timelines), 1, height_ratios=[3, 2] * len(timelines))
+    end_s = max(timeline.makespan_s for timeline in timelines)
+    shown: set[str] = set()
+    for number, timeline in enumerate(timelines):
+        lanes, memory = grid[2 * number], grid[2 * number + 1]
+        shown |= _draw_lanes(lanes, timeline, kinds or {}, end_s)
+        _draw_memory(memory, timeline, budget_bytes)
+        for axes in (lanes, memory):
+            axes.set_xlim(0, end_s * 1.005)
+            axes.xaxis.set_major_formatter(FuncFormatter(lambda s, _: _ticked(s)))
+            axes.spines[["top", "right"]].set_visible(False)
+        memory.set_xlabel("time since the start of the step")
+    legend = [Patch(color=colour, label=kind) for kind, colour in COLOURS.items() if kind in shown]
+    figure.legend(handles=legend, loc="outside upper center", ncols=len(legend), frameon=False)
+    figure.savefig(path)
+
+
+def save_trace(timeline: Timeline, path: Path, *, kinds: Mapping[str, str] | None = None) -> None:
+    """Write `timeline` as Chrome trace JSON: lanes as threads, times in microseconds.
+
+    Raises OSError when `path` cannot be written.
+    """
+    lanes = {str(lane): number for number, lane in enumerate(_LANE_TITLES, start=1)}
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": f"{timeline.source} step"}}
+    ]
+    for lane, thread in lanes.items():
+        named = {"name": _LANE_TITLES[lane]}
+        events.append({"ph": "M", "name": "thread_name", "pid": 1, "tid": thread, "args": named})
+    for span in timeline.spans:
+        events.append(
+            {
+                "ph": "X",
+                "name": span.name,
+                "cat": _kind(span, kinds or {}),
+                "pid": 1,
+                "tid": lanes[str(span.lane)],
+                "ts": span.start_s * 1e6,
+                "dur": (span.end_s - span.start_s) * 1e6,
+            }
+        )
+    for tier, points in timeline.memory.items():
+        for seconds, nbytes in points:
+            name, used = f"{tier} memory", {"bytes": nbytes}
+            events.append({"ph": "C", "name": name, "pid": 1, "ts": seconds * 1e6, "args": used})
+    path.write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": events}) + "\n")
+
+
+def _kind(span: Span, kinds: Mapping[str, str]) -> str:
+    return kinds.get(span.name, _OF_LANE[span.lane])
+
+
+def _draw_lanes(axes: Axes, timeline: Timeline, kinds: Mapping[str, str], end_s: float) -> set[str]:
+    """Draw the bars, top lane first; returns the kinds that occur."""
+    start_s = min((span.start_s for span in timeline.spans), default=0.0)
+    bars: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for span in timeline.spans:
+        width = max(span.end_s - span.start_s, end_s * _NARROWEST)
+        bar = (span.start_s - start_s, width)
+        bars.setdefault((str(span.lane), _kind(span, kinds)), []).append(bar)
+    rows = {str(lane): len(_LANE_TITLES) - 1 - n for n, lane in enumerate(_LANE_TITLES)}
+    for (lane, kind), stretches in bars.items():
+        axes.broken_barh(stretches, (rows[lane] - 0.36, 0.72), color=COLOURS[kind], linewidth=0)
+    makespan_s = timeline.makespan_s or 1.0
+    labels = [
+        f"{title}\n{timeline.busy_s(lane) / makespan_s:.0%} busy"
+        for lane, title in _LANE_TITLES.items()
+    ]
+    axes.set_yticks([rows[str(lane)] for lane in _LANE_TITLES], labels)
+    axes.set_ylim(-0.6, len(rows) - 0.4)
+    axes.grid(axis="x", alpha=0.3)
+    axes.set_axisbelow(True)
+    title = f"{timeline.source}: {format_seconds(timeline.makespan_s)} a step"
+    axes.set_title(title, loc="left", fontweight="bold")
+    return {kind for _, kind in bars}
+
+
+def _draw_memory(axes: Axes, timeline: Timeline, budget_bytes: int | None) -> None:
+    """The device's memory over time, or its peak where the timeline has no curve."""
+    peak = timeline.peak_bytes.get(Tier.DEVICE, 0)
+    points = timeline.memory.get(Tier.DEVICE, ())
+    if points:
+        seconds, nbytes = zip(*points, strict=True)
+        axes.fill_between(seconds, nbytes, step="post", color="#56B4E9", alpha=0.45, linewidth=0)
+        axes.step(seconds, nbytes, where="post", color="#0072B2", linewidth=1)
+    axes.axhline(peak, color="#0072B2", linestyle=":", linewidth=1.2)
+    _label(axes, peak, f"peak {format_bytes(peak)}", "#0072B2", below=True)
+    if budget_bytes is not None:
+        axes.axhline(budget_bytes, color="#B00020", linestyle="--", linewidth=1.2)
+        _label(axes, budget_bytes, f"budget {format_bytes(budget_bytes)}", "#B00020", below=False)
+    axes.set_ylim(0, max(peak, budget_bytes or 0) * 1.25 or 1)
+    axes.yaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 4, 8, 10]))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda nbytes, _: format_bytes(nbytes)))
+    axes.set_ylabel("device memory")
+
+
+def _label(axes: Axes, height: float, text: str, colour: str, *, below: bool) -> None:
+    axes.annotate(
+        text,
+        (0.995, height),
+        xycoords=("axes fraction", "data"),
+        xytext=(0, -3 if below else 3),
+        textcoords="offset points",
+        ha="right",
+        va="top" if below else "bottom",
+        color=colour,
+    )
+
+
+def _ticked(seconds: float) -> str:
+    return "0" if seconds == 0 else format_seconds(seconds)
