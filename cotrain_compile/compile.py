@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cotrain_compile.analysis.symbolic import at
 from cotrain_compile.backends.compiled_step import CompiledStep
@@ -52,6 +53,8 @@ def cotrain(
         raise OptionError(f"backend 'cotrain' has no mode {mode!r}; see docs/options.md")
 
     def compile_captured(step: StepGraph, values: Sequence[Any]) -> Callable[..., Any]:
+        if session.options.trace_only:
+            raise _Traced(step)
         _refuse_other_devices(values, session.options)
         dataflow = extract(step)
 
@@ -63,6 +66,30 @@ def cotrain(
         return PerShape(step, compile_for) if dataflow.symbols else compile_for({})
 
     return capture(session, module, example_inputs, compile_captured)
+
+
+def trace(build: Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]) -> StepGraph:
+    """Capture a step of any size without allocating it or running it.
+
+    `build()` returns the step function and its example arguments. It runs under fake tensors, so a
+    model of any size can be built in it, on any machine.
+    """
+    with FakeTensorMode():
+        step, arguments = build()
+        compiled = torch.compile(step, backend=cotrain, options={"trace_only": True})
+        try:
+            compiled(*arguments)
+        except _Traced as traced:
+            return traced.step
+    raise CaptureError("build() returned a step that torch.compile did not trace")
+
+
+class _Traced(CotrainError):
+    """Ends a trace that is only for looking at; carries the captured step."""
+
+    def __init__(self, step: StepGraph) -> None:
+        super().__init__("traced")
+        self.step = step
 
 
 def compile_step(step: StepGraph, dataflow: Dataflow, options: Options) -> CompiledStep:

@@ -129,7 +129,9 @@ class _Reader:
         while name in self.buffers:  # a node may be called like a user's parameter
             name += "~"
         storage = value.untyped_storage()
-        size = self._integer(self.nbytes_expressions, name, storage.nbytes())
+        # A batch is often a slice of a data set; what it is a slice of is not the step's memory.
+        nbytes = _shown_bytes(value) if role is Role.BATCH else storage.nbytes()
+        size = self._integer(self.nbytes_expressions, name, nbytes)
         self._by_storage[storage._cdata] = name
         self.buffers[name] = Buffer(name, size, role, is_input)
         return name
@@ -157,7 +159,7 @@ class _Reader:
         """`size` as a number for the traced shapes; a symbolic one is noted under `name`."""
         if isinstance(size, int):
             return size
-        # Sizes found equal while tracing (two inputs with one batch size) are one symbol from then on.
+        # Sizes that the trace found equal (two inputs of one batch) are one symbol from then on.
         expression = size.node.shape_env.simplify(size.node.expr)
         if not expression.is_number:
             expressions[name] = str(expression)

@@ -29,7 +29,16 @@ def update_groups(step: StepGraph, buffer_of: Mapping[str, str]) -> tuple[Update
     for node in step.nodes:
         if node in owner:
             members.setdefault(owner[node], []).append(node)
-    groups = [_group(step, param, nodes, buffer_of) for param, nodes in members.items()]
+    inputs: dict[str, list[fx.Node]] = {}
+    for node in step.module.graph.find_nodes(op="placeholder"):
+        item = step.input_of_node[node.name]
+        if item.role in (Role.PARAM, Role.OPTIMIZER_STATE):
+            inputs.setdefault(item.param or item.name, []).append(node)
+    derived = _from_hyperparameters(step)
+    groups = [
+        _group(step, nodes, inputs.get(param, []), derived, buffer_of)
+        for param, nodes in members.items()
+    ]
     return tuple(group for group in groups if group is not None)
 
 
@@ -51,52 +60,41 @@ def _owners(step: StepGraph) -> dict[fx.Node, str]:
 
 
 def _group(
-    step: StepGraph, param: str, nodes: list[fx.Node], buffer_of: Mapping[str, str]
+    step: StepGraph,
+    nodes: list[fx.Node],
+    inputs: list[fx.Node],
+    derived: set[fx.Node],
+    buffer_of: Mapping[str, str],
 ) -> UpdateGroup | None:
+    """The group of one parameter: `nodes` work for it, `inputs` are it and its states."""
     inside = set(nodes)
-    written = {to.name: node for node, to, _ in writes(step.module.graph) if node in inside}
-    state_nodes = [
-        node
-        for node in step.nodes
-        if node.op == "placeholder"
-        and step.input_of_node[node.name].role is Role.OPTIMIZER_STATE
-        and step.input_of_node[node.name].param == param
-    ]
-    param_node = next(
-        (n for n in step.nodes if n.op == "placeholder" and buffer_of.get(n.name) == param), None
-    )
-    if param_node is None or param_node.name not in written:
+    params = [node for node in inputs if step.input_of_node[node.name].role is Role.PARAM]
+    states = [node for node in inputs if node not in params]
+    written = {node.args[0]: node for node in nodes if node.target is aten.copy_.default}
+    if len(params) != 1 or params[0] not in written:
         return None
-    read_elsewhere = any(user not in inside for state in state_nodes for user in state.users)
-    state_value_used = any(
-        user not in inside
-        for name, write in written.items()
-        if name != param_node.name
-        for user in write.users
-    )
-    if read_elsewhere or state_value_used:
+    values = [*states, *(written[state] for state in states if state in written)]
+    if any(user not in inside for value in values for user in value.users):
         return None
-    own = {param, *(buffer_of[node.name] for node in state_nodes)}
-    outside = _outside_inputs(step, nodes, own, buffer_of)
+    outside = _outside_inputs(nodes, set(inputs), derived, buffer_of)
     if not outside:
         return None
     gradient = max(outside, key=lambda name: outside[name])
     return UpdateGroup(
-        param=param,
+        param=buffer_of[params[0].name],
         gradient=gradient,
-        states=tuple(buffer_of[node.name] for node in state_nodes),
+        states=tuple(buffer_of[node.name] for node in states),
         scalars=tuple(name for name in outside if name != gradient),
         ops=tuple(node.name for node in nodes),
-        low_precision=_low_precision_copy(param_node, buffer_of),
+        low_precision=_low_precision_copy(params[0], buffer_of),
     )
 
 
 def _outside_inputs(
-    step: StepGraph, nodes: list[fx.Node], own: set[str], buffer_of: Mapping[str, str]
+    nodes: list[fx.Node], own: set[fx.Node], derived: set[fx.Node], buffer_of: Mapping[str, str]
 ) -> dict[str, int]:
     """Buffers that the group reads but neither makes nor owns, with their sizes in elements."""
-    derived = _from_hyperparameters(step)
-    seen = set(nodes)
+    seen = {*nodes, *own}
     found: dict[str, int] = {}
     queue = [source for node in nodes for source in node.all_input_nodes]
     for source in queue:  # grows while it is read
@@ -106,7 +104,7 @@ def _outside_inputs(
         seen.add(source)
         if source in derived:
             queue += source.all_input_nodes
-        elif name is not None and name not in own:
+        elif name is not None:
             found[name] = int(source.meta["val"].numel())
     return found
 

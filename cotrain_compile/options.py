@@ -66,6 +66,7 @@ class Options:
     dump: str | None = None
     machine: str = "this-machine"
     throttle: bool = False
+    trace_only: bool = False
 
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> Options:
@@ -119,4 +120,5 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
     "dump": _text,
     "machine": _text,
     "throttle": _flag,
+    "trace_only": _flag,
 }

@@ -103,7 +103,7 @@ def _init_with_stand_in_gradients(
         for param in group["params"]:
             param.grad = None
         for param in fresh:
-            param.grad = torch.zeros((), dtype=param.dtype, device=param.device).expand_as(param)
+            param.grad = param.detach().new_zeros(()).expand_as(param)
         with torch.no_grad():
             init_group(optimizer, group, *lists)
     finally:

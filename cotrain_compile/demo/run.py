@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -49,7 +49,7 @@ class Settings:
     budget: str = "128MiB"
     machine: str = "this-machine"
     resume: bool = False
-    shape: Shape = Shape()
+    shape: Shape = field(default_factory=Shape)
     rows: int = 4
     seed: int = 0
 

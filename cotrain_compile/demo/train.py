@@ -66,7 +66,7 @@ def training_step(job: Job) -> Step:
     def step(inputs: Tensor, targets: Tensor) -> Tensor:
         optimizer.zero_grad()
         loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), LARGEST_GRADIENT_NORM)
         optimizer.step()
         return loss

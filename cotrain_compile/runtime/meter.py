@@ -51,9 +51,7 @@ class Meter:
             self.used_bytes = dict.fromkeys(Tier, 0)
             self.peak_bytes = dict.fromkeys(Tier, 0)
 
-    def _count(
-        self, storage: torch.UntypedStorage, tier: Tier, where: str, nbytes: int
-    ) -> None:
+    def _count(self, storage: torch.UntypedStorage, tier: Tier, where: str, nbytes: int) -> None:
         key = storage._cdata
         with self._lock:
             if key in self._storages:

@@ -68,28 +68,36 @@ counts = st.integers(0, 1 << 70)
 expressions = st.dictionaries(names, names, max_size=2)
 
 
-def odd_dataflows(names: st.SearchStrategy[str] = names) -> st.SearchStrategy[Dataflow]:
-    """Dataflows in which every field takes any value of its type, sensible or not."""
-    tuples = st.lists(names, max_size=3).map(tuple)
+@st.composite
+def odd_dataflows(draw: st.DrawFn, names: st.SearchStrategy[str] = names) -> Dataflow:
+    """Dataflows whose names fit together and whose other fields take any value of their type."""
+    buffers = draw(st.lists(names, min_size=1, max_size=3, unique=True))
+    some = st.sampled_from(buffers)
+    several = st.lists(some, max_size=3).map(tuple)
+    free = st.lists(names, max_size=3).map(tuple)
     sizes = st.dictionaries(names, names, max_size=2)
-    return st.builds(
-        Dataflow,
-        names,
-        st.lists(
-            st.builds(
-                Op, names, names, st.sampled_from(Phase), tuples, tuples, counts, counts, names
-            ),
-            max_size=3,
-        ).map(tuple),
-        st.lists(
-            st.builds(Buffer, names, counts, st.sampled_from(Role), st.booleans(), st.booleans()),
-            max_size=3,
-        ).map(tuple),
-        st.lists(
-            st.builds(UpdateGroup, names, names, tuples, tuples, tuples, names), max_size=2
-        ).map(tuple),
-        st.dictionaries(names, st.integers(), max_size=2),
-        st.builds(SizeExpressions, sizes, sizes, sizes),
+    ops = [
+        Op(
+            name,
+            draw(names),
+            draw(st.sampled_from(Phase)),
+            draw(several),
+            draw(several),
+            draw(counts),
+            draw(counts),
+            draw(names),
+        )
+        for name in draw(st.lists(names, max_size=3, unique=True))
+    ]
+    any_buffer = st.tuples(counts, st.sampled_from(Role), st.booleans(), st.booleans())
+    update = st.builds(UpdateGroup, some, some, several, several, free, names)
+    return Dataflow(
+        draw(names),
+        tuple(ops),
+        tuple(Buffer(name, *draw(any_buffer)) for name in buffers),
+        draw(st.lists(update, max_size=2).map(tuple)),
+        draw(st.dictionaries(names, st.integers(), max_size=2)),
+        draw(st.builds(SizeExpressions, sizes, sizes, sizes)),
     )
 
 

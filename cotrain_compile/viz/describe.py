@@ -1,0 +1,78 @@
+"""Describe: a saved machine, step or timeline in a few lines of words."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from cotrain_compile.analysis.liveness import liveness
+from cotrain_compile.dataflow import Dataflow, Phase
+from cotrain_compile.machine import Link, Machine, TierSpec
+from cotrain_compile.plan import Lane, Timeline
+from cotrain_compile.units import format_bytes, format_seconds
+
+
+def describe_machine(machine: Machine) -> str:
+    """Tiers, links and host updates with their rates, and where the figures come from."""
+    update = machine.host_update
+    return "\n".join(
+        [
+            f"machine      {machine.name}",
+            f"device       {_tier(machine.device)}",
+            f"host         {_tier(machine.host)}",
+            f"host update  {_rate(update.bytes_per_s)} on {update.workers} worker(s), "
+            f"{update.slowdown_while_copying:.2f} times slower while copying",
+            f"device to host  {_link(machine.d2h)}",
+            f"host to device  {_link(machine.h2d)}",
+            f"both ways    {machine.duplex:.2f} times one way",
+            f"source       {machine.source or 'not given'}",
+        ]
+    )
+
+
+def describe_step(dataflow: Dataflow) -> str:
+    """Ops and flops by phase, bytes by role, and the peak with everything on the device."""
+    lines = [f"step         {dataflow.fingerprint}: {len(dataflow.ops)} ops"]
+    for phase in Phase:
+        ops = [op for op in dataflow.ops if op.phase is phase]
+        flops = sum(op.flops for op in ops)
+        lines.append(f"{phase.value:12} {len(ops)} ops, {flops / 1e9:.1f} Gflop")
+    sizes: Counter[str] = Counter()
+    for buffer in dataflow.buffers:
+        sizes[buffer.role.value] += buffer.nbytes
+    lines += [f"{role:16} {format_bytes(nbytes)}" for role, nbytes in sizes.items()]
+    alive = liveness(dataflow)
+    if dataflow.ops:
+        op = dataflow.ops[alive.peak_op]
+        where = op.target + (f" in {op.module}" if op.module else "")
+        lines.append(
+            f"peak         {format_bytes(alive.peak_bytes)} if all is on the device, {where}"
+        )
+    lines.append(f"updates      {len(dataflow.updates)} parameters can be updated on the host")
+    return "\n".join(lines)
+
+
+def describe_timeline(timeline: Timeline) -> str:
+    """Length of the step, how busy each lane is, and the peak of each tier."""
+    lines = [f"{timeline.source:12} {format_seconds(timeline.makespan_s)} a step"]
+    for lane in Lane:
+        lines.append(
+            f"{lane.value:12} {len(timeline.lane(lane))} spans, "
+            f"{format_seconds(timeline.busy_s(lane))} busy"
+        )
+    lines += [
+        f"{tier.value} peak  {format_bytes(nbytes)}" for tier, nbytes in timeline.peak_bytes.items()
+    ]
+    return "\n".join(lines)
+
+
+def _tier(tier: TierSpec) -> str:
+    rates = ", ".join(f"{dtype} {rate / 1e12:.3g}" for dtype, rate in tier.flops_per_s.items())
+    return f"{format_bytes(tier.capacity_bytes)}, {_rate(tier.bytes_per_s)}, Tflop/s: {rates}"
+
+
+def _link(link: Link) -> str:
+    return f"{_rate(link.bytes_per_s)}, {format_seconds(link.latency_s)} to start a copy"
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e9:.3g} GB/s"
