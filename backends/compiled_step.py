@@ -14,6 +14,7 @@ from cotrain_compile.dataflow import Role
 from cotrain_compile.errors import CotrainError, StepFailed
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.machine import Tier
+from cotrain_compile.placement.problem import Problem
 from cotrain_compile.plan import Plan, Timeline
 from cotrain_compile.runtime.emulated import EmulatedDevice
 from cotrain_compile.runtime.interrupts import HeldInterrupt
@@ -23,11 +24,14 @@ from cotrain_compile.runtime.ops import running_on
 class CompiledStep:
     """One compiled training step.
 
-    `plan` is what was decided, `graph` the placed step graph, `predicted` the simulator's timeline
-    and `measured` that of the last step (None before the first).
+    `problem` is what had to be decided, `plan` what was, `graph` the placed step graph, `predicted`
+    the simulator's timeline and `measured` that of the last step (None before the first).
     """
 
-    def __init__(self, plan: Plan, graph: StepGraph, device: EmulatedDevice) -> None:
+    def __init__(
+        self, problem: Problem, plan: Plan, graph: StepGraph, device: EmulatedDevice
+    ) -> None:
+        self.problem = problem
         self.plan = plan
         self.graph = graph
         self.measured: Timeline | None = None

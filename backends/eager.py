@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from cotrain_compile.dataflow import Role
+from cotrain_compile.extract import UNDECLARED_VIEWS
 from cotrain_compile.graph import StepGraph, writes
 from cotrain_compile.machine import Tier
 from cotrain_compile.plan import Lane, Span
@@ -38,6 +39,7 @@ class EagerProgram(fx.Interpreter):
     def run_step(self, inputs: Sequence[Any], origin_s: float) -> Any:
         """Run the step once on `inputs`, in the order of its placeholders."""
         self.written, self.spans, self._origin_s = [], [], origin_s
+        self._previous_end_s = time.perf_counter() - origin_s
         with torch.no_grad():
             return self.run(*inputs)
 
@@ -45,18 +47,36 @@ class EagerProgram(fx.Interpreter):
         updates = n in self._writes
         if updates and not self.written:
             self._before_first_update()
-        started = time.perf_counter()
         result = super().run_node(n)
         if n.op == "call_function":
-            if n.target not in _TASKS:
+            is_op = n.target not in _TASKS
+            if is_op:
                 self._meter.track(result, Tier.DEVICE, n.name)
-                ended = time.perf_counter()
-                self.spans.append(
-                    Span(Lane.DEVICE, n.name, started - self._origin_s, ended - self._origin_s)
-                )
+                result = _without_spare_storage(n, result)
             if updates:
                 self.written.append(self._writes[n])
+            # An op's span begins where the node before it ended: what it takes to get from one op
+            # to the next is part of the step's time.
+            ended = time.perf_counter() - self._origin_s
+            if is_op:
+                self.spans.append(Span(Lane.DEVICE, n.name, self._previous_end_s, ended))
+            self._previous_end_s = ended
         return result
+
+
+def _without_spare_storage(node: fx.Node, result: Any) -> Any:
+    """`result`, moved to a storage of its own size where the op left it in a larger one.
+
+    Some kernels return a reduced value in the storage of what they reduced (`mse_loss` on the CPU):
+    a scalar would keep megabytes alive that no plan knows of.
+    """
+    if not isinstance(result, torch.Tensor) or not isinstance(node.target, torch._ops.OpOverload):
+        return result
+    spare = result.untyped_storage().nbytes() > result.nbytes
+    if not spare or node.target in UNDECLARED_VIEWS:
+        return result
+    is_view = any(returned.alias_info is not None for returned in node.target._schema.returns)
+    return result if is_view else result.clone()
 
 
 def _persistent_writes(placed: StepGraph) -> dict[fx.Node, str]:

@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, NoReturn
 
 import typer
 from rich.console import Console
@@ -29,16 +29,24 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Training steps that need more memory than the device has.",
 )
-console = Console()
+# Lines are left for the terminal to wrap, so that a log can be searched.
+console = Console(markup=False, highlight=False, soft_wrap=True)
+_stderr = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
 
 
 def main() -> None:
     """Entry point: an error of ours is one line and exit code 1."""
     try:
         app()
-    except (CotrainError, OSError) as error:
-        Console(stderr=True).print(f"error: {error}", style="red", highlight=False, soft_wrap=True)
-        sys.exit(1)
+    except CotrainError as error:
+        _fail(str(error))
+    except OSError as error:
+        _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+
+
+def _fail(message: str) -> NoReturn:
+    _stderr.print(f"error: {message}", style="red")
+    sys.exit(1)
 
 
 def _print_version(wanted: bool) -> None:
@@ -58,7 +66,7 @@ def _root(
 
 @app.command()
 def demo(
-    steps: Annotated[int, typer.Option(min=1, help="Steps to train in all.")] = 100,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to train in all.")] = 80,
     output: Annotated[Path, typer.Option(help="Folder for what the demo leaves.")] = Path(
         "demo-output"
     ),
@@ -91,10 +99,10 @@ def calibrate(
             lambda what, done: bar.update(task, description=what, completed=done), device
         )
     files.save(result.machine, output)
-    console.print(describe_machine(result.machine), highlight=False, soft_wrap=True)
+    console.print(describe_machine(result.machine))
     for remark in result.remarks:
-        console.print(f"- {remark}", highlight=False, soft_wrap=True)
-    console.print(f"saved {output}", highlight=False, soft_wrap=True)
+        console.print(f"- {remark}")
+    console.print(f"saved {output}")
 
 
 @app.command()
@@ -107,7 +115,7 @@ def machines() -> None:
         machine = presets.find(name)
         sizes = [format_bytes(machine.tier(tier).capacity_bytes) for tier in Tier]
         table.add_row(name, *sizes, machine.source)
-    console.print(table)
+    console.print(table, soft_wrap=False)
 
 
 class _Kind(NamedTuple):
@@ -134,11 +142,11 @@ def show(
 ) -> None:
     """Say in words what a file holds."""
     kind = _KINDS[_kind_of(file)]
-    value = files.load(file, kind.type)
-    console.print(kind.describe(value), highlight=False, soft_wrap=True)
+    value: object = files.load(file, kind.type)
+    console.print(kind.describe(value))
     if timeline is not None:
         _draw(value, file, timeline)
-        console.print(f"drew {timeline}", highlight=False, soft_wrap=True)
+        console.print(f"drew {timeline}")
 
 
 def _kind_of(file: Path) -> str:

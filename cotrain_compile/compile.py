@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from cotrain_compile.analysis.costs import CostTable
 from cotrain_compile.analysis.symbolic import at
 from cotrain_compile.backends.compiled_step import CompiledStep
 from cotrain_compile.backends.per_shape import PerShape
@@ -23,12 +25,13 @@ from cotrain_compile.capture.session import frame_objects
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import CaptureError, CotrainError, OptionError, PlacementError
 from cotrain_compile.extract import extract
+from cotrain_compile.files import load
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.machine import Machine, Tier
 from cotrain_compile.options import Options, Size
 from cotrain_compile.passes import run_passes
 from cotrain_compile.placement.check import check
-from cotrain_compile.placement.policies import RULES
+from cotrain_compile.placement.policies import rule
 from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.schedule import schedule
 from cotrain_compile.plan import Plan
@@ -53,7 +56,7 @@ def cotrain(
         raise OptionError(f"backend 'cotrain' has no mode {mode!r}; see docs/options.md")
 
     def compile_captured(step: StepGraph, values: Sequence[Any]) -> Callable[..., Any]:
-        if session.options.trace_only:
+        if _trace_only.get():
             raise _Traced(step)
         _refuse_other_devices(values, session.options)
         dataflow = extract(step)
@@ -76,12 +79,17 @@ def trace(build: Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]) -> St
     """
     with FakeTensorMode():
         step, arguments = build()
-        compiled = torch.compile(step, backend=cotrain, options={"trace_only": True})
+        token = _trace_only.set(True)
         try:
-            compiled(*arguments)
+            torch.compile(step, backend=cotrain)(*arguments)
         except _Traced as traced:
             return traced.step
+        finally:
+            _trace_only.reset(token)
     raise CaptureError("build() returned a step that torch.compile did not trace")
+
+
+_trace_only: ContextVar[bool] = ContextVar("cotrain_trace_only", default=False)
 
 
 class _Traced(CotrainError):
@@ -95,7 +103,7 @@ class _Traced(CotrainError):
 def compile_step(step: StepGraph, dataflow: Dataflow, options: Options) -> CompiledStep:
     """Place, rewrite and lower `step`, whose `dataflow` has the sizes to plan for."""
     machine = find(options.machine)
-    problem = formulate(dataflow, machine, budgets(options, machine))
+    problem = formulate(dataflow, machine, budgets(options, machine), _profile(options))
     plan = choose_plan(problem, options.policy)
     check(problem, plan)
     placed = run_passes(step, plan)
@@ -104,8 +112,9 @@ def compile_step(step: StepGraph, dataflow: Dataflow, options: Options) -> Compi
         problem.budgets,
         host_kernels(placed, options.host_kernels),
         throttle=options.throttle,
+        poison=options.poison,
     )
-    compiled = CompiledStep(plan, placed, device)
+    compiled = CompiledStep(problem, plan, placed, device)
     if options.dump is not None:
         dump_step(Path(options.dump), step, dataflow, compiled.plan, placed)
     return compiled
@@ -117,11 +126,11 @@ def choose_plan(problem: Problem, policy: str) -> Plan:
     Raises `PlacementError` with the shortfall when the rule does not fit the budgets.
     """
     if policy != "auto":
-        return schedule(problem, RULES[policy](problem.dataflow))
+        return schedule(problem, rule(policy)(problem.dataflow))
     try:
-        return schedule(problem, RULES["resident"](problem.dataflow))
+        return schedule(problem, rule("resident")(problem.dataflow))
     except PlacementError:
-        return schedule(problem, RULES["zero-offload"](problem.dataflow))
+        return schedule(problem, rule("zero-offload")(problem.dataflow))
 
 
 def budgets(options: Options, machine: Machine) -> dict[Tier, int]:
@@ -131,6 +140,10 @@ def budgets(options: Options, machine: Machine) -> dict[Tier, int]:
         Tier.DEVICE: (options.memory_budget or whole).of(machine.device.capacity_bytes),
         Tier.HOST: (options.host_memory_budget or whole).of(machine.host.capacity_bytes),
     }
+
+
+def _profile(options: Options) -> CostTable | None:
+    return None if options.profile is None else load(options.profile, CostTable)
 
 
 def inspect(step: Callable[..., Any]) -> CompiledStep:

@@ -23,7 +23,7 @@ from cotrain_compile.extract_updates import update_groups
 from cotrain_compile.graph import StepGraph
 
 # Returns its input's storage though its schema does not say so.
-_UNDECLARED_VIEWS = frozenset({torch.ops.aten._unsafe_view.default})
+UNDECLARED_VIEWS = frozenset({torch.ops.aten._unsafe_view.default})
 
 
 def extract(step: StepGraph) -> Dataflow:
@@ -183,7 +183,7 @@ def _nodes_in(argument: Any) -> list[fx.Node]:
 def _refuse_undeclared_view(node: fx.Node) -> None:
     schema = getattr(node.target, "_schema", None)
     declared = schema is None or any(r.alias_info is not None for r in schema.returns)
-    if not declared and node.target not in _UNDECLARED_VIEWS:
+    if not declared and node.target not in UNDECLARED_VIEWS:
         raise ExtractError(
             f"op {node.target} (node {node.name}) returns memory of its input though its schema "
             "says it does not, so its effects on memory are unknown. Declare the alias in the "

@@ -66,7 +66,8 @@ class Options:
     dump: str | None = None
     machine: str = "this-machine"
     throttle: bool = False
-    trace_only: bool = False
+    poison: bool = True
+    profile: str | None = None
 
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> Options:
@@ -106,13 +107,24 @@ def _flag(value: object) -> bool:
     return value
 
 
-POLICIES = ("auto", "resident", "zero-offload")
+POLICIES = ("auto", "resident", "zero-offload", "coarse", "fraction:F with F from 0 to 1")
+
+
+def _policy(value: object) -> str:
+    text = str(value)
+    if text in POLICIES[:-1]:
+        return text
+    match = re.fullmatch(r"fraction:(\d*\.?\d+)", text)
+    if match is None or not 0 <= float(match[1]) <= 1:
+        raise ValueError("one of " + ", ".join(POLICIES))
+    return text
+
 
 _PARSERS: dict[str, Callable[[Any], Any]] = {
     "memory_budget": Size.parse,
     "host_memory_budget": Size.parse,
     "device": _one_of("cpu", "cuda"),
-    "policy": _one_of(*POLICIES),
+    "policy": _policy,
     "lowering": _one_of("eager"),
     "host_kernels": _one_of("fused", "captured"),
     "keep_grads": _flag,
@@ -120,5 +132,6 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
     "dump": _text,
     "machine": _text,
     "throttle": _flag,
-    "trace_only": _flag,
+    "poison": _flag,
+    "profile": _text,
 }

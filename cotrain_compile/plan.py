@@ -46,13 +46,16 @@ class Placement:
 
     `homes` has one entry for every buffer with a persistent role; `updates` one for every update
     group, by parameter name; `away` names the temporaries that are offloaded between their last
-    forward and first backward use. `policy` is the name of the rule or solver that chose.
+    forward and first backward use. With `early_updates` a host update starts when its gradient has
+    landed, otherwise when the backward has ended. `policy` is the name of the rule or solver that
+    chose.
     """
 
     policy: str
     homes: Mapping[str, Tier]
     updates: Mapping[str, UpdateMode]
     away: tuple[str, ...] = ()
+    early_updates: bool = False
 
 
 @dataclass(frozen=True)

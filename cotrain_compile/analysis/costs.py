@@ -6,13 +6,17 @@ In: a `Dataflow` and a `Machine`; measured times where a profile exists. Out: a 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Literal
 
 from cotrain_compile.dataflow import Dataflow, Op, UpdateGroup
 from cotrain_compile.errors import PlanError
 from cotrain_compile.machine import Machine, Tier, TierSpec
+from cotrain_compile.plan import Lane, Timeline
+
+FORMAT_VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -98,6 +102,28 @@ def with_measured(
         device_s={**costs.device_s, **device_s},
         host_update_s={**costs.host_update_s, **host_update_s},
         source="measured" if everything else "mixed",
+    )
+
+
+def measured_costs(timelines: Sequence[Timeline]) -> CostTable:
+    """What the ops and host updates of measured steps took: the median over `timelines`.
+
+    The profile of a step: `formulate` prefers it to the roofline, and `save`d it can be passed as
+    the option `profile`.
+    """
+    device: dict[str, list[float]] = {}
+    host: dict[str, list[float]] = {}
+    for timeline in timelines:
+        for span in timeline.spans:
+            if span.lane == Lane.DEVICE:
+                device.setdefault(span.name, []).append(span.end_s - span.start_s)
+            elif span.lane == Lane.HOST:
+                param = span.name.removeprefix("update.")
+                host.setdefault(param, []).append(span.end_s - span.start_s)
+    return CostTable(
+        device_s={name: median(seconds) for name, seconds in device.items()},
+        host_update_s={name: median(seconds) for name, seconds in host.items()},
+        source="measured",
     )
 
 

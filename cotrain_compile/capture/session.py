@@ -6,7 +6,7 @@ module changes it *while a step is traced for us, and only then*: one pass-throu
 
 Private torch API used: `torch._dynamo.convert_frame._compile`, `config.trace_autograd_ops`,
 `variables.builder.OptimizerVariable`, `OutputGraph._validate_outputs_safe_for_autograd_nodes`,
-`TensorVariable.method_backward`, `exc.*`. Reason: there is no public way to keep
+`TensorVariable.method_backward` and `.var_getattr`, `exc.*`. Reason: there is no public way to keep
 `backward()` and `optimizer.step()` in one graph. Tried on torch 2.11.0, 2.13.0 and 2.15.0.
 """
 
@@ -182,7 +182,29 @@ def _whole_step_tracing(session: Session) -> Iterator[None]:
         stack.enter_context(
             mock.patch.object(TensorVariable, "method_backward", _annotated_backward)
         )
+        # Up to torch 2.14 it is the first, from 2.15 on the second.
+        for name in ("var_getattr", "tp_getattro_impl"):
+            if name in vars(TensorVariable):
+                look_up = _attribute_as_traced(vars(TensorVariable)[name])
+                stack.enter_context(mock.patch.object(TensorVariable, name, look_up))
         yield
+
+
+def _attribute_as_traced(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`original` but for a `.grad` that the trace has set: that is what it was set to.
+
+    Dynamo then labels the value as read from the real `p.grad`. On None, one constant for all
+    traces in the process, the label stays: a later store of None anywhere loads that gradient.
+    """
+
+    @functools.wraps(original)
+    def look_up(self: TensorVariable, tx: Any, name: str) -> Any:
+        effects = tx.output.side_effects
+        if name == "grad" and effects.has_pending_mutation_of_attr(self, name):
+            return effects.load_attr(self, name)
+        return original(self, tx, name)
+
+    return look_up
 
 
 _method_backward = TensorVariable.method_backward

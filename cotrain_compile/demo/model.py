@@ -36,14 +36,16 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x + self._attend(self.attention_norm(x))
         hidden = F.gelu(self.mlp_in(self.mlp_norm(x)))
-        return x + self.mlp_out(hidden)
+        out: Tensor = x + self.mlp_out(hidden)
+        return out
 
     def _attend(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
         split = self.query_key_value(x).view(batch, length, 3, self.heads, width // self.heads)
         query, key, value = split.permute(2, 0, 3, 1, 4).unbind(0)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return self.attention_out(mixed.transpose(1, 2).reshape(batch, length, width))
+        out: Tensor = self.attention_out(mixed.transpose(1, 2).reshape(batch, length, width))
+        return out
 
 
 class CharacterGPT(nn.Module):
@@ -66,4 +68,5 @@ class CharacterGPT(nn.Module):
         x = self.character(characters) + self.position(positions)
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x))
+        logits: Tensor = self.head(self.norm(x))
+        return logits

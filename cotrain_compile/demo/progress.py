@@ -21,7 +21,7 @@ def progress(console: Console, title: str, total: int) -> Iterator[Report]:
 
         def print_line(done: int, detail: str) -> None:
             if done % every == 0 or done in (1, total):
-                console.print(f"{title} {done}/{total}  {detail}", highlight=False)
+                console.print(f"{title} {done}/{total}  {detail}")
 
         yield print_line
         return

@@ -28,26 +28,22 @@ def report(
 ) -> None:
     """Plan, memory, times, and the losses of both runs."""
     assert placed.measured is not None
-    console.print(summary(placed.plan), highlight=False)
+    console.print(summary(placed.plan))
     peak, budget = placed.measured.peak_bytes[Tier.DEVICE], placed.plan.budgets[Tier.DEVICE]
     predicted = placed.predicted.peak_bytes[Tier.DEVICE]
     console.print(
         f"device      measured peak {peak:,} bytes, predicted {predicted:,}, budget {budget:,}\n"
         f"            {format_bytes(budget - peak)} to spare",
-        highlight=False,
     )
     console.print(
-        f"step time   {_typical(results)}" + (f", eager {_typical(eager)}" if eager else ""),
-        highlight=False,
+        f"measured    {_typical(results)} a step" + (f", eager {_typical(eager)}" if eager else ""),
     )
     if eager:
-        console.print(_losses(results, eager))
+        console.print(_losses(results, eager), soft_wrap=False)
         worst = max(abs(a.loss - b.loss) for a, b in zip(results, eager, strict=False))
         console.print(
-            f"Largest difference over {len(eager)} steps: {worst:.1e}. Host updates run fused "
-            "kernels, which round bias\ncorrections in float64 where torch's compiled optimizer "
-            'uses float32; host_kernels="captured"\nruns the captured operations themselves.',
-            highlight=False,
+            f"Largest difference over {len(eager)} steps: {worst:.1e}. What may differ and why: "
+            "docs/architecture.md, Exactness.",
         )
 
 

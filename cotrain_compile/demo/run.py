@@ -16,6 +16,7 @@ import torch
 from rich.console import Console
 
 import cotrain_compile
+from cotrain_compile import presets
 from cotrain_compile.demo.model import Shape
 from cotrain_compile.demo.progress import progress
 from cotrain_compile.demo.report import report, write_folder
@@ -44,10 +45,10 @@ INTERRUPTED = 130  # what a shell reports for a process ended by Ctrl-C
 class Settings:
     """What a user may choose; the rest is the size of the job."""
 
-    steps: int = 100
+    steps: int = 80
     output: Path = Path("demo-output")
     budget: str = "128MiB"
-    machine: str = "this-machine"
+    machine: str = presets.THIS_MACHINE
     resume: bool = False
     shape: Shape = field(default_factory=Shape)
     rows: int = 4
@@ -60,7 +61,7 @@ class Settings:
 
 def run(settings: Settings, console: Console) -> int:
     """Run the demo; returns the exit code."""
-    Options.parse({"memory_budget": settings.budget, "machine": settings.machine})
+    budget_bytes = _budget_bytes(settings)
     settings.output.mkdir(parents=True, exist_ok=True)
     text = standard_library()
     job = _job(settings, text)
@@ -72,13 +73,13 @@ def run(settings: Settings, console: Console) -> int:
     console.print(
         f"A character-level GPT with {job.parameters / 1e6:.1f} M parameters, AdamW, clipped "
         f"gradients.\nText: {len(text) / 1e6:.1f} M characters of Python's standard library.\n"
-        f"Device memory budget: {settings.budget}; the device is emulated in RAM.",
-        highlight=False,
+        f"Device memory budget: {format_bytes(budget_bytes)} ({budget_bytes:,} bytes). The device "
+        "is emulated in RAM.",
     )
-    console.print("\n[bold]1. Everything on the device[/bold]")
+    console.print("\n1. Everything on the device", style="bold")
     _show_resident(settings, text, console)
 
-    console.print("\n[bold]2. The same step, placed over device and host[/bold]")
+    console.print("\n2. The same step, placed over device and host", style="bold")
     options = {**_options(settings), "dump": str(settings.output / "step")}
     step = compiled(training_step(job), options)
     results: list[StepResult] = []
@@ -87,7 +88,7 @@ def run(settings: Settings, console: Console) -> int:
     except KeyboardInterrupt:
         return _stopped(settings, job, console)
 
-    console.print("\n[bold]3. The same in eager, for comparison[/bold]")
+    console.print("\n3. The same in eager, for comparison", style="bold")
     twin = _job(settings, text)
     eager: list[StepResult] = []
     try:
@@ -95,12 +96,23 @@ def run(settings: Settings, console: Console) -> int:
     except KeyboardInterrupt:
         console.print("Comparison stopped; the training above is complete.")
 
-    console.print("\n[bold]4. Result[/bold]")
+    console.print("\n4. Result", style="bold")
     placed = cotrain_compile.inspect(step)
     report(console, placed, results, eager)
+    if settings.machine == presets.THIS_MACHINE:
+        console.print(
+            "The prediction rests on guessed rates. To measure them: cotrain-compile calibrate -o "
+            "machine.json,\nthen cotrain-compile demo --machine machine.json"
+        )
     write_folder(settings.output, placed, results, eager)
     _name_the_files(settings.output, console)
     return 0 if len(eager) == len(results) else INTERRUPTED
+
+
+def _budget_bytes(settings: Settings) -> int:
+    budget = Options.parse(_options(settings)).memory_budget
+    assert budget is not None
+    return budget.of(presets.find(settings.machine).device.capacity_bytes)
 
 
 def _job(settings: Settings, text: torch.Tensor) -> Job:
@@ -122,12 +134,11 @@ def _show_resident(settings: Settings, text: torch.Tensor, console: Console) -> 
         for _ in train(job, step, 0, 1):
             pass
     except PlacementError as error:
-        console.print(f"refused, as it should be: {error}", highlight=False)
-        console.print(f"shortfall: {error.shortfall_bytes:,} bytes", highlight=False)
+        console.print(f"refused, as it should be: {error}")
+        console.print(f"shortfall: {error.shortfall_bytes:,} bytes")
     else:
         console.print(
             f"fits: device peak {_peak(step)}. Try a smaller --budget to see offloading.",
-            highlight=False,
         )
 
 
@@ -170,8 +181,6 @@ def _stopped(settings: Settings, job: Job, console: Console) -> int:
         f"\nInterrupted after step {done} of {settings.steps}. Every parameter has had exactly "
         f"{done} updates.\nSaved {settings.checkpoint}; go on with: cotrain-compile demo --resume "
         f"--steps {settings.steps} --output {settings.output}",
-        highlight=False,
-        soft_wrap=True,
     )
     return INTERRUPTED
 
@@ -184,6 +193,4 @@ def _name_the_files(output: Path, console: Console) -> None:
         "  losses.csv              every step of both runs\n"
         "  step/summary.txt        the plan in words; step/plan.json: all of it\n"
         "  step/placed.py.txt      the step with its offloads, waits and host updates",
-        highlight=False,
-        soft_wrap=True,
     )

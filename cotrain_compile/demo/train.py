@@ -22,7 +22,7 @@ from cotrain_compile.errors import FormatError, OptionError
 
 Step = Callable[[Tensor, Tensor], Tensor]
 
-LEARNING_RATE = 1e-3
+LEARNING_RATE = 3e-4
 LARGEST_GRADIENT_NORM = 1.0
 
 
@@ -84,7 +84,7 @@ def train(job: Job, step: Step, first: int, last: int) -> Iterator[StepResult]:
     for number in range(first, last):
         inputs, targets = batch(job.text, number, job.rows, job.shape.context, job.seed)
         started = time.perf_counter()
-        loss = float(step(inputs, targets))
+        loss = step(inputs, targets).item()
         yield StepResult(number, loss, time.perf_counter() - started)
 
 

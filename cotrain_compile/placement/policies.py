@@ -1,15 +1,18 @@
 """Policies: the simple rules that choose a placement. Each is a function of the step alone.
 
 `resident` keeps everything on the device. `zero-offload` is the rule of ZeRO-Offload (Ren et al.,
-USENIX ATC 2021): optimizer states at home on the host and every update there. Whether a placement
-fits is for `schedule` to find out.
+USENIX ATC 2021): optimizer states at home on the host and every update there, after the backward.
+`coarse` starts each update when its gradient has landed, as CoTrain does (Li et al., ICPP 2023).
+`fraction:F` updates a fixed share on the host and the rest on the device, as Twin-Flow does. Whether
+a placement fits is for `schedule` to find out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
-from cotrain_compile.dataflow import PERSISTENT_ROLES, Dataflow
+from cotrain_compile.dataflow import PERSISTENT_ROLES, Dataflow, UpdateGroup
 from cotrain_compile.machine import Tier
 from cotrain_compile.plan import Placement, UpdateMode
 
@@ -25,19 +28,61 @@ def resident(dataflow: Dataflow) -> Placement:
 
 def zero_offload(dataflow: Dataflow) -> Placement:
     """Every update that can run on the host does, with its states at home there."""
-    states = {state for group in dataflow.updates for state in group.states}
+    return _host_updates("zero-offload", dataflow, dataflow.updates)
+
+
+def coarse(dataflow: Dataflow) -> Placement:
+    """As `zero_offload`, each update starting when its gradient has landed."""
+    return replace(zero_offload(dataflow), policy="coarse", early_updates=True)
+
+
+def fraction(dataflow: Dataflow, share: float) -> Placement:
+    """About `share` of the bytes of optimizer states is updated on the host, early.
+
+    The parameters whose gradients come first go to the host: they are needed last in the next
+    forward, so their updates have the most time.
+    """
+    sizes = {g.param: sum(dataflow.buffer[s].nbytes for s in g.states) for g in dataflow.updates}
+    left = share * sum(sizes.values())
+    chosen = []
+    for group in sorted(dataflow.updates, key=lambda g: _last_write(dataflow, g.gradient)):
+        if sizes[group.param] <= left:
+            chosen.append(group)
+            left -= sizes[group.param]
+    placement = _host_updates(f"fraction:{share:g}", dataflow, tuple(chosen))
+    return replace(placement, early_updates=True)
+
+
+def rule(name: str) -> Callable[[Dataflow], Placement]:
+    """The rule called `name`; `options.Options` has checked that there is one."""
+    kind, _, share = name.partition(":")
+    return (lambda dataflow: fraction(dataflow, float(share))) if share else _RULES[kind]
+
+
+_RULES: Mapping[str, Callable[[Dataflow], Placement]] = {
+    "resident": resident,
+    "zero-offload": zero_offload,
+    "coarse": coarse,
+}
+
+
+def _host_updates(name: str, dataflow: Dataflow, groups: tuple[UpdateGroup, ...]) -> Placement:
+    """`groups` are updated on the host with their states at home there, all else stays."""
+    states = {state for group in groups for state in group.states}
+    hosted = {group.param for group in groups}
     return Placement(
-        policy="zero-offload",
+        policy=name,
         homes={
             b.name: Tier.HOST if b.name in states else Tier.DEVICE
             for b in dataflow.buffers
             if b.role in PERSISTENT_ROLES
         },
-        updates={group.param: UpdateMode.HOST for group in dataflow.updates},
+        updates={
+            group.param: UpdateMode.HOST if group.param in hosted else UpdateMode.RESIDENT
+            for group in dataflow.updates
+        },
     )
 
 
-RULES: Mapping[str, Callable[[Dataflow], Placement]] = {
-    "resident": resident,
-    "zero-offload": zero_offload,
-}
+def _last_write(dataflow: Dataflow, buffer: str) -> int:
+    return max((i for i, op in enumerate(dataflow.ops) if buffer in op.writes), default=-1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from cotrain_compile.analysis.costs import CostTable, roofline
+from cotrain_compile.analysis.costs import CostTable, roofline, with_measured
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.machine import Machine, Tier
 
@@ -22,6 +22,20 @@ class Problem:
     budgets: Mapping[Tier, int]
 
 
-def formulate(dataflow: Dataflow, machine: Machine, budgets: Mapping[Tier, int]) -> Problem:
-    """The problem of `dataflow` on `machine`, with costs from its roofline."""
-    return Problem(dataflow, machine, roofline(dataflow, machine), dict(budgets))
+def formulate(
+    dataflow: Dataflow,
+    machine: Machine,
+    budgets: Mapping[Tier, int],
+    profile: CostTable | None = None,
+) -> Problem:
+    """The problem of `dataflow` on `machine`.
+
+    Costs come from the machine's roofline, and from `profile` where it has a measured time. Raises
+    `PlanError` when the profile is of another step.
+    """
+    costs = roofline(dataflow, machine)
+    if profile is not None:
+        costs = with_measured(
+            costs, device_s=profile.device_s, host_update_s=profile.host_update_s
+        )
+    return Problem(dataflow, machine, costs, dict(budgets))

@@ -1,7 +1,8 @@
 """Schedule: Placement -> Plan. Decides when each task is issued and how long it may take.
 
 A gradient is offloaded as soon as it is complete, and waited for as late as the budget allows: the
-wait is what frees it on the device. Updates start after the backward. A parameter is sent down
+wait is what frees it on the device. Updates start after the backward, or, with early updates, when
+their gradients have landed and the old parameter has been read. A parameter is sent down
 during the forward, where the link is idle, so that no copy of it outlives the step on the host and
 none can be stale (`docs/decisions/0003-no-stale-copies.md`).
 """
@@ -33,7 +34,8 @@ def schedule(problem: Problem, placement: Placement) -> Plan:
     Raises `PlacementError` with the shortfall in bytes when it cannot.
     """
     program = device_program(problem.dataflow, placement)
-    tasks = _with_latest_waits(problem, placement, program, _tasks(program))
+    tasks = _tasks(program, early=placement.early_updates)
+    tasks = _with_latest_waits(problem, placement, program, tasks)
     _check_host_budget(problem, placement, tasks)
     return Plan(
         fingerprint=problem.dataflow.fingerprint,
@@ -45,7 +47,7 @@ def schedule(problem: Problem, placement: Placement) -> Plan:
     )
 
 
-def _tasks(program: DeviceProgram) -> list[Task]:
+def _tasks(program: DeviceProgram, early: bool) -> list[Task]:
     """All tasks in order of issue; each offload is waited for at the end of the step."""
     offloads: dict[str, Transfer] = {}
     updates: list[tuple[int, Task]] = []
@@ -54,7 +56,7 @@ def _tasks(program: DeviceProgram) -> list[Task]:
         sources = [group.param, group.gradient, *_on_device(program, group.scalars)]
         for name in sources:
             offloads.setdefault(name, _offload(program, name))
-        issue, wait = _update_window(program, group)
+        issue, wait = _update_window(program, group, early)
         after = tuple(offloads[name].name for name in sources)
         region = HostRegion(
             name=f"update.{group.param}",
@@ -97,11 +99,13 @@ def _on_device(program: DeviceProgram, scalars: tuple[str, ...]) -> list[str]:
     return [name for name in scalars if program.dataflow.buffer[name].role not in host_side]
 
 
-def _update_window(program: DeviceProgram, group: UpdateGroup) -> tuple[int, str | None]:
+def _update_window(
+    program: DeviceProgram, group: UpdateGroup, early: bool
+) -> tuple[int, str | None]:
     """Slot after which the update is issued, and the op that needs the new parameter (or None).
 
-    Everything that reads the old parameter runs before it; so does the rest of the backward, as in
-    ZeRO-Offload, unless the step reads the new parameter earlier than that.
+    Everything that reads the old parameter runs before it; so does, unless `early`, the rest of the
+    backward, as far as the step does not read the new parameter before its end.
     """
     write = max(program.dataflow.position[name] for name in group.ops)
     touches = program.touches.get(group.param, [])
@@ -111,7 +115,7 @@ def _update_window(program: DeviceProgram, group: UpdateGroup) -> tuple[int, str
     earliest = max([-1, *before, *inputs])
     limit = later[0] if later else program.end
     backward = [i for i in range(limit) if program.ops[i].phase is Phase.BACKWARD]
-    issue = max([earliest, *backward[-1:]])
+    issue = earliest if early else max([earliest, *backward[-1:]])
     return issue, program.ops[limit].name if later else None
 
 

@@ -3,7 +3,7 @@
 Device and host tensors are both CPU tensors, told apart by the meter. Copies and host updates run
 on threads of their own, so that a missing wait is a real race; the destination of a copy holds NaN
 until the copy is done, so that it shows as a wrong number and not as luck. With `throttle`, copies
-take as long as the machine's links say.
+take as long as the machine's links say. `poison` can be left out to measure times.
 """
 
 from __future__ import annotations
@@ -37,9 +37,11 @@ class EmulatedDevice:
         kernels: Mapping[str, HostKernel],
         *,
         throttle: bool = False,
+        poison: bool = True,
     ) -> None:
         self.meter = Meter(budgets)
         self._kernels = kernels
+        self._poison = _poison if poison else _leave
         self._links = (machine.d2h, machine.h2d) if throttle else (None, None)
         self._lanes = {
             LaneName.D2H: Lane(LaneName.D2H),
@@ -57,7 +59,7 @@ class EmulatedDevice:
 
     def offload(self, source: torch.Tensor, task: str, after: Sequence[str]) -> torch.Tensor:
         host = torch.empty_like(source)
-        _poison(host)
+        self._poison(host)
         self.meter.track(host, Tier.HOST, task)
         source, link = source.detach(), self._links[0]
         self._submit(LaneName.D2H, task, after, lambda: _copy(host, source, link))
@@ -69,7 +71,7 @@ class EmulatedDevice:
         link = self._links[1]
 
         def copy_back() -> None:
-            _poison(destination)
+            self._poison(destination)
             _copy(destination, source, link)
 
         self._submit(LaneName.H2D, task, after, copy_back)
@@ -118,3 +120,7 @@ def _poison(destination: torch.Tensor) -> None:
         destination.fill_(float("nan"))
     elif destination.dtype is not torch.bool:
         destination.fill_(torch.iinfo(destination.dtype).min)
+
+
+def _leave(destination: torch.Tensor) -> None:
+    """Leave a destination as it is."""

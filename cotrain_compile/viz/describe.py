@@ -38,8 +38,9 @@ def describe_step(dataflow: Dataflow) -> str:
         lines.append(f"{phase.value:12} {len(ops)} ops, {flops / 1e9:.1f} Gflop")
     sizes: Counter[str] = Counter()
     for buffer in dataflow.buffers:
-        sizes[buffer.role.value] += buffer.nbytes
-    lines += [f"{role:16} {format_bytes(nbytes)}" for role, nbytes in sizes.items()]
+        sizes[buffer.role.value.replace("_", " ")] += buffer.nbytes
+    lines.append("bytes        " + ", ".join(f"{r} {format_bytes(n)}" for r, n in sizes.items()))
+    lines.append("             (temporary: summed over the step, they are not alive all at once)")
     alive = liveness(dataflow)
     if dataflow.ops:
         op = dataflow.ops[alive.peak_op]

@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter, MultipleLocator
 
 from cotrain_compile.dataflow import Phase
 from cotrain_compile.machine import Tier
@@ -83,9 +83,10 @@ def draw_timelines(
         lanes, memory = grid[2 * number], grid[2 * number + 1]
         shown |= _draw_lanes(lanes, timeline, kinds or {}, end_s)
         _draw_memory(memory, timeline, budget_bytes)
+        lanes.tick_params(labelbottom=False)
         for axes in (lanes, memory):
-            axes.set_xlim(0, end_s * 1.005)
-            axes.xaxis.set_major_formatter(FuncFormatter(lambda s, _: _ticked(s)))
+            axes.set_xlim(0, end_s * 1.005 or 1)
+            axes.xaxis.set_major_formatter(FuncFormatter(lambda s, _: _ticked(format_seconds(s))))
             axes.spines[["top", "right"]].set_visible(False)
         memory.set_xlabel("time since the start of the step")
     legend = [Patch(color=colour, label=kind) for kind, colour in COLOURS.items() if kind in shown]
@@ -161,14 +162,17 @@ def _draw_memory(axes: Axes, timeline: Timeline, budget_bytes: int | None) -> No
         seconds, nbytes = zip(*points, strict=True)
         axes.fill_between(seconds, nbytes, step="post", color="#56B4E9", alpha=0.45, linewidth=0)
         axes.step(seconds, nbytes, where="post", color="#0072B2", linewidth=1)
+    else:
+        axes.text(0.01, 0.08, "only the peak was recorded", transform=axes.transAxes, color="0.4")
     axes.axhline(peak, color="#0072B2", linestyle=":", linewidth=1.2)
     _label(axes, peak, f"peak {format_bytes(peak)}", "#0072B2", below=True)
     if budget_bytes is not None:
         axes.axhline(budget_bytes, color="#B00020", linestyle="--", linewidth=1.2)
         _label(axes, budget_bytes, f"budget {format_bytes(budget_bytes)}", "#B00020", below=False)
-    axes.set_ylim(0, max(peak, budget_bytes or 0) * 1.25 or 1)
-    axes.yaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 4, 8, 10]))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda nbytes, _: format_bytes(nbytes)))
+    top = max(peak, budget_bytes or 0, 1)
+    axes.set_ylim(0, top * 1.25)
+    axes.yaxis.set_major_locator(MultipleLocator(2 ** (top.bit_length() - 2)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda nbytes, _: _ticked(format_bytes(nbytes))))
     axes.set_ylabel("device memory")
 
 
@@ -185,5 +189,7 @@ def _label(axes: Axes, height: float, text: str, colour: str, *, below: bool) ->
     )
 
 
-def _ticked(seconds: float) -> str:
-    return "0" if seconds == 0 else format_seconds(seconds)
+def _ticked(text: str) -> str:
+    """A number on an axis: without the zeros that say nothing."""
+    number, unit = text.split()
+    return f"{float(number):g} {unit}" if float(number) else "0"

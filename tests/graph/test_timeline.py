@@ -1,0 +1,115 @@
+"""A picture of a timeline shows what happened; a trace holds it to the microsecond."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib import colors, image
+
+from cotrain_compile.dataflow import Phase
+from cotrain_compile.machine import Tier
+from cotrain_compile.plan import (
+    HostRegion,
+    Lane,
+    Placement,
+    Plan,
+    Span,
+    Timeline,
+    Transfer,
+    UpdateMode,
+)
+from cotrain_compile.viz.timeline import COLOURS, draw_timelines, kinds_of, save_trace
+
+
+def timeline(*spans: Span) -> Timeline:
+    memory = {Tier.DEVICE: ((0.0, 100), (0.5, 300))}
+    return Timeline("predicted", spans, {Tier.DEVICE: 300, Tier.HOST: 50}, memory)
+
+
+def plan(predicted: Timeline) -> Plan:
+    return Plan(
+        fingerprint="f",
+        machine="m",
+        budgets={Tier.DEVICE: 400, Tier.HOST: 400},
+        placement=Placement("zero-offload", {"w": Tier.DEVICE}, {"w": UpdateMode.HOST}),
+        tasks=(
+            Transfer("offload.w", "offload", "w", 4, None, None),
+            Transfer("offload.g", "offload", "g", 4, "mm", None),
+            HostRegion("update.w", "w", ("mul",), "mm", None),
+            Transfer("prefetch.w", "prefetch", "w", 4, "mm", None, destination="w"),
+        ),
+        predicted=predicted,
+    )
+
+
+STEP = timeline(
+    Span(Lane.D2H, "offload.w", 0.0, 0.1),
+    Span(Lane.DEVICE, "mm", 0.0, 0.4),
+    Span(Lane.D2H, "offload.g", 0.4, 0.6),
+    Span(Lane.HOST, "update.w", 0.6, 0.9),
+    Span(Lane.H2D, "prefetch.w", 0.9, 1.0),
+)
+KINDS = {
+    "mm": "backward",
+    "offload.w": "weight down",
+    "offload.g": "gradient down",
+    "prefetch.w": "weight up",
+}
+
+
+def pixels_of(colour: str, path: Path) -> int:
+    """How many pixels of a picture have exactly that colour."""
+    wanted = np.array(colors.to_rgb(colour))
+    picture = image.imread(path)[..., :3]
+    return int((np.abs(picture - wanted) < 0.01).all(axis=-1).sum())
+
+
+def test_gradients_and_weights_are_told_apart() -> None:
+    assert kinds_of(plan(STEP), {"mm": Phase.BACKWARD}) == KINDS
+
+
+def test_every_kind_of_work_is_seen_in_its_colour(tmp_path: Path) -> None:
+    path = tmp_path / "step.png"
+    draw_timelines([STEP], path, kinds=KINDS, budget_bytes=400)
+    seen = {kind for kind, colour in COLOURS.items() if pixels_of(colour, path) > 500}
+    assert {"backward", "update on the host", "weight down"} <= seen
+    assert "optimizer" not in seen
+
+
+def test_twice_the_work_is_twice_the_area(tmp_path: Path) -> None:
+    areas = []
+    for seconds in (0.2, 0.4):
+        work = timeline(Span(Lane.DEVICE, "a", 0.0, 1.0), Span(Lane.HOST, "u", 0.0, seconds))
+        draw_timelines([work], tmp_path / "step.png")
+        areas.append(pixels_of(COLOURS["update on the host"], tmp_path / "step.png"))
+    # The legend's patch is in both.
+    assert areas[1] / areas[0] == pytest.approx(2, rel=0.1)
+
+
+def test_thousands_of_spans_fill_their_lane(tmp_path: Path) -> None:
+    spans = [Span(Lane.DEVICE, f"op{n}", n * 1e-5, (n + 1) * 1e-5) for n in range(5000)]
+    draw_timelines([timeline(*spans), timeline(*spans)], tmp_path / "many.png")
+    draw_timelines([timeline(Span(Lane.DEVICE, "op", 0, 5e-2))] * 2, tmp_path / "one.png")
+    colour = COLOURS["work on the device"]
+    many, one = (pixels_of(colour, tmp_path / f"{name}.png") for name in ("many", "one"))
+    assert many == pytest.approx(one, rel=0.02)
+
+
+def test_an_empty_timeline_is_an_empty_picture(tmp_path: Path) -> None:
+    draw_timelines([Timeline("measured", (), {})], tmp_path / "empty.png")
+    assert (tmp_path / "empty.png").stat().st_size > 0
+
+
+def test_a_trace_has_each_lane_as_a_named_thread_in_microseconds(tmp_path: Path) -> None:
+    save_trace(STEP, tmp_path / "trace.json", kinds=KINDS)
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    threads = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    work = [(threads[e["tid"]], e["name"], e["cat"]) for e in events if e["ph"] == "X"]
+    assert ("host", "update.w", "update on the host") in work
+    assert ("device to host", "offload.g", "gradient down") in work
+    busy_us = sum(e["dur"] for e in events if e["ph"] == "X" and threads[e["tid"]] == "device")
+    assert busy_us == pytest.approx(STEP.busy_s(Lane.DEVICE) * 1e6)
+    assert [e["args"] for e in events if e["ph"] == "C"] == [{"bytes": 100}, {"bytes": 300}]
