@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_map_only
 
 from cotrain_compile.dataflow import Role
 from cotrain_compile.extract import UNDECLARED_VIEWS
@@ -41,7 +42,10 @@ class EagerProgram(fx.Interpreter):
         self.written, self.spans, self._origin_s = [], [], origin_s
         self._previous_end_s = time.perf_counter() - origin_s
         with torch.no_grad():
-            return self.run(*inputs)
+            outputs = self.run(*inputs)
+        # A gradient is often a view of what the graph computed. Kept in `p.grad` as a view, its
+        # base would be one more input of the next step.
+        return tree_map_only(torch.Tensor, torch.Tensor.detach, outputs)
 
     def run_node(self, n: fx.Node) -> Any:
         updates = n in self._writes

@@ -71,17 +71,29 @@ def cotrain(
     return capture(session, module, example_inputs, compile_captured)
 
 
-def trace(build: Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]) -> StepGraph:
-    """Capture a step of any size without allocating it or running it.
+def trace(
+    build: Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]], *, dynamic: bool = False
+) -> Dataflow:
+    """The `Dataflow` of a step of any size, without allocating it or running it.
 
     `build()` returns the step function and its example arguments. It runs under fake tensors, so a
-    model of any size can be built in it, on any machine.
+    model of any size can be built in it, on any machine. With `dynamic`, sizes that may vary (batch,
+    sequence length) are symbols: see `analysis.symbolic`. Raises `CaptureError` as compiling does.
     """
+    return extract(trace_graph(build, dynamic=dynamic))
+
+
+def trace_graph(
+    build: Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]], *, dynamic: bool = False
+) -> StepGraph:
+    """As `trace`, the step graph itself."""
     with FakeTensorMode():
         step, arguments = build()
         token = _trace_only.set(True)
         try:
-            torch.compile(step, backend=cotrain)(*arguments)
+            # Sizes may be symbols; hyper-parameters are what they are.
+            with torch._dynamo.config.patch(specialize_float=True):
+                torch.compile(step, backend=cotrain, dynamic=dynamic)(*arguments)
         except _Traced as traced:
             return traced.step
         finally:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from cotrain_compile.capture.storages import storage_key
 from cotrain_compile.dataflow import Buffer, Dataflow, Op, Phase, Role, SizeExpressions
@@ -22,8 +22,10 @@ from cotrain_compile.errors import ExtractError
 from cotrain_compile.extract_updates import update_groups
 from cotrain_compile.graph import StepGraph
 
+aten = torch.ops.aten
+
 # Returns its input's storage though its schema does not say so.
-UNDECLARED_VIEWS = frozenset({torch.ops.aten._unsafe_view.default})
+UNDECLARED_VIEWS = frozenset({aten._unsafe_view.default})
 
 
 def extract(step: StepGraph) -> Dataflow:
@@ -192,12 +194,18 @@ def _refuse_undeclared_view(node: fx.Node) -> None:
 
 
 def _flops(node: fx.Node) -> Any:
-    """Flops by torch's own formulas; 0 for an op without one (it is bound by memory)."""
-    formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
-    if formula is None:
-        return 0
+    """Flops by torch's own formulas; 0 for an op without one (it is bound by memory).
+
+    Torch registers none for the CPU's fused attention, which a step traced without a GPU has.
+    """
+    packet = getattr(node.target, "overloadpacket", None)
     args, kwargs = tree_map(_value, (node.args, node.kwargs))
-    return formula(*args, **kwargs, out_val=node.meta.get("val"))
+    if packet is aten._scaled_dot_product_flash_attention_for_cpu:
+        return sdpa_flop_count(*(tensor.shape for tensor in args[:3]))
+    if packet is aten._scaled_dot_product_flash_attention_for_cpu_backward:
+        return sdpa_backward_flop_count(*(tensor.shape for tensor in args[:4]))
+    formula = flop_registry.get(packet)
+    return 0 if formula is None else formula(*args, **kwargs, out_val=node.meta.get("val"))
 
 
 def _moved(node: fx.Node) -> Any:

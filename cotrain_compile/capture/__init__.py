@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 
 from cotrain_compile.capture.aot import (
     detach_outputs,
@@ -50,6 +51,10 @@ def capture(
     params = params_with_gradient(module, example_inputs)
     _refuse_half_a_step(session, params)
     refuse_unseen_hooks(params)
+    # Eager creates no state for a parameter that never gets a gradient.
+    used = frozenset(id(param) for param in params)
+    if any([record.create_state_only_for(used) for record in session.optimizers]):
+        raise TensorifyScalarRestartAnalysis(restart_reason="optimizer state of unused parameters")
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     inputs = describe_inputs(placeholders, example_inputs, traced_modules(), session.optimizers)
     detach_outputs(module)
@@ -65,10 +70,7 @@ def capture(
         return compile_step(step, example_inputs)
 
     compiled = to_aten(module, example_inputs, compile_aten)
-    # Eager creates no state for a parameter that never gets a gradient.
-    updated = frozenset(id(param) for param in params)
     for record in session.optimizers:
-        record.remove_created_state(keep=updated)
         _note_step_for_schedulers(record.optimizer)
     return compiled
 

@@ -40,6 +40,7 @@ class OptimizerRecord:
     steps: int = 0
     _flags: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)
     _created: list[torch.Tensor] = field(default_factory=list)
+    _stateless: set[int] = field(default_factory=set)
 
     def start_tracing(self) -> None:
         """Create missing state and select the per-parameter implementation.
@@ -47,7 +48,7 @@ class OptimizerRecord:
         Dynamo may restart a trace, also after it has called the backend: each attempt begins here.
         """
         self.zeroes_grads_first, self.steps = False, 0
-        self._created += create_state(self.optimizer)
+        self._created += create_state(self.optimizer, frozenset(self._stateless))
         self.restore_flags()
         for group in self.optimizer.param_groups:
             for flag in ("foreach", "fused"):
@@ -60,17 +61,31 @@ class OptimizerRecord:
             group, flag, value = self._flags.pop()
             group[flag] = value
 
-    def remove_created_state(self, keep: frozenset[int] = frozenset()) -> None:
-        """Remove the state this tracing created, but for the parameters whose id is in `keep`."""
+    def create_state_only_for(self, used: frozenset[int]) -> bool:
+        """Remove created state of parameters whose id is not in `used`, and create none again.
+
+        Returns whether there was any: then the trace, which has seen it, has to start again.
+        """
+        unused = [param for param in self._created if id(param) not in used]
+        self._created = [param for param in self._created if id(param) in used]
+        for param in unused:
+            self.optimizer.state.pop(param, None)
+        self._stateless.update(map(id, unused))
+        return bool(unused)
+
+    def remove_created_state(self) -> None:
+        """Remove the state this tracing created."""
         for param in self._created:
-            if id(param) not in keep:
-                self.optimizer.state.pop(param, None)
+            self.optimizer.state.pop(param, None)
         self._created = []
 
 
-def create_state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+def create_state(
+    optimizer: torch.optim.Optimizer, stateless: frozenset[int] = frozenset()
+) -> list[torch.Tensor]:
     """Create the state of `optimizer` as its first step would, and return the parameters it is for.
 
+    A parameter whose id is in `stateless` gets none.
     Without it the first call of a compiled step creates the state inside the graph, and the second
     call compiles again because the state is no longer empty. `_init_group` of torch's optimizers
     only looks at whether a parameter has a gradient, so each gets a stand-in of one element. An
@@ -80,7 +95,11 @@ def create_state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     created: list[torch.Tensor] = []
     init_group = _undecorated(getattr(type(optimizer), "_init_group", None))
     for group in optimizer.param_groups:
-        fresh = [p for p in group["params"] if p.requires_grad and not optimizer.state.get(p)]
+        fresh = [
+            param
+            for param in group["params"]
+            if param.requires_grad and id(param) not in stateless and not optimizer.state.get(param)
+        ]
         if not fresh or init_group is None:
             continue
         _init_with_stand_in_gradients(optimizer, init_group, group, fresh)

@@ -14,13 +14,13 @@ Report = Callable[[int, str], None]
 
 
 @contextmanager
-def progress(console: Console, title: str, total: int) -> Iterator[Report]:
-    """Within it, `report(done, detail)` shows how far the work is."""
+def progress(console: Console, title: str, first: int, total: int) -> Iterator[Report]:
+    """Within it, `report(done, detail)` shows how far the work is; it starts at `first`."""
     if not console.is_terminal:
         every = max(1, total // LINES_IN_A_LOG)
 
         def print_line(done: int, detail: str) -> None:
-            if done % every == 0 or done in (1, total):
+            if done % every == 0 or done in (first + 1, total):
                 console.print(f"{title} {done}/{total}  {detail}")
 
         yield print_line
@@ -33,5 +33,5 @@ def progress(console: Console, title: str, total: int) -> Iterator[Report]:
         TextColumn("{task.fields[detail]}"),
     )
     with Progress(*columns, console=console) as bar:
-        task = bar.add_task(title, total=total, detail="tracing ...")
+        task = bar.add_task(title, total=total, completed=first, detail="first step ...")
         yield lambda done, detail: bar.update(task, completed=done, detail=detail)

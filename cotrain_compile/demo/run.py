@@ -131,8 +131,8 @@ def _show_resident(settings: Settings, text: torch.Tensor, console: Console) -> 
     job = new_job(text, shape=settings.shape, rows=settings.rows, seed=settings.seed)
     step = compiled(training_step(job), {**_options(settings), "policy": "resident"})
     try:
-        for _ in train(job, step, 0, 1):
-            pass
+        with console.status("tracing and placing the step ..."):
+            list(train(job, step, 0, 1))
     except PlacementError as error:
         console.print(f"refused, as it should be: {error}")
         console.print(f"shortfall: {error.shortfall_bytes:,} bytes")
@@ -153,7 +153,7 @@ def _train(
     memory: Callable[[], str],
 ) -> None:
     """Train to `settings.steps`, adding to `results`, which keeps what was done if it stops."""
-    with progress(console, title, settings.steps) as show:
+    with progress(console, title, first, settings.steps) as show:
         for result in train(job, step, first, settings.steps):
             results.append(result)
             detail = f"loss {result.loss:.4f}  {format_seconds(result.seconds)}  {memory()}"

@@ -35,7 +35,5 @@ def formulate(
     """
     costs = roofline(dataflow, machine)
     if profile is not None:
-        costs = with_measured(
-            costs, device_s=profile.device_s, host_update_s=profile.host_update_s
-        )
+        costs = with_measured(costs, device_s=profile.device_s, host_update_s=profile.host_update_s)
     return Problem(dataflow, machine, costs, dict(budgets))

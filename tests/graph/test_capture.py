@@ -201,6 +201,9 @@ def test_micro_batches_add_their_gradients_in_one_step() -> None:
 
 def test_autocast_to_bfloat16() -> None:
     def make(model: nn.Module, optimizer: Optimizer) -> Step:
+        # In bfloat16 eager's dropout rounds 1 / (1 - p), the captured one does not.
+        model[3].p = 0.0  # type: ignore[index, union-attr]
+
         def step(x: Tensor, y: Tensor) -> Tensor:
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 loss = loss_of(model, x, y)
@@ -310,7 +313,7 @@ def test_steps_of_one_factory_are_compiled_and_inspected_apart() -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_batch_of_another_size_gives_eagers_numbers(policy: str) -> None:
+def test_batches_of_other_sizes_give_eagers_numbers(policy: str) -> None:
     def make_shrinking(
         compile_with: Callable[[Step], Step], after_step: Callable[[Step], None]
     ) -> MakeStep:
@@ -320,7 +323,7 @@ def test_a_batch_of_another_size_gives_eagers_numbers(policy: str) -> None:
 
             def shrinking(x: Tensor, y: Tensor) -> Any:
                 size = next(sizes)
-                result = step(x[:size].clone(), y[:size].clone())
+                result = step(x[:size], y[:size])
                 after_step(step)
                 return result
 
