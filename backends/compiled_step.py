@@ -81,10 +81,15 @@ class CompiledStep:
                 meter.track(constant, Tier.DEVICE, "a constant")
 
     def _measure(self) -> None:
+        meter = self._device.meter
         self.measured = Timeline(
             source="measured",
             spans=(*self._program.spans, *self._device.spans()),
-            peak_bytes=dict(self._device.meter.peak_bytes),
+            peak_bytes=dict(meter.peak_bytes),
+            memory={
+                tier: tuple((seconds - self._device.origin_s, used) for seconds, used in curve)
+                for tier, curve in meter.curve.items()
+            },
         )
 
     def _explained(self, error: BaseException) -> BaseException:

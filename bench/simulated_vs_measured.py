@@ -181,11 +181,12 @@ def record(
 
 
 def main() -> None:
+    """Measure, print a line for each comparison, and write the report."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("-o", "--output", type=Path, required=True)
     output = parser.parse_args().output
     torch.set_num_threads(1)
-    console = Console()
+    console = Console(soft_wrap=True)
     machine = calibrate().machine
     with tempfile.TemporaryDirectory() as folder:
         records = []

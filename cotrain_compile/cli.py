@@ -18,8 +18,10 @@ from cotrain_compile import __version__, files, presets
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import CotrainError, FormatError, OptionError
 from cotrain_compile.machine import Machine, Tier
+from cotrain_compile.options import Options
 from cotrain_compile.plan import Plan, Timeline
 from cotrain_compile.units import format_bytes
+from cotrain_compile.viz.analysis import describe_analysis
 from cotrain_compile.viz.describe import describe_machine, describe_step, describe_timeline
 from cotrain_compile.viz.summary import summary
 
@@ -131,6 +133,39 @@ _KINDS: Mapping[str, _Kind] = {
     "machine": _Kind(Machine, describe_machine),
     "timeline": _Kind(Timeline, describe_timeline),
 }
+
+
+@app.command()
+def trace(
+    job: Annotated[str, typer.Argument(help="FILE.py:FUNCTION; its source is executed.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="File to write.")],
+    dynamic: Annotated[bool, typer.Option(help="Keep batch and lengths as symbols.")] = False,
+) -> None:
+    """Capture the step that FUNCTION() returns with its arguments; nothing is allocated or run."""
+    from cotrain_compile.compile import trace as capture
+    from cotrain_compile.jobs import load_job
+
+    with console.status("tracing"):
+        dataflow = capture(load_job(job), dynamic=dynamic)
+    files.save(dataflow, output)
+    console.print(describe_step(dataflow))
+    console.print(f"saved {output}")
+
+
+@app.command()
+def analyze(
+    file: Annotated[Path, typer.Argument(help="step.json, from trace or from a dump.")],
+    machine: Annotated[str, typer.Option(help="Preset or machine.json.")] = presets.THIS_MACHINE,
+    memory_budget: Annotated[
+        str, typer.Option(help='Device memory: bytes, "20GiB" or "80%".')
+    ] = "100%",
+) -> None:
+    """Say what a step needs: its peak, what the host could take, reuse distances, largest sizes."""
+    target = presets.find(machine)
+    budget = Options.parse({"memory_budget": memory_budget}).memory_budget
+    assert budget is not None
+    budget_bytes = budget.of(target.device.capacity_bytes)
+    console.print(describe_analysis(files.load(file, Dataflow), target, budget_bytes))
 
 
 @app.command()

@@ -7,14 +7,17 @@ types in `docs/architecture.md`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
 from cotrain_compile.analysis.costs import CostTable
 from cotrain_compile.analysis.symbolic import at
@@ -38,6 +41,7 @@ from cotrain_compile.plan import Plan
 from cotrain_compile.presets import find
 from cotrain_compile.runtime.emulated import EmulatedDevice
 from cotrain_compile.runtime.host_kernels import host_kernels
+from cotrain_compile.units import format_bytes
 from cotrain_compile.viz.dump import dump_step
 
 
@@ -77,8 +81,9 @@ def trace(
     """The `Dataflow` of a step of any size, without allocating it or running it.
 
     `build()` returns the step function and its example arguments. It runs under fake tensors, so a
-    model of any size can be built in it, on any machine. With `dynamic`, sizes that may vary (batch,
-    sequence length) are symbols: see `analysis.symbolic`. Raises `CaptureError` as compiling does.
+    model of any size can be built in it, on any machine. With `dynamic`, sizes of the arguments
+    (batch, sequence length) are symbols: see `analysis.symbolic`. Raises `CaptureError` as
+    compiling does.
     """
     return extract(trace_graph(build, dynamic=dynamic))
 
@@ -91,14 +96,22 @@ def trace_graph(
         step, arguments = build()
         token = _trace_only.set(True)
         try:
-            # Sizes may be symbols; hyper-parameters are what they are.
-            with torch._dynamo.config.patch(specialize_float=True):
-                torch.compile(step, backend=cotrain, dynamic=dynamic)(*arguments)
+            if dynamic:
+                _let_sizes_vary(arguments)
+            torch.compile(step, backend=cotrain, dynamic=None if dynamic else False)(*arguments)
         except _Traced as traced:
             return traced.step
         finally:
             _trace_only.reset(token)
     raise CaptureError("build() returned a step that torch.compile did not trace")
+
+
+def _let_sizes_vary(arguments: tuple[Any, ...]) -> None:
+    """Make every dimension of the tensors in `arguments` a symbol, where the step allows it."""
+    for tensor in tree_leaves(arguments):
+        if isinstance(tensor, torch.Tensor):
+            for dimension in range(tensor.dim()):
+                torch._dynamo.maybe_mark_dynamic(tensor, dimension)
 
 
 _trace_only: ContextVar[bool] = ContextVar("cotrain_trace_only", default=False)
@@ -128,8 +141,17 @@ def compile_step(step: StepGraph, dataflow: Dataflow, options: Options) -> Compi
     )
     compiled = CompiledStep(problem, plan, placed, device)
     if options.dump is not None:
-        dump_step(Path(options.dump), step, dataflow, compiled.plan, placed)
+        with _as_option_error("dump", options.dump):
+            dump_step(Path(options.dump), step, dataflow, compiled.plan, placed)
     return compiled
+
+
+@contextmanager
+def _as_option_error(option: str, value: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise OptionError(f"option {option!r} is {value!r}: {error.strerror}") from error
 
 
 def choose_plan(problem: Problem, policy: str) -> Plan:
@@ -141,8 +163,10 @@ def choose_plan(problem: Problem, policy: str) -> Plan:
         return schedule(problem, rule(policy)(problem.dataflow))
     try:
         return schedule(problem, rule("resident")(problem.dataflow))
-    except PlacementError:
-        return schedule(problem, rule("zero-offload")(problem.dataflow))
+    except PlacementError as error:
+        plan = schedule(problem, rule("zero-offload")(problem.dataflow))
+        short = format_bytes(error.shortfall_bytes)
+        return replace(plan, notes=(f"everything on the device would be {short} over the budget",))
 
 
 def budgets(options: Options, machine: Machine) -> dict[Tier, int]:
@@ -155,7 +179,10 @@ def budgets(options: Options, machine: Machine) -> dict[Tier, int]:
 
 
 def _profile(options: Options) -> CostTable | None:
-    return None if options.profile is None else load(options.profile, CostTable)
+    if options.profile is None:
+        return None
+    with _as_option_error("profile", options.profile):
+        return load(options.profile, CostTable)
 
 
 def inspect(step: Callable[..., Any]) -> CompiledStep:
@@ -194,12 +221,12 @@ def _register(compiled: CompiledStep, session: Session) -> None:
 
 
 def _refuse_other_devices(values: Sequence[Any], options: Options) -> None:
-    devices = {v.device.type for v in values if isinstance(v, torch.Tensor)}
-    if devices - {"cpu"} or options.device == "cuda":
+    devices = {v.device.type for v in values if isinstance(v, torch.Tensor)} - {"cpu"}
+    if devices or options.device == "cuda":
+        found = f"the step has tensors on {', '.join(devices)}" if devices else "device is 'cuda'"
         raise OptionError(
-            f"this version runs steps on the emulated device only, but the step uses "
-            f"{', '.join(sorted(devices | {options.device or 'cpu'}))}; move model and batch to "
-            "the CPU and set device='cpu'"
+            f"{found}, but this version runs steps on the emulated device only; keep model and "
+            "batch on the CPU and leave the option device out"
         )
 
 

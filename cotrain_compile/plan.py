@@ -153,7 +153,8 @@ class Plan:
     """A placement with its schedule.
 
     `tasks` are in the order of issue. `budgets` are the bytes that each tier was allowed;
-    `fingerprint` is that of the Dataflow it was made for.
+    `fingerprint` is that of the Dataflow it was made for. `notes` say in words what was asked for
+    and not done, or done otherwise.
     """
 
     fingerprint: str
@@ -162,6 +163,7 @@ class Plan:
     placement: Placement
     tasks: tuple[Task, ...]
     predicted: Timeline
+    notes: tuple[str, ...] = ()
 
     @property
     def transfers(self) -> tuple[Transfer, ...]:

@@ -21,7 +21,8 @@ class Positions:
         That is `op`, or the last of what it `needs` where that comes later: the items of a tuple
         follow the op that made it.
         """
-        return max([self._start if op is None else self._nodes[op], *needs])
+        anchor: fx.Node = max([self._start if op is None else self._nodes[op], *needs])
+        return anchor
 
     def last_at(self, anchor: fx.Node) -> fx.Node:
         """The node after which the next task behind `anchor` is inserted."""

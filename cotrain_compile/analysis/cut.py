@@ -21,7 +21,7 @@ state that rests on the device. Formulation: ZeRO-Offload (Ren et al., USENIX AT
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import combinations
 from math import inf
@@ -29,6 +29,7 @@ from math import inf
 import networkx
 from networkx.algorithms.flow import shortest_augmenting_path
 
+from cotrain_compile.analysis.symmetry import merged
 from cotrain_compile.dataflow import Dataflow, Op, Phase, UpdateGroup
 
 CLASSES = ("gradient", "weight", "param", "state")
@@ -65,9 +66,13 @@ def offload_cuts(dataflow: Dataflow) -> tuple[Cut, ...]:
     if not dataflow.updates:
         return ()
     dataflow = _with_casts_in_updates(dataflow)
-    graph = _flow_graph(dataflow)
+    whole = _flow_graph(dataflow)
+    kinds: dict[Node, Hashable] = {_DEVICE: "device", _HOST: "host"}
+    for group in dataflow.updates:
+        kinds |= {node: name for name, nodes in _members(group).items() for node in nodes}
+    graph, alike = merged(whole, kinds)
     nothing, *others = (
-        _cut(dataflow, graph, frozenset(classes))
+        _cut(dataflow, graph, alike, frozenset(classes))
         for size in range(len(CLASSES) + 1)
         for classes in combinations(CLASSES, size)
     )
@@ -93,16 +98,26 @@ def _with_casts_in_updates(dataflow: Dataflow) -> Dataflow:
     return replace(dataflow, updates=tuple(groups))
 
 
-def _cut(dataflow: Dataflow, graph: networkx.DiGraph[Node], classes: frozenset[str]) -> Cut:
-    """The cheapest way to have exactly `classes` on the host."""
+def _cut(
+    dataflow: Dataflow,
+    graph: networkx.DiGraph[int],
+    alike: Mapping[Node, int],
+    classes: frozenset[str],
+) -> Cut:
+    """The cheapest way to have exactly `classes` on the host.
+
+    `graph` is the flow graph with alike nodes merged, `alike` the class of each.
+    """
     graph = graph.copy()
+    device, host_side = alike[_DEVICE], alike[_HOST]
     for group in dataflow.updates:
         for name, buffers in _members(group).items():
             for buffer in buffers:
-                anchor = (buffer, _HOST) if name in classes else (_DEVICE, buffer)
+                here = alike[buffer]
+                anchor = (here, host_side) if name in classes else (device, here)
                 graph.add_edge(*anchor, capacity=inf)
     traffic, (_, host) = networkx.minimum_cut(
-        graph, _DEVICE, _HOST, flow_func=shortest_augmenting_path
+        graph, device, host_side, flow_func=shortest_augmenting_path
     )
     host_buffers = (
         buffer
@@ -114,7 +129,7 @@ def _cut(dataflow: Dataflow, graph: networkx.DiGraph[Node], classes: frozenset[s
     )
     return Cut(
         name="+".join(name for name in CLASSES if name in classes) or "nothing",
-        host_ops=tuple(op.name for op in dataflow.ops if ("op", op.name) in host),
+        host_ops=tuple(op.name for op in dataflow.ops if alike.get(("op", op.name)) in host),
         host_buffers=tuple(dict.fromkeys(host_buffers)),
         device_bytes=_device_bytes(dataflow, classes),
         traffic_bytes=int(traffic),

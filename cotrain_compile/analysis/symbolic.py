@@ -110,7 +110,8 @@ def peak_expression(dataflow: Dataflow) -> sympy.Expr:
     totals = [
         sympy.Add(*(factor * term for factor, term in zip(row, terms, strict=True))) for row in rows
     ]
-    return sympy.Max(*totals) if totals else sympy.Integer(0)
+    # Left as it is: sympy would compare every two totals again, symbol by symbol.
+    return sympy.Max(*totals, evaluate=False) if totals else sympy.Integer(0)
 
 
 def largest(dataflow: Dataflow, symbol: str, budget_bytes: int, *, upper: int = 1 << 20) -> int:
@@ -122,15 +123,15 @@ def largest(dataflow: Dataflow, symbol: str, budget_bytes: int, *, upper: int = 
     """
     if symbol not in dataflow.symbols:
         raise OptionError(f"unknown symbol {symbol!r}; {_known(dataflow)}")
-    others = {name: n for name, n in dataflow.symbols.items() if name != symbol}
     expression = peak_expression(dataflow)
-    expression = expression.subs(
-        {s: others[s.name] for s in expression.free_symbols if s.name in others}
-    )
+    totals = expression.args if isinstance(expression, sympy.Max) else (expression,)
+    unknowns = sorted(expression.free_symbols, key=str)
+    totals_at = sympy.lambdify(unknowns, totals, "math")
     peaks: dict[int, int] = {}
 
     def fits(value: int) -> bool:
-        peaks[value] = int(expression.subs(dict.fromkeys(expression.free_symbols, value)))
+        sizes = {**dataflow.symbols, symbol: value}
+        peaks[value] = int(max(totals_at(*(sizes[str(unknown)] for unknown in unknowns))))
         return peaks[value] <= budget_bytes
 
     if not fits(1):

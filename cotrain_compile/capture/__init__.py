@@ -53,7 +53,8 @@ def capture(
     refuse_unseen_hooks(params)
     # Eager creates no state for a parameter that never gets a gradient.
     used = frozenset(id(param) for param in params)
-    if any([record.create_state_only_for(used) for record in session.optimizers]):
+    changed = [record.create_state_only_for(used) for record in session.optimizers]
+    if any(changed):
         raise TensorifyScalarRestartAnalysis(restart_reason="optimizer state of unused parameters")
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     inputs = describe_inputs(placeholders, example_inputs, traced_modules(), session.optimizers)
@@ -104,10 +105,10 @@ def _step_graph(
 
 
 def _modules(graph: fx.Graph) -> dict[str, str]:
-    """Dotted path of the module that called each node, as the trace recorded it."""
-    paths = {}
+    """Dotted path of the module that called each node of the forward."""
+    paths: dict[str, str] = {}
     for node in graph.nodes:
-        stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+        stack = node.meta.get("nn_module_stack") or {}
         if stack:
             path, _ = list(stack.values())[-1]
             paths[node.name] = path.partition("].")[2] if "]." in path else path

@@ -41,6 +41,8 @@ def diagnose(
             else CaptureError(f"{location}: {refusal}")
         )
     for cause in _chain(error):
+        if isinstance(cause, CaptureError) and not str(cause).startswith(code.co_filename):
+            return CaptureError(f"{_first_line(code)}: {cause}")
         if isinstance(cause, CotrainError):
             return cause
     if isinstance(error, exc.Unsupported):
@@ -91,9 +93,13 @@ def _user_line(error: BaseException, code: CodeType) -> str:
     stack: Iterable[traceback.FrameSummary] = getattr(error, "real_stack", None) or ()
     mine = [frame for frame in stack if not _in_library(frame.filename)]
     if not mine:
-        return f"{code.co_filename}:{code.co_firstlineno} in {code.co_name}"
+        return _first_line(code)
     frame = mine[-1]
     return f"{frame.filename}:{frame.lineno} in {frame.name}: `{(frame.line or '').strip()}`"
+
+
+def _first_line(code: CodeType) -> str:
+    return f"{code.co_filename}:{code.co_firstlineno} in {code.co_name}"
 
 
 def _in_library(filename: str) -> bool:

@@ -27,10 +27,10 @@ import torch
 import torch._dynamo.convert_frame as convert_frame
 from torch._dynamo import config
 from torch._dynamo.output_graph import OutputGraph
-from torch._dynamo.types import (
+from torch._dynamo.types import (  # type: ignore[attr-defined]
     ConvertFrameReturn,
-    FrameAction,  # type: ignore[attr-defined]
-    FrameExecStrategy,  # type: ignore[attr-defined]
+    FrameAction,
+    FrameExecStrategy,
 )
 from torch._dynamo.variables import builder
 from torch._dynamo.variables.tensor import TensorVariable

@@ -6,7 +6,7 @@ rule is broken where.
 
 from __future__ import annotations
 
-from cotrain_compile.dataflow import PERSISTENT_ROLES
+from cotrain_compile.dataflow import PERSISTENT_ROLES, Op, Role, UpdateGroup
 from cotrain_compile.errors import PlanError
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.problem import Problem
@@ -40,9 +40,8 @@ def _check_regions(problem: Problem, plan: Plan) -> None:
         group = problem.dataflow.update[param]
         needed = [tasks[name] for name in region.after if name in tasks]
         sent = {task.buffer for task in needed if isinstance(task, Transfer)}
-        _require(
-            {param, group.gradient} <= sent, f"the update of {param} does not wait for its inputs"
-        )
+        inputs = {param, group.gradient, *_made_on_device(problem, group)}
+        _require(inputs <= sent, f"the update of {param} does not wait for its inputs")
         for state in group.states:
             _require(
                 plan.placement.homes[state] is Tier.HOST, f"{state} is not at home on the host"
@@ -52,13 +51,24 @@ def _check_regions(problem: Problem, plan: Plan) -> None:
         _require(region.name in back[0].after, f"{param} is moved back before its update")
 
 
+def _made_on_device(problem: Problem, group: UpdateGroup) -> set[str]:
+    """The scalars of `group` that the host does not have anyway."""
+    host_side = (Role.HYPERPARAMETER, Role.CONSTANT)
+    return {name for name in group.scalars if problem.dataflow.buffer[name].role not in host_side}
+
+
 class _Replay:
     """One pass over the device's ops with what is on the device."""
 
     def __init__(self, problem: Problem, plan: Plan) -> None:
         self.problem, self.plan = problem, plan
         hosted = {region.param for region in plan.host_regions}
-        away = {op for g in problem.dataflow.updates if g.param in hosted for op in g.ops}
+        groups = [group for group in problem.dataflow.updates if group.param in hosted]
+        away = {op for group in groups for op in group.ops}
+        position = problem.dataflow.position
+        self.update_end = {g.param: max(position[op] for op in g.ops) for g in groups}
+        self.on_the_way_back: set[str] = set()
+        self.updated: set[str] = set()
         self.ops = [op for op in problem.dataflow.ops if op.name not in away]
         self.last_use = {
             name: index for index, op in enumerate(self.ops) for name in (*op.reads, *op.writes)
@@ -85,6 +95,8 @@ class _Replay:
             self._wait(op.name, index)
             for name in op.reads:
                 _require(name in self.alive, f"{op.name} reads {name}, which is not on the device")
+            for name in {*op.reads, *op.writes} & self.update_end.keys():
+                self._check_side(op, name)
             for name in op.writes:
                 self.alive.setdefault(name, self.problem.dataflow.buffer[name].nbytes)
             self._check_budget(op.name)
@@ -95,6 +107,12 @@ class _Replay:
         _require(self.issued == names, f"never issued: {sorted(names - self.issued)[:3]}")
         _require(self.waited == names, f"never waited for: {sorted(names - self.waited)[:3]}")
 
+    def _check_side(self, op: Op, param: str) -> None:
+        """`op` finds the old value of `param` before its update and the new one after it."""
+        wants_new = self.problem.dataflow.position[op.name] > self.update_end[param]
+        is_right = param not in self.on_the_way_back and (param in self.updated) == wants_new
+        _require(is_right, f"{op.name} touches {param} on the wrong side of its update")
+
     def _issue(self, op: str | None) -> None:
         for task in self.issue_at.get(op, ()):
             missing = [name for name in task.after if name not in self.issued]
@@ -103,6 +121,8 @@ class _Replay:
             self.issued.add(task.name)
             if isinstance(task, Transfer) and task.direction == "offload":
                 self.pinned.setdefault(task.buffer, set()).add(task.name)
+            elif isinstance(task, Transfer):
+                self.on_the_way_back.add(task.destination)
 
     def _check_source(self, task: Task) -> None:
         if isinstance(task, HostRegion):
@@ -122,6 +142,9 @@ class _Replay:
             if isinstance(task, Transfer) and task.direction == "offload":
                 self.pinned[task.buffer].discard(task.name)
                 self._free(index - 1, {task.buffer})
+            elif isinstance(task, Transfer):
+                self.on_the_way_back.remove(task.destination)
+                self.updated.add(task.destination)
 
     def _free(self, index: int, names: set[str]) -> None:
         for name in names:

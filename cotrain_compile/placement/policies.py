@@ -2,9 +2,9 @@
 
 `resident` keeps everything on the device. `zero-offload` is the rule of ZeRO-Offload (Ren et al.,
 USENIX ATC 2021): optimizer states at home on the host and every update there, after the backward.
-`coarse` starts each update when its gradient has landed, as CoTrain does (Li et al., ICPP 2023).
-`fraction:F` updates a fixed share on the host and the rest on the device, as Twin-Flow does. Whether
-a placement fits is for `schedule` to find out.
+`coarse` starts each update when its gradient has landed, as CoTrain does (ICPP 2023). `fraction:F`
+updates a fixed share on the host and the rest on the device, as Twin-Flow does. Whether a placement
+fits is for `schedule` to find out.
 """
 
 from __future__ import annotations

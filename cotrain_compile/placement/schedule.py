@@ -192,9 +192,10 @@ def _refuse(
         if placement.policy == "resident"
         else "raise memory_budget, or make the batch smaller"
     )
+    short = max(used) - budget
     raise PlacementError(
         f"policy {placement.policy!r} needs {format_bytes(max(used))} on the device ({where}: "
-        f"{parts}), but memory_budget is {format_bytes(budget)}: {max(used) - budget} bytes short; "
-        f"{way_on}",
-        shortfall_bytes=max(used) - budget,
+        f"{parts}), but memory_budget is {format_bytes(budget)}: {format_bytes(short)} "
+        f"({short:,} bytes) short; {way_on}",
+        shortfall_bytes=short,
     )

@@ -76,7 +76,7 @@ def calibrate(
     tell("done", 1.0)
 
     machine = Machine(
-        name=presets.THIS_MACHINE,
+        name=f"{presets.THIS_MACHINE} (calibrated)",
         device=device_tier,
         host=host_tier,
         h2d=copies.h2d,

@@ -43,6 +43,7 @@ class EmulatedDevice:
         self._kernels = kernels
         self._poison = _poison if poison else _leave
         self._links = (machine.d2h, machine.h2d) if throttle else (None, None)
+        self._host_bytes_per_s = machine.host.bytes_per_s
         self._lanes = {
             LaneName.D2H: Lane(LaneName.D2H),
             LaneName.H2D: Lane(LaneName.H2D),
@@ -62,7 +63,7 @@ class EmulatedDevice:
         self._poison(host)
         self.meter.track(host, Tier.HOST, task)
         source, link = source.detach(), self._links[0]
-        self._submit(LaneName.D2H, task, after, lambda: _copy(host, source, link))
+        self._submit(LaneName.D2H, task, after, lambda: self._copy(host, source, link))
         return host
 
     def prefetch_into(
@@ -72,7 +73,7 @@ class EmulatedDevice:
 
         def copy_back() -> None:
             self._poison(destination)
-            _copy(destination, source, link)
+            self._copy(destination, source, link)
 
         self._submit(LaneName.H2D, task, after, copy_back)
 
@@ -101,17 +102,21 @@ class EmulatedDevice:
     def spans(self) -> list[Span]:
         return [task.span(self.origin_s) for task in self._tasks.values() if task.ran]
 
+    def _copy(self, destination: torch.Tensor, source: torch.Tensor, link: Link | None) -> None:
+        nbytes = source.untyped_storage().nbytes()
+        end_s = time.perf_counter() + (link.seconds(nbytes) if link is not None else 0.0)
+        # The bytes land as late as they may, so that until then a missing wait shows.
+        _sleep_until(end_s - 2 * nbytes / self._host_bytes_per_s)
+        destination.copy_(source)
+        _sleep_until(end_s)
+
     def _submit(self, lane: LaneName, name: str, after: Sequence[str], work: Any) -> None:
         needed = [self._tasks[other] for other in after]
         self._tasks[name] = self._lanes[lane].submit(name, work, needed)
 
 
-def _copy(destination: torch.Tensor, source: torch.Tensor, link: Link | None) -> None:
-    started = time.perf_counter()
-    destination.copy_(source)
-    if link is not None:
-        nbytes = source.untyped_storage().nbytes()
-        time.sleep(max(0.0, started + link.seconds(nbytes) - time.perf_counter()))
+def _sleep_until(time_s: float) -> None:
+    time.sleep(max(0.0, time_s - time.perf_counter()))
 
 
 def _poison(destination: torch.Tensor) -> None:

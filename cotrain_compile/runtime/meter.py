@@ -7,6 +7,7 @@ to it, wherever that is, has gone.
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Mapping
 
@@ -24,6 +25,8 @@ class Meter:
         self.budgets = dict(budgets)
         self.used_bytes = dict.fromkeys(Tier, 0)
         self.peak_bytes = dict.fromkeys(Tier, 0)
+        # (perf_counter seconds, bytes) after every change.
+        self.curve: dict[Tier, list[tuple[float, int]]] = {tier: [] for tier in Tier}
         self._storages: dict[int, tuple[weakref.ref[torch.UntypedStorage], Tier, int]] = {}
         # A storage may die, and call `_forget`, while this thread is inside `track`.
         self._lock = threading.RLock()
@@ -50,6 +53,7 @@ class Meter:
             self._storages = {}
             self.used_bytes = dict.fromkeys(Tier, 0)
             self.peak_bytes = dict.fromkeys(Tier, 0)
+            self.curve = {tier: [] for tier in Tier}
 
     def _count(self, storage: torch.UntypedStorage, tier: Tier, where: str, nbytes: int) -> None:
         key = storage._cdata
@@ -58,7 +62,7 @@ class Meter:
                 return
             ref = weakref.ref(storage, lambda _: self._forget(key))
             self._storages[key] = (ref, tier, nbytes)
-            self.used_bytes[tier] += nbytes
+            self._change(tier, nbytes)
             self.peak_bytes[tier] = max(self.peak_bytes[tier], self.used_bytes[tier])
             used, budget = self.used_bytes[tier], self.budgets[tier]
         if used > budget:
@@ -70,4 +74,8 @@ class Meter:
     def _forget(self, key: int) -> None:
         with self._lock:
             _, tier, nbytes = self._storages.pop(key)
-            self.used_bytes[tier] -= nbytes
+            self._change(tier, -nbytes)
+
+    def _change(self, tier: Tier, nbytes: int) -> None:
+        self.used_bytes[tier] += nbytes
+        self.curve[tier].append((time.perf_counter(), self.used_bytes[tier]))

@@ -19,11 +19,12 @@ def summary(plan: Plan) -> str:
         "updates     " + ", ".join(f"{count} {mode}" for mode, count in modes.items()),
         "homes       " + ", ".join(f"{count} tensors on {tier}" for tier, count in homes.items()),
     ]
-    lines += [
-        f"{tier.value:11} peak {format_bytes(plan.predicted.peak_bytes[tier])}"
-        f" of {format_bytes(plan.budgets[tier])}"
-        for tier in Tier
-    ]
+    lines += [f"{'':11} {note}" for note in plan.notes]
+    for tier in Tier:
+        # What the host holds depends on how fast its lanes are; on the device it does not.
+        most = "at most " if tier is Tier.HOST else ""
+        peak, budget = plan.predicted.peak_bytes[tier], plan.budgets[tier]
+        lines.append(f"{tier.value:11} peak {most}{format_bytes(peak)} of {format_bytes(budget)}")
     down, up = plan.bytes_moved("offload"), plan.bytes_moved("prefetch")
     lines += [
         f"traffic     {format_bytes(down)} down, {format_bytes(up)} up each step",

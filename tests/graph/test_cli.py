@@ -141,3 +141,65 @@ def test_reading_files_loads_no_torch(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
     run = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr or "torch was loaded"
+
+
+JOB = """
+import torch
+from torch import nn
+
+
+def build():
+    model = nn.Linear(16, 16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def step(x):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step, (torch.randn(8, 16),)
+
+
+def half_a_step():
+    return lambda x: x
+"""
+
+
+def test_a_job_is_traced_and_analyzed_without_running_it(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(JOB)
+    saved = tmp_path / "step.json"
+    said = run("trace", f"{tmp_path}/job.py:build", "-o", str(saved), "--dynamic")
+    assert "2 parameters can be updated on the host" in said
+    dataflow = files.load(saved, Dataflow)
+    assert 8 in dataflow.symbols.values()
+    assert {group.param for group in dataflow.updates} == {"weight", "bias"}
+    said = run("analyze", str(saved), "--machine", "rtx4090", "--memory-budget", "1MiB")
+    assert "budget 1.0 MiB" in said
+    assert "weight (param)" in said
+    assert "gradient+param+state" in said
+    (symbol,) = (name for name, size in dataflow.symbols.items() if size == 8)
+    assert f"{symbol} (traced at 8) can grow to" in said
+
+
+@pytest.mark.parametrize(
+    ("job", "expected"),
+    [
+        ("absent.py:build", "name an existing file and a function"),
+        ("job.py", "name an existing file and a function"),
+        ("job.py:absent", "has no function 'absent'"),
+        ("job.py:half_a_step", "must return (step, arguments)"),
+    ],
+)
+def test_a_wrong_job_is_one_clear_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    job: str,
+    expected: str,
+) -> None:
+    (tmp_path / "job.py").write_text(JOB)
+    said = error_of(monkeypatch, capsys, "trace", f"{tmp_path}/{job}", "-o", "unused.json")
+    assert expected in said
+    assert said.count("\n") == 1

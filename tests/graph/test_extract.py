@@ -36,7 +36,7 @@ def perceptron(width: int = 64, batch: int = 8, *, autocast: bool = False) -> Bu
         def step(x: torch.Tensor) -> torch.Tensor:
             optimizer.zero_grad()
             with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                loss = model(x).float().square().mean()
+                loss: torch.Tensor = model(x).float().square().mean()
             loss.backward()
             optimizer.step()
             return loss
@@ -109,7 +109,7 @@ def llama_activation_bytes(config: LlamaConfig, batch: int, length: int) -> int:
 
 
 def llama_flops(config: LlamaConfig, batch: int, length: int) -> int:
-    """Matrix multiplications, counted by hand: 2 flops forward and 4 backward a weight and token."""
+    """Matrix products, counted by hand: 2 flops forward and 4 backward a weight and token."""
     hidden, inner = config.hidden_size, config.intermediate_size
     layer = 4 * hidden * hidden + 3 * hidden * inner
     weights = config.num_hidden_layers * layer + config.vocab_size * hidden
@@ -221,7 +221,7 @@ def test_tied_weights_are_one_buffer() -> None:
 
         def step(x: torch.Tensor) -> torch.Tensor:
             optimizer.zero_grad()
-            loss = head(embedding(x)).square().mean()
+            loss: torch.Tensor = head(embedding(x)).square().mean()
             loss.backward()
             optimizer.step()
             return loss
@@ -246,7 +246,7 @@ def test_an_op_that_hides_an_alias_is_refused_by_name() -> None:
 
         def step(x: torch.Tensor) -> torch.Tensor:
             optimizer.zero_grad()
-            loss = (weight * torch.ops.extract_test.sly(x)).sum()
+            loss: torch.Tensor = (weight * torch.ops.extract_test.sly(x)).sum()
             loss.backward()
             optimizer.step()
             return loss

@@ -14,11 +14,11 @@ from torch import Tensor, fx, nn
 from torch._dynamo import config
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.utils import counters
-from torch._dynamo.variables import OptimizerVariable, builder
+from torch._dynamo.variables import ConstantVariable, OptimizerVariable, builder
 from torch._dynamo.variables.tensor import TensorVariable
 from torch.optim import Optimizer
 
-from cotrain_compile import capture
+from cotrain_compile.capture.prepare import prepare
 from cotrain_compile.capture.session import current_session
 from cotrain_compile.errors import CaptureError
 from tests.graph.steps import Step, all_tensors, cotrain, cross_entropy, make_mlp, vectors
@@ -37,7 +37,7 @@ def make_training() -> tuple[nn.Module, Optimizer, Step]:
     def step(x: Tensor, y: Tensor) -> Tensor:
         optimizer.zero_grad()
         loss = cross_entropy(model, x, y)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
         return loss
 
@@ -58,7 +58,7 @@ def fail_in_our_backend() -> None:
 
     def step(x: Tensor, y: Tensor) -> None:
         loss = cross_entropy(model, x, y)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         print(loss)
         optimizer.step()
 
@@ -71,10 +71,12 @@ def fail_in_our_backend() -> None:
 def patched_things() -> dict[str, Any]:
     """Everything of torch's that a trace for us changes."""
     return {
-        "OptimizerVariable": builder.OptimizerVariable,
+        "OptimizerVariable": vars(builder)["OptimizerVariable"],
         "validate": OutputGraph._validate_outputs_safe_for_autograd_nodes,
         **{f"TensorVariable.{name}": value for name, value in vars(TensorVariable).items()},
         **{name: getattr(config, name) for name in SETTINGS},
+        # One None for all traces: a source left on it would be loaded by the next trace.
+        "source of None": ConstantVariable.create(None).source,
         "session": current_session(),
     }
 
@@ -84,7 +86,7 @@ def test_nothing_stays_patched(use: Callable[[], None]) -> None:
     before = patched_things()
     use()
     assert patched_things() == before
-    assert builder.OptimizerVariable is OptimizerVariable
+    assert vars(builder)["OptimizerVariable"] is OptimizerVariable
     # The one thing that stays: a hook that passes the frames of other backends on.
     assert hasattr(convert_frame._compile, "_cotrain_hook")
 
@@ -143,14 +145,13 @@ def test_a_thread_that_traces_for_us_does_not_change_another(
 ) -> None:
     """One thread is held inside a trace for us while another runs and compiles its own steps."""
     inside, go_on = threading.Event(), threading.Event()
-    prepare = capture.prepare
 
     def prepare_when_told(module: fx.GraphModule) -> None:
         inside.set()
         assert go_on.wait(60)
         prepare(module)
 
-    monkeypatch.setattr(capture, "prepare", prepare_when_told)
+    monkeypatch.setattr("cotrain_compile.capture.prepare", prepare_when_told)
     hooks: list[str] = []
     _, hooked_optimizer, eager_step = make_training()
     hooked_optimizer.register_step_post_hook(lambda *_: hooks.append("after"))

@@ -1,0 +1,81 @@
+"""Analysis: what a step needs and where its slack is, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from cotrain_compile.analysis.costs import roofline
+from cotrain_compile.analysis.critical_path import critical_path
+from cotrain_compile.analysis.cut import offload_cuts
+from cotrain_compile.analysis.liveness import liveness
+from cotrain_compile.analysis.reuse import reuse_distances
+from cotrain_compile.analysis.symbolic import largest
+from cotrain_compile.dataflow import Dataflow
+from cotrain_compile.errors import PlacementError
+from cotrain_compile.machine import Machine
+from cotrain_compile.units import format_bytes, format_seconds
+
+SHOWN = 5
+
+
+def describe_analysis(dataflow: Dataflow, machine: Machine, budget_bytes: int) -> str:
+    """Peak and what makes it, time on `machine`, offload cuts, reuse distances, largest sizes.
+
+    Times are the machine's roofline. `budget_bytes` is what a dynamic size may grow to.
+    """
+    seconds = roofline(dataflow, machine).device_s
+    sections = (
+        _peak(dataflow, budget_bytes),
+        _time(dataflow, seconds, machine),
+        _cuts(dataflow),
+        _reuse(dataflow, seconds),
+        _sizes(dataflow, budget_bytes),
+    )
+    return "\n".join(line for section in sections for line in section)
+
+
+def _peak(dataflow: Dataflow, budget_bytes: int) -> Iterator[str]:
+    alive = liveness(dataflow)
+    op = dataflow.ops[alive.peak_op]
+    where = op.target + (f" in {op.module}" if op.module else "")
+    yield (
+        f"peak {format_bytes(alive.peak_bytes)} with everything on the device, at {where}; "
+        f"budget {format_bytes(budget_bytes)}"
+    )
+    for buffer in alive.live_at(alive.peak_op)[:SHOWN]:
+        yield f"  {format_bytes(buffer.nbytes):>10}  {buffer.name} ({buffer.role.value})"
+
+
+def _time(dataflow: Dataflow, seconds: Mapping[str, float], machine: Machine) -> Iterator[str]:
+    path = critical_path(dataflow, seconds)
+    yield (
+        f"time {format_seconds(sum(seconds.values()))} of device work on {machine.name}, "
+        f"critical path {format_seconds(path.seconds)}"
+    )
+
+
+def _cuts(dataflow: Dataflow) -> Iterator[str]:
+    yield "what the host could take, by least traffic each step:"
+    for cut in offload_cuts(dataflow):
+        yield (
+            f"  {cut.name:32} {format_bytes(cut.device_bytes):>10} stay on the device, "
+            f"{format_bytes(cut.traffic_bytes)} cross the link"
+        )
+
+
+def _reuse(dataflow: Dataflow, seconds: Mapping[str, float]) -> Iterator[str]:
+    found = reuse_distances(dataflow, seconds)
+    yield "reuse distance, from a gradient to the next use of its parameter:"
+    ranked = sorted(found.items(), key=lambda item: item[1].seconds)
+    few = ranked if len(ranked) <= 2 * SHOWN else [*ranked[:SHOWN], *ranked[-SHOWN:]]
+    for param, distance in few:
+        yield f"  {format_seconds(distance.seconds):>10}  {param}"
+
+
+def _sizes(dataflow: Dataflow, budget_bytes: int) -> Iterator[str]:
+    for symbol, size in dataflow.symbols.items():
+        try:
+            most = largest(dataflow, symbol, budget_bytes)
+            yield f"{symbol} (traced at {size}) can grow to {most} with everything on the device"
+        except PlacementError as error:
+            yield f"{symbol} (traced at {size}): {error}"

@@ -1,0 +1,142 @@
+"""Options: sizes and settings are read as written, and an error says what would have been right."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cotrain_compile.errors import OptionError
+from cotrain_compile.options import Options, Size
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        (1, 1),
+        (20 * GIB, 20 * GIB),
+        ("20GiB", 20 * GIB),
+        ("20 gib", 20 * GIB),
+        (" 1.5 MiB ", 3 * 2**19),
+        ("500 MB", 500_000_000),
+        ("2kb", 2000),
+        ("1 TiB", 2**40),
+        ("77", 77),
+        ("77 B", 77),
+    ],
+)
+def test_a_size_in_bytes_does_not_depend_on_the_capacity(text: object, nbytes: int) -> None:
+    assert Size.parse(text).of(1) == nbytes
+    assert Size.parse(text).of(80 * GIB) == nbytes
+
+
+@pytest.mark.parametrize(("text", "nbytes"), [("80%", 80), ("12.5 %", 12), ("100%", 100)])
+def test_a_percentage_is_of_the_capacity_rounded_down(text: str, nbytes: int) -> None:
+    assert Size.parse(text).of(100) == nbytes
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [0, -1, True, 1.5, None, "", "GiB", "20 bananas", "-3GiB", "0", "0%", "101%", "1e9", "1,5GiB"],
+)
+def test_what_is_not_a_size_is_refused_with_examples(bad: object) -> None:
+    with pytest.raises(ValueError, match=r'"20GiB", or a percentage such as "80%"'):
+        Size.parse(bad)
+
+
+@given(st.integers(1, 2**53))
+def test_bytes_come_back_as_given(nbytes: int) -> None:
+    assert Size.parse(nbytes) == Size.parse(str(nbytes)) == Size(nbytes=nbytes)
+
+
+@given(st.integers(1, 10_000), st.sampled_from(["KiB", "MiB", "GiB", "TiB"]))
+def test_binary_units_are_powers_of_1024(number: int, unit: str) -> None:
+    power = ["KiB", "MiB", "GiB", "TiB"].index(unit) + 1
+    assert Size.parse(f"{number}{unit}") == Size(nbytes=number * 1024**power)
+
+
+def test_no_options_are_the_defaults() -> None:
+    assert Options.parse({}) == Options()
+
+
+def test_every_option_is_read() -> None:
+    options = Options.parse(
+        {
+            "memory_budget": "2 GiB",
+            "host_memory_budget": "50%",
+            "device": "cpu",
+            "policy": "zero-offload",
+            "lowering": "eager",
+            "host_kernels": "captured",
+            "keep_grads": True,
+            "on_break": "warn",
+            "dump": "out",
+            "machine": "my.json",
+            "throttle": True,
+            "poison": False,
+            "profile": "profile.json",
+        }
+    )
+    assert options == Options(
+        memory_budget=Size(nbytes=2 * GIB),
+        host_memory_budget=Size(fraction=0.5),
+        device="cpu",
+        policy="zero-offload",
+        lowering="eager",
+        host_kernels="captured",
+        keep_grads=True,
+        on_break="warn",
+        dump="out",
+        machine="my.json",
+        throttle=True,
+        poison=False,
+        profile="profile.json",
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"policy": "magic"}, "option 'policy' is 'magic', but must be one of auto, resident"),
+        ({"device": "tpu"}, "one of 'cpu', 'cuda'"),
+        ({"on_break": True}, "one of 'error', 'warn'"),
+        ({"host_kernels": ""}, "one of 'fused', 'captured'"),
+        ({"keep_grads": "yes"}, "must be True or False"),
+        ({"throttle": 1}, "must be True or False"),
+        ({"dump": ""}, "must be a non-empty string"),
+        ({"memory_budget": "lots"}, "a number of bytes"),
+    ],
+)
+def test_a_bad_value_is_refused_with_what_it_may_be(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(OptionError, match=re.escape(says)):
+        Options.parse(options)
+
+
+@pytest.mark.parametrize("share", ["0", "0.25", "1", ".5"])
+def test_a_fraction_is_a_share(share: str) -> None:
+    assert Options.parse({"policy": f"fraction:{share}"}).policy == f"fraction:{share}"
+
+
+@pytest.mark.parametrize("share", ["", "1.5", "-1", "half", "nan"])
+def test_what_is_not_a_share_is_refused(share: str) -> None:
+    with pytest.raises(OptionError, match="F from 0 to 1"):
+        Options.parse({"policy": f"fraction:{share}"})
+
+
+@pytest.mark.parametrize("policy", [None, 1, ["resident"]])
+def test_a_policy_is_a_name(policy: object) -> None:
+    with pytest.raises(OptionError, match="option 'policy'"):
+        Options.parse({"policy": policy})
+
+
+def test_an_unknown_option_is_refused_with_the_nearest_and_all_there_are() -> None:
+    with pytest.raises(OptionError) as caught:
+        Options.parse({"memory_buget": 1})
+    message = str(caught.value)
+    assert "unknown option 'memory_buget' (did you mean 'memory_budget'?)" in message
+    assert all(name in message for name in vars(Options()))
