@@ -61,7 +61,9 @@ class CompiledStep:
         except BaseException as error:
             device.drain()
             self._release_interrupt_quietly()
-            raise self._explained(error) from error
+            if (explained := self._explained(error)) is error:
+                raise
+            raise explained from error
         finally:
             self.last_run_s = time.monotonic()
         self.steps += 1

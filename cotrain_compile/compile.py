@@ -24,7 +24,7 @@ from cotrain_compile.analysis.symbolic import at
 from cotrain_compile.backends.compiled_step import CompiledStep
 from cotrain_compile.backends.per_shape import PerShape
 from cotrain_compile.capture import Session, capture, current_session, install
-from cotrain_compile.capture.session import frame_objects
+from cotrain_compile.capture.hook import frame_objects
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import CaptureError, CotrainError, OptionError, PlacementError
 from cotrain_compile.extract import extract

@@ -1,6 +1,6 @@
 """Capture: the user's step function becomes one functional ATen graph, a `StepGraph`.
 
-torch.compile(step) --Dynamo, changed by `session`--> graph of torch calls
+torch.compile(step) --Dynamo, changed by `hook`--> graph of torch calls
   --`aot`--> ATen graph --`prepare`--> --`inputs`, `phases`--> StepGraph
 """
 
@@ -23,10 +23,11 @@ from cotrain_compile.capture.aot import (
     to_aten,
     traced_modules,
 )
+from cotrain_compile.capture.hook import install
 from cotrain_compile.capture.inputs import describe_inputs
 from cotrain_compile.capture.phases import phases
 from cotrain_compile.capture.prepare import prepare
-from cotrain_compile.capture.session import Session, current_session, install
+from cotrain_compile.capture.session import Session, current_session
 from cotrain_compile.errors import CaptureError
 from cotrain_compile.graph import OptimizerRule, StepGraph, StepInput, writes
 
@@ -60,7 +61,7 @@ def capture(
     inputs = describe_inputs(placeholders, example_inputs, traced_modules(), session.optimizers)
     detach_outputs(module)
     if not session.options.keep_grads:
-        cleared = _params_cleared_first(session)
+        cleared = session.cleared_first
         stores = gradient_stores(module, example_inputs)
         drop_outputs(module, [node for param, node in stores if id(param) in cleared])
 
@@ -122,16 +123,6 @@ def _refuse_half_a_step(session: Session, params: Sequence[torch.Tensor]) -> Non
         raise session.refuse(f"{where}: the step has no backward(), so it is not training; {whole}")
     if not any(record.steps for record in session.optimizers):
         raise session.refuse(f"{where}: the step never calls optimizer.step(); {whole}")
-
-
-def _params_cleared_first(session: Session) -> frozenset[int]:
-    return frozenset(
-        id(param)
-        for record in session.optimizers
-        if record.zeroes_grads_first
-        for group in record.optimizer.param_groups
-        for param in group["params"]
-    )
 
 
 def _refuse_missing_updates(

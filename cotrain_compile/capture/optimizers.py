@@ -36,7 +36,6 @@ class OptimizerRecord:
     """An optimizer of the step: what tracing changed on it, so that it can be put back."""
 
     optimizer: torch.optim.Optimizer
-    zeroes_grads_first: bool = False
     steps: int = 0
     _flags: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)
     _created: list[torch.Tensor] = field(default_factory=list)
@@ -47,7 +46,7 @@ class OptimizerRecord:
 
         Dynamo may restart a trace, also after it has called the backend: each attempt begins here.
         """
-        self.zeroes_grads_first, self.steps = False, 0
+        self.steps = 0
         self._created += create_state(self.optimizer, frozenset(self._stateless))
         self.restore_flags()
         for group in self.optimizer.param_groups:
@@ -85,12 +84,12 @@ def create_state(
 ) -> list[torch.Tensor]:
     """Create the state of `optimizer` as its first step would, and return the parameters it is for.
 
-    A parameter whose id is in `stateless` gets none.
-    Without it the first call of a compiled step creates the state inside the graph, and the second
-    call compiles again because the state is no longer empty. `_init_group` of torch's optimizers
-    only looks at whether a parameter has a gradient, so each gets a stand-in of one element. An
-    optimizer without `_init_group`, and SGD whose dampening makes its first step a different one,
-    keep their lazy state (and cost that second compile).
+    A parameter whose id is in `stateless` gets none. Without created state the first call of a
+    compiled step creates it inside the graph, and the second call compiles again because the state
+    is no longer empty. `_init_group` of torch's optimizers only looks at whether a parameter has a
+    gradient, so each gets a stand-in of one element. An optimizer without `_init_group`, and SGD
+    whose dampening makes its first step a different one, keep their lazy state (and cost that
+    second compile).
     """
     created: list[torch.Tensor] = []
     init_group = _undecorated(getattr(type(optimizer), "_init_group", None))
@@ -170,8 +169,10 @@ class CapturedOptimizer(UserDefinedObjectVariable):
         if name == "step":
             self._refuse_unsupported_step(args, kwargs)
             record.steps += 1
-        elif name == "zero_grad" and not record.steps and not kwargs and not args:
-            record.zeroes_grads_first = not tx.output.autograd_grad_consumed_grad_fns
+        before_backward = not tx.output.autograd_grad_consumed_grad_fns
+        if name == "zero_grad" and before_backward and not args and not kwargs:
+            params = (p for group in self.value.param_groups for p in group["params"])
+            self.session.cleared_first.update(map(id, params))
         result: VariableTracker = tx.inline_user_function_return(
             VariableTracker.build(tx, _METHODS[name]),
             [VariableTracker.build(tx, method), self, *args],

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from cotrain_compile.machine import Machine, Tier
-from cotrain_compile.placement.engine import LaneSpec, Work, simulate
+from cotrain_compile.placement.engine import LaneSpec, Periodic, Work, simulate, steady_state
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.residency import (
     DeviceProgram,
@@ -32,6 +32,21 @@ def predict(problem: Problem, placement: Placement, tasks: Sequence[Task]) -> Ti
         peak_bytes={Tier.DEVICE: max(device, default=0), Tier.HOST: host},
         memory={Tier.DEVICE: _curve(timeline, program, device), Tier.HOST: ((0.0, host),)},
     )
+
+
+def predict_steady_state(
+    problem: Problem, placement: Placement, tasks: Sequence[Task], *, steps: int = 8
+) -> Periodic:
+    """The step repeated: seconds of the first one, and seconds from one to the next.
+
+    A step is complete when it returns, so the next one starts after all of its tasks.
+    """
+    works = works_of(problem, device_program(problem.dataflow, placement), tasks)
+    end = Work("end of step", Lane.DEVICE, 0.0, after=tuple(task.name for task in tasks))
+    # What needs nothing of its own step could start at once: it waits for the step before.
+    begun = [work if work.after else replace(work, after_previous=(end.name,)) for work in works]
+    machine = problem.machine
+    return steady_state([*begun, end], lanes_of(machine), slowdown_of(machine), steps=steps)
 
 
 def works_of(problem: Problem, program: DeviceProgram, tasks: Sequence[Task]) -> list[Work]:

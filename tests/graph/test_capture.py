@@ -129,11 +129,25 @@ def make_never_clearing(model: nn.Module, optimizer: Optimizer) -> Step:
     return step
 
 
-def test_gradients_are_gone_after_a_step_that_clears_them_first() -> None:
-    _, eager = run(make_clearing_first)
+def make_clearing_the_module_first(model: nn.Module, optimizer: Optimizer) -> Step:
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        model.zero_grad()
+        loss = loss_of(model, x, y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
+@pytest.mark.parametrize("make", [make_clearing_first, make_clearing_the_module_first])
+def test_gradients_are_gone_after_a_step_that_clears_them_first(make: MakeStep) -> None:
+    _, eager = run(make)
     for policy in POLICIES:
         torch._dynamo.reset()
-        _, ours = run(make_clearing_first, cotrain(policy=policy))
+        counters.clear()
+        _, ours = run(make, cotrain(policy=policy))
+        assert graphs() == 1
         assert not any(name.endswith(".grad") for name in ours)
         torch.testing.assert_close(ours, {n: eager[n] for n in ours})
 

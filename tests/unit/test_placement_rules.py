@@ -14,6 +14,7 @@ from cotrain_compile.errors import PlacementError, PlanError
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.check import check
 from cotrain_compile.placement.policies import rule
+from cotrain_compile.placement.predict import predict_steady_state
 from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.schedule import schedule
 from cotrain_compile.plan import HostRegion, Plan, Task, Transfer
@@ -103,6 +104,17 @@ def test_steps_without_updates_are_placed_too(step: Dataflow, policy: str) -> No
 def test_host_updates_keep_states_off_the_device(step: Dataflow) -> None:
     states = step.total_bytes(Role.OPTIMIZER_STATE)
     assert least_bytes(step, "zero-offload") <= least_bytes(step, "resident") - states
+
+
+@given(steps(), st.sampled_from(POLICIES))
+def test_a_step_that_is_complete_when_it_returns_repeats_at_its_own_length(
+    step: Dataflow, policy: str
+) -> None:
+    problem = problem_of(step)
+    plan = plan_of(problem, policy)
+    periodic = predict_steady_state(problem, plan.placement, plan.tasks, steps=4)
+    assert periodic.first_s == pytest.approx(plan.predicted.makespan_s)
+    assert periodic.period_s == pytest.approx(plan.predicted.makespan_s)
 
 
 def test_a_host_budget_that_is_too_small_says_what_is_missing() -> None:

@@ -1,0 +1,116 @@
+"""What Dynamo does otherwise while it traces a step for this backend.
+
+Stock Dynamo never sees a whole training step (`docs/decisions/0001-whole-step-capture.md`).
+
+Private torch API used: `config.trace_autograd_ops`, `variables.builder.OptimizerVariable`,
+`OutputGraph._validate_outputs_safe_for_autograd_nodes`, `TensorVariable.method_backward` and
+`.var_getattr`, `InliningInstructionTranslator.inline_call`. Reason: there is no public way to keep
+`backward()` and `optimizer.step()` in one graph. Tried on torch 2.11.0, 2.13.0 and 2.15.0.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+from torch import nn
+from torch._dynamo import config
+from torch._dynamo.output_graph import OutputGraph
+from torch._dynamo.symbolic_convert import InliningInstructionTranslator
+from torch._dynamo.variables import builder
+from torch._dynamo.variables.tensor import TensorVariable
+from torch.fx.traceback import annotate, preserve_node_meta
+
+from cotrain_compile.capture.optimizers import PHASE_ANNOTATION, build_optimizer_variable
+from cotrain_compile.capture.session import Session
+
+
+@contextmanager
+def whole_step_tracing(session: Session) -> Iterator[None]:
+    """Within it, Dynamo traces a whole training step into one graph.
+
+    Dynamo holds its compile lock meanwhile, so no other thread traces; nothing that eager code uses
+    is changed.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(
+            config.patch(
+                trace_autograd_ops=True,
+                capture_scalar_outputs=True,
+                # One factory makes the steps of many models: they share a code object, and Dynamo
+                # counts their compiles together.
+                recompile_limit=max(config.recompile_limit, 64),
+            )
+        )
+        stack.enter_context(
+            mock.patch.object(
+                builder,
+                "OptimizerVariable",
+                functools.partial(build_optimizer_variable, session),
+            )
+        )
+        # It breaks the graph when a returned tensor went through backward(); `to_aten` detaches
+        # such outputs instead.
+        stack.enter_context(
+            mock.patch.object(
+                OutputGraph, "_validate_outputs_safe_for_autograd_nodes", lambda *_: None
+            )
+        )
+        stack.enter_context(
+            mock.patch.object(TensorVariable, "method_backward", _annotated_backward)
+        )
+        stack.enter_context(
+            mock.patch.object(
+                InliningInstructionTranslator,
+                "inline_call",
+                functools.partial(_inline_noting_zero_grad, session),
+            )
+        )
+        # Up to torch 2.14 it is the first, from 2.15 on the second.
+        for name in ("var_getattr", "tp_getattro_impl"):
+            if name in vars(TensorVariable):
+                look_up = _attribute_as_traced(vars(TensorVariable)[name])
+                stack.enter_context(mock.patch.object(TensorVariable, name, look_up))
+        yield
+
+
+def _attribute_as_traced(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`original` but for a `.grad` that the trace has set: that is what it was set to.
+
+    Dynamo then labels the value as read from the real `p.grad`. On None, one constant for all
+    traces in the process, the label stays: a later store of None anywhere loads that gradient.
+    """
+
+    @functools.wraps(original)
+    def look_up(self: TensorVariable, tx: Any, name: str) -> Any:
+        effects = tx.output.side_effects
+        if name == "grad" and effects.has_pending_mutation_of_attr(self, name):
+            return effects.load_attr(self, name)
+        return original(self, tx, name)
+
+    return look_up
+
+
+_method_backward = TensorVariable.method_backward
+
+
+def _annotated_backward(*args: Any, **kwargs: Any) -> Any:
+    with preserve_node_meta(), annotate({PHASE_ANNOTATION: "backward"}):
+        return _method_backward(*args, **kwargs)
+
+
+_inline_call = InliningInstructionTranslator.inline_call
+
+
+def _inline_noting_zero_grad(
+    session: Session, parent: Any, func: Any, args: list[Any], *rest: Any, **options: Any
+) -> Any:
+    """Trace a call; note a `module.zero_grad()` before any backward, as an optimizer's is noted."""
+    if getattr(func, "fn", None) is nn.Module.zero_grad and len(args) == 1 and rest == ({},):
+        module = vars(args[0]).get("value")
+        if isinstance(module, nn.Module) and not parent.output.autograd_grad_consumed_grad_fns:
+            session.cleared_first.update(id(param) for param in module.parameters())
+    return _inline_call(parent, func, args, *rest, **options)
