@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import fx
 
 from cotrain_compile.extract import buffer_names
@@ -18,6 +19,9 @@ from cotrain_compile.graph import StepGraph, writes
 from cotrain_compile.passes.positions import Positions
 from cotrain_compile.plan import Plan
 from cotrain_compile.runtime.ops import host_region
+
+
+COPY = torch.ops.aten.copy_.default
 
 
 def outline_host_regions(step: StepGraph, plan: Plan) -> StepGraph:
@@ -58,12 +62,22 @@ def _inputs(
     for node in queue:  # grows while it is read
         if node in seen:
             continue
+        if node.target is COPY:
+            queue.append(_written_by(node))
+            continue
         seen.add(node)
         if node.op != "call_function" or _makes(node, buffer_of, offloaded):
             found.setdefault(node)
         else:
             queue += node.all_input_nodes
     return list(found)
+
+
+def _written_by(write: fx.Node) -> fx.Node:
+    """The tensor that an in-place write leaves its value in. A write itself is never replayed."""
+    destination = write.args[0]
+    assert isinstance(destination, fx.Node)
+    return destination
 
 
 def _makes(node: fx.Node, buffer_of: Mapping[str, str], offloaded: set[str]) -> bool:
@@ -83,8 +97,11 @@ def _subgraph(
         values[node].meta = dict(node.meta)
 
     def value_of(node: fx.Node) -> fx.Node:
-        if node not in values:  # replayed
-            values[node] = graph.node_copy(node, value_of)
+        if node not in values:
+            written = node.target is COPY
+            values[node] = (
+                value_of(_written_by(node)) if written else graph.node_copy(node, value_of)
+            )
         return values[node]
 
     for node in members:

@@ -24,7 +24,8 @@ from torch._dynamo.variables import builder
 from torch._dynamo.variables.tensor import TensorVariable
 from torch.fx.traceback import annotate, preserve_node_meta
 
-from cotrain_compile.capture.optimizers import PHASE_ANNOTATION, build_optimizer_variable
+from cotrain_compile.capture.optimizers import build_optimizer_variable
+from cotrain_compile.capture.phases import PHASE_ANNOTATION
 from cotrain_compile.capture.session import Session
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from cotrain_compile.capture.optimizers import OptimizerRecord
+from cotrain_compile.capture.optimizer_state import OptimizerRecord
 from cotrain_compile.dataflow import Role
 from cotrain_compile.graph import StepInput
 

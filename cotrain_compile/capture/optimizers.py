@@ -5,131 +5,26 @@ a whole-step trace would silently update nothing. Here the optimizer is a plain 
 `step`, `zero_grad` and `_init_group` are the functions under torch's decorators (profiling, hooks,
 `graph_break`). No class and no method of the user's is changed.
 
-Private torch API used: `UserDefinedObjectVariable`, `VariableTracker`,
-`Optimizer._init_group`, `_torchdynamo_orig_callable`. Tried on torch 2.11.0, 2.13.0 and 2.15.0.
+Private torch API used: `UserDefinedObjectVariable`, `VariableTracker`, the hooks of an optimizer
+and of all optimizers. Tried on torch 2.11.0, 2.13.0 and 2.15.0.
 """
 
 from __future__ import annotations
 
-import inspect
 import types
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import torch
 from torch._dynamo.exc import unimplemented
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch.fx.traceback import annotate
+from torch.optim import optimizer as torch_optimizer
 
-if TYPE_CHECKING:
-    from cotrain_compile.capture.session import Session
-
-# Key of the node annotation (carried by torch from Dynamo's graph to ATen's) that says which part
-# of the step made a node: "backward" (accumulation of gradients) or "optimizer".
-PHASE_ANNOTATION = "cotrain_phase"
-
-
-@dataclass
-class OptimizerRecord:
-    """An optimizer of the step: what tracing changed on it, so that it can be put back."""
-
-    optimizer: torch.optim.Optimizer
-    steps: int = 0
-    _flags: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)
-    _created: list[torch.Tensor] = field(default_factory=list)
-    _stateless: set[int] = field(default_factory=set)
-
-    def start_tracing(self) -> None:
-        """Create missing state and select the per-parameter implementation.
-
-        Dynamo may restart a trace, also after it has called the backend: each attempt begins here.
-        """
-        self.steps = 0
-        self._created += create_state(self.optimizer, frozenset(self._stateless))
-        self.restore_flags()
-        for group in self.optimizer.param_groups:
-            for flag in ("foreach", "fused"):
-                if flag in group:
-                    self._flags.append((group, flag, group[flag]))
-                    group[flag] = False
-
-    def restore_flags(self) -> None:
-        while self._flags:
-            group, flag, value = self._flags.pop()
-            group[flag] = value
-
-    def create_state_only_for(self, used: frozenset[int]) -> bool:
-        """Remove created state of parameters whose id is not in `used`, and create none again.
-
-        Returns whether there was any: then the trace, which has seen it, has to start again.
-        """
-        unused = [param for param in self._created if id(param) not in used]
-        self._created = [param for param in self._created if id(param) in used]
-        for param in unused:
-            self.optimizer.state.pop(param, None)
-        self._stateless.update(map(id, unused))
-        return bool(unused)
-
-    def remove_created_state(self) -> None:
-        """Remove the state this tracing created."""
-        for param in self._created:
-            self.optimizer.state.pop(param, None)
-        self._created = []
-
-
-def create_state(
-    optimizer: torch.optim.Optimizer, stateless: frozenset[int] = frozenset()
-) -> list[torch.Tensor]:
-    """Create the state of `optimizer` as its first step would, and return the parameters it is for.
-
-    A parameter whose id is in `stateless` gets none. Without created state the first call of a
-    compiled step creates it inside the graph, and the second call compiles again because the state
-    is no longer empty. `_init_group` of torch's optimizers only looks at whether a parameter has a
-    gradient, so each gets a stand-in of one element. An optimizer without `_init_group`, and SGD
-    whose dampening makes its first step a different one, keep their lazy state (and cost that
-    second compile).
-    """
-    created: list[torch.Tensor] = []
-    init_group = _undecorated(getattr(type(optimizer), "_init_group", None))
-    for group in optimizer.param_groups:
-        fresh = [
-            param
-            for param in group["params"]
-            if param.requires_grad and id(param) not in stateless and not optimizer.state.get(param)
-        ]
-        if not fresh or init_group is None:
-            continue
-        _init_with_stand_in_gradients(optimizer, init_group, group, fresh)
-        if isinstance(optimizer, torch.optim.SGD) and group["momentum"] and not group["dampening"]:
-            for param in fresh:
-                optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param).detach()
-        created += [param for param in fresh if optimizer.state.get(param)]
-    return created
-
-
-def _init_with_stand_in_gradients(
-    optimizer: torch.optim.Optimizer,
-    init_group: Callable[..., Any],
-    group: dict[str, Any],
-    fresh: list[torch.Tensor],
-) -> None:
-    lists: list[list[Any]] = [[] for _ in list(inspect.signature(init_group).parameters)[2:]]
-    gradients = [param.grad for param in group["params"]]
-    try:
-        for param in group["params"]:
-            param.grad = None
-        for param in fresh:
-            param.grad = param.detach().new_zeros(()).expand_as(param)
-        with torch.no_grad():
-            init_group(optimizer, group, *lists)
-    finally:
-        for param, gradient in zip(group["params"], gradients, strict=True):
-            param.grad = gradient
-        for param in group["params"]:
-            if not optimizer.state.get(param):
-                optimizer.state.pop(param, None)  # reading a defaultdict leaves an empty entry
+from cotrain_compile.capture.optimizer_state import undecorated
+from cotrain_compile.capture.phases import PHASE_ANNOTATION
+from cotrain_compile.capture.session import Session
 
 
 def build_optimizer_variable(
@@ -163,8 +58,11 @@ class CapturedOptimizer(UserDefinedObjectVariable):
         self, tx: Any, name: str, args: list[Any], kwargs: dict[str, Any]
     ) -> VariableTracker:
         """Trace method `name`, the way `_METHODS` says."""
-        method = _undecorated(getattr(type(self.value), name))
+        method = undecorated(getattr(type(self.value), name))
         assert method is not None
+        run = _METHODS[name]
+        if name == "zero_grad" and method is not undecorated(torch.optim.Optimizer.zero_grad):
+            run = _run_as_written
         record = self.session.record_of(self.value)
         if name == "step":
             self._refuse_unsupported_step(args, kwargs)
@@ -174,7 +72,7 @@ class CapturedOptimizer(UserDefinedObjectVariable):
             params = (p for group in self.value.param_groups for p in group["params"])
             self.session.cleared_first.update(map(id, params))
         result: VariableTracker = tx.inline_user_function_return(
-            VariableTracker.build(tx, _METHODS[name]),
+            VariableTracker.build(tx, run),
             [VariableTracker.build(tx, method), self, *args],
             kwargs,
         )
@@ -186,13 +84,21 @@ class CapturedOptimizer(UserDefinedObjectVariable):
             self._refuse(f"{name} cannot be captured; use an optimizer without closure or sparsity")
         if args or kwargs:
             self._refuse(f"{name}.step(closure) evaluates the loss inside; call step() without it")
-        hooks = [
-            *self.value._optimizer_step_pre_hooks.values(),
-            *self.value._optimizer_step_post_hooks.values(),
-        ]
-        if hooks:
+        hooks = (
+            self.value._optimizer_step_pre_hooks,
+            self.value._optimizer_step_post_hooks,
+            torch_optimizer._global_optimizer_pre_hooks,
+            torch_optimizer._global_optimizer_post_hooks,
+        )
+        if any(hooks):
             self._refuse(
                 f"{name} has step hooks, which a captured step would skip; call them in it"
+            )
+        replaced = vars(self.value).get("step")
+        if replaced is not None and not hasattr(replaced, "_wrapped_by_lr_sched"):
+            self._refuse(
+                f"step of this {name} was replaced on the object, which a captured step would "
+                "skip; override it in a subclass"
             )
 
     def _refuse(self, message: str) -> None:
@@ -232,22 +138,12 @@ def _run_zero_grad(method: Callable[..., Any], optimizer: Any, set_to_none: bool
                 param.grad.zero_()
 
 
-def _run_init_group(method: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+def _run_as_written(method: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
     return method(optimizer, *args, **kwargs)
 
 
 _METHODS: dict[str, Callable[..., Any]] = {
     "step": _run_step,
     "zero_grad": _run_zero_grad,
-    "_init_group": _run_init_group,
+    "_init_group": _run_as_written,
 }
-
-
-def _undecorated(function: Any) -> Callable[..., Any] | None:
-    while True:
-        if hasattr(function, "_torchdynamo_orig_callable"):
-            function = function._torchdynamo_orig_callable
-        elif hasattr(function, "__wrapped__"):
-            function = function.__wrapped__
-        else:
-            return cast(Callable[..., Any] | None, function)

@@ -6,9 +6,12 @@ from collections.abc import Mapping
 
 from torch import fx
 
-from cotrain_compile.capture.optimizers import PHASE_ANNOTATION
 from cotrain_compile.dataflow import Phase
 from cotrain_compile.graph import writes
+
+# Key of the node annotation (carried by torch from Dynamo's graph to ATen's) that says which part
+# of the step made a node: "backward" (accumulation of gradients) or "optimizer".
+PHASE_ANNOTATION = "cotrain_phase"
 
 
 def phases(graph: fx.Graph) -> Mapping[str, Phase]:

@@ -10,7 +10,7 @@ from types import CodeType
 
 import torch
 
-from cotrain_compile.capture.optimizers import OptimizerRecord
+from cotrain_compile.capture.optimizer_state import OptimizerRecord
 from cotrain_compile.errors import CaptureError
 from cotrain_compile.options import Options
 

@@ -7,17 +7,18 @@ measured, not assumed. The captured ops themselves are the exact alternative.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import fx
 
-from cotrain_compile.capture.optimizers import PHASE_ANNOTATION
+from cotrain_compile.capture.phases import PHASE_ANNOTATION
 from cotrain_compile.dataflow import Role
 from cotrain_compile.graph import OptimizerRule, StepGraph, StepInput, writes
 from cotrain_compile.machine import Tier
+from cotrain_compile.runtime.fused_loops import FUSED_LOOPS, Update
 from cotrain_compile.runtime.meter import Meter
 from cotrain_compile.runtime.metered import MeteredInterpreter
 from cotrain_compile.runtime.ops import host_region
@@ -53,7 +54,7 @@ class FusedKernel:
     """
 
     gradient: fx.GraphModule
-    update: Callable[[Mapping[str, torch.Tensor], torch.Tensor, float], None]
+    update: Update
     positions: Mapping[str, int]
     lr: int | None
     constant_lr: float
@@ -117,7 +118,7 @@ def _fused(
 ) -> FusedKernel | None:
     """A fused kernel for the region, None where there is none for its optimizer or its shape."""
     rule = _rule(inputs, rules)
-    maker = _FUSED.get(rule.optimizer) if rule is not None else None
+    maker = FUSED_LOOPS.get(rule.optimizer) if rule is not None else None
     gradient = _gradient_part(region, inputs)
     if maker is None or gradient is None:
         return None
@@ -240,88 +241,3 @@ def _close(old: torch.Tensor, exact: torch.Tensor, fast: torch.Tensor) -> bool:
     difference = (exact.double() - fast.double()).abs().max()
     rounding = exact.double().abs().max() * torch.finfo(torch.float32).eps * 4
     return bool(difference <= TOLERANCE * change + rounding)
-
-
-Update = Callable[[Mapping[str, torch.Tensor], torch.Tensor, float], None]
-
-
-def _adam(settings: Mapping[str, Any], states: frozenset[str]) -> Update | None:
-    amsgrad = settings["amsgrad"]
-    needed = {"param", "step", "exp_avg", "exp_avg_sq"} | ({"max_exp_avg_sq"} if amsgrad else set())
-    if states != needed:
-        return None
-    decoupled = settings.get("decoupled_weight_decay", False)
-    loop = torch._fused_adamw_ if decoupled else torch._fused_adam_
-    beta1, beta2 = settings["betas"]
-
-    def update(t: Mapping[str, torch.Tensor], gradient: torch.Tensor, lr: float) -> None:
-        t["step"].add_(1)
-        loop(
-            [t["param"]],
-            [gradient],
-            [t["exp_avg"]],
-            [t["exp_avg_sq"]],
-            [t["max_exp_avg_sq"]] if amsgrad else [],
-            [t["step"]],
-            lr=lr,
-            beta1=beta1,
-            beta2=beta2,
-            weight_decay=settings["weight_decay"],
-            eps=settings["eps"],
-            amsgrad=amsgrad,
-            maximize=settings["maximize"],
-        )
-
-    return update
-
-
-def _sgd(settings: Mapping[str, Any], states: frozenset[str]) -> Update | None:
-    momentum = settings["momentum"]
-    if states != ({"param", "momentum_buffer"} if momentum else {"param"}):
-        return None
-
-    def update(t: Mapping[str, torch.Tensor], gradient: torch.Tensor, lr: float) -> None:
-        torch._fused_sgd_(
-            [t["param"]],
-            [gradient],
-            [t["momentum_buffer"]] if momentum else [],
-            weight_decay=settings["weight_decay"],
-            momentum=momentum,
-            lr=lr,
-            dampening=settings["dampening"],
-            nesterov=settings["nesterov"],
-            maximize=settings["maximize"],
-            is_first_step=False,
-        )
-
-    return update
-
-
-def _adagrad(settings: Mapping[str, Any], states: frozenset[str]) -> Update | None:
-    if states != {"param", "sum", "step"}:
-        return None
-
-    def update(t: Mapping[str, torch.Tensor], gradient: torch.Tensor, lr: float) -> None:
-        t["step"].add_(1)
-        torch._fused_adagrad_(
-            [t["param"]],
-            [gradient],
-            [t["sum"]],
-            [t["step"]],
-            lr=lr,
-            lr_decay=settings["lr_decay"],
-            weight_decay=settings["weight_decay"],
-            eps=settings["eps"],
-            maximize=settings["maximize"],
-        )
-
-    return update
-
-
-# Exact classes: a subclass may compute something else.
-_FUSED: Mapping[type, Callable[[Mapping[str, Any], frozenset[str]], Update | None]] = {
-    torch.optim.Adam: _adam,
-    torch.optim.AdamW: _adam,
-    torch.optim.SGD: _sgd,
-    torch.optim.Adagrad: _adagrad,
-}

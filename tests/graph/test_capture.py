@@ -152,6 +152,20 @@ def test_gradients_are_gone_after_a_step_that_clears_them_first(make: MakeStep) 
         torch.testing.assert_close(ours, {n: eager[n] for n in ours})
 
 
+def test_an_optimizers_own_zero_grad_is_called() -> None:
+    class Halving(torch.optim.SGD):
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            for group in self.param_groups:
+                for param in group["params"]:
+                    if param.grad is not None:
+                        param.grad.mul_(0.5)
+
+    def make(model: nn.Module, _: Optimizer) -> Step:
+        return make_step(model, [Halving(model.parameters(), lr=0.1)], loss_of)
+
+    assert_as_eager(make, keep_grads=True)
+
+
 def test_keep_grads_leaves_the_gradients_of_eager() -> None:
     tensors = assert_as_eager(make_clearing_first, keep_grads=True)
     assert any(name.endswith(".grad") for name in tensors)
@@ -164,6 +178,23 @@ def test_clearing_last_leaves_no_gradients() -> None:
 
 def test_gradients_that_are_never_cleared_add_up() -> None:
     tensors = assert_as_eager(make_never_clearing)
+    assert any(name.endswith(".grad") for name in tensors)
+
+
+def test_gradients_changed_in_place_and_never_cleared_add_up() -> None:
+    def make(model: nn.Module, optimizer: Optimizer) -> Step:
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            loss = loss_of(model, x, y)
+            loss.backward()
+            for param in model.parameters():
+                if param.grad is not None:
+                    param.grad.mul_(0.5)
+            optimizer.step()
+            return loss
+
+        return step
+
+    tensors = assert_as_eager(make)
     assert any(name.endswith(".grad") for name in tensors)
 
 

@@ -107,6 +107,11 @@ def make_step_hooked(model: nn.Module, optimizer: Optimizer) -> Step:
     return make_plain(model, optimizer)
 
 
+def make_step_replaced(model: nn.Module, optimizer: Optimizer) -> Step:
+    optimizer.step = lambda closure=None: None  # type: ignore[method-assign, assignment]
+    return make_plain(model, optimizer)
+
+
 def make_without_backward(model: nn.Module, optimizer: Optimizer) -> Step:
     def step(x: Tensor, y: Tensor) -> Tensor:  # breaks
         optimizer.step()
@@ -150,6 +155,7 @@ REFUSED: dict[str, tuple[Callable[[nn.Module, Optimizer], Step], str]] = {
     "closure": (make_with_closure, "without"),
     "lbfgs": (make_lbfgs, "use an optimizer without"),
     "step hook": (make_step_hooked, "call them in it"),
+    "step replaced": (make_step_replaced, "override it in a subclass"),
     "no backward": (make_without_backward, "compile the function that calls"),
     "no update": (make_without_update, "compile the function that calls"),
     "gradient hook": (make_gradient_hooked, "after backward()"),

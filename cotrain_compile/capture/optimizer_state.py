@@ -1,0 +1,126 @@
+"""Optimizer state, made before the first trace on its first use, and undone if the trace fails.
+
+Private torch API used: `Optimizer._init_group`, `_torchdynamo_orig_callable`. Reason: they are how
+torch's optimizers make their state. Tried on torch 2.11.0, 2.13.0 and 2.15.0.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+
+
+@dataclass
+class OptimizerRecord:
+    """An optimizer of the step: what tracing changed on it, so that it can be put back."""
+
+    optimizer: torch.optim.Optimizer
+    steps: int = 0
+    _flags: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)
+    _created: list[torch.Tensor] = field(default_factory=list)
+    _stateless: set[int] = field(default_factory=set)
+
+    def start_tracing(self) -> None:
+        """Create missing state and select the per-parameter implementation.
+
+        Dynamo may restart a trace, also after it has called the backend: each attempt begins here.
+        """
+        self.steps = 0
+        self._created += create_state(self.optimizer, frozenset(self._stateless))
+        self.restore_flags()
+        for group in self.optimizer.param_groups:
+            for flag in ("foreach", "fused"):
+                if flag in group:
+                    self._flags.append((group, flag, group[flag]))
+                    group[flag] = False
+
+    def restore_flags(self) -> None:
+        while self._flags:
+            group, flag, value = self._flags.pop()
+            group[flag] = value
+
+    def create_state_only_for(self, used: frozenset[int]) -> bool:
+        """Remove created state of parameters whose id is not in `used`, and create none again.
+
+        Returns whether there was any: then the trace, which has seen it, has to start again.
+        """
+        unused = [param for param in self._created if id(param) not in used]
+        self._created = [param for param in self._created if id(param) in used]
+        for param in unused:
+            self.optimizer.state.pop(param, None)
+        self._stateless.update(map(id, unused))
+        return bool(unused)
+
+    def remove_created_state(self) -> None:
+        """Remove the state this tracing created."""
+        for param in self._created:
+            self.optimizer.state.pop(param, None)
+        self._created = []
+
+
+def create_state(
+    optimizer: torch.optim.Optimizer, stateless: frozenset[int] = frozenset()
+) -> list[torch.Tensor]:
+    """Create the state of `optimizer` as its first step would, and return the parameters it is for.
+
+    A parameter whose id is in `stateless` gets none. Without created state the first call of a
+    compiled step creates it inside the graph, and the second call compiles again because the state
+    is no longer empty. `_init_group` of torch's optimizers only looks at whether a parameter has a
+    gradient, so each gets a stand-in of one element. An optimizer without `_init_group`, and SGD
+    whose dampening makes its first step a different one, keep their lazy state (and cost that
+    second compile).
+    """
+    created: list[torch.Tensor] = []
+    init_group = undecorated(getattr(type(optimizer), "_init_group", None))
+    for group in optimizer.param_groups:
+        fresh = [
+            param
+            for param in group["params"]
+            if param.requires_grad and id(param) not in stateless and not optimizer.state.get(param)
+        ]
+        if not fresh or init_group is None:
+            continue
+        _init_with_stand_in_gradients(optimizer, init_group, group, fresh)
+        if isinstance(optimizer, torch.optim.SGD) and group["momentum"] and not group["dampening"]:
+            for param in fresh:
+                optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param).detach()
+        created += [param for param in fresh if optimizer.state.get(param)]
+    return created
+
+
+def _init_with_stand_in_gradients(
+    optimizer: torch.optim.Optimizer,
+    init_group: Callable[..., Any],
+    group: dict[str, Any],
+    fresh: list[torch.Tensor],
+) -> None:
+    lists: list[list[Any]] = [[] for _ in list(inspect.signature(init_group).parameters)[2:]]
+    gradients = [param.grad for param in group["params"]]
+    try:
+        for param in group["params"]:
+            param.grad = None
+        for param in fresh:
+            param.grad = param.detach().new_zeros(()).expand_as(param)
+        with torch.no_grad():
+            init_group(optimizer, group, *lists)
+    finally:
+        for param, gradient in zip(group["params"], gradients, strict=True):
+            param.grad = gradient
+        for param in group["params"]:
+            if not optimizer.state.get(param):
+                optimizer.state.pop(param, None)  # reading a defaultdict leaves an empty entry
+
+
+def undecorated(function: Any) -> Callable[..., Any] | None:
+    """The function under torch's decorators (profiling, hooks, `graph_break`)."""
+    while True:
+        if hasattr(function, "_torchdynamo_orig_callable"):
+            function = function._torchdynamo_orig_callable
+        elif hasattr(function, "__wrapped__"):
+            function = function.__wrapped__
+        else:
+            return cast(Callable[..., Any] | None, function)
