@@ -20,7 +20,6 @@ from cotrain_compile.passes.positions import Positions
 from cotrain_compile.plan import Plan
 from cotrain_compile.runtime.ops import host_region
 
-
 COPY = torch.ops.aten.copy_.default
 
 

@@ -162,7 +162,7 @@ def test_a_missing_wait_shows_as_a_wrong_number(with_wait: bool, slow_link: str)
     seen = {n: v.clone() for n, v in all_tensors(model, optimizers).items()}
     compiled._device.drain()
     arrived = all_tensors(model, optimizers)
-    # What is read too early is NaN, or the weight of the step before where its copy has yet to start.
+    # What is read too early is NaN, or the weight before the step if its copy has yet to start.
     early = [name for name, value in seen.items() if not torch.equal(value, arrived[name])]
     assert bool(early) is not with_wait
     assert not any(value.isnan().any() for value in arrived.values())
