@@ -22,12 +22,16 @@ def drop_redundant_copies(graph: fx.Graph) -> None:
     """`copy(empty_like(x), g)` is `g` when dtype and layout agree: autograd copies every gradient.
 
     A value that shows an input's storage is left alone: the input may be overwritten later in the
-    step, the copy not.
+    step, the copy not. So is a copy that the step returns, as a kept gradient: the user's tensors
+    share no memory.
     """
     inputs = {storage_key(node) for node in graph.find_nodes(op="placeholder")}
     for node in list(graph.find_nodes(op="call_function", target=aten.copy.default)):
         destination, source = node.args[0], node.args[1]
-        if _same_layout(destination, source) and storage_key(source) not in inputs:
+        returned = any(user.op == "output" for user in node.users)
+        if returned or not _same_layout(destination, source):
+            continue
+        if storage_key(source) not in inputs:
             node.replace_all_uses_with(source)
             graph.erase_node(node)
     graph.eliminate_dead_code()

@@ -171,6 +171,27 @@ def test_keep_grads_leaves_the_gradients_of_eager() -> None:
     assert any(name.endswith(".grad") for name in tensors)
 
 
+def test_kept_gradients_share_no_memory() -> None:
+    """Both parameters get the same gradient; in eager each has its own tensor."""
+    first, second = nn.Parameter(torch.randn(8)), nn.Parameter(torch.randn(8))
+    optimizer = torch.optim.SGD([first, second], lr=0.1)
+
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = ((first + second) * x).sum()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    for policy in POLICIES:
+        torch._dynamo.reset()
+        cotrain(policy=policy, keep_grads=True)(step)(torch.ones(8))
+        assert first.grad is not None
+        assert second.grad is not None
+        first.grad.zero_()
+        torch.testing.assert_close(second.grad, torch.ones(8))
+
+
 def test_clearing_last_leaves_no_gradients() -> None:
     tensors = assert_as_eager(make_clearing_last)
     assert not any(name.endswith(".grad") for name in tensors)
