@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
-from cotrain_compile.capture.phases import phases
+from cotrain_compile.capture.phases import PHASE_ANNOTATION, phases
 from cotrain_compile.capture.storages import storage_key
 from cotrain_compile.dataflow import Phase
 from cotrain_compile.graph import writes
@@ -62,16 +62,15 @@ def write_updates_early(graph: fx.Graph) -> None:
                 user.replace_input_with(value, node)
 
 
-def compute_norms_early(graph: fx.Graph) -> None:
-    """Move each reduction of a gradient to a scalar up to where the gradient is complete.
+def reduce_gradients_early(graph: fx.Graph) -> None:
+    """Add up and take norms of gradients as soon as they are complete.
 
-    Global-norm clipping takes the norm of every gradient after the whole backward; earlier, each
-    gradient is free to leave at once.
+    The trace adds the gradients of a micro-batch to those before it after the whole backward, and
+    global-norm clipping takes every norm after that; moved up, each gradient is free to go at once.
     """
     order = {node: index for index, node in enumerate(graph.nodes)}
-    for node in list(graph.find_nodes(op="call_function", target=aten.linalg_vector_norm.default)):
-        source = node.args[0]
-        if isinstance(source, fx.Node) and source.op == "call_function":
+    for node in list(graph.nodes):
+        if _accumulates(node) or _is_norm_of_computed(node):
             latest = max(node.all_input_nodes, key=order.__getitem__)
             latest.append(node)
 
@@ -102,7 +101,7 @@ def give_updates_their_own_casts(graph: fx.Graph) -> None:
 PREPARATIONS: tuple[Callable[[fx.Graph], None], ...] = (
     drop_redundant_copies,
     write_updates_early,
-    compute_norms_early,
+    reduce_gradients_early,
     give_updates_their_own_casts,
 )
 
@@ -113,6 +112,19 @@ def prepare(module: fx.GraphModule) -> None:
         preparation(module.graph)
     module.graph.lint()
     module.recompile()
+
+
+def _accumulates(node: fx.Node) -> bool:
+    """Whether `node` adds a gradient to the one before: of a backward, but not autograd's."""
+    annotation = (node.meta.get("custom") or {}).get(PHASE_ANNOTATION)
+    added = node.target is aten.add.Tensor and not node.meta.get("autograd_backward")
+    return annotation == "backward" and added
+
+
+def _is_norm_of_computed(node: fx.Node) -> bool:
+    if node.target is not aten.linalg_vector_norm.default:
+        return False
+    return node.all_input_nodes[0].op == "call_function"
 
 
 def _same_layout(a: object, b: object) -> bool:

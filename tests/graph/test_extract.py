@@ -212,6 +212,31 @@ def test_the_largest_batch_fits_and_the_next_one_does_not() -> None:
     assert liveness(cotrain_compile.trace(perceptron(batch=batch + 1))).peak_bytes > budget
 
 
+def test_gradients_of_micro_batches_are_added_up_at_once() -> None:
+    """With two micro-batches one set of gradients is alive, and one more gradient at a time."""
+
+    def build() -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        model = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(8)])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            total = torch.zeros(())
+            for half in x.chunk(2):
+                loss = model(half).square().mean()
+                loss.backward()
+                total += loss.detach()
+            optimizer.step()
+            return total
+
+        return step, (torch.randn(4, 256),)
+
+    dataflow = cotrain_compile.trace(build)
+    parameters = dataflow.total_bytes(Role.PARAM)
+    gradients = liveness(dataflow).peak_bytes - parameters
+    assert parameters <= gradients < 1.5 * parameters
+
+
 def test_tied_weights_are_one_buffer() -> None:
     def build() -> tuple[Callable[..., Any], tuple[Any, ...]]:
         embedding = nn.Embedding(50, 16)
