@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map_only
 
 from cotrain_compile.dataflow import Role
 from cotrain_compile.extract import UNDECLARED_VIEWS
-from cotrain_compile.graph import StepGraph, writes
+from cotrain_compile.graph import StepGraph, returns_argument_memory, writes
 from cotrain_compile.machine import Tier
 from cotrain_compile.plan import Lane, Span
 from cotrain_compile.runtime.meter import Meter
@@ -79,8 +79,7 @@ def _without_spare_storage(node: fx.Node, result: Any) -> Any:
     spare = result.untyped_storage().nbytes() > result.nbytes
     if not spare or node.target in UNDECLARED_VIEWS:
         return result
-    is_view = any(returned.alias_info is not None for returned in node.target._schema.returns)
-    return result if is_view else result.clone()
+    return result if returns_argument_memory(node) else result.clone()
 
 
 def _persistent_writes(placed: StepGraph) -> dict[fx.Node, str]:

@@ -20,7 +20,7 @@ from cotrain_compile.capture.storages import storage_key
 from cotrain_compile.dataflow import Buffer, Dataflow, Op, Phase, Role, SizeExpressions
 from cotrain_compile.errors import ExtractError
 from cotrain_compile.extract_updates import update_groups
-from cotrain_compile.graph import StepGraph
+from cotrain_compile.graph import StepGraph, returns_argument_memory
 
 aten = torch.ops.aten
 
@@ -183,9 +183,8 @@ def _nodes_in(argument: Any) -> list[fx.Node]:
 
 
 def _refuse_undeclared_view(node: fx.Node) -> None:
-    schema = getattr(node.target, "_schema", None)
-    declared = schema is None or any(r.alias_info is not None for r in schema.returns)
-    if not declared and node.target not in UNDECLARED_VIEWS:
+    has_schema = hasattr(node.target, "_schema")
+    if has_schema and not returns_argument_memory(node) and node.target not in UNDECLARED_VIEWS:
         raise ExtractError(
             f"op {node.target} (node {node.name}) returns memory of its input though its schema "
             "says it does not, so its effects on memory are unknown. Declare the alias in the "

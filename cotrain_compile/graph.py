@@ -115,6 +115,12 @@ def writes(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node, fx.Node]]:
         yield node, destination, value
 
 
+def returns_argument_memory(node: fx.Node) -> bool:
+    """Whether the schema of a node's op says that its result shares memory with an argument."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(r.alias_info is not None for r in schema.returns)
+
+
 def shape(node: fx.Node) -> str:
     """Dtype, shape and strides of a node's value, as text; "" for what is not a tensor."""
     value = node.meta.get("val")

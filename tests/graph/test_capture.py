@@ -171,6 +171,41 @@ def test_keep_grads_leaves_the_gradients_of_eager() -> None:
     assert any(name.endswith(".grad") for name in tensors)
 
 
+def test_two_optimizers_take_turns_in_one_step() -> None:
+    """The second half reads what the first has just updated, as with a GAN."""
+
+    def train(compile_with: Callable[[Step], Step]) -> tuple[list[Any], dict[str, Tensor]]:
+        torch.manual_seed(0)
+        maker, judge = (
+            nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, width)) for width in (4, 1)
+        )
+        optimizers = [torch.optim.Adam(m.parameters(), foreach=False) for m in (maker, judge)]
+
+        def plain(real: Tensor, noise: Tensor) -> Tensor:
+            optimizers[1].zero_grad()
+            judged = F.softplus(-judge(real)) + F.softplus(judge(maker(noise).detach()))
+            judged.mean().backward()
+            optimizers[1].step()
+            optimizers[0].zero_grad()
+            made = F.softplus(-judge(maker(noise))).mean()
+            made.backward()
+            optimizers[0].step()
+            return made.detach()
+
+        step = compile_with(plain)
+        results = []
+        for _ in range(4):
+            results.append(step(torch.randn(8, 4), torch.randn(8, 4)))
+            if step is not plain:
+                check_peak(step)
+        return results, all_tensors(nn.ModuleList([maker, judge]), optimizers)
+
+    expected = train(lambda step: step)
+    for policy in (*POLICIES, "coarse", "fraction:0.5"):
+        torch._dynamo.reset()
+        torch.testing.assert_close(train(cotrain(policy=policy)), expected)
+
+
 def test_kept_gradients_share_no_memory() -> None:
     """Both parameters get the same gradient; in eager each has its own tensor."""
     first, second = nn.Parameter(torch.randn(8)), nn.Parameter(torch.randn(8))
