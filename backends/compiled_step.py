@@ -14,6 +14,8 @@ from cotrain_compile.dataflow import Role
 from cotrain_compile.errors import CotrainError, StepFailed
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.machine import Tier
+from cotrain_compile.placement.engine import Periodic
+from cotrain_compile.placement.predict import predict_steady_state
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.plan import Plan, Timeline
 from cotrain_compile.runtime.emulated import EmulatedDevice
@@ -49,6 +51,11 @@ class CompiledStep:
     def predicted(self) -> Timeline:
         """The simulator's timeline of one step."""
         return self.plan.predicted
+
+    def predict_steps(self, count: int = 8) -> Periodic:
+        """The step repeated: predicted seconds of the first one, and from one to the next."""
+        plan = self.plan
+        return predict_steady_state(self.problem, plan.placement, plan.tasks, steps=count)
 
     def __call__(self, inputs: list[Any]) -> Any:
         """Run one step on the tensors of the graph's inputs; called by torch.compile."""

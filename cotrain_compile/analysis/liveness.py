@@ -6,7 +6,7 @@ reads and what it writes exist side by side. A pure function.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -71,14 +71,6 @@ class Liveness:
             if self.lifespans[buffer.name].start <= index < self.lifespans[buffer.name].end
         )
         return tuple(sorted(alive, key=lambda buffer: (-buffer.nbytes, buffer.name)))
-
-    def live_bytes_without(self, names: Collection[str]) -> tuple[int, ...]:
-        """`live_bytes` when the buffers `names` are elsewhere, such as at home on the host."""
-        left_out = frozenset(names)
-        rest = (buffer for buffer in self.buffers if buffer.name not in left_out)
-        return live_totals(
-            ((self.lifespans[buffer.name], buffer.nbytes) for buffer in rest), len(self.live_bytes)
-        )
 
 
 def liveness(dataflow: Dataflow) -> Liveness:

@@ -51,10 +51,6 @@ class DeviceProgram:
         slots = [i for i in self.touches.get(buffer, ()) if buffer in self.ops[i].writes]
         return slots[-1] if slots else -1
 
-    def last_touch(self, buffer: str) -> int:
-        """Slot of the last op that touches `buffer`, -1 when none does."""
-        return self.touches.get(buffer, [-1])[-1]
-
 
 def device_program(dataflow: Dataflow, placement: Placement) -> DeviceProgram:
     """What is left for the device under `placement`."""

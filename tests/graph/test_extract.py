@@ -163,8 +163,9 @@ def test_tracing_under_fake_tensors_gives_the_step_that_runs() -> None:
     step, arguments = perceptron()()
     compiled = torch.compile(step, backend="cotrain")
     compiled(*arguments)
-    real = cotrain_compile.inspect(compiled).problem.dataflow
-    assert traced == real
+    placed = cotrain_compile.inspect(compiled)
+    assert traced == placed.problem.dataflow
+    assert placed.predict_steps(4).period_s == pytest.approx(placed.predicted.makespan_s)
 
 
 def test_the_cuts_of_a_traced_mixed_precision_step_are_the_papers() -> None:
