@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,56 +18,95 @@ from cotrain_compile.graph import StepGraph, returns_argument_memory, writes
 from cotrain_compile.machine import Tier
 from cotrain_compile.plan import Lane, Span
 from cotrain_compile.runtime.meter import Meter
-from cotrain_compile.runtime.ops import cotrain, host_region
+from cotrain_compile.runtime.ops import TASKS, cotrain, host_region, task_name
 
-_TASKS = (cotrain.offload, cotrain.prefetch_into, cotrain.wait, host_region)
+
+@dataclass(frozen=True)
+class Write:
+    """A tensor of the user's is written: by `task`, or where that is None as the node runs."""
+
+    name: str
+    role: Role
+    task: str | None = None
+
+    @property
+    def is_update(self) -> bool:
+        """Whether it belongs to the update: running statistics are the forward's."""
+        return self.role is not Role.BUFFER
 
 
 class EagerProgram(fx.Interpreter):
     """Runs a placed graph and notes when each op ran.
 
-    `before_first_update` is called before the first node that writes a parameter or state.
+    A value is freed after its last use, at once where it has none. `before_update` is called before
+    each node that writes a parameter or state, or starts what does; `written` has the writes of
+    these and of all nodes before, whether or not they came to their end.
     """
 
-    def __init__(
-        self, placed: StepGraph, meter: Meter, before_first_update: Callable[[], None]
-    ) -> None:
+    def __init__(self, placed: StepGraph, meter: Meter, before_update: Callable[[], None]) -> None:
         super().__init__(placed.module)
-        self.written: list[str] = []
+        self.extra_traceback = False  # `_run_op` says where, and leaves the message as it is
+        self.written: list[Write] = []
         self.spans: list[Span] = []
         self._meter = meter
-        self._before_first_update = before_first_update
+        self._before_update = before_update
         self._writes = _persistent_writes(placed)
+        self._last_readers = _last_readers(placed.module.graph)
 
-    def run_step(self, inputs: Sequence[Any], origin_s: float) -> Any:
-        """Run the step once on `inputs`, in the order of its placeholders."""
+    def start_step(self, origin_s: float) -> None:
+        """Begin a new step: nothing has run or been written. Times count from `origin_s`."""
         self.written, self.spans, self._origin_s = [], [], origin_s
-        self._previous_end_s = time.perf_counter() - origin_s
-        with torch.no_grad():
-            outputs = self.run(*inputs)
+
+    def run_step(self, inputs: Sequence[Any]) -> Any:
+        """Run the step once on `inputs`, in the order of its placeholders."""
+        self._previous_end_s = time.perf_counter() - self._origin_s
+        try:
+            with torch.no_grad():
+                outputs = self.run(*inputs)
+        finally:
+            self.env = {}  # a step that failed keeps no memory
         # A gradient is often a view of what the graph computed. Kept in `p.grad` as a view, its
         # base would be one more input of the next step.
         return tree_map_only(torch.Tensor, torch.Tensor.detach, outputs)
 
     def run_node(self, n: fx.Node) -> Any:
-        updates = n in self._writes
-        if updates and not self.written:
-            self._before_first_update()
-        result = super().run_node(n)
-        if n.op == "call_function":
-            is_op = n.target not in _TASKS
-            if is_op:
-                self._meter.track(result, Tier.DEVICE, n.name)
-                result = _without_spare_storage(n, result)
-            if updates:
-                self.written.append(self._writes[n])
-            # An op's span begins where the node before it ended: what it takes to get from one op
-            # to the next is part of the step's time.
-            ended = time.perf_counter() - self._origin_s
-            if is_op:
-                self.spans.append(Span(Lane.DEVICE, n.name, self._previous_end_s, ended))
-            self._previous_end_s = ended
-        return result
+        if n.op != "call_function":
+            return super().run_node(n)
+        writes = self._writes.get(n, ())
+        if any(write.is_update for write in writes):
+            self._before_update()
+        self.written += writes
+        is_op = n.target not in TASKS
+        result = self._run_op(n) if is_op else super().run_node(n)
+        # An op's span begins where the node before it ended: what it takes to get from one op to
+        # the next is part of the step's time.
+        ended = time.perf_counter() - self._origin_s
+        if is_op:
+            self.spans.append(Span(Lane.DEVICE, n.name, self._previous_end_s, ended))
+        self._previous_end_s = ended
+        return self._without_unused(n, result)
+
+    def _run_op(self, node: fx.Node) -> Any:
+        try:
+            result = super().run_node(node)
+            self._meter.track(result, Tier.DEVICE, node.name)
+        except Exception as error:
+            if node.stack_trace:
+                error.add_note(f"in {node.name}, which comes from\n{node.stack_trace}")
+            raise
+        return _without_spare_storage(node, result)
+
+    def _without_unused(self, node: fx.Node, result: Any) -> Any:
+        """What later nodes use of `result`; items of a tuple go one by one."""
+        if node in self._last_readers:
+            readers = self._last_readers[node]
+            return [item if index in readers else None for index, item in enumerate(result)]
+        if node.target is operator.getitem:
+            source: Any
+            source, index = node.args
+            if self._last_readers.get(source, {}).get(index) is node:
+                self.env[source][index] = None
+        return result if node.users else None
 
 
 def _without_spare_storage(node: fx.Node, result: Any) -> Any:
@@ -82,13 +123,36 @@ def _without_spare_storage(node: fx.Node, result: Any) -> Any:
     return result if returns_argument_memory(node) else result.clone()
 
 
-def _persistent_writes(placed: StepGraph) -> dict[fx.Node, str]:
-    """The nodes that write a parameter or state, with its name or the task of its region."""
-    found: dict[fx.Node, str] = {}
-    for node, destination, _ in writes(placed.module.graph):
+def _last_readers(graph: fx.Graph) -> dict[Any, dict[Any, fx.Node]]:
+    """For each node with several results, the last node that takes each result out."""
+    found: dict[Any, dict[Any, fx.Node]] = {}
+    for node in graph.find_nodes(op="call_function", target=operator.getitem):
+        source, index = node.args
+        if all(user.target is operator.getitem for user in source.users):
+            found.setdefault(source, {})[index] = node
+    return found
+
+
+def _persistent_writes(placed: StepGraph) -> dict[fx.Node, list[Write]]:
+    """What each node writes of the parameters, states and buffers that the user holds."""
+    graph = placed.module.graph
+    found: dict[fx.Node, list[Write]] = {}
+
+    def note(node: fx.Node, destination: Any, task: str | None = None) -> None:
         item = placed.input_of_node.get(destination.name)
-        if item is not None and item.role in (Role.PARAM, Role.OPTIMIZER_STATE):
-            found[node] = item.name
-    for node in placed.module.graph.find_nodes(op="call_function", target=host_region):
-        found[node] = str(node.args[1])
+        if item is not None and item.role in (Role.PARAM, Role.OPTIMIZER_STATE, Role.BUFFER):
+            found.setdefault(node, []).append(Write(item.name, item.role, task))
+
+    for node, destination, _ in writes(graph):
+        note(node, destination)
+    for target in (cotrain.offload_into, cotrain.prefetch_into):
+        for node in graph.find_nodes(op="call_function", target=target):
+            note(node, node.args[0], task_name(node))
+    for node in graph.find_nodes(op="call_function", target=host_region):
+        called: Any = node.args[0]
+        arguments: Any = node.args[3]
+        region: Any = placed.module.get_submodule(str(called.target))
+        given = dict(zip(region.graph.find_nodes(op="placeholder"), arguments, strict=True))
+        for _, destination, _ in writes(region.graph):
+            note(node, given[destination], task_name(node))
     return found

@@ -1,29 +1,38 @@
-"""The command line, `cotrain-compile`. Torch is loaded by the commands that compute, not by those
-that read a file."""
+"""The command line, `cotrain-compile`.
+
+Torch is loaded by the commands that trace or run a step, not by those that read or solve one.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, NoReturn
+from typing import Annotated, NoReturn, Protocol
 
 import typer
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from cotrain_compile import __version__, files, presets
 from cotrain_compile.dataflow import Dataflow
-from cotrain_compile.errors import CotrainError, FormatError, OptionError
+from cotrain_compile.errors import CotrainError, FormatError, OptionError, PlacementError
 from cotrain_compile.machine import Machine, Tier
 from cotrain_compile.options import Options
+from cotrain_compile.placement.check import check
+from cotrain_compile.placement.policies import SIMPLE_RULES
+from cotrain_compile.placement.problem import formulate
 from cotrain_compile.plan import Plan, Timeline
 from cotrain_compile.units import format_bytes
 from cotrain_compile.viz.analysis import describe_analysis
 from cotrain_compile.viz.describe import describe_machine, describe_step, describe_timeline
-from cotrain_compile.viz.summary import summary
+from cotrain_compile.viz.summary import candidates, comparison, summary
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -120,21 +129,6 @@ def machines() -> None:
     console.print(table, soft_wrap=False)
 
 
-class _Kind(NamedTuple):
-    """A type that `show` reads, and how it is put into words."""
-
-    type: type
-    describe: Callable[[Any], str]
-
-
-_KINDS: Mapping[str, _Kind] = {
-    "plan": _Kind(Plan, summary),
-    "dataflow": _Kind(Dataflow, describe_step),
-    "machine": _Kind(Machine, describe_machine),
-    "timeline": _Kind(Timeline, describe_timeline),
-}
-
-
 @app.command()
 def trace(
     job: Annotated[str, typer.Argument(help="FILE.py:FUNCTION; its source is executed.")],
@@ -169,6 +163,153 @@ def analyze(
 
 
 @app.command()
+def solve(
+    file: Annotated[Path, typer.Argument(help="step.json, from trace or from a dump.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="File to write.")],
+    machine: Annotated[str, typer.Option(help="Preset or machine.json.")] = presets.THIS_MACHINE,
+    memory_budget: Annotated[
+        list[str] | None,
+        typer.Option(help='Device memory: bytes, "20GiB" or "80%". Once for each plan to make.'),
+    ] = None,
+    host_memory_budget: Annotated[str, typer.Option(help="The same on the host.")] = "100%",
+    policy: Annotated[str, typer.Option(help="See docs/options.md.")] = "auto",
+    solver: Annotated[str, typer.Option(help="'highs' or 'cbc'.")] = "highs",
+    time_limit: Annotated[float, typer.Option(help="Seconds for each plan.")] = 10.0,
+    seed: Annotated[int, typer.Option(help="Of the solver; the same seed, the same plan.")] = 0,
+) -> None:
+    """Choose a plan for a step: where everything lives, what moves when. Nothing is run."""
+    shared = {
+        "host_memory_budget": host_memory_budget,
+        "policy": policy,
+        "solver": solver,
+        "time_limit": time_limit,
+        "seed": seed,
+    }
+    budgets = list(dict.fromkeys(memory_budget or ["100%"]))
+    asked = [Options.parse({**shared, "memory_budget": budget}) for budget in budgets]
+    paths = _plan_paths(output, budgets)
+    target = presets.find(machine)
+    with _stages() as say:
+        say(f"reading {file}")
+        dataflow = files.load(file, Dataflow)
+        answers = _answers(dataflow, target, asked, paths, say)
+    rules = (*SIMPLE_RULES, "fraction:auto") if policy == "auto" else ()
+    _print_answers(answers, budgets, dataflow, rules)
+    for answer, path in zip(answers, paths, strict=True):
+        if isinstance(answer, Plan):
+            console.print(f"saved {path}")
+    for answer in answers:
+        if isinstance(answer, PlacementError):
+            raise answer
+
+
+def _plan_paths(output: Path, budgets: Sequence[str]) -> list[Path]:
+    """Where each plan goes: `output`, or one file beside it for each of several budgets."""
+    if len(budgets) == 1:
+        return [output]
+    names = ["".join(budget.split()) for budget in budgets]
+    return [output.with_name(f"{output.stem}-{name}{output.suffix}") for name in names]
+
+
+class _Say(Protocol):
+    def __call__(self, stage: str, doing: str = "") -> None: ...
+
+
+@contextmanager
+def _stages() -> Iterator[_Say]:
+    """A bar and the time of each stage; what it yields is told the stage and what it is doing."""
+    bars: dict[str, TaskID] = {}
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    hidden = not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=hidden) as progress:
+
+        def say(stage: str, doing: str = "") -> None:
+            if stage not in bars:
+                for before in bars.values():
+                    progress.update(before, total=1, completed=1)
+                bars[stage] = progress.add_task(stage, total=None)
+            progress.update(bars[stage], description=f"{stage}: {doing}" if doing else stage)
+
+        yield say
+
+
+def _answers(
+    dataflow: Dataflow,
+    machine: Machine,
+    asked: Sequence[Options],
+    paths: Sequence[Path],
+    say: _Say,
+) -> list[Plan | PlacementError]:
+    """The plan for each of `asked`, checked and saved to its path, or why there is none."""
+    from cotrain_compile.placement.find_choices import choices_of
+    from cotrain_compile.placement.solve import SolveSettings
+    from cotrain_compile.placement.solve import solve as choose
+
+    say(f"{len(dataflow.ops)} ops on {machine.name}")
+    problem = formulate(dataflow, machine, asked[0].budgets(machine))
+    choices = choices_of(problem) if len(asked) > 1 else None
+    found: dict[Path, Plan | PlacementError] = {}
+    # From tight to roomy: what fits less memory is worth looking at with more.
+    order = sorted(
+        zip(asked, paths, strict=True), key=lambda pair: pair[0].budgets(machine)[Tier.DEVICE]
+    )
+    for options, path in order:
+        own = replace(problem, budgets=options.budgets(machine))
+        settings = SolveSettings(
+            policy=options.policy,
+            solver=options.solver,
+            time_limit_s=options.time_limit,
+            seed=options.seed,
+        )
+        say(str(path))
+        tighter = [answer for answer in found.values() if isinstance(answer, Plan)]
+        try:
+            plan = choose(
+                own,
+                settings,
+                progress=partial(say, str(path)),
+                incumbents=tighter,
+                choices=choices,
+            )
+        except PlacementError as error:
+            found[path] = error
+            continue
+        check(own, plan)
+        files.save(plan, path)
+        found[path] = plan
+    return [found[path] for path in paths]
+
+
+def _print_answers(
+    answers: Sequence[Plan | PlacementError],
+    budgets: Sequence[str],
+    dataflow: Dataflow,
+    rules: Sequence[str],
+) -> None:
+    """One plan in full, several side by side; with either, what the simple `rules` would take."""
+    plans = [answer for answer in answers if isinstance(answer, Plan)]
+    if len(answers) == len(plans) == 1:
+        console.print(summary(plans[0], dataflow))
+    table = Table(box=None, pad_edge=False)
+    table.add_column()
+    for budget in budgets:
+        table.add_column(budget, justify="right")
+    side_by_side = comparison(answers) if len(answers) > 1 else ()
+    for row in chain(side_by_side, candidates(answers, rules) if rules and plans else ()):
+        table.add_row(*row)
+    if table.row_count:
+        console.print(table, soft_wrap=False)
+
+
+_TYPES: Mapping[str, type] = {
+    "plan": Plan,
+    "dataflow": Dataflow,
+    "machine": Machine,
+    "timeline": Timeline,
+}
+
+
+@app.command()
 def show(
     file: Annotated[Path, typer.Argument(help="plan.json, step.json or machine.json.")],
     timeline: Annotated[
@@ -176,12 +317,24 @@ def show(
     ] = None,
 ) -> None:
     """Say in words what a file holds."""
-    kind = _KINDS[_kind_of(file)]
-    value: object = files.load(file, kind.type)
-    console.print(kind.describe(value))
+    value: object = files.load(file, _TYPES[_kind_of(file)])
+    console.print(_describe(value, file))
     if timeline is not None:
         _draw(value, file, timeline)
         console.print(f"drew {timeline}")
+
+
+def _describe(value: object, file: Path) -> str:
+    match value:
+        case Plan():
+            return summary(value, _step_beside(file, value))
+        case Dataflow():
+            return describe_step(value)
+        case Machine():
+            return describe_machine(value)
+        case _:
+            assert isinstance(value, Timeline)
+            return describe_timeline(value)
 
 
 def _kind_of(file: Path) -> str:
@@ -193,8 +346,8 @@ def _kind_of(file: Path) -> str:
             f"{file}: not a whole JSON document ({error}); make the file again"
         ) from None
     kind = document.get("kind") if isinstance(document, dict) else None
-    if kind not in _KINDS:
-        raise FormatError(f"{file}: kind is {kind!r}; show reads {', '.join(_KINDS)}")
+    if kind not in _TYPES:
+        raise FormatError(f"{file}: kind is {kind!r}; show reads {', '.join(_TYPES)}")
     return str(kind)
 
 
@@ -204,18 +357,18 @@ def _draw(value: object, file: Path, picture: Path) -> None:
     if isinstance(value, Timeline):
         draw_timelines([value], picture)
     elif isinstance(value, Plan):
-        kinds = kinds_of(value, _phases_beside(file, value))
+        step = _step_beside(file, value)
+        kinds = kinds_of(value, {op.name: op.phase for op in step.ops} if step else {})
         budget_bytes = value.budgets[Tier.DEVICE]
         draw_timelines([value.predicted], picture, kinds=kinds, budget_bytes=budget_bytes)
     else:
         raise OptionError(f"{file} has no timeline; give --timeline with a plan.json")
 
 
-def _phases_beside(file: Path, plan: Plan) -> Mapping[str, Any]:
-    """Phases of the ops by name, from the step.json that a dump puts beside its plan.json."""
+def _step_beside(file: Path, plan: Plan) -> Dataflow | None:
+    """The step of `plan`, from the step.json that a dump puts beside its plan.json."""
     beside = file.with_name("step.json")
     if not beside.is_file():
-        return {}
+        return None
     dataflow = files.load(beside, Dataflow)
-    same = dataflow.fingerprint == plan.fingerprint
-    return {op.name: op.phase for op in dataflow.ops} if same else {}
+    return dataflow if dataflow.fingerprint == plan.fingerprint else None

@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,22 +25,22 @@ from cotrain_compile.backends.per_shape import PerShape
 from cotrain_compile.capture import Session, capture, current_session, install
 from cotrain_compile.capture.hook import frame_objects
 from cotrain_compile.dataflow import Dataflow
-from cotrain_compile.errors import CaptureError, CotrainError, OptionError, PlacementError
+from cotrain_compile.errors import CaptureError, CotrainError, OptionError, PlanError
 from cotrain_compile.extract import extract
 from cotrain_compile.files import load
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.machine import Machine, Tier
-from cotrain_compile.options import Options, Size
+from cotrain_compile.options import Options
 from cotrain_compile.passes import run_passes
 from cotrain_compile.placement.check import check
-from cotrain_compile.placement.policies import rule
 from cotrain_compile.placement.problem import Problem, formulate
-from cotrain_compile.placement.schedule import schedule
+from cotrain_compile.placement.solve import SolveSettings, solve
 from cotrain_compile.plan import Plan
 from cotrain_compile.presets import find
 from cotrain_compile.runtime.emulated import EmulatedDevice
 from cotrain_compile.runtime.host_kernels import host_kernels
 from cotrain_compile.units import format_bytes
+from cotrain_compile.viz.describe import describe_differences
 from cotrain_compile.viz.dump import dump_step
 
 
@@ -129,7 +128,7 @@ def compile_step(step: StepGraph, dataflow: Dataflow, options: Options) -> Compi
     """Place, rewrite and lower `step`, whose `dataflow` has the sizes to plan for."""
     machine = find(options.machine)
     problem = formulate(dataflow, machine, budgets(options, machine), _profile(options))
-    plan = choose_plan(problem, options.policy)
+    plan = plan_for(problem, options)
     check(problem, plan)
     placed = run_passes(step, plan)
     device = EmulatedDevice(
@@ -154,28 +153,62 @@ def _as_option_error(option: str, value: str) -> Iterator[None]:
         raise OptionError(f"option {option!r} is {value!r}: {error.strerror}") from error
 
 
-def choose_plan(problem: Problem, policy: str) -> Plan:
-    """The plan of a named rule; "auto" is `resident` where that fits, else `zero-offload`.
+def plan_for(problem: Problem, options: Options) -> Plan:
+    """The plan in the file that `options` name, else what the solver finds for their policy.
 
-    Raises `PlacementError` with the shortfall when the rule does not fit the budgets.
+    Raises `PlacementError` with the shortfall when the policy does not fit the budgets, and as
+    `saved_plan` does.
     """
-    if policy != "auto":
-        return schedule(problem, rule(policy)(problem.dataflow))
-    try:
-        return schedule(problem, rule("resident")(problem.dataflow))
-    except PlacementError as error:
-        plan = schedule(problem, rule("zero-offload")(problem.dataflow))
-        short = format_bytes(error.shortfall_bytes)
-        return replace(plan, notes=(f"everything on the device would be {short} over the budget",))
+    if options.plan is not None:
+        return saved_plan(options.plan, problem, options)
+    settings = SolveSettings(
+        policy=options.policy,
+        solver=options.solver,
+        time_limit_s=options.time_limit,
+        seed=options.seed,
+    )
+    return solve(problem, settings)
+
+
+def saved_plan(path: str, problem: Problem, options: Options) -> Plan:
+    """The plan saved at `path`, made for the step of `problem`, on whichever machine.
+
+    Raises `PlanError` when it was made for another step, with up to three differences, or for more
+    memory than `options` allow; `OptionError` and `FormatError` when there is no plan in the file.
+    """
+    with _as_option_error("plan", path):
+        plan = load(path, Plan)
+    dataflow = problem.dataflow
+    differences = describe_differences(plan, dataflow)
+    if differences or plan.fingerprint != dataflow.fingerprint:
+        told = "; ".join(differences[:3]) or "names agree, but shapes or arguments of ops differ"
+        raise PlanError(
+            f"plan {path} was made for another step ({plan.fingerprint}, this one is "
+            f"{dataflow.fingerprint}): {told}; trace and solve this step again"
+        )
+    _refuse_more_memory(path, plan, problem, options)
+    return plan
+
+
+def _refuse_more_memory(path: str, plan: Plan, problem: Problem, options: Options) -> None:
+    asked = {
+        Tier.DEVICE: ("memory_budget", options.memory_budget),
+        Tier.HOST: ("host_memory_budget", options.host_memory_budget),
+    }
+    for tier, (option, size) in asked.items():
+        # Where the user set no budget, what counts is what the plan needs of this machine.
+        needed = plan.predicted.peak_bytes[tier] if size is None else plan.budgets[tier]
+        if needed > problem.budgets[tier]:
+            raise PlanError(
+                f"plan {path} was made for {format_bytes(needed)} on the {tier.value}, but "
+                f"{option} is {format_bytes(problem.budgets[tier])}; raise it, or solve the step "
+                f"again with --{option.replace('_', '-')} {problem.budgets[tier]}"
+            )
 
 
 def budgets(options: Options, machine: Machine) -> dict[Tier, int]:
     """Bytes allowed on each tier: what the user set, else the tier's capacity."""
-    whole = Size(fraction=1.0)
-    return {
-        Tier.DEVICE: (options.memory_budget or whole).of(machine.device.capacity_bytes),
-        Tier.HOST: (options.host_memory_budget or whole).of(machine.host.capacity_bytes),
-    }
+    return options.budgets(machine)
 
 
 def _profile(options: Options) -> CostTable | None:

@@ -14,8 +14,9 @@ from cotrain_compile.errors import OptionError
 def load_job(job: str) -> Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]:
     """The function that a job names. Its file is executed, because the user asked for it.
 
-    Called without arguments, it must return the step function and a tuple of example arguments.
-    Raises `OptionError` when there is no such file or function.
+    It may import its neighbours, as a script can. Called without arguments, it must return the step
+    function and a tuple of example arguments. Raises `OptionError` when there is no such file or
+    function.
     """
     file, colon, name = job.rpartition(":")
     path = Path(file)
@@ -26,6 +27,9 @@ def load_job(job: str) -> Callable[[], tuple[Callable[..., Any], tuple[Any, ...]
         raise OptionError(f"job {job!r}: {path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
+    folder = str(path.parent.resolve())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
     spec.loader.exec_module(module)
     build = getattr(module, name, None)
     if not callable(build):

@@ -87,8 +87,9 @@ class Machine:
     """A device with its host.
 
     `duplex` is what both link directions together reach, as a multiple of the faster one: 2.0 when
-    they do not disturb each other, 1.0 when they share one path. `source` says where the figures
-    come from.
+    they do not disturb each other, 1.0 when they share one path. `issue_s` is how long the device
+    stands still for each copy or host update that it starts and waits for: 0 where that is
+    asynchronous. `source` says where the figures come from.
     """
 
     name: str
@@ -99,10 +100,13 @@ class Machine:
     host_update: HostUpdate
     duplex: float = 2.0
     source: str = ""
+    issue_s: float = 0.0
 
     def __post_init__(self) -> None:
         if not 1.0 <= self.duplex <= 2.0:
             raise ValueError("duplex must lie between 1.0 (shared) and 2.0 (independent)")
+        if self.issue_s < 0:
+            raise ValueError("issue_s must not be negative")
 
     def tier(self, tier: Tier) -> TierSpec:
         return self.device if tier is Tier.DEVICE else self.host

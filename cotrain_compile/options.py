@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 from cotrain_compile.errors import OptionError
+from cotrain_compile.machine import Machine, Tier
 
 _UNITS = {
     "": 1,
@@ -53,12 +55,17 @@ class Options:
     """All options with their defaults; `docs/options.md` is the reference page.
 
     Budgets of None mean the capacity of the tier. `device` of None means where the model lives.
+    `plan` is the path of a saved plan, used in place of `policy`. `time_limit` is in seconds.
     """
 
     memory_budget: Size | None = None
     host_memory_budget: Size | None = None
     device: str | None = None
     policy: str = "auto"
+    plan: str | None = None
+    solver: str = "highs"
+    time_limit: float = 10.0
+    seed: int = 0
     lowering: str = "eager"
     host_kernels: str = "fused"
     keep_grads: bool = False
@@ -85,6 +92,14 @@ class Options:
                 raise OptionError(f"option {key!r} is {value!r}, but must be {error}") from None
         return cls(**values)
 
+    def budgets(self, machine: Machine) -> dict[Tier, int]:
+        """Bytes allowed on each tier: what the user set, else the tier's capacity."""
+        whole = Size(fraction=1.0)
+        return {
+            Tier.DEVICE: (self.memory_budget or whole).of(machine.device.capacity_bytes),
+            Tier.HOST: (self.host_memory_budget or whole).of(machine.host.capacity_bytes),
+        }
+
 
 def _one_of(*allowed: str) -> Callable[[object], str]:
     def parse(value: object) -> str:
@@ -107,16 +122,41 @@ def _flag(value: object) -> bool:
     return value
 
 
-POLICIES = ("auto", "resident", "zero-offload", "coarse", "fraction:F with F from 0 to 1")
+def _seconds(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError("a number of seconds above 0")
+    return float(value)
+
+
+def _seed(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
+        raise ValueError("an integer from 0 to 2147483647")
+    return value
+
+
+POLICIES = (
+    "auto",
+    "resident",
+    "zero-offload",
+    "coarse",
+    "fraction:auto",
+    "streamed",
+    "greedy",
+    "lp-round",
+    "ilp",
+    "autotm-static",
+    "autotm-synchronous",
+    "autotm-asynchronous",
+)
 
 
 def _policy(value: object) -> str:
     text = str(value)
-    if text in POLICIES[:-1]:
+    if text in POLICIES:
         return text
     match = re.fullmatch(r"fraction:(\d*\.?\d+)", text)
     if match is None or not 0 <= float(match[1]) <= 1:
-        raise ValueError("one of " + ", ".join(POLICIES))
+        raise ValueError("one of " + ", ".join(POLICIES) + ", or fraction:F with F from 0 to 1")
     return text
 
 
@@ -125,6 +165,10 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
     "host_memory_budget": Size.parse,
     "device": _one_of("cpu", "cuda"),
     "policy": _policy,
+    "plan": _text,
+    "solver": _one_of("highs", "cbc"),
+    "time_limit": _seconds,
+    "seed": _seed,
     "lowering": _one_of("eager"),
     "host_kernels": _one_of("fused", "captured"),
     "keep_grads": _flag,

@@ -14,15 +14,16 @@ from typing import Literal
 
 from cotrain_compile.machine import Tier
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 class UpdateMode(StrEnum):
     """The ways to update a parameter.
 
     RESIDENT: states and update on the device. STREAMED: states at home on the host, updated on the
-    device. HOST: states at home on the host, updated there. HOST_STREAMED: as HOST, and the weight
-    is on the device only while it is used.
+    device; the parameter may be at home on either. HOST: states at home on the host, updated there.
+    HOST_STREAMED: as HOST with the parameter at home on the host too, on the device only while it
+    is used.
     """
 
     RESIDENT = "resident"
@@ -45,10 +46,12 @@ class Placement:
     """Which tier each persistent buffer rests on between steps, and how each parameter is updated.
 
     `homes` has one entry for every buffer with a persistent role; `updates` one for every update
-    group, by parameter name; `away` names the temporaries that are offloaded between their last
-    forward and first backward use. With `early_updates` a host update starts when its gradient has
-    landed, otherwise when the backward has ended. `policy` is the name of the rule or solver that
-    chose.
+    group, by parameter name. A parameter at home on the host is fetched for its uses: itself, or
+    the low-precision copy of its group, which the host then makes. `away` names what leaves the
+    device in the longest gap between two uses, from forward to backward: activations, and such
+    fetched weights, which are then fetched twice. With `early_updates` an update, wherever it runs,
+    starts as soon as its gradient allows, otherwise after the backward. `policy` is the name of the
+    rule or solver that chose.
     """
 
     policy: str
@@ -64,9 +67,15 @@ class Transfer:
 
     It is issued when op `issue_after` has been issued (None: at the start of the step), starts when
     the tasks in `after` are done, and is waited for before op `wait_before` (None: at the end of
-    the step). The source is kept until that wait, so that memory does not depend on how fast a
-    copy happens to be. `destination` is "" for a fresh copy of `buffer` on the other tier, or the
-    name of an existing buffer that is overwritten there.
+    the step). The source of an offload is kept until that wait, so that memory does not depend on
+    how fast a copy happens to be. A prefetch reads the host home of `buffer`, or where that is not
+    on the host, the copy an earlier task left there. `destination` is "" for a fresh copy of
+    `buffer` on the other tier, or the name of an existing buffer that is overwritten there (a
+    state or parameter written back to its home, a new parameter moved over the old one). From the
+    wait for a fresh prefetch on, ops that touch `buffer` touch that copy.
+
+    Between two ops things happen in this order: all but fresh prefetches is issued, offloads are
+    waited for, fresh prefetches are issued (and take their memory), the rest is waited for.
     """
 
     name: str
@@ -83,12 +92,18 @@ class Transfer:
     def lane(self) -> Lane:
         return Lane.D2H if self.direction == "offload" else Lane.H2D
 
+    @property
+    def is_fetch(self) -> bool:
+        """Whether it makes a fresh copy on the device."""
+        return self.direction == "prefetch" and not self.destination
+
 
 @dataclass(frozen=True)
 class HostRegion:
-    """The update of one parameter, run on the host from host copies (see `Transfer` for timing).
+    """Ops of one parameter, run on the host from what is there (see `Transfer` for timing).
 
-    `ops` are those of its update group, in program order.
+    `ops` are those of its update group, in program order; or, where `makes` is not "", the cast
+    that makes this low-precision copy of a parameter at home on the host.
     """
 
     name: str
@@ -97,6 +112,7 @@ class HostRegion:
     issue_after: str | None
     wait_before: str | None
     after: tuple[str, ...] = ()
+    makes: str = ""
     kind: Literal["host_region"] = "host_region"
 
     @property
@@ -105,6 +121,17 @@ class HostRegion:
 
 
 Task = Transfer | HostRegion
+
+
+@dataclass(frozen=True)
+class MovedOps:
+    """Ops that the device runs right after op `after`, not at their own place in the step.
+
+    `after` is an op that stays at its place. Ops moved to one place keep the order of the plan.
+    """
+
+    ops: tuple[str, ...]
+    after: str
 
 
 @dataclass(frozen=True)
@@ -149,12 +176,36 @@ class Timeline:
 
 
 @dataclass(frozen=True)
+class SolveReport:
+    """How a plan was found and how good it is.
+
+    `status` is the solver's word ("optimal", "time limit", "not needed"); `objective_s` the step
+    time that its program claims and `bound_s` the least that any solution of that program can
+    have; `lower_bound_s` is the certified bound: no plan within these budgets takes less.
+    `gap` is how far the plan's simulated time lies above it, as a fraction. `simulated_s` has the
+    simulated step time of every candidate that fits, by policy; `seconds` is what solving took.
+    """
+
+    solver: str
+    status: str
+    seed: int
+    seconds: float
+    objective_s: float | None
+    bound_s: float | None
+    lower_bound_s: float
+    gap: float
+    rounds: int = 0
+    simulated_s: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Plan:
     """A placement with its schedule.
 
-    `tasks` are in the order of issue. `budgets` are the bytes that each tier was allowed;
-    `fingerprint` is that of the Dataflow it was made for. `notes` say in words what was asked for
-    and not done, or done otherwise.
+    `tasks` are in the order of issue; `moved` are the ops that run elsewhere than where the step
+    has them. `budgets` are the bytes that each tier was allowed; `fingerprint` is that of the
+    Dataflow it was made for. `notes` say in words what was asked for and not done, or done
+    otherwise.
     """
 
     fingerprint: str
@@ -164,6 +215,8 @@ class Plan:
     tasks: tuple[Task, ...]
     predicted: Timeline
     notes: tuple[str, ...] = ()
+    moved: tuple[MovedOps, ...] = ()
+    report: SolveReport | None = None
 
     @property
     def transfers(self) -> tuple[Transfer, ...]:
@@ -172,6 +225,11 @@ class Plan:
     @property
     def host_regions(self) -> tuple[HostRegion, ...]:
         return tuple(task for task in self.tasks if isinstance(task, HostRegion))
+
+    @property
+    def host_updates(self) -> tuple[HostRegion, ...]:
+        """The host regions that update their parameter."""
+        return tuple(region for region in self.host_regions if not region.makes)
 
     def bytes_moved(self, direction: Literal["offload", "prefetch"]) -> int:
         """Bytes over the link in one direction in one step."""

@@ -10,13 +10,21 @@ from collections.abc import Callable
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.passes.insert_transfers import insert_transfers
 from cotrain_compile.passes.insert_waits import insert_waits
+from cotrain_compile.passes.move_ops import move_ops
 from cotrain_compile.passes.outline_host_regions import outline_host_regions
+from cotrain_compile.passes.use_fetched_copies import use_fetched_copies
 from cotrain_compile.plan import Plan
 
 Pass = Callable[[StepGraph, Plan], StepGraph]
 Observer = Callable[[str, StepGraph, StepGraph], None]
 
-PASSES: tuple[Pass, ...] = (outline_host_regions, insert_transfers, insert_waits)
+PASSES: tuple[Pass, ...] = (
+    move_ops,
+    outline_host_regions,
+    insert_transfers,
+    insert_waits,
+    use_fetched_copies,
+)
 
 
 def run_passes(step: StepGraph, plan: Plan, observer: Observer | None = None) -> StepGraph:

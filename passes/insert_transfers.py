@@ -1,56 +1,104 @@
 """Insert the copies between tiers.
 
-    %h = cotrain.offload(%g, 'offload.g', [])                    a fresh copy on the host
-    cotrain.prefetch_into(%w, %h_w, 'prefetch.w', ['update.w'])  over an existing device buffer
+    %h = cotrain.offload(%g, 'offload.g', [])                      a fresh copy on the host
+    %d = cotrain.prefetch(%h, 'fetch.g', ['offload.g'])            a fresh copy on the device
+    cotrain.offload_into(%m, %m_d, 'store.m', [])                  over the home on the host
+    cotrain.prefetch_into(%w, %w_h, 'back.w', ['update.w'])        over the home on the device
 
-Host regions then take the host copies.
+Host regions take the host copies. Everything is put where the plan issues it.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from torch import fx
 
 from cotrain_compile.extract import buffer_names
 from cotrain_compile.graph import StepGraph
-from cotrain_compile.passes.positions import Positions
-from cotrain_compile.plan import Plan, Transfer
-from cotrain_compile.runtime.ops import cotrain, host_region
+from cotrain_compile.passes.gaps import Gaps
+from cotrain_compile.passes.views import available_before
+from cotrain_compile.plan import HostRegion, Plan, Transfer
+from cotrain_compile.runtime.ops import cotrain, host_region, task_name
+
+Target = Callable[..., Any]
 
 
 def insert_transfers(step: StepGraph, plan: Plan) -> StepGraph:
-    """A step graph with one transfer node per `Transfer` of `plan`, at its place of issue."""
-    graph = step.module.graph
-    buffer_of = buffer_names(step)
-    source: dict[str, fx.Node] = {}
-    for node in graph.nodes:
-        if node.name in buffer_of:
-            source.setdefault(buffer_of[node.name], node)
-    regions = {node.args[1]: node for node in graph.nodes if node.target is host_region}
-    positions = Positions(graph)
-    host_copy: dict[str, fx.Node] = {}
-    for task in plan.transfers:
-        if task.direction == "offload":
-            anchor = positions.anchor(task.issue_after, [source[task.buffer]])
-            place = positions.last_at(anchor)
-            host_copy[task.buffer] = _offload(graph, place, source[task.buffer], task)
-            positions.note(anchor, host_copy[task.buffer])
-    for task in plan.transfers:
-        if task.direction == "prefetch":
-            region = regions[task.after[0]]
-            with graph.inserting_after(region):
-                graph.call_function(
-                    cotrain.prefetch_into,
-                    (source[task.buffer], host_copy[task.buffer], task.name, list(task.after)),
-                )
-    sent = {source[name]: copy for name, copy in host_copy.items()}
-    for region in regions.values():
-        region.args = (*region.args[:3], [sent.get(node, node) for node in region.args[3]])
+    """A step graph with one node per task of `plan`, where it is issued.
+
+    In a gap, prefetches that take memory come last: offloads that free it are waited for first.
+    """
+    gaps = Gaps(step)
+    inserter = _Inserter(step)
+    fetches = [task for task in plan.transfers if task.is_fetch]
+    for task in [*(task for task in plan.tasks if task not in fetches), *fetches]:
+        place = gaps.after(task.issue_after)
+        if isinstance(task, HostRegion):
+            inserter.move_region(task, place)
+        else:
+            inserter.insert(task, place)
     step.module.recompile()
     return step
 
 
-def _offload(graph: fx.Graph, place: fx.Node, source: fx.Node, task: Transfer) -> fx.Node:
-    with graph.inserting_after(place):
-        node = graph.call_function(cotrain.offload, (source, task.name, list(task.after)))
-    node.meta["val"] = source.meta.get("val")
-    return node
+class _Inserter:
+    """Inserts task after task; `host_copy` has what they have left on the host, by buffer."""
+
+    def __init__(self, step: StepGraph) -> None:
+        self.graph = step.module.graph
+        self.buffer_of = buffer_names(step)
+        self.original: dict[str, fx.Node] = {}
+        for node in step.nodes:
+            if node.name in self.buffer_of:
+                self.original.setdefault(self.buffer_of[node.name], node)
+        self.regions: Mapping[str, fx.Node] = {
+            task_name(node): node
+            for node in step.nodes
+            if node.target in (host_region, cotrain.host_cast)
+        }
+        self.host_copy: dict[str, fx.Node] = {}
+
+    def move_region(self, task: HostRegion, place: fx.Node) -> None:
+        call = self.regions[task.name]
+        if task.makes:
+            self.host_copy[task.makes] = call
+        for value in call.all_input_nodes:
+            if value.op == "get_attr" and not value < place:
+                place.prepend(value)  # the region itself, or a constant that it reads
+            call.replace_input_with(value, self.host_copy.get(self._buffer(value), value))
+        place.prepend(call)
+
+    def _buffer(self, node: fx.Node) -> str:
+        return self.buffer_of.get(node.name, "")
+
+    def insert(self, task: Transfer, place: fx.Node) -> None:
+        if task.direction == "offload":
+            self._insert_offload(task, place)
+            return
+        on_host = self.host_copy.get(task.buffer) or self.original[task.buffer]
+        if task.destination:
+            over = (self.original[task.destination], on_host)
+            self._call(cotrain.prefetch_into, over, task, place)
+        else:
+            self._call(cotrain.prefetch, (on_host,), task, place)
+
+    def _insert_offload(self, task: Transfer, place: fx.Node) -> None:
+        source = available_before(place, self.original[task.buffer])
+        if task.destination:
+            over = (self.original[task.destination], source)
+            self._call(cotrain.offload_into, over, task, place)
+        else:
+            copy = self._call(cotrain.offload, (source,), task, place)
+            self.host_copy[task.buffer] = copy
+
+    def _call(
+        self, target: Target, tensors: tuple[fx.Node, ...], task: Transfer, place: fx.Node
+    ) -> fx.Node:
+        with self.graph.inserting_before(place):
+            node = self.graph.call_function(target, (*tensors, task.name, list(task.after)))
+        if len(tensors) == 1:
+            # A fresh copy has the traced value of what it is a copy of: see `views`.
+            node.meta["val"] = tensors[0].meta["val"]
+        return node

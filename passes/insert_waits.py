@@ -1,32 +1,49 @@
 """Insert the waits: the device goes on only when these tasks are done.
 
-    cotrain.wait(['offload.g'], [%g])
+    cotrain.wait(['offload.g'], [])
 
-A wait holds the source of each offload, so that its memory is freed there and nowhere else.
+In a gap, offloads are waited for before anything is fetched there, all else after it. What a wait
+keeps alive is filled in by `use_fetched_copies`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import fx
 
 from cotrain_compile.graph import StepGraph
-from cotrain_compile.plan import Plan
+from cotrain_compile.passes.gaps import Gaps
+from cotrain_compile.plan import Plan, Task, Transfer
 from cotrain_compile.runtime.ops import cotrain
 
 
 def insert_waits(step: StepGraph, plan: Plan) -> StepGraph:
-    """A step graph with one wait before each op that tasks of `plan` are waited for before."""
-    graph = step.module.graph
-    nodes = {node.name: node for node in graph.nodes}
-    output = next(node for node in graph.nodes if node.op == "output")
-    sources = {node.args[1]: node.args[0] for node in graph.nodes if node.target is cotrain.offload}
-    waits: dict[fx.Node, list[str]] = {}
+    """A step graph with the waits for tasks of `plan` in the gaps before ops."""
+    gaps = Gaps(step)
+    waits: dict[fx.Node, list[Task]] = {}
     for task in plan.tasks:
-        place = output if task.wait_before is None else nodes[task.wait_before]
-        waits.setdefault(place, []).append(task.name)
-    for place, tasks in waits.items():
-        kept = [sources[task] for task in tasks if task in sources]
-        with graph.inserting_before(place):
-            graph.call_function(cotrain.wait, (tasks, kept))
+        waits.setdefault(gaps.before(task.wait_before), []).append(task)
+    for gap, tasks in waits.items():
+        offloads = [task for task in tasks if _is_offload(task)]
+        _insert_wait(_first_fetch(gap), offloads)
+        _insert_wait(gap, [task for task in tasks if not _is_offload(task)])
     step.module.recompile()
     return step
+
+
+def _is_offload(task: Task) -> bool:
+    return isinstance(task, Transfer) and task.direction == "offload"
+
+
+def _first_fetch(gap: fx.Node) -> fx.Node:
+    """The first of the prefetches right before `gap` that take memory, or `gap` itself."""
+    while gap.prev.target is cotrain.prefetch:
+        gap = gap.prev
+    return gap
+
+
+def _insert_wait(place: fx.Node, tasks: Sequence[Task]) -> None:
+    if tasks:
+        with place.graph.inserting_before(place):
+            place.graph.call_function(cotrain.wait, ([task.name for task in tasks], []))

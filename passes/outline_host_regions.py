@@ -1,10 +1,11 @@
-"""Outline the update of every parameter that the host runs as a subgraph of its own.
+"""Outline what the host runs: updates of parameters, and casts of those that rest there.
 
-    %mul, %lerp, %copy_ ...  ->  host_region(%region_0, 'update.w', after, [%w, %g, %m, %v])
+    %mul, %lerp, %copy_ ...      ->  host_region(%region_0, 'update.w', after, [%w, %g, %m, %v])
+    %_to_copy(%w, bfloat16)      ->  cotrain.host_cast(%w, bfloat16, 'cast.w', after)
 
-The region's inputs are inputs of the step and the storages that the plan offloads. What else it
-needs is replayed inside: views, so that each storage crosses the link once, and what follows from
-hyper-parameters alone. The region writes its parameter and states in place.
+An update becomes a subgraph of its own. Its inputs are inputs of the step and the storages that the
+plan offloads. What else it needs is replayed inside: views, so that each storage crosses the link
+once, and what follows from hyper-parameters alone. It writes its parameter and states in place.
 """
 
 from __future__ import annotations
@@ -16,39 +17,56 @@ from torch import fx
 
 from cotrain_compile.extract import buffer_names
 from cotrain_compile.graph import StepGraph, writes
-from cotrain_compile.passes.positions import Positions
-from cotrain_compile.plan import Plan
-from cotrain_compile.runtime.ops import host_region
+from cotrain_compile.passes.views import COPY, viewed, written_by
+from cotrain_compile.plan import HostRegion, Plan
+from cotrain_compile.runtime.ops import cotrain, host_region
 
-COPY = torch.ops.aten.copy_.default
+CAST = torch.ops.aten._to_copy.default
 
 
 def outline_host_regions(step: StepGraph, plan: Plan) -> StepGraph:
-    """A step graph with one `host_region` call per `HostRegion` of `plan`."""
-    graph = step.module.graph
+    """A step graph with one call per `HostRegion` of `plan`, in place of the region's ops."""
     buffer_of = buffer_names(step)
-    nodes = {node.name: node for node in graph.nodes}
+    nodes = {node.name: node for node in step.nodes}
     offloaded = {task.buffer for task in plan.transfers if task.direction == "offload"}
-    positions = Positions(graph)
     for number, task in enumerate(plan.host_regions):
         members = [nodes[op] for op in task.ops]
-        inputs = _inputs(members, buffer_of, offloaded)
-        name = f"region_{number}"
-        step.module.add_submodule(name, _subgraph(step.module, members, inputs))
-        anchor = positions.anchor(task.issue_after, inputs)
-        with graph.inserting_after(positions.last_at(anchor)):
-            region = graph.get_attr(name)
-            call = graph.call_function(
-                host_region, (region, task.name, list(task.after), list(inputs))
-            )
-            region.append(call)
-        positions.note(anchor, call)
-        _use_the_parameter_itself(members)
-        for node in reversed(members):
-            graph.erase_node(node)
-    graph.eliminate_dead_code()
+        if task.makes:
+            _outline_cast(members, task)
+        else:
+            _outline_update(step, f"region_{number}", members, task, buffer_of, offloaded)
     step.module.recompile()
     return step
+
+
+def _outline_cast(members: list[fx.Node], task: HostRegion) -> None:
+    (cast,) = members
+    assert cast.target is CAST and set(cast.kwargs) == {"dtype"}, f"{cast} is no plain cast"
+    arguments = (cast.args[0], cast.kwargs["dtype"], task.name, list(task.after))
+    with cast.graph.inserting_before(cast):
+        call = cast.graph.call_function(cotrain.host_cast, arguments)
+    call.meta["val"] = cast.meta["val"]
+    cast.replace_all_uses_with(call)
+    cast.graph.erase_node(cast)
+
+
+def _outline_update(
+    step: StepGraph,
+    name: str,
+    members: list[fx.Node],
+    task: HostRegion,
+    buffer_of: Mapping[str, str],
+    offloaded: set[str],
+) -> None:
+    graph = step.module.graph
+    inputs = _inputs(members, buffer_of, offloaded)
+    step.module.add_submodule(name, _subgraph(step.module, members, inputs))
+    with graph.inserting_before(members[-1]):
+        region = graph.get_attr(name)
+        graph.call_function(host_region, (region, task.name, list(task.after), inputs))
+    _use_the_parameter_itself(members)
+    for node in reversed(members):
+        graph.erase_node(node)
 
 
 def _inputs(
@@ -62,28 +80,15 @@ def _inputs(
         if node in seen:
             continue
         if node.target is COPY:
-            queue.append(_written_by(node))
+            queue.append(written_by(node))  # a write itself is never replayed
             continue
         seen.add(node)
-        if node.op != "call_function" or _makes(node, buffer_of, offloaded):
+        makes_offloaded = buffer_of.get(node.name) in offloaded and viewed(node) is None
+        if node.op != "call_function" or makes_offloaded:
             found.setdefault(node)
         else:
             queue += node.all_input_nodes
     return list(found)
-
-
-def _written_by(write: fx.Node) -> fx.Node:
-    """The tensor that an in-place write leaves its value in. A write itself is never replayed."""
-    destination = write.args[0]
-    assert isinstance(destination, fx.Node)
-    return destination
-
-
-def _makes(node: fx.Node, buffer_of: Mapping[str, str], offloaded: set[str]) -> bool:
-    """Whether `node` makes one of the `offloaded` storages, as opposed to viewing it."""
-    shown = buffer_of.get(node.name)
-    is_view = any(buffer_of.get(source.name) == shown for source in node.all_input_nodes)
-    return shown in offloaded and not is_view
 
 
 def _subgraph(
@@ -99,7 +104,7 @@ def _subgraph(
         if node not in values:
             written = node.target is COPY
             values[node] = (
-                value_of(_written_by(node)) if written else graph.node_copy(node, value_of)
+                value_of(written_by(node)) if written else graph.node_copy(node, value_of)
             )
         return values[node]
 

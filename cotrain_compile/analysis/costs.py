@@ -109,22 +109,31 @@ def measured_costs(timelines: Sequence[Timeline]) -> CostTable:
     """What the ops and host updates of measured steps took: the median over `timelines`.
 
     The profile of a step: `formulate` prefers it to the roofline, and `save`d it can be passed as
-    the option `profile`.
+    the option `profile`. The medians of a lane are scaled so that they add up to its median step:
+    on a busy machine some op is slow in every step, and a different one each time.
     """
-    device: dict[str, list[float]] = {}
-    host: dict[str, list[float]] = {}
-    for timeline in timelines:
-        for span in timeline.spans:
-            if span.lane == Lane.DEVICE:
-                device.setdefault(span.name, []).append(span.end_s - span.start_s)
-            elif span.lane == Lane.HOST:
-                param = span.name.removeprefix("update.")
-                host.setdefault(param, []).append(span.end_s - span.start_s)
-    return CostTable(
-        device_s={name: median(seconds) for name, seconds in device.items()},
-        host_update_s={name: median(seconds) for name, seconds in host.items()},
-        source="measured",
-    )
+    updates = [
+        {
+            span.name.removeprefix("update."): span.end_s - span.start_s
+            for span in timeline.lane(Lane.HOST)
+            if span.name.startswith("update.")
+        }
+        for timeline in timelines
+    ]
+    ops = [
+        {span.name: span.end_s - span.start_s for span in timeline.lane(Lane.DEVICE)}
+        for timeline in timelines
+    ]
+    return CostTable(_typical_step(ops), _typical_step(updates), source="measured")
+
+
+def _typical_step(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Seconds by name: the median over `steps`, scaled to add up to the median of their totals."""
+    names = dict.fromkeys(name for step in steps for name in step)
+    medians = {name: median(step[name] for step in steps if name in step) for name in names}
+    total_s = sum(medians.values())
+    scale = median(sum(step.values()) for step in steps) / total_s if total_s else 1.0
+    return {name: scale * seconds for name, seconds in medians.items()}
 
 
 def _op_s(op: Op, tier: TierSpec) -> float:

@@ -13,8 +13,9 @@ from rich.table import Table
 from cotrain_compile.backends.compiled_step import CompiledStep
 from cotrain_compile.demo.train import StepResult
 from cotrain_compile.machine import Tier
+from cotrain_compile.placement.policies import SIMPLE_RULES
 from cotrain_compile.units import format_bytes, format_seconds
-from cotrain_compile.viz.summary import summary
+from cotrain_compile.viz.summary import candidates, summary
 from cotrain_compile.viz.timeline import draw_timelines, kinds_of, save_trace
 
 ROWS = 10
@@ -26,9 +27,11 @@ def report(
     results: Sequence[StepResult],
     eager: Sequence[StepResult],
 ) -> None:
-    """Plan, memory, times, and the losses of both runs."""
+    """Plan, what simpler ones would have cost, memory, times, and the losses of both runs."""
     assert placed.measured is not None
-    console.print(summary(placed.plan))
+    console.print(summary(placed.plan, placed.problem.dataflow))
+    if rules := list(candidates([placed.plan], (*SIMPLE_RULES, "fraction:auto"))):
+        console.print(_rules(rules), soft_wrap=False)
     peak, budget = placed.measured.peak_bytes[Tier.DEVICE], placed.plan.budgets[Tier.DEVICE]
     predicted = placed.predicted.peak_bytes[Tier.DEVICE]
     console.print(
@@ -74,6 +77,14 @@ def write_folder(
 def _typical(results: Sequence[StepResult]) -> str:
     # The first step holds the tracing.
     return format_seconds(statistics.median(r.seconds for r in results[1:] or results))
+
+
+def _rules(rows: Sequence[tuple[str, ...]]) -> Table:
+    table = Table("policy", "a step", title="What each would cost")
+    table.columns[1].justify = "right"
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def _losses(results: Sequence[StepResult], eager: Sequence[StepResult]) -> Table:

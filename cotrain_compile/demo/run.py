@@ -1,9 +1,10 @@
 """Run: the demo from start to end. In: `Settings`. Out: text on a console and a folder of files.
 
 1. Everything on the device does not fit the budget: shown in bytes.
-2. The same step, placed by the default policy, trains within it.
+2. The same step, placed by the integer program, trains within it.
 3. The same steps in eager, from the same state.
-4. What was planned, what was measured, and both losses side by side.
+4. What was planned, what each simple rule would have cost, what was measured, and both losses
+   side by side.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ INTERRUPTED = 130  # what a shell reports for a process ended by Ctrl-C
 class Settings:
     """What a user may choose; the rest is the size of the job."""
 
-    steps: int = 80
+    steps: int = 40
     output: Path = Path("demo-output")
     budget: str = "128MiB"
     machine: str = presets.THIS_MACHINE

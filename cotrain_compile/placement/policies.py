@@ -3,7 +3,8 @@
 `resident` keeps everything on the device. `zero-offload` is the rule of ZeRO-Offload (Ren et al.,
 USENIX ATC 2021): optimizer states at home on the host and every update there, after the backward.
 `coarse` starts each update when its gradient has landed, as CoTrain does (ICPP 2023). `fraction:F`
-updates a fixed share on the host and the rest on the device, as Twin-Flow does. Whether a placement
+updates a fixed share on the host and the rest on the device, as Twin-Flow does. `streamed` updates
+everything on the device with the states at home on the host. Whether a placement
 fits is for `schedule` to find out.
 """
 
@@ -15,6 +16,9 @@ from dataclasses import replace
 from cotrain_compile.dataflow import PERSISTENT_ROLES, Dataflow, UpdateGroup
 from cotrain_compile.machine import Tier
 from cotrain_compile.plan import Placement, UpdateMode
+
+# States of at most so many bytes (step counters) are not worth a copy of their own.
+SMALL_STATE_BYTES = 1024
 
 
 def resident(dataflow: Dataflow) -> Placement:
@@ -53,6 +57,29 @@ def fraction(dataflow: Dataflow, share: float) -> Placement:
     return replace(placement, early_updates=True)
 
 
+def streamed(dataflow: Dataflow) -> Placement:
+    """Every update on the device, with its states at home on the host and fetched for it."""
+    base = resident(dataflow)
+    moving = {
+        state
+        for group in dataflow.updates
+        for state in group.states
+        if dataflow.buffer[state].nbytes > SMALL_STATE_BYTES
+    }
+    return replace(
+        base,
+        policy="streamed",
+        homes={**base.homes, **dict.fromkeys(moving, Tier.HOST)},
+        updates={
+            group.param: UpdateMode.RESIDENT
+            if moving.isdisjoint(group.states)
+            else UpdateMode.STREAMED
+            for group in dataflow.updates
+        },
+        early_updates=True,
+    )
+
+
 def rule(name: str) -> Callable[[Dataflow], Placement]:
     """The rule called `name`; `options.Options` has checked that there is one."""
     kind, _, share = name.partition(":")
@@ -63,7 +90,11 @@ _RULES: Mapping[str, Callable[[Dataflow], Placement]] = {
     "resident": resident,
     "zero-offload": zero_offload,
     "coarse": coarse,
+    "streamed": streamed,
 }
+
+# The rules that need no parameter, cheapest first.
+SIMPLE_RULES = tuple(_RULES)
 
 
 def _host_updates(name: str, dataflow: Dataflow, groups: tuple[UpdateGroup, ...]) -> Placement:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from cotrain_compile.machine import Machine, Tier
@@ -14,19 +15,45 @@ from cotrain_compile.placement.residency import (
     device_program,
     host_bytes,
 )
-from cotrain_compile.plan import Lane, Placement, Task, Timeline, Transfer
+from cotrain_compile.plan import Lane, MovedOps, Placement, Task, Timeline, Transfer
 
 
-def predict(problem: Problem, placement: Placement, tasks: Sequence[Task]) -> Timeline:
+def step_s(
+    problem: Problem, placement: Placement, tasks: Sequence[Task], moved: Sequence[MovedOps] = ()
+) -> float:
+    """Seconds of one step, as `predict` has them; quicker, for comparing plans."""
+    works = joined(works_of(problem, device_program(problem.dataflow, placement, moved), tasks))
+    return simulate(works, lanes_of(problem.machine), slowdown_of(problem.machine)).makespan_s
+
+
+def joined(works: Sequence[Work]) -> list[Work]:
+    """`works` with every run of device ops that nothing else touches made one."""
+    awaited = {name for work in works if work.lane != Lane.DEVICE for name in work.after}
+    result: list[Work] = []
+    run: Work | None = None
+    for work in works:
+        if work.lane != Lane.DEVICE:
+            result.append(work)
+        elif run is None or work.after or run.name in awaited:
+            result += [] if run is None else [run]
+            run = work
+        else:
+            run = replace(work, seconds=run.seconds + work.seconds, after=run.after)
+    return result if run is None else [*result, run]
+
+
+def predict(
+    problem: Problem, placement: Placement, tasks: Sequence[Task], moved: Sequence[MovedOps] = ()
+) -> Timeline:
     """The timeline of one step. Its device peak is exact for the traced shapes; times are modelled.
 
     Host memory is an upper bound, see `residency.host_bytes`.
     """
-    program = device_program(problem.dataflow, placement)
+    program = device_program(problem.dataflow, placement, moved)
     works = works_of(problem, program, tasks)
     timeline = simulate(works, lanes_of(problem.machine), slowdown_of(problem.machine))
     device = device_bytes(program, placement, tasks)
-    host = host_bytes(problem.dataflow, placement, tasks)
+    host = host_bytes(program, placement, tasks)
     return replace(
         timeline,
         peak_bytes={Tier.DEVICE: max(device, default=0), Tier.HOST: host},
@@ -35,13 +62,18 @@ def predict(problem: Problem, placement: Placement, tasks: Sequence[Task]) -> Ti
 
 
 def predict_steady_state(
-    problem: Problem, placement: Placement, tasks: Sequence[Task], *, steps: int = 8
+    problem: Problem,
+    placement: Placement,
+    tasks: Sequence[Task],
+    moved: Sequence[MovedOps] = (),
+    *,
+    steps: int = 8,
 ) -> Periodic:
     """The step repeated: seconds of the first one, and seconds from one to the next.
 
     A step is complete when it returns, so the next one starts after all of its tasks.
     """
-    works = works_of(problem, device_program(problem.dataflow, placement), tasks)
+    works = works_of(problem, device_program(problem.dataflow, placement, moved), tasks)
     end = Work("end of step", Lane.DEVICE, 0.0, after=tuple(task.name for task in tasks))
     # What needs nothing of its own step could start at once: it waits for the step before.
     begun = [work if work.after else replace(work, after_previous=(end.name,)) for work in works]
@@ -50,25 +82,50 @@ def predict_steady_state(
 
 
 def works_of(problem: Problem, program: DeviceProgram, tasks: Sequence[Task]) -> list[Work]:
-    """The step as works: device ops in order, each after the tasks waited for before it."""
+    """The step as works: device ops in order, each after the tasks waited for before it.
+
+    Issuing tasks holds up the op that follows.
+    """
     waits: dict[str | None, list[str]] = {}
+    freeing: dict[str | None, list[str]] = {}
     for task in tasks:
         waits.setdefault(task.wait_before, []).append(task.name)
+        if isinstance(task, Transfer) and task.direction == "offload":
+            freeing.setdefault(task.wait_before, []).append(task.name)
+    following = _following(program)
+    issued = Counter(following[task.issue_after] for task in tasks)
     works = [
-        Work(op.name, Lane.DEVICE, problem.costs.device_s[op.name], tuple(waits.get(op.name, ())))
+        Work(
+            op.name,
+            Lane.DEVICE,
+            problem.costs.device_s[op.name] + problem.machine.issue_s * issued[op.name],
+            tuple(waits.get(op.name, ())),
+        )
         for op in program.ops
     ]
-    return works + [_work_of(problem, task) for task in tasks]
+    for task in tasks:
+        begins = () if task.issue_after is None else (task.issue_after,)
+        # A fetched copy takes its memory after what is freed before the same op.
+        takes_memory = isinstance(task, Transfer) and task.is_fetch
+        freed = freeing.get(following[task.issue_after], ()) if takes_memory else ()
+        after = tuple(dict.fromkeys((*begins, *task.after, *freed)))
+        works.append(Work(task.name, task.lane, _seconds(problem, task), after))
+    return works
 
 
-def _work_of(problem: Problem, task: Task) -> Work:
-    issued = () if task.issue_after is None else (task.issue_after,)
+def _following(program: DeviceProgram) -> Mapping[str | None, str | None]:
+    """The op that comes after each op; None stands for the start and the end of the step."""
+    names = [op.name for op in program.ops]
+    return dict(zip([None, *names], [*names, None], strict=True))
+
+
+def _seconds(problem: Problem, task: Task) -> float:
     if isinstance(task, Transfer):
         link = problem.machine.d2h if task.direction == "offload" else problem.machine.h2d
-        seconds = link.seconds(task.nbytes)
-    else:
-        seconds = problem.costs.host_update_s[task.param]
-    return Work(task.name, task.lane, seconds, (*issued, *task.after))
+        return link.seconds(task.nbytes)
+    if task.makes:
+        return problem.host_cast_s(task.ops)
+    return problem.costs.host_update_s[task.param]
 
 
 def lanes_of(machine: Machine) -> Iterable[LaneSpec]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from cotrain_compile.analysis.costs import CostTable, roofline, with_measured
@@ -20,6 +20,12 @@ class Problem:
     machine: Machine
     costs: CostTable
     budgets: Mapping[Tier, int]
+
+    def host_cast_s(self, ops: Sequence[str]) -> float:
+        """Seconds in which the host makes a low-precision copy with `ops`: it streams bytes."""
+        dataflow, host = self.dataflow, self.machine.host
+        moved = sum(dataflow.ops[dataflow.position[name]].bytes_moved for name in ops)
+        return host.launch_s + moved / host.bytes_per_s
 
 
 def formulate(

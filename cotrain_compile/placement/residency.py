@@ -1,31 +1,38 @@
 """Residency: the bytes each tier holds at every op of a step, given homes and tasks.
 
-One slot per op that the device runs, in program order, and a last one for the end of the step. What
-is counted is what the runtime holds: a value to its last use, the source of a transfer to the wait
-for it, whether the copy happens to be faster or not. So a peak does not depend on timing.
+One slot per op that the device runs, in the order it runs them, and a last one for the end of the
+step. What is counted is what the runtime holds: a value to its last use, the source of a transfer
+to the wait for it, whether the copy happens to be faster or not. So a peak does not depend on
+timing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-from cotrain_compile.dataflow import PERSISTENT_ROLES, Buffer, Dataflow, Op, UpdateGroup
+from cotrain_compile.dataflow import PERSISTENT_ROLES, Buffer, Dataflow, Op, Role, UpdateGroup
 from cotrain_compile.machine import Tier
-from cotrain_compile.plan import Placement, Task, Transfer, UpdateMode
+from cotrain_compile.plan import MovedOps, Placement, Task, Transfer, UpdateMode
 
 HOST_MODES = frozenset({UpdateMode.HOST, UpdateMode.HOST_STREAMED})
 
 
 @dataclass(frozen=True)
 class DeviceProgram:
-    """The ops that run on the device when `host_groups` are updated on the host."""
+    """The ops that the device runs, in order, when `host_groups` are updated on the host.
+
+    `fetched` names, for each parameter at home on the host, the buffer that is fetched for its
+    uses: itself, or its low-precision copy, which the host then makes.
+    """
 
     dataflow: Dataflow
     ops: tuple[Op, ...]
     host_groups: tuple[UpdateGroup, ...]
+    fetched: Mapping[str, str]
 
     @cached_property
     def slot(self) -> dict[str, int]:
@@ -46,66 +53,163 @@ class DeviceProgram:
                 found.setdefault(name, []).append(index)
         return found
 
+    @cached_property
+    def _written(self) -> dict[str, int]:
+        return {name: index for index, op in enumerate(self.ops) for name in op.writes}
+
     def last_write(self, buffer: str) -> int:
         """Slot of the last op that writes `buffer`, -1 for an input that none writes."""
-        slots = [i for i in self.touches.get(buffer, ()) if buffer in self.ops[i].writes]
-        return slots[-1] if slots else -1
+        return self._written.get(buffer, -1)
+
+    def issue_slot(self, task: Task) -> int:
+        """Slot of the op that `task` is issued after, -1 for the start of the step."""
+        return -1 if task.issue_after is None else self.slot[task.issue_after]
+
+    def wait_slot(self, task: Task) -> int:
+        """Slot of the op that `task` is waited for before."""
+        return self.end if task.wait_before is None else self.slot[task.wait_before]
 
 
-def device_program(dataflow: Dataflow, placement: Placement) -> DeviceProgram:
-    """What is left for the device under `placement`."""
+def device_program(
+    dataflow: Dataflow, placement: Placement, moved: Sequence[MovedOps] = ()
+) -> DeviceProgram:
+    """What is left for the device under `placement`, in the order that `moved` gives."""
     groups = tuple(g for g in dataflow.updates if placement.updates[g.param] in HOST_MODES)
     away = {name for group in groups for name in group.ops}
-    return DeviceProgram(dataflow, tuple(op for op in dataflow.ops if op.name not in away), groups)
+    fetched = fetched_buffers(dataflow, placement)
+    casts = {copy for param, copy in fetched.items() if copy != param}
+    staying = {name for entry in moved for name in entry.ops}
+    behind: dict[str, list[str]] = {}
+    for entry in moved:
+        behind.setdefault(entry.after, []).extend(entry.ops)
+    ops: list[Op] = []
+    for op in dataflow.ops:
+        if op.name in away or op.name in staying or not casts.isdisjoint(op.writes):
+            continue
+        ops.append(op)
+        ops += [dataflow.ops[dataflow.position[name]] for name in behind.get(op.name, ())]
+    return DeviceProgram(dataflow, tuple(ops), groups, fetched)
+
+
+def fetched_buffers(dataflow: Dataflow, placement: Placement) -> dict[str, str]:
+    """For each parameter at home on the host, the buffer that crosses the link for its uses."""
+    on_host = [
+        buffer.name
+        for buffer in dataflow.buffers
+        if buffer.role is Role.PARAM and placement.homes.get(buffer.name) is Tier.HOST
+    ]
+    thin = thin_copies(dataflow) if on_host else {}
+    return {param: thin.get(param, param) for param in on_host}
+
+
+def thin_copies(dataflow: Dataflow) -> dict[str, str]:
+    """The low-precision copy of each parameter that the step uses in no other way, by parameter.
+
+    Only such a parameter need not come to the device itself when the host makes the copy.
+    """
+    copy_of = {g.param: g.low_precision for g in dataflow.updates if g.low_precision}
+    own = {name for group in dataflow.updates for name in group.ops}
+    used_otherwise = {
+        name
+        for op in dataflow.ops
+        if op.name not in own
+        for name in op.reads
+        if name in copy_of and (op.writes != (copy_of[name],) or op.reads != (name,))
+    }
+    return {param: copy for param, copy in copy_of.items() if param not in used_otherwise}
+
+
+@dataclass(frozen=True)
+class Instance:
+    """A copy of `buffer` on the device in slots [first, last), which ops use from `current` on."""
+
+    buffer: Buffer
+    first: int
+    last: int
+    current: int = 0
+
+
+def instances(
+    program: DeviceProgram, placement: Placement, tasks: Sequence[Task]
+) -> Iterator[Instance]:
+    """Every stretch in which a buffer is on the device: the original and each fetched copy."""
+    arrivals: dict[str, list[tuple[int, int]]] = {}
+    departures: dict[str, list[tuple[int, int]]] = {}
+    for task in tasks:
+        if isinstance(task, Transfer):
+            issue, wait = program.issue_slot(task), program.wait_slot(task)
+            if task.direction == "offload":
+                departures.setdefault(task.buffer, []).append((issue, wait))
+            elif task.is_fetch:
+                arrivals.setdefault(task.buffer, []).append((wait, issue + 1))
+    for buffer in program.dataflow.buffers:
+        fetches = sorted(arrivals.get(buffer.name, ()))
+        spans = _spans(program, placement, buffer, fetches)
+        for number, (first, last) in enumerate(spans):
+            current_from = fetches[number - 1][0] if number else -1
+            current_to = fetches[number][0] if number < len(fetches) else program.end + 2
+            held = [
+                wait if wait < program.end else program.end + 1
+                for issue, wait in departures.get(buffer.name, ())
+                if current_from < issue + 1 <= current_to
+            ]
+            last = max([last, *held])
+            if first < last:
+                yield Instance(buffer, first, last, current_from)
+
+
+def _spans(
+    program: DeviceProgram, placement: Placement, buffer: Buffer, fetches: list[tuple[int, int]]
+) -> list[tuple[int, int]]:
+    """Slots of the original (empty where there is none) and of each fetched copy, uses alone."""
+    end = program.end + 1
+    touched = program.touches.get(buffer.name, [])
+    waits = [wait for wait, _ in fetches]
+    limits = [*waits, end]
+    on_host = placement.homes.get(buffer.name) is Tier.HOST
+    if on_host:
+        spans = [(0, 0)]
+    elif not fetches and (buffer.role in PERSISTENT_ROLES or buffer.is_input):
+        spans = [(0, end)]
+    else:
+        before = touched[: bisect_left(touched, limits[0])]
+        last = end if buffer.is_output and not fetches else (before[-1] + 1 if before else 0)
+        spans = [(before[0] if before else 0, last)]
+    for number, (wait, first) in enumerate(fetches):
+        inside = touched[bisect_left(touched, wait) : bisect_left(touched, limits[number + 1])]
+        spans.append((first, inside[-1] + 1 if inside else wait + 1))
+    return spans
 
 
 def device_bytes(program: DeviceProgram, placement: Placement, tasks: Sequence[Task]) -> list[int]:
     """Bytes alive on the device in each slot, the last one being the end of the step."""
-    curve = _Curve(program.end + 1)
-    held = _held_by_offloads(program, tasks)
-    for buffer in program.dataflow.buffers:
-        span = device_span(program, placement, buffer)
-        if span is None:
-            continue
-        first, last = span
-        curve.add(buffer.nbytes, first, max(last, held.get(buffer.name, 0)))
+    curve = Curve(program.end + 1)
+    for instance in instances(program, placement, tasks):
+        curve.add(instance.buffer.nbytes, instance.first, instance.last)
     return curve.values()
 
 
-def device_span(
-    program: DeviceProgram, placement: Placement, buffer: Buffer
-) -> tuple[int, int] | None:
-    """Slots [first, last) in which `buffer` is on the device by itself, None if it never is."""
-    end = program.end + 1
-    if placement.homes.get(buffer.name) is Tier.HOST:
-        return None
-    if buffer.role in PERSISTENT_ROLES or buffer.is_input:
-        return 0, end
-    touched = program.touches.get(buffer.name)
-    if touched is None:
-        return None
-    return touched[0], end if buffer.is_output else touched[-1] + 1
+def host_bytes(program: DeviceProgram, placement: Placement, tasks: Iterable[Task]) -> int:
+    """Most bytes the plan can hold on the host: homes, every copy left there, one update's values.
 
-
-def host_bytes(dataflow: Dataflow, placement: Placement, tasks: Iterable[Task]) -> int:
-    """Most bytes the plan can hold on the host: homes, every offloaded copy, one region's values.
-
-    Host copies are counted to the end of the step. Regions run one after the other; the values
+    Host copies are counted to the end of the step. Updates run one after the other; the values
     inside one are counted without reuse.
     """
+    dataflow = program.dataflow
     homes = sum(
         dataflow.buffer[name].nbytes for name, tier in placement.homes.items() if tier is Tier.HOST
     )
-    copies = sum(t.nbytes for t in tasks if isinstance(t, Transfer) and t.direction == "offload")
-    regions = [
-        _bytes_made_by(dataflow, group)
-        for group in dataflow.updates
-        if placement.updates[group.param] in HOST_MODES
-    ]
-    return homes + copies + max(regions, default=0)
+    copies = 0
+    for task in tasks:
+        if isinstance(task, Transfer):
+            copies += task.nbytes * (task.direction == "offload" and not task.destination)
+        elif task.makes:
+            copies += dataflow.buffer[task.makes].nbytes
+    return homes + copies + max((made_by(dataflow, g) for g in program.host_groups), default=0)
 
 
-def _bytes_made_by(dataflow: Dataflow, group: UpdateGroup) -> int:
+def made_by(dataflow: Dataflow, group: UpdateGroup) -> int:
+    """Bytes of the values that the ops of `group` make, without reuse."""
     made = {
         name
         for op in group.ops
@@ -115,25 +219,17 @@ def _bytes_made_by(dataflow: Dataflow, group: UpdateGroup) -> int:
     return sum(dataflow.buffer[name].nbytes for name in made)
 
 
-def _held_by_offloads(program: DeviceProgram, tasks: Iterable[Task]) -> dict[str, int]:
-    """Slot to which the wait of an offload keeps its source alive, by buffer."""
-    held: dict[str, int] = {}
-    for task in tasks:
-        if isinstance(task, Transfer) and task.direction == "offload":
-            slot = program.end + 1 if task.wait_before is None else program.slot[task.wait_before]
-            held[task.buffer] = max(held.get(task.buffer, 0), slot)
-    return held
-
-
-class _Curve:
+class Curve:
     """A sum of intervals, by differences: O(1) to add one."""
 
     def __init__(self, slots: int) -> None:
         self._differences = [0] * (slots + 1)
 
     def add(self, nbytes: int, first: int, last: int) -> None:
+        """`nbytes` more in slots [first, last)."""
         self._differences[first] += nbytes
         self._differences[min(last, len(self._differences) - 1)] -= nbytes
 
     def values(self) -> list[int]:
+        """The sum in each slot."""
         return list(accumulate(self._differences))[:-1]

@@ -7,6 +7,7 @@ about settings that slow offloading down. Every figure is the median of a few re
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +16,8 @@ import torch
 
 from cotrain_compile import presets
 from cotrain_compile.errors import OptionError
-from cotrain_compile.machine import HostUpdate, Machine, TierSpec
+from cotrain_compile.machine import HostUpdate, Machine, Tier, TierSpec
+from cotrain_compile.runtime.emulated import EmulatedDevice
 from cotrain_compile.runtime.environment import (
     Environment,
     environment_remarks,
@@ -29,6 +31,7 @@ from cotrain_compile.runtime.link_bench import (
     median_s,
     wall_s,
 )
+from cotrain_compile.runtime.ops import cotrain, running_on
 
 Progress = Callable[[str, float], None]
 
@@ -85,6 +88,7 @@ def calibrate(
         duplex=copies.duplex,
         source=f"calibrate on {bench.name}, torch {torch.__version__}, "
         f"{environment.usable_cores} cores, {environment.numa_nodes} NUMA node(s)",
+        issue_s=_issue_s() if device == "cpu" else 0.0,
     )
     remarks = (*environment_remarks(environment), copies.remark, _threads_remark(by_threads))
     return Calibration(machine, by_threads, tuple(filter(None, remarks)))
@@ -147,6 +151,29 @@ def _slowdown_while_copying(bench: Bench, sizes: Sizes) -> float:
     with bench.copying(sizes.copy_bytes):
         disturbed_s = median_s(partial(wall_s, update), sizes.repeats)
     return max(1.0, disturbed_s / alone_s)
+
+
+def _issue_s() -> float:
+    """Seconds for which the emulated device stands still to start a copy and to wait for it.
+
+    Measured between matmuls, as in a step: the copy's thread competes for the interpreter.
+    """
+    budgets = dict.fromkeys(Tier, 2**62)
+    device = EmulatedDevice(presets.find(presets.THIS_MACHINE), budgets, {}, poison=False)
+    a, product = torch.ones(256, 256), torch.ones(256, 256)
+
+    def start_one_and_wait_for_the_last(number: int) -> None:
+        cotrain.offload(a, f"copy {number}", [])
+        cotrain.wait([f"copy {number - 1}"] if number else [], [])
+
+    device.start_step()
+    seconds = []
+    with running_on(device):
+        for number in range(_CALLS_PER_LAUNCH_SAMPLE):
+            torch.mm(a, a, out=product)
+            seconds.append(wall_s(partial(start_one_and_wait_for_the_last, number)))
+    device.drain()
+    return statistics.median(seconds)
 
 
 def _adamw_update(parameters: int) -> Callable[[], None]:

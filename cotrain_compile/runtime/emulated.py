@@ -23,6 +23,9 @@ from cotrain_compile.runtime.host_kernels import HostKernel
 from cotrain_compile.runtime.lanes import Lane, Task
 from cotrain_compile.runtime.meter import Meter
 
+# Linux wakes a sleeping thread this much late (prctl(2), PR_SET_TIMERSLACK).
+_TIMER_SLACK_S = 50e-6
+
 
 class EmulatedDevice:
     """Runs the tasks of a placed step on threads; one per compiled step.
@@ -42,7 +45,8 @@ class EmulatedDevice:
         self.meter = Meter(budgets)
         self._kernels = kernels
         self._poison = _poison if poison else _leave
-        self._links = (machine.d2h, machine.h2d) if throttle else (None, None)
+        links = {LaneName.D2H: machine.d2h, LaneName.H2D: machine.h2d}
+        self._links: Mapping[LaneName, Link] = links if throttle else {}
         self._host_bytes_per_s = machine.host.bytes_per_s
         self._lanes = {
             LaneName.D2H: Lane(LaneName.D2H),
@@ -59,23 +63,29 @@ class EmulatedDevice:
         self.meter.start_step()
 
     def offload(self, source: torch.Tensor, task: str, after: Sequence[str]) -> torch.Tensor:
-        host = torch.empty_like(source)
-        self._poison(host)
-        self.meter.track(host, Tier.HOST, task)
-        source, link = source.detach(), self._links[0]
-        self._submit(LaneName.D2H, task, after, lambda: self._copy(host, source, link))
-        return host
+        return self._copy_afresh(LaneName.D2H, Tier.HOST, source, task, after)
+
+    def offload_into(
+        self, destination: torch.Tensor, source: torch.Tensor, task: str, after: Sequence[str]
+    ) -> None:
+        self._copy_over(LaneName.D2H, destination, source, task, after)
+
+    def prefetch(self, source: torch.Tensor, task: str, after: Sequence[str]) -> torch.Tensor:
+        return self._copy_afresh(LaneName.H2D, Tier.DEVICE, source, task, after)
 
     def prefetch_into(
         self, destination: torch.Tensor, source: torch.Tensor, task: str, after: Sequence[str]
     ) -> None:
-        link = self._links[1]
+        self._copy_over(LaneName.H2D, destination, source, task, after)
 
-        def copy_back() -> None:
-            self._poison(destination)
-            self._copy(destination, source, link)
-
-        self._submit(LaneName.H2D, task, after, copy_back)
+    def host_cast(
+        self, source: torch.Tensor, dtype: torch.dtype, task: str, after: Sequence[str]
+    ) -> torch.Tensor:
+        made = torch.empty_like(source, dtype=dtype, requires_grad=False)
+        self._poison(made)
+        self.meter.track(made, Tier.HOST, task)
+        self._submit(LaneName.HOST, task, after, lambda: made.copy_(source))
+        return made
 
     def run_region(
         self, region: fx.GraphModule, task: str, after: Sequence[str], inputs: Sequence[Any]
@@ -88,7 +98,9 @@ class EmulatedDevice:
             task = self._tasks[name]
             task.done.wait()
             if task.error is not None:
-                raise StepFailed(f"{task.name} failed: {task.error}") from task.error
+                # What failed first: the error of a task is also that of those that come after it.
+                first = next(t for t in self._tasks.values() if t.error is task.error)
+                raise StepFailed(f"{first.name} failed: {task.error}") from task.error
 
     def drain(self) -> None:
         """Wait until every task in flight has ended, whether or not it failed."""
@@ -99,11 +111,40 @@ class EmulatedDevice:
         """Names of the tasks that ran to their end in this step."""
         return frozenset(name for name, task in self._tasks.items() if task.ran)
 
+    def broken_off(self) -> frozenset[str]:
+        """Names of the tasks that failed while they ran: what they write may be half written."""
+        return frozenset(name for name, task in self._tasks.items() if task.broke_off)
+
     def spans(self) -> list[Span]:
         return [task.span(self.origin_s) for task in self._tasks.values() if task.ran]
 
-    def _copy(self, destination: torch.Tensor, source: torch.Tensor, link: Link | None) -> None:
-        nbytes = source.untyped_storage().nbytes()
+    def _copy_afresh(
+        self, lane: LaneName, tier: Tier, source: torch.Tensor, task: str, after: Sequence[str]
+    ) -> torch.Tensor:
+        """A new tensor on `tier` that gets the whole storage of `source`, so that any view fits."""
+        row = _whole_storage(source)
+        copied = torch.empty_like(row)
+        self._poison(copied)
+        self.meter.track(copied, tier, task)
+        self._submit(lane, task, after, lambda: self._copy(lane, copied, row))
+        return copied.as_strided(source.size(), source.stride(), source.storage_offset())
+
+    def _copy_over(
+        self,
+        lane: LaneName,
+        destination: torch.Tensor,
+        source: torch.Tensor,
+        task: str,
+        after: Sequence[str],
+    ) -> None:
+        def copy() -> None:
+            self._poison(destination)
+            self._copy(lane, destination, source)
+
+        self._submit(lane, task, after, copy)
+
+    def _copy(self, lane: LaneName, destination: torch.Tensor, source: torch.Tensor) -> None:
+        nbytes, link = source.untyped_storage().nbytes(), self._links.get(lane)
         end_s = time.perf_counter() + (link.seconds(nbytes) if link is not None else 0.0)
         # The bytes land as late as they may, so that until then a missing wait shows.
         _sleep_until(end_s - 2 * nbytes / self._host_bytes_per_s)
@@ -116,7 +157,12 @@ class EmulatedDevice:
 
 
 def _sleep_until(time_s: float) -> None:
-    time.sleep(max(0.0, time_s - time.perf_counter()))
+    time.sleep(max(0.0, time_s - time.perf_counter() - _TIMER_SLACK_S))
+
+
+def _whole_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """All of the storage that `tensor` shows, as one row."""
+    return tensor.new_empty(0).set_(tensor.untyped_storage())
 
 
 def _poison(destination: torch.Tensor) -> None:

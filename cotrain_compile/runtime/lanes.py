@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
@@ -22,6 +23,7 @@ class Task:
         self.name = name
         self.lane = lane
         self.done = threading.Event()
+        self.started = False
         self.error: BaseException | None = None
         self.start_s = self.end_s = 0.0
         self._work: Callable[[], None] | None = work
@@ -34,9 +36,11 @@ class Task:
                 if task.error is not None:
                     self.error = task.error
             if self.error is None and self._work is not None:
-                self.start_s = time.perf_counter()
+                self.started, self.start_s = True, time.perf_counter()
                 self._work()
         except BaseException as error:
+            # The tensors in the frames that it came through would live as long as the error.
+            traceback.clear_frames(error.__traceback__)
             self.error = error
         finally:
             self.end_s = time.perf_counter()
@@ -49,6 +53,11 @@ class Task:
     def ran(self) -> bool:
         """Whether the work was done to its end."""
         return self.done.is_set() and self.error is None
+
+    @property
+    def broke_off(self) -> bool:
+        """Whether the work was begun and failed, so that what it writes may be half written."""
+        return self.started and self.error is not None
 
     def span(self, origin_s: float) -> Span:
         return Span(self.lane, self.name, self.start_s - origin_s, self.end_s - origin_s)

@@ -1,13 +1,14 @@
 """The ops that passes put into a graph, and the runtime that carries them out.
 
-`offload` copies to the host, `prefetch_into` copies back over a device tensor, `wait` holds the
-device until tasks are done, `host_region` runs a subgraph on the host. All but `wait` return before
-the work is done. `task` names the work; `after` names tasks that must be done before it starts.
+`offload` copies to the host and `prefetch` to the device; with `_into` over a tensor that is there,
+else into a new one. `host_cast` makes a low-precision copy on the host, `host_region` runs a
+subgraph there, `wait` holds the device until tasks are done. All but `wait` return before the work
+is done. `task` names the work; `after` names tasks that must be done before it starts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
@@ -17,7 +18,10 @@ from torch import fx
 
 _library = torch.library.Library("cotrain", "DEF")
 _library.define("offload(Tensor source, str task, str[] after) -> Tensor")
+_library.define("offload_into(Tensor(a!) destination, Tensor source, str task, str[] after) -> ()")
+_library.define("prefetch(Tensor source, str task, str[] after) -> Tensor")
 _library.define("prefetch_into(Tensor(a!) destination, Tensor source, str task, str[] after) -> ()")
+_library.define("host_cast(Tensor source, ScalarType dtype, str task, str[] after) -> Tensor")
 _library.define("wait(str[] tasks, Tensor[] kept) -> ()")
 
 
@@ -28,10 +32,26 @@ class Runtime(Protocol):
         """Start a copy to the host; the result is valid when `task` is done."""
         ...
 
+    def offload_into(
+        self, destination: torch.Tensor, source: torch.Tensor, task: str, after: Sequence[str]
+    ) -> None:
+        """Start a copy from the device over `destination` on the host."""
+        ...
+
+    def prefetch(self, source: torch.Tensor, task: str, after: Sequence[str]) -> torch.Tensor:
+        """Start a copy to the device; the result is valid when `task` is done."""
+        ...
+
     def prefetch_into(
         self, destination: torch.Tensor, source: torch.Tensor, task: str, after: Sequence[str]
     ) -> None:
-        """Start a copy from the host over `destination`."""
+        """Start a copy from the host over `destination` on the device."""
+        ...
+
+    def host_cast(
+        self, source: torch.Tensor, dtype: torch.dtype, task: str, after: Sequence[str]
+    ) -> torch.Tensor:
+        """Start to make a copy of `source` in another precision, both on the host."""
         ...
 
     def run_region(
@@ -65,22 +85,19 @@ def host_region(
     _current.get().run_region(region, task, after, inputs)
 
 
-def _offload(source: torch.Tensor, task: str, after: Sequence[str]) -> torch.Tensor:
-    return _current.get().offload(source, task, after)
+def _by_the_runtime(name: str) -> Callable[..., Any]:
+    def carry_out(*arguments: Any) -> Any:
+        return getattr(_current.get(), name)(*arguments)
 
-
-def _prefetch_into(
-    destination: torch.Tensor, source: torch.Tensor, task: str, after: Sequence[str]
-) -> None:
-    _current.get().prefetch_into(destination, source, task, after)
+    return carry_out
 
 
 def _wait(tasks: Sequence[str], kept: Sequence[torch.Tensor]) -> None:
     _current.get().wait(tasks)
 
 
-_library.impl("offload", _offload, "CompositeExplicitAutograd")
-_library.impl("prefetch_into", _prefetch_into, "CompositeExplicitAutograd")
+for _name in ("offload", "offload_into", "prefetch", "prefetch_into", "host_cast"):
+    _library.impl(_name, _by_the_runtime(_name), "CompositeExplicitAutograd")
 _library.impl("wait", _wait, "CompositeExplicitAutograd")
 
 
@@ -88,12 +105,34 @@ class _Ops:
     """The registered overloads, as targets of graph nodes."""
 
     offload = torch.ops.cotrain.offload.default
+    offload_into = torch.ops.cotrain.offload_into.default
+    prefetch = torch.ops.cotrain.prefetch.default
     prefetch_into = torch.ops.cotrain.prefetch_into.default
+    host_cast = torch.ops.cotrain.host_cast.default
     wait = torch.ops.cotrain.wait.default
 
 
 cotrain = _Ops
 
+# Every target of a node that a pass adds but for views: none is an op that the device runs.
+TASKS: frozenset[Any] = frozenset(
+    {
+        cotrain.offload,
+        cotrain.offload_into,
+        cotrain.prefetch,
+        cotrain.prefetch_into,
+        cotrain.host_cast,
+        cotrain.wait,
+        host_region,
+    }
+)
+
 # They are called for their effect: dead-code elimination must leave them alone.
-for _target in (cotrain.offload, cotrain.prefetch_into, cotrain.wait, host_region):
+for _target in TASKS:
     fx.node.has_side_effect(_target)
+
+
+def task_name(node: fx.Node) -> str:
+    """The task that a node other than a wait carries out."""
+    second = (cotrain.offload_into, cotrain.prefetch_into, cotrain.host_cast)
+    return str(node.args[2 if node.target in second else 1])

@@ -1,13 +1,14 @@
-"""Describe: a saved machine, step or timeline in a few lines of words."""
+"""Describe: a saved machine, step or timeline in words, and how a plan and a step differ."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator, Set
 
 from cotrain_compile.analysis.liveness import liveness
-from cotrain_compile.dataflow import Dataflow, Phase
+from cotrain_compile.dataflow import PERSISTENT_ROLES, Dataflow, Phase
 from cotrain_compile.machine import Link, Machine, TierSpec
-from cotrain_compile.plan import Lane, Timeline
+from cotrain_compile.plan import HostRegion, Lane, Plan, Timeline
 from cotrain_compile.units import format_bytes, format_seconds
 
 
@@ -64,6 +65,47 @@ def describe_timeline(timeline: Timeline) -> str:
         f"{tier.value} peak  {format_bytes(nbytes)}" for tier, nbytes in timeline.peak_bytes.items()
     ]
     return "\n".join(lines)
+
+
+def describe_differences(plan: Plan, dataflow: Dataflow) -> list[str]:
+    """What `plan` names otherwise than `dataflow` does, one entry a kind, the clearest kind first.
+
+    Empty when all that can be compared agrees: parameters, persistent tensors, sizes of what is
+    moved, ops. Shapes and arguments cannot be: they are in the fingerprint alone.
+    """
+    placement = plan.placement
+    persistent = {b.name for b in dataflow.buffers if b.role in PERSISTENT_ROLES}
+    moved = {transfer.buffer: transfer.nbytes for transfer in plan.transfers}
+    resized = {
+        f"{name} ({nbytes:,} bytes in the plan, {dataflow.buffer[name].nbytes:,} here)"
+        for name, nbytes in moved.items()
+        if name in dataflow.buffer and dataflow.buffer[name].nbytes != nbytes
+    }
+    kinds = (
+        ("parameters that only the plan updates", placement.updates.keys() - dataflow.update),
+        ("parameters that only this step updates", dataflow.update.keys() - placement.updates),
+        ("tensors that only the plan keeps", placement.homes.keys() - persistent),
+        ("tensors that only this step keeps", persistent - placement.homes.keys()),
+        ("other sizes", resized),
+        ("buffers that only the plan has", moved.keys() - dataflow.buffer),
+        ("ops that only the plan has", set(_ops_named_by(plan)) - dataflow.position.keys()),
+    )
+    return [f"{kind}: {_some(names)}" for kind, names in kinds if names]
+
+
+def _ops_named_by(plan: Plan) -> Iterator[str]:
+    for task in plan.tasks:
+        yield from (op for op in (task.issue_after, task.wait_before) if op is not None)
+        if isinstance(task, HostRegion):
+            yield from task.ops
+    for entry in plan.moved:
+        yield from (*entry.ops, entry.after)
+
+
+def _some(names: Set[str]) -> str:
+    shown = sorted(names)[:2]
+    more = len(names) - len(shown)
+    return ", ".join(shown) + (f" and {more} more" if more else "")
 
 
 def _tier(tier: TierSpec) -> str:

@@ -18,6 +18,6 @@ def dump_step(
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "captured.py.txt").write_text(step.text())
     (folder / "placed.py.txt").write_text(placed.text())
-    (folder / "summary.txt").write_text(summary(plan) + "\n")
+    (folder / "summary.txt").write_text(summary(plan, dataflow) + "\n")
     files.save(dataflow, folder / "step.json")
     files.save(plan, folder / "plan.json")

@@ -8,7 +8,7 @@ Chrome's JSON format, which https://ui.perfetto.dev opens.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,28 +20,29 @@ from matplotlib.ticker import FuncFormatter, MultipleLocator
 
 from cotrain_compile.dataflow import Phase
 from cotrain_compile.machine import Tier
-from cotrain_compile.plan import Lane, Plan, Span, Timeline, Transfer
+from cotrain_compile.plan import Lane, Plan, Span, Timeline
 from cotrain_compile.units import format_bytes, format_seconds
 
 # Kinds of work in the order of the legend; colours that differ for colour-blind readers as well
-# (Okabe and Ito 2008).
+# (Okabe and Ito 2008). A copy's colour says what is copied, its lane where to.
 COLOURS: Mapping[str, str] = {
     "forward": "#56B4E9",
     "backward": "#0072B2",
     "optimizer": "#CC79A7",
     "work on the device": "#56B4E9",
-    "gradient down": "#D55E00",
-    "weight down": "#F0C27B",
-    "copy down": "#D55E00",
+    "weight": "#E69F00",
+    "gradient": "#D55E00",
+    "optimizer state": "#F0E442",
+    "activation": "#4D4D4D",
+    "copy": "#E69F00",
     "update on the host": "#009E73",
-    "weight up": "#E69F00",
-    "copy up": "#E69F00",
+    "cast on the host": "#8FD6BE",
 }
 _OF_LANE: Mapping[str, str] = {
     Lane.DEVICE: "work on the device",
     Lane.HOST: "update on the host",
-    Lane.D2H: "copy down",
-    Lane.H2D: "copy up",
+    Lane.D2H: "copy",
+    Lane.H2D: "copy",
 }
 _LANE_TITLES: Mapping[str, str] = {
     Lane.DEVICE: "device",
@@ -56,11 +57,27 @@ _NARROWEST = 1 / 1500
 def kinds_of(plan: Plan, phases: Mapping[str, Phase] | None = None) -> dict[str, str]:
     """What each task of `plan`, and each op whose phase is given, is: a key of `COLOURS`."""
     kinds = {name: phase.value for name, phase in (phases or {}).items()}
-    for task in plan.tasks:
-        if isinstance(task, Transfer):
-            what = "weight" if task.buffer in plan.placement.updates else "gradient"
-            kinds[task.name] = f"{what} {'down' if task.direction == 'offload' else 'up'}"
-    return kinds
+    kinds |= {cast.name: "cast on the host" for cast in plan.host_regions if cast.makes}
+    copied = _copied(plan)
+    return kinds | {task.name: copied[task.buffer] for task in plan.transfers}
+
+
+def _copied(plan: Plan) -> dict[str, str]:
+    """What each buffer is that `plan` copies, a key of `COLOURS`."""
+    params = set(plan.placement.updates)
+    offloads = [task for task in plan.transfers if task.direction == "offload"]
+    states = {task.destination for task in offloads if task.destination} - params
+    left = {task.buffer for task in offloads if not task.destination} - params
+    # An activation comes back for the backward, a gradient at most for an update that runs early.
+    moved = {name for ops in plan.moved for name in ops.ops}
+    fetches = [task for task in plan.transfers if task.is_fetch]
+    back = {task.buffer for task in fetches if task.wait_before not in moved}
+    return {
+        **dict.fromkeys((task.buffer for task in plan.transfers), "weight"),
+        **dict.fromkeys(states, "optimizer state"),
+        **dict.fromkeys(left - back, "gradient"),
+        **dict.fromkeys(left & back, "activation"),
+    }
 
 
 def draw_timelines(
@@ -106,12 +123,12 @@ def save_trace(timeline: Timeline, path: Path, *, kinds: Mapping[str, str] | Non
     for lane, thread in lanes.items():
         named = {"name": _LANE_TITLES[lane]}
         events.append({"ph": "M", "name": "thread_name", "pid": 1, "tid": thread, "args": named})
-    for span in timeline.spans:
+    for span, kind in _with_kinds(timeline, kinds or {}):
         events.append(
             {
                 "ph": "X",
                 "name": span.name,
-                "cat": _kind(span, kinds or {}),
+                "cat": kind,
                 "pid": 1,
                 "tid": lanes[str(span.lane)],
                 "ts": span.start_s * 1e6,
@@ -125,18 +142,27 @@ def save_trace(timeline: Timeline, path: Path, *, kinds: Mapping[str, str] | Non
     path.write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": events}) + "\n")
 
 
-def _kind(span: Span, kinds: Mapping[str, str]) -> str:
-    return kinds.get(span.name, _OF_LANE[span.lane])
+def _with_kinds(timeline: Timeline, kinds: Mapping[str, str]) -> Iterator[tuple[Span, str]]:
+    """Each span with what it is; a view that a pass has made again is as the op before it."""
+    on_device = timeline.lane(Lane.DEVICE)
+    known = (kinds[span.name] for span in on_device if span.name in kinds)
+    kind = next(known, _OF_LANE[Lane.DEVICE])
+    for span in on_device:
+        kind = kinds.get(span.name, kind)
+        yield span, kind
+    for span in timeline.spans:
+        if span.lane != Lane.DEVICE:
+            yield span, kinds.get(span.name, _OF_LANE[span.lane])
 
 
 def _draw_lanes(axes: Axes, timeline: Timeline, kinds: Mapping[str, str], end_s: float) -> set[str]:
     """Draw the bars, top lane first; returns the kinds that occur."""
     start_s = min((span.start_s for span in timeline.spans), default=0.0)
     bars: dict[tuple[str, str], list[tuple[float, float]]] = {}
-    for span in timeline.spans:
+    for span, kind in _with_kinds(timeline, kinds):
         width = max(span.end_s - span.start_s, end_s * _NARROWEST)
         bar = (span.start_s - start_s, width)
-        bars.setdefault((str(span.lane), _kind(span, kinds)), []).append(bar)
+        bars.setdefault((str(span.lane), kind), []).append(bar)
     rows = {str(lane): len(_LANE_TITLES) - 1 - n for n, lane in enumerate(_LANE_TITLES)}
     for (lane, kind), stretches in bars.items():
         axes.broken_barh(stretches, (rows[lane] - 0.36, 0.72), color=COLOURS[kind], linewidth=0)

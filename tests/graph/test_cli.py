@@ -1,17 +1,26 @@
-"""The command line: words for every file, one line an error, torch only where it computes."""
+"""The command line: words for every file, one line an error, plans handed over to torch.compile."""
 
 from __future__ import annotations
 
+import inspect
+import re
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+import cotrain_compile
 from cotrain_compile import __version__, files, presets
 from cotrain_compile.cli import app, main
-from cotrain_compile.dataflow import Buffer, Dataflow, Op, Phase, Role
+from cotrain_compile.dataflow import Buffer, Dataflow, Op, Phase, Role, UpdateGroup
+from cotrain_compile.errors import OptionError, PlanError
+from cotrain_compile.jobs import load_job
 from cotrain_compile.machine import Machine, Tier
 from cotrain_compile.plan import Lane, Placement, Plan, Span, Timeline, UpdateMode
 from cotrain_compile.runtime import calibrate
@@ -20,6 +29,7 @@ DATAFLOW = Dataflow(
     fingerprint="f1",
     ops=(Op("mm", "aten.mm.default", Phase.FORWARD, ("w",), ("h",), flops=8_000_000_000),),
     buffers=(Buffer("w", 1024, Role.PARAM, is_input=True), Buffer("h", 2048, Role.TEMPORARY)),
+    updates=(UpdateGroup("w", gradient="h", states=(), scalars=(), ops=()),),
 )
 PLAN = Plan(
     fingerprint="f1",
@@ -203,3 +213,132 @@ def test_a_wrong_job_is_one_clear_line(
     said = error_of(monkeypatch, capsys, "trace", f"{tmp_path}/{job}", "-o", "unused.json")
     assert expected in said
     assert said.count("\n") == 1
+
+
+EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        "gpt2.py:gpt2_124m",
+        "llama.py:llama_1b",
+        "llama.py:llama_7b",
+        "llama.py:llama_13b",
+        "llama.py:llama_70b",
+    ],
+)
+def test_an_example_has_the_parameters_and_batch_that_it_states(job: str) -> None:
+    build = load_job(f"{EXAMPLES}/{job}")
+    with torch.device("meta"):
+        step, (tokens,) = build()
+    model = inspect.getclosurevars(step).nonlocals["model"]
+    stated = inspect.getdoc(vars(sys.modules[job.partition(".")[0]])[job.partition(":")[2]])
+    assert stated is not None
+    numbers = [int(number.replace(",", "")) for number in re.findall(r"\b[\d,]{6,}\b", stated)]
+    assert numbers == [sum(parameter.numel() for parameter in model.parameters())]
+    assert stated.endswith(f"batch {tokens.shape[0]} x {tokens.shape[1]}.")
+
+
+MLP_JOB = """
+import torch
+from torch import nn
+
+
+def build(width=64, last=nn.Linear):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(width, width), nn.ReLU(), last(width, width))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def step(x):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        return loss
+
+    return step, (torch.ones(8, width),)
+
+
+def wider():
+    return build(width=128)
+
+
+def without_bias():
+    return build(last=lambda *sizes: nn.Linear(*sizes, bias=False))
+
+
+def shorter():
+    step, _ = build()
+    return step, (torch.ones(4, 64),)
+"""
+
+
+@pytest.fixture
+def mlp(tmp_path: Path) -> Path:
+    """A job, traced and solved: beside it are step.json and plan.json for 128 KiB."""
+    job = tmp_path / "mlp.py"
+    job.write_text(MLP_JOB)
+    step, plan = str(tmp_path / "step.json"), str(tmp_path / "plan.json")
+    run("trace", f"{job}:build", "-o", step)
+    arguments = ("--machine", "rtx4090", "--memory-budget", "128KiB", "--policy", "zero-offload")
+    run("solve", step, "-o", plan, *arguments)
+    return job
+
+
+def called(job: Path, function: str, **options: Any) -> tuple[Callable[..., Any], list[float]]:
+    """The step that `function` of `job` builds, after two calls, and its losses."""
+    plain, arguments = load_job(f"{job}:{function}")()
+    torch.compiler.reset()
+    step = torch.compile(plain, backend="cotrain", options=options)
+    return step, [step(*arguments).item() for _ in range(2)]
+
+
+def test_a_plan_solved_offline_is_the_one_that_runs(mlp: Path) -> None:
+    path = mlp.with_name("plan.json")
+    step, losses = called(mlp, "build", plan=str(path), memory_budget="128KiB")
+    compiled = cotrain_compile.inspect(step)
+    assert compiled.plan == files.load(path, Plan)
+    assert set(compiled.plan.placement.updates.values()) == {UpdateMode.HOST}
+    assert compiled.measured is not None
+    peaks = compiled.measured.peak_bytes
+    assert peaks[Tier.DEVICE] == compiled.plan.predicted.peak_bytes[Tier.DEVICE]
+    _, unplaced = called(mlp, "build", policy="resident")
+    assert losses == pytest.approx(unplaced, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        ("wider", r"other sizes: .* bytes in the plan, .* here\)"),
+        ("without_bias", r"parameters that only the plan updates: 2\.bias; tensors that only"),
+        ("shorter", "names agree, but shapes or arguments of ops differ"),
+    ],
+)
+def test_a_plan_of_another_step_is_refused_with_what_differs(
+    mlp: Path, function: str, expected: str
+) -> None:
+    with pytest.raises(PlanError, match=rf"made for another step .*{expected}.*solve this step"):
+        called(mlp, function, plan=str(mlp.with_name("plan.json")))
+
+
+def test_a_plan_for_more_memory_than_the_user_allows_is_refused(mlp: Path) -> None:
+    path = str(mlp.with_name("plan.json"))
+    with pytest.raises(PlanError, match=r"made for 128.0 KiB on the device.*is 120.0 KiB"):
+        called(mlp, "build", plan=path, memory_budget="120KiB")
+    with pytest.raises(PlanError, match=r"on the host.*again with --host-memory-budget 1048576"):
+        called(mlp, "build", plan=path, host_memory_budget="1MiB")
+
+
+def test_a_plan_that_contradicts_itself_is_refused_like_any_other(mlp: Path) -> None:
+    path = mlp.with_name("plan.json")
+    plan = files.load(path, Plan)
+    files.save(replace(plan, tasks=plan.tasks[1:]), path)
+    with pytest.raises(PlanError):
+        called(mlp, "build", plan=str(path))
+
+
+def test_a_plan_that_is_not_there_is_named(mlp: Path) -> None:
+    with pytest.raises(OptionError, match=r"option 'plan' is .*absent.json': No such file"):
+        called(mlp, "build", plan=str(mlp.with_name("absent.json")))

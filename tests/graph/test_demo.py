@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from cotrain_compile.demo.run import INTERRUPTED, Settings, run
 from cotrain_compile.demo.text import batch, standard_library
 from cotrain_compile.errors import OptionError
 from cotrain_compile.plan import Plan
+from cotrain_compile.units import format_seconds
 
 SMALL = Shape(context=16, width=32, layers=1, heads=2)
 
@@ -34,6 +36,13 @@ def said_by(chosen: Settings, expected_code: int = 0) -> str:
     return text.getvalue()
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A demo from start to end: its folder and what it printed."""
+    output = tmp_path_factory.mktemp("whole")
+    return output, said_by(settings(output))
+
+
 def losses(output: Path, column: str) -> list[float]:
     with (output / "losses.csv").open(newline="") as file:
         return [float(row[column]) for row in csv.DictReader(file)]
@@ -48,28 +57,42 @@ def interrupt_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train, "batch", stop)
 
 
-def test_it_shows_the_shortfall_trains_within_the_budget_and_matches_eager(tmp_path: Path) -> None:
-    said = said_by(settings(tmp_path))
+def test_it_shows_the_shortfall_trains_within_the_budget_and_matches_eager(
+    whole: tuple[Path, str],
+) -> None:
+    output, said = whole
     assert "refused, as it should be: policy 'resident' needs" in said
     assert "train 4/4" in said
-    assert losses(tmp_path, "loss") == pytest.approx(losses(tmp_path, "eager_loss"), rel=1e-4)
-    plan = files.load(tmp_path / "step" / "plan.json", Plan)
-    assert plan.placement.policy == "zero-offload"
-    left = {path.name for path in tmp_path.iterdir()}
+    assert losses(output, "loss") == pytest.approx(losses(output, "eager_loss"), rel=1e-4)
+    assert re.search(r"measured peak ([\d,]+) bytes, predicted \1, budget 307,200", said)
+    left = {path.name for path in output.iterdir()}
     assert {"timeline.png", "predicted.trace.json", "measured.trace.json"} <= left
 
 
-def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_it_takes_the_fastest_plan_and_tells_what_each_rule_would_have_cost(
+    whole: tuple[Path, str],
 ) -> None:
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    said_by(settings(whole))
+    output, said = whole
+    plan = files.load(output / "step" / "plan.json", Plan)
+    assert plan.report is not None
+    costs_s = plan.report.simulated_s
+    assert costs_s[plan.placement.policy] == min(costs_s.values())
+    assert re.search(r"resident +│ +does not fit", said)
+    shown = {"zero-offload", "coarse", "streamed", "fraction:auto"} & set(costs_s)
+    assert shown
+    for rule in shown:
+        assert re.search(rf"{rule} +│ +{re.escape(format_seconds(costs_s[rule]))}", said)
+
+
+def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(
+    whole: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as patch:
         interrupt_at(2, patch)
-        said = said_by(settings(stopped), expected_code=INTERRUPTED)
+        said = said_by(settings(tmp_path), expected_code=INTERRUPTED)
     assert "Interrupted after step 2 of 4. Every parameter has had exactly 2 updates." in said
-    said_by(settings(stopped, resume=True))
-    assert losses(stopped, "loss") == losses(whole, "loss")[2:]
+    said_by(settings(tmp_path, resume=True))
+    assert losses(tmp_path, "loss") == losses(whole[0], "loss")[2:]
 
 
 def test_a_budget_that_suffices_is_told_so(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 import cotrain_compile
-from cotrain_compile.compile import budgets, choose_plan, trace_graph
+from cotrain_compile.compile import budgets, trace_graph
 from cotrain_compile.extract import extract
 from cotrain_compile.files import save
 from cotrain_compile.graph import StepGraph
@@ -20,6 +20,7 @@ from cotrain_compile.machine import Link
 from cotrain_compile.options import Options
 from cotrain_compile.passes import PASSES, run_passes
 from cotrain_compile.placement.problem import formulate
+from cotrain_compile.placement.solve import SolveSettings, solve
 from cotrain_compile.plan import Plan
 from cotrain_compile.presets import find
 from cotrain_compile.runtime.ops import cotrain as ops
@@ -41,7 +42,8 @@ def captured_step(case: str = "mlp") -> StepGraph:
 
 def plan_for(step: StepGraph, policy: str) -> Plan:
     machine = find("this-machine")
-    return choose_plan(formulate(extract(step), machine, budgets(Options(), machine)), policy)
+    problem = formulate(extract(step), machine, budgets(Options(), machine))
+    return solve(problem, SolveSettings(policy=policy))
 
 
 def name_of(node: fx.Node) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from cotrain_compile.machine import Tier
 from cotrain_compile.plan import (
     HostRegion,
     Lane,
+    MovedOps,
     Placement,
     Plan,
     Span,
@@ -54,9 +56,9 @@ STEP = timeline(
 )
 KINDS = {
     "mm": "backward",
-    "offload.w": "weight down",
-    "offload.g": "gradient down",
-    "prefetch.w": "weight up",
+    "offload.w": "weight",
+    "offload.g": "gradient",
+    "prefetch.w": "weight",
 }
 
 
@@ -71,11 +73,46 @@ def test_gradients_and_weights_are_told_apart() -> None:
     assert kinds_of(plan(STEP), {"mm": Phase.BACKWARD}) == KINDS
 
 
+def test_what_leaves_and_comes_back_is_told_from_what_lives_on_the_host() -> None:
+    tasks = (
+        HostRegion("cast.w", "w", ("to",), None, None, makes="w16"),
+        Transfer("fetch.w16", "prefetch", "w16", 2, None, "mm", ("cast.w",)),
+        Transfer("offload.x", "offload", "x", 4, "mm", "gelu"),
+        Transfer("fetch.x", "prefetch", "x", 4, "gelu", "mm_backward", ("offload.x",)),
+        Transfer("offload.g", "offload", "g", 4, "mm_backward", None),
+        Transfer("fetch.g", "prefetch", "g", 4, "mm_backward", "mul", ("offload.g",)),
+        Transfer("fetch.m", "prefetch", "m", 4, "mm_backward", "mul"),
+        Transfer("store.m", "offload", "m", 4, "mul", None, destination="m"),
+        Transfer("store.w", "offload", "w", 4, "mul", None, destination="w"),
+    )
+    moved = (MovedOps(("mul",), "mm_backward"),)
+    assert kinds_of(replace(plan(STEP), tasks=tasks, moved=moved)) == {
+        "cast.w": "cast on the host",
+        "fetch.w16": "weight",
+        "offload.x": "activation",
+        "fetch.x": "activation",
+        "offload.g": "gradient",
+        "fetch.g": "gradient",
+        "fetch.m": "optimizer state",
+        "store.m": "optimizer state",
+        "store.w": "weight",
+    }
+
+
+def test_an_op_that_a_pass_has_made_again_is_as_the_one_before_it(tmp_path: Path) -> None:
+    ops = timeline(Span(Lane.DEVICE, "view", 0.0, 0.1), *STEP.spans)
+    again = replace(ops, spans=(*ops.spans, Span(Lane.DEVICE, "view_1", 1.0, 1.1)))
+    save_trace(again, tmp_path / "trace.json", kinds=KINDS)
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    kinds = {e["name"]: e["cat"] for e in events if e["ph"] == "X"}
+    assert kinds["view"] == kinds["view_1"] == "backward"
+
+
 def test_every_kind_of_work_is_seen_in_its_colour(tmp_path: Path) -> None:
     path = tmp_path / "step.png"
     draw_timelines([STEP], path, kinds=KINDS, budget_bytes=400)
     seen = {kind for kind, colour in COLOURS.items() if pixels_of(colour, path) > 500}
-    assert {"backward", "update on the host", "weight down"} <= seen
+    assert {"backward", "update on the host", "weight"} <= seen
     assert "optimizer" not in seen
 
 
@@ -109,7 +146,7 @@ def test_a_trace_has_each_lane_as_a_named_thread_in_microseconds(tmp_path: Path)
     threads = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     work = [(threads[e["tid"]], e["name"], e["cat"]) for e in events if e["ph"] == "X"]
     assert ("host", "update.w", "update on the host") in work
-    assert ("device to host", "offload.g", "gradient down") in work
+    assert ("device to host", "offload.g", "gradient") in work
     busy_us = sum(e["dur"] for e in events if e["ph"] == "X" and threads[e["tid"]] == "device")
     assert busy_us == pytest.approx(STEP.busy_s(Lane.DEVICE) * 1e6)
     assert [e["args"] for e in events if e["ph"] == "C"] == [{"bytes": 100}, {"bytes": 300}]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cotrain_compile.errors import OptionError
-from cotrain_compile.options import Options, Size
+from cotrain_compile.options import POLICIES, Options, Size
 
 GIB = 2**30
 
@@ -71,6 +71,10 @@ def test_every_option_is_read() -> None:
             "host_memory_budget": "50%",
             "device": "cpu",
             "policy": "zero-offload",
+            "plan": "plan.json",
+            "solver": "cbc",
+            "time_limit": 5,
+            "seed": 7,
             "lowering": "eager",
             "host_kernels": "captured",
             "keep_grads": True,
@@ -87,6 +91,10 @@ def test_every_option_is_read() -> None:
         host_memory_budget=Size(fraction=0.5),
         device="cpu",
         policy="zero-offload",
+        plan="plan.json",
+        solver="cbc",
+        time_limit=5.0,
+        seed=7,
         lowering="eager",
         host_kernels="captured",
         keep_grads=True,
@@ -110,6 +118,15 @@ def test_every_option_is_read() -> None:
         ({"throttle": 1}, "must be True or False"),
         ({"dump": ""}, "must be a non-empty string"),
         ({"memory_budget": "lots"}, "a number of bytes"),
+        ({"plan": 3}, "must be a non-empty string"),
+        ({"solver": "gurobi"}, "one of 'highs', 'cbc'"),
+        ({"time_limit": 0}, "must be a number of seconds above 0"),
+        ({"time_limit": float("nan")}, "must be a number of seconds above 0"),
+        ({"time_limit": float("inf")}, "must be a number of seconds above 0"),
+        ({"time_limit": "60"}, "must be a number of seconds above 0"),
+        ({"time_limit": True}, "must be a number of seconds above 0"),
+        ({"seed": -1}, "must be an integer from 0 to 2147483647"),
+        ({"seed": 0.5}, "must be an integer from 0 to 2147483647"),
     ],
 )
 def test_a_bad_value_is_refused_with_what_it_may_be(options: dict[str, Any], says: str) -> None:
@@ -122,7 +139,12 @@ def test_a_fraction_is_a_share(share: str) -> None:
     assert Options.parse({"policy": f"fraction:{share}"}).policy == f"fraction:{share}"
 
 
-@pytest.mark.parametrize("share", ["", "1.5", "-1", "half", "nan"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_named_in_the_error_is_accepted(policy: str) -> None:
+    assert Options.parse({"policy": policy}).policy == policy
+
+
+@pytest.mark.parametrize("share", ["", "1.5", "-1", "half", "nan", "auto:1"])
 def test_what_is_not_a_share_is_refused(share: str) -> None:
     with pytest.raises(OptionError, match="F from 0 to 1"):
         Options.parse({"policy": f"fraction:{share}"})

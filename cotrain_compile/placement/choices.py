@@ -1,0 +1,152 @@
+"""Choices: what a placement can decide about a step, as numbers in segments.
+
+Types alone: `find_choices` makes `Choices` from a Problem. They have for each bundle of parameters
+the ways to keep and update them, for each bundle of activations whether it leaves, and what the
+device holds whatever is decided; and they turn decisions into a Placement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cotrain_compile.dataflow import Buffer
+from cotrain_compile.machine import Tier
+from cotrain_compile.placement.policies import SMALL_STATE_BYTES, resident
+from cotrain_compile.placement.problem import Problem
+from cotrain_compile.placement.residency import thin_copies
+from cotrain_compile.plan import Placement, UpdateMode
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to keep and update a bundle of parameters.
+
+    `mode` is None for frozen parameters. `trips` is how often the weight is fetched in a step, 0
+    where it is at home on the device. With `gradient_away` the gradient leaves the device until
+    its update.
+    """
+
+    mode: UpdateMode | None
+    trips: int
+    gradient_away: bool = False
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the update runs on the host."""
+        return self.mode in (UpdateMode.HOST, UpdateMode.HOST_STREAMED)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Parameters that are decided on together; bytes and seconds are sums over them.
+
+    `fetched_bytes` cross the link when the weight is fetched: the low-precision copies where the
+    step `thin`ly uses nothing else, else the parameters. `largest` is the share that the largest
+    parameter has in the bundle, `least_largest` the least share that the largest of any part of the
+    bundle has in that part. `cast_s` is what the host takes to make the low-precision copies,
+    `device_cast_s` what the device takes where it makes them. The rest are segments: of the first
+    use of the weight, the last in the forward, the first in the backward and the last, of the
+    gradient's making, its last use, and the release of the update.
+    """
+
+    params: tuple[str, ...]
+    ways: tuple[Way, ...]
+    param_bytes: int
+    state_bytes: int
+    kept_state_bytes: int
+    gradient_bytes: int
+    fetched_bytes: int
+    thin: bool
+    largest: float
+    least_largest: float
+    workspace_bytes: int
+    device_s: float
+    host_s: float
+    cast_s: float
+    device_cast_s: float
+    first: int
+    leaves: int
+    returns: int
+    last: int
+    gradient_made: int
+    gradient_used: int
+    release: int
+
+    def streamed_bytes(self, way: Way) -> tuple[int, int]:
+        """Bytes up before and down after the updates, where `way` streams them."""
+        param = self.param_bytes if way.trips else 0
+        return self.state_bytes + (param if self.thin else 0), self.state_bytes + param
+
+    def keeps_weight(self, way: Way) -> bool:
+        """Whether the weight fetched for the backward stays for the update, which rewrites it."""
+        return way.mode is UpdateMode.STREAMED and way.trips > 0 and not self.thin
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Temporaries that may be away from segment `leaves` (last use) to `returns` (next use)."""
+
+    buffers: tuple[str, ...]
+    nbytes: int
+    leaves: int
+    returns: int
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """One way for each bundle of weights, and which bundles of activations leave."""
+
+    ways: tuple[Way, ...]
+    away: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
+class Choices:
+    """All that can be decided. Segment 0 is a head without ops, the last one the tail.
+
+    `seconds` has the device time of each segment without updates; `checkpoints` the pairs of
+    (segment, bytes alive whatever is decided) at which memory is checked: all activations stay,
+    and no parameter, state or gradient of `weights` is counted.
+    """
+
+    problem: Problem
+    seconds: tuple[float, ...]
+    checkpoints: tuple[tuple[int, int], ...]
+    weights: tuple[Weights, ...]
+    activations: tuple[Activations, ...]
+
+    @property
+    def tail(self) -> int:
+        """Index of the last segment."""
+        return len(self.seconds) - 1
+
+    def placement(self, policy: str, ways: Sequence[Way], away: Sequence[bool]) -> Placement:
+        """The placement that these decisions make."""
+        dataflow = self.problem.dataflow
+        base = resident(dataflow)
+        homes, updates, gone = dict(base.homes), dict(base.updates), list[str]()
+        thin = thin_copies(dataflow)
+        for bundle, way in zip(self.weights, ways, strict=True):
+            for param in bundle.params:
+                group = dataflow.update.get(param)
+                if way.trips:
+                    homes[param] = Tier.HOST
+                if way.trips == 2:
+                    gone.append(thin.get(param, param))
+                if group is None or way.mode is None:
+                    continue
+                updates[param] = way.mode
+                if way.gradient_away:
+                    gone.append(group.gradient)
+                if way.mode is not UpdateMode.RESIDENT:
+                    large = [s for s in group.states if way.on_host or is_large(dataflow.buffer[s])]
+                    homes.update(dict.fromkeys(large, Tier.HOST))
+        for activations, leaves in zip(self.activations, away, strict=True):
+            gone += activations.buffers if leaves else ()
+        return Placement(policy, homes, updates, tuple(gone), early_updates=True)
+
+
+def is_large(state: Buffer) -> bool:
+    """Whether an optimizer state is worth a copy of its own (a step counter is not)."""
+    return state.nbytes > SMALL_STATE_BYTES

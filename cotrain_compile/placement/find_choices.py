@@ -1,0 +1,77 @@
+"""Find choices: Problem -> Choices. What can be decided about a step, in segments.
+
+In: a Problem. Out: `Choices`: the bundles, and what the device holds whatever is decided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from cotrain_compile.placement.bundles import bundled_activations, bundled_weights
+from cotrain_compile.placement.choices import Activations, Choices
+from cotrain_compile.placement.problem import Problem
+from cotrain_compile.placement.residency import Curve
+from cotrain_compile.placement.segmented_step import SegmentedStep, segmented
+
+# Segments of the whole step, and into how many pieces the parameters (or activations) are cut at
+# least: finer bundles are better plans and larger programs.
+SEGMENTS = 64
+PIECES = 96
+
+
+def choices_of(
+    problem: Problem,
+    segments: int = SEGMENTS,
+    pieces: int = PIECES,
+    *,
+    at_peaks: bool = False,
+    everything: bool = False,
+) -> Choices:
+    """What can be decided about `problem`, in about `segments` segments.
+
+    Cuts are where few bytes cross, or, with `at_peaks`, right before the ops at which most is
+    alive; memory is then checked at the cuts alone, where the amounts sent and brought are known.
+    With `everything`, the smallest temporaries may leave too, and no bundle of temporaries is cut
+    into pieces: what a bound needs, and a plan does not.
+    """
+    step = segmented(problem, segments, at_peaks=at_peaks)
+    elapsed_s = step.moves.elapsed_s
+    seconds = [
+        elapsed_s[end] - elapsed_s[start] for start, end in zip(step.starts, step.ends, strict=True)
+    ]
+    activations = bundled_activations(step, pieces, everything=everything)
+    return Choices(
+        problem,
+        (0.0, *seconds, 0.0),
+        tuple(_checkpoints(step, activations)),
+        bundled_weights(step, pieces),
+        activations,
+    )
+
+
+def _checkpoints(
+    step: SegmentedStep, activations: Sequence[Activations]
+) -> Iterable[tuple[int, int]]:
+    """(segment, bytes) where most is alive, with all activations there and with none."""
+    leaving = {name for bundle in activations for name in bundle.buffers}
+    kept, bare = _undecided_bytes(step), _undecided_bytes(step, without=leaving)
+    for number, (start, end) in enumerate(zip(step.starts, step.ends, strict=True), start=1):
+        slots = range(start, start + 1 if step.at_peaks else end)
+        peaks = {max(slots, key=kept.__getitem__), max(slots, key=bare.__getitem__)}
+        for slot in sorted(peaks):
+            yield number, kept[slot]
+    yield step.tail, kept[step.program.end]
+
+
+def _undecided_bytes(step: SegmentedStep, without: Iterable[str] = ()) -> list[int]:
+    """Bytes in each slot of what no bundle of weights holds, nor is in `without`."""
+    updates = step.dataflow.updates
+    left_out = {name for group in updates for name in (group.param, *group.states)}
+    left_out |= {g.gradient for g in updates if step.is_made_and_used_up(g.gradient)}
+    left_out |= {buffer.name for buffer in step.frozen}
+    left_out.update(without)
+    curve = Curve(step.program.end + 1)
+    for held in step.moves.instances:
+        if held.buffer.name not in left_out:
+            curve.add(held.buffer.nbytes, held.first, held.last)
+    return curve.values()

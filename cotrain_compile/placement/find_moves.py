@@ -1,0 +1,243 @@
+"""Find moves: Placement -> Moves. What has to cross the link, run on the host or run elsewhere.
+
+In: a Problem and a Placement. Out: `Moves`, each with the slot after which it may start or before
+which it must be done, and the stays of every buffer on the device at the least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
+
+from cotrain_compile.dataflow import PERSISTENT_ROLES, Buffer, Dataflow, Phase, Role, UpdateGroup
+from cotrain_compile.machine import Tier
+from cotrain_compile.placement.moved_updates import Support, movable, workspace_bytes
+from cotrain_compile.placement.moves import Cast, DeviceUpdate, Fetch, HostUpdate, Moves, Send
+from cotrain_compile.placement.problem import Problem
+from cotrain_compile.placement.residency import Instance, device_program
+from cotrain_compile.plan import Placement
+
+
+def moves_of(problem: Problem, placement: Placement) -> Moves:
+    """The moves of `placement`."""
+    return _Finder(problem, placement).moves()
+
+
+def longest_gap(touched: Sequence[int], elapsed_s: Sequence[float]) -> tuple[int, int] | None:
+    """The neighbouring touches with the most device time between them, None if there is none."""
+    gaps = [(a, b) for a, b in pairwise(touched) if b > a + 1]
+    return max(gaps, key=lambda gap: elapsed_s[gap[1]] - elapsed_s[gap[0] + 1], default=None)
+
+
+class _Finder:
+    """What is found so far; casts come before weights, and these before the updates."""
+
+    def __init__(self, problem: Problem, placement: Placement) -> None:
+        self.problem, self.placement = problem, placement
+        self.dataflow = problem.dataflow
+        whole = device_program(self.dataflow, placement)
+        self.moving = [g for g in self.dataflow.updates if movable(placement, g)]
+        support = Support(self.dataflow)
+        self.support = {group.param: support.of(group) for group in self.moving}
+        supporting = {name for names in self.support.values() for name in names}
+        taken = supporting.union(*(group.ops for group in self.moving))
+        staying = tuple(op for op in whole.ops if op.name not in taken)
+        self.program = replace(whole, ops=staying)
+        seconds = problem.costs.device_s
+        self.elapsed_s = list(accumulate((seconds[op.name] for op in staying), initial=0.0))
+        self.away = set(placement.away)
+        self.windows = {group.param: self._window(group) for group in self.dataflow.updates}
+        # What moved updates read must stay until they run, however early the others are done.
+        self.read_by_moved = {group.gradient: group for group in self.moving}
+        self.shared = {name for group in self.moving for name in group.scalars}
+        self.shared |= {made for op in whole.ops if op.name in supporting for made in op.writes}
+        self.sends: dict[str, Send] = {}
+        self.fetches: list[Fetch] = []
+        self.instances: list[Instance] = []
+        self.casts: list[Cast] = []
+        # Names of what makes and fetches each weight at home on the host.
+        self.weight_tasks: dict[str, tuple[str, ...]] = {}
+
+    def moves(self) -> Moves:
+        self._casts()
+        fetched = {copy: param for param, copy in self.program.fetched.items()}
+        for buffer in self.dataflow.buffers:
+            if buffer.name in fetched:
+                self._weight(buffer, fetched[buffer.name])
+            elif self.placement.homes.get(buffer.name) is not Tier.HOST:
+                self._buffer(buffer)
+        device_updates = [self._device_update(group) for group in self.moving]
+        host_updates = [self._host_update(group) for group in self.program.host_groups]
+        return Moves(
+            self.program,
+            self.elapsed_s,
+            tuple(sorted(self.sends.values(), key=lambda send: send.ready)),
+            tuple(sorted(self.fetches, key=lambda fetch: fetch.need)),
+            tuple(self.casts),
+            tuple(sorted(host_updates, key=self._landed)),
+            tuple(sorted(device_updates, key=lambda u: (u.earliest, bool(u.fetches)))),
+            tuple(self.instances),
+        )
+
+    def _landed(self, update: HostUpdate) -> int:
+        """Parameters whose gradients come first are updated first."""
+        return self.program.last_write(update.group.gradient)
+
+    # Buffers.
+
+    def _casts(self) -> None:
+        writer = {name: op for op in self.dataflow.ops for name in op.writes}
+        thin = [(p, copy) for p, copy in self.program.fetched.items() if copy != p]
+        first_use = {name: slots[0] for name, slots in self.program.touches.items()}
+        for param, copy in sorted(thin, key=lambda pair: first_use.get(pair[1], 0)):
+            ops = (writer[copy].name,)
+            cast = Cast(f"cast.{param}", param, copy, ops, self.problem.host_cast_s(ops))
+            self.casts.append(cast)
+            self.weight_tasks[param] = (cast.name,)
+
+    def _weight(self, buffer: Buffer, param: str) -> None:
+        """The fetches of a weight whose home is on the host."""
+        touched = self.program.touches.get(buffer.name, [])
+        after = self.weight_tasks.get(param, ())
+        group = self.dataflow.update.get(param)
+        # The gap to be away in is before the update: after it the weight is on its way home.
+        limit = self.windows[param][1] if group is not None else self.program.end
+        old = [slot for slot in touched if slot < limit]
+        stays = self._stays(buffer, old)
+        if stays and len(old) < len(touched):
+            stays[-1] = (stays[-1][0], touched[-1])
+        for number, (first, last) in enumerate(stays):
+            name = f"{'refetch' if number else 'fetch'}.{buffer.name}"
+            self.fetches.append(Fetch(name, buffer.name, buffer.nbytes, first, after))
+            self.weight_tasks[param] = (*self.weight_tasks.get(param, ()), name)
+            if group in self.moving and buffer.name == param and last == touched[-1]:
+                last = max(last, self.windows[param][0])
+            self.instances.append(Instance(buffer, first, last + 1))
+
+    def _buffer(self, buffer: Buffer) -> None:
+        """Any other buffer: on the device from its first use to its last, or in two stays."""
+        touched = self.program.touches.get(buffer.name, [])
+        if buffer.name in self.shared and not buffer.is_input:
+            self._until_the_end(buffer, touched[0] if touched else 0)
+        elif buffer.is_input:
+            self._until_the_end(buffer, 0)
+        elif touched and (buffer.role in PERSISTENT_ROLES or buffer.is_output):
+            self._until_the_end(buffer, touched[0])
+        elif touched:
+            self._temporary(buffer, touched)
+
+    def _until_the_end(self, buffer: Buffer, first: int) -> None:
+        self.instances.append(Instance(buffer, first, self.program.end + 1))
+
+    def _temporary(self, buffer: Buffer, touched: list[int]) -> None:
+        stays = self._stays(buffer, touched)
+        for number, (first, last) in enumerate(stays):
+            if buffer.name in self.read_by_moved and buffer.name not in self.away:
+                last = max(last, self.windows[self.read_by_moved[buffer.name].param][0])
+            self.instances.append(Instance(buffer, first, last + 1))
+            if number:
+                before = stays[number - 1][1]
+                send = self._send(buffer, before, before + 1)
+                name = f"fetch.{buffer.name}"
+                fetch = Fetch(name, buffer.name, buffer.nbytes, first, (send.name,))
+                self.fetches.append(fetch)
+
+    def _stays(self, buffer: Buffer, touched: list[int]) -> list[tuple[int, int]]:
+        """First and last slot of each stay of `buffer` on the device."""
+        if not touched:
+            return []
+        if buffer.name in self.away and buffer.name not in self.read_by_moved:
+            gap = longest_gap(touched, self.elapsed_s)
+            if gap is not None:
+                return [(touched[0], gap[0]), (gap[1], touched[-1])]
+        return [(touched[0], touched[-1])]
+
+    def _send(self, buffer: Buffer, ready: int, holds_from: int | None) -> Send:
+        name = f"offload.{buffer.name}"
+        if name not in self.sends:
+            self.sends[name] = Send(name, buffer.name, buffer.nbytes, ready, holds_from)
+        return self.sends[name]
+
+    # Updates.
+
+    def _host_update(self, group: UpdateGroup) -> HostUpdate:
+        returns = self.placement.homes[group.param] is Tier.DEVICE
+        sources = [group.gradient, *_on_device(self.dataflow, group.scalars)]
+        sources = [group.param, *sources] if returns else sources
+        inputs = []
+        for name in sources:
+            buffer = self.dataflow.buffer[name]
+            stays = buffer.is_input or buffer.is_output
+            holds_from = None if stays else self.program.touches[name][-1] + 1
+            inputs.append(self._send(buffer, self.program.last_write(name), holds_from).name)
+        earliest, limit = self.windows[group.param]
+        if not self.placement.early_updates:
+            backward = [i for i in range(limit) if self.program.ops[i].phase is Phase.BACKWARD]
+            earliest = max([earliest, *backward[-1:]])
+        return HostUpdate(
+            group,
+            tuple(inputs),
+            self.weight_tasks.get(group.param, ()),
+            earliest,
+            limit,
+            returns,
+            self.problem.costs.host_update_s[group.param],
+        )
+
+    def _device_update(self, group: UpdateGroup) -> DeviceUpdate:
+        buffers, homes, param = self.dataflow.buffer, self.placement.homes, group.param
+        earliest, limit = self.windows[param]
+        states = [name for name in group.states if homes[name] is Tier.HOST]
+        fetched, stores, kept_bytes = states, states, 0
+        if homes[param] is Tier.HOST:
+            stores = [param, *states]
+            if self.program.fetched[param] == param and self.program.touches.get(param):
+                kept_bytes = buffers[param].nbytes
+            else:
+                fetched = [*states, param]
+        fetches = [Fetch(f"fetch.{s}", s, buffers[s].nbytes, earliest) for s in fetched]
+        gradient = buffers[group.gradient]
+        stays = gradient.is_input or gradient.is_output
+        gradient_away = gradient.name in self.away and not stays
+        if gradient_away:
+            last = self.program.touches[gradient.name][-1]
+            send = self._send(gradient, last, last + 1)
+            name = f"fetch.{gradient.name}"
+            fetches.append(Fetch(name, gradient.name, gradient.nbytes, earliest, (send.name,)))
+        ops = (*self.support[param], *group.ops)
+        return DeviceUpdate(
+            group,
+            ops,
+            earliest,
+            limit,
+            tuple(fetches),
+            tuple(stores),
+            0 if stays or gradient_away else gradient.nbytes,
+            kept_bytes,
+            workspace_bytes(self.dataflow, group),
+            sum(self.problem.costs.device_s[name] for name in ops),
+        )
+
+    def _window(self, group: UpdateGroup) -> tuple[int, int]:
+        """The slot after which the update may run, and the slot of the op that needs its result.
+
+        Everything that uses the old parameter or states comes before it.
+        """
+        position, program = self.dataflow.position, self.program
+        write = max(position[name] for name in group.ops)
+        touched = [
+            slot
+            for name in (group.param, *group.states, program.fetched.get(group.param, group.param))
+            for slot in program.touches.get(name, ())
+        ]
+        before = [slot for slot in touched if position[program.ops[slot].name] < write]
+        later = [slot for slot in touched if position[program.ops[slot].name] > write]
+        inputs = [program.last_write(name) for name in (group.gradient, *group.scalars)]
+        return max([-1, *before, *inputs]), min([program.end, *later])
+
+
+def _on_device(dataflow: Dataflow, scalars: Iterable[str]) -> list[str]:
+    """Those of `scalars` that the device computes; hyper-parameters are on the host already."""
+    host_side = (Role.HYPERPARAMETER, Role.CONSTANT)
+    return [name for name in scalars if dataflow.buffer[name].role not in host_side]

@@ -1,0 +1,103 @@
+"""Host work: the host's lane in the list scheduler: casts, updates, and the new weights' way back.
+
+In: the casts and host updates of `Moves`. Out: regions issued when their inputs are on their way,
+and a prefetch over the old parameter for each update whose parameter is at home on the device.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from cotrain_compile.placement.clock import Clock
+from cotrain_compile.placement.moves import HostUpdate, Moves
+from cotrain_compile.placement.offloads import Offloads
+from cotrain_compile.placement.problem import Problem
+from cotrain_compile.placement.task_list import TaskList
+from cotrain_compile.plan import HostRegion, Lane, Transfer
+
+
+class HostWork:
+    """Updates that wait for their gradients, and new weights that wait for their way back."""
+
+    def __init__(
+        self, problem: Problem, moves: Moves, clock: Clock, tasks: TaskList, offloads: Offloads
+    ) -> None:
+        self._buffers, self._moves = problem.dataflow.buffer, moves
+        self._clock, self._tasks, self._offloads = clock, tasks, offloads
+        self._waiting = deque(sorted(moves.host_updates, key=lambda update: update.earliest))
+        self._returning: list[HostUpdate] = []  # the first to be done first
+
+    @property
+    def is_done(self) -> bool:
+        return not self._waiting and not self._returning
+
+    def cast(self) -> None:
+        """At the start of the step: make the low-precision copies."""
+        for cast in self._moves.casts:
+            region = HostRegion(cast.name, cast.param, cast.ops, None, None, makes=cast.makes)
+            self._tasks.issue(region)
+            self._clock.host(cast.name, cast.seconds, 0.0)
+
+    def issue_ready(self) -> None:
+        """Issue the updates whose inputs are all on their way, or that can wait no longer."""
+        gap = self._clock.gap
+        held_back: deque[HostUpdate] = deque()
+        while self._waiting and self._waiting[0].earliest < gap:
+            update = self._waiting.popleft()
+            if update.limit <= gap or self._offloads.all_urged(update.inputs):
+                self._offloads.urge(update.inputs)
+                self._issue(update)
+            else:
+                held_back.append(update)
+        self._waiting.extendleft(reversed(held_back))
+
+    def next_return(self, until_s: float) -> HostUpdate | None:
+        """The update whose weight may go back next, None where none is done by `until_s`."""
+        first = self._returning[0] if self._returning else None
+        return first if first and self._done_s(first) <= until_s else None
+
+    def return_due(self) -> None:
+        """Issue the ways back of the weights that the next op needs."""
+        for update in [u for u in self._returning if u.limit <= self._clock.gap]:
+            self.return_weight(update)
+
+    def return_weight(self, update: HostUpdate) -> None:
+        """Move the new parameter over the old one."""
+        self._returning.remove(update)
+        param = update.group.param
+        task = Transfer(
+            f"prefetch.{param}",
+            "prefetch",
+            param,
+            self._buffers[param].nbytes,
+            None,
+            self._limit(update),
+            (_region(update),),
+            param,
+        )
+        self._tasks.issue(task)
+        self._clock.transfer(Lane.H2D, task.name, task.nbytes, self._done_s(update))
+
+    def _issue(self, update: HostUpdate) -> None:
+        group, name = update.group, _region(update)
+        after = (*update.inputs, *update.after)
+        self._tasks.issue(
+            HostRegion(name, group.param, group.ops, None, self._limit(update), after)
+        )
+        self._clock.host(name, update.seconds, self._clock.ready(after))
+        if update.returns:
+            self._returning.append(update)
+            self._returning.sort(key=self._done_s)
+
+    def _done_s(self, update: HostUpdate) -> float:
+        return self._clock.end_s[_region(update)]
+
+    def _limit(self, update: HostUpdate) -> str | None:
+        """Waited for at the end of the step, or before the op that reads the result."""
+        program = self._moves.program
+        return program.ops[update.limit].name if update.limit < program.end else None
+
+
+def _region(update: HostUpdate) -> str:
+    """The name of the region that runs `update`."""
+    return f"update.{update.group.param}"

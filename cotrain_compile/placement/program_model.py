@@ -1,0 +1,131 @@
+"""The model under the program: decisions, segments and prefix flows as variables of pulp.
+
+In: `Choices`, and which version of the program it is to be. Out: a `Model` without laws, to which
+`program_flows`, `program_time` and `program_memory` add theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pulp
+
+from cotrain_compile.placement.choices import Choices, Way, Weights
+
+MIB = float(1 << 20)
+# A parameter with this share of all is decided as a whole even for the bound.
+LARGE = 0.02
+
+
+class Model:
+    """A pulp model of `choices`, careful or `relaxed`, with `whole` bundles or split ones.
+
+    `taken[b][w]` says that bundle b of weights is kept in way w, `away[a]` that bundle a of
+    activations leaves. A segment has a `length` and in it a `stall`, in milliseconds. `lag` is by
+    how many segments a copy is counted late. Rates of the links are in MiB per millisecond.
+    """
+
+    def __init__(self, choices: Choices, *, relaxed: bool, whole: bool) -> None:
+        self.choices, self.relaxed, self.whole = choices, relaxed, whole
+        self.lag = 0 if relaxed else 1
+        self.tail = choices.tail
+        self.segments = range(self.tail + 1)
+        self.machine = choices.problem.machine
+        self.down_rate = self.machine.d2h.bytes_per_s / MIB / 1e3
+        self.up_rate = self.machine.h2d.bytes_per_s / MIB / 1e3
+        self.pulp = pulp.LpProblem("placement", pulp.LpMinimize)
+        self._sums = 0
+        self.taken = [
+            [self._choice(f"z_{b}_{w}", self._is_whole(bundle)) for w in range(len(bundle.ways))]
+            for b, bundle in enumerate(choices.weights)
+        ]
+        self.away = [self._choice(f"x_{a}", whole) for a in range(len(choices.activations))]
+        for variables in self.taken:
+            self.add(pulp.lpSum(variables) == 1)
+        self.stall = [self.variable(f"w_{k}") for k in self.segments]
+        self.length = [self.variable(f"t_{k}") for k in self.segments]
+
+    def _is_whole(self, bundle: Weights) -> bool:
+        """In the relaxed version only a large parameter that is a bundle by itself is."""
+        large = bundle.param_bytes > LARGE * sum(b.param_bytes for b in self.choices.weights)
+        return self.whole or (self.relaxed and large and len(bundle.params) == 1)
+
+    def _choice(self, name: str, whole: bool) -> Any:
+        """Yes or no; where it need not be `whole`, a bundle is split in any proportion."""
+        if not whole:
+            return self.pulp.add_variable(name, lowBound=0, upBound=1)
+        return self.pulp.add_variable(name, cat="Binary")
+
+    def variable(self, name: str) -> Any:
+        return self.pulp.add_variable(name, lowBound=0)
+
+    def add(self, constraint: Any) -> None:
+        self.pulp += constraint
+
+    def running(self, expression: Any) -> Any:
+        """A variable equal to `expression`, so that long sums are written out once."""
+        self._sums += 1
+        total = self.pulp.add_variable(f"sum_{self._sums}")  # may be below nothing
+        self.add(total == expression)
+        return total
+
+    def options(self) -> Iterable[tuple[Weights, Way, Any]]:
+        """Every way of every bundle with its variable."""
+        for bundle, variables in zip(self.choices.weights, self.taken, strict=True):
+            yield from ((bundle, way, z) for way, z in zip(bundle.ways, variables, strict=True))
+
+
+class Flow:
+    """An amount of one class, as running totals at the end of each segment."""
+
+    def __init__(self, name: str, model: Model) -> None:
+        self._model = model
+        self._by = [model.variable(f"{name}_{k}") for k in model.segments]
+        for k in model.segments[1:]:
+            model.add(self._by[k] - self._by[k - 1] >= 0)
+
+    def by(self, segment: int) -> Any:
+        """What has passed by the end of `segment`; nothing before the first."""
+        return self._by[segment] if segment >= 0 else 0.0
+
+    def within(self, segment: int) -> Any:
+        """What passes during `segment`."""
+        return self.by(segment) - self.by(segment - 1)
+
+    @property
+    def total(self) -> Any:
+        """What has passed by the end of the step."""
+        return self._by[-1]
+
+    def at_least(self, terms: Iterable[tuple[int, Any]]) -> None:
+        """What is needed in a segment has arrived: before it starts, or (relaxed) by its end."""
+        model, total = self._model, 0.0
+        needed = by_segment(terms)
+        for k in model.segments:
+            if k in needed:
+                total = model.running(total + needed[k])
+                in_time = k if k == model.tail else max(0, k - model.lag)
+                model.add(self.by(in_time) >= total)
+
+    def at_most(self, terms: Iterable[tuple[int, Any]]) -> None:
+        """Nothing passes before it exists: made by the segment before, or (relaxed) in this."""
+        model, total = self._model, 0.0
+        made = by_segment((min(segment + model.lag, model.tail), term) for segment, term in terms)
+        for k in model.segments:
+            if k in made:
+                total = model.running(total + made[k])
+            model.add(self.by(k) <= total)
+
+
+def by_segment(terms: Iterable[tuple[int, Any]]) -> dict[int, Any]:
+    """The sum of the terms of each segment."""
+    grouped: dict[int, list[Any]] = {}
+    for segment, term in terms:
+        grouped.setdefault(segment, []).append(term)
+    return {segment: pulp.lpSum(items) for segment, items in sorted(grouped.items())}
+
+
+def in_mib(nbytes: int) -> float:
+    """Bytes in MiB."""
+    return nbytes / MIB

@@ -1,0 +1,86 @@
+"""The program's time: how long each segment takes for device, links and host, and the step's end.
+
+In: a `Model` with its `Flows`. Out: constraints on the segments' lengths, in milliseconds.
+"""
+
+from __future__ import annotations
+
+import pulp
+
+from cotrain_compile.placement.program_flows import Flows
+from cotrain_compile.placement.program_model import Flow, Model, by_segment, in_mib
+from cotrain_compile.plan import UpdateMode
+
+
+def add_times(model: Model, flows: Flows) -> None:
+    """Add to `model` that no segment is shorter than what happens in it."""
+    _add_device(model, flows)
+    _add_links_and_host(model, flows)
+    _add_end_of_step(model, flows)
+
+
+def _add_device(model: Model, flows: Flows) -> None:
+    """A segment takes its ops, its stall and the updates that run in it."""
+    resident = [
+        (bundle.release, 1e3 * bundle.device_s * z)
+        for bundle, way, z in model.options()
+        if way.mode is UpdateMode.RESIDENT
+    ]
+    casts = by_segment(
+        (b.first, 1e3 * b.device_cast_s * z)
+        for b, way, z in model.options()
+        if way.trips and b.thin
+    )
+    at_once = by_segment(resident)
+    later = Flow("updates", model)
+    if model.relaxed:
+        later.at_most(resident)
+        model.add(later.total == pulp.lpSum(amount for _, amount in resident))
+    for k, seconds in enumerate(model.choices.seconds):
+        streamed = pulp.lpSum(stream.ms * stream.updated.within(k) for stream in flows.streams)
+        updates = later.within(k) if model.relaxed else at_once.get(k, 0.0)
+        ops_ms = 1e3 * seconds - casts.get(k, 0.0)
+        model.add(model.length[k] == ops_ms + model.stall[k] + updates + streamed)
+
+
+def _add_links_and_host(model: Model, flows: Flows) -> None:
+    """Each direction of the link, both together, and the host have so much time a segment."""
+    shared = 2.0 / model.machine.duplex
+    disturbed = 1.0 - 1.0 / model.machine.host_update.slowdown_while_copying
+    for k, length in enumerate(model.length):
+        down = pulp.lpSum(flow.within(k) for flow in flows.down) * (1.0 / model.down_rate)
+        up = pulp.lpSum(flow.within(k) for flow in flows.up) * (1.0 / model.up_rate)
+        # While both directions are busy each takes `shared` times as long, so that the longer
+        # one ends after itself and what the shorter one has cost it.
+        model.add(down + (shared - 1.0) * up <= length)
+        model.add(up + (shared - 1.0) * down <= length)
+        host = (flows.work.within(k) + flows.casting.within(k)) * (
+            1.0 / model.machine.host_update.workers
+        )
+        if model.relaxed:
+            model.add(host + disturbed * down <= length)
+            model.add(host + disturbed * up <= length)
+        else:  # as if a copy were running all the time
+            model.add(host <= (1.0 - disturbed) * length)
+
+
+def _add_end_of_step(model: Model, flows: Flows) -> None:
+    """The tail ends with a whole update on its way home, which no fluid shows.
+
+    Careful: of all that passes through link and device one after the other, the largest adds
+    its own way home to the way in of the rest (a flow shop of two machines, Johnson 1954).
+    """
+    k, tail = model.tail, model.length[model.tail]
+    up = pulp.lpSum(stream.up.within(k) for stream in flows.streams) * (1.0 / model.up_rate)
+    for b, way, z in model.options():
+        if b.release < k - model.lag:
+            continue
+        largest = b.least_largest if model.relaxed else b.largest
+        if way.mode is UpdateMode.STREAMED:
+            _, down = b.streamed_bytes(way)
+            home_ms = largest * (1e3 * b.device_s + in_mib(down) / model.down_rate)
+            model.add(tail >= home_ms * z + (0.0 if model.relaxed else up))
+        elif way.on_host and way.trips == 0:
+            home_ms = largest * in_mib(b.param_bytes) / model.up_rate
+            own_ms = largest * 1e3 * b.host_s
+            model.add(tail >= home_ms * z + (own_ms * z if model.relaxed else flows.work.within(k)))

@@ -1,0 +1,199 @@
+"""Rules: does a placement fit its step, and do the tasks of a plan fit the placement?
+
+In: a Dataflow and a Placement or Plan. Out: nothing, or `PlanError` with the name that is wrong.
+What is asked here can be seen without running anything; when things happen is for `replay`.
+
+| mode          | home of the parameter | homes of the states | tasks                           |
+|---------------|-----------------------|---------------------|---------------------------------|
+| resident      | device                | device              | none                            |
+| streamed      | either                | either              | states fetched and written back |
+| host          | device                | host                | host region, the parameter back |
+| host streamed | host                  | host                | host region                     |
+
+A parameter at home on the host is fetched for its uses, or the low-precision copy of it that the
+host makes; once, or twice where `away` names it. Any other buffer in `away` is sent and fetched.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from cotrain_compile.dataflow import PERSISTENT_ROLES, Dataflow, Role, UpdateGroup
+from cotrain_compile.errors import PlanError
+from cotrain_compile.machine import Tier
+from cotrain_compile.plan import HostRegion, Placement, Plan, Transfer, UpdateMode
+
+# Where the parameter and the states must be at home; a streamed update leaves the choice.
+_HOMES = {
+    UpdateMode.RESIDENT: (Tier.DEVICE, Tier.DEVICE),
+    UpdateMode.HOST: (Tier.DEVICE, Tier.HOST),
+    UpdateMode.HOST_STREAMED: (Tier.HOST, Tier.HOST),
+}
+_UPDATED_ON_HOST = (UpdateMode.HOST, UpdateMode.HOST_STREAMED)
+
+
+def check_placement(dataflow: Dataflow, placement: Placement) -> None:
+    """Raise `PlanError` unless homes, update modes and `away` are complete and fit each other."""
+    persistent = {b.name for b in dataflow.buffers if b.role in PERSISTENT_ROLES}
+    require(set(placement.homes) == persistent, "every persistent buffer needs one home")
+    groups = set(dataflow.update)
+    require(set(placement.updates) == groups, "every parameter needs one update mode")
+    movable = {b.name for b in dataflow.buffers if b.role is Role.PARAM}
+    for group in dataflow.updates:
+        movable.update(group.states)
+        _check_homes(placement, group)
+    for name, home in placement.homes.items():
+        require(
+            home is Tier.DEVICE or name in movable,
+            f"{name} is at home on the host, but it is neither a parameter nor a state of one "
+            "that has an update group",
+        )
+    _check_away(dataflow, placement)
+
+
+def _check_homes(placement: Placement, group: UpdateGroup) -> None:
+    homes, mode = placement.homes, placement.updates[group.param]
+    if mode is UpdateMode.STREAMED:
+        on_host = [n for n in (group.param, *group.states) if homes[n] is Tier.HOST]
+        require(bool(on_host), f"{group.param} is streamed, but nothing of it is on the host")
+        return
+    of_param, of_states = _HOMES[mode]
+    needed = {group.param: of_param, **dict.fromkeys(group.states, of_states)}
+    for name, tier in needed.items():
+        require(
+            homes[name] is tier,
+            f"{name} is not at home on the {tier}, as the update mode {mode} of {group.param} asks",
+        )
+
+
+def _check_away(dataflow: Dataflow, placement: Placement) -> None:
+    require(len(set(placement.away)) == len(placement.away), "placement.away names a buffer twice")
+    for name in placement.away:
+        require(name in dataflow.buffer, f"placement.away names {name}, which the step has not")
+        buffer = dataflow.buffer[name]
+        is_weight = buffer.role is Role.PARAM and placement.homes[name] is Tier.HOST
+        is_temporary = not (buffer.is_input or buffer.is_output or name in placement.homes)
+        require(
+            is_weight or is_temporary,
+            f"placement.away names {name}, which is neither a temporary nor a parameter at home "
+            "on the host",
+        )
+
+
+def check_tasks(dataflow: Dataflow, plan: Plan) -> None:
+    """Raise `PlanError` unless the tasks are those that the placement asks for, each once.
+
+    A task that is missing altogether shows in the replay, where something needs its result.
+    """
+    names = [task.name for task in plan.tasks]
+    require(len(set(names)) == len(names), "two tasks share a name")
+    _check_updates(dataflow, plan)
+    for region in plan.host_regions:
+        if region.makes:
+            _check_cast(dataflow, plan.placement, region)
+    made = [region.makes for region in plan.host_regions if region.makes]
+    _require_single(made, "is made on the host twice")
+    states = {s: group.param for group in dataflow.updates for s in group.states}
+    for transfer in plan.transfers:
+        _check_bytes(dataflow, transfer)
+        _check_direction(plan.placement, set(made), states, transfer)
+    _check_counts(plan, set(made))
+
+
+def _check_updates(dataflow: Dataflow, plan: Plan) -> None:
+    """Every update that the placement has on the host has one region, with its ops."""
+    hosted = {p for p, mode in plan.placement.updates.items() if mode in _UPDATED_ON_HOST}
+    params = [region.param for region in plan.host_updates]
+    _require_single(params, "is updated on the host twice")
+    differing = sorted(hosted.symmetric_difference(params))
+    require(not differing, f"host regions and host updates do not match: {differing[:3]}")
+    for region in plan.host_updates:
+        expected = dataflow.update[region.param].ops
+        require(region.ops == expected, f"{region.name} does not run the update of {region.param}")
+
+
+def _check_cast(dataflow: Dataflow, placement: Placement, region: HostRegion) -> None:
+    group = dataflow.update.get(region.param)
+    require(
+        group is not None and group.low_precision == region.makes,
+        f"{region.name} makes {region.makes}, which is not the low-precision copy of "
+        f"{region.param}",
+    )
+    require(
+        placement.homes[region.param] is Tier.HOST,
+        f"{region.name} reads {region.param} on the host, but it is not at home there",
+    )
+    writers = tuple(op.name for op in dataflow.ops if region.makes in op.writes)
+    require(region.ops == writers, f"{region.name} does not run the cast that makes {region.makes}")
+
+
+def _check_bytes(dataflow: Dataflow, task: Transfer) -> None:
+    require(
+        task.buffer in dataflow.buffer,
+        f"{task.name} moves {task.buffer}, which the step has not",
+    )
+    require(
+        task.destination in ("", task.buffer),
+        f"{task.name} moves {task.buffer} over {task.destination}, another buffer",
+    )
+    size = dataflow.buffer[task.buffer].nbytes
+    require(task.nbytes == size, f"{task.name} moves {task.nbytes} bytes of {size}")
+
+
+def _check_direction(
+    placement: Placement, made: set[str], states: dict[str, str], task: Transfer
+) -> None:
+    """The placement has a reason for this kind of transfer of this buffer."""
+    name = task.buffer
+    param = states.get(name, name)
+    mode = placement.updates.get(param)
+    on_host = placement.homes.get(name) is Tier.HOST
+    is_streamed = on_host and mode is UpdateMode.STREAMED
+    if task.direction == "offload" and task.destination:
+        require(is_streamed, f"{task.name} writes {name} back, but it is not streamed")
+    elif task.direction == "offload":
+        require(
+            not on_host and name not in made, f"{task.name} copies {name}, which is on the host"
+        )
+    elif task.destination:
+        moves_back = mode is UpdateMode.HOST and name == param
+        require(moves_back, f"{task.name} overwrites {name}, which the host does not update")
+    else:
+        is_weight = (on_host and name not in states) or name in made
+        require(
+            is_weight or is_streamed or name in placement.away,
+            f"{task.name} fetches {name}, which the placement does not have on the host",
+        )
+
+
+def _check_counts(plan: Plan, made: set[str]) -> None:
+    """Nothing moves twice the same way, but what is fetched for the forward and the backward."""
+    fetched = Counter(t.buffer for t in plan.transfers if t.is_fetch)
+    for name in {*fetched, *plan.placement.away}:
+        away = name in plan.placement.away
+        twice = away and (name in made or name in plan.placement.homes)
+        most = 2 if twice else 1
+        require(
+            fetched[name] <= most and (fetched[name] == most or not away),
+            f"{name} is fetched {fetched[name]} times, the placement asks for {most}"
+            + (" since it is in placement.away" if away else ""),
+        )
+    for direction, fresh, message in (
+        ("offload", True, "is copied to the host twice"),
+        ("offload", False, "is written back twice"),
+        ("prefetch", False, "is moved back twice"),
+    ):
+        same = (t for t in plan.transfers if t.direction == direction)
+        _require_single((t.buffer for t in same if fresh is not bool(t.destination)), message)
+
+
+def _require_single(names: Iterable[str], message: str) -> None:
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    require(not twice, f"{', '.join(twice[:3])} {message}")
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise `PlanError` with `message` unless `condition` holds."""
+    if not condition:
+        raise PlanError(f"unsound plan: {message}")

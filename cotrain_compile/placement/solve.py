@@ -1,0 +1,310 @@
+"""Solve: the plan for a problem, by a named policy or by the ladder of all of them.
+
+`auto` is the ladder: what fits stays as it is; otherwise simple rules and the greedy give plans,
+the integer program a better one, each is scheduled and simulated, and the fastest is returned. So a
+bad model can cost speed and never correctness, and the plan is never slower than any simple rule's.
+Its report has the certified bound of the relaxed program.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import isfinite
+
+from cotrain_compile.errors import PlacementError
+from cotrain_compile.machine import Tier
+from cotrain_compile.placement.autotm import autotm
+from cotrain_compile.placement.choices import Choices, Decisions
+from cotrain_compile.placement.find_choices import choices_of
+from cotrain_compile.placement.greedy import greedy, least_memory
+from cotrain_compile.placement.infeasible import refuse
+from cotrain_compile.placement.list_scheduler import EAGER, Tactics
+from cotrain_compile.placement.policies import fraction, rule
+from cotrain_compile.placement.problem import Problem
+from cotrain_compile.placement.program import Program
+from cotrain_compile.placement.program_model import MIB
+from cotrain_compile.placement.schedule import Draft, draft, finished
+from cotrain_compile.placement.solvers import Solution, pick, solve_program
+from cotrain_compile.plan import Placement, Plan, SolveReport
+
+# Rules that `auto` is never slower than, besides every fraction below.
+RULES = ("resident", "zero-offload", "coarse", "streamed")
+FRACTIONS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+# The program is solved again with less memory where whole tensors need more than its fluids.
+ROUNDS = 4
+# Ways to schedule what the greedy and the program decide.
+TACTICS = (EAGER, Tactics(patient=True))
+BOUND_LIMIT_S = 5.0
+# A plan so much slower than the program claims is worth another round.
+TRUST = 1.03
+
+
+@dataclass(frozen=True)
+class SolveSettings:
+    """How to look for a plan.
+
+    `time_limit_s` is for the integer programs together; scheduling and simulating come on top.
+    `gap` is the relative gap at which a program counts as solved.
+    """
+
+    policy: str = "auto"
+    solver: str = "highs"
+    time_limit_s: float = 10.0
+    gap: float = 0.005
+    seed: int = 0
+
+
+Progress = Callable[[str], None]
+
+
+def solve(
+    problem: Problem,
+    settings: SolveSettings | None = None,
+    *,
+    progress: Progress | None = None,
+    incumbents: Sequence[Plan] = (),
+    choices: Choices | None = None,
+) -> Plan:
+    """The plan of `settings.policy` for `problem`.
+
+    `incumbents` are plans of the same step for smaller budgets: `auto` returns nothing slower.
+    `choices` of the same step on the same machine are used again. `progress` is told what is being
+    done. Raises `PlacementError` when nothing fits, with the least device budget that would do.
+    """
+    search = _Search(problem, settings or SolveSettings(), progress or _silent, choices)
+    return search.run(incumbents)
+
+
+def _silent(stage: str) -> None:
+    del stage
+
+
+class _Search:
+    def __init__(
+        self,
+        problem: Problem,
+        settings: SolveSettings,
+        progress: Progress,
+        choices: Choices | None,
+    ) -> None:
+        self.problem, self.settings, self.progress = problem, settings, progress
+        self.began = time.monotonic()
+        self.given = choices
+        self.drafts: dict[str, Draft] = {}
+        self.solution: Solution | None = None
+        self.rounds = 0
+        self.left_s = settings.time_limit_s
+
+    def run(self, incumbents: Sequence[Plan]) -> Plan:
+        policy = self.settings.policy
+        if policy == "auto":
+            self._climb(incumbents)
+        else:
+            self._single(policy)
+        return self._best()
+
+    @cached_property
+    def choices(self) -> Choices:
+        """What can be decided; the budgets of this problem."""
+        if self.given is not None:
+            return replace(self.given, problem=self.problem)
+        self.progress("looking for what can be decided")
+        return choices_of(self.problem)
+
+    @cached_property
+    def peak_choices(self) -> Choices:
+        """The same with memory known exactly at the peaks, for the relaxed program."""
+        return choices_of(self.problem, at_peaks=True)
+
+    # The ladder.
+
+    def _climb(self, incumbents: Sequence[Plan]) -> None:
+        if self._attempt("resident", lambda: rule("resident")(self.problem.dataflow)):
+            return
+        for name in RULES[1:]:
+            self._attempt(name, lambda name=name: rule(name)(self.problem.dataflow))  # type: ignore[misc]
+        if "coarse" in self.drafts:  # the fraction that needs least
+            self._sweep_fractions()
+        self._greedy()
+        self._program()
+        for plan in incumbents:
+            self._reuse(plan)
+        if not self.drafts:
+            refuse(self.problem, self.choices)
+
+    def _single(self, policy: str) -> None:
+        """One policy, whose refusal is the user's answer."""
+        kind = policy.partition(":")[0]
+        if policy == "fraction:auto":
+            self._sweep_fractions()
+        elif policy == "greedy":
+            self._greedy()
+        elif policy in ("ilp", "lp-round"):
+            self._program(whole=policy == "ilp")
+        elif kind.startswith("autotm-"):
+            variant = kind.removeprefix("autotm-")
+            limit_s, seed = self.settings.time_limit_s, self.settings.seed
+            found = autotm(self.problem, variant, time_limit_s=limit_s, seed=seed)  # type: ignore[arg-type]
+            self.drafts[policy] = draft(self.problem, found.placement)
+        else:
+            self.drafts[policy] = draft(self.problem, rule(policy)(self.problem.dataflow))
+        if not self.drafts:
+            refuse(self.problem, self.choices)
+
+    def _attempt(self, name: str, placement: Callable[[], Placement]) -> bool:
+        """Schedule a placement; returns whether it fits."""
+        self.progress(f"trying {name}")
+        try:
+            found = draft(self.problem, replace(placement(), policy=name))
+        except PlacementError:
+            return False
+        best = self.drafts.get(name)
+        if best is None or found.step_s < best.step_s:
+            self.drafts[name] = found
+        return True
+
+    def _sweep_fractions(self) -> None:
+        """Twin-Flow with every fraction; the fastest one that fits."""
+        for share in FRACTIONS:
+            self._attempt("fraction:auto", lambda share=share: self._fraction(share))  # type: ignore[misc]
+
+    def _fraction(self, share: float) -> Placement:
+        return fraction(self.problem.dataflow, share)
+
+    def _reuse(self, plan: Plan) -> None:
+        tight = plan.budgets[Tier.DEVICE] <= self.problem.budgets[Tier.DEVICE]
+        if tight and plan.budgets[Tier.HOST] <= self.problem.budgets[Tier.HOST]:
+            step_s = plan.predicted.makespan_s
+            found = Draft(plan.placement, plan.tasks, plan.moved, step_s)
+            best = self.drafts.get(plan.placement.policy)
+            if best is None or step_s < best.step_s:
+                self.drafts[plan.placement.policy] = found
+
+    def _greedy(self) -> None:
+        """Aim lower by what was missing until it fits."""
+        target = float(self.problem.budgets[Tier.DEVICE])
+        for _ in range(3):
+            short = self._decide("greedy", greedy(self.choices, target))
+            if short == 0:
+                return
+            target -= 1.05 * short
+        self._decide("greedy", least_memory(self.choices))
+
+    def _decide(self, name: str, decisions: Decisions, choices: Choices | None = None) -> int:
+        """Schedule decisions; returns the bytes that were missing, 0 where they fit."""
+        placement = (choices or self.choices).placement(name, decisions.ways, decisions.away)
+        self.progress(f"scheduling {name}")
+        for tactics in TACTICS:
+            try:
+                found = draft(self.problem, placement, tactics=tactics)
+            except PlacementError as error:
+                return error.shortfall_bytes
+            best = self.drafts.get(name)
+            if best is None or found.step_s < best.step_s:
+                self.drafts[name] = found
+        return 0
+
+    def _program(self, *, whole: bool = True) -> None:
+        """The integer program (or its LP relaxation, rounded), with a margin where it needs one.
+
+        Where the careful program finds nothing in a budget, the relaxed one decides: the scheduler
+        keeps to the budget whatever is decided, and only time is at stake.
+        """
+        name = "ilp" if whole else "lp-round"
+        budget = self.problem.budgets[Tier.DEVICE]
+        margin, careful = 0.0, True
+        for number in range(1, ROUNDS + 1):
+            self.rounds = number
+            choices = self.choices if careful else self.peak_choices
+            solution = self._solve(choices, budget - margin, careful, whole)
+            if solution.decisions is None:
+                if not careful:
+                    return
+                careful = False
+                continue
+            before = self.drafts.get(name)
+            short = self._decide(name, solution.decisions, choices)
+            found = self.drafts.get(name)
+            if self.solution is None or found is not before:
+                self.solution = solution  # the claim that belongs to the plan
+            if not short and found and found.step_s <= TRUST * solution.step_s:
+                return
+            if self.left_s <= 0.1 * self.settings.time_limit_s or (not careful and not short):
+                return
+            margin += 1.05 * short + 0.01 * budget
+
+    def _solve(self, choices: Choices, device_bytes: float, careful: bool, whole: bool) -> Solution:
+        self.progress(f"solving the integer program (round {self.rounds})")
+        program = Program(
+            choices,
+            device_bytes / MIB,
+            self.problem.budgets[Tier.HOST] / MIB,
+            relaxed=not careful,
+            whole=whole,
+        )
+        solution = solve_program(
+            program,
+            pick(self.settings.solver),
+            time_limit_s=max(0.5, 0.6 * self.left_s),
+            gap=self.settings.gap,
+            seed=self.settings.seed,
+        )
+        self.left_s -= solution.seconds
+        return solution
+
+    # The result.
+
+    def _best(self) -> Plan:
+        """The fastest plan, with a report of how it was found."""
+        name = min(self.drafts, key=lambda name: self.drafts[name].step_s)
+        self.progress("simulating the plan")
+        plan = finished(self.problem, self.drafts[name])
+        return replace(plan, report=self._report(name, plan), notes=self._notes(name))
+
+    def _report(self, name: str, plan: Plan) -> SolveReport:
+        simulated: Mapping[str, float] = {n: d.step_s for n, d in self.drafts.items()}
+        step_s = plan.predicted.makespan_s
+        bound_s = self._bound_s() if self.settings.policy in ("auto", "ilp", "greedy") else 0.0
+        solution = self.solution
+        return SolveReport(
+            solver=pick(self.settings.solver) if solution else "rules",
+            status=solution.status if solution else "not needed",
+            seed=self.settings.seed,
+            seconds=time.monotonic() - self.began,
+            objective_s=_finite(solution.step_s) if solution else None,
+            bound_s=_finite(solution.bound_s) if solution else None,
+            lower_bound_s=min(bound_s, step_s),
+            gap=step_s / bound_s - 1.0 if bound_s else 0.0,
+            rounds=self.rounds,
+            simulated_s=simulated,
+        )
+
+    def _bound_s(self) -> float:
+        """The optimum of the relaxed program: no plan within these budgets takes less."""
+        self.progress("certifying the bound")
+        budgets = self.problem.budgets
+        choices = choices_of(self.problem, at_peaks=True, everything=True)
+        relaxed = Program(
+            choices, budgets[Tier.DEVICE] / MIB, budgets[Tier.HOST] / MIB, relaxed=True
+        )
+        solution = solve_program(
+            relaxed,
+            pick(self.settings.solver),
+            time_limit_s=BOUND_LIMIT_S,
+            gap=1e-3,
+            seed=self.settings.seed,
+        )
+        return max(0.0, solution.bound_s) if isfinite(solution.bound_s) else 0.0
+
+    def _notes(self, name: str) -> tuple[str, ...]:
+        solution = self.solution
+        if solution is not None and "time" in solution.status:
+            return (f"the solver stopped at its time limit; the plan is that of {name}",)
+        return ()
+
+
+def _finite(seconds: float) -> float | None:
+    return seconds if isfinite(seconds) else None

@@ -1,0 +1,194 @@
+"""Solvers: a `Program` through pulp, by HiGHS or CBC, in limited time and repeatably."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pulp
+
+from cotrain_compile.errors import OptionError
+from cotrain_compile.placement.choices import Decisions, Way
+from cotrain_compile.placement.program import Program
+
+# One thread: with more, HiGHS may return another of several equally good plans each time.
+THREADS = 1
+
+
+@dataclass(frozen=True)
+class Solution:
+    """What a solver found. `step_s` is by the program's own model.
+
+    `objective_s` is the step time with the price of what moves, `bound_s` is a bound on that.
+    `decisions` is None where there is no solution or none was found in time.
+    """
+
+    status: str
+    decisions: Decisions | None
+    step_s: float
+    objective_s: float
+    bound_s: float
+    seconds: float
+
+
+def pick(solver: str) -> str:
+    """The solver to use: "highs" or "cbc"; "highs" becomes "cbc" where it is not installed.
+
+    Raises `OptionError` when neither is there.
+    """
+    if solver == "highs" and pulp.HiGHS(msg=False).available():
+        return "highs"
+    if _cbc().available():
+        return "cbc"
+    raise OptionError("no solver found: install highspy (pip install highspy)")
+
+
+def solve_program(
+    program: Program,
+    solver: str,
+    *,
+    time_limit_s: float,
+    gap: float,
+    seed: int,
+    start: Decisions | None = None,
+) -> Solution:
+    """Solve `program`; `start` is a solution to begin with (HiGHS only)."""
+    began = time.monotonic()
+    status, bound_ms = _SOLVE[solver](program, time_limit_s, gap, seed, start)
+    found = program.model.sol_status in (
+        pulp.LpSolutionOptimal,
+        pulp.LpSolutionIntegerFeasible,
+    )
+    return Solution(
+        status,
+        decisions_of(program) if found else None,
+        float(pulp.value(program.step)) / 1e3 if found else float("inf"),
+        float(program.model.objective.value()) / 1e3 if found else float("inf"),
+        bound_ms / 1e3,
+        time.monotonic() - began,
+    )
+
+
+def decisions_of(program: Program) -> Decisions:
+    """The decisions in a solved program; of a split bundle the way with the largest share."""
+    ways: list[Way] = []
+    for bundle, variables in zip(program.choices.weights, program.taken, strict=True):
+        shares = [variable.value() or 0.0 for variable in variables]
+        ways.append(bundle.ways[shares.index(max(shares))])
+    return Decisions(tuple(ways), tuple((x.value() or 0.0) > 0.5 for x in program.away))
+
+
+class _WarmHighs(pulp.HiGHS):  # type: ignore[misc]
+    """pulp's HiGHS, which has no way to pass a start: the values of some columns, by index."""
+
+    start: Sequence[tuple[int, float]] = ()
+
+    def callSolver(self, lp: Any) -> None:  # noqa: N802 (pulp's name)
+        if self.start:
+            columns = np.array([index for index, _ in self.start], dtype=np.int32)
+            values = np.array([value for _, value in self.start], dtype=np.float64)
+            lp.solverModel.setSolution(len(columns), columns, values)
+        super().callSolver(lp)
+
+
+def _highs(
+    program: Program, time_limit_s: float, gap: float, seed: int, start: Decisions | None
+) -> tuple[str, float]:
+    """Solve the relaxation; then with what it leaves undecided; then, from there, the whole."""
+    began = time.monotonic()
+    choices = [v for v in program.model.variables() if v.cat == pulp.LpInteger]
+    known: dict[str, float] = {}
+    if start is not None:
+        known = dict(_values(program, start))
+    elif choices:
+        known = _round(program, choices, 0.4 * time_limit_s, gap, seed)
+    left_s = max(0.1, time_limit_s - (time.monotonic() - began))
+    highs = _run_highs(program, left_s, gap, seed, known)
+    status = str(highs.modelStatusToString(highs.getModelStatus())).lower()
+    objective = program.model.objective.value()
+    bound = highs.getInfo().mip_dual_bound if choices else objective
+    return status, float(bound if bound is not None else 0.0)
+
+
+def _round(
+    program: Program, choices: Sequence[Any], time_limit_s: float, gap: float, seed: int
+) -> dict[str, float]:
+    """A good solution soon: keep what the relaxation decides, solve for the rest.
+
+    Relaxation enforced neighbourhood search (Berthold 2014), in its simplest form.
+    """
+    _run_highs(program, time_limit_s, gap, seed, {}, whole=False)
+    decided = [(v, round(v.value())) for v in choices if abs(v.value() - round(v.value())) < 1e-3]
+    if program.model.sol_status != pulp.LpSolutionOptimal:
+        return {}
+    for variable, value in decided:
+        variable.bounds(value, value)
+    _run_highs(program, time_limit_s, gap, seed, {})
+    found = program.model.sol_status in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible)
+    values = {v.name: float(round(v.value())) for v in choices} if found else {}
+    for variable, _ in decided:
+        variable.bounds(0, 1)
+    return values
+
+
+def _run_highs(
+    program: Program,
+    time_limit_s: float,
+    gap: float,
+    seed: int,
+    known: Mapping[str, float],
+    *,
+    whole: bool = True,
+) -> Any:
+    solver = _WarmHighs(
+        mip=whole,
+        msg=False,
+        timeLimit=time_limit_s,
+        gapRel=gap,
+        threads=THREADS,
+        random_seed=seed,
+    )
+    if known:
+        column = {variable.name: index for index, variable in enumerate(program.model.variables())}
+        solver.start = [(column[name], value) for name, value in known.items()]
+    program.model.solve(solver)
+    return program.model.solverModel
+
+
+def _cbc_solve(
+    program: Program, time_limit_s: float, gap: float, seed: int, start: Decisions | None
+) -> tuple[str, float]:
+    del start  # CBC takes one only through a file on disk
+    solver = _cbc(timeLimit=time_limit_s, gapRel=gap, options=[f"randomCbcSeed {seed}"])
+    program.model.solve(solver)
+    status = str(pulp.LpStatus[program.model.status]).lower()
+    if program.model.sol_status == pulp.LpSolutionIntegerFeasible:
+        return "time limit reached", 0.0  # pulp does not pass on the bound it had reached
+    objective = program.model.objective.value() or 0.0
+    return status, float(objective) / (1.0 + gap)
+
+
+def _cbc(**settings: Any) -> Any:
+    with warnings.catch_warnings():
+        # pulp 3.3 announces that its bundled CBC will become a package of its own.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return pulp.PULP_CBC_CMD(msg=False, threads=THREADS, **settings)
+
+
+def _values(program: Program, decisions: Decisions) -> list[tuple[str, float]]:
+    """The integer variables' values under `decisions`, by name."""
+    values = []
+    taken = zip(program.choices.weights, program.taken, decisions.ways, strict=True)
+    for bundle, variables, chosen in taken:
+        for way, variable in zip(bundle.ways, variables, strict=True):
+            values.append((variable.name, float(way == chosen)))
+    for variable, away in zip(program.away, decisions.away, strict=True):
+        values.append((variable.name, float(away)))
+    return values
+
+
+_SOLVE = {"highs": _highs, "cbc": _cbc_solve}

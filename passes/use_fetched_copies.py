@@ -1,0 +1,123 @@
+"""Use the fetched copies: from the wait for a prefetch on, ops use the copy it made.
+
+    %d = cotrain.prefetch(%h, 'fetch.w', [])          %d = cotrain.prefetch(%h, 'fetch.w', [])
+    cotrain.wait(['fetch.w'], [])                 ->  cotrain.wait(['fetch.w'], [])
+    %mm(%x, %t(%w))                                   %mm(%x, %t_1(%d))
+
+A view made before the wait and used after it is made again from the copy. A write goes to the copy;
+so do offloads. A wait holds what the offloads it waits for copy, so that this memory is freed there
+and nowhere else. What the step returns of a buffer at home on the host shows the home.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from cotrain_compile.graph import StepGraph, shape
+from cotrain_compile.machine import Tier
+from cotrain_compile.passes.views import COPY, storage, viewed, written_by
+from cotrain_compile.plan import Plan
+from cotrain_compile.runtime.ops import TASKS, cotrain, task_name
+
+
+def use_fetched_copies(step: StepGraph, plan: Plan) -> StepGraph:
+    """A step graph in which every op uses the copy that is current where it runs."""
+    homes = plan.placement.homes
+    hosted = [
+        node
+        for node in step.module.graph.find_nodes(op="placeholder")
+        if homes.get(step.input_of_node[node.name].name) is Tier.HOST
+    ]
+    walk = _Walk(hosted)
+    for node in step.nodes:
+        walk.visit(node)
+    step.module.recompile()
+    return step
+
+
+@dataclass
+class _Copy:
+    """The current copy of a buffer: `node` has made it, `shown` what values look like on it."""
+
+    node: fx.Node
+    shown: dict[fx.Node, fx.Node] = field(default_factory=dict)
+
+
+class _Walk:
+    """Visits the nodes of a graph in order, with the copy of each buffer that is current."""
+
+    def __init__(self, homes: list[fx.Node]) -> None:
+        self.homes = homes
+        self.on_host = set(homes)
+        self.copies: dict[object, _Copy] = {}  # by storage
+        self.fetched: dict[str, fx.Node] = {}  # by task
+        self.offloaded: dict[str, fx.Node] = {}
+
+    def visit(self, node: fx.Node) -> None:
+        if node.target is cotrain.wait:
+            self._wait(node)
+        elif node.target is cotrain.prefetch:
+            self.fetched[task_name(node)] = node
+        elif node.target is cotrain.offload:
+            self._offload(node, 0)
+            self.on_host.add(node)
+        elif node.target is cotrain.offload_into:
+            self._offload(node, 1)
+        elif node.target is cotrain.host_cast:
+            self.on_host.add(node)
+        elif node.op == "output":
+            self.copies |= {storage(home): _Copy(home) for home in self.homes}
+            self._update_inputs(node)
+        elif node.op == "call_function" and node.target not in TASKS:
+            self._update_inputs(node)
+            self._check_inputs(node)
+            # What makes a buffer may come after its copy is there: an item of a tuple taken late.
+            if storage(node) in self.copies and viewed(node) is not None:
+                self.copies[storage(node)].shown[node] = node
+
+    def _wait(self, wait: fx.Node) -> None:
+        tasks: list[str] = wait.args[0]  # type: ignore[assignment]
+        wait.args = (tasks, [self.offloaded[t] for t in tasks if t in self.offloaded])
+        for task in tasks:
+            if task in self.fetched:
+                self.copies[storage(self.fetched[task])] = _Copy(self.fetched[task])
+
+    def _offload(self, node: fx.Node, position: int) -> None:
+        source = node.args[position]
+        assert isinstance(source, fx.Node)
+        node.update_arg(position, self._current(source, node))
+        self.offloaded[task_name(node)] = node.args[position]  # type: ignore[assignment]
+
+    def _update_inputs(self, node: fx.Node) -> None:
+        for value in node.all_input_nodes:
+            node.replace_input_with(value, self._current(value, node))
+
+    def _current(self, value: fx.Node, place: fx.Node) -> fx.Node:
+        """What `value` is on the current copy, made again before `place` if need be."""
+        copy = self.copies.get(storage(value))
+        if copy is None:
+            return value
+        if value not in copy.shown:
+            copy.shown[value] = self._made_again(value, copy, place)
+        return copy.shown[value]
+
+    def _made_again(self, value: fx.Node, copy: _Copy, place: fx.Node) -> fx.Node:
+        if value.target is COPY:
+            return self._current(written_by(value), place)
+        if viewed(value) is None:
+            assert shape(value) == shape(copy.node), f"{value} shows a part of {copy.node}"
+            return copy.node
+        with place.graph.inserting_before(place):
+            return place.graph.node_copy(value, lambda node: self._current(node, place))
+
+    def _check_inputs(self, node: fx.Node) -> None:
+        """The device reads no memory of the host; a view does not read."""
+        if viewed(node) is not None and node.target is not COPY:
+            return
+        for value in node.all_input_nodes:
+            origin = value
+            while (base := viewed(origin)) is not None:
+                origin = base
+            assert origin not in self.on_host, f"{node} reads {origin}, which is on the host"

@@ -1,0 +1,60 @@
+"""Views: which value shows whose memory, by the storages of the traced values.
+
+A copy of a buffer on the other tier has the traced value of the original, so the storage of a value
+says which buffer it shows, wherever it is.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+from cotrain_compile.runtime.ops import TASKS
+
+COPY = torch.ops.aten.copy_.default
+
+
+def storage(node: fx.Node) -> object:
+    """Equal for values that share memory; the node itself for what has none, or several."""
+    value = node.meta.get("val")
+    parts = value if isinstance(value, list | tuple) else [value]
+    keys = {part.untyped_storage()._cdata for part in parts if isinstance(part, torch.Tensor)}
+    return keys.pop() if len(keys) == 1 else node
+
+
+def viewed(node: fx.Node) -> fx.Node | None:
+    """The value whose memory `node` shows, None for what made its own: an op, a task, an input."""
+    if node.target in TASKS:
+        return None
+    shown = storage(node)
+    for source in node.all_input_nodes:
+        if storage(source) == shown and not _makes_several(source):
+            return source
+    return None
+
+
+def written_by(write: fx.Node) -> fx.Node:
+    """The tensor that an in-place write leaves its value in."""
+    destination = write.args[0]
+    assert isinstance(destination, fx.Node)
+    return destination
+
+
+def available_before(place: fx.Node, value: fx.Node) -> fx.Node:
+    """`value`, or where it comes later than `place`, the same made again right before `place`.
+
+    Only what costs nothing is made again: views, items of a tuple and constants.
+    """
+    if value < place:
+        return value
+    is_free = value.op == "get_attr" or value.target is operator.getitem or viewed(value)
+    assert is_free, f"{value} is needed before {place}, which runs earlier"
+    with place.graph.inserting_before(place):
+        return place.graph.node_copy(value, lambda node: available_before(place, node))
+
+
+def _makes_several(node: fx.Node) -> bool:
+    """Whether `node` is an op with several results, each with memory of its own."""
+    return isinstance(node.meta.get("val"), list | tuple) and viewed(node) is None

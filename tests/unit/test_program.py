@@ -1,0 +1,232 @@
+"""The integer program: its optimum is that of trying every decision, and it obeys its laws.
+
+`best_of_all` fixes every whole decision in turn and solves what is left, a linear program, so that
+nothing of the solver's branching or of `solvers` is trusted.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import product
+
+import highspy
+import numpy as np
+import pulp
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cotrain_compile.dataflow import PERSISTENT_ROLES
+from cotrain_compile.errors import PlacementError
+from cotrain_compile.machine import Machine, Tier
+from cotrain_compile.placement.check import check
+from cotrain_compile.placement.choices import Choices
+from cotrain_compile.placement.find_choices import choices_of
+from cotrain_compile.placement.policies import SIMPLE_RULES, rule
+from cotrain_compile.placement.problem import Problem
+from cotrain_compile.placement.program import Program
+from cotrain_compile.placement.program_model import MIB
+from cotrain_compile.placement.schedule import draft, schedule
+from cotrain_compile.placement.solvers import Solution, solve_program
+from cotrain_compile.plan import Placement
+from tests.unit.random_problems import PLENTY, problems, resident_bytes, with_budget
+
+# Milliseconds: what the solvers' tolerances leave open.
+TOLERANCE = 2e-6
+
+
+def program_of(choices: Choices, budget_mib: float | None = None, **settings: bool) -> Program:
+    budgets = choices.problem.budgets
+    own_mib = budgets[Tier.DEVICE] / MIB if budget_mib is None else budget_mib
+    return Program(choices, own_mib, budgets[Tier.HOST] / MIB, **settings)
+
+
+def solved(program: Program, solver: str = "highs") -> Solution:
+    return solve_program(program, solver, time_limit_s=60, gap=0, seed=0)
+
+
+def optimum_ms(program: Program, solver: str = "highs") -> float:
+    """The optimum of the program, infinity where it has none."""
+    solution = solved(program, solver)
+    assert "time" not in solution.status
+    return 1e3 * solution.objective_s
+
+
+def best_of_all(program: Program) -> float:
+    """The same by going through all whole decisions."""
+    lp, column = linear(program)
+    whole = [v for v in program.model.variables() if v.cat == pulp.LpInteger]
+    assert whole
+    best = math.inf
+    for values in assignments(program):
+        for name, value in values.items():
+            lp.changeColBounds(column[name], value, value)
+        best = min(best, least_ms(lp))
+    return best
+
+
+def least_ms(lp: highspy.Highs) -> float:
+    """The optimum of a linear program: from where the last one was, or else from the start."""
+    status = highspy.HighsModelStatus
+    lp.run()
+    if lp.getModelStatus() not in (status.kOptimal, status.kInfeasible):
+        lp.clearSolver()
+        lp.run()
+    assert lp.getModelStatus() in (status.kOptimal, status.kInfeasible)
+    return lp.getObjectiveValue() if lp.getModelStatus() == status.kOptimal else math.inf
+
+
+def assignments(program: Program) -> list[dict[str, float]]:
+    """All ways to set the whole variables, by name: one of each bundle's ways, away or not."""
+    bundles = [[v.name for v in variables] for variables in program.taken]
+    single = [[v.name, ""] for v in program.away]
+    names = [name for bundle in (*bundles, *single) for name in bundle if name]
+    return [
+        {name: float(name in chosen) for name in names} for chosen in product(*bundles, *single)
+    ]
+
+
+def linear(program: Program) -> tuple[highspy.Highs, dict[str, int]]:
+    """The program without whole variables, for a solver that is asked again and again."""
+    variables = program.model.variables()
+    column = {variable.name: index for index, variable in enumerate(variables)}
+    lp = highspy.Highs()  # type: ignore[no-untyped-call]
+    lp.silent()
+    costs = {v.name: c for v, c in program.model.objective.items()}
+    for v in variables:
+        lower = -highspy.kHighsInf if v.lowBound is None else v.lowBound
+        upper = highspy.kHighsInf if v.upBound is None else v.upBound
+        lp.addCol(costs.get(v.name, 0.0), lower, upper, 0, [], [])
+    for row in program.model.constraints():
+        lower, upper = row.getLb(), row.getUb()
+        index = np.array([column[v.name] for v in row], dtype=np.int32)
+        lp.addRow(
+            -highspy.kHighsInf if lower is None else lower,
+            highspy.kHighsInf if upper is None else upper,
+            len(index),
+            index,
+            np.array(list(row.values()), dtype=np.float64),
+        )
+    return lp, column
+
+
+@st.composite
+def small_choices(draw: st.DrawFn, most: int = 200) -> Choices:
+    """Few enough decisions to try them all: few bundles, and of each a few of its ways."""
+    problem = draw(problems())
+    everything, states = resident_bytes(problem), problem.dataflow.total_bytes(*PERSISTENT_ROLES)
+    host_bytes = draw(st.sampled_from([PLENTY, PLENTY, 2 * everything, states]))
+    problem = with_budget(problem, draw(st.integers(6, 16)) * everything // 12, host_bytes)
+    pieces = draw(st.integers(1, 3))
+    choices = choices_of(problem, draw(st.integers(2, 5)), pieces, at_peaks=draw(st.booleans()))
+    activations = choices.activations[: draw(st.integers(1, 4))]
+    most, weights = most // 2 ** len(activations), []
+    for bundle in choices.weights:
+        ways = draw(st.permutations(bundle.ways))[: max(1, most)]
+        weights.append(replace(bundle, ways=tuple(ways)))
+        most //= len(ways)
+    return replace(choices, weights=tuple(weights), activations=activations)
+
+
+@given(small_choices())
+@settings(max_examples=300)
+def test_the_optimum_is_the_best_of_all_decisions(choices: Choices) -> None:
+    program = program_of(choices)
+    assert optimum_ms(program) == pytest.approx(best_of_all(program), rel=1e-6, abs=TOLERANCE)
+
+
+@given(small_choices(most=20))
+@settings(max_examples=40)
+def test_cbc_finds_the_same_optimum(choices: Choices) -> None:
+    highs, cbc = (optimum_ms(program_of(choices), solver) for solver in ("highs", "cbc"))
+    assert cbc == pytest.approx(highs, rel=1e-5, abs=1e-5)
+
+
+def better(machine: Machine, data: st.DataObject) -> Machine:
+    """The same machine with one part better."""
+    faster = data.draw(st.sampled_from([1.5, 4.0]))
+    down, up, host = machine.d2h, machine.h2d, machine.host_update
+    return data.draw(
+        st.sampled_from(
+            [
+                replace(machine, d2h=replace(down, bytes_per_s=faster * down.bytes_per_s)),
+                replace(machine, h2d=replace(up, bytes_per_s=faster * up.bytes_per_s)),
+                replace(machine, duplex=2.0),
+                replace(machine, host_update=replace(host, workers=host.workers + 1)),
+                replace(machine, host_update=replace(host, slowdown_while_copying=1.0)),
+            ]
+        )
+    )
+
+
+@given(small_choices(), st.data())
+@settings(max_examples=100)
+def test_more_of_anything_never_makes_the_optimum_worse(
+    choices: Choices, data: st.DataObject
+) -> None:
+    problem = choices.problem
+    device, host = problem.budgets[Tier.DEVICE], problem.budgets[Tier.HOST]
+    richer = data.draw(
+        st.sampled_from(
+            [
+                with_budget(problem, device + device // 8),
+                with_budget(problem, device, host + host // 4),
+                replace(problem, machine=better(problem.machine, data)),
+            ]
+        )
+    )
+    with_more = optimum_ms(program_of(replace(choices, problem=richer)))
+    assert with_more <= optimum_ms(program_of(choices)) * (1 + 1e-6) + TOLERANCE
+
+
+@given(problems(), st.sampled_from([3, 5, 8]))
+@settings(max_examples=40)
+def test_relaxations_are_below_what_they_relax(problem: Problem, segments: int) -> None:
+    careful = choices_of(problem, segments, 3)
+    whole, split = solved(program_of(careful)), solved(program_of(careful, whole=False))
+    assert split.objective_s <= whole.objective_s * (1 + 1e-6) + 1e-9
+    at_peaks = choices_of(problem, segments, 3, at_peaks=True)
+    relaxed = solved(program_of(at_peaks, relaxed=True))
+    for program in (program_of(careful), program_of(at_peaks)):
+        assert relaxed.step_s <= solved(program).step_s * (1 + 1e-6) + 1e-9
+
+
+@st.composite
+def placed(draw: st.DrawFn) -> tuple[Problem, Placement]:
+    """A problem, and a simple rule's placement or any decisions at all."""
+    problem = draw(problems())
+    choices = choices_of(problem)
+    policy = draw(st.sampled_from(["", "", "", *SIMPLE_RULES, "fraction:0.5"]))
+    if policy:
+        return problem, rule(policy)(problem.dataflow)
+    ways = [draw(st.sampled_from(bundle.ways)) for bundle in choices.weights]
+    away = [draw(st.booleans()) for _ in choices.activations]
+    return problem, choices.placement("drawn", ways, away)
+
+
+@given(placed(), st.sampled_from([0.0, 0.0, 0.1, 1.0]), st.sampled_from([96, 96, 20, 5]))
+@settings(max_examples=120)
+def test_no_plan_beats_the_certified_bound_at_its_own_peaks(
+    case: tuple[Problem, Placement], slack: float, segments: int
+) -> None:
+    """Every plan, at budgets of exactly what it takes: the tightest that the bound can be asked."""
+    problem, placement = case
+    device_bytes = int((1 + slack) * needed_bytes(problem, placement))
+    plan = schedule(with_budget(problem, device_bytes), placement)
+    peaks = plan.predicted.peak_bytes
+    own = with_budget(problem, peaks[Tier.DEVICE], peaks[Tier.HOST])
+    check(own, replace(plan, budgets=own.budgets))
+    relaxed = program_of(choices_of(own, segments, at_peaks=True), relaxed=True)
+    bound = solved(relaxed)
+    assert bound.decisions is not None
+    assert bound.bound_s <= plan.predicted.makespan_s * (1 + 1e-6)
+
+
+def needed_bytes(problem: Problem, placement: Placement) -> int:
+    """The least device bytes of a placement, by what a refusal says is missing."""
+    try:
+        draft(with_budget(problem, 0), placement)
+    except PlacementError as refusal:
+        return refusal.shortfall_bytes
+    return 0
