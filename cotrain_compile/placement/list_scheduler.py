@@ -68,7 +68,6 @@ class ListScheduler:
     def run(self) -> tuple[list[Task], tuple[MovedOps, ...]]:
         """Tasks in order of issue, and moved ops."""
         self.host.cast()
-        self.offloads.start()
         for slot, op in enumerate(self.program.ops):
             op_s = self.moves.elapsed_s[slot + 1] - self.moves.elapsed_s[slot]
             self.clock.gap = slot

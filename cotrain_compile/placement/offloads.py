@@ -42,14 +42,8 @@ class Offloads:
 
     @property
     def unfinished(self) -> bool:
-        """Whether there are sends or flights that may give memory back."""
-        return bool(self._flights or self._urgent)
-
-    def start(self) -> None:
-        """Queue what may start with the step."""
-        for send in self._moves.sends:
-            if send.ready < 0:
-                self._add(send)
+        """Whether there are sends or flights that give memory back when forced."""
+        return bool(self._due() or self._urgent)
 
     def open_gap(self) -> None:
         """Take note of what the op before the gap has made possible."""
@@ -111,8 +105,6 @@ class Offloads:
             self._weights.append(send)
 
     def _issue(self, send: Send) -> None:
-        if send.name in self._clock.end_s:  # what may start with the step is queued in gap 0 too
-            return
         self._tasks.issue(
             Transfer(
                 send.name,

@@ -34,7 +34,7 @@ from cotrain_compile.plan import Placement, Plan, SolveReport
 RULES = ("resident", "zero-offload", "coarse", "streamed")
 FRACTIONS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 # The program is solved again with less memory where whole tensors need more than its fluids.
-ROUNDS = 4
+ROUNDS = 5
 # Ways to schedule what the greedy and the program decide.
 TACTICS = (EAGER, Tactics(patient=True))
 BOUND_LIMIT_S = 5.0
@@ -140,6 +140,8 @@ class _Search:
         kind = policy.partition(":")[0]
         if policy == "fraction:auto":
             self._sweep_fractions()
+            if not self.drafts:  # the refusal of the fraction that needs least is the user's answer
+                self.drafts[policy] = draft(self.problem, self._fraction(FRACTIONS[-1]))
         elif policy == "greedy":
             self._greedy()
         elif policy in ("ilp", "lp-round"):
@@ -210,30 +212,35 @@ class _Search:
     def _program(self, *, whole: bool = True) -> None:
         """The integer program (or its LP relaxation, rounded), with a margin where it needs one.
 
-        Where the careful program finds nothing in a budget, the relaxed one decides: the scheduler
-        keeps to the budget whatever is decided, and only time is at stake.
+        Where the careful program finds nothing in a budget or in time, the relaxed one decides, at
+        last with split bundles, rounded: the scheduler keeps to the budget whatever is decided, and
+        only time is at stake.
         """
         name = "ilp" if whole else "lp-round"
         budget = self.problem.budgets[Tier.DEVICE]
-        margin, careful = 0.0, True
+        versions = [(True, whole), (False, whole), (False, False)]
+        margin = 0.0
         for number in range(1, ROUNDS + 1):
             self.rounds = number
+            careful, in_one = versions[0]
             choices = self.choices if careful else self.peak_choices
-            solution = self._solve(choices, budget - margin, careful, whole)
+            solution = self._solve(choices, budget - margin, careful, in_one)
             if solution.decisions is None:
-                if not careful:
+                del versions[0]
+                if not versions:
                     return
-                careful = False
                 continue
             before = self.drafts.get(name)
             short = self._decide(name, solution.decisions, choices)
             found = self.drafts.get(name)
             if self.solution is None or found is not before:
                 self.solution = solution  # the claim that belongs to the plan
-            if not short and found and found.step_s <= TRUST * solution.step_s:
+            late = self.left_s <= 0.1 * self.settings.time_limit_s
+            trusted = found is not None and found.step_s <= TRUST * solution.step_s
+            if not short and (trusted or late or not careful):
                 return
-            if self.left_s <= 0.1 * self.settings.time_limit_s or (not careful and not short):
-                return
+            if late:
+                versions = versions[-1:]  # the rounding takes a second
             margin += 1.05 * short + 0.01 * budget
 
     def _solve(self, choices: Choices, device_bytes: float, careful: bool, whole: bool) -> Solution:
@@ -248,7 +255,7 @@ class _Search:
         solution = solve_program(
             program,
             pick(self.settings.solver),
-            time_limit_s=max(0.5, 0.6 * self.left_s),
+            time_limit_s=max(0.2 * self.settings.time_limit_s, 0.6 * self.left_s),
             gap=self.settings.gap,
             seed=self.settings.seed,
         )

@@ -106,6 +106,8 @@ def _highs(
         known = dict(_values(program, start))
     elif choices:
         known = _round(program, choices, 0.4 * time_limit_s, gap, seed)
+        if program.model.status == pulp.LpStatusInfeasible and not known:
+            return "infeasible", 0.0
     left_s = max(0.1, time_limit_s - (time.monotonic() - began))
     highs = _run_highs(program, left_s, gap, seed, known)
     status = str(highs.modelStatusToString(highs.getModelStatus())).lower()
@@ -122,6 +124,8 @@ def _round(
     Relaxation enforced neighbourhood search (Berthold 2014), in its simplest form.
     """
     _run_highs(program, time_limit_s, gap, seed, {}, whole=False)
+    if program.model.status == pulp.LpStatusInfeasible:
+        return {}
     decided = [(v, round(v.value())) for v in choices if abs(v.value() - round(v.value())) < 1e-3]
     if program.model.sol_status != pulp.LpSolutionOptimal:
         return {}
@@ -129,6 +133,7 @@ def _round(
         variable.bounds(value, value)
     _run_highs(program, time_limit_s, gap, seed, {})
     found = program.model.sol_status in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible)
+    program.model.status = pulp.LpStatusNotSolved  # what is left may well be infeasible
     values = {v.name: float(round(v.value())) for v in choices} if found else {}
     for variable, _ in decided:
         variable.bounds(0, 1)

@@ -170,7 +170,7 @@ def step_and_period_s(layers: Layers, prefix: int) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("microbatch", ["1", "8", "32"])
-@pytest.mark.parametrize("prefix", [0, 1, 2, 5, 10])
+@pytest.mark.parametrize("prefix", [0, 2, 10])
 def test_bert_large_keeps_its_first_layers_and_is_no_slower_than_cotrain(
     harmony: dict[str, Any], microbatch: str, prefix: int
 ) -> None:

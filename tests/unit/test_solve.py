@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import PlacementError
-from cotrain_compile.machine import Tier
+from cotrain_compile.machine import HostUpdate, Link, Machine, Tier, TierSpec
 from cotrain_compile.placement.autotm import autotm
 from cotrain_compile.placement.check import check
 from cotrain_compile.placement.find_choices import choices_of
@@ -72,7 +72,7 @@ def steps_s(problem: Problem) -> dict[str, float]:
 
 
 @given(problems(most=2))
-@settings(max_examples=80)
+@settings(max_examples=70)
 def test_what_has_to_move_moves_no_slower_than_by_any_rule(problem: Problem) -> None:
     assume(not fits(problem, problem.budgets[Tier.DEVICE]))
     solve_and_compare(problem)
@@ -97,7 +97,7 @@ def solve_and_compare(problem: Problem) -> None:
 
 
 @given(problems(most=2), st.lists(st.floats(0, 1), min_size=2, max_size=3))
-@settings(max_examples=50)
+@settings(max_examples=40)
 def test_more_memory_is_never_slower_when_solved_again(
     problem: Problem, shares: list[float]
 ) -> None:
@@ -119,7 +119,7 @@ def test_more_memory_is_never_slower_when_solved_again(
 
 
 @given(problems())
-@settings(max_examples=100)
+@settings(max_examples=80)
 def test_nothing_moves_that_need_not(problem: Problem) -> None:
     plan = solve(with_budget(problem, resident_bytes(problem)))
     assert set(plan.placement.updates.values()) <= {UpdateMode.RESIDENT}
@@ -142,6 +142,22 @@ def test_the_least_budget_is_exact(problem: Problem) -> None:
     with pytest.raises(PlacementError, match=r"\(1 bytes\) short; raise memory_budget") as refusal:
         solve(with_budget(problem, least - 1))
     assert refusal.value.shortfall_bytes == 1
+
+
+def test_the_least_budget_is_that_of_every_cut_of_the_step() -> None:
+    """The weight of this step can be away over its loss, wherever segments happen to end."""
+    machine = Machine(
+        name="slow link",
+        device=TierSpec(PLENTY, 160e9, {"float32": 1e11}, 1e-6),
+        host=TierSpec(PLENTY, 2e9, {"float32": 1e11}, 1e-6),
+        h2d=Link(1e9),
+        d2h=Link(1e9),
+        host_update=HostUpdate(2e9),
+    )
+    budgets = {Tier.DEVICE: PLENTY, Tier.HOST: PLENTY}
+    problem = formulate(chain(1, width=128, batch=192), machine, budgets)
+    with pytest.raises(PlacementError):
+        solve(with_budget(problem, least_bytes(problem) - 1))
 
 
 @given(problems(most=2))
@@ -237,7 +253,7 @@ def test_a_plan_can_be_repeated(name: str) -> None:
         assert report_of(other).objective_s == pytest.approx(report.objective_s, rel=4e-3)
 
 
-@pytest.mark.parametrize("name", ["chain", "recurrent"])
+@pytest.mark.parametrize("name", ["finetune", "recurrent"])
 def test_cbc_certifies_the_same_bound(name: str) -> None:
     problem = problem_of(STEPS[name], 0.6)
     highs, cbc = (solve(problem, SolveSettings(solver=solver)) for solver in ("highs", "cbc"))
