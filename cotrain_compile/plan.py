@@ -180,10 +180,11 @@ class SolveReport:
     """How a plan was found and how good it is.
 
     `status` is the solver's word ("optimal", "time limit", "not needed"); `objective_s` the step
-    time that its program claims and `bound_s` the least that any solution of that program can
-    have; `lower_bound_s` is the certified bound: no plan within these budgets takes less.
-    `gap` is how far the plan's simulated time lies above it, as a fraction. `simulated_s` has the
-    simulated step time of every candidate that fits, by policy; `seconds` is what solving took.
+    time that its program claims; `bound_s` the least that any solution of that program can have,
+    with its small price on bytes moved; `lower_bound_s` is the certified bound: no plan within
+    these budgets takes less. `gap` is how far the plan's simulated time lies above it, as a
+    fraction. `simulated_s` has the simulated step time of every candidate that fits, by policy;
+    `seconds` is what solving took.
     """
 
     solver: str

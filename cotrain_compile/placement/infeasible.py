@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NoReturn
 
-from cotrain_compile.errors import PlacementError
+from cotrain_compile.errors import PlacementError, PlanError
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.choices import Choices
 from cotrain_compile.placement.find_moves import moves_of
@@ -14,17 +15,20 @@ from cotrain_compile.placement.moves import Moves
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.residency import device_program, host_bytes
 from cotrain_compile.placement.schedule import draft, shortfall_bytes
+from cotrain_compile.plan import Placement
 from cotrain_compile.units import format_bytes
 
 
-def refuse(problem: Problem, choices: Choices) -> NoReturn:
+def refuse(problem: Problem, cuts: Sequence[Choices]) -> NoReturn:
     """Raise `PlacementError` with the least device (or host) budget that would do.
 
-    The least device budget is that of the placement in which everything leaves that can.
+    Raises `PlanError` where the budgets would do and only time was too short.
+
+    The least device budget is that of the placement in which everything leaves that can; `cuts`
+    are the same step cut in several ways.
     """
-    decisions = least_memory(choices)
-    placement = choices.placement("auto", decisions.ways, decisions.away)
-    moves = moves_of(problem, placement)
+    frugal = [(choices, moves_of(problem, _frugal(choices))) for choices in cuts]
+    choices, moves = min(frugal, key=lambda pair: shortfall_bytes(problem, pair[1]))
     short = shortfall_bytes(problem, moves)
     budget = problem.budgets[Tier.DEVICE]
     if short > 0:
@@ -38,6 +42,11 @@ def refuse(problem: Problem, choices: Choices) -> NoReturn:
     plenty = replace(problem, budgets={**problem.budgets, Tier.HOST: 1 << 62})
     needed = _host_bytes(plenty, choices)
     host = problem.budgets[Tier.HOST]
+    if needed <= host:
+        raise PlanError(
+            "the solver found no plan in its time limit, though there is one; give it more time "
+            "(time_limit), or use policy 'auto', which falls back on simpler ways"
+        )
     raise PlacementError(
         f"no plan was found within memory_budget {format_bytes(budget)} and host_memory_budget "
         f"{format_bytes(host)}; with everything away that can be, the step takes "
@@ -47,10 +56,15 @@ def refuse(problem: Problem, choices: Choices) -> NoReturn:
     )
 
 
+def _frugal(choices: Choices) -> Placement:
+    """The placement in which everything leaves that can."""
+    decisions = least_memory(choices)
+    return choices.placement("auto", decisions.ways, decisions.away)
+
+
 def _host_bytes(problem: Problem, choices: Choices) -> int:
     """Host bytes of the plan in which everything leaves."""
-    decisions = least_memory(choices)
-    placement = choices.placement("auto", decisions.ways, decisions.away)
+    placement = _frugal(choices)
     found = draft(problem, placement)
     program = device_program(problem.dataflow, placement, found.moved)
     return host_bytes(program, placement, found.tasks)

@@ -133,7 +133,7 @@ class _Search:
         for plan in incumbents:
             self._reuse(plan)
         if not self.drafts:
-            refuse(self.problem, self.choices)
+            refuse(self.problem, (self.choices, self.peak_choices))
 
     def _single(self, policy: str) -> None:
         """One policy, whose refusal is the user's answer."""
@@ -154,7 +154,7 @@ class _Search:
         else:
             self.drafts[policy] = draft(self.problem, rule(policy)(self.problem.dataflow))
         if not self.drafts:
-            refuse(self.problem, self.choices)
+            refuse(self.problem, (self.choices, self.peak_choices))
 
     def _attempt(self, name: str, placement: Callable[[], Placement]) -> bool:
         """Schedule a placement; returns whether it fits."""
@@ -193,7 +193,9 @@ class _Search:
             if short == 0:
                 return
             target -= 1.05 * short
-        self._decide("greedy", least_memory(self.choices))
+        for choices in (self.choices, self.peak_choices):
+            if self._decide("greedy", least_memory(choices), choices) == 0:
+                return
 
     def _decide(self, name: str, decisions: Decisions, choices: Choices | None = None) -> int:
         """Schedule decisions; returns the bytes that were missing, 0 where they fit."""

@@ -40,6 +40,7 @@ SIMPLE = (*RULES, *(f"fraction:{share:g}" for share in FRACTIONS))
 # What differs in the last bits between two ways to add up the same times.
 ROUNDING = 1 + 1e-9
 
+SMALL = chain(2, width=512, batch=512)
 STEPS = {"chain": chain(4, width=512, batch=512), "mixed": mixed_precision_step(3, params=500_000)}
 STEPS.update(every_small_step())
 
@@ -72,7 +73,7 @@ def steps_s(problem: Problem) -> dict[str, float]:
 
 
 @given(problems(most=2))
-@settings(max_examples=70)
+@settings(max_examples=60)
 def test_what_has_to_move_moves_no_slower_than_by_any_rule(problem: Problem) -> None:
     assume(not fits(problem, problem.budgets[Tier.DEVICE]))
     solve_and_compare(problem)
@@ -97,7 +98,7 @@ def solve_and_compare(problem: Problem) -> None:
 
 
 @given(problems(most=2), st.lists(st.floats(0, 1), min_size=2, max_size=3))
-@settings(max_examples=40)
+@settings(max_examples=30)
 def test_more_memory_is_never_slower_when_solved_again(
     problem: Problem, shares: list[float]
 ) -> None:
@@ -132,7 +133,7 @@ def test_nothing_moves_that_need_not(problem: Problem) -> None:
 
 
 @given(problems(most=2))
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_the_least_budget_is_exact(problem: Problem) -> None:
     least = least_bytes(problem)
     enough = with_budget(problem, least)
@@ -161,7 +162,7 @@ def test_the_least_budget_is_that_of_every_cut_of_the_step() -> None:
 
 
 @given(problems(most=2))
-@settings(max_examples=12)
+@settings(max_examples=8)
 def test_autotms_variants_are_nested(problem: Problem) -> None:
     """A static answer is a synchronous one, and that one that does not use its overlap."""
     seconds = []
@@ -185,7 +186,7 @@ def test_autotms_variants_are_nested(problem: Problem) -> None:
 @pytest.mark.parametrize("name", STEPS)
 def test_every_kind_of_step_is_solved_and_reported(name: str) -> None:
     """Also where the program has no answer: there it is the most frugal plan."""
-    for share in (0.0, 0.5):
+    for share in (0.0, 0.6):
         problem = problem_of(STEPS[name], share)
         plan = solve(problem, SolveSettings(time_limit_s=1))
         check(problem, plan)
@@ -205,7 +206,7 @@ def test_every_kind_of_step_is_solved_and_reported(name: str) -> None:
 @pytest.mark.parametrize(
     "policy", [*RULES, "fraction:0.5", "fraction:auto", "greedy", "ilp", "lp-round", "auto"]
 )
-@pytest.mark.parametrize("name", ["chain", "mixed", "residual-conv", "finetune"])
+@pytest.mark.parametrize("name", ["chain", "mixed", "finetune"])
 def test_a_named_policy_gives_its_own_plan_or_says_why_not(name: str, policy: str) -> None:
     problem = problem_of(STEPS[name], 0.7)
     if not can_be_followed(problem, policy):
@@ -213,7 +214,7 @@ def test_a_named_policy_gives_its_own_plan_or_says_why_not(name: str, policy: st
             solve(problem, SolveSettings(policy))
         assert refusal.value.shortfall_bytes > 0
         return
-    plan = solve(problem, SolveSettings(policy, time_limit_s=2))
+    plan = solve(problem, SolveSettings(policy, time_limit_s=1))
     check(problem, plan)
     assert policy in ("auto", plan.placement.policy)
     simulated_s = report_of(plan).simulated_s[plan.placement.policy]
@@ -231,16 +232,16 @@ def can_be_followed(problem: Problem, policy: str) -> bool:
 @pytest.mark.parametrize("variant", ["static", "synchronous", "asynchronous"])
 def test_what_autotm_chooses_can_be_scheduled(variant: str) -> None:
     """Its model ignores what copies take while they are under way: a little more than its least."""
-    problem = problem_of(chain(2, width=512, batch=512), 0.7)
+    problem = problem_of(SMALL, 0.7)
     plan = solve(problem, SolveSettings(f"autotm-{variant}"))
     check(problem, plan)
     assert plan.placement.policy == f"autotm-{variant}"
 
 
-@pytest.mark.parametrize("name", ["chain", "recurrent"])
-def test_a_plan_can_be_repeated(name: str) -> None:
+@pytest.mark.parametrize("step", [SMALL, mixed_precision_step(2, params=500_000)])
+def test_a_plan_can_be_repeated(step: Dataflow) -> None:
     """To the last byte with the same seed; soundly and as fast with another."""
-    problem = problem_of(STEPS[name], 0.6)
+    problem = problem_of(step, 0.6)
     first, second = (solve(problem, SolveSettings("ilp", gap=1e-3, seed=7)) for _ in range(2))
     report = report_of(first)
     assert "time" not in report.status
@@ -288,8 +289,7 @@ def test_a_refusal_for_want_of_host_memory_says_how_much_is_enough(problem: Prob
 
 
 def test_only_plans_for_smaller_budgets_are_taken_over() -> None:
-    problem = problem_of(STEPS["perceptron"], 0.5)
-    smaller, larger = problem_of(STEPS["perceptron"], 0.2), problem_of(STEPS["perceptron"], 0.9)
+    smaller, problem, larger = (problem_of(SMALL, share) for share in (0.2, 0.5, 0.9))
     fast = solve(larger)
     plan = solve(problem, incumbents=[fast, solve(smaller)])
     check(problem, plan)
@@ -297,7 +297,7 @@ def test_only_plans_for_smaller_budgets_are_taken_over() -> None:
 
 
 def test_progress_and_choices_made_before() -> None:
-    problem = problem_of(STEPS["clipped"], 0.6)
+    problem = problem_of(SMALL, 0.6)
     stages: list[str] = []
     again = solve(problem, progress=stages.append, choices=choices_of(problem))
     assert again.placement == solve(problem).placement
