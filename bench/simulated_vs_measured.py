@@ -5,9 +5,9 @@ what the emulated device with throttled links measures. Op and update times come
 the same model (resident and zero-offload, links not throttled); links, contention and the rest of
 the machine from calibration. One plan of each model is that of the integer program, solved with
 such a profile for a budget between the least feasible one and what resident needs. All steps of a
-model are run in turn, when the machine is quiet or has not been for a while, and of each the faster
-half counts, so that prediction and measurement see the same machine even when others use it too.
-One thread for each side, so that two cores are a device and a host.
+model are run in turn, when the machine is quiet or has not been for a while, and of each the
+fastest fifth counts, so that prediction and measurement see the same machine even when others use
+it too. One thread for each side, so that two cores are a device and a host.
 
     python -m bench.simulated_vs_measured -o bench/results/simulated_vs_measured.json
 """
@@ -54,8 +54,8 @@ LATENCY_S = 250e-6
 # Where the integer program is asked: the link, and the budget as the part of the way from the least
 # feasible one to resident.
 AUTO = {"mlp": ("4 GB/s", 0.3), "char-gpt": ("1 GB/s", 0.15), "llama": ("1 GB/s", 0.3)}
-WARM_UP, REPEATS, PROFILE_REPEATS = 3, 15, 5
-QUIET_LIMIT_S = 10.0
+WARM_UP, REPEATS, PROFILE_REPEATS = 3, 25, 5
+QUIET_LIMIT_S = 5.0
 
 Build = Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]
 
@@ -165,7 +165,7 @@ def part_way(resident: CompiledStep, profile: Path, share: float) -> int:
 def run_in_turn(
     steps: dict[tuple[str, str], Callable[[], CompiledStep]], repeats: int
 ) -> dict[tuple[str, str], list[Timeline]]:
-    """What each of `steps` measures in the faster half of `repeats` rounds after a warm-up."""
+    """What each of `steps` measures in the fastest fifth of `repeats` rounds after a warm-up."""
     timelines: dict[tuple[str, str], list[Timeline]] = {key: [] for key in steps}
     for round_ in range(WARM_UP + repeats):
         await_quiet()
@@ -175,7 +175,7 @@ def run_in_turn(
             if round_ >= WARM_UP:
                 timelines[key].append(measured)
     return {
-        key: sorted(measured, key=lambda timeline: timeline.makespan_s)[: (repeats + 1) // 2]
+        key: sorted(measured, key=lambda timeline: timeline.makespan_s)[: repeats // 5]
         for key, measured in timelines.items()
     }
 

@@ -7,18 +7,18 @@ measured, not assumed. The captured ops themselves are the exact alternative.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import fx
 
-from cotrain_compile.capture.phases import PHASE_ANNOTATION
 from cotrain_compile.dataflow import Role
-from cotrain_compile.graph import OptimizerRule, StepGraph, StepInput, writes
+from cotrain_compile.graph import OptimizerRule, StepGraph, StepInput
 from cotrain_compile.machine import Tier
 from cotrain_compile.runtime.fused_loops import FUSED_LOOPS, Update
+from cotrain_compile.runtime.gradient_part import GradientPart, gradient_part, in_pieces
 from cotrain_compile.runtime.meter import Meter
 from cotrain_compile.runtime.metered import MeteredInterpreter
 from cotrain_compile.runtime.ops import host_region
@@ -47,23 +47,36 @@ class CapturedKernel:
 
 @dataclass(frozen=True)
 class FusedKernel:
-    """Runs what happens to the gradient before the optimizer, then one fused loop of ATen's.
+    """Runs what happens to the gradient before the optimizer, then a fused loop of ATen's.
 
-    `positions` says at which input the parameter ("param") and each state are; `lr` is the input
-    that holds the learning rate, None where it is a constant.
+    It goes piece by piece, unless the gradient is ready as it is. `positions` says at which input
+    the parameter ("param") and each state are; `lr` is the input that holds the learning rate, None
+    where it is a constant.
     """
 
-    gradient: fx.GraphModule
+    gradient: GradientPart
     update: Update
     positions: Mapping[str, int]
     lr: int | None
     constant_lr: float
 
     def __call__(self, inputs: Sequence[Any], meter: Meter) -> None:
-        (gradient,) = MeteredInterpreter(self.gradient, meter, Tier.HOST).run(*inputs)
+        source, *small = MeteredInterpreter(self.gradient.begin, meter, Tier.HOST).run(*inputs)
         tensors = {name: inputs[position] for name, position in self.positions.items()}
         lr = self.constant_lr if self.lr is None else float(inputs[self.lr])
-        self.update(tensors, gradient, lr)
+        finish = MeteredInterpreter(self.gradient.finish, meter, Tier.HOST)
+        for piece, rows in self._pieces(tensors, source):
+            (gradient,) = finish.run(rows, *small)
+            # The loops go through memory in order, whatever the strides say.
+            in_order = gradient.contiguous() if piece["param"].is_contiguous() else gradient
+            self.update(piece, in_order, lr)
+
+    def _pieces(
+        self, tensors: Mapping[str, torch.Tensor], source: torch.Tensor
+    ) -> Iterable[tuple[Mapping[str, torch.Tensor], torch.Tensor]]:
+        is_ready = not self.gradient.ops and source.is_contiguous()
+        in_order = all(tensor.is_contiguous() for tensor in tensors.values())
+        return in_pieces(tensors, source) if in_order and not is_ready else [(tensors, source)]
 
 
 def host_kernels(placed: StepGraph, choice: str) -> dict[str, HostKernel]:
@@ -119,7 +132,7 @@ def _fused(
     """A fused kernel for the region, None where there is none for its optimizer or its shape."""
     rule = _rule(inputs, rules)
     maker = FUSED_LOOPS.get(rule.optimizer) if rule is not None else None
-    gradient = _gradient_part(region, inputs)
+    gradient = gradient_part(region, inputs)
     if maker is None or gradient is None:
         return None
     if any(isinstance(value, torch.Tensor) for value in rule.settings.values()):
@@ -141,51 +154,6 @@ def _fused(
     return FusedKernel(gradient, update, positions, lr, float(rule.settings["lr"]))
 
 
-def _gradient_part(
-    region: fx.GraphModule, inputs: Sequence[StepInput | None]
-) -> fx.GraphModule | None:
-    """The part of the region before the optimizer's own ops, returning the gradient they get.
-
-    The optimizer's own are those traced in its step and those that depend on the parameter, a state
-    or a hyper-parameter; before them a gradient may be viewed, widened or clipped.
-    """
-    own: set[fx.Node] = set()
-    before: set[fx.Node] = set()
-    described = iter(inputs)
-    for node in region.graph.nodes:
-        if node.op == "placeholder":
-            (before if next(described) is None else own).add(node)
-        elif node.op == "call_function":
-            optimizers = _traced_in_step(node) or any(n in own for n in node.all_input_nodes)
-            (own if optimizers else before).add(node)
-    crossing = {
-        source
-        for node in own
-        for source in node.all_input_nodes
-        if source in before and source.meta["val"].numel() == _elements(region)
-    }
-    if len(crossing) != 1:
-        return None
-    (gradient,) = crossing
-    graph = fx.Graph()
-    values: dict[fx.Node, fx.Node] = {}
-    for node in region.graph.nodes:
-        if node.op == "placeholder" or node in before:
-            values[node] = graph.node_copy(node, values.__getitem__)
-    graph.output((values[gradient],))
-    graph.eliminate_dead_code()
-    return fx.GraphModule(region, graph, "Gradient")
-
-
-def _traced_in_step(node: fx.Node) -> bool:
-    return (node.meta.get("custom") or {}).get(PHASE_ANNOTATION) == "optimizer"
-
-
-def _elements(region: fx.GraphModule) -> int:
-    """Elements of what the region writes: those of its parameter."""
-    return max(int(to.meta["val"].numel()) for _, to, _ in writes(region.graph))
-
-
 def _kind(
     region: fx.GraphModule,
     inputs: Sequence[StepInput | None],
@@ -194,11 +162,12 @@ def _kind(
     """Regions of one kind run the same ops with the same settings."""
     rule = _rule(inputs, rules)
     ops = tuple(str(node.target) for node in region.graph.nodes if node.op == "call_function")
-    dtypes = tuple(
-        str(getattr(node.meta.get("val"), "dtype", None))
-        for node in region.graph.find_nodes(op="placeholder")
+    values = [node.meta.get("val") for node in region.graph.find_nodes(op="placeholder")]
+    layouts = tuple(
+        (str(value.dtype), value.is_contiguous()) if isinstance(value, torch.Tensor) else None
+        for value in values
     )
-    return ops, dtypes, rule.optimizer, str(sorted(rule.settings.items()))
+    return ops, layouts, rule.optimizer, str(sorted(rule.settings.items()))
 
 
 def _agree(fused: FusedKernel, captured: CapturedKernel, region: fx.GraphModule) -> bool:

@@ -39,9 +39,9 @@ class Task:
                 self.started, self.start_s = True, time.perf_counter()
                 self._work()
         except BaseException as error:
-            # The tensors in the frames that it came through would live as long as the error.
-            traceback.clear_frames(error.__traceback__)
-            self.error = error
+            # The frames would keep their tensors as long as the error lives: their lines will do.
+            error.add_note("".join(traceback.format_tb(error.__traceback__)))
+            self.error = error.with_traceback(None)
         finally:
             self.end_s = time.perf_counter()
             # The tensors the work holds are freed now, not when the next step starts.

@@ -1,0 +1,81 @@
+"""A fused kernel gives the same update however it goes through the gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cotrain_compile.machine import Tier
+from cotrain_compile.passes import run_passes
+from cotrain_compile.placement.policies import zero_offload
+from cotrain_compile.placement.schedule import schedule
+from cotrain_compile.runtime import gradient_part
+from cotrain_compile.runtime.host_kernels import CapturedKernel, FusedKernel, host_kernels
+from cotrain_compile.runtime.meter import Meter
+from cotrain_compile.runtime.ops import host_region, task_name
+from tests.graph.captured_steps import captured
+
+
+def kernels_of(training: str) -> list[tuple[CapturedKernel, FusedKernel, list[Any]]]:
+    """For each parameter its kernels, and random inputs for them."""
+    step = captured(training)
+    placed = run_passes(step.step, schedule(step.problem(), zero_offload(step.dataflow)))
+    fused = host_kernels(placed, "fused")
+    found = []
+    for call in placed.module.graph.find_nodes(op="call_function", target=host_region):
+        region: Any = placed.module.get_submodule(str(call.args[0].target))
+        kernel = fused[task_name(call)]
+        assert isinstance(kernel, FusedKernel)
+        values = [node.meta["val"] for node in region.graph.find_nodes(op="placeholder")]
+        found.append((CapturedKernel(region), kernel, [random_like(value) for value in values]))
+    return found
+
+
+def random_like(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return 1e-3
+    if not value.dim():
+        return torch.full((), 3.0, dtype=value.dtype)
+    made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+    return made.copy_(torch.rand(value.shape) + 0.1)
+
+
+def updated(kernel: Any, inputs: list[Any]) -> tuple[list[Any], int]:
+    """The inputs after the update, and the most memory that it needed."""
+    copies = [value.clone() if isinstance(value, Tensor) else value for value in inputs]
+    meter = Meter(dict.fromkeys(Tier, 1 << 30))
+    with torch.no_grad():
+        kernel(copies, meter)
+    return copies, meter.peak_bytes[Tier.HOST]
+
+
+@pytest.mark.parametrize("training", ["clipped", "unclipped", "autocast", "autocast-unclipped"])
+def test_an_update_in_pieces_is_the_update(training: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    for captured_kernel, kernel, inputs in kernels_of(training):
+        exact, _ = updated(captured_kernel, inputs)
+        whole, whole_bytes = updated(kernel, inputs)
+        monkeypatch.setattr(gradient_part, "PIECE_ELEMENTS", 40)
+        pieces, piece_bytes = updated(kernel, inputs)
+        monkeypatch.undo()
+        torch.testing.assert_close(pieces, exact, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(pieces, whole, rtol=1e-6, atol=1e-9)
+        needs_less = kernel.gradient.ops and inputs[kernel.positions["param"]].numel() > 40
+        assert piece_bytes < whole_bytes if needs_less else piece_bytes == whole_bytes
+
+
+def test_a_gradient_that_is_laid_out_otherwise_is_read_right() -> None:
+    torch.manual_seed(0)
+    seen = 0
+    for captured_kernel, kernel, inputs in kernels_of("unclipped"):
+        turned = list(inputs)
+        for position, value in enumerate(inputs):
+            if position not in kernel.positions.values() and value.dim() == 2:
+                turned[position] = value.t().contiguous().t()
+                seen += 1
+        exact, _ = updated(captured_kernel, turned)
+        torch.testing.assert_close(updated(kernel, turned)[0], exact, rtol=1e-5, atol=1e-7)
+    assert seen
