@@ -22,7 +22,9 @@ from cotrain_compile.analysis.costs import CostTable
 from cotrain_compile.analysis.symbolic import at
 from cotrain_compile.backends.compiled_step import CompiledStep
 from cotrain_compile.backends.per_shape import PerShape
+from cotrain_compile.backends.tails import guard_state, wait_for_tails
 from cotrain_compile.capture import Session, capture, current_session, install
+from cotrain_compile.capture.aot import traced_modules
 from cotrain_compile.capture.hook import frame_objects
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import CaptureError, CotrainError, OptionError, PlanError
@@ -67,10 +69,14 @@ def cotrain(
         def compile_for(sizes: Mapping[str, int]) -> CompiledStep:
             compiled = compile_step(step, at(dataflow, sizes), session.options)
             _register(compiled, session)
+            if compiled.plan.carried:
+                optimizers = [record.optimizer for record in session.optimizers]
+                guard_state(compiled, compiled.tail, met, optimizers)
             return compiled
 
         return PerShape(step, compile_for) if dataflow.symbols else compile_for({})
 
+    met = [module for _, module in traced_modules()]
     return capture(session, module, example_inputs, compile_captured)
 
 
@@ -166,6 +172,7 @@ def plan_for(problem: Problem, options: Options) -> Plan:
         solver=options.solver,
         time_limit_s=options.time_limit,
         seed=options.seed,
+        overlap_steps=options.overlap_steps,
     )
     return solve(problem, settings)
 
@@ -240,9 +247,10 @@ def inspect(step: Callable[..., Any]) -> CompiledStep:
 def synchronize() -> None:
     """Wait until every compiled step has finished all its work.
 
-    A step is complete when it returns, so there is nothing to wait for; training loops may call it
-    before they read the clock.
+    A step is complete when it returns, but for what the option `overlap_steps` lets go on under the
+    next one. Raises `StepFailed` where that failed; it says what is left of the parameters.
     """
+    wait_for_tails()
 
 
 _compiled: weakref.WeakKeyDictionary[CompiledStep, tuple[Any, tuple[int, ...]]]

@@ -159,8 +159,9 @@ class Timeline:
     """What a step did, or is predicted to do.
 
     Where steps overlap it is one step of many: what the step before has left to do comes at its
-    start, what is left to the next one is cut at its end. `source` is "predicted" or "measured". `peak_bytes` has the largest number of bytes alive on
-    each tier; `memory` samples the bytes alive on each tier as (seconds, bytes) steps.
+    start, what is left to the next one is cut at its end. `source` is "predicted" or "measured".
+    `peak_bytes` has the largest number of bytes alive on each tier; `memory` samples the bytes
+    alive on each tier as (seconds, bytes) steps.
     """
 
     source: Literal["predicted", "measured"]
@@ -215,9 +216,9 @@ class Plan:
     """A placement with its schedule.
 
     `tasks` are in the order of issue; `moved` are the ops that run elsewhere than where the step
-    has them. Where tasks are carried, `predicted` is a step in the steady state. `budgets` are the bytes that each tier was allowed; `fingerprint` is that of the
-    Dataflow it was made for. `notes` say in words what was asked for and not done, or done
-    otherwise.
+    has them. Where tasks are carried, `predicted` is a step in the steady state. `budgets` are the
+    bytes that each tier was allowed; `fingerprint` is that of the Dataflow it was made for. `notes`
+    say in words what was asked for and not done, or done otherwise.
     """
 
     fingerprint: str

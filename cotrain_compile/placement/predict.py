@@ -49,7 +49,8 @@ def predict(
 ) -> Timeline:
     """The timeline of one step. Its device peak is exact for the traced shapes; times are modelled.
 
-    Where tasks are carried it is a step in the steady state, see `steady`. Host memory is an upper bound, see `residency.host_bytes`.
+    Where tasks are carried it is a step in the steady state, see `steady`. Host memory is an upper
+    bound, see `residency.host_bytes`.
     """
     program = device_program(problem.dataflow, placement, moved)
     timeline = _timeline(problem, works_of(problem, program, tasks), tasks)

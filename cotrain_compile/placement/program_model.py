@@ -21,13 +21,17 @@ LARGE = 0.02
 class Model:
     """A pulp model of `choices`, careful or `relaxed`, with `whole` bundles or split ones.
 
+    In a `cyclic` one updates on the host, with their way back, may go on in the next step.
+
     `taken[b][w]` says that bundle b of weights is kept in way w, `away[a]` that bundle a of
     activations leaves. A segment has a `length` and in it a `stall`, in milliseconds. `lag` is by
     how many segments a copy is counted late. Rates of the links are in MiB per millisecond.
     """
 
-    def __init__(self, choices: Choices, *, relaxed: bool, whole: bool) -> None:
-        self.choices, self.relaxed, self.whole = choices, relaxed, whole
+    def __init__(
+        self, choices: Choices, *, relaxed: bool, whole: bool, cyclic: bool = False
+    ) -> None:
+        self.choices, self.relaxed, self.whole, self.cyclic = choices, relaxed, whole, cyclic
         self.lag = 0 if relaxed else 1
         self.tail = choices.tail
         self.segments = range(self.tail + 1)

@@ -337,8 +337,8 @@ class _Replay:
         """Everything that outlives the step has its last value, where it should be."""
         self.tick = self.end_tick
         for task in self.plan.carried:
-            for copy in self.used_by[task.name]:
-                copy.last = self.tick
+            for used in self.used_by[task.name]:
+                used.last = self.tick
         for buffer in self.dataflow.buffers:
             name, final = buffer.name, self.values.final[buffer.name]
             copy = self.homes.get(name) or self.device.get(name)

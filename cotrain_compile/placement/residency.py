@@ -66,9 +66,10 @@ class DeviceProgram:
         return -1 if task.issue_after is None else self.slot[task.issue_after]
 
     def wait_slot(self, task: Task) -> int:
-        """Slot of the op of this step that `task` is waited for before, the end for a carried one."""
-        in_step = task.wait_before is not None and not task.carried
-        return self.slot[task.wait_before] if in_step else self.end  # type: ignore[index]
+        """Slot of the op that `task` is waited for before; the end of its step if it is carried."""
+        if task.wait_before is None or task.carried:
+            return self.end
+        return self.slot[task.wait_before]
 
 
 def device_program(
@@ -214,9 +215,11 @@ def host_bytes(program: DeviceProgram, placement: Placement, tasks: Sequence[Tas
 def _read_by_carried(dataflow: Dataflow, tasks: Sequence[Task]) -> Iterator[str]:
     """The buffers that tasks read on the host until the next step."""
     for task in tasks:
-        if task.carried and isinstance(task, Transfer):
+        if not task.carried:
+            continue
+        if isinstance(task, Transfer):
             yield task.buffer
-        elif task.carried:
+        else:
             for name in task.ops:
                 yield from dataflow.ops[dataflow.position[name]].reads
 
