@@ -99,24 +99,32 @@ def guard_state(
     """Let everything that reads or loads the state of `modules` and `optimizers` wait for tails.
 
     That is `state_dict`, `load_state_dict` and, for modules, any forward outside a compiled step.
-    When `step` is collected, or the process ends, its tail is waited for and the hooks go.
+    When `step` is collected, or the process ends, its tail is waited for and its hooks go.
     """
-    handles: list[Removable] = []
-    for module in modules:
-        handles += [
-            module.register_state_dict_pre_hook(_wait_first),
-            module.register_load_state_dict_pre_hook(_wait_first),
-            module.register_forward_pre_hook(_wait_unless_traced),
-        ]
-    for optimizer in optimizers:
-        handles += [
-            optimizer.register_state_dict_pre_hook(_wait_first),
-            optimizer.register_load_state_dict_pre_hook(_wait_first),
-        ]
-    weakref.finalize(step, _let_go, tail, handles)
+    items: list[nn.Module | Optimizer] = [*modules, *optimizers]
+    for item in items:
+        users, handles = _hooks.get(item, (0, []))
+        _hooks[item] = users + 1, handles or _hooks_on(item)
+    weakref.finalize(step, _let_go, tail, [weakref.ref(item) for item in items])
 
 
-# Hooks are plain functions, so that a model that has them can be copied and pickled.
+# One set of hooks for each module and optimizer, however many steps use it: their number must not
+# change, or Dynamo would trace these steps again. Hooks on a module are seen by a trace.
+_hooks: weakref.WeakKeyDictionary[nn.Module | Optimizer, tuple[int, list[Removable]]]
+_hooks = weakref.WeakKeyDictionary()
+
+
+def _hooks_on(item: nn.Module | Optimizer) -> list[Removable]:
+    handles: list[Removable] = [
+        item.register_state_dict_pre_hook(_wait_first),
+        item.register_load_state_dict_pre_hook(_wait_first),
+    ]
+    if isinstance(item, nn.Module):
+        handles.append(item.register_forward_pre_hook(_wait_unless_traced))
+    return handles
+
+
+# They are plain functions, so that a model that has them can be copied and pickled.
 
 
 def _wait_first(*_: Any) -> None:
@@ -128,11 +136,16 @@ def _wait_unless_traced(*_: Any) -> None:
         wait_for_tails()
 
 
-def _let_go(tail: Tail, handles: Iterable[Removable]) -> None:
+def _let_go(tail: Tail, items: Iterable[weakref.ref[nn.Module | Optimizer]]) -> None:
     if is_lane_thread():
         return  # it would wait for itself; the hooks stay, and wait when they are called
     try:
         tail.wait()
     finally:
-        for handle in handles:
-            handle.remove()
+        for item in [item for ref in items if (item := ref()) is not None]:
+            users, handles = _hooks.pop(item)
+            if users > 1:
+                _hooks[item] = users - 1, handles
+            else:
+                for handle in handles:
+                    handle.remove()

@@ -71,12 +71,12 @@ def cotrain(
             _register(compiled, session)
             if compiled.plan.carried:
                 optimizers = [record.optimizer for record in session.optimizers]
-                guard_state(compiled, compiled.tail, met, optimizers)
+                guard_state(compiled, compiled.tail, met.values(), optimizers)
             return compiled
 
         return PerShape(step, compile_for) if dataflow.symbols else compile_for({})
 
-    met = [module for _, module in traced_modules()]
+    met = {id(m): m for _, module in traced_modules() for m in module.modules()}
     return capture(session, module, example_inputs, compile_captured)
 
 

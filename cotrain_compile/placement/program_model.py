@@ -102,15 +102,18 @@ class Flow:
         """What has passed by the end of the step."""
         return self._by[-1]
 
-    def at_least(self, terms: Iterable[tuple[int, Any]]) -> None:
-        """What is needed in a segment has arrived: before it starts, or (relaxed) by its end."""
+    def at_least(self, terms: Iterable[tuple[int, Any]], before: Any = 0.0) -> None:
+        """What is needed in a segment has arrived: before it starts, or (relaxed) by its end.
+
+        `before` is what arrived in the step before.
+        """
         model, total = self._model, 0.0
         needed = by_segment(terms)
         for k in model.segments:
             if k in needed:
                 total = model.running(total + needed[k])
                 in_time = k if k == model.tail else max(0, k - model.lag)
-                model.add(self.by(in_time) >= total)
+                model.add(before + self.by(in_time) >= total)
 
     def at_most(self, terms: Iterable[tuple[int, Any]]) -> None:
         """Nothing passes before it exists: made by the segment before, or (relaxed) in this."""

@@ -5,9 +5,6 @@ In: a `Model` with its `Flows`. Out: constraints on the segments' lengths, in mi
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
-
 import pulp
 
 from cotrain_compile.placement.program_flows import Flows
@@ -47,41 +44,24 @@ def _add_device(model: Model, flows: Flows) -> None:
 
 
 def _add_links_and_host(model: Model, flows: Flows) -> None:
-    """Each direction of the link, both together, and the host have so much time a segment.
-
-    In a cyclic model updates on the host and their weights' way back count in no segment, since
-    they may be in any of two steps, but in all of them together.
-    """
-    wrapping = {id(flow) for flow in (flows.work, flows.back)} if model.cyclic else set()
-    up = [flow for flow in flows.up if id(flow) not in wrapping]
-    host = [flow for flow in (flows.work, flows.casting) if id(flow) not in wrapping]
-    for k, length in enumerate(model.length):
-        _add_lanes(model, length, *(_sum_within(k, lane) for lane in (flows.down, up, host)))
-    if model.cyclic:
-        lanes = (flows.down, flows.up, (flows.work, flows.casting))
-        whole = (model.running(pulp.lpSum(flow.total for flow in lane)) for lane in lanes)
-        _add_lanes(model, pulp.lpSum(model.length), *whole)
-
-
-def _sum_within(segment: int, flows: Iterable[Flow]) -> Any:
-    return pulp.lpSum(flow.within(segment) for flow in flows)
-
-
-def _add_lanes(model: Model, length: Any, down_mib: Any, up_mib: Any, host_ms: Any) -> None:
-    """In `length` milliseconds so much passes down and up, and so much work is done on the host."""
+    """Each direction of the link, both together, and the host have so much time a segment."""
     shared = 2.0 / model.machine.duplex
     disturbed = 1.0 - 1.0 / model.machine.host_update.slowdown_while_copying
-    down, up = down_mib * (1.0 / model.down_rate), up_mib * (1.0 / model.up_rate)
-    host = host_ms * (1.0 / model.machine.host_update.workers)
-    # While both directions are busy each takes `shared` times as long, so that the longer one ends
-    # after itself and what the shorter one has cost it.
-    model.add(down + (shared - 1.0) * up <= length)
-    model.add(up + (shared - 1.0) * down <= length)
-    if model.relaxed:
-        model.add(host + disturbed * down <= length)
-        model.add(host + disturbed * up <= length)
-    else:  # as if a copy were running all the time
-        model.add(host <= (1.0 - disturbed) * length)
+    for k, length in enumerate(model.length):
+        down = pulp.lpSum(flow.within(k) for flow in flows.down) * (1.0 / model.down_rate)
+        up = pulp.lpSum(flow.within(k) for flow in flows.up) * (1.0 / model.up_rate)
+        # While both directions are busy each takes `shared` times as long, so that the longer
+        # one ends after itself and what the shorter one has cost it.
+        model.add(down + (shared - 1.0) * up <= length)
+        model.add(up + (shared - 1.0) * down <= length)
+        host = pulp.lpSum(flow.within(k) for flow in flows.host) * (
+            1.0 / model.machine.host_update.workers
+        )
+        if model.relaxed:
+            model.add(host + disturbed * down <= length)
+            model.add(host + disturbed * up <= length)
+        else:  # as if a copy were running all the time
+            model.add(host <= (1.0 - disturbed) * length)
 
 
 def _add_end_of_step(model: Model, flows: Flows) -> None:

@@ -238,11 +238,7 @@ class _Search:
             self._cyclic_program(whole=whole)
 
     def _cyclic_program(self, *, whole: bool) -> None:
-        """Decisions for overlapping steps: they claim too little time, so that one look is enough.
-
-        The claim is low because any update may end anywhere in the next step; the simulation of
-        the steady state says which plan is best.
-        """
+        """Decisions for overlapping steps; the simulation of many says what they are worth."""
         name = "ilp" if whole else "lp-round"
         self.left_s = max(self.left_s, 0.3 * self.settings.time_limit_s)
         budget = self.problem.budgets[Tier.DEVICE]
