@@ -69,7 +69,7 @@ def cotrain(
         def compile_for(sizes: Mapping[str, int]) -> CompiledStep:
             compiled = compile_step(step, at(dataflow, sizes), session.options)
             _register(compiled, session)
-            if compiled.plan.carried:
+            if session.options.overlap_steps:
                 optimizers = [record.optimizer for record in session.optimizers]
                 guard_state(compiled, compiled.tail, met.values(), optimizers)
             return compiled
@@ -180,8 +180,9 @@ def plan_for(problem: Problem, options: Options) -> Plan:
 def saved_plan(path: str, problem: Problem, options: Options) -> Plan:
     """The plan saved at `path`, made for the step of `problem`, on whichever machine.
 
-    Raises `PlanError` when it was made for another step, with up to three differences, or for more
-    memory than `options` allow; `OptionError` and `FormatError` when there is no plan in the file.
+    Raises `PlanError` when it was made for another step, with up to three differences, for more
+    memory than `options` allow, or with overlapping steps where they do not; `OptionError` and
+    `FormatError` when there is no plan in the file.
     """
     with _as_option_error("plan", path):
         plan = load(path, Plan)
@@ -192,6 +193,11 @@ def saved_plan(path: str, problem: Problem, options: Options) -> Plan:
         raise PlanError(
             f"plan {path} was made for another step ({plan.fingerprint}, this one is "
             f"{dataflow.fingerprint}): {told}; trace and solve this step again"
+        )
+    if plan.carried and not options.overlap_steps:
+        raise PlanError(
+            f"plan {path} lets host updates go on under the next step, which only the option "
+            "overlap_steps allows: set it to True, or solve the step again without --overlap-steps"
         )
     _refuse_more_memory(path, plan, problem, options)
     return plan

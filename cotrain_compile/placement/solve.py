@@ -224,11 +224,11 @@ class _Search:
         """Schedule decisions; returns the bytes that were missing, 0 where they fit."""
         placement = (choices or self.choices).placement(name, decisions.ways, decisions.away)
         self.progress(f"scheduling {name}")
-        for tactics in TACTICS:
-            try:
-                self._keep(name, draft(self.problem, placement, tactics=tactics))
-            except PlacementError as error:
-                return error.shortfall_bytes
+        try:
+            drafts = [draft(self.problem, placement, tactics=tactics) for tactics in TACTICS]
+        except PlacementError as error:
+            return error.shortfall_bytes
+        self._keep(name, min(drafts, key=lambda found: found.step_s))
         return 0
 
     def _programs(self, *, whole: bool = True) -> None:
