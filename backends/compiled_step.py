@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import time
-import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from cotrain_compile.backends.eager import EagerProgram
+from cotrain_compile.backends.tails import Tail, wait_for_tails
+from cotrain_compile.backends.torn import GO_ON, few
 from cotrain_compile.dataflow import Role
 from cotrain_compile.errors import StepFailed
-from cotrain_compile.graph import StepGraph
+from cotrain_compile.graph import StepGraph, writes
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.engine import Periodic
 from cotrain_compile.placement.predict import predict_steady_state
@@ -21,9 +22,7 @@ from cotrain_compile.placement.problem import Problem
 from cotrain_compile.plan import Plan, Timeline
 from cotrain_compile.runtime.emulated import EmulatedDevice
 from cotrain_compile.runtime.interrupts import HeldInterrupt
-from cotrain_compile.runtime.ops import running_on
-
-GO_ON = "load the last checkpoint before going on"
+from cotrain_compile.runtime.ops import host_region, running_on
 
 
 class CompiledStep:
@@ -44,12 +43,13 @@ class CompiledStep:
         self.last_run_s = 0.0
         self._device = device
         self._interrupt = HeldInterrupt()
-        self._torn = Torn({})
+        self.tail = Tail(device)
         self._program = EagerProgram(graph, device.meter, self._interrupt.hold)
         self._tiers = [plan.placement.homes.get(item.name, Tier.DEVICE) for item in graph.inputs]
         self._constants = [
             getattr(graph.module, str(node.target)) for node in graph.nodes if node.op == "get_attr"
         ]
+        self._kept_values = _read_by_carried(graph, plan)
 
     @property
     def predicted(self) -> Timeline:
@@ -69,7 +69,9 @@ class CompiledStep:
         Raises `StepFailed` when a step before failed while it updated and nothing has been loaded
         since, and when this one does; else what went wrong, with a note that nothing was changed.
         """
+        wait_for_tails(but=self.tail)
         self._refuse_torn(inputs)
+        inputs = self._with_own_values(inputs)
         device = self._device
         device.start_step()
         self._program.start_step(device.origin_s)
@@ -80,7 +82,7 @@ class CompiledStep:
         except BaseException as error:
             self._interrupt.hold()
             device.drain()
-            torn = self._tear(inputs)
+            torn = self.tail.tear(self._program.written, self._named(inputs))
             self._release_interrupt_quietly()
             if torn and isinstance(error, Exception):
                 raise StepFailed(f"{str(error).rstrip('.')}. {torn}") from error
@@ -89,6 +91,7 @@ class CompiledStep:
         finally:
             self.last_run_s = time.monotonic()
         self.steps += 1
+        self.tail.step_returns(self._program.written, self._named(inputs))
         self._measure()
         try:
             self._interrupt.release()
@@ -108,6 +111,14 @@ class CompiledStep:
             if isinstance(constant, torch.Tensor):
                 meter.track(constant, Tier.DEVICE, "a constant")
 
+    def _with_own_values(self, inputs: Sequence[Any]) -> list[Any]:
+        """`inputs` with copies of what the user may change while a carried update reads it."""
+        own = list(inputs)
+        for position in self._kept_values:
+            if isinstance(own[position], torch.Tensor):
+                own[position] = own[position].clone()
+        return own
+
     def _measure(self) -> None:
         meter = self._device.meter
         self.measured = Timeline(
@@ -120,29 +131,12 @@ class CompiledStep:
             },
         )
 
-    def _tear(self, inputs: Sequence[Any]) -> str:
-        """Note what the failed step has updated; say it in words, "" where it is nothing."""
-        finished, broken_off = self._device.finished(), self._device.broken_off()
-        updates = [write for write in self._program.written if write.is_update]
-        ahead = [w.name for w in updates if w.task is None or w.task in finished]
-        half = [w.name for w in updates if w.task in broken_off]
-        named = self._named(inputs)
-        self._torn = Torn({name: named[name] for name in (*ahead, *half)})
-        if not (ahead or half):
-            return ""
-        said = []
-        if ahead:
-            said.append(f"{len(ahead)} tensors are one step ahead of the rest ({_few(ahead)})")
-        if half:
-            said.append(f"{len(half)} tensors may be half written ({_few(half)})")
-        return f"The step failed while it updated: {' and '.join(said)}; {GO_ON}"
-
     def _refuse_torn(self, inputs: Sequence[Any]) -> None:
-        torn = self._torn.names(self._named(inputs)) if self._torn.left else []
+        torn = self.tail.torn.names(self._named(inputs)) if self.tail.torn.left else []
         if torn:
             raise StepFailed(
                 f"an earlier step failed while it updated, and {len(torn)} tensors are still as it "
-                f"left them ({_few(torn)}); {GO_ON}"
+                f"left them ({few(torn)}); {GO_ON}"
             )
 
     def _named(self, inputs: Sequence[Any]) -> dict[str, Any]:
@@ -150,7 +144,7 @@ class CompiledStep:
 
     def _nothing_changed(self) -> str:
         statistics = [write.name for write in self._program.written]
-        but = f"; its forward has updated {_few(statistics)}" if statistics else ""
+        but = f"; its forward has updated {few(statistics)}" if statistics else ""
         return f"No parameter or optimizer state was changed by this step{but}."
 
     def _release_interrupt_quietly(self) -> None:
@@ -158,30 +152,19 @@ class CompiledStep:
             self._interrupt.release()
 
 
-class Torn:
-    """Tensors by name that a failed step has left apart from the rest, until they are loaded.
+def _read_by_carried(graph: StepGraph, plan: Plan) -> list[int]:
+    """Positions of the inputs that a carried update reads and the user may change meanwhile.
 
-    A write to a tensor raises its version. So does AOTAutograd, by one, each time before it calls
-    the step; what has risen further since the failure was written.
+    Such as a learning rate that is a tensor: the update takes a copy, of the value in its step.
     """
-
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._calls = 0
-        self.left = {
-            name: (weakref.ref(tensor.untyped_storage()), tensor._version)
-            for name, tensor in tensors.items()
-        }
-
-    def names(self, tensors: Mapping[str, Any]) -> list[str]:
-        """Those that are in `tensors` as they were left; to be asked once in every call."""
-        self._calls += 1
-        return [
-            name
-            for name, (storage, version) in self.left.items()
-            if tensors[name].untyped_storage() is storage()
-            and tensors[name]._version <= version + self._calls
-        ]
-
-
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+    carried = {task.name for task in plan.carried}
+    read: set[str] = set()
+    for call in graph.module.graph.find_nodes(op="call_function", target=host_region):
+        if call.args[1] in carried:
+            read.update(node.name for node in call.all_input_nodes)
+    written = {destination.name for _, destination, _ in writes(graph.module.graph)}
+    return [
+        position
+        for position, item in enumerate(graph.inputs)
+        if item.node in read - written and item.role in (Role.HYPERPARAMETER, Role.CONSTANT)
+    ]

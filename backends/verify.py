@@ -25,6 +25,7 @@ from cotrain_compile.backends.reference import (
     on,
     run_reference,
 )
+from cotrain_compile.backends.tails import wait_for_tails
 from cotrain_compile.dataflow import PERSISTENT_ROLES
 from cotrain_compile.errors import VerifyError
 from cotrain_compile.extract import buffer_names
@@ -65,8 +66,10 @@ class VerifiedStep:
         """Run one step. Raises `VerifyError` as the module says, and as `CompiledStep` does."""
         if not self._steps_left:
             return self.compiled(inputs)
+        wait_for_tails()
         start = Start.of(self._step, inputs)
         outputs = self.compiled(inputs)
+        wait_for_tails()
         expected = run_reference(self._step, start)
         for result in self._results:
             told = self._difference(result, inputs, outputs, expected)

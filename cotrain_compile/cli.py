@@ -176,6 +176,9 @@ def solve(
     solver: Annotated[str, typer.Option(help="'highs' or 'cbc'.")] = "highs",
     time_limit: Annotated[float, typer.Option(help="Seconds for each plan.")] = 10.0,
     seed: Annotated[int, typer.Option(help="Of the solver; the same seed, the same plan.")] = 0,
+    overlap_steps: Annotated[
+        bool, typer.Option("--overlap-steps", help="Let host updates go on under the next step.")
+    ] = False,
 ) -> None:
     """Choose a plan for a step: where everything lives, what moves when. Nothing is run."""
     shared = {
@@ -184,6 +187,7 @@ def solve(
         "solver": solver,
         "time_limit": time_limit,
         "seed": seed,
+        "overlap_steps": overlap_steps,
     }
     budgets = list(dict.fromkeys(memory_budget or ["100%"]))
     asked = [Options.parse({**shared, "memory_budget": budget}) for budget in budgets]
@@ -260,6 +264,7 @@ def _answers(
             solver=options.solver,
             time_limit_s=options.time_limit,
             seed=options.seed,
+            overlap_steps=options.overlap_steps,
         )
         say(str(path))
         tighter = [answer for answer in found.values() if isinstance(answer, Plan)]

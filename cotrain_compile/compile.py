@@ -22,8 +22,10 @@ from cotrain_compile.analysis.costs import CostTable
 from cotrain_compile.analysis.symbolic import at
 from cotrain_compile.backends.compiled_step import CompiledStep
 from cotrain_compile.backends.per_shape import PerShape
+from cotrain_compile.backends.tails import guard_state, wait_for_tails
 from cotrain_compile.backends.verify import VerifiedStep
 from cotrain_compile.capture import Session, capture, current_session, install
+from cotrain_compile.capture.aot import traced_modules
 from cotrain_compile.capture.hook import frame_objects
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import CaptureError, CotrainError, OptionError, PlanError
@@ -69,12 +71,16 @@ def cotrain(
         def compile_for(sizes: Mapping[str, int]) -> Callable[[list[Any]], Any]:
             compiled = compile_step(step, at(dataflow, sizes), session.options)
             _register(compiled, session)
+            if session.options.overlap_steps:
+                optimizers = [record.optimizer for record in session.optimizers]
+                guard_state(compiled, compiled.tail, met.values(), optimizers)
             if session.options.verify:
                 return VerifiedStep(compiled, step, session.options)
             return compiled
 
         return PerShape(step, compile_for) if dataflow.symbols else compile_for({})
 
+    met = {id(m): m for _, module in traced_modules() for m in module.modules()}
     run = capture(session, module, example_inputs, compile_captured)
     for record in session.optimizers:
         load_into_homes(record.optimizer)
@@ -173,6 +179,7 @@ def plan_for(problem: Problem, options: Options) -> Plan:
         solver=options.solver,
         time_limit_s=options.time_limit,
         seed=options.seed,
+        overlap_steps=options.overlap_steps,
     )
     return solve(problem, settings)
 
@@ -180,8 +187,9 @@ def plan_for(problem: Problem, options: Options) -> Plan:
 def saved_plan(path: str, problem: Problem, options: Options) -> Plan:
     """The plan saved at `path`, made for the step of `problem`, on whichever machine.
 
-    Raises `PlanError` when it was made for another step, with up to three differences, or for more
-    memory than `options` allow; `OptionError` and `FormatError` when there is no plan in the file.
+    Raises `PlanError` when it was made for another step, with up to three differences, for more
+    memory than `options` allow, or with overlapping steps where they do not; `OptionError` and
+    `FormatError` when there is no plan in the file.
     """
     with _as_option_error("plan", path):
         plan = load(path, Plan)
@@ -192,6 +200,11 @@ def saved_plan(path: str, problem: Problem, options: Options) -> Plan:
         raise PlanError(
             f"plan {path} was made for another step ({plan.fingerprint}, this one is "
             f"{dataflow.fingerprint}): {told}; trace and solve this step again"
+        )
+    if plan.carried and not options.overlap_steps:
+        raise PlanError(
+            f"plan {path} lets host updates go on under the next step, which only the option "
+            "overlap_steps allows: set it to True, or solve the step again without --overlap-steps"
         )
     _refuse_more_memory(path, plan, problem, options)
     return plan
@@ -247,9 +260,10 @@ def inspect(step: Callable[..., Any]) -> CompiledStep:
 def synchronize() -> None:
     """Wait until every compiled step has finished all its work.
 
-    A step is complete when it returns, so there is nothing to wait for; training loops may call it
-    before they read the clock.
+    A step is complete when it returns, but for what the option `overlap_steps` lets go on under the
+    next one. Raises `StepFailed` where that failed; it says what is left of the parameters.
     """
+    wait_for_tails()
 
 
 _compiled: weakref.WeakKeyDictionary[CompiledStep, tuple[Any, tuple[int, ...]]]

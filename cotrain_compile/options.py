@@ -67,6 +67,7 @@ class Options:
     solver: str = "highs"
     time_limit: float = 10.0
     seed: int = 0
+    overlap_steps: bool = False
     lowering: str = "eager"
     host_kernels: str = "fused"
     keep_grads: bool = False
@@ -177,6 +178,7 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
     "solver": _one_of("highs", "cbc"),
     "time_limit": _seconds,
     "seed": _seed,
+    "overlap_steps": _flag,
     "lowering": _one_of("eager"),
     "host_kernels": _one_of("fused", "captured"),
     "keep_grads": _flag,

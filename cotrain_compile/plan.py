@@ -50,8 +50,9 @@ class Placement:
     the low-precision copy of its group, which the host then makes. `away` names what leaves the
     device in the longest gap between two uses, from forward to backward: activations, and such
     fetched weights, which are then fetched twice. With `early_updates` an update, wherever it runs,
-    starts as soon as its gradient allows, otherwise after the backward. `policy` is the name of the
-    rule or solver that chose.
+    starts as soon as its gradient allows, otherwise after the backward. With `overlap_steps` an
+    update on the host and its weight's way back may end in the next step (`Task.carried`). `policy`
+    is the name of the rule or solver that chose.
     """
 
     policy: str
@@ -59,6 +60,7 @@ class Placement:
     updates: Mapping[str, UpdateMode]
     away: tuple[str, ...] = ()
     early_updates: bool = False
+    overlap_steps: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,10 @@ class Transfer:
     state or parameter written back to its home, a new parameter moved over the old one). From the
     wait for a fresh prefetch on, ops that touch `buffer` touch that copy.
 
+    A task that is `carried` may end in the next step: `wait_before` is then an op of that step, and
+    never None. Only host updates and the ways back of their weights are carried. Tasks in
+    `after_previous` are carried ones of the step before, which must be done before this one starts.
+
     Between two ops things happen in this order: all but fresh prefetches is issued, offloads are
     waited for, fresh prefetches are issued (and take their memory), the rest is waited for.
     """
@@ -86,6 +92,8 @@ class Transfer:
     wait_before: str | None
     after: tuple[str, ...] = ()
     destination: str = ""
+    carried: bool = False
+    after_previous: tuple[str, ...] = ()
     kind: Literal["transfer"] = "transfer"
 
     @property
@@ -113,6 +121,8 @@ class HostRegion:
     wait_before: str | None
     after: tuple[str, ...] = ()
     makes: str = ""
+    carried: bool = False
+    after_previous: tuple[str, ...] = ()
     kind: Literal["host_region"] = "host_region"
 
     @property
@@ -148,8 +158,10 @@ class Span:
 class Timeline:
     """What a step did, or is predicted to do.
 
-    `source` is "predicted" or "measured". `peak_bytes` has the largest number of bytes alive on
-    each tier; `memory` samples the bytes alive on each tier as (seconds, bytes) steps.
+    Where steps overlap it is one step of many: what the step before has left to do comes at its
+    start, what is left to the next one is cut at its end. `source` is "predicted" or "measured".
+    `peak_bytes` has the largest number of bytes alive on each tier; `memory` samples the bytes
+    alive on each tier as (seconds, bytes) steps.
     """
 
     source: Literal["predicted", "measured"]
@@ -204,9 +216,9 @@ class Plan:
     """A placement with its schedule.
 
     `tasks` are in the order of issue; `moved` are the ops that run elsewhere than where the step
-    has them. `budgets` are the bytes that each tier was allowed; `fingerprint` is that of the
-    Dataflow it was made for. `notes` say in words what was asked for and not done, or done
-    otherwise.
+    has them. Where tasks are carried, `predicted` is a step in the steady state. `budgets` are the
+    bytes that each tier was allowed; `fingerprint` is that of the Dataflow it was made for. `notes`
+    say in words what was asked for and not done, or done otherwise.
     """
 
     fingerprint: str
@@ -226,6 +238,11 @@ class Plan:
     @property
     def host_regions(self) -> tuple[HostRegion, ...]:
         return tuple(task for task in self.tasks if isinstance(task, HostRegion))
+
+    @property
+    def carried(self) -> tuple[Task, ...]:
+        """The tasks that may end in the next step."""
+        return tuple(task for task in self.tasks if task.carried)
 
     @property
     def host_updates(self) -> tuple[HostRegion, ...]:

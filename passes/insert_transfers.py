@@ -4,6 +4,7 @@
     %d = cotrain.prefetch(%h, 'fetch.g', ['offload.g'])            a fresh copy on the device
     cotrain.offload_into(%m, %m_d, 'store.m', [])                  over the home on the host
     cotrain.prefetch_into(%w, %w_h, 'back.w', ['update.w'])        over the home on the device
+    cotrain.prefetch(%w, 'fetch.w', [], ['update.w'])              after a task of the step before
 
 Host regions take the host copies. Everything is put where the plan issues it.
 """
@@ -68,6 +69,8 @@ class _Inserter:
             if value.op == "get_attr" and not value < place:
                 place.prepend(value)  # the region itself, or a constant that it reads
             call.replace_input_with(value, self.host_copy.get(self._buffer(value), value))
+        if task.after_previous:
+            call.args = (*call.args, list(task.after_previous))
         place.prepend(call)
 
     def _buffer(self, node: fx.Node) -> str:
@@ -96,8 +99,10 @@ class _Inserter:
     def _call(
         self, target: Target, tensors: tuple[fx.Node, ...], task: Transfer, place: fx.Node
     ) -> fx.Node:
+        previous = (list(task.after_previous),) if task.after_previous else ()
+        arguments = (*tensors, task.name, list(task.after), *previous)
         with self.graph.inserting_before(place):
-            node = self.graph.call_function(target, (*tensors, task.name, list(task.after)))
+            node = self.graph.call_function(target, arguments)
         if len(tensors) == 1:
             # A fresh copy has the traced value of what it is a copy of: see `views`.
             node.meta["val"] = tensors[0].meta["val"]

@@ -1,6 +1,7 @@
 """Insert the waits: the device goes on only when these tasks are done.
 
     cotrain.wait(['offload.g'], [])
+    cotrain.wait_previous(['update.w'])         for carried tasks of the step before
 
 In a gap, offloads are waited for before anything is fetched there, all else after it. What a wait
 keeps alive is filled in by `use_fetched_copies`.
@@ -23,13 +24,25 @@ def insert_waits(step: StepGraph, plan: Plan) -> StepGraph:
     gaps = Gaps(step)
     waits: dict[fx.Node, list[Task]] = {}
     for task in plan.tasks:
-        waits.setdefault(gaps.before(task.wait_before), []).append(task)
+        if not task.carried:
+            waits.setdefault(gaps.before(task.wait_before), []).append(task)
     for gap, tasks in waits.items():
         offloads = [task for task in tasks if _is_offload(task)]
         _insert_wait(_first_fetch(gap), offloads)
         _insert_wait(gap, [task for task in tasks if not _is_offload(task)])
+    _wait_for_the_step_before(gaps, plan)
     step.module.recompile()
     return step
+
+
+def _wait_for_the_step_before(gaps: Gaps, plan: Plan) -> None:
+    """In this step as in the next, which runs the same graph."""
+    waits: dict[fx.Node, list[str]] = {}
+    for task in plan.carried:
+        waits.setdefault(gaps.before(task.wait_before), []).append(task.name)
+    for gap, names in waits.items():
+        with gap.graph.inserting_before(gap):
+            gap.graph.call_function(cotrain.wait_previous, (names,))
 
 
 def _is_offload(task: Task) -> bool:

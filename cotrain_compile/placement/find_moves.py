@@ -92,7 +92,8 @@ class _Finder:
         first_use = {name: slots[0] for name, slots in self.program.touches.items()}
         for param, copy in sorted(thin, key=lambda pair: first_use.get(pair[1], 0)):
             ops = (writer[copy].name,)
-            cast = Cast(f"cast.{param}", param, copy, ops, self.problem.host_cast_s(ops))
+            seconds = self.problem.host_cast_s(ops)
+            cast = Cast(f"cast.{param}", param, copy, ops, seconds, self._carried_update(param))
             self.casts.append(cast)
             self.weight_tasks[param] = (cast.name,)
 
@@ -109,7 +110,9 @@ class _Finder:
             stays[-1] = (stays[-1][0], touched[-1])
         for number, (first, last) in enumerate(stays):
             name = f"{'refetch' if number else 'fetch'}.{buffer.name}"
-            self.fetches.append(Fetch(name, buffer.name, buffer.nbytes, first, after))
+            # Where there is a cast, that follows the update of the step before.
+            previous = () if after else self._carried_update(param)
+            self.fetches.append(Fetch(name, buffer.name, buffer.nbytes, first, after, previous))
             self.weight_tasks[param] = (*self.weight_tasks.get(param, ()), name)
             if group in self.moving and buffer.name == param and last == touched[-1]:
                 last = max(last, self.windows[param][0])
@@ -165,12 +168,16 @@ class _Finder:
         returns = self.placement.homes[group.param] is Tier.DEVICE
         sources = [group.gradient, *_on_device(self.dataflow, group.scalars)]
         sources = [group.param, *sources] if returns else sources
+        next_use = self._next_use(group)
         inputs = []
         for name in sources:
             buffer = self.dataflow.buffer[name]
             stays = buffer.is_input or buffer.is_output
             holds_from = None if stays else self.program.touches[name][-1] + 1
-            inputs.append(self._send(buffer, self.program.last_write(name), holds_from).name)
+            ready = self.program.last_write(name)
+            if name == group.param and next_use is not None:
+                ready = max(ready, next_use)  # there is a wait for the weight before that op
+            inputs.append(self._send(buffer, ready, holds_from).name)
         earliest, limit = self.windows[group.param]
         if not self.placement.early_updates:
             backward = [i for i in range(limit) if self.program.ops[i].phase is Phase.BACKWARD]
@@ -183,7 +190,28 @@ class _Finder:
             limit,
             returns,
             self.problem.costs.host_update_s[group.param],
+            next_use,
         )
+
+    def _next_use(self, group: UpdateGroup) -> int | None:
+        """The slot of the next step up to which an update on the host may go on; None: no further.
+
+        None too where this step uses or returns what the update writes.
+        """
+        param, program = group.param, self.program
+        touched = program.touches.get(program.fetched.get(param, param), [])
+        written = [self.dataflow.buffer[name] for name in (param, *group.states)]
+        in_step = self.windows[param][1] < program.end or any(b.is_output for b in written)
+        if in_step or not touched or not self.placement.overlap_steps:
+            return None
+        return touched[0]
+
+    def _carried_update(self, param: str) -> tuple[str, ...]:
+        """The update of `param` on the host, where it may go on in the next step."""
+        group = self.dataflow.update.get(param)
+        if group not in self.program.host_groups or self._next_use(group) is None:
+            return ()
+        return (f"update.{param}",)
 
     def _device_update(self, group: UpdateGroup) -> DeviceUpdate:
         buffers, homes, param = self.dataflow.buffer, self.placement.homes, group.param

@@ -36,11 +36,13 @@ class Tactics:
 
     `lookahead` is how long before its use a move up may be issued, as a fraction of the step. With
     `patient`, states are fetched strictly in order, largest first, though they wait for room that
-    smaller ones could use at once.
+    smaller ones could use at once. With `by_use`, updates on the host that may start at the same
+    time go in the order in which the next step uses their weights, where steps overlap.
     """
 
     lookahead: float = math.inf
     patient: bool = False
+    by_use: bool = False
 
 
 EAGER = Tactics()
@@ -58,7 +60,9 @@ class ListScheduler:
         self.room = Room(problem.budgets[Tier.DEVICE], moves.slot_bytes, moves.gap_bytes)
         self.tasks = TaskList()
         self.offloads = Offloads(problem.machine, moves, self.clock, self.room, self.tasks)
-        self.host = HostWork(problem, moves, self.clock, self.tasks, self.offloads)
+        self.host = HostWork(
+            problem, moves, self.clock, self.tasks, self.offloads, by_use=tactics.by_use
+        )
         self.fetches = deque(moves.fetches)
         self.upcoming = deque(with_deadlines(moves.device_updates, self.room, self.program.end))
         self.pending: list[Pending] = []
@@ -232,7 +236,16 @@ class ListScheduler:
     def _issue_fetch(self, fetch: Fetch) -> None:
         self.offloads.urge(fetch.after)
         self.tasks.issue(
-            Transfer(fetch.name, "prefetch", fetch.buffer, fetch.nbytes, None, None, fetch.after)
+            Transfer(
+                fetch.name,
+                "prefetch",
+                fetch.buffer,
+                fetch.nbytes,
+                None,
+                None,
+                fetch.after,
+                after_previous=fetch.after_previous,
+            )
         )
         self.clock.transfer(Lane.H2D, fetch.name, fetch.nbytes, self.clock.ready(fetch.after))
 

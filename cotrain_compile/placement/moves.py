@@ -42,24 +42,32 @@ class Send:
 
 @dataclass(frozen=True)
 class Fetch:
-    """A fresh prefetch of `buffer`, needed by the op in slot `need`, after the tasks in `after`."""
+    """A fresh prefetch of `buffer`, needed by the op in slot `need`, after the tasks in `after`.
+
+    `after_previous` is as in `Transfer`.
+    """
 
     name: str
     buffer: str
     nbytes: int
     need: int
     after: tuple[str, ...] = ()
+    after_previous: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Cast:
-    """A low-precision copy that the host makes at the start of the step."""
+    """A low-precision copy that the host makes at the start of the step.
+
+    `after_previous` is as in `HostRegion`.
+    """
 
     name: str
     param: str
     makes: str
     ops: tuple[str, ...]
     seconds: float
+    after_previous: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -67,7 +75,8 @@ class HostUpdate:
     """An update on the host: possible after slot `earliest`, done before slot `limit`.
 
     `inputs` are the sends it waits for, `after` other tasks. With `returns` the new parameter goes
-    back over the old one.
+    back over the old one. `next_use` is the slot of the next step by which both must be done, None
+    where they end in their own step.
     """
 
     group: UpdateGroup
@@ -77,6 +86,7 @@ class HostUpdate:
     limit: int
     returns: bool
     seconds: float
+    next_use: int | None = None
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from cotrain_compile.placement.residency import (
     device_program,
     host_bytes,
 )
+from cotrain_compile.placement.steady import repeatable, steady_step
 from cotrain_compile.plan import Lane, MovedOps, Placement, Task, Timeline, Transfer
 
 
@@ -23,7 +24,7 @@ def step_s(
 ) -> float:
     """Seconds of one step, as `predict` has them; quicker, for comparing plans."""
     works = joined(works_of(problem, device_program(problem.dataflow, placement, moved), tasks))
-    return simulate(works, lanes_of(problem.machine), slowdown_of(problem.machine)).makespan_s
+    return _timeline(problem, works, tasks).makespan_s
 
 
 def joined(works: Sequence[Work]) -> list[Work]:
@@ -34,11 +35,12 @@ def joined(works: Sequence[Work]) -> list[Work]:
     for work in works:
         if work.lane != Lane.DEVICE:
             result.append(work)
-        elif run is None or work.after or run.name in awaited:
+        elif run is None or work.after or work.after_previous or run.name in awaited:
             result += [] if run is None else [run]
             run = work
         else:
-            run = replace(work, seconds=run.seconds + work.seconds, after=run.after)
+            seconds = run.seconds + work.seconds
+            run = replace(run, name=work.name, seconds=seconds)
     return result if run is None else [*result, run]
 
 
@@ -47,11 +49,11 @@ def predict(
 ) -> Timeline:
     """The timeline of one step. Its device peak is exact for the traced shapes; times are modelled.
 
-    Host memory is an upper bound, see `residency.host_bytes`.
+    Where tasks are carried it is a step in the steady state, see `steady`. Host memory is an upper
+    bound, see `residency.host_bytes`.
     """
     program = device_program(problem.dataflow, placement, moved)
-    works = works_of(problem, program, tasks)
-    timeline = simulate(works, lanes_of(problem.machine), slowdown_of(problem.machine))
+    timeline = _timeline(problem, works_of(problem, program, tasks), tasks)
     device = device_bytes(program, placement, tasks)
     host = host_bytes(program, placement, tasks)
     return replace(
@@ -71,25 +73,33 @@ def predict_steady_state(
 ) -> Periodic:
     """The step repeated: seconds of the first one, and seconds from one to the next.
 
-    A step is complete when it returns, so the next one starts after all of its tasks.
+    A step is complete when it returns, but for the tasks it carries into the next one.
     """
     works = works_of(problem, device_program(problem.dataflow, placement, moved), tasks)
-    end = Work("end of step", Lane.DEVICE, 0.0, after=tuple(task.name for task in tasks))
-    # What needs nothing of its own step could start at once: it waits for the step before.
-    begun = [work if work.after else replace(work, after_previous=(end.name,)) for work in works]
     machine = problem.machine
-    return steady_state([*begun, end], lanes_of(machine), slowdown_of(machine), steps=steps)
+    endless = repeatable(works, tasks)
+    return steady_state(endless, lanes_of(machine), slowdown_of(machine), steps=steps)
+
+
+def _timeline(problem: Problem, works: Sequence[Work], tasks: Sequence[Task]) -> Timeline:
+    lanes, slowdown = lanes_of(problem.machine), slowdown_of(problem.machine)
+    if any(task.carried for task in tasks):
+        return steady_step(works, tasks, lanes, slowdown)
+    return simulate(works, lanes, slowdown)
 
 
 def works_of(problem: Problem, program: DeviceProgram, tasks: Sequence[Task]) -> list[Work]:
     """The step as works: device ops in order, each after the tasks waited for before it.
 
+    What is carried is waited for by ops of the next step, as `engine.repeat` joins them.
     Issuing tasks holds up the op that follows.
     """
     waits: dict[str | None, list[str]] = {}
+    carried: dict[str | None, list[str]] = {}
     freeing: dict[str | None, list[str]] = {}
     for task in tasks:
-        waits.setdefault(task.wait_before, []).append(task.name)
+        waiting = carried if task.carried else waits
+        waiting.setdefault(task.wait_before, []).append(task.name)
         if isinstance(task, Transfer) and task.direction == "offload":
             freeing.setdefault(task.wait_before, []).append(task.name)
     following = _following(program)
@@ -100,6 +110,7 @@ def works_of(problem: Problem, program: DeviceProgram, tasks: Sequence[Task]) ->
             Lane.DEVICE,
             problem.costs.device_s[op.name] + problem.machine.issue_s * issued[op.name],
             tuple(waits.get(op.name, ())),
+            tuple(carried.get(op.name, ())),
         )
         for op in program.ops
     ]
@@ -109,7 +120,8 @@ def works_of(problem: Problem, program: DeviceProgram, tasks: Sequence[Task]) ->
         takes_memory = isinstance(task, Transfer) and task.is_fetch
         freed = freeing.get(following[task.issue_after], ()) if takes_memory else ()
         after = tuple(dict.fromkeys((*begins, *task.after, *freed)))
-        works.append(Work(task.name, task.lane, _seconds(problem, task), after))
+        seconds = _seconds(problem, task)
+        works.append(Work(task.name, task.lane, seconds, after, task.after_previous))
     return works
 
 

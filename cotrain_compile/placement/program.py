@@ -29,6 +29,7 @@ class Program:
     """The program as a pulp model: careful, or `relaxed`; with `whole` bundles, or split ones.
 
     By default the careful one has whole bundles and the relaxed one, which is a bound, split ones.
+    With `cyclic`, steps overlap and `step` is the time from one to the next.
     Budgets are in MiB. `step` is the time of the step in milliseconds; `taken[b][w]` says that
     bundle b of weights is kept in way w, `away[a]` that bundle a of activations leaves.
     """
@@ -41,9 +42,10 @@ class Program:
         *,
         relaxed: bool = False,
         whole: bool | None = None,
+        cyclic: bool = False,
     ) -> None:
         whole = not relaxed if whole is None else whole
-        model = Model(choices, relaxed=relaxed, whole=whole)
+        model = Model(choices, relaxed=relaxed, whole=whole, cyclic=cyclic)
         flows = add_flows(model)
         add_times(model, flows)
         add_device_memory(model, flows, budget_mib)

@@ -41,7 +41,8 @@ class Flows:
     """In MiB, by class; `work` and `casting` in milliseconds of one worker of the host.
 
     Down: activations, gradients and `masters` (parameters) for updates on the host. Up:
-    activations, new weights `back`, weights for the forward and again for the backward.
+    activations, new weights `back`, weights for the forward and again for the backward. Where steps
+    overlap, `late_work` and `late_back` are what the step before has left to do.
     """
 
     act_out: Flow
@@ -53,6 +54,8 @@ class Flows:
     backward: Flow
     work: Flow
     casting: Flow
+    late_work: Flow
+    late_back: Flow
     streams: Sequence[Stream]
 
     @property
@@ -65,20 +68,37 @@ class Flows:
     def up(self) -> tuple[Flow, ...]:
         """All that passes from the host to the device."""
         states = (stream.up for stream in self.streams)
-        return self.act_in, self.back, self.forward, self.backward, *states
+        return self.act_in, self.back, self.late_back, self.forward, self.backward, *states
+
+    @property
+    def host(self) -> tuple[Flow, ...]:
+        """All that the host works at."""
+        return self.work, self.late_work, self.casting
 
 
 def add_flows(model: Model) -> Flows:
     """Add all flows and their laws to `model`."""
     act_out, act_in = Flow("act_out", model), Flow("act_in", model)
     gradients, masters, back = (Flow(name, model) for name in ("grad", "master", "back"))
+    late_work, late_back = Flow("late_host", model), Flow("late_back", model)
     forward, backward = Flow("wf", model), Flow("wb", model)
     _add_activations(model, act_out, act_in)
-    work, casting = _add_host_updates(model, gradients, masters, back)
+    work, casting = _add_host_updates(model, gradients, masters, (back, late_back), late_work)
     streams = _add_streams(model)
     _add_weight_trips(model, forward, backward)
     return Flows(
-        act_out, act_in, gradients, masters, back, forward, backward, work, casting, streams
+        act_out=act_out,
+        act_in=act_in,
+        gradients=gradients,
+        masters=masters,
+        back=back,
+        forward=forward,
+        backward=backward,
+        work=work,
+        casting=casting,
+        late_work=late_work,
+        late_back=late_back,
+        streams=streams,
     )
 
 
@@ -101,9 +121,13 @@ def _add_activations(model: Model, act_out: Flow, act_in: Flow) -> None:
 
 
 def _add_host_updates(
-    model: Model, gradients: Flow, masters: Flow, back: Flow
+    model: Model, gradients: Flow, masters: Flow, returning: tuple[Flow, Flow], late_work: Flow
 ) -> tuple[Flow, Flow]:
-    """Gradients down, work on the host, new weights up; returns the work and the casts."""
+    """Gradients down, work on the host, new weights up; returns the work and the casts.
+
+    `returning` are the new weights that go up in their own step, and those in the next.
+    """
+    back, late_back = returning
     hosted = [(b, w, z) for b, w, z in model.options() if w.on_host]
     home = [(b, w, z) for b, w, z in hosted if w.trips == 0]
     landed = [
@@ -117,12 +141,16 @@ def _add_host_updates(
     work, casting = Flow("host", model), Flow("cast", model)
     updates = [(b.release, 1e3 * b.host_s * z) for b, _, z in hosted]
     work.at_most(updates)
-    model.add(work.total == _sum(updates))
+    model.add(work.total + late_work.total == _sum(updates))
     casts = [(b.first, 1e3 * b.cast_s * z) for b, w, z in model.options() if w.trips and b.thin]
     casting.at_least(casts)
     model.add(casting.total == _sum(casts))
     back.at_most(weights)
-    model.add(back.total == masters.total)
+    model.add(back.total + late_back.total == masters.total)
+    late_work.at_least([(b.first, 1e3 * b.host_s * z) for b, _, z in hosted], before=work.total)
+    late_back.at_least([(b.first, in_mib(b.param_bytes) * z) for b, _, z in home], back.total)
+    if not model.cyclic:
+        model.add(late_work.total + late_back.total == 0)
     if not model.relaxed:
         _add_host_pipeline(model, hosted, home, (gradients, work, back))
     return work, casting

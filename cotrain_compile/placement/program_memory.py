@@ -38,10 +38,15 @@ def add_device_memory(model: Model, flows: Flows, budget_mib: float) -> None:
 
 
 def add_host_memory(model: Model, budget_mib: float) -> None:
-    """Homes, copies and all that is away, as if all at once."""
+    """Homes, copies and all that is away, as if all at once.
+
+    Careful and cyclic: what updates read of the step before is there as well.
+    """
     activations = zip(model.choices.activations, model.away, strict=True)
     used = [in_mib(bundle.nbytes) * x for bundle, x in activations]
     used += [in_mib(_host_bytes(bundle, way)) * z for bundle, way, z in model.options()]
+    if model.cyclic and not model.relaxed:
+        used += [in_mib(_sent_bytes(bundle, way)) * z for bundle, way, z in model.options()]
     model.add(pulp.lpSum(used) <= budget_mib)
 
 
@@ -54,6 +59,13 @@ def _host_bytes(bundle: Weights, way: Way) -> int:
     if way.mode not in (UpdateMode.RESIDENT, None):
         nbytes += bundle.state_bytes
     return nbytes
+
+
+def _sent_bytes(bundle: Weights, way: Way) -> int:
+    """What is sent down for an update on the host."""
+    if not way.on_host:
+        return 0
+    return bundle.gradient_bytes + bundle.param_bytes * (way.mode is UpdateMode.HOST)
 
 
 def _changes(model: Model) -> Iterable[tuple[int, Any]]:

@@ -21,13 +21,17 @@ LARGE = 0.02
 class Model:
     """A pulp model of `choices`, careful or `relaxed`, with `whole` bundles or split ones.
 
+    In a `cyclic` one updates on the host, with their way back, may go on in the next step.
+
     `taken[b][w]` says that bundle b of weights is kept in way w, `away[a]` that bundle a of
     activations leaves. A segment has a `length` and in it a `stall`, in milliseconds. `lag` is by
     how many segments a copy is counted late. Rates of the links are in MiB per millisecond.
     """
 
-    def __init__(self, choices: Choices, *, relaxed: bool, whole: bool) -> None:
-        self.choices, self.relaxed, self.whole = choices, relaxed, whole
+    def __init__(
+        self, choices: Choices, *, relaxed: bool, whole: bool, cyclic: bool = False
+    ) -> None:
+        self.choices, self.relaxed, self.whole, self.cyclic = choices, relaxed, whole, cyclic
         self.lag = 0 if relaxed else 1
         self.tail = choices.tail
         self.segments = range(self.tail + 1)
@@ -98,15 +102,18 @@ class Flow:
         """What has passed by the end of the step."""
         return self._by[-1]
 
-    def at_least(self, terms: Iterable[tuple[int, Any]]) -> None:
-        """What is needed in a segment has arrived: before it starts, or (relaxed) by its end."""
+    def at_least(self, terms: Iterable[tuple[int, Any]], before: Any = 0.0) -> None:
+        """What is needed in a segment has arrived: before it starts, or (relaxed) by its end.
+
+        `before` is what arrived in the step before.
+        """
         model, total = self._model, 0.0
         needed = by_segment(terms)
         for k in model.segments:
             if k in needed:
                 total = model.running(total + needed[k])
                 in_time = k if k == model.tail else max(0, k - model.lag)
-                model.add(self.by(in_time) >= total)
+                model.add(before + self.by(in_time) >= total)
 
     def at_most(self, terms: Iterable[tuple[int, Any]]) -> None:
         """Nothing passes before it exists: made by the segment before, or (relaxed) in this."""

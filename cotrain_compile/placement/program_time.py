@@ -54,7 +54,7 @@ def _add_links_and_host(model: Model, flows: Flows) -> None:
         # one ends after itself and what the shorter one has cost it.
         model.add(down + (shared - 1.0) * up <= length)
         model.add(up + (shared - 1.0) * down <= length)
-        host = (flows.work.within(k) + flows.casting.within(k)) * (
+        host = pulp.lpSum(flow.within(k) for flow in flows.host) * (
             1.0 / model.machine.host_update.workers
         )
         if model.relaxed:
@@ -80,7 +80,7 @@ def _add_end_of_step(model: Model, flows: Flows) -> None:
             _, down = b.streamed_bytes(way)
             home_ms = largest * (1e3 * b.device_s + in_mib(down) / model.down_rate)
             model.add(tail >= home_ms * z + (0.0 if model.relaxed else up))
-        elif way.on_host and way.trips == 0:
+        elif way.on_host and way.trips == 0 and not model.cyclic:
             home_ms = largest * in_mib(b.param_bytes) / model.up_rate
             own_ms = largest * 1e3 * b.host_s
             model.add(tail >= home_ms * z + (own_ms * z if model.relaxed else flows.work.within(k)))

@@ -6,6 +6,9 @@ In: a Dataflow and a Plan whose tasks fit its placement (`rules`). Out: the peak
 A task may start when the op it is issued after and the tasks in `after` are done, and is done when
 it, or a task that comes after it, is waited for. Nothing else is taken for granted, not even that a
 lane works in order.
+
+Where tasks are carried, the step is replayed twice: the second time with all that the first has
+left to do still to be done. What comes after that is the second step again.
 """
 
 from __future__ import annotations
@@ -43,9 +46,30 @@ def replay(dataflow: Dataflow, plan: Plan) -> Mapping[Tier, Peak]:
     On the device a copy counts from its first touch, a fetched one from its issue, to its last
     touch or the wait for the last task that uses it; inputs, outputs and homes to the end of the
     step. The host holds homes, what is copied there until the last task that reads it is waited
-    for, and the values inside the largest region.
+    for, be it in the next step, and the values inside the largest region.
     """
-    return _Replay(dataflow, plan).run()
+    first = _Replay(dataflow, plan)
+    peaks = first.run()
+    return _Replay(dataflow, plan, first.left_over()).run() if plan.carried else peaks
+
+
+@dataclass(frozen=True)
+class LeftOver:
+    """A carried task of the step before: what it may still read and write, by buffer.
+
+    `reads` and `writes` outlive the steps; the copies of `sent` on the host go with the task.
+    `after` are the other carried tasks that are done when it is.
+    """
+
+    after: frozenset[str]
+    reads: frozenset[str]
+    writes: frozenset[str]
+    sent: frozenset[str]
+
+
+def _before(task: str) -> str:
+    """What a carried task is called in the step after its own."""
+    return f"{task} of the step before"
 
 
 def run_order(dataflow: Dataflow, plan: Plan) -> tuple[Op, ...]:
@@ -71,10 +95,13 @@ def run_order(dataflow: Dataflow, plan: Plan) -> tuple[Op, ...]:
 
 
 class _Replay:
-    """One pass over the step. `run` once."""
+    """One pass over the step, after one that has `left` so much to do. `run` once."""
 
-    def __init__(self, dataflow: Dataflow, plan: Plan) -> None:
+    def __init__(
+        self, dataflow: Dataflow, plan: Plan, left: Mapping[str, LeftOver] | None = None
+    ) -> None:
         self.dataflow, self.plan = dataflow, plan
+        self.left = left or {}
         self.ops = run_order(dataflow, plan)
         self.values = values_of(dataflow)
         self.known = known_to_the_host(dataflow)
@@ -92,6 +119,7 @@ class _Replay:
         self.done: set[str] = set()
         self.issues: dict[int, list[Task]] = {}
         self.waits: dict[int, list[Task]] = {}
+        self.waits_before: dict[int, list[str]] = {}  # for carried tasks of the step before
         self._read_times()
 
     def _read_times(self) -> None:
@@ -109,21 +137,29 @@ class _Replay:
             require(gap >= latest, f"{task.name} is listed after a task that is issued later")
             latest = gap
             issue = tick_of(gap, Moment.FETCH if is_fetch else Moment.ISSUE)
+            self.issues.setdefault(issue, []).append(task)
+            if task.carried:
+                wait = tick_of(slot[task.wait_before], Moment.DONE)
+                self.waits_before.setdefault(wait, []).append(task.name)
+                continue
             gap = len(self.ops) if task.wait_before is None else slot[task.wait_before]
             wait = tick_of(gap, Moment.OFFLOADS_DONE if is_offload else Moment.DONE)
             require(issue < wait, f"{task.name} is waited for before its issue")
-            self.issues.setdefault(issue, []).append(task)
             self.waits.setdefault(wait, []).append(task)
 
     def run(self) -> Mapping[Tier, Peak]:
         self._begin()
+        self._take_over()
         for slot in range(len(self.ops) + 1):
             for moment in (Moment.ISSUE, Moment.OFFLOADS_DONE, Moment.FETCH, Moment.DONE):
                 self.tick = tick_of(slot, moment)
                 for task in self.issues.get(self.tick, ()):
                     self._issue(task)
                 for task in self.waits.get(self.tick, ()):
-                    self._wait(task)
+                    self._wait(task.name)
+                for name in self.waits_before.get(self.tick, ()):
+                    if name in self.left:
+                        self._wait(_before(name))
             if slot < len(self.ops):
                 self.tick = tick_of(slot, Moment.OP)
                 self._run_op(self.ops[slot])
@@ -149,6 +185,38 @@ class _Replay:
                 self.homes[buffer.name] = self._new_on_host(buffer.name, "at its home on the host")
             elif buffer.is_input:
                 self.device[buffer.name] = self._new_on_device(buffer.name)
+
+    def _take_over(self) -> None:
+        """What the step before has left to do is under way, and keeps its copies on the host."""
+        sent = {
+            name: self._new_on_host(name, "where the step before has left it on the host")
+            for name in sorted({name for left in self.left.values() for name in left.sent})
+        }
+        for task, left in self.left.items():
+            name = _before(task)
+            self.before[name] = frozenset(_before(other) for other in left.after)
+            used = self.used_by[name] = [sent[buffer] for buffer in left.sent]
+            for buffer in left.reads | left.writes:
+                copy = self.homes.get(buffer) or self.device[buffer]
+                copy.readers |= {name} if buffer in left.reads else set()
+                copy.writers |= {name} if buffer in left.writes else set()
+                used.append(copy)
+
+    def left_over(self) -> Mapping[str, LeftOver]:
+        """What the carried tasks may still do when the step has ended."""
+        carried = {task.name for task in self.plan.carried}
+        found: dict[str, LeftOver] = {}
+        for name in carried:
+            used = self.used_by[name]
+            sent = {copy.buffer for copy in used if self.sent.get(copy.buffer) is copy}
+            kept = [c for c in used if c in (self.homes.get(c.buffer), self.device.get(c.buffer))]
+            found[name] = LeftOver(
+                after=self.before[name] & carried,
+                reads=frozenset(copy.buffer for copy in kept if name in copy.readers),
+                writes=frozenset(copy.buffer for copy in kept if name in copy.writers),
+                sent=frozenset(sent),
+            )
+        return found
 
     def _new(self, buffer: str, place: str) -> Copy:
         nbytes = self.dataflow.buffer[buffer].nbytes
@@ -196,8 +264,9 @@ class _Replay:
     def _issue(self, task: Task) -> None:
         for name in task.after:
             require(name in self.before, f"{task.name} is issued before {name}, its `after`")
-        earlier = (self.before[name] for name in task.after)
-        self.before[task.name] = frozenset(task.after).union(*earlier) - self.done
+        left = [_before(name) for name in task.after_previous if name in self.left]
+        earlier = (self.before[name] for name in (*task.after, *left))
+        self.before[task.name] = frozenset((*task.after, *left)).union(*earlier) - self.done
         if isinstance(task, HostRegion):
             self._run_region(task)
         elif task.direction == "offload":
@@ -205,12 +274,12 @@ class _Replay:
         else:
             self._prefetch(task)
 
-    def _wait(self, task: Task) -> None:
-        self.done |= {task.name, *self.before[task.name]}
-        for copy in self.used_by[task.name]:
+    def _wait(self, task: str) -> None:
+        self.done |= {task, *self.before[task]}
+        for copy in self.used_by[task]:
             copy.last = self.tick
-        if task.name in self.arriving:
-            arrived = self.arriving.pop(task.name)
+        if task in self.arriving:
+            arrived = self.arriving.pop(task)
             self.device[arrived.buffer] = arrived
 
     def _offload(self, task: Transfer) -> None:
@@ -267,6 +336,9 @@ class _Replay:
     def _end(self) -> None:
         """Everything that outlives the step has its last value, where it should be."""
         self.tick = self.end_tick
+        for task in self.plan.carried:
+            for used in self.used_by[task.name]:
+                used.last = self.tick
         for buffer in self.dataflow.buffers:
             name, final = buffer.name, self.values.final[buffer.name]
             copy = self.homes.get(name) or self.device.get(name)
@@ -275,6 +347,8 @@ class _Replay:
                 require(copy is not None, f"{name} is not on the device at the end of the step")
             if copy is not None and is_kept:
                 copy.expect(Actor("what comes after the step", self.done), final)
+            if copy is not None and buffer.is_output:
+                copy.read(Actor("who gets what the step returns", self.done))
             if copy is not None and (is_kept or buffer.is_input):
                 copy.last = self.tick
         for copy in self.sent.values():

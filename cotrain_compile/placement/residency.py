@@ -9,7 +9,7 @@ timing.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -66,8 +66,10 @@ class DeviceProgram:
         return -1 if task.issue_after is None else self.slot[task.issue_after]
 
     def wait_slot(self, task: Task) -> int:
-        """Slot of the op that `task` is waited for before."""
-        return self.end if task.wait_before is None else self.slot[task.wait_before]
+        """Slot of the op that `task` is waited for before; the end of its step if it is carried."""
+        if task.wait_before is None or task.carried:
+            return self.end
+        return self.slot[task.wait_before]
 
 
 def device_program(
@@ -189,23 +191,37 @@ def device_bytes(program: DeviceProgram, placement: Placement, tasks: Sequence[T
     return curve.values()
 
 
-def host_bytes(program: DeviceProgram, placement: Placement, tasks: Iterable[Task]) -> int:
+def host_bytes(program: DeviceProgram, placement: Placement, tasks: Sequence[Task]) -> int:
     """Most bytes the plan can hold on the host: homes, every copy left there, one update's values.
 
-    Host copies are counted to the end of the step. Updates run one after the other; the values
-    inside one are counted without reuse.
+    Host copies are counted to the end of the step, those that a carried update reads once more for
+    the next one. Updates run one after the other; the values inside one are counted without reuse.
     """
     dataflow = program.dataflow
     homes = sum(
         dataflow.buffer[name].nbytes for name, tier in placement.homes.items() if tier is Tier.HOST
     )
     copies = 0
+    carried = set(_read_by_carried(dataflow, tasks))
     for task in tasks:
         if isinstance(task, Transfer):
-            copies += task.nbytes * (task.direction == "offload" and not task.destination)
+            copied = task.direction == "offload" and not task.destination
+            copies += task.nbytes * copied * (2 if task.buffer in carried else 1)
         elif task.makes:
             copies += dataflow.buffer[task.makes].nbytes
     return homes + copies + max((made_by(dataflow, g) for g in program.host_groups), default=0)
+
+
+def _read_by_carried(dataflow: Dataflow, tasks: Sequence[Task]) -> Iterator[str]:
+    """The buffers that tasks read on the host until the next step."""
+    for task in tasks:
+        if not task.carried:
+            continue
+        if isinstance(task, Transfer):
+            yield task.buffer
+        else:
+            for name in task.ops:
+                yield from dataflow.ops[dataflow.position[name]].reads
 
 
 def made_by(dataflow: Dataflow, group: UpdateGroup) -> int:

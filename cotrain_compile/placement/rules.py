@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from cotrain_compile.dataflow import PERSISTENT_ROLES, Dataflow, Role, UpdateGroup
 from cotrain_compile.errors import PlanError
 from cotrain_compile.machine import Tier
-from cotrain_compile.plan import HostRegion, Placement, Plan, Transfer, UpdateMode
+from cotrain_compile.plan import HostRegion, Lane, Placement, Plan, Transfer, UpdateMode
 
 # Where the parameter and the states must be at home; a streamed update leaves the choice.
 _HOMES = {
@@ -89,6 +89,7 @@ def check_tasks(dataflow: Dataflow, plan: Plan) -> None:
     names = [task.name for task in plan.tasks]
     require(len(set(names)) == len(names), "two tasks share a name")
     _check_updates(dataflow, plan)
+    _check_carried(plan)
     for region in plan.host_regions:
         if region.makes:
             _check_cast(dataflow, plan.placement, region)
@@ -111,6 +112,25 @@ def _check_updates(dataflow: Dataflow, plan: Plan) -> None:
     for region in plan.host_updates:
         expected = dataflow.update[region.param].ops
         require(region.ops == expected, f"{region.name} does not run the update of {region.param}")
+
+
+def _check_carried(plan: Plan) -> None:
+    """Only updates on the host and the ways back of their weights go on in the next step."""
+    carried = {task.name for task in plan.carried}
+    for task in plan.carried:
+        is_update = not task.makes if isinstance(task, HostRegion) else bool(task.destination)
+        require(
+            plan.placement.overlap_steps and is_update and task.lane is not Lane.D2H,
+            f"{task.name} goes on in the next step, where the placement has only updates on the "
+            "host and the ways back of their weights do so, and only with overlap_steps",
+        )
+        require(
+            task.wait_before is not None,
+            f"{task.name} goes on in the next step, but no op there waits for it",
+        )
+    for task in plan.tasks:
+        unknown = sorted(set(task.after_previous) - carried)
+        require(not unknown, f"{task.name} comes after {unknown[:3]}, which no step carries over")
 
 
 def _check_cast(dataflow: Dataflow, placement: Placement, region: HostRegion) -> None:

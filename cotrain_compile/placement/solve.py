@@ -9,8 +9,9 @@ Its report has the certified bound of the relaxed program.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import isfinite
@@ -27,6 +28,7 @@ from cotrain_compile.placement.policies import fraction, rule
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.program import Program
 from cotrain_compile.placement.program_model import MIB
+from cotrain_compile.placement.residency import HOST_MODES
 from cotrain_compile.placement.schedule import Draft, draft, finished
 from cotrain_compile.placement.solvers import Solution, pick, solve_program
 from cotrain_compile.plan import Placement, Plan, SolveReport
@@ -40,6 +42,8 @@ ROUNDS = 5
 CERTIFIED = ("auto", "ilp", "greedy")
 # Ways to schedule what the greedy and the program decide.
 TACTICS = (EAGER, Tactics(patient=True))
+# Orders of updates on the host where they may go on in the next step.
+OVERLAPPING = (Tactics(by_use=True), EAGER)
 # A plan so much slower than the program claims is worth another round.
 TRUST = 1.03
 
@@ -49,7 +53,8 @@ class SolveSettings:
     """How to look for a plan.
 
     `time_limit_s` is for the integer programs together; scheduling and simulating come on top.
-    `gap` is the relative gap at which a program counts as solved.
+    `gap` is the relative gap at which a program counts as solved. With `overlap_steps` each
+    placement is also tried with updates on the host that go on in the next step.
     """
 
     policy: str = "auto"
@@ -57,6 +62,7 @@ class SolveSettings:
     time_limit_s: float = 10.0
     gap: float = 0.005
     seed: int = 0
+    overlap_steps: bool = False
 
 
 Progress = Callable[[str], None]
@@ -136,7 +142,7 @@ class _Search:
         if "coarse" in self.drafts:  # the fraction that needs least
             self._sweep_fractions()
         self._greedy()
-        self._program()
+        self._programs()
         for plan in incumbents:
             self._reuse(plan)
         if not self.drafts:
@@ -148,18 +154,18 @@ class _Search:
         if policy == "fraction:auto":
             self._sweep_fractions()
             if not self.drafts:  # the refusal of the fraction that needs least is the user's answer
-                self.drafts[policy] = draft(self.problem, self._fraction(FRACTIONS[-1]))
+                self._keep(policy, draft(self.problem, self._fraction(FRACTIONS[-1])))
         elif policy == "greedy":
             self._greedy()
         elif policy in ("ilp", "lp-round"):
-            self._program(whole=policy == "ilp")
+            self._programs(whole=policy == "ilp")
         elif kind.startswith("autotm-"):
             variant = kind.removeprefix("autotm-")
             limit_s, seed = self.settings.time_limit_s, self.settings.seed
             found = autotm(self.problem, variant, time_limit_s=limit_s, seed=seed)  # type: ignore[arg-type]
-            self.drafts[policy] = draft(self.problem, found.placement)
+            self._keep(policy, draft(self.problem, found.placement))
         else:
-            self.drafts[policy] = draft(self.problem, rule(policy)(self.problem.dataflow))
+            self._keep(policy, draft(self.problem, rule(policy)(self.problem.dataflow)))
         if not self.drafts:
             refuse(self.problem, (self.choices, self.peak_choices))
 
@@ -167,13 +173,28 @@ class _Search:
         """Schedule a placement; returns whether it fits."""
         self.progress(f"trying {name}")
         try:
-            found = draft(self.problem, replace(placement(), policy=name))
+            self._keep(name, draft(self.problem, replace(placement(), policy=name)))
         except PlacementError:
             return False
-        best = self.drafts.get(name)
-        if best is None or found.step_s < best.step_s:
-            self.drafts[name] = found
         return True
+
+    def _keep(self, name: str, found: Draft) -> None:
+        """Keep `found`, or the same placement with overlapping steps, if it is the fastest yet."""
+        for candidate in (found, *self._overlapping(found.placement)):
+            best = self.drafts.get(name)
+            if best is None or candidate.step_s < best.step_s:
+                self.drafts[name] = candidate
+
+    def _overlapping(self, placement: Placement) -> Iterator[Draft]:
+        """`placement` with updates on the host that go on in the next step, where there are any."""
+        if not (
+            self.settings.overlap_steps and HOST_MODES.intersection(placement.updates.values())
+        ):
+            return
+        for tactics in OVERLAPPING:
+            # Not where the host has no room for what updates of two steps read.
+            with suppress(PlacementError):
+                yield draft(self.problem, replace(placement, overlap_steps=True), tactics=tactics)
 
     def _sweep_fractions(self) -> None:
         """Twin-Flow with every fraction; the fastest one that fits."""
@@ -185,6 +206,8 @@ class _Search:
 
     def _reuse(self, plan: Plan) -> None:
         tight = plan.budgets[Tier.DEVICE] <= self.problem.budgets[Tier.DEVICE]
+        if plan.placement.overlap_steps > self.settings.overlap_steps:
+            return
         if tight and plan.budgets[Tier.HOST] <= self.problem.budgets[Tier.HOST]:
             step_s = plan.predicted.makespan_s
             found = Draft(plan.placement, plan.tasks, plan.moved, step_s)
@@ -208,15 +231,36 @@ class _Search:
         """Schedule decisions; returns the bytes that were missing, 0 where they fit."""
         placement = (choices or self.choices).placement(name, decisions.ways, decisions.away)
         self.progress(f"scheduling {name}")
-        for tactics in TACTICS:
-            try:
-                found = draft(self.problem, placement, tactics=tactics)
-            except PlacementError as error:
-                return error.shortfall_bytes
-            best = self.drafts.get(name)
-            if best is None or found.step_s < best.step_s:
-                self.drafts[name] = found
+        try:
+            drafts = [draft(self.problem, placement, tactics=tactics) for tactics in TACTICS]
+        except PlacementError as error:
+            return error.shortfall_bytes
+        self._keep(name, min(drafts, key=lambda found: found.step_s))
         return 0
+
+    def _programs(self, *, whole: bool = True) -> None:
+        """The program of a single step; where steps overlap that of many, too."""
+        self._program(whole=whole)
+        if self.settings.overlap_steps:
+            self._cyclic_program(whole=whole)
+
+    def _cyclic_program(self, *, whole: bool) -> None:
+        """Decisions for overlapping steps; the simulation of many says what they are worth."""
+        name = "ilp" if whole else "lp-round"
+        self.left_s = max(self.left_s, 0.3 * self.settings.time_limit_s)
+        budget = self.problem.budgets[Tier.DEVICE]
+        before = self.drafts.get(name)
+        margin = 0.0
+        for _ in range(2):
+            solution = self._solve(self.choices, budget - margin, True, whole, cyclic=True)
+            if solution.decisions is None:
+                return
+            short = self._decide(name, solution.decisions)
+            if not short:
+                break
+            margin += 1.05 * short
+        if self.drafts.get(name) is not before:
+            self.solution = solution
 
     def _program(self, *, whole: bool = True) -> None:
         """The integer program (or its LP relaxation, rounded), with a margin where it needs one.
@@ -253,7 +297,15 @@ class _Search:
                 versions = versions[-1:]  # the rounding takes a second
             margin += 1.05 * short + 0.01 * budget
 
-    def _solve(self, choices: Choices, device_bytes: float, careful: bool, whole: bool) -> Solution:
+    def _solve(
+        self,
+        choices: Choices,
+        device_bytes: float,
+        careful: bool,
+        whole: bool,
+        *,
+        cyclic: bool = False,
+    ) -> Solution:
         self.progress(f"solving the integer program (round {self.rounds})")
         program = Program(
             choices,
@@ -261,6 +313,7 @@ class _Search:
             self.problem.budgets[Tier.HOST] / MIB,
             relaxed=not careful,
             whole=whole,
+            cyclic=cyclic,
         )
         solution = solve_program(
             program,
@@ -315,7 +368,13 @@ def certified_bound_s(problem: Problem, settings: SolveSettings) -> float:
     """
     choices = choices_of(problem, at_peaks=True, everything=True)
     budgets = problem.budgets
-    relaxed = Program(choices, budgets[Tier.DEVICE] / MIB, budgets[Tier.HOST] / MIB, relaxed=True)
+    relaxed = Program(
+        choices,
+        budgets[Tier.DEVICE] / MIB,
+        budgets[Tier.HOST] / MIB,
+        relaxed=True,
+        cyclic=settings.overlap_steps,
+    )
     solution = solve_program(
         relaxed,
         pick(settings.solver),

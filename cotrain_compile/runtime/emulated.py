@@ -54,79 +54,144 @@ class EmulatedDevice:
             LaneName.HOST: Lane(LaneName.HOST, machine.host_update.workers),
         }
         self._tasks: dict[str, Task] = {}
+        self._previous: dict[str, Task] = {}
         self.origin_s = 0.0
 
     def start_step(self) -> None:
-        """Begin a new step: no task is in flight, peaks count from here."""
-        self._tasks = {}
+        """Begin a new step: what is in flight is of the step before, peaks count from here."""
+        self._previous, self._tasks = self._tasks, {}
         self.origin_s = time.perf_counter()
-        self.meter.start_step()
+        in_flight = not all(task.done.is_set() for task in self._previous.values())
+        self.meter.start_step(keep=Tier.HOST if in_flight else None)
 
-    def offload(self, source: torch.Tensor, task: str, after: Sequence[str]) -> torch.Tensor:
-        return self._copy_afresh(LaneName.D2H, Tier.HOST, source, task, after)
+    def offload(
+        self,
+        source: torch.Tensor,
+        task: str,
+        after: Sequence[str],
+        after_previous: Sequence[str] = (),
+    ) -> torch.Tensor:
+        needed = self._needed(after, after_previous)
+        return self._copy_afresh(LaneName.D2H, Tier.HOST, source, task, needed)
 
     def offload_into(
-        self, destination: torch.Tensor, source: torch.Tensor, task: str, after: Sequence[str]
+        self,
+        destination: torch.Tensor,
+        source: torch.Tensor,
+        task: str,
+        after: Sequence[str],
+        after_previous: Sequence[str] = (),
     ) -> None:
-        self._copy_over(LaneName.D2H, destination, source, task, after)
+        needed = self._needed(after, after_previous)
+        self._copy_over(LaneName.D2H, destination, source, task, needed)
 
-    def prefetch(self, source: torch.Tensor, task: str, after: Sequence[str]) -> torch.Tensor:
-        return self._copy_afresh(LaneName.H2D, Tier.DEVICE, source, task, after)
+    def prefetch(
+        self,
+        source: torch.Tensor,
+        task: str,
+        after: Sequence[str],
+        after_previous: Sequence[str] = (),
+    ) -> torch.Tensor:
+        needed = self._needed(after, after_previous)
+        return self._copy_afresh(LaneName.H2D, Tier.DEVICE, source, task, needed)
 
     def prefetch_into(
-        self, destination: torch.Tensor, source: torch.Tensor, task: str, after: Sequence[str]
+        self,
+        destination: torch.Tensor,
+        source: torch.Tensor,
+        task: str,
+        after: Sequence[str],
+        after_previous: Sequence[str] = (),
     ) -> None:
-        self._copy_over(LaneName.H2D, destination, source, task, after)
+        needed = self._needed(after, after_previous)
+        self._copy_over(LaneName.H2D, destination, source, task, needed)
 
     def host_cast(
-        self, source: torch.Tensor, dtype: torch.dtype, task: str, after: Sequence[str]
+        self,
+        source: torch.Tensor,
+        dtype: torch.dtype,
+        task: str,
+        after: Sequence[str],
+        after_previous: Sequence[str] = (),
     ) -> torch.Tensor:
         made = torch.empty_like(source, dtype=dtype, requires_grad=False)
         self._poison(made)
         self.meter.track(made, Tier.HOST, task)
-        self._submit(LaneName.HOST, task, after, lambda: made.copy_(source))
+        needed = self._needed(after, after_previous)
+        self._submit(LaneName.HOST, task, needed, lambda: made.copy_(source))
         return made
 
     def run_region(
-        self, region: fx.GraphModule, task: str, after: Sequence[str], inputs: Sequence[Any]
+        self,
+        region: fx.GraphModule,
+        task: str,
+        after: Sequence[str],
+        inputs: Sequence[Any],
+        after_previous: Sequence[str] = (),
     ) -> None:
         kernel = self._kernels[task]
-        self._submit(LaneName.HOST, task, after, lambda: kernel(inputs, self.meter))
+        needed = self._needed(after, after_previous)
+        self._submit(LaneName.HOST, task, needed, lambda: kernel(inputs, self.meter))
 
     def wait(self, tasks: Sequence[str]) -> None:
         for name in tasks:
-            task = self._tasks[name]
-            task.done.wait()
-            if task.error is not None:
-                # What failed first: the error of a task is also that of those that come after it.
-                first = next(t for t in self._tasks.values() if t.error is task.error)
-                raise StepFailed(f"{first.name} failed: {task.error}") from task.error
+            self._await(self._tasks[name])
+
+    def wait_previous(self, tasks: Sequence[str]) -> None:
+        for name in tasks:
+            if name in self._previous:
+                self._await(self._previous[name])
+
+    def _await(self, task: Task) -> None:
+        task.done.wait()
+        if task.error is not None:
+            # What failed first: the error of a task is also that of those that come after it.
+            known = (*self._previous.values(), *self._tasks.values())
+            first = next(t for t in known if t.error is task.error)
+            raise StepFailed(f"{first.name} failed: {task.error}") from task.error
 
     def drain(self) -> None:
         """Wait until every task in flight has ended, whether or not it failed."""
-        for task in self._tasks.values():
+        for task in (*self._previous.values(), *self._tasks.values()):
             task.done.wait()
 
-    def finished(self) -> frozenset[str]:
-        """Names of the tasks that ran to their end in this step."""
-        return frozenset(name for name, task in self._tasks.items() if task.ran)
+    def tasks(self, *, previous: bool = False) -> Mapping[str, Task]:
+        """The tasks started in this step, or in the one before, by name."""
+        return self._previous if previous else self._tasks
 
-    def broken_off(self) -> frozenset[str]:
-        """Names of the tasks that failed while they ran: what they write may be half written."""
-        return frozenset(name for name, task in self._tasks.items() if task.broke_off)
+    @property
+    def is_busy(self) -> bool:
+        """Whether a task is in flight."""
+        return not all(task.done.is_set() for task in self._tasks.values())
+
+    def forget(self) -> None:
+        """Let go of all tasks, which have ended: the next step finds none before it."""
+        self._previous, self._tasks = {}, {}
 
     def spans(self) -> list[Span]:
-        return [task.span(self.origin_s) for task in self._tasks.values() if task.ran]
+        """What the tasks of this step, and what is left of the one before, have done in it so far.
+
+        Times count from its start; what goes on after the step is cut at the present.
+        """
+        now_s = time.perf_counter()
+        tasks = [*self._previous.values(), *self._tasks.values()]
+        spans = [span for task in tasks if (span := task.span(self.origin_s, now_s)) is not None]
+        return [span for span in spans if span.end_s > 0]
+
+    def _needed(self, after: Sequence[str], after_previous: Sequence[str]) -> list[Task]:
+        """The tasks that one waits for before it starts."""
+        previous = [self._previous[name] for name in after_previous if name in self._previous]
+        return [*previous, *(self._tasks[name] for name in after)]
 
     def _copy_afresh(
-        self, lane: LaneName, tier: Tier, source: torch.Tensor, task: str, after: Sequence[str]
+        self, lane: LaneName, tier: Tier, source: torch.Tensor, task: str, needed: Sequence[Task]
     ) -> torch.Tensor:
         """A new tensor on `tier` that gets the whole storage of `source`, so that any view fits."""
         row = _whole_storage(source)
         copied = torch.empty_like(row)
         self._poison(copied)
         self.meter.track(copied, tier, task)
-        self._submit(lane, task, after, lambda: self._copy(lane, copied, row))
+        self._submit(lane, task, needed, lambda: self._copy(lane, copied, row))
         return copied.as_strided(source.size(), source.stride(), source.storage_offset())
 
     def _copy_over(
@@ -135,13 +200,13 @@ class EmulatedDevice:
         destination: torch.Tensor,
         source: torch.Tensor,
         task: str,
-        after: Sequence[str],
+        needed: Sequence[Task],
     ) -> None:
         def copy() -> None:
             self._poison(destination)
             self._copy(lane, destination, source)
 
-        self._submit(lane, task, after, copy)
+        self._submit(lane, task, needed, copy)
 
     def _copy(self, lane: LaneName, destination: torch.Tensor, source: torch.Tensor) -> None:
         nbytes, link = source.untyped_storage().nbytes(), self._links.get(lane)
@@ -151,8 +216,7 @@ class EmulatedDevice:
         destination.copy_(source)
         _sleep_until(end_s)
 
-    def _submit(self, lane: LaneName, name: str, after: Sequence[str], work: Any) -> None:
-        needed = [self._tasks[other] for other in after]
+    def _submit(self, lane: LaneName, name: str, needed: Sequence[Task], work: Any) -> None:
         self._tasks[name] = self._lanes[lane].submit(name, work, needed)
 
 

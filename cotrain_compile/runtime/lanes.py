@@ -59,8 +59,15 @@ class Task:
         """Whether the work was begun and failed, so that what it writes may be half written."""
         return self.started and self.error is not None
 
-    def span(self, origin_s: float) -> Span:
-        return Span(self.lane, self.name, self.start_s - origin_s, self.end_s - origin_s)
+    def span(self, origin_s: float, now_s: float) -> Span | None:
+        """When it ran, from `origin_s` to `now_s` at most, in seconds from `origin_s`.
+
+        None where it failed or has not begun.
+        """
+        if self.error is not None or not self.started:
+            return None
+        end_s = self.end_s if self.done.is_set() else now_s
+        return Span(self.lane, self.name, max(0.0, self.start_s - origin_s), end_s - origin_s)
 
 
 class Lane:
@@ -82,7 +89,16 @@ class Lane:
         return task
 
 
+_this_thread = threading.local()
+
+
+def is_lane_thread() -> bool:
+    """Whether the caller is a thread of a lane, which must never wait for a task."""
+    return getattr(_this_thread, "is_lane", False)
+
+
 def _work_off(queue: SimpleQueue[Task | None]) -> None:
+    _this_thread.is_lane = True
     # Grad mode is per thread and on by default: a write into a parameter would fail.
     with torch.no_grad():
         while (task := queue.get()) is not None:

@@ -47,12 +47,18 @@ class Meter:
         """Count a batch on the device by the elements it shows: it may be a slice of a data set."""
         self._count(batch.untyped_storage(), Tier.DEVICE, where, batch.nbytes)
 
-    def start_step(self) -> None:
-        """Count from nothing: what a step returned belongs to the user when the next one starts."""
+    def start_step(self, keep: Tier | None = None) -> None:
+        """Count from nothing: what a step returned belongs to the user when the next one starts.
+
+        On the tier `keep` what is alive stays counted: a task of the step before still uses it.
+        """
         with self._lock:
-            self._storages = {}
+            kept = {key: item for key, item in self._storages.items() if item[1] is keep}
+            self._storages = kept
             self.used_bytes = dict.fromkeys(Tier, 0)
-            self.peak_bytes = dict.fromkeys(Tier, 0)
+            for _, tier, nbytes in kept.values():
+                self.used_bytes[tier] += nbytes
+            self.peak_bytes = dict(self.used_bytes)
             self.curve = {tier: [] for tier in Tier}
 
     def _count(self, storage: torch.UntypedStorage, tier: Tier, where: str, nbytes: int) -> None:

@@ -3,7 +3,9 @@
 `offload` copies to the host and `prefetch` to the device; with `_into` over a tensor that is there,
 else into a new one. `host_cast` makes a low-precision copy on the host, `host_region` runs a
 subgraph there, `wait` holds the device until tasks are done. All but `wait` return before the work
-is done. `task` names the work; `after` names tasks that must be done before it starts.
+is done. `task` names the work; `after` names tasks that must be done before it starts, and
+`after_previous` such tasks of the step before; `wait_previous` waits for some of these. What the
+step before never started counts as done.
 """
 
 from __future__ import annotations
@@ -17,51 +19,89 @@ import torch
 from torch import fx
 
 _library = torch.library.Library("cotrain", "DEF")
-_library.define("offload(Tensor source, str task, str[] after) -> Tensor")
-_library.define("offload_into(Tensor(a!) destination, Tensor source, str task, str[] after) -> ()")
-_library.define("prefetch(Tensor source, str task, str[] after) -> Tensor")
-_library.define("prefetch_into(Tensor(a!) destination, Tensor source, str task, str[] after) -> ()")
-_library.define("host_cast(Tensor source, ScalarType dtype, str task, str[] after) -> Tensor")
+_TASK = "str task, str[] after, str[]? after_previous=None"
+_library.define(f"offload(Tensor source, {_TASK}) -> Tensor")
+_library.define(f"offload_into(Tensor(a!) destination, Tensor source, {_TASK}) -> ()")
+_library.define(f"prefetch(Tensor source, {_TASK}) -> Tensor")
+_library.define(f"prefetch_into(Tensor(a!) destination, Tensor source, {_TASK}) -> ()")
+_library.define(f"host_cast(Tensor source, ScalarType dtype, {_TASK}) -> Tensor")
 _library.define("wait(str[] tasks, Tensor[] kept) -> ()")
+_library.define("wait_previous(str[] tasks) -> ()")
 
 
 class Runtime(Protocol):
     """Carries out tasks: one implementation per kind of device."""
 
-    def offload(self, source: torch.Tensor, task: str, after: Sequence[str]) -> torch.Tensor:
+    def offload(
+        self,
+        source: torch.Tensor,
+        task: str,
+        after: Sequence[str],
+        after_previous: Sequence[str] = (),
+    ) -> torch.Tensor:
         """Start a copy to the host; the result is valid when `task` is done."""
         ...
 
     def offload_into(
-        self, destination: torch.Tensor, source: torch.Tensor, task: str, after: Sequence[str]
+        self,
+        destination: torch.Tensor,
+        source: torch.Tensor,
+        task: str,
+        after: Sequence[str],
+        after_previous: Sequence[str] = (),
     ) -> None:
         """Start a copy from the device over `destination` on the host."""
         ...
 
-    def prefetch(self, source: torch.Tensor, task: str, after: Sequence[str]) -> torch.Tensor:
+    def prefetch(
+        self,
+        source: torch.Tensor,
+        task: str,
+        after: Sequence[str],
+        after_previous: Sequence[str] = (),
+    ) -> torch.Tensor:
         """Start a copy to the device; the result is valid when `task` is done."""
         ...
 
     def prefetch_into(
-        self, destination: torch.Tensor, source: torch.Tensor, task: str, after: Sequence[str]
+        self,
+        destination: torch.Tensor,
+        source: torch.Tensor,
+        task: str,
+        after: Sequence[str],
+        after_previous: Sequence[str] = (),
     ) -> None:
         """Start a copy from the host over `destination` on the device."""
         ...
 
     def host_cast(
-        self, source: torch.Tensor, dtype: torch.dtype, task: str, after: Sequence[str]
+        self,
+        source: torch.Tensor,
+        dtype: torch.dtype,
+        task: str,
+        after: Sequence[str],
+        after_previous: Sequence[str] = (),
     ) -> torch.Tensor:
         """Start to make a copy of `source` in another precision, both on the host."""
         ...
 
     def run_region(
-        self, region: fx.GraphModule, task: str, after: Sequence[str], inputs: Sequence[Any]
+        self,
+        region: fx.GraphModule,
+        task: str,
+        after: Sequence[str],
+        inputs: Sequence[Any],
+        after_previous: Sequence[str] = (),
     ) -> None:
         """Start `region` on the host with `inputs`, some of which it writes."""
         ...
 
     def wait(self, tasks: Sequence[str]) -> None:
         """Return when `tasks` are done; raise what failed in them."""
+        ...
+
+    def wait_previous(self, tasks: Sequence[str]) -> None:
+        """As `wait`, for tasks of the step before; those it never started are done."""
         ...
 
 
@@ -79,10 +119,14 @@ def running_on(runtime: Runtime) -> Iterator[None]:
 
 
 def host_region(
-    region: fx.GraphModule, task: str, after: Sequence[str], inputs: Sequence[Any]
+    region: fx.GraphModule,
+    task: str,
+    after: Sequence[str],
+    inputs: Sequence[Any],
+    after_previous: Sequence[str] = (),
 ) -> None:
     """Graph node: the update of one parameter, on the host."""
-    _current.get().run_region(region, task, after, inputs)
+    _current.get().run_region(region, task, after, inputs, after_previous)
 
 
 def _by_the_runtime(name: str) -> Callable[..., Any]:
@@ -99,6 +143,7 @@ def _wait(tasks: Sequence[str], kept: Sequence[torch.Tensor]) -> None:
 for _name in ("offload", "offload_into", "prefetch", "prefetch_into", "host_cast"):
     _library.impl(_name, _by_the_runtime(_name), "CompositeExplicitAutograd")
 _library.impl("wait", _wait, "CompositeExplicitAutograd")
+_library.impl("wait_previous", _by_the_runtime("wait_previous"), "CompositeExplicitAutograd")
 
 
 class _Ops:
@@ -110,6 +155,7 @@ class _Ops:
     prefetch_into = torch.ops.cotrain.prefetch_into.default
     host_cast = torch.ops.cotrain.host_cast.default
     wait = torch.ops.cotrain.wait.default
+    wait_previous = torch.ops.cotrain.wait_previous.default
 
 
 cotrain = _Ops
@@ -123,6 +169,7 @@ TASKS: frozenset[Any] = frozenset(
         cotrain.prefetch_into,
         cotrain.host_cast,
         cotrain.wait,
+        cotrain.wait_previous,
         host_region,
     }
 )

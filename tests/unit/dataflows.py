@@ -113,7 +113,7 @@ def random_dataflows(draw: st.DrawFn, max_ops: int = 12) -> Dataflow:
 
 
 def _kept(name: str, nbytes: int, role: Role) -> Buffer:
-    return Buffer(name, nbytes, role, is_input=True, is_output=True)
+    return Buffer(name, nbytes, role, is_input=True)
 
 
 def _op(

@@ -139,7 +139,7 @@ def _value_of(name: str, batch: str) -> str:
 
 
 def _kept(name: str, nbytes: int, role: Role) -> Buffer:
-    return Buffer(name, nbytes, role, is_input=True, is_output=True)
+    return Buffer(name, nbytes, role, is_input=True)
 
 
 # Nets. `unit` is the size of the smallest activation and `param` that of a parameter, in bytes.
