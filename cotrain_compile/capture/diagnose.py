@@ -17,7 +17,6 @@ _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 
 # What a user can do, by a word in Dynamo's own description of what broke the graph.
 _WAYS_ON = (
-    ("GradScaler", "train in bfloat16 autocast, which needs no loss scaling"),
     ("print", "move the print out of the step, or print what the step returns"),
     ("logg", "log outside the step"),
     ("item", "return the tensor and call .item() outside the step"),
