@@ -58,7 +58,9 @@ def capture(
     if any(changed):
         raise TensorifyScalarRestartAnalysis(restart_reason="optimizer state of unused parameters")
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
-    inputs = describe_inputs(placeholders, example_inputs, traced_modules(), session.optimizers)
+    inputs = describe_inputs(
+        placeholders, example_inputs, traced_modules(), session.optimizers, session.scalers
+    )
     detach_outputs(module)
     if not session.options.keep_grads:
         cleared = session.cleared_first

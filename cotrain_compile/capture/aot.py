@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from cotrain_compile.capture.foreach import foreach_decompositions
 from cotrain_compile.capture.scalars import scalar_decompositions
+from cotrain_compile.capture.scaling import scaling_decompositions
 from cotrain_compile.errors import CaptureError
 
 AtenCompiler = Callable[[fx.GraphModule], Callable[..., Any]]
@@ -50,7 +51,11 @@ def to_aten(
         fw_compiler=refuse,
         bw_compiler=refuse,
         inference_compiler=run_whole,
-        decompositions={**foreach_decompositions(), **scalar_decompositions()},
+        decompositions={
+            **foreach_decompositions(),
+            **scalar_decompositions(),
+            **scaling_decompositions(),
+        },
         # Otherwise every parameter and state is returned as a fresh copy.
         keep_inference_input_mutations=True,
     )(module, example_inputs)

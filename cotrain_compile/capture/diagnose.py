@@ -8,16 +8,18 @@ import traceback
 from collections.abc import Iterable, Iterator
 from types import CodeType
 
+import torch
 import torch._dynamo.exc as exc
 
 from cotrain_compile.errors import CaptureError, CotrainError
 
-_LIBRARIES = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_LIBRARIES = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), _PACKAGE})
+_OPTIMIZERS = os.path.dirname(os.path.abspath(torch.optim.__file__))
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 
 # What a user can do, by a word in Dynamo's own description of what broke the graph.
 _WAYS_ON = (
-    ("GradScaler", "train in bfloat16 autocast, which needs no loss scaling"),
     ("print", "move the print out of the step, or print what the step returns"),
     ("logg", "log outside the step"),
     ("item", "return the tensor and call .item() outside the step"),
@@ -45,10 +47,12 @@ def diagnose(
             return CaptureError(f"{_first_line(code)}: {cause}")
         if isinstance(cause, CotrainError):
             return cause
-    if isinstance(error, exc.Unsupported):
+    # A branch on a number that the trace read from a tensor is a UserError.
+    if isinstance(error, exc.Unsupported | exc.UserError):
         what, hint = _what_broke(error)
         return CaptureError(
-            f"{location}: the step cannot be captured as one graph: {what}. {_way_on(what, hint)}; "
+            f"{location}: the step cannot be captured as one graph: {what}. "
+            f"{_way_on(error, what, hint)}; "
             'or set options={"on_break": "warn"} to run it in eager. Nothing was updated.'
         )
     if isinstance(error, exc.FailOnRecompileLimitHit):
@@ -71,7 +75,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def _what_broke(error: exc.Unsupported) -> tuple[str, str]:
+def _what_broke(error: Exception) -> tuple[str, str]:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     what = lines[0] if lines else "unsupported code"
     explanation = next((line for line in lines if line.startswith("Explanation:")), "")
@@ -81,7 +85,10 @@ def _what_broke(error: exc.Unsupported) -> tuple[str, str]:
     return what, hint.rstrip(".")
 
 
-def _way_on(what: str, hint: str) -> str:
+def _way_on(error: Exception, what: str, hint: str) -> str:
+    stack = getattr(error, "real_stack", None) or ()
+    if stack and os.path.abspath(stack[-1].filename).startswith(_OPTIMIZERS):
+        return "Create the optimizer with capturable=True where it has that, or use another one"
     for word, way in _WAYS_ON:
         if word in what:
             return way[0].upper() + way[1:]

@@ -27,6 +27,7 @@ from torch.fx.traceback import annotate, preserve_node_meta
 
 from cotrain_compile.capture.optimizers import build_optimizer_variable
 from cotrain_compile.capture.phases import PHASE_ANNOTATION
+from cotrain_compile.capture.scaling import scalers_traced, traced_instead
 from cotrain_compile.capture.session import Session
 
 
@@ -38,6 +39,7 @@ def whole_step_tracing(session: Session) -> Iterator[None]:
     is changed.
     """
     with ExitStack() as stack:
+        stack.enter_context(scalers_traced())
         stack.enter_context(
             config.patch(
                 trace_autograd_ops=True,
@@ -68,7 +70,7 @@ def whole_step_tracing(session: Session) -> Iterator[None]:
             mock.patch.object(
                 InliningInstructionTranslator,
                 "inline_call",
-                functools.partial(_inline_noting_zero_grad, session),
+                functools.partial(_inline_for_us, session),
             )
         )
         # Stock Dynamo does not check that an optimizer's parameters are still the model's: after
@@ -110,12 +112,15 @@ def _annotated_backward(*args: Any, **kwargs: Any) -> Any:
 _inline_call = InliningInstructionTranslator.inline_call
 
 
-def _inline_noting_zero_grad(
+def _inline_for_us(
     session: Session, parent: Any, func: Any, args: list[Any], *rest: Any, **options: Any
 ) -> Any:
-    """Trace a call; note a `module.zero_grad()` before any backward, as an optimizer's is noted."""
+    """Trace a call, of a loss scaler's method another way.
+
+    Notes a `module.zero_grad()` before any backward, as an optimizer's is noted.
+    """
     if getattr(func, "fn", None) is nn.Module.zero_grad and len(args) == 1 and rest == ({},):
         module = vars(args[0]).get("value")
         if isinstance(module, nn.Module) and not parent.output.autograd_grad_consumed_grad_fns:
             session.cleared_first.update(id(param) for param in module.parameters())
-    return _inline_call(parent, func, args, *rest, **options)
+    return _inline_call(parent, traced_instead(session, func, args), args, *rest, **options)

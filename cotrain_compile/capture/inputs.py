@@ -15,6 +15,7 @@ import torch
 from torch import fx, nn
 
 from cotrain_compile.capture.optimizer_state import OptimizerRecord
+from cotrain_compile.capture.scaler_state import ScalerRecord
 from cotrain_compile.dataflow import Role
 from cotrain_compile.graph import StepInput
 
@@ -24,12 +25,16 @@ def describe_inputs(
     values: Sequence[object],
     modules: Sequence[tuple[str, nn.Module]],
     optimizers: Sequence[OptimizerRecord],
+    scalers: Sequence[ScalerRecord] = (),
 ) -> tuple[StepInput, ...]:
     """One `StepInput` per placeholder of Dynamo's graph, whose real values are `values`.
 
     `modules` are the modules met while tracing with the source text they were reached by.
     """
     known = _known_tensors(_roots(modules), optimizers)
+    for position, scaler in enumerate(scalers):
+        for name, tensor in scaler.tensors().items():
+            known[id(tensor)] = (f"scaler{position}.{name}", Role.OPTIMIZER_STATE, "")
     taken: set[str] = set()
     inputs = []
     for placeholder, value in zip(placeholders, values, strict=True):

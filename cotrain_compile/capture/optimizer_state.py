@@ -37,6 +37,11 @@ class OptimizerRecord:
                 if flag in group:
                     self._flags.append((group, flag, group[flag]))
                     group[flag] = False
+        # A fused optimizer takes the scale into its kernel; one op per parameter is traced.
+        settings = vars(self.optimizer)
+        if "_step_supports_amp_scaling" in settings:
+            self._flags.append((settings, "_step_supports_amp_scaling", True))
+            settings["_step_supports_amp_scaling"] = False
 
     def restore_flags(self) -> None:
         while self._flags:

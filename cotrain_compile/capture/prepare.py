@@ -5,17 +5,16 @@ Each takes the graph in place. `PREPARATIONS` is their order.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_map
 
+from cotrain_compile.capture.kept_values import keep_values_early
 from cotrain_compile.capture.phases import PHASE_ANNOTATION, phases
-from cotrain_compile.capture.storages import storage_key
+from cotrain_compile.capture.storages import storage_key, view_again
 from cotrain_compile.dataflow import Phase
-from cotrain_compile.graph import returns_argument_memory, writes
+from cotrain_compile.graph import writes
 
 aten = torch.ops.aten
 
@@ -62,20 +61,7 @@ def write_updates_early(graph: fx.Graph) -> None:
         for user in list(value.users):
             if user is not node and order[user] > order[node]:
                 user.replace_input_with(value, node)
-                _view_again(user)
-
-
-def _view_again(node: fx.Node) -> None:
-    """Give `node`, if it is a view, and views of it the storage of what they view now."""
-    is_view = returns_argument_memory(node) and not node.target._schema.is_mutable  # type: ignore[union-attr]
-    if node.target is operator.getitem or is_view:
-        args, kwargs = tree_map(
-            lambda arg: arg.meta["val"] if isinstance(arg, fx.Node) else arg,
-            (node.args, node.kwargs),
-        )
-        node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
-        for user in node.users:
-            _view_again(user)
+                view_again(user)
 
 
 def reduce_gradients_early(graph: fx.Graph) -> None:
@@ -116,6 +102,7 @@ def give_updates_their_own_casts(graph: fx.Graph) -> None:
 
 PREPARATIONS: tuple[Callable[[fx.Graph], None], ...] = (
     drop_redundant_copies,
+    keep_values_early,
     write_updates_early,
     reduce_gradients_early,
     give_updates_their_own_casts,

@@ -21,13 +21,17 @@ Scalar = float | torch.SymFloat
 
 def scalar_decompositions() -> dict[Any, Callable[..., Any]]:
     """For each op with a scalar factor: the same by plain arithmetic if the factor is an input."""
-    return {
+    table = {
         aten.add.Tensor: _add,
         aten.sub.Tensor: _sub,
         aten.addcmul.default: _addcmul,
         aten.addcdiv.default: _addcdiv,
         aten.lerp.Scalar: _lerp,
+        aten.pow.Scalar: _pow,
     }
+    if hasattr(torch.ops.prims, "fma"):  # what torch from 2.12 on makes of `addcmul(value=)`
+        table[torch.ops.prims.fma.default] = _fma
+    return table
 
 
 def _add(x: Tensor, y: Tensor, *, alpha: Scalar = 1) -> Any:
@@ -48,6 +52,19 @@ def _addcdiv(x: Tensor, a: Tensor, b: Tensor, *, value: Scalar = 1) -> Any:
 
 def _lerp(start: Tensor, end: Tensor, weight: Scalar) -> Any:
     return _written_out(lambda x, y: x + (y - x) * weight, weight, start, end)
+
+
+def _pow(base: Scalar, exponent: Tensor) -> Any:
+    if not isinstance(base, torch.SymFloat):
+        return NotImplemented
+    dtype = torch.result_type(exponent, 1.0)
+    return torch.pow(torch.zeros((), dtype=dtype, device=exponent.device) + base, exponent)
+
+
+def _fma(x: Tensor, factor: Scalar | Tensor, y: Tensor) -> Any:
+    if not isinstance(factor, torch.SymFloat):
+        return NotImplemented
+    return _written_out(lambda x, y: x * factor + y, factor, x, y)
 
 
 def _written_out(compute: Callable[..., Tensor], factor: Scalar, *tensors: Tensor) -> Any:

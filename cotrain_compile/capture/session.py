@@ -9,20 +9,23 @@ from dataclasses import dataclass, field
 from types import CodeType
 
 import torch
+from torch.amp.grad_scaler import GradScaler
 
 from cotrain_compile.capture.optimizer_state import OptimizerRecord
+from cotrain_compile.capture.scaler_state import ScalerRecord
 from cotrain_compile.errors import CaptureError
 from cotrain_compile.options import Options
 
 
 @dataclass
 class Session:
-    """What one tracing knows: the options, the frame, and the optimizers it has met so far."""
+    """What one tracing knows: options, frame, and the optimizers and loss scalers it has met."""
 
     options: Options
     code: CodeType
     frame_objects: tuple[int, ...]
     optimizers: list[OptimizerRecord] = field(default_factory=list)
+    scalers: list[ScalerRecord] = field(default_factory=list)
     # Ids of parameters whose gradients the step clears before its first backward.
     cleared_first: set[int] = field(default_factory=set)
     refusal: CaptureError | None = None
@@ -35,6 +38,15 @@ class Session:
                 return record
         record = OptimizerRecord(optimizer)
         self.optimizers.append(record)
+        return record
+
+    def record_of_scaler(self, scaler: GradScaler) -> ScalerRecord:
+        """The record of `scaler`, made on the first call."""
+        for record in self.scalers:
+            if record.scaler is scaler:
+                return record
+        record = ScalerRecord(scaler)
+        self.scalers.append(record)
         return record
 
     def refuse(self, message: str) -> CaptureError:
@@ -52,6 +64,8 @@ class Session:
         for record in self.optimizers:
             record.restore_flags()
             record.remove_created_state()
+        for scaler in self.scalers:
+            scaler.undo()
 
 
 _active = threading.local()

@@ -54,19 +54,6 @@ def make_printing(model: nn.Module, optimizer: Optimizer) -> Step:
     return step
 
 
-def make_scaling(model: nn.Module, optimizer: Optimizer) -> Step:
-    scaler = torch.amp.GradScaler("cpu")
-
-    def step(x: Tensor, y: Tensor) -> None:
-        loss = loss_of(model, x, y)
-        scaled = scaler.scale(loss)  # breaks
-        scaled.backward()
-        scaler.step(optimizer)
-        scaler.update()
-
-    return step
-
-
 def make_branching(model: nn.Module, optimizer: Optimizer) -> Step:
     def step(x: Tensor, y: Tensor) -> None:
         loss = loss_of(model, x, y)
@@ -150,7 +137,6 @@ def make_hooked_after_accumulation(model: nn.Module, optimizer: Optimizer) -> St
 REFUSED: dict[str, tuple[Callable[[nn.Module, Optimizer], Step], str]] = {
     # what the step does, and a word of the way on
     "print": (make_printing, "print"),
-    "grad scaler": (make_scaling, "bfloat16"),
     "branch on the loss": (make_branching, "torch.where"),
     "closure": (make_with_closure, "without"),
     "lbfgs": (make_lbfgs, "use an optimizer without"),

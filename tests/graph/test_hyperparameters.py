@@ -1,0 +1,168 @@
+"""Hyper-parameters may change between steps: at once in effect, one more compile in all."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.optim.lr_scheduler as lr
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.optim import Optimizer
+
+from cotrain_compile.errors import CaptureError
+from tests.graph.captured_steps import make_plain_mlp
+from tests.graph.steps import (
+    OPTIMIZERS,
+    SEED,
+    Step,
+    all_tensors,
+    cotrain,
+    cross_entropy,
+    make_step,
+    one,
+    vectors,
+)
+
+STEPS = 7
+
+SCHEDULES: dict[type, Callable[[Optimizer], Any]] = {
+    lr.LambdaLR: lambda o: lr.LambdaLR(o, lambda epoch: 0.9**epoch),
+    lr.MultiplicativeLR: lambda o: lr.MultiplicativeLR(o, lambda epoch: 0.9),
+    lr.StepLR: lambda o: lr.StepLR(o, 2),
+    lr.MultiStepLR: lambda o: lr.MultiStepLR(o, [2, 4]),
+    lr.ConstantLR: lambda o: lr.ConstantLR(o, 0.5, 3),
+    lr.LinearLR: lambda o: lr.LinearLR(o, 0.5, total_iters=4),
+    lr.ExponentialLR: lambda o: lr.ExponentialLR(o, 0.9),
+    lr.SequentialLR: lambda o: lr.SequentialLR(
+        o, [lr.ConstantLR(o, 0.5, 2), lr.ExponentialLR(o, 0.9)], [3]
+    ),
+    lr.ChainedScheduler: lambda o: lr.ChainedScheduler(
+        [lr.ConstantLR(o, 0.5, 2), lr.ExponentialLR(o, 0.9)]
+    ),
+    lr.PolynomialLR: lambda o: lr.PolynomialLR(o, 4),
+    lr.CosineAnnealingLR: lambda o: lr.CosineAnnealingLR(o, 5),
+    lr.CosineAnnealingWarmRestarts: lambda o: lr.CosineAnnealingWarmRestarts(o, 3),
+    lr.CyclicLR: lambda o: lr.CyclicLR(o, 1e-4, 1e-3, step_size_up=3),
+    lr.OneCycleLR: lambda o: lr.OneCycleLR(o, 1e-2, total_steps=STEPS + 1),
+    lr.ReduceLROnPlateau: lambda o: lr.ReduceLROnPlateau(o, patience=0),
+}
+
+
+def all_schedules() -> set[type]:
+    classes = inspect.getmembers(lr, inspect.isclass)
+    return {c for name, c in classes if issubclass(c, lr.LRScheduler) and not name.startswith("_")}
+
+
+def graphs() -> int:
+    return int(counters["stats"]["unique_graphs"])
+
+
+def train(
+    make_optimizers: Callable[[nn.Module], list[Optimizer]],
+    make_schedule: Callable[[Optimizer], Any],
+    compile_with: Callable[[Step], Step] = lambda step: step,
+) -> dict[str, Tensor]:
+    """Train in float64; every schedule is stepped after every step."""
+    torch.manual_seed(SEED)
+    model = make_plain_mlp().double()
+    optimizers = make_optimizers(model)
+    schedules = [make_schedule(optimizer) for optimizer in optimizers]
+    step = compile_with(make_step(model, optimizers, cross_entropy))
+    for _ in range(STEPS):
+        x, y = vectors()
+        step(x.double(), y)
+        for schedule in schedules:
+            args = (1.0,) if isinstance(schedule, lr.ReduceLROnPlateau) else ()
+            schedule.step(*args)
+    return all_tensors(model, optimizers)
+
+
+def assert_one_more_compile(
+    make_optimizers: Callable[[nn.Module], list[Optimizer]],
+    make_schedule: Callable[[Optimizer], Any],
+    policy: str = "resident",
+) -> None:
+    eager = train(make_optimizers, make_schedule)
+    ours = train(make_optimizers, make_schedule, cotrain(policy=policy))
+    # torch's compiled Adam takes its bias corrections in float32.
+    torch.testing.assert_close(ours, eager, rtol=1e-5, atol=2e-6)
+    assert graphs() == 2
+
+
+def test_the_table_has_every_schedule_of_torch() -> None:
+    assert set(SCHEDULES) == all_schedules() - {lr.LRScheduler}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda c: c.__name__)
+def test_every_schedule_costs_one_compile(schedule: type) -> None:
+    """Two of them move the momentum as well, which for Adam is the first of its betas."""
+    assert_one_more_compile(OPTIMIZERS["adamw"], SCHEDULES[schedule])
+
+
+@pytest.mark.parametrize("schedule", [lr.CyclicLR, lr.OneCycleLR])
+@pytest.mark.parametrize("optimizer", ["sgd", "rmsprop", "nadam"])
+def test_schedules_of_momentum_cost_one_compile(optimizer: str, schedule: type) -> None:
+    assert_one_more_compile(OPTIMIZERS[optimizer], SCHEDULES[schedule], "zero-offload")
+
+
+class ByHand:
+    """Changes the hyper-parameters of an optimizer itself, all at once, from the second step on."""
+
+    def __init__(self, optimizer: Optimizer, names: Sequence[str]) -> None:
+        self.optimizer, self.names, self.steps = optimizer, names, 0
+
+    def step(self) -> None:
+        self.steps += 1
+        if self.steps >= 2:
+            for group in self.optimizer.param_groups:
+                for name in self.names:
+                    group[name] = scaled(group[name])
+
+
+def scaled(value: Any) -> Any:
+    return tuple(map(scaled, value)) if isinstance(value, tuple) else value * 0.99
+
+
+BY_HAND: dict[str, tuple[str, ...]] = {
+    "adamw": ("lr", "betas", "eps", "weight_decay"),
+    "adamw-groups": ("lr", "betas", "eps"),
+    "adam": ("lr", "betas", "weight_decay"),
+    "sgd": ("lr", "momentum", "weight_decay"),
+    "rmsprop": ("lr", "alpha", "momentum", "eps"),
+    "adagrad": ("lr", "eps"),
+    "nadam": ("lr", "betas", "momentum_decay"),
+    "adafactor": ("lr", "beta2_decay"),
+    "muon": ("lr",),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_changes_by_hand_cost_one_compile(optimizer: str) -> None:
+    assert_one_more_compile(OPTIMIZERS[optimizer], lambda o: ByHand(o, BY_HAND[optimizer]))
+
+
+def test_a_rate_in_a_tensor_costs_no_compile() -> None:
+    def make(model: nn.Module) -> list[Optimizer]:
+        rate = torch.tensor(1e-2, dtype=torch.float64)
+        return [torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9, foreach=False)]
+
+    eager = train(make, SCHEDULES[lr.CosineAnnealingLR])
+    ours = train(make, SCHEDULES[lr.CosineAnnealingLR], cotrain())
+    torch.testing.assert_close(ours, eager)
+    assert graphs() == 1
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.RAdam, torch.optim.ASGD])
+def test_an_optimizer_that_asks_the_device_is_refused_with_its_way_on(
+    optimizer: type[Optimizer],
+) -> None:
+    model = make_plain_mlp()
+    step = make_step(model, one(optimizer, lr=1e-3)(model), cross_entropy)
+    with pytest.raises(CaptureError, match=r"`optimizer.step\(\)`.*capturable=True"):
+        cotrain()(step)(*vectors())
+    with_it = one(optimizer, lr=1e-3, capturable=True)(model)
+    assert cotrain()(make_step(model, with_it, cross_entropy))(*vectors()).isfinite()
