@@ -15,19 +15,18 @@ from typing import Any
 import torch
 from torch import fx
 
-from cotrain_compile.errors import StepFailed
 from cotrain_compile.machine import Link, Machine, Tier
 from cotrain_compile.plan import Lane as LaneName
 from cotrain_compile.plan import Span
+from cotrain_compile.runtime.device import Device, whole_storage
 from cotrain_compile.runtime.host_kernels import HostKernel
-from cotrain_compile.runtime.lanes import Lane, Task
 from cotrain_compile.runtime.meter import Meter
 
 # Linux wakes a sleeping thread this much late (prctl(2), PR_SET_TIMERSLACK).
 _TIMER_SLACK_S = 50e-6
 
 
-class EmulatedDevice:
+class EmulatedDevice(Device):
     """Runs the tasks of a placed step on threads; one per compiled step.
 
     `kernels` has a host kernel for each region, by task name.
@@ -42,25 +41,12 @@ class EmulatedDevice:
         throttle: bool = False,
         poison: bool = True,
     ) -> None:
-        self.meter = Meter(budgets)
+        super().__init__(Meter(budgets), machine.host_update.workers)
         self._kernels = kernels
         self._poison = _poison if poison else _leave
         links = {LaneName.D2H: machine.d2h, LaneName.H2D: machine.h2d}
         self._links: Mapping[LaneName, Link] = links if throttle else {}
         self._host_bytes_per_s = machine.host.bytes_per_s
-        self._lanes = {
-            LaneName.D2H: Lane(LaneName.D2H),
-            LaneName.H2D: Lane(LaneName.H2D),
-            LaneName.HOST: Lane(LaneName.HOST, machine.host_update.workers),
-        }
-        self._tasks: dict[str, Task] = {}
-        self.origin_s = 0.0
-
-    def start_step(self) -> None:
-        """Begin a new step: no task is in flight, peaks count from here."""
-        self._tasks = {}
-        self.origin_s = time.perf_counter()
-        self.meter.start_step()
 
     def offload(self, source: torch.Tensor, task: str, after: Sequence[str]) -> torch.Tensor:
         return self._copy_afresh(LaneName.D2H, Tier.HOST, source, task, after)
@@ -93,36 +79,26 @@ class EmulatedDevice:
         kernel = self._kernels[task]
         self._submit(LaneName.HOST, task, after, lambda: kernel(inputs, self.meter))
 
-    def wait(self, tasks: Sequence[str]) -> None:
-        for name in tasks:
-            task = self._tasks[name]
-            task.done.wait()
-            if task.error is not None:
-                # What failed first: the error of a task is also that of those that come after it.
-                first = next(t for t in self._tasks.values() if t.error is task.error)
-                raise StepFailed(f"{first.name} failed: {task.error}") from task.error
+    def mark(self) -> float:
+        return time.perf_counter()
 
-    def drain(self) -> None:
-        """Wait until every task in flight has ended, whether or not it failed."""
-        for task in self._tasks.values():
-            task.done.wait()
-
-    def finished(self) -> frozenset[str]:
-        """Names of the tasks that ran to their end in this step."""
-        return frozenset(name for name, task in self._tasks.items() if task.ran)
-
-    def broken_off(self) -> frozenset[str]:
-        """Names of the tasks that failed while they ran: what they write may be half written."""
-        return frozenset(name for name, task in self._tasks.items() if task.broke_off)
+    def seconds(self, mark: float) -> float:
+        return mark - self.origin_s
 
     def spans(self) -> list[Span]:
         return [task.span(self.origin_s) for task in self._tasks.values() if task.ran]
+
+    def peak_bytes(self) -> Mapping[Tier, int]:
+        return dict(self.meter.peak_bytes)
+
+    def random_state_devices(self) -> Sequence[int]:
+        return ()
 
     def _copy_afresh(
         self, lane: LaneName, tier: Tier, source: torch.Tensor, task: str, after: Sequence[str]
     ) -> torch.Tensor:
         """A new tensor on `tier` that gets the whole storage of `source`, so that any view fits."""
-        row = _whole_storage(source)
+        row = whole_storage(source)
         copied = torch.empty_like(row)
         self._poison(copied)
         self.meter.track(copied, tier, task)
@@ -151,18 +127,9 @@ class EmulatedDevice:
         destination.copy_(source)
         _sleep_until(end_s)
 
-    def _submit(self, lane: LaneName, name: str, after: Sequence[str], work: Any) -> None:
-        needed = [self._tasks[other] for other in after]
-        self._tasks[name] = self._lanes[lane].submit(name, work, needed)
-
 
 def _sleep_until(time_s: float) -> None:
     time.sleep(max(0.0, time_s - time.perf_counter() - _TIMER_SLACK_S))
-
-
-def _whole_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """All of the storage that `tensor` shows, as one row."""
-    return tensor.new_empty(0).set_(tensor.untyped_storage())
 
 
 def _poison(destination: torch.Tensor) -> None:

@@ -1,0 +1,163 @@
+"""Device: what a compiled step needs of the device it runs on, and what all kinds have in common.
+
+A `Device` carries out the tasks of a placed step on lanes (one thread for each direction of the
+link, one or more for the host), remembers which of them ran, and says when and with how much
+memory. `rehearsing` is the same without the writes that the user would see.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+
+from cotrain_compile.errors import StepFailed
+from cotrain_compile.machine import Tier
+from cotrain_compile.plan import Lane as LaneName
+from cotrain_compile.plan import Span
+from cotrain_compile.runtime.lanes import Lane, Task
+from cotrain_compile.runtime.meter import Meter
+from cotrain_compile.runtime.ops import Runtime, running_on
+
+
+class Device(ABC, Runtime):
+    """Runs the tasks of a placed step; one per compiled step.
+
+    `meter` counts the bytes of live tensors. Times are perf_counter seconds; `origin_s` is when the
+    step began.
+    """
+
+    def __init__(self, meter: Meter, host_workers: int) -> None:
+        self.meter = meter
+        self.origin_s = 0.0
+        self._lanes = {
+            LaneName.D2H: Lane(LaneName.D2H),
+            LaneName.H2D: Lane(LaneName.H2D),
+            LaneName.HOST: Lane(LaneName.HOST, host_workers),
+        }
+        self._tasks: dict[str, Task] = {}
+
+    def start_step(self) -> None:
+        """Begin a new step: no task is in flight, peaks count from here."""
+        self._tasks = {}
+        self.origin_s = time.perf_counter()
+        self.meter.start_step()
+
+    def inputs_are_counted(self) -> None:
+        """The meter knows the tensors that the step was given; what comes now is its own."""
+
+    def finish_step(self) -> None:
+        """Return when everything that the step has started on either tier is done."""
+
+    def wait(self, tasks: Sequence[str]) -> None:
+        for name in tasks:
+            task = self._tasks[name]
+            task.done.wait()
+            if task.error is not None:
+                # What failed first: the error of a task is also that of those that come after it.
+                first = next(t for t in self._tasks.values() if t.error is task.error)
+                raise StepFailed(f"{first.name} failed: {task.error}") from task.error
+
+    def drain(self) -> None:
+        """Wait until every task in flight has ended, whether or not it failed."""
+        for task in self._tasks.values():
+            task.done.wait()
+
+    def finished(self) -> frozenset[str]:
+        """Names of the tasks that ran to their end in this step."""
+        return frozenset(name for name, task in self._tasks.items() if task.ran)
+
+    def broken_off(self) -> frozenset[str]:
+        """Names of the tasks that failed while they ran: what they write may be half written."""
+        return frozenset(name for name, task in self._tasks.items() if task.broke_off)
+
+    def skip(self, task: str, after: Sequence[str]) -> None:
+        """Note `task` as one that does nothing but come after others."""
+        self._submit(LaneName.HOST, task, after, _nothing)
+
+    def bring_home(self, tensors: Sequence[tuple[torch.Tensor, Tier]]) -> None:
+        """Move persistent tensors of the user's to the tiers where the plan wants them."""
+
+    @abstractmethod
+    def mark(self) -> Any:
+        """This moment of the device's own work, None where it is not timed."""
+
+    @abstractmethod
+    def seconds(self, mark: Any) -> float:
+        """Seconds from the start of the step to `mark`."""
+
+    @abstractmethod
+    def spans(self) -> list[Span]:
+        """When the tasks of the step ran."""
+
+    @abstractmethod
+    def peak_bytes(self) -> Mapping[Tier, int]:
+        """The most bytes the step had alive on each tier."""
+
+    @abstractmethod
+    def random_state_devices(self) -> Sequence[int]:
+        """Indices of the accelerators whose random numbers the step draws from."""
+
+    def _submit(
+        self, lane: LaneName, name: str, after: Sequence[str], work: Callable[[], object]
+    ) -> None:
+        needed = [self._tasks[other] for other in after]
+        self._tasks[name] = self._lanes[lane].submit(name, work, needed)
+
+
+@contextmanager
+def rehearsing(device: Device) -> Iterator[None]:
+    """Within it, this package's ops run on `device` but write nothing that the user holds.
+
+    Memory is taken and freed, and copies into fresh tensors run, as in the step itself.
+    """
+    with running_on(_Rehearsal(device)):
+        yield
+
+
+class _Rehearsal(Runtime):
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
+    def offload(self, source: torch.Tensor, task: str, after: Sequence[str]) -> torch.Tensor:
+        return self._device.offload(source, task, after)
+
+    def offload_into(
+        self, destination: torch.Tensor, source: torch.Tensor, task: str, after: Sequence[str]
+    ) -> None:
+        self._device.skip(task, after)
+
+    def prefetch(self, source: torch.Tensor, task: str, after: Sequence[str]) -> torch.Tensor:
+        return self._device.prefetch(source, task, after)
+
+    def prefetch_into(
+        self, destination: torch.Tensor, source: torch.Tensor, task: str, after: Sequence[str]
+    ) -> None:
+        self._device.skip(task, after)
+
+    def host_cast(
+        self, source: torch.Tensor, dtype: torch.dtype, task: str, after: Sequence[str]
+    ) -> torch.Tensor:
+        return self._device.host_cast(source, dtype, task, after)
+
+    def run_region(
+        self, region: fx.GraphModule, task: str, after: Sequence[str], inputs: Sequence[Any]
+    ) -> None:
+        self._device.skip(task, after)
+
+    def wait(self, tasks: Sequence[str]) -> None:
+        self._device.wait(tasks)
+
+
+def whole_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """All of the storage that `tensor` shows, as one row."""
+    return tensor.new_empty(0).set_(tensor.untyped_storage())
+
+
+def _nothing() -> None:
+    """The work of a skipped task."""
