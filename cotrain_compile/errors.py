@@ -41,3 +41,7 @@ class OutOfDeviceMemory(CotrainError, RuntimeError):
 
 class StepFailed(CotrainError, RuntimeError):
     """A running step failed; the message says whether parameters are still consistent."""
+
+
+class HostMemoryError(CotrainError, RuntimeError):
+    """This computer does not have the host memory that a plan needs, or cannot pin it."""

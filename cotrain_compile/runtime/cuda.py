@@ -1,0 +1,221 @@
+"""The CUDA runtime: the tasks of a placed step on streams of a card and on threads of the host.
+
+Each direction of the link has a stream, fed by the thread of its lane. A copy is issued by the
+thread when the host tasks it comes after are done; its stream waits for the copies it comes after,
+and for the event that the step's thread recorded on the compute stream at the copy's place in the
+graph. A task of the host waits for copies by their events. So a lane's task is done when it is
+issued (a copy) or when its work is (the host), and the compute stream waits for the rest.
+
+Why no tensor is freed too early. Device tensors are all allocated and freed by the step's thread,
+in the order of the compute stream, which is the order the caching allocator knows. (1) A fetch
+writes to memory allocated before its event was recorded, so what that memory was used for before
+comes before the copy. (2) The source of an offload and the destination of a fetch are alive until
+the compute stream waits for the copy (`kept` of the wait, first use of the fetched tensor), so what
+the memory is used for next comes after it. (3) A slab of the host goes back to the pool with the
+events of its copies, and the next writer waits for those. (4) A step that fails keeps its tensors
+until `drain` has synchronised the card. Nothing is left to `record_stream`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from cotrain_compile.machine import Tier
+from cotrain_compile.plan import Lane as LaneName
+from cotrain_compile.plan import Span
+from cotrain_compile.runtime import homes
+from cotrain_compile.runtime.card import Card
+from cotrain_compile.runtime.device import Device, whole_storage
+from cotrain_compile.runtime.host_kernels import HostKernel
+from cotrain_compile.runtime.meter import Meter
+from cotrain_compile.runtime.pinned import Event, PinnedPool
+
+_UNLIMITED = 1 << 62
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """The events around a copy; `start` only where copies are timed."""
+
+    start: Event | None
+    end: Event
+
+
+class CudaDevice(Device):
+    """Runs the tasks of a placed step on `card`; one per compiled step.
+
+    `pool` has the host's memory, `kernels` a host kernel for each region by task name. The card
+    limits device memory, `host_budget_bytes` the host's. `timed` times every op and copy, which
+    costs an event each and a synchronisation before the step.
+    """
+
+    def __init__(
+        self,
+        card: Card,
+        pool: PinnedPool,
+        host_budget_bytes: int,
+        kernels: Mapping[str, HostKernel],
+        *,
+        host_workers: int = 1,
+        timed: bool = False,
+    ) -> None:
+        super().__init__(
+            Meter({Tier.DEVICE: _UNLIMITED, Tier.HOST: host_budget_bytes}), host_workers
+        )
+        self._card = card
+        self._pool = pool
+        self._kernels = kernels
+        self._timed = timed
+        self._streams = {lane: card.stream() for lane in (LaneName.D2H, LaneName.H2D)}
+        self._copies: dict[str, _Copy] = {}
+        self._origin: Event | None = None
+        self._before_bytes = self._others_bytes = 0
+
+    def start_step(self) -> None:
+        super().start_step()
+        self._copies = {}
+        self._card.start_step()
+        self._before_bytes = self._card.allocated_bytes()
+        if self._timed:
+            # Events and perf_counter then count from one moment.
+            self._card.synchronize()
+            self._origin = self._card.record(None, timed=True)
+            self.origin_s = time.perf_counter()
+
+    def inputs_are_counted(self) -> None:
+        self._others_bytes = self._before_bytes - self.meter.used_bytes[Tier.DEVICE]
+
+    def finish_step(self) -> None:
+        # The user may read a home on the host at once, and no stream orders that.
+        for copy in list(self._copies.values()):
+            copy.end.synchronize()
+
+    def drain(self) -> None:
+        super().drain()
+        self._card.synchronize()
+
+    def bring_home(self, tensors: Sequence[tuple[torch.Tensor, Tier]]) -> None:
+        homes.bring_home(tensors, self._card, self._pool)
+
+    def offload(self, source: torch.Tensor, task: str, after: Sequence[str]) -> torch.Tensor:
+        row = whole_storage(source)
+        copied = self._pool.empty_like(row)
+        self.meter.track(copied, Tier.HOST, task)
+        self._copy(LaneName.D2H, copied, row, task, after)
+        return copied.as_strided(source.size(), source.stride(), source.storage_offset())
+
+    def offload_into(
+        self, destination: torch.Tensor, source: torch.Tensor, task: str, after: Sequence[str]
+    ) -> None:
+        self._copy(LaneName.D2H, destination, source, task, after)
+
+    def prefetch(self, source: torch.Tensor, task: str, after: Sequence[str]) -> torch.Tensor:
+        row = whole_storage(source)
+        copied = torch.empty_like(row, device=self._card.device)
+        self.meter.track(copied, Tier.DEVICE, task)
+        self._copy(LaneName.H2D, copied, row, task, after)
+        return copied.as_strided(source.size(), source.stride(), source.storage_offset())
+
+    def prefetch_into(
+        self, destination: torch.Tensor, source: torch.Tensor, task: str, after: Sequence[str]
+    ) -> None:
+        self._copy(LaneName.H2D, destination, source, task, after)
+
+    def host_cast(
+        self, source: torch.Tensor, dtype: torch.dtype, task: str, after: Sequence[str]
+    ) -> torch.Tensor:
+        made = self._pool.empty_like(source, dtype)
+        self.meter.track(made, Tier.HOST, task)
+        self._submit_to_host(task, after, lambda: made.copy_(source), self._pool.pending(made))
+        return made
+
+    def run_region(
+        self, region: fx.GraphModule, task: str, after: Sequence[str], inputs: Sequence[Any]
+    ) -> None:
+        kernel = self._kernels[task]
+        # A hyper-parameter or constant may live on the device; it is a few bytes.
+        at_hand = [v.cpu() if isinstance(v, torch.Tensor) else v for v in inputs]
+        self._submit_to_host(task, after, lambda: kernel(at_hand, self.meter))
+
+    def wait(self, tasks: Sequence[str]) -> None:
+        super().wait(tasks)
+        for task in tasks:
+            if task in self._copies:
+                self._card.hold(None, self._copies[task].end)
+
+    def mark(self) -> Event | None:
+        return self._card.record(None, timed=True) if self._timed else None
+
+    def seconds(self, mark: Event) -> float:
+        assert self._origin is not None
+        return self._card.seconds_between(self._origin, mark)
+
+    def spans(self) -> list[Span]:
+        self._card.synchronize()
+        on_host = [
+            task.span(self.origin_s)
+            for name, task in self._tasks.items()
+            if task.ran and name not in self._copies
+        ]
+        copies = [
+            Span(self._tasks[name].lane, name, self.seconds(copy.start), self.seconds(copy.end))
+            for name, copy in self._copies.items()
+            if copy.start is not None
+        ]
+        return on_host + copies
+
+    def peak_bytes(self) -> Mapping[Tier, int]:
+        """On the device what the allocator says, without what was there before the step."""
+        on_device = self._card.peak_bytes() - self._others_bytes
+        return {**self.meter.peak_bytes, Tier.DEVICE: on_device}
+
+    def random_state_devices(self) -> Sequence[int]:
+        return [self._card.device.index] if self._card.device.type == "cuda" else []
+
+    def _copy(
+        self,
+        lane: LaneName,
+        destination: torch.Tensor,
+        source: torch.Tensor,
+        task: str,
+        after: Sequence[str],
+    ) -> None:
+        card, stream = self._card, self._streams[lane]
+        on_host = destination if lane is LaneName.D2H else source
+        issued = card.record(None)
+
+        def issue() -> None:
+            card.hold(stream, issued)
+            for event in (*self._ends(after), *self._pool.pending(destination)):
+                card.hold(stream, event)
+            start = card.record(stream, timed=True) if self._timed else None
+            card.copy(stream, destination, source)
+            end = card.record(stream, timed=self._timed)
+            self._pool.note(on_host, end)
+            self._copies[task] = _Copy(start, end)
+
+        self._submit(lane, task, after, issue)
+
+    def _submit_to_host(
+        self,
+        task: str,
+        after: Sequence[str],
+        work: Callable[[], object],
+        events: Sequence[Event] = (),
+    ) -> None:
+        def wait_and_work() -> None:
+            for event in (*self._ends(after), *events):
+                event.synchronize()
+            work()
+
+        self._submit(LaneName.HOST, task, after, wait_and_work)
+
+    def _ends(self, tasks: Sequence[str]) -> list[Event]:
+        """The ends of those of `tasks` that are copies. They have been issued."""
+        return [self._copies[task].end for task in tasks if task in self._copies]
