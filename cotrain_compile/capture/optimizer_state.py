@@ -23,6 +23,7 @@ class OptimizerRecord:
     _flags: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)
     _created: list[torch.Tensor] = field(default_factory=list)
     _stateless: set[int] = field(default_factory=set)
+    _owners: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def start_tracing(self) -> None:
         """Create missing state and select the per-parameter implementation.
@@ -31,12 +32,21 @@ class OptimizerRecord:
         """
         self.steps = 0
         self._created += create_state(self.optimizer, frozenset(self._stateless))
+        self._owners = {
+            id(value): param
+            for param, states in self.optimizer.state.items()
+            for value in states.values()
+        }
         self.restore_flags()
         for group in self.optimizer.param_groups:
             for flag in ("foreach", "fused"):
                 if flag in group:
                     self._flags.append((group, flag, group[flag]))
                     group[flag] = False
+
+    def owner_of(self, state: torch.Tensor) -> torch.Tensor | None:
+        """The parameter whose state a tensor is; None for all else."""
+        return self._owners.get(id(state))
 
     def restore_flags(self) -> None:
         while self._flags:
