@@ -129,6 +129,11 @@ class CompiledStep:
         self._device.bring_home(persistent)
 
     @property
+    def allowed_bytes(self) -> int:
+        """What the step may take on the device: its budget and what no plan counts."""
+        return self.plan.budgets[Tier.DEVICE] + self._device.slack_bytes
+
+    @property
     def peak_bytes(self) -> Mapping[Tier, int]:
         """The most bytes on each tier in the last step or rehearsal, also where it failed."""
         return self._device.peak_bytes()

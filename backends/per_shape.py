@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from cotrain_compile.backends.compiled_step import CompiledStep
 from cotrain_compile.graph import StepGraph
 
 # Plans kept; the one that ran longest ago goes first.
@@ -23,10 +22,12 @@ class PerShape:
     """Runs the `CompiledStep` for the sizes of its inputs, compiling it on their first use."""
 
     def __init__(
-        self, step: StepGraph, compile_for: Callable[[Mapping[str, int]], CompiledStep]
+        self,
+        step: StepGraph,
+        compile_for: Callable[[Mapping[str, int]], Callable[[list[Any]], Any]],
     ) -> None:
         self._compile_for = compile_for
-        self._compiled: OrderedDict[tuple[int, ...], CompiledStep] = OrderedDict()
+        self._compiled: OrderedDict[tuple[int, ...], Callable[[list[Any]], Any]] = OrderedDict()
         sizes = {
             position: str(value.node.expr)
             for position, node in enumerate(step.module.graph.find_nodes(op="placeholder"))

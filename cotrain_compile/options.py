@@ -73,6 +73,7 @@ class Options:
     dump: str | None = None
     machine: str = "this-machine"
     throttle: bool = False
+    timeline: bool = False
     poison: bool = True
     profile: str | None = None
 
@@ -176,6 +177,7 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
     "dump": _text,
     "machine": _text,
     "throttle": _flag,
+    "timeline": _flag,
     "poison": _flag,
     "profile": _text,
 }

@@ -5,9 +5,9 @@ A parameter, state or buffer may rest on the host, or still be there because the
 there. In the trace it is a fake tensor on the device, so that a step is captured the same whatever
 the homes are. The batch is left where it is: moving it is the user's.
 
-Private torch API used: `FakeTensorConverter.from_real_tensor`, `MetaTensorDescriber.describe_tensor`
-and `Source.guard_source`. Reason: a fake tensor is made on the device of the real one. Tried on
-torch 2.11.0, 2.13.0 and 2.15.0.
+Private torch API used: `FakeTensorConverter.from_real_tensor`, `Source.guard_source`,
+`MetaTensorDescriber.describe_tensor`. Reason: a fake tensor is made on the device of
+the real one. Tried on torch 2.11.0, 2.13.0 and 2.15.0.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ resting_on_host = WeakTensorKeyDictionary()
 
 
 def chosen_device(option: str | None) -> torch.device | None:
-    """The device that the option `device` names; None where it is for the model to say.
+    """The device that the option `device` names; None where a step computes where its model is.
 
     Raises `OptionError` where it names one that is not there.
     """
-    if option is None:
+    if option != "cuda":
         return None
-    if option == "cuda" and not torch.cuda.is_available():
+    if not torch.cuda.is_available():
         raise OptionError(
             "option 'device' is 'cuda', but torch sees no CUDA device here; leave it out to run "
             "on the emulated device"
         )
-    return torch.device(option, torch.cuda.current_device() if option == "cuda" else None)
+    return torch.device(option, torch.cuda.current_device())
 
 
 def compute_device(session: Session, tensor: torch.Tensor, source: Any) -> torch.device | None:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 @dataclass
@@ -97,9 +99,30 @@ def create_state(
         _init_with_stand_in_gradients(optimizer, init_group, group, fresh)
         if isinstance(optimizer, torch.optim.SGD) and group["momentum"] and not group["dampening"]:
             for param in fresh:
-                optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param).detach()
+                with _made_on_host():
+                    optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param).detach()
         created += [param for param in fresh if optimizer.state.get(param)]
     return created
+
+
+def _made_on_host() -> AbstractContextManager[Any]:
+    """Within it, new tensors are made on the host: all states together may not fit on the device.
+
+    The plan then brings each one to its home.
+    """
+    return _OnHost()  # type: ignore[no-untyped-call]
+
+
+class _OnHost(TorchDispatchMode):
+    """Replaces the device of every op that takes one."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if any(argument.name == "device" for argument in func._schema.arguments):
+            kwargs["device"] = torch.device("cpu")
+        return func(*args, **kwargs)
 
 
 def _init_with_stand_in_gradients(
@@ -115,7 +138,7 @@ def _init_with_stand_in_gradients(
             param.grad = None
         for param in fresh:
             param.grad = param.detach().new_zeros(()).expand_as(param)
-        with torch.no_grad():
+        with torch.no_grad(), _made_on_host():
             init_group(optimizer, group, *lists)
     finally:
         for param, gradient in zip(group["params"], gradients, strict=True):

@@ -55,6 +55,9 @@ class CudaDevice(Device):
     costs an event each and a synchronisation before the step.
     """
 
+    # Workspaces of libraries (cuBLAS takes up to 32 MiB) are no tensors of the step.
+    slack_bytes = 2**26
+
     def __init__(
         self,
         card: Card,

@@ -28,9 +28,11 @@ from cotrain_compile.runtime.ops import Runtime, running_on
 class Device(ABC, Runtime):
     """Runs the tasks of a placed step; one per compiled step.
 
-    `meter` counts the bytes of live tensors. Times are perf_counter seconds; `origin_s` is when the
-    step began.
+    `meter` counts the bytes of live tensors; on the device, `slack_bytes` more than a plan says may
+    be taken. Times are perf_counter seconds; `origin_s` is when the step began.
     """
+
+    slack_bytes = 0
 
     def __init__(self, meter: Meter, host_workers: int) -> None:
         self.meter = meter

@@ -10,17 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
+from cotrain_compile.capture.compute_device import resting_on_host
 from cotrain_compile.machine import Tier
 from cotrain_compile.runtime.card import Card
 from cotrain_compile.runtime.device import whole_storage
 from cotrain_compile.runtime.pinned import PinnedPool
 
 
-def bring_home(
-    tensors: Sequence[tuple[torch.Tensor, Tier]], card: Card, pool: PinnedPool
-) -> None:
+def bring_home(tensors: Sequence[tuple[torch.Tensor, Tier]], card: Card, pool: PinnedPool) -> None:
     """Move each tensor to its tier, those for the host first: that makes room on the device.
 
     Of tensors that share a storage, the first says where. Returns with all copies done. Raises
@@ -36,20 +34,6 @@ def bring_home(
         for key, members in groups.items():
             if tiers[key] is wanted and not _is_home(members[0], wanted, card, pool):
                 _move(members, wanted, card, pool)
-
-
-def computes_on(tensor: torch.Tensor) -> torch.device | None:
-    """The device that a tensor is fetched to from its home on the host; None where it has none."""
-    device: torch.device | None = _compute_device.get(tensor)
-    return device
-
-
-def forget_home(tensor: torch.Tensor) -> None:
-    """The tensor is no longer known to have a home on the host."""
-    _compute_device.pop(tensor, None)
-
-
-_compute_device = WeakTensorKeyDictionary()
 
 
 def _is_home(tensor: torch.Tensor, tier: Tier, card: Card, pool: PinnedPool) -> bool:
@@ -72,6 +56,6 @@ def _move(members: Sequence[torch.Tensor], tier: Tier, card: Card, pool: PinnedP
     for tensor in members:
         tensor.data = moved.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
         if tier is Tier.HOST:
-            _compute_device[tensor] = card.device
+            resting_on_host[tensor] = card.device
         else:
-            forget_home(tensor)
+            resting_on_host.pop(tensor, None)

@@ -1,4 +1,4 @@
-"""Pinned memory: slabs of host memory for homes and for copies that come down, used again and again.
+"""Pinned memory: slabs of host memory for homes and for what comes down, used again and again.
 
 A slab is a mapping of its own and as large as asked for, up to a page: torch's pinned allocator
 rounds up to powers of two. When the last tensor on a slab dies, it goes back to the pool, with the
@@ -129,7 +129,7 @@ class PinnedPool:
 
 
 def available_host_bytes() -> int:
-    """Bytes of host memory that this process may still take: free now, within the cgroup's limit."""
+    """Bytes of host memory that this process may still take, within the cgroup's limit."""
     free = _free_memory_bytes()
     limit = presets.cgroup_memory_limit_bytes()
     if limit is not None:
