@@ -7,6 +7,7 @@ again with the measured overshoot taken off its budget, as AutoTM does (Hildebra
 
 from __future__ import annotations
 
+import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 
 from cotrain_compile.backends.compiled_step import CompiledStep
-from cotrain_compile.errors import OutOfDeviceMemory
+from cotrain_compile.errors import OutOfDeviceMemory, PlacementError
 from cotrain_compile.machine import Tier
 from cotrain_compile.units import format_bytes
 
@@ -46,31 +47,50 @@ class Rehearsed:
 
     def _rehearse(self, inputs: Sequence[Any]) -> None:
         for left in range(self._rounds, -1, -1):
-            over_bytes = self._overshoot_bytes(inputs, is_last=left == 0)
-            if over_bytes == 0 or left == 0:
+            error = self._out_of_memory(inputs)
+            over_bytes = self._overshoot_bytes(error)
+            if over_bytes == 0:
                 break
-            self._plan_again(over_bytes)
+            if left and self._plans_again(over_bytes, error):
+                continue
+            if error is not None:
+                error.add_note("No parameter or optimizer state was changed by this step.")
+                raise error
+            break  # above the budget by what no plan can spare; the memory was there
         self._rehearsed = True
 
-    def _overshoot_bytes(self, inputs: Sequence[Any], *, is_last: bool) -> int:
-        """Device bytes above the budget in a rehearsal; 0 where it fits.
-
-        Raises the out-of-memory error when it `is_last`, and every other error.
-        """
-        compiled = self.compiled
+    def _out_of_memory(self, inputs: Sequence[Any]) -> Exception | None:
+        """The error of a rehearsal that ran out of device memory; raises every other."""
         try:
-            compiled.rehearse(inputs)
+            self.compiled.rehearse(inputs)
         except (OutOfDeviceMemory, torch.OutOfMemoryError) as error:
-            on_host = isinstance(error, OutOfDeviceMemory) and error.tier != Tier.DEVICE
-            if is_last or on_host:
-                error.add_note("No parameter or optimizer state was changed by this step.")
+            if isinstance(error, OutOfDeviceMemory) and error.tier != Tier.DEVICE:
                 raise
-            over_bytes = compiled.peak_bytes[Tier.DEVICE] - self._planned_bytes()
-            return max(over_bytes, int(LEAST_STEP * self._planned_bytes()), 1)
-        return max(0, compiled.peak_bytes[Tier.DEVICE] - compiled.allowed_bytes)
+            # The tensors in the frames that it came through would live as long as the error.
+            traceback.clear_frames(error.__traceback__)
+            return error
+        return None
 
-    def _plan_again(self, over_bytes: int) -> None:
+    def _overshoot_bytes(self, error: Exception | None) -> int:
+        """Device bytes above the plan where that ran out of memory, else above the budget."""
+        peak_bytes = self.compiled.peak_bytes[Tier.DEVICE]
+        if error is None:
+            return max(0, peak_bytes - self.compiled.allowed_bytes)
+        over_bytes = peak_bytes - self._planned_bytes()
+        return max(over_bytes, int(LEAST_STEP * self._planned_bytes()), 1)
+
+    def _plans_again(self, over_bytes: int, error: Exception | None) -> bool:
+        """Plan for less; False where there was an `error` and nothing fits into what is left."""
         budget_bytes = self._planned_bytes() - over_bytes
+        try:
+            compiled = self._compile_within(max(1, budget_bytes))
+        except PlacementError as infeasible:
+            if error is not None:
+                error.add_note(
+                    f"The step took {format_bytes(over_bytes)} more than planned, and does not fit "
+                    f"into so much less: {infeasible}"
+                )
+            return False
         warnings.warn(
             f"cotrain: the step took {format_bytes(over_bytes)} more on the device than planned; "
             f"nothing was changed, and it is planned again for {format_bytes(budget_bytes)}",
@@ -78,7 +98,8 @@ class Rehearsed:
         )
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        self.compiled = self._compile_within(budget_bytes)
+        self.compiled = compiled
+        return True
 
     def _planned_bytes(self) -> int:
         """What the plan needs, which is at most what it was allowed."""
