@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,9 +20,12 @@ from cotrain_compile.placement.engine import Periodic
 from cotrain_compile.placement.predict import predict_steady_state
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.plan import Plan, Timeline
-from cotrain_compile.runtime.emulated import EmulatedDevice
+from cotrain_compile.runtime.device import Device, rehearsing
 from cotrain_compile.runtime.interrupts import HeldInterrupt
 from cotrain_compile.runtime.ops import host_region, running_on
+
+# What has a home: a gradient that the user keeps stays on the device.
+HOMED = (Role.PARAM, Role.OPTIMIZER_STATE, Role.BUFFER)
 
 
 class CompiledStep:
@@ -32,9 +35,7 @@ class CompiledStep:
     the simulator's timeline and `measured` that of the last step (None before the first).
     """
 
-    def __init__(
-        self, problem: Problem, plan: Plan, graph: StepGraph, device: EmulatedDevice
-    ) -> None:
+    def __init__(self, problem: Problem, plan: Plan, graph: StepGraph, device: Device) -> None:
         self.problem = problem
         self.plan = plan
         self.graph = graph
@@ -44,7 +45,7 @@ class CompiledStep:
         self._device = device
         self._interrupt = HeldInterrupt()
         self.tail = Tail(device)
-        self._program = EagerProgram(graph, device.meter, self._interrupt.hold)
+        self._program = EagerProgram(graph, device, self._interrupt.hold)
         self._tiers = [plan.placement.homes.get(item.name, Tier.DEVICE) for item in graph.inputs]
         self._constants = [
             getattr(graph.module, str(node.target)) for node in graph.nodes if node.op == "get_attr"
@@ -73,15 +74,17 @@ class CompiledStep:
         self._refuse_torn(inputs)
         inputs = self._with_own_values(inputs)
         device = self._device
+        self.bring_home(inputs)
         device.start_step()
-        self._program.start_step(device.origin_s)
         try:
             self._count_inputs(inputs)
             with running_on(device):
                 outputs = self._program.run_step(inputs)
+            device.finish_step()
         except BaseException as error:
             self._interrupt.hold()
             device.drain()
+            self._program.forget()
             torn = self.tail.tear(self._program.written, self._named(inputs))
             self._release_interrupt_quietly()
             if torn and isinstance(error, Exception):
@@ -100,6 +103,45 @@ class CompiledStep:
             raise
         return outputs
 
+    def rehearse(self, inputs: Sequence[Any]) -> None:
+        """Run the step without writing anything: what it takes in memory, it takes now.
+
+        Random number state is put back. Raises what goes wrong, with all tensors as they were.
+        """
+        device = self._device
+        self.bring_home(inputs)
+        device.start_step()
+        try:
+            self._count_inputs(inputs)
+            # Only its type: `devices` says which accelerators there are.
+            with torch.random.fork_rng(device.random_state_devices(), device_type="cuda"):
+                with rehearsing(device):
+                    self._program.run_step(inputs, rehearse=True)
+                device.finish_step()
+        finally:
+            device.drain()
+            device.forget()
+            self._program.forget()
+
+    def bring_home(self, inputs: Sequence[Any]) -> None:
+        """Move the step's parameters, states and buffers to where the plan has their homes."""
+        persistent = [
+            (value, tier)
+            for value, tier, item in zip(inputs, self._tiers, self.graph.inputs, strict=True)
+            if item.role in HOMED and isinstance(value, torch.Tensor)
+        ]
+        self._device.bring_home(persistent)
+
+    @property
+    def allowed_bytes(self) -> int:
+        """What the step may take on the device: its budget and what no plan counts."""
+        return self.plan.budgets[Tier.DEVICE] + self._device.slack_bytes
+
+    @property
+    def peak_bytes(self) -> Mapping[Tier, int]:
+        """The most bytes on each tier in the last step or rehearsal, also where it failed."""
+        return self._device.peak_bytes()
+
     def _count_inputs(self, inputs: Sequence[Any]) -> None:
         meter = self._device.meter
         for value, tier, item in zip(inputs, self._tiers, self.graph.inputs, strict=True):
@@ -110,6 +152,7 @@ class CompiledStep:
         for constant in self._constants:
             if isinstance(constant, torch.Tensor):
                 meter.track(constant, Tier.DEVICE, "a constant")
+        self._device.inputs_are_counted()
 
     def _with_own_values(self, inputs: Sequence[Any]) -> list[Any]:
         """`inputs` with copies of what the user may change while a carried update reads it."""
@@ -124,7 +167,7 @@ class CompiledStep:
         self.measured = Timeline(
             source="measured",
             spans=(*self._program.spans, *self._device.spans()),
-            peak_bytes=dict(meter.peak_bytes),
+            peak_bytes=self._device.peak_bytes(),
             memory={
                 tier: tuple((seconds - self._device.origin_s, used) for seconds, used in curve)
                 for tier, curve in meter.curve.items()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +16,10 @@ from cotrain_compile.extract import UNDECLARED_VIEWS
 from cotrain_compile.graph import StepGraph, returns_argument_memory, writes
 from cotrain_compile.machine import Tier
 from cotrain_compile.plan import Lane, Span
-from cotrain_compile.runtime.meter import Meter
+from cotrain_compile.runtime.device import Device
 from cotrain_compile.runtime.ops import TASKS, cotrain, host_region, task_name
+
+COPY = torch.ops.aten.copy_.default
 
 
 @dataclass(frozen=True)
@@ -43,36 +44,55 @@ class EagerProgram(fx.Interpreter):
     these and of all nodes before, whether or not they came to their end.
     """
 
-    def __init__(self, placed: StepGraph, meter: Meter, before_update: Callable[[], None]) -> None:
+    def __init__(
+        self, placed: StepGraph, device: Device, before_update: Callable[[], None]
+    ) -> None:
         super().__init__(placed.module)
         self.extra_traceback = False  # `_run_op` says where, and leaves the message as it is
         self.written: list[Write] = []
-        self.spans: list[Span] = []
-        self._meter = meter
+        self._marks: list[tuple[str, Any, Any]] = []
+        self._device = device
+        self._rehearses = False
         self._before_update = before_update
         self._writes = _persistent_writes(placed)
         self._last_readers = _last_readers(placed.module.graph)
 
-    def start_step(self, origin_s: float) -> None:
-        """Begin a new step: nothing has run or been written. Times count from `origin_s`."""
-        self.written, self.spans, self._origin_s = [], [], origin_s
+    @property
+    def spans(self) -> list[Span]:
+        """When each op of the last step ran, where the device times them."""
+        seconds = self._device.seconds
+        return [
+            Span(Lane.DEVICE, name, seconds(start), seconds(end))
+            for name, start, end in self._marks
+            if end is not None
+        ]
 
-    def run_step(self, inputs: Sequence[Any]) -> Any:
-        """Run the step once on `inputs`, in the order of its placeholders."""
-        self._previous_end_s = time.perf_counter() - self._origin_s
-        try:
-            with torch.no_grad():
-                outputs = self.run(*inputs)
-        finally:
-            self.env = {}  # a step that failed keeps no memory
+    def run_step(self, inputs: Sequence[Any], *, rehearse: bool = False) -> Any:
+        """Run the step once on `inputs`, in the order of its placeholders.
+
+        `rehearse` leaves out the nodes that write into an input. What a step that failed leaves
+        behind stays alive until `forget`.
+        """
+        self.written, self._marks, self._rehearses = [], [], rehearse
+        self._previous = self._device.mark()
+        with torch.no_grad():
+            outputs = self.run(*inputs)
         # A gradient is often a view of what the graph computed. Kept in `p.grad` as a view, its
         # base would be one more input of the next step.
         return tree_map_only(torch.Tensor, torch.Tensor.detach, outputs)
+
+    def forget(self) -> None:
+        """Free what a step that failed has left; nothing may still read it."""
+        self.env = {}
 
     def run_node(self, n: fx.Node) -> Any:
         if n.op != "call_function":
             return super().run_node(n)
         writes = self._writes.get(n, ())
+        if self._rehearses and n.target is COPY and writes:
+            return self._without_unused(n, self.env[n.args[0]])  # type: ignore[index]
+        if self._rehearses:
+            writes = ()
         if any(write.is_update for write in writes):
             self._before_update()
         self.written += writes
@@ -80,16 +100,16 @@ class EagerProgram(fx.Interpreter):
         result = self._run_op(n) if is_op else super().run_node(n)
         # An op's span begins where the node before it ended: what it takes to get from one op to
         # the next is part of the step's time.
-        ended = time.perf_counter() - self._origin_s
+        ended = self._device.mark()
         if is_op:
-            self.spans.append(Span(Lane.DEVICE, n.name, self._previous_end_s, ended))
-        self._previous_end_s = ended
+            self._marks.append((n.name, self._previous, ended))
+        self._previous = ended
         return self._without_unused(n, result)
 
     def _run_op(self, node: fx.Node) -> Any:
         try:
             result = super().run_node(node)
-            self._meter.track(result, Tier.DEVICE, node.name)
+            self._device.meter.track(result, Tier.DEVICE, node.name)
         except Exception as error:
             if node.stack_trace:
                 error.add_note(f"in {node.name}, which comes from\n{node.stack_trace}")

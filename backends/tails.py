@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from cotrain_compile.backends.eager import Write
 from cotrain_compile.backends.torn import Damage, Torn, damage_by
 from cotrain_compile.errors import StepFailed
-from cotrain_compile.runtime.emulated import EmulatedDevice
+from cotrain_compile.runtime.device import Device
 from cotrain_compile.runtime.lanes import is_lane_thread
 
 _in_flight: dict[int, Tail] = {}
@@ -27,7 +27,7 @@ _in_flight: dict[int, Tail] = {}
 class Tail:
     """What one compiled step has left to do on `device`; `torn` is what a failure has left."""
 
-    def __init__(self, device: EmulatedDevice) -> None:
+    def __init__(self, device: Device) -> None:
         self.torn = Torn({})
         self._device = device
         self._written: Sequence[Write] = ()

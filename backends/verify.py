@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from cotrain_compile.backends.compiled_step import CompiledStep
+from cotrain_compile.backends.first_step import Rehearsed
 from cotrain_compile.backends.reference import (
     HOST,
     Expected,
@@ -52,25 +53,31 @@ class Result:
 
 
 class VerifiedStep:
-    """Runs `compiled`; its first `options.verify` steps are compared with the reference."""
+    """Runs a step; its first `options.verify` steps are compared with the reference."""
 
-    def __init__(self, compiled: CompiledStep, step: StepGraph, options: Options) -> None:
-        self.compiled = compiled
+    def __init__(self, run: Rehearsed, step: StepGraph, options: Options) -> None:
+        self._run = run
         self._step = step
+        self._options = options
         self._steps_left = options.verify
-        self._results = sorted(
-            _results(step, compiled.plan, options), key=_order(step.module.graph)
-        )
+        self._results: list[Result] = []
+
+    @property
+    def compiled(self) -> CompiledStep:
+        """What ran last: a rehearsal may plan again."""
+        return self._run.compiled
 
     def __call__(self, inputs: list[Any]) -> Any:
         """Run one step. Raises `VerifyError` as the module says, and as `CompiledStep` does."""
         if not self._steps_left:
-            return self.compiled(inputs)
+            return self._run(inputs)
         wait_for_tails()
         start = Start.of(self._step, inputs)
-        outputs = self.compiled(inputs)
+        outputs = self._run(inputs)
         wait_for_tails()
         expected = run_reference(self._step, start)
+        found = _results(self._step, self.compiled.plan, self._options)
+        self._results = sorted(found, key=_order(self._step.module.graph))
         for result in self._results:
             told = self._difference(result, inputs, outputs, expected)
             if told:

@@ -10,17 +10,27 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from cotrain_compile.analysis.costs import CostTable
 from cotrain_compile.analysis.symbolic import at
 from cotrain_compile.backends.compiled_step import CompiledStep
+from cotrain_compile.backends.devices import (
+    compute_device_of,
+    machine_for,
+    refuse_gradients_of_hosted,
+    refuse_other_devices,
+    runs_on_cuda,
+    runtime_for,
+)
+from cotrain_compile.backends.first_step import Rehearsed
 from cotrain_compile.backends.per_shape import PerShape
 from cotrain_compile.backends.tails import guard_state, wait_for_tails
 from cotrain_compile.backends.verify import VerifiedStep
@@ -33,14 +43,14 @@ from cotrain_compile.extract import extract
 from cotrain_compile.files import load
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.machine import Machine, Tier
-from cotrain_compile.options import Options
+from cotrain_compile.options import Options, Size
 from cotrain_compile.passes import run_passes
 from cotrain_compile.placement.check import check
+from cotrain_compile.placement.keep import keep
 from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.solve import SolveSettings, solve
-from cotrain_compile.plan import Plan
-from cotrain_compile.presets import find
-from cotrain_compile.runtime.emulated import EmulatedDevice
+from cotrain_compile.plan import Placement, Plan
+from cotrain_compile.runtime.cuda_setup import within_free_memory
 from cotrain_compile.runtime.host_kernels import host_kernels
 from cotrain_compile.runtime.load_into_homes import load_into_homes
 from cotrain_compile.units import format_bytes
@@ -65,26 +75,55 @@ def cotrain(
     def compile_captured(step: StepGraph, values: Sequence[Any]) -> Callable[..., Any]:
         if _trace_only.get():
             raise _Traced(step)
-        _refuse_other_devices(values, session.options)
+        refuse_other_devices(step, session.options)
         dataflow = extract(step)
 
         def compile_for(sizes: Mapping[str, int]) -> Callable[[list[Any]], Any]:
-            compiled = compile_step(step, at(dataflow, sizes), session.options)
-            _register(compiled, session)
-            if session.options.overlap_steps:
-                optimizers = [record.optimizer for record in session.optimizers]
-                guard_state(compiled, compiled.tail, met.values(), optimizers)
-            if session.options.verify:
-                return VerifiedStep(compiled, step, session.options)
-            return compiled
+            compile_within = _compiler(session, step, at(dataflow, sizes), values, modules)
+            run = Rehearsed(compile_within, replans=session.options.plan is None)
+            return VerifiedStep(run, step, session.options) if session.options.verify else run
 
         return PerShape(step, compile_for) if dataflow.symbols else compile_for({})
 
-    met = {id(m): m for _, module in traced_modules() for m in module.modules()}
+    modules = list({id(m): m for _, met in traced_modules() for m in met.modules()}.values())
     run = capture(session, module, example_inputs, compile_captured)
     for record in session.optimizers:
         load_into_homes(record.optimizer)
     return run
+
+
+def _compiler(
+    session: Session,
+    step: StepGraph,
+    dataflow: Dataflow,
+    values: Sequence[Any],
+    modules: Sequence[nn.Module],
+) -> Callable[[int | None], CompiledStep]:
+    """What compiles `step`, of `modules`, for a device budget in bytes, None: that of the options.
+
+    On a CUDA device it moves `values`, the user's tensors, to their homes: what Dynamo checks
+    before the next call is built from them when the backend has returned.
+    """
+    cuda = runs_on_cuda(step)
+
+    def compile_within(budget_bytes: int | None) -> CompiledStep:
+        options, before = session.options, None
+        if cuda:
+            options = within_free_memory(options, values, compute_device_of(step))
+            before = _last_placement(session)
+        if budget_bytes is not None:
+            options = replace(options, memory_budget=Size(nbytes=budget_bytes))
+        compiled = compile_step(step, dataflow, options, *([before] if before else ()))
+        if cuda:
+            refuse_gradients_of_hosted(compiled, values, session.keeping_gradient)
+            compiled.bring_home(values)
+        if options.overlap_steps:
+            optimizers = [record.optimizer for record in session.optimizers]
+            guard_state(compiled, compiled.tail, modules, optimizers)
+        _register(compiled, session)
+        return compiled
+
+    return compile_within
 
 
 def trace(
@@ -137,20 +176,20 @@ class _Traced(CotrainError):
         self.step = step
 
 
-def compile_step(step: StepGraph, dataflow: Dataflow, options: Options) -> CompiledStep:
-    """Place, rewrite and lower `step`, whose `dataflow` has the sizes to plan for."""
-    machine = find(options.machine)
+def compile_step(
+    step: StepGraph, dataflow: Dataflow, options: Options, before: Placement | None = None
+) -> CompiledStep:
+    """Place, rewrite and lower `step`, whose `dataflow` has the sizes to plan for.
+
+    Where the placement `before`, of the same training, fits it is kept.
+    """
+    machine = machine_for(step, options)
     problem = formulate(dataflow, machine, budgets(options, machine), _profile(options))
-    plan = plan_for(problem, options)
+    plan = (before and keep(problem, before)) or plan_for(problem, options)
     check(problem, plan)
     placed = run_passes(step, plan)
-    device = EmulatedDevice(
-        machine,
-        problem.budgets,
-        host_kernels(placed, options.host_kernels),
-        throttle=options.throttle,
-        poison=options.poison,
-    )
+    kernels = host_kernels(placed, options.host_kernels)
+    device = runtime_for(step, problem, kernels, options)
     compiled = CompiledStep(problem, plan, placed, device)
     if options.dump is not None:
         with _as_option_error("dump", options.dump):
@@ -248,7 +287,7 @@ def inspect(step: Callable[..., Any]) -> CompiledStep:
     function = getattr(function, "__func__", function)
     code = getattr(function, "__code__", None)
     key = frame_objects(code, function.__closure__) if code is not None else ()
-    found = [c for c, session in _compiled.items() if session == (code, key)]
+    found = [c for c, made_as in _compiled.items() if made_as[:2] == (code, key)]
     if not found:
         raise CotrainError(
             'this step has not been compiled yet: compile it with backend="cotrain" and call it '
@@ -266,22 +305,20 @@ def synchronize() -> None:
     wait_for_tails()
 
 
-_compiled: weakref.WeakKeyDictionary[CompiledStep, tuple[Any, tuple[int, ...]]]
+_compiled: weakref.WeakKeyDictionary[CompiledStep, tuple[Any, tuple[int, ...], Options]]
 _compiled = weakref.WeakKeyDictionary()
 
 
 def _register(compiled: CompiledStep, session: Session) -> None:
-    _compiled[compiled] = (session.code, session.frame_objects)
+    _compiled[compiled] = (session.code, session.frame_objects, session.options)
 
 
-def _refuse_other_devices(values: Sequence[Any], options: Options) -> None:
-    devices = {v.device.type for v in values if isinstance(v, torch.Tensor)} - {"cpu"}
-    if devices or options.device == "cuda":
-        found = f"the step has tensors on {', '.join(devices)}" if devices else "device is 'cuda'"
-        raise OptionError(
-            f"{found}, but this version runs steps on the emulated device only; keep model and "
-            "batch on the CPU and leave the option device out"
-        )
+def _last_placement(session: Session) -> Placement | None:
+    """The placement of what ran last of this step function."""
+    made_as = (session.code, session.frame_objects, session.options)
+    found = [compiled for compiled, of in _compiled.items() if of == made_as and compiled.steps]
+    newest = max(found, key=lambda compiled: compiled.last_run_s, default=None)
+    return None if newest is None else newest.plan.placement
 
 
 def _our_options(compiler_fn: object) -> Mapping[str, Any] | None:

@@ -36,7 +36,11 @@ class FormatError(CotrainError, ValueError):
 
 
 class OutOfDeviceMemory(CotrainError, RuntimeError):
-    """The step needed more device memory than its budget while it ran."""
+    """The step needed more memory than its budget while it ran; `tier` says where."""
+
+    def __init__(self, message: str, *, tier: str) -> None:
+        super().__init__(message)
+        self.tier = tier
 
 
 class StepFailed(CotrainError, RuntimeError):
@@ -45,3 +49,7 @@ class StepFailed(CotrainError, RuntimeError):
 
 class VerifyError(CotrainError, RuntimeError):
     """A verified step did not do what the captured step does; the first tensor that differs."""
+
+
+class HostMemoryError(CotrainError, RuntimeError):
+    """This computer does not have the host memory that a plan needs, or cannot pin it."""

@@ -75,6 +75,7 @@ class Options:
     dump: str | None = None
     machine: str = "this-machine"
     throttle: bool = False
+    timeline: bool = False
     poison: bool = True
     profile: str | None = None
     verify: int = 0
@@ -186,6 +187,7 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
     "dump": _text,
     "machine": _text,
     "throttle": _flag,
+    "timeline": _flag,
     "poison": _flag,
     "profile": _text,
     "verify": _count,

@@ -104,14 +104,21 @@ def _subgraph(
         if node not in values:
             written = node.target is COPY
             values[node] = (
-                value_of(written_by(node)) if written else graph.node_copy(node, value_of)
+                value_of(written_by(node)) if written else _on_host(graph.node_copy(node, value_of))
             )
         return values[node]
 
     for node in members:
-        values[node] = graph.node_copy(node, value_of)
+        values[node] = _on_host(graph.node_copy(node, value_of))
     graph.output(())
     return fx.GraphModule(root, graph, "HostRegion")
+
+
+def _on_host(node: fx.Node) -> fx.Node:
+    """`node`, whose result is made on the host: a constant was traced on the compute device."""
+    if node.kwargs.get("device") is not None:
+        node.kwargs = {**node.kwargs, "device": torch.device("cpu")}
+    return node
 
 
 def _use_the_parameter_itself(members: list[fx.Node]) -> None:

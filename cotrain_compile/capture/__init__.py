@@ -62,10 +62,10 @@ def capture(
         placeholders, example_inputs, traced_modules(), session.optimizers, session.scalers
     )
     detach_outputs(module)
-    if not session.options.keep_grads:
-        cleared = session.cleared_first
-        stores = gradient_stores(module, example_inputs)
-        drop_outputs(module, [node for param, node in stores if id(param) in cleared])
+    stores = gradient_stores(module, example_inputs)
+    cleared = set[int]() if session.options.keep_grads else session.cleared_first
+    drop_outputs(module, [node for param, node in stores if id(param) in cleared])
+    session.keeping_gradient = {id(param) for param, _ in stores} - cleared
 
     def compile_aten(aten_module: fx.GraphModule) -> Callable[..., Any]:
         prepare(aten_module)

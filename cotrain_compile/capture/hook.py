@@ -23,6 +23,7 @@ from torch._dynamo.types import (  # type: ignore[attr-defined]
     FrameExecStrategy,
 )
 
+from cotrain_compile.capture.compute_device import chosen_device, seen_on_compute_device
 from cotrain_compile.capture.diagnose import diagnose
 from cotrain_compile.capture.dynamo_patches import whole_step_tracing
 from cotrain_compile.capture.session import Session, active
@@ -58,11 +59,11 @@ def install(is_ours: Callable[[object], Mapping[str, Any] | None]) -> None:
 def _trace_step(
     trace: Callable[[], ConvertFrameReturn], frame: Mapping[str, Any], options: Mapping[str, Any]
 ) -> ConvertFrameReturn:
-    session = Session(
-        Options.parse(options), frame["code"], frame_objects(frame["code"], frame["closure"])
-    )
+    parsed, code = Options.parse(options), frame["code"]
+    device = chosen_device(parsed.device)
+    session = Session(parsed, code, frame_objects(code, frame["closure"]), device)
     try:
-        with active(session), whole_step_tracing(session):
+        with active(session), whole_step_tracing(session), seen_on_compute_device(session):
             result = trace()
         if not session.graph_was_compiled:
             raise session.refuse(

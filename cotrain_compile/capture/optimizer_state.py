@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 @dataclass
@@ -23,6 +25,7 @@ class OptimizerRecord:
     _flags: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)
     _created: list[torch.Tensor] = field(default_factory=list)
     _stateless: set[int] = field(default_factory=set)
+    _owners: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def start_tracing(self) -> None:
         """Create missing state and select the per-parameter implementation.
@@ -31,6 +34,11 @@ class OptimizerRecord:
         """
         self.steps = 0
         self._created += create_state(self.optimizer, frozenset(self._stateless))
+        self._owners = {
+            id(value): param
+            for param, states in self.optimizer.state.items()
+            for value in states.values()
+        }
         self.restore_flags()
         for group in self.optimizer.param_groups:
             for flag in ("foreach", "fused"):
@@ -42,6 +50,10 @@ class OptimizerRecord:
         if "_step_supports_amp_scaling" in settings:
             self._flags.append((settings, "_step_supports_amp_scaling", True))
             settings["_step_supports_amp_scaling"] = False
+
+    def owner_of(self, state: torch.Tensor) -> torch.Tensor | None:
+        """The parameter whose state a tensor is; None for all else."""
+        return self._owners.get(id(state))
 
     def restore_flags(self) -> None:
         while self._flags:
@@ -92,9 +104,30 @@ def create_state(
         _init_with_stand_in_gradients(optimizer, init_group, group, fresh)
         if isinstance(optimizer, torch.optim.SGD) and group["momentum"] and not group["dampening"]:
             for param in fresh:
-                optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param).detach()
+                with _made_on_host():
+                    optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param).detach()
         created += [param for param in fresh if optimizer.state.get(param)]
     return created
+
+
+def _made_on_host() -> AbstractContextManager[Any]:
+    """Within it, new tensors are made on the host: all states together may not fit on the device.
+
+    The plan then brings each one to its home.
+    """
+    return _OnHost()  # type: ignore[no-untyped-call]
+
+
+class _OnHost(TorchDispatchMode):
+    """Replaces the device of every op that takes one."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if any(argument.name == "device" for argument in func._schema.arguments):
+            kwargs["device"] = torch.device("cpu")
+        return func(*args, **kwargs)
 
 
 def _init_with_stand_in_gradients(
@@ -110,7 +143,7 @@ def _init_with_stand_in_gradients(
             param.grad = None
         for param in fresh:
             param.grad = param.detach().new_zeros(()).expand_as(param)
-        with torch.no_grad():
+        with torch.no_grad(), _made_on_host():
             init_group(optimizer, group, *lists)
     finally:
         for param, gradient in zip(group["params"], gradients, strict=True):

@@ -24,10 +24,14 @@ class Session:
     options: Options
     code: CodeType
     frame_objects: tuple[int, ...]
+    # Where the user wants the step to compute; None: where its model is.
+    device: torch.device | None = None
     optimizers: list[OptimizerRecord] = field(default_factory=list)
     scalers: list[ScalerRecord] = field(default_factory=list)
     # Ids of parameters whose gradients the step clears before its first backward.
     cleared_first: set[int] = field(default_factory=set)
+    # Ids of parameters that have a gradient in `.grad` after the step.
+    keeping_gradient: set[int] = field(default_factory=set)
     refusal: CaptureError | None = None
     graph_was_compiled: bool = False
 

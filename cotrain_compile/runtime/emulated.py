@@ -15,19 +15,19 @@ from typing import Any
 import torch
 from torch import fx
 
-from cotrain_compile.errors import StepFailed
 from cotrain_compile.machine import Link, Machine, Tier
 from cotrain_compile.plan import Lane as LaneName
 from cotrain_compile.plan import Span
+from cotrain_compile.runtime.device import Device, whole_storage
 from cotrain_compile.runtime.host_kernels import HostKernel
-from cotrain_compile.runtime.lanes import Lane, Task
+from cotrain_compile.runtime.lanes import Task
 from cotrain_compile.runtime.meter import Meter
 
 # Linux wakes a sleeping thread this much late (prctl(2), PR_SET_TIMERSLACK).
 _TIMER_SLACK_S = 50e-6
 
 
-class EmulatedDevice:
+class EmulatedDevice(Device):
     """Runs the tasks of a placed step on threads; one per compiled step.
 
     `kernels` has a host kernel for each region, by task name.
@@ -42,27 +42,12 @@ class EmulatedDevice:
         throttle: bool = False,
         poison: bool = True,
     ) -> None:
-        self.meter = Meter(budgets)
+        super().__init__(Meter(budgets), machine.host_update.workers)
         self._kernels = kernels
         self._poison = _poison if poison else _leave
         links = {LaneName.D2H: machine.d2h, LaneName.H2D: machine.h2d}
         self._links: Mapping[LaneName, Link] = links if throttle else {}
         self._host_bytes_per_s = machine.host.bytes_per_s
-        self._lanes = {
-            LaneName.D2H: Lane(LaneName.D2H),
-            LaneName.H2D: Lane(LaneName.H2D),
-            LaneName.HOST: Lane(LaneName.HOST, machine.host_update.workers),
-        }
-        self._tasks: dict[str, Task] = {}
-        self._previous: dict[str, Task] = {}
-        self.origin_s = 0.0
-
-    def start_step(self) -> None:
-        """Begin a new step: what is in flight is of the step before, peaks count from here."""
-        self._previous, self._tasks = self._tasks, {}
-        self.origin_s = time.perf_counter()
-        in_flight = not all(task.done.is_set() for task in self._previous.values())
-        self.meter.start_step(keep=Tier.HOST if in_flight else None)
 
     def offload(
         self,
@@ -133,40 +118,11 @@ class EmulatedDevice:
         needed = self._needed(after, after_previous)
         self._submit(LaneName.HOST, task, needed, lambda: kernel(inputs, self.meter))
 
-    def wait(self, tasks: Sequence[str]) -> None:
-        for name in tasks:
-            self._await(self._tasks[name])
+    def mark(self) -> float:
+        return time.perf_counter()
 
-    def wait_previous(self, tasks: Sequence[str]) -> None:
-        for name in tasks:
-            if name in self._previous:
-                self._await(self._previous[name])
-
-    def _await(self, task: Task) -> None:
-        task.done.wait()
-        if task.error is not None:
-            # What failed first: the error of a task is also that of those that come after it.
-            known = (*self._previous.values(), *self._tasks.values())
-            first = next(t for t in known if t.error is task.error)
-            raise StepFailed(f"{first.name} failed: {task.error}") from task.error
-
-    def drain(self) -> None:
-        """Wait until every task in flight has ended, whether or not it failed."""
-        for task in (*self._previous.values(), *self._tasks.values()):
-            task.done.wait()
-
-    def tasks(self, *, previous: bool = False) -> Mapping[str, Task]:
-        """The tasks started in this step, or in the one before, by name."""
-        return self._previous if previous else self._tasks
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a task is in flight."""
-        return not all(task.done.is_set() for task in self._tasks.values())
-
-    def forget(self) -> None:
-        """Let go of all tasks, which have ended: the next step finds none before it."""
-        self._previous, self._tasks = {}, {}
+    def seconds(self, mark: float) -> float:
+        return mark - self.origin_s
 
     def spans(self) -> list[Span]:
         """What the tasks of this step, and what is left of the one before, have done in it so far.
@@ -178,16 +134,17 @@ class EmulatedDevice:
         spans = [span for task in tasks if (span := task.span(self.origin_s, now_s)) is not None]
         return [span for span in spans if span.end_s > 0]
 
-    def _needed(self, after: Sequence[str], after_previous: Sequence[str]) -> list[Task]:
-        """The tasks that one waits for before it starts."""
-        previous = [self._previous[name] for name in after_previous if name in self._previous]
-        return [*previous, *(self._tasks[name] for name in after)]
+    def peak_bytes(self) -> Mapping[Tier, int]:
+        return dict(self.meter.peak_bytes)
+
+    def random_state_devices(self) -> Sequence[int]:
+        return ()
 
     def _copy_afresh(
         self, lane: LaneName, tier: Tier, source: torch.Tensor, task: str, needed: Sequence[Task]
     ) -> torch.Tensor:
         """A new tensor on `tier` that gets the whole storage of `source`, so that any view fits."""
-        row = _whole_storage(source)
+        row = whole_storage(source)
         copied = torch.empty_like(row)
         self._poison(copied)
         self.meter.track(copied, tier, task)
@@ -216,17 +173,9 @@ class EmulatedDevice:
         destination.copy_(source)
         _sleep_until(end_s)
 
-    def _submit(self, lane: LaneName, name: str, needed: Sequence[Task], work: Any) -> None:
-        self._tasks[name] = self._lanes[lane].submit(name, work, needed)
-
 
 def _sleep_until(time_s: float) -> None:
     time.sleep(max(0.0, time_s - time.perf_counter() - _TIMER_SLACK_S))
-
-
-def _whole_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """All of the storage that `tensor` shows, as one row."""
-    return tensor.new_empty(0).set_(tensor.untyped_storage())
 
 
 def _poison(destination: torch.Tensor) -> None:

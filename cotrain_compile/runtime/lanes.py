@@ -18,7 +18,7 @@ class Task:
     """One unit of work on a lane; `done` is set when it has ended, well or badly."""
 
     def __init__(
-        self, name: str, lane: str, work: Callable[[], None], after: Sequence[Task]
+        self, name: str, lane: str, work: Callable[[], object], after: Sequence[Task]
     ) -> None:
         self.name = name
         self.lane = lane
@@ -26,7 +26,7 @@ class Task:
         self.started = False
         self.error: BaseException | None = None
         self.start_s = self.end_s = 0.0
-        self._work: Callable[[], None] | None = work
+        self._work: Callable[[], object] | None = work
         self._after: Sequence[Task] = after
 
     def run(self) -> None:
@@ -83,7 +83,7 @@ class Lane:
             thread.start()
         weakref.finalize(self, _stop, self._queue, workers)
 
-    def submit(self, name: str, work: Callable[[], None], after: Sequence[Task]) -> Task:
+    def submit(self, name: str, work: Callable[[], object], after: Sequence[Task]) -> Task:
         task = Task(name, self.name, work, after)
         self._queue.put(task)
         return task

@@ -74,7 +74,8 @@ class Meter:
         if used > budget:
             raise OutOfDeviceMemory(
                 f"out of memory on the {tier} at {where}: {format_bytes(used)} in use with this "
-                f"{format_bytes(nbytes)}, budget {format_bytes(budget)}"
+                f"{format_bytes(nbytes)}, budget {format_bytes(budget)}",
+                tier=tier,
             )
 
     def _forget(self, key: int) -> None:

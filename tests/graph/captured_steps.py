@@ -9,13 +9,11 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from cotrain_compile import compile as pipeline
 from cotrain_compile.backends.compiled_step import CompiledStep
 from cotrain_compile.compile import budgets
 from cotrain_compile.dataflow import Dataflow, Role
@@ -37,6 +35,7 @@ from tests.graph.steps import (
     Case,
     MakeOptimizers,
     Step,
+    compiling_with,
     cotrain,
     make_step,
 )
@@ -167,7 +166,7 @@ def captured(name: str) -> Captured:
     batches = tuple(training.case.make_batch() for _ in range(STEPS))
     step = training.make(model, training.make_optimizers(model), training.case.loss_of)
     torch._dynamo.reset()
-    with mock.patch.object(pipeline, "compile_step", note):
+    with compiling_with(note):
         cotrain()(step)(*batches[0])
     graph, inputs = seen[0]
     return Captured(graph, tuple(inputs), batches)

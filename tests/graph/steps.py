@@ -6,7 +6,8 @@ steps and returns all that training changes, so that two runs can be compared te
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -316,8 +317,18 @@ def train_unplaced(case: Case, make_optimizers: MakeOptimizers) -> Run:
 
         return run
 
-    with mock.patch.object(pipeline, "compile_step", run_as_captured):
+    with compiling_with(run_as_captured):
         return train(case, make_optimizers, cotrain())
+
+
+@contextmanager
+def compiling_with(compile_step: Callable[..., Any]) -> Iterator[None]:
+    """Within it, `compile_step` makes what runs a captured step; there is no rehearsal."""
+    with (
+        mock.patch.object(pipeline, "compile_step", compile_step),
+        mock.patch.object(pipeline, "Rehearsed", lambda compile_within, **_: compile_within(None)),
+    ):
+        yield
 
 
 def all_tensors(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:

@@ -1,0 +1,99 @@
+"""Devices: which device a captured step runs on, what is refused there, and its runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from cotrain_compile import presets
+from cotrain_compile.backends.compiled_step import CompiledStep
+from cotrain_compile.errors import OptionError
+from cotrain_compile.graph import StepGraph
+from cotrain_compile.machine import Machine, Tier
+from cotrain_compile.options import Options
+from cotrain_compile.placement.problem import Problem
+from cotrain_compile.runtime.cuda_setup import cuda_device, cuda_machine
+from cotrain_compile.runtime.device import Device
+from cotrain_compile.runtime.emulated import EmulatedDevice
+from cotrain_compile.runtime.host_kernels import HostKernel
+
+_CPU = torch.device("cpu")
+
+
+def compute_device_of(step: StepGraph) -> torch.device:
+    """The device that the step was traced on: the accelerator where it has tensors on one."""
+    return max(_traced_devices(step), key=lambda device: device != _CPU)
+
+
+def runs_on_cuda(step: StepGraph) -> bool:
+    """Whether the step runs on a CUDA device; else it runs on the emulated one."""
+    return compute_device_of(step).type == "cuda"
+
+
+def refuse_other_devices(step: StepGraph, options: Options) -> None:
+    """Raise `OptionError` unless the step runs on the CPU or on one CUDA device, as asked for."""
+    found = sorted(str(device) for device in _traced_devices(step) if device != _CPU)
+    if len(found) > 1 or any(not name.startswith("cuda") for name in found):
+        raise OptionError(
+            f"the step has tensors on {' and '.join(found)}, but it runs on the CPU or on one CUDA "
+            "device; move model and batch there"
+        )
+    if found and options.device == "cpu":
+        raise OptionError(
+            f"option 'device' is 'cpu', but the step has tensors on {found[0]}; move model and "
+            "batch to the CPU, or leave the option out"
+        )
+
+
+def refuse_gradients_of_hosted(
+    compiled: CompiledStep, values: Sequence[Any], keeping_gradient: Collection[int]
+) -> None:
+    """Raise `OptionError` where a parameter at home on the host would get a gradient on a card.
+
+    torch allows no such `.grad`. `keeping_gradient` are ids of those of the user's tensors `values`
+    that have a gradient after the step.
+    """
+    homes = compiled.plan.placement.homes
+    hosted = [
+        item.name
+        for item, value in zip(compiled.graph.inputs, values, strict=True)
+        if id(value) in keeping_gradient and homes.get(item.name) is Tier.HOST
+    ]
+    if hosted and runs_on_cuda(compiled.graph):
+        raise OptionError(
+            f"the step leaves gradients in .grad of {len(hosted)} parameters that rest on the host "
+            f"(first: {hosted[0]}); call zero_grad() at the start or the end of the step without "
+            "keep_grads, or raise memory_budget"
+        )
+
+
+def machine_for(step: StepGraph, options: Options) -> Machine:
+    """The machine that `options` name; "this-machine" is the one that the step runs on."""
+    if runs_on_cuda(step):
+        return cuda_machine(options.machine, compute_device_of(step))
+    return presets.find(options.machine)
+
+
+def runtime_for(
+    step: StepGraph, problem: Problem, kernels: Mapping[str, HostKernel], options: Options
+) -> Device:
+    """The device that carries out the tasks of the step."""
+    if runs_on_cuda(step):
+        device = compute_device_of(step)
+        timed = options.timeline
+        return cuda_device(device, problem.machine, problem.budgets, kernels, timed=timed)
+    return EmulatedDevice(
+        problem.machine,
+        problem.budgets,
+        kernels,
+        throttle=options.throttle,
+        poison=options.poison,
+    )
+
+
+def _traced_devices(step: StepGraph) -> set[torch.device]:
+    inputs = step.module.graph.find_nodes(op="placeholder")
+    values = [node.meta.get("val") for node in inputs]
+    return {value.device for value in values if isinstance(value, torch.Tensor)} or {_CPU}

@@ -1,0 +1,106 @@
+"""First step: before a plan's first step everything runs once without writing anything.
+
+Where that runs out of device memory, no parameter or state has changed, and the step is planned
+again with the measured overshoot taken off its budget, as AutoTM does (Hildebrand et al., ASPLOS
+2020, section 4.3), then rehearsed again.
+"""
+
+from __future__ import annotations
+
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from cotrain_compile.backends.compiled_step import CompiledStep
+from cotrain_compile.errors import OutOfDeviceMemory, PlacementError
+from cotrain_compile.machine import Tier
+from cotrain_compile.units import format_bytes
+
+ROUNDS = 3
+# The least part of a budget that a new round takes off: where a card's memory is in pieces, an
+# allocation fails though the sum of all is below the budget.
+LEAST_STEP = 0.05
+
+
+class Rehearsed:
+    """Runs a `CompiledStep`, the first time after a rehearsal.
+
+    `compile_within(device_bytes)` compiles it for that budget, None: for the user's. Where
+    `replans` is false a rehearsal that fails is the end.
+    """
+
+    def __init__(
+        self, compile_within: Callable[[int | None], CompiledStep], *, replans: bool = True
+    ) -> None:
+        self._compile_within = compile_within
+        self._rounds = ROUNDS if replans else 0
+        self._rehearsed = False
+        self.compiled = compile_within(None)
+
+    def __call__(self, inputs: list[Any]) -> Any:
+        if not self._rehearsed:
+            self._rehearse(inputs)
+        return self.compiled(inputs)
+
+    def _rehearse(self, inputs: Sequence[Any]) -> None:
+        for left in range(self._rounds, -1, -1):
+            error = self._out_of_memory(inputs)
+            over_bytes = self._overshoot_bytes(error)
+            if over_bytes == 0:
+                break
+            if left and self._plans_again(over_bytes, error):
+                continue
+            if error is not None:
+                error.add_note("No parameter or optimizer state was changed by this step.")
+                raise error
+            break  # above the budget by what no plan can spare; the memory was there
+        self._rehearsed = True
+
+    def _out_of_memory(self, inputs: Sequence[Any]) -> Exception | None:
+        """The error of a rehearsal that ran out of device memory; raises every other."""
+        try:
+            self.compiled.rehearse(inputs)
+        except (OutOfDeviceMemory, torch.OutOfMemoryError) as error:
+            if isinstance(error, OutOfDeviceMemory) and error.tier != Tier.DEVICE:
+                raise
+            # The tensors in the frames that it came through would live as long as the error.
+            traceback.clear_frames(error.__traceback__)
+            return error
+        return None
+
+    def _overshoot_bytes(self, error: Exception | None) -> int:
+        """Device bytes above the plan where that ran out of memory, else above the budget."""
+        peak_bytes = self.compiled.peak_bytes[Tier.DEVICE]
+        if error is None:
+            return max(0, peak_bytes - self.compiled.allowed_bytes)
+        over_bytes = peak_bytes - self._planned_bytes()
+        return max(over_bytes, int(LEAST_STEP * self._planned_bytes()), 1)
+
+    def _plans_again(self, over_bytes: int, error: Exception | None) -> bool:
+        """Plan for less; False where there was an `error` and nothing fits into what is left."""
+        budget_bytes = self._planned_bytes() - over_bytes
+        try:
+            compiled = self._compile_within(max(1, budget_bytes))
+        except PlacementError as infeasible:
+            if error is not None:
+                error.add_note(
+                    f"The step took {format_bytes(over_bytes)} more than planned, and does not fit "
+                    f"into so much less: {infeasible}"
+                )
+            return False
+        warnings.warn(
+            f"cotrain: the step took {format_bytes(over_bytes)} more on the device than planned; "
+            f"nothing was changed, and it is planned again for {format_bytes(budget_bytes)}",
+            stacklevel=2,
+        )
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        self.compiled = compiled
+        return True
+
+    def _planned_bytes(self) -> int:
+        """What the plan needs, which is at most what it was allowed."""
+        return self.compiled.plan.predicted.peak_bytes[Tier.DEVICE]

@@ -1,0 +1,292 @@
+"""The CUDA runtime: the tasks of a placed step on streams of a card and on threads of the host.
+
+Each direction of the link has a stream, fed by the thread of its lane. A copy is issued by the
+thread when the host tasks it comes after are done; its stream waits for the copies it comes after,
+and for the event that the step's thread recorded on the compute stream at the copy's place in the
+graph. A task of the host waits for copies by their events. So a lane's task is done when it is
+issued (a copy) or when its work is (the host), and the compute stream waits for the rest.
+
+Why no tensor is freed too early. Device tensors are all allocated and freed by the step's thread,
+in the order of the compute stream, which is the order the caching allocator knows. (1) A fetch
+writes to memory allocated before its event was recorded, so what that memory was used for before
+comes before the copy. (2) The source of an offload and the destination of a fetch are alive until
+the compute stream waits for the copy (`kept` of the wait, first use of the fetched tensor), so what
+the memory is used for next comes after it. (3) A slab of the host goes back to the pool with the
+events of its copies, and the next writer waits for those. (4) A step that fails keeps its tensors
+until `drain` has synchronised the card. Nothing is left to `record_stream`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from cotrain_compile.machine import Tier
+from cotrain_compile.plan import Lane as LaneName
+from cotrain_compile.plan import Span
+from cotrain_compile.runtime import homes
+from cotrain_compile.runtime.card import Card
+from cotrain_compile.runtime.device import Device, whole_storage
+from cotrain_compile.runtime.host_kernels import HostKernel
+from cotrain_compile.runtime.meter import Meter
+from cotrain_compile.runtime.pinned import Event, PinnedPool
+
+_UNLIMITED = 1 << 62
+
+
+@dataclass
+class _Copy:
+    """The events around a copy, from when it is issued; `start` only where copies are timed."""
+
+    start: Event | None = None
+    end: Event | None = None
+
+
+class CudaDevice(Device):
+    """Runs the tasks of a placed step on `card`; one per compiled step.
+
+    `pool` has the host's memory, `kernels` a host kernel for each region by task name. The card
+    limits device memory, `host_budget_bytes` the host's. `timed` times every op and copy, which
+    costs an event each and a synchronisation before the step.
+    """
+
+    # Workspaces of libraries (cuBLAS takes up to 32 MiB) are no tensors of the step.
+    slack_bytes = 2**26
+
+    def __init__(
+        self,
+        card: Card,
+        pool: PinnedPool,
+        host_budget_bytes: int,
+        kernels: Mapping[str, HostKernel],
+        *,
+        host_workers: int = 1,
+        timed: bool = False,
+    ) -> None:
+        super().__init__(
+            Meter({Tier.DEVICE: _UNLIMITED, Tier.HOST: host_budget_bytes}), host_workers
+        )
+        self._card = card
+        self._pool = pool
+        self._kernels = kernels
+        self._timed = timed
+        self._streams = {lane: card.stream() for lane in (LaneName.D2H, LaneName.H2D)}
+        self._copies: dict[str, _Copy] = {}
+        self._previous_copies: dict[str, _Copy] = {}
+        self._origin: Event | None = None
+        self._before_bytes = self._others_bytes = 0
+
+    def start_step(self) -> None:
+        super().start_step()
+        self._previous_copies, self._copies = self._copies, {}
+        self._card.start_step()
+        self._before_bytes = self._card.allocated_bytes()
+        if self._timed:
+            # Events and perf_counter then count from one moment.
+            self._card.synchronize()
+            self._origin = self._card.record(None, timed=True)
+            self.origin_s = time.perf_counter()
+
+    def inputs_are_counted(self) -> None:
+        self._others_bytes = self._before_bytes - self.meter.used_bytes[Tier.DEVICE]
+
+    def finish_step(self) -> None:
+        # The user may read a home on the host at once, and no stream orders that. What has not
+        # been issued yet goes on under the next step, and writes to no home on the host.
+        for copy in self._copies.values():
+            if copy.end is not None:
+                copy.end.synchronize()
+
+    def drain(self) -> None:
+        super().drain()
+        self._card.synchronize()
+
+    @property
+    def is_busy(self) -> bool:
+        ends = [copy.end for copy in self._copies.values()]
+        return super().is_busy or not all(end is not None and end.query() for end in ends)
+
+    def forget(self) -> None:
+        super().forget()
+        self._previous_copies, self._copies = {}, {}
+
+    def bring_home(self, tensors: Sequence[tuple[torch.Tensor, Tier]]) -> None:
+        homes.bring_home(tensors, self._card, self._pool)
+
+    def offload(
+        self,
+        source: torch.Tensor,
+        task: str,
+        after: Sequence[str],
+        after_previous: Sequence[str] = (),
+    ) -> torch.Tensor:
+        row = whole_storage(source)
+        copied = self._pool.empty_like(row)
+        self.meter.track(copied, Tier.HOST, task)
+        self._copy(LaneName.D2H, copied, row, task, after, after_previous)
+        return copied.as_strided(source.size(), source.stride(), source.storage_offset())
+
+    def offload_into(
+        self,
+        destination: torch.Tensor,
+        source: torch.Tensor,
+        task: str,
+        after: Sequence[str],
+        after_previous: Sequence[str] = (),
+    ) -> None:
+        self._copy(LaneName.D2H, destination, source, task, after, after_previous)
+
+    def prefetch(
+        self,
+        source: torch.Tensor,
+        task: str,
+        after: Sequence[str],
+        after_previous: Sequence[str] = (),
+    ) -> torch.Tensor:
+        row = whole_storage(source)
+        copied = torch.empty_like(row, device=self._card.device)
+        self.meter.track(copied, Tier.DEVICE, task)
+        self._copy(LaneName.H2D, copied, row, task, after, after_previous)
+        return copied.as_strided(source.size(), source.stride(), source.storage_offset())
+
+    def prefetch_into(
+        self,
+        destination: torch.Tensor,
+        source: torch.Tensor,
+        task: str,
+        after: Sequence[str],
+        after_previous: Sequence[str] = (),
+    ) -> None:
+        self._copy(LaneName.H2D, destination, source, task, after, after_previous)
+
+    def host_cast(
+        self,
+        source: torch.Tensor,
+        dtype: torch.dtype,
+        task: str,
+        after: Sequence[str],
+        after_previous: Sequence[str] = (),
+    ) -> torch.Tensor:
+        made = self._pool.empty_like(source, dtype)
+        self.meter.track(made, Tier.HOST, task)
+        busy = self._pool.pending(made)
+        self._submit_to_host(task, after, after_previous, lambda: made.copy_(source), busy)
+        return made
+
+    def run_region(
+        self,
+        region: fx.GraphModule,
+        task: str,
+        after: Sequence[str],
+        inputs: Sequence[Any],
+        after_previous: Sequence[str] = (),
+    ) -> None:
+        kernel = self._kernels[task]
+        # A hyper-parameter or constant may live on the device; it is a few bytes.
+        at_hand = [v.cpu() if isinstance(v, torch.Tensor) else v for v in inputs]
+        self._submit_to_host(task, after, after_previous, lambda: kernel(at_hand, self.meter))
+
+    def wait(self, tasks: Sequence[str]) -> None:
+        super().wait(tasks)
+        for end in self._ends(tasks, ()):
+            self._card.hold(None, end)
+
+    def wait_previous(self, tasks: Sequence[str]) -> None:
+        super().wait_previous(tasks)
+        for end in self._ends((), tasks):
+            self._card.hold(None, end)
+
+    def mark(self) -> Event | None:
+        return self._card.record(None, timed=True) if self._timed else None
+
+    def seconds(self, mark: Event) -> float:
+        assert self._origin is not None
+        return self._card.seconds_between(self._origin, mark)
+
+    def spans(self) -> list[Span]:
+        """Of the tasks of this step alone; what is still to do when it returns has none."""
+        on_host = [
+            span
+            for name, task in self._tasks.items()
+            if name not in self._copies and task.ran
+            for span in [task.span(self.origin_s, task.end_s)]
+            if span is not None
+        ]
+        timed = [
+            (self._tasks[name].lane, name, copy.start, copy.end)
+            for name, copy in self._copies.items()
+            if copy.start is not None and copy.end is not None
+        ]
+        if timed:
+            self._card.synchronize()
+        copies = [Span(lane, name, self.seconds(a), self.seconds(b)) for lane, name, a, b in timed]
+        return on_host + copies
+
+    def peak_bytes(self) -> Mapping[Tier, int]:
+        """On the device what the allocator says, without what was there before the step."""
+        on_device = self._card.peak_bytes() - self._others_bytes
+        return {**self.meter.peak_bytes, Tier.DEVICE: on_device}
+
+    def random_state_devices(self) -> Sequence[int]:
+        return [self._card.device.index] if self._card.device.type == "cuda" else []
+
+    def _copy(
+        self,
+        lane: LaneName,
+        destination: torch.Tensor,
+        source: torch.Tensor,
+        task: str,
+        after: Sequence[str],
+        after_previous: Sequence[str],
+    ) -> None:
+        card, stream = self._card, self._streams[lane]
+        on_host = destination if lane is LaneName.D2H else source
+        issued = card.record(None)
+        before = self._copies_of(after, after_previous)
+        copy = self._copies[task] = _Copy()
+
+        def issue() -> None:
+            card.hold(stream, issued)
+            for event in (*_ends(before), *self._pool.pending(destination)):
+                card.hold(stream, event)
+            copy.start = card.record(stream, timed=True) if self._timed else None
+            card.copy(stream, destination, source)
+            copy.end = card.record(stream, timed=self._timed)
+            self._pool.note(on_host, copy.end)
+
+        self._submit(lane, task, self._needed(after, after_previous), issue)
+
+    def _submit_to_host(
+        self,
+        task: str,
+        after: Sequence[str],
+        after_previous: Sequence[str],
+        work: Callable[[], object],
+        events: Sequence[Event] = (),
+    ) -> None:
+        before = self._copies_of(after, after_previous)
+
+        def wait_and_work() -> None:
+            for event in (*_ends(before), *events):
+                event.synchronize()
+            work()
+
+        self._submit(LaneName.HOST, task, self._needed(after, after_previous), wait_and_work)
+
+    def _ends(self, tasks: Sequence[str], previous: Sequence[str]) -> list[Event]:
+        return _ends(self._copies_of(tasks, previous))
+
+    def _copies_of(self, tasks: Sequence[str], previous: Sequence[str]) -> list[_Copy]:
+        """Those of `tasks`, of this step and of the one before, that are copies."""
+        ours = [self._copies[task] for task in tasks if task in self._copies]
+        return ours + [self._previous_copies[t] for t in previous if t in self._previous_copies]
+
+
+def _ends(copies: Sequence[_Copy]) -> list[Event]:
+    """When each copy is done; all have been issued."""
+    return [copy.end for copy in copies if copy.end is not None]

@@ -1,0 +1,126 @@
+"""CUDA setup: what a step on a CUDA device of this computer is planned for and runs with.
+
+In: the user's options and the tensors of the step. Out: a `Machine` for the card, budgets from the
+memory that is free, and the device with one pool of pinned memory per process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+
+from cotrain_compile import presets
+from cotrain_compile.errors import PlacementError
+from cotrain_compile.machine import Machine, Tier
+from cotrain_compile.options import Options, Size
+from cotrain_compile.runtime.card import CudaCard
+from cotrain_compile.runtime.cuda import CudaDevice
+from cotrain_compile.runtime.host_kernels import HostKernel
+from cotrain_compile.runtime.pinned import PinnedPool, available_host_bytes
+from cotrain_compile.units import format_bytes
+
+# Of the card's memory, for what no plan counts: libraries' workspaces and kernels, and pieces
+# between tensors that are too small to use.
+RESERVE_FRACTION = 0.05
+RESERVE_LEAST_BYTES = 2**29
+
+# Cards by a word in their name. Of an unknown one the first is assumed: the slowest link.
+_KNOWN = (
+    ("3090", "rtx3090"),
+    ("4090", "rtx4090"),
+    ("V100", "v100-dgx2"),
+    ("A100", "a100-80"),
+    ("GH200", "gh200"),
+    ("H200", "h200"),
+    ("H100", "h100"),
+)
+
+
+def cuda_machine(name: str, device: torch.device) -> Machine:
+    """The machine to plan for: "this-machine" is this card with the rates of the preset like it.
+
+    Its capacities are the card's and this computer's. Raises as `presets.find`.
+    """
+    if name != presets.THIS_MACHINE:
+        return presets.find(name)
+    properties = torch.cuda.get_device_properties(device)
+    return machine_like(str(properties.name), int(properties.total_memory))
+
+
+def machine_like(card: str, capacity_bytes: int) -> Machine:
+    """A machine with a card of that name and memory, and this computer's host memory."""
+    known = next((preset for word, preset in _KNOWN if word in card), None)
+    like = presets.find(known or _KNOWN[0][1])
+    return replace(
+        like,
+        name=presets.THIS_MACHINE,
+        device=replace(like.device, capacity_bytes=capacity_bytes),
+        host=replace(like.host, capacity_bytes=presets.usable_memory_bytes()),
+        source=f"{card}: capacities as found, rates of the preset {like.name}"
+        f"{'' if known else ', since this card is not known'}; run `cotrain-compile calibrate "
+        "--device cuda` for measured ones",
+    )
+
+
+def within_free_memory(options: Options, values: Sequence[Any], device: torch.device) -> Options:
+    """`options` with budgets of what is free on both tiers, where the user set none.
+
+    What the step's own tensors `values` take already is theirs to use. Raises `PlacementError`
+    where nothing is left.
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    reserve = max(RESERVE_LEAST_BYTES, int(RESERVE_FRACTION * total))
+    device_bytes = free + cached + _storage_bytes(values, device.type) - reserve
+    if options.memory_budget is None and device_bytes <= 0:
+        raise PlacementError(
+            f"the card has {format_bytes(free + cached)} free, and {format_bytes(reserve)} are "
+            "kept for libraries; free memory on it, or set memory_budget",
+            shortfall_bytes=1 - device_bytes,
+        )
+    host_bytes = available_host_bytes() + pool(device.index).held_bytes
+    host_bytes += _storage_bytes([v for v in values if not _is_pooled(v, device)], "cpu")
+    return replace(
+        options,
+        memory_budget=options.memory_budget or Size(nbytes=device_bytes),
+        host_memory_budget=options.host_memory_budget or Size(nbytes=max(1, host_bytes)),
+    )
+
+
+def cuda_device(
+    device: torch.device,
+    machine: Machine,
+    budgets: Mapping[Tier, int],
+    kernels: Mapping[str, HostKernel],
+    *,
+    timed: bool,
+) -> CudaDevice:
+    """The runtime of one compiled step on `device`."""
+    return CudaDevice(
+        CudaCard(device),
+        pool(device.index),
+        budgets[Tier.HOST],
+        kernels,
+        host_workers=machine.host_update.workers,
+        timed=timed,
+    )
+
+
+@cache
+def pool(index: int) -> PinnedPool:
+    """The pinned memory for one card, shared by all steps of the process."""
+    return PinnedPool(CudaCard(torch.device("cuda", index)).pin)
+
+
+def _is_pooled(value: Any, device: torch.device) -> bool:
+    return isinstance(value, torch.Tensor) and pool(device.index).holds(value)
+
+
+def _storage_bytes(values: Sequence[Any], device_type: str) -> int:
+    storages = [v.untyped_storage() for v in values if isinstance(v, torch.Tensor)]
+    sizes = {s._cdata: s.nbytes() for s in storages if s.device.type == device_type}
+    return sum(sizes.values())

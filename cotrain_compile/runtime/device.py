@@ -1,0 +1,221 @@
+"""Device: what a compiled step needs of the device it runs on, and what all kinds have in common.
+
+A `Device` carries out the tasks of a placed step on lanes (one thread for each direction of the
+link, one or more for the host), remembers which of them ran, and says when and with how much
+memory. `rehearsing` is the same without the writes that the user would see.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+
+from cotrain_compile.errors import StepFailed
+from cotrain_compile.machine import Tier
+from cotrain_compile.plan import Lane as LaneName
+from cotrain_compile.plan import Span
+from cotrain_compile.runtime.lanes import Lane, Task
+from cotrain_compile.runtime.meter import Meter
+from cotrain_compile.runtime.ops import Runtime, running_on
+
+
+class Device(ABC, Runtime):
+    """Runs the tasks of a placed step; one per compiled step.
+
+    `meter` counts the bytes of live tensors; on the device, `slack_bytes` more than a plan says may
+    be taken. Times are perf_counter seconds; `origin_s` is when the step began.
+    """
+
+    slack_bytes = 0
+
+    def __init__(self, meter: Meter, host_workers: int) -> None:
+        self.meter = meter
+        self.origin_s = 0.0
+        self._lanes = {
+            LaneName.D2H: Lane(LaneName.D2H),
+            LaneName.H2D: Lane(LaneName.H2D),
+            LaneName.HOST: Lane(LaneName.HOST, host_workers),
+        }
+        self._tasks: dict[str, Task] = {}
+        self._previous: dict[str, Task] = {}
+
+    def start_step(self) -> None:
+        """Begin a new step: what is in flight is of the step before, peaks count from here."""
+        self._previous, self._tasks = self._tasks, {}
+        self.origin_s = time.perf_counter()
+        in_flight = not all(task.done.is_set() for task in self._previous.values())
+        self.meter.start_step(keep=Tier.HOST if in_flight else None)
+
+    def inputs_are_counted(self) -> None:
+        """The meter knows the tensors that the step was given; what comes now is its own."""
+
+    def finish_step(self) -> None:
+        """Return when what the step has started is done, but for what the next one waits for."""
+
+    def wait(self, tasks: Sequence[str]) -> None:
+        for name in tasks:
+            self._await(self._tasks[name])
+
+    def wait_previous(self, tasks: Sequence[str]) -> None:
+        for name in tasks:
+            if name in self._previous:
+                self._await(self._previous[name])
+
+    def _await(self, task: Task) -> None:
+        task.done.wait()
+        if task.error is not None:
+            # What failed first: the error of a task is also that of those that come after it.
+            known = (*self._previous.values(), *self._tasks.values())
+            first = next(t for t in known if t.error is task.error)
+            raise StepFailed(f"{first.name} failed: {task.error}") from task.error
+
+    def drain(self) -> None:
+        """Wait until every task in flight has ended, whether or not it failed."""
+        for task in (*self._previous.values(), *self._tasks.values()):
+            task.done.wait()
+
+    def tasks(self, *, previous: bool = False) -> Mapping[str, Task]:
+        """The tasks started in this step, or in the one before, by name."""
+        return self._previous if previous else self._tasks
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a task is in flight."""
+        return not all(task.done.is_set() for task in self._tasks.values())
+
+    def forget(self) -> None:
+        """Let go of all tasks, which have ended: the next step finds none before it."""
+        self._previous, self._tasks = {}, {}
+
+    def skip(self, task: str, after: Sequence[str]) -> None:
+        """Note `task` as one that does nothing but come after others."""
+        self._submit(LaneName.HOST, task, self._needed(after, ()), _nothing)
+
+    def bring_home(self, tensors: Sequence[tuple[torch.Tensor, Tier]]) -> None:
+        """Move persistent tensors of the user's to the tiers where the plan wants them."""
+
+    @abstractmethod
+    def mark(self) -> Any:
+        """This moment of the device's own work, None where it is not timed."""
+
+    @abstractmethod
+    def seconds(self, mark: Any) -> float:
+        """Seconds from the start of the step to `mark`."""
+
+    @abstractmethod
+    def spans(self) -> list[Span]:
+        """When the tasks of the step ran."""
+
+    @abstractmethod
+    def peak_bytes(self) -> Mapping[Tier, int]:
+        """The most bytes the step had alive on each tier."""
+
+    @abstractmethod
+    def random_state_devices(self) -> Sequence[int]:
+        """Indices of the accelerators whose random numbers the step draws from."""
+
+    def _needed(self, after: Sequence[str], after_previous: Sequence[str]) -> list[Task]:
+        """The tasks that one waits for before it starts."""
+        previous = [self._previous[name] for name in after_previous if name in self._previous]
+        return [*previous, *(self._tasks[name] for name in after)]
+
+    def _submit(
+        self, lane: LaneName, name: str, needed: Sequence[Task], work: Callable[[], object]
+    ) -> None:
+        self._tasks[name] = self._lanes[lane].submit(name, work, needed)
+
+
+@contextmanager
+def rehearsing(device: Device) -> Iterator[None]:
+    """Within it, this package's ops run on `device` but write nothing that the user holds.
+
+    Memory is taken and freed, and copies into fresh tensors run, as in the step itself.
+    """
+    with running_on(_Rehearsal(device)):
+        yield
+
+
+class _Rehearsal(Runtime):
+    """Nothing comes before a rehearsal: what would come after a task of the step before, starts."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
+    def offload(
+        self,
+        source: torch.Tensor,
+        task: str,
+        after: Sequence[str],
+        after_previous: Sequence[str] = (),
+    ) -> torch.Tensor:
+        return self._device.offload(source, task, after)
+
+    def offload_into(
+        self,
+        destination: torch.Tensor,
+        source: torch.Tensor,
+        task: str,
+        after: Sequence[str],
+        after_previous: Sequence[str] = (),
+    ) -> None:
+        self._device.skip(task, after)
+
+    def prefetch(
+        self,
+        source: torch.Tensor,
+        task: str,
+        after: Sequence[str],
+        after_previous: Sequence[str] = (),
+    ) -> torch.Tensor:
+        return self._device.prefetch(source, task, after)
+
+    def prefetch_into(
+        self,
+        destination: torch.Tensor,
+        source: torch.Tensor,
+        task: str,
+        after: Sequence[str],
+        after_previous: Sequence[str] = (),
+    ) -> None:
+        self._device.skip(task, after)
+
+    def host_cast(
+        self,
+        source: torch.Tensor,
+        dtype: torch.dtype,
+        task: str,
+        after: Sequence[str],
+        after_previous: Sequence[str] = (),
+    ) -> torch.Tensor:
+        return self._device.host_cast(source, dtype, task, after)
+
+    def run_region(
+        self,
+        region: fx.GraphModule,
+        task: str,
+        after: Sequence[str],
+        inputs: Sequence[Any],
+        after_previous: Sequence[str] = (),
+    ) -> None:
+        self._device.skip(task, after)
+
+    def wait(self, tasks: Sequence[str]) -> None:
+        self._device.wait(tasks)
+
+    def wait_previous(self, tasks: Sequence[str]) -> None:
+        pass
+
+
+def whole_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """All of the storage that `tensor` shows, as one row."""
+    return tensor.new_empty(0).set_(tensor.untyped_storage())
+
+
+def _nothing() -> None:
+    """The work of a skipped task."""

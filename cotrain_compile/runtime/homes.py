@@ -1,0 +1,61 @@
+"""Homes: the user's persistent tensors, moved to the tier where a plan wants them to rest.
+
+A tensor moves by its `.data`: the object that the model and the optimizer hold stays the same, and
+so do sizes and strides. Tensors that share a storage move together, once. Where a tensor that rests
+on the host computes is remembered, so that a trace can see it there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from cotrain_compile.capture.compute_device import resting_on_host
+from cotrain_compile.machine import Tier
+from cotrain_compile.runtime.card import Card
+from cotrain_compile.runtime.device import whole_storage
+from cotrain_compile.runtime.pinned import PinnedPool
+
+
+def bring_home(tensors: Sequence[tuple[torch.Tensor, Tier]], card: Card, pool: PinnedPool) -> None:
+    """Move each tensor to its tier, those for the host first: that makes room on the device.
+
+    Of tensors that share a storage, the first says where. Returns with all copies done. Raises
+    `HostMemoryError` or torch's out-of-memory error; what has moved by then stays where it is.
+    """
+    groups: dict[int, list[torch.Tensor]] = {}
+    tiers: dict[int, Tier] = {}
+    for tensor, tier in tensors:
+        key = tensor.untyped_storage()._cdata
+        groups.setdefault(key, []).append(tensor)
+        tiers.setdefault(key, tier)
+    for wanted in (Tier.HOST, Tier.DEVICE):
+        for key, members in groups.items():
+            if tiers[key] is wanted and not _is_home(members[0], wanted, card, pool):
+                _move(members, wanted, card, pool)
+
+
+def _is_home(tensor: torch.Tensor, tier: Tier, card: Card, pool: PinnedPool) -> bool:
+    if not tensor.untyped_storage().nbytes():
+        return tensor.device.type == ("cpu" if tier is Tier.HOST else card.device.type)
+    if tier is Tier.HOST:
+        return pool.holds(tensor)
+    return tensor.device == card.device and not pool.holds(tensor)
+
+
+def _move(members: Sequence[torch.Tensor], tier: Tier, card: Card, pool: PinnedPool) -> None:
+    row = whole_storage(members[0].detach())
+    if tier is Tier.HOST:
+        moved = pool.empty_like(row)
+        for event in pool.pending(moved):
+            event.synchronize()
+    else:
+        moved = torch.empty_like(row, device=card.device)
+    moved.copy_(row)
+    for tensor in members:
+        tensor.data = moved.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+        if tier is Tier.HOST:
+            resting_on_host[tensor] = card.device
+        else:
+            resting_on_host.pop(tensor, None)

@@ -1,0 +1,156 @@
+"""Pinned memory: slabs of host memory for homes and for what comes down, used again and again.
+
+A slab is a mapping of its own and as large as asked for, up to a page: torch's pinned allocator
+rounds up to powers of two. When the last tensor on a slab dies, it goes back to the pool, with the
+events of the copies that may still be at work on it; who writes to it next has to let those pass.
+What pins a slab, and what an event is, is given; nothing here knows of CUDA.
+"""
+
+from __future__ import annotations
+
+import mmap
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from cotrain_compile import presets
+from cotrain_compile.errors import HostMemoryError
+from cotrain_compile.units import format_bytes
+
+# Left to the rest of the computer, however little is free.
+RESERVE_BYTES = 2**30
+
+
+class Event(Protocol):
+    """The end of a copy."""
+
+    def query(self) -> bool:
+        """Whether it has come."""
+        ...
+
+    def synchronize(self) -> None:
+        """Return when it has come."""
+        ...
+
+
+@dataclass(eq=False)
+class Slab:
+    """A stretch of pinned host memory, and the copies that may still read or write it."""
+
+    memory: mmap.mmap
+    events: list[Event] = field(default_factory=list)
+
+
+class PinnedPool:
+    """Hands out tensors on pinned slabs. `pin(row)` pins the memory of a new one.
+
+    `available_bytes` is how much memory may still be taken; below 1 MiB nobody asks.
+    """
+
+    def __init__(
+        self,
+        pin: Callable[[torch.Tensor], None],
+        available_bytes: Callable[[], int] | None = None,
+    ) -> None:
+        self.held_bytes = 0
+        self._pin = pin
+        self._available_bytes = available_bytes or available_host_bytes
+        self._free: dict[int, deque[Slab]] = defaultdict(deque)
+        self._in_use: dict[int, Slab] = {}
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """A row of `nbytes` bytes on a slab of that size.
+
+        Raises `HostMemoryError` where this computer has not so much left.
+        """
+        if nbytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        slab = self._take_back(nbytes) or self._new(nbytes)
+        row = torch.frombuffer(slab.memory, dtype=torch.uint8, count=nbytes)
+        storage = row.untyped_storage()
+        self._in_use[storage._cdata] = slab
+        # A finalizer may run at any moment, on any thread: both steps of `_give_back` are atomic.
+        weakref.finalize(storage, self._give_back, storage._cdata, nbytes).atexit = False
+        return row
+
+    def empty_like(self, row: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """As `torch.empty_like`, for a dense tensor."""
+        dtype = dtype or row.dtype
+        made = self.empty(row.numel() * dtype.itemsize).view(dtype)
+        return made.as_strided(row.size(), row.stride())
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies on a slab of this pool."""
+        return tensor.untyped_storage()._cdata in self._in_use
+
+    def note(self, tensor: torch.Tensor, event: Event) -> None:
+        """A copy that reads or writes `tensor` ends with `event`."""
+        slab = self._in_use.get(tensor.untyped_storage()._cdata)
+        if slab is not None:
+            slab.events = [event, *(other for other in slab.events if not other.query())]
+
+    def pending(self, tensor: torch.Tensor) -> list[Event]:
+        """What a writer to `tensor` has to let pass first."""
+        slab = self._in_use.get(tensor.untyped_storage()._cdata)
+        return list(slab.events) if slab is not None else []
+
+    def _take_back(self, nbytes: int) -> Slab | None:
+        try:
+            return self._free[nbytes].pop()
+        except IndexError:
+            return None
+
+    def _give_back(self, key: int, nbytes: int) -> None:
+        self._free[nbytes].append(self._in_use.pop(key))
+
+    def _new(self, nbytes: int) -> Slab:
+        if nbytes >= 2**20:
+            self._refuse_too_much(nbytes)
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._pin(torch.frombuffer(memory, dtype=torch.uint8))
+        self.held_bytes += nbytes
+        return Slab(memory)
+
+    def _refuse_too_much(self, nbytes: int) -> None:
+        available = self._available_bytes()
+        if nbytes > available:
+            raise HostMemoryError(
+                f"{format_bytes(nbytes)} of pinned host memory are needed on top of "
+                f"{format_bytes(self.held_bytes)} that are pinned already, but only "
+                f"{format_bytes(max(0, available))} can be taken (memory free now and the cgroup's "
+                f"limit, less {format_bytes(RESERVE_BYTES)}); free host memory, raise the limit of "
+                "the container, or set host_memory_budget lower"
+            )
+
+
+def available_host_bytes() -> int:
+    """Bytes of host memory that this process may still take, within the cgroup's limit."""
+    free = _free_memory_bytes()
+    limit = presets.cgroup_memory_limit_bytes()
+    if limit is not None:
+        free = min(free, limit - _cgroup_used_bytes())
+    return free - RESERVE_BYTES
+
+
+def _free_memory_bytes() -> int:
+    with open("/proc/meminfo") as lines:
+        kib = next(line.split()[1] for line in lines if line.startswith("MemAvailable:"))
+    return int(kib) * 1024
+
+
+def _cgroup_used_bytes(root: Path = Path("/sys/fs/cgroup")) -> int:
+    """What the cgroup counts but for file caches, which it gives up under pressure."""
+    for usage, stat, cache in (
+        ("memory.current", "memory.stat", "inactive_file"),
+        ("memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
+    ):
+        if (root / usage).is_file():
+            lines = (root / stat).read_text().splitlines()
+            cached = sum(int(n) for name, n in map(str.split, lines) if name == cache)
+            return int((root / usage).read_text()) - cached
+    return 0

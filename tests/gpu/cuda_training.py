@@ -1,0 +1,97 @@
+"""Training on a CUDA device for tests: a model, where it is built, and its compiled step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import cotrain_compile
+from cotrain_compile.backends.compiled_step import CompiledStep
+from cotrain_compile.machine import Tier
+from tests.graph.steps import CASES, SEED
+
+WIDTH = 1024
+CUDA = "cuda"
+
+
+def make_wide() -> nn.Module:
+    """Six layers of 4 MiB of weights each, with dropout."""
+    layers = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.1)) for _ in range(6))
+    return nn.Sequential(*layers)
+
+
+def wide_batch(rows: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(rows, WIDTH), torch.randn(rows, WIDTH)
+
+
+class CudaTraining:
+    """A model from a fixed seed, AdamW, and its step compiled with `options`.
+
+    `built_on` is where the model is when the step is compiled; batches are on the card.
+    """
+
+    def __init__(
+        self, name: str = "wide", *, built_on: str = CUDA, rows: int = 512, **options: Any
+    ) -> None:
+        torch._dynamo.reset()
+        torch.manual_seed(SEED)
+        self.name, self.rows = name, rows
+        make = make_wide if name == "wide" else CASES[name].make_model
+        self.model = make().train().to(built_on)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, foreach=False)
+        self.compiled: Callable[..., Tensor] = torch.compile(
+            self.eager, backend="cotrain", options=options
+        )
+
+    def eager(self, x: Tensor, y: Tensor) -> Tensor:
+        self.optimizer.zero_grad()
+        loss = self._loss(x, y)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        return loss
+
+    def _loss(self, x: Tensor, y: Tensor) -> Tensor:
+        if self.name == "wide":
+            return F.mse_loss(self.model(x), y)
+        return CASES[self.name].loss_of(self.model, x, y)
+
+    def batch(self, rows: int | None = None) -> tuple[Tensor, ...]:
+        wide = self.name == "wide"
+        made = wide_batch(rows or self.rows) if wide else CASES[self.name].make_batch()
+        return tuple(tensor.to(CUDA) for tensor in made)
+
+    def run(self, step: Callable[..., Tensor] | None = None, steps: int = 4) -> list[Tensor]:
+        """Losses of some steps, and parameters and states after them, on the CPU."""
+        torch.manual_seed(SEED + 1)
+        step = step or self.compiled
+        losses = [step(*self.batch()).detach().cpu() for _ in range(steps)]
+        return [*losses, *(value.detach().cpu().clone() for value in self.tensors().values())]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Parameters, buffers and optimizer states by name, as they are."""
+        names = {id(param): name for name, param in self.model.named_parameters()}
+        found = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+        for param, states in self.optimizer.state.items():
+            found |= {f"{names[id(param)]}.{key}": value for key, value in states.items()}
+        return found
+
+    @property
+    def inspected(self) -> CompiledStep:
+        return cotrain_compile.inspect(self.compiled)
+
+    def hosted(self) -> dict[str, Tensor]:
+        """The tensors that the plan has at home on the host."""
+        homes = self.inspected.plan.placement.homes
+        return {n: t for n, t in self.tensors().items() if homes.get(n) is Tier.HOST}
+
+
+def resident_peak_bytes(**settings: Any) -> int:
+    """What the step needs on the device when everything stays there."""
+    training = CudaTraining(policy="resident", **settings)
+    training.run(steps=1)
+    return training.inspected.predicted.peak_bytes[Tier.DEVICE]

@@ -1,0 +1,129 @@
+"""The first step: a rehearsal out of memory changes nothing, and a smaller plan follows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import cotrain_compile
+from cotrain_compile import compile as pipeline
+from cotrain_compile.backends.compiled_step import CompiledStep
+from cotrain_compile.errors import OutOfDeviceMemory
+from cotrain_compile.machine import Tier
+from cotrain_compile.runtime.meter import Meter
+
+WIDTH, BATCH = 64, 256
+COUNT = Meter._count
+
+
+class Training:
+    """A model with dropout whose activations may leave, and its step."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(3)
+        blocks = [
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.1)) for _ in range(4)
+        ]
+        self.model = nn.Sequential(*blocks)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, foreach=False)
+
+    def step(self, x: Tensor) -> Tensor:
+        self.optimizer.zero_grad()
+        loss = self.model(x).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        return loss
+
+    def compiled(self, **options: Any) -> Callable[[Tensor], Tensor]:
+        torch._dynamo.reset()
+        step: Callable[[Tensor], Tensor] = torch.compile(
+            self.step, backend="cotrain", options=options
+        )
+        return step
+
+    def run(self, step: Callable[[Tensor], Tensor], steps: int = 3) -> list[Tensor]:
+        torch.manual_seed(5)
+        losses = [step(torch.randn(BATCH, WIDTH)).detach() for _ in range(steps)]
+        return [*losses, *self.tensors()]
+
+    def tensors(self) -> list[Tensor]:
+        return [p.detach().clone() for p in self.model.parameters()]
+
+
+@contextmanager
+def hidden_memory(nbytes: int) -> Iterator[None]:
+    """Every linear layer takes `nbytes` that no plan knows of, for as long as its result lives."""
+
+    def count(self: Meter, storage: Any, tier: Tier, where: str, size: int) -> None:
+        COUNT(self, storage, tier, where, size + (nbytes if where.startswith("addmm") else 0))
+
+    with mock.patch.object(Meter, "_count", count):
+        yield
+
+
+@contextmanager
+def noting_plans() -> Iterator[list[CompiledStep]]:
+    """What has been compiled within it."""
+    found: list[CompiledStep] = []
+    compile_step = pipeline.compile_step
+
+    def note(*arguments: Any) -> CompiledStep:
+        found.append(compile_step(*arguments))
+        return found[-1]
+
+    with mock.patch.object(pipeline, "compile_step", note):
+        yield found
+
+
+def resident_peak_bytes() -> int:
+    training = Training()
+    step = training.compiled(policy="resident")
+    training.run(step, steps=1)
+    return cotrain_compile.inspect(step).predicted.peak_bytes[Tier.DEVICE]
+
+
+def test_a_rehearsal_leaves_training_and_random_numbers_as_they_were() -> None:
+    rehearsed, eager = Training(), Training()
+    found = rehearsed.run(rehearsed.compiled(host_kernels="captured", policy="coarse"))
+    torch.testing.assert_close(found, eager.run(eager.step), rtol=1e-3, atol=1e-4)
+
+
+def test_a_step_that_takes_more_than_planned_is_planned_again_and_exact() -> None:
+    budget = resident_peak_bytes()
+    options = {"host_kernels": "captured", "memory_budget": budget}
+    known, surprised = Training(), Training()
+    expected = known.run(known.compiled(**options))
+    with hidden_memory(1000), noting_plans() as plans:
+        step = surprised.compiled(**options)
+        with pytest.warns(UserWarning, match=r"more on the device than planned; nothing was"):
+            found = surprised.run(step)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    budgets = [compiled.plan.budgets[Tier.DEVICE] for compiled in plans]
+    assert 2 <= len(budgets) <= 4
+    assert budgets == sorted(set(budgets), reverse=True)
+    last = cotrain_compile.inspect(step)
+    assert last is plans[-1]
+    assert last.measured is not None
+    assert last.measured.peak_bytes[Tier.DEVICE] <= budget
+
+
+def test_without_a_smaller_plan_the_error_reaches_the_user_and_nothing_has_changed() -> None:
+    training = Training()
+    before = training.tensors()
+    step = training.compiled(policy="resident", memory_budget=resident_peak_bytes())
+    with (
+        hidden_memory(1000),
+        noting_plans() as plans,
+        pytest.raises(OutOfDeviceMemory, match="out of memory on the device") as failure,
+    ):
+        step(torch.randn(BATCH, WIDTH))
+    assert len(plans) == 1
+    assert any("No parameter" in note for note in failure.value.__notes__)
+    assert any("does not fit" in note for note in failure.value.__notes__)
+    assert all(torch.equal(a, b) for a, b in zip(before, training.tensors(), strict=True))

@@ -1,0 +1,156 @@
+"""A card on CPU threads: streams, events and freed memory as CUDA's, so that their misuse shows.
+
+A stream is a thread that does what it is given in order, some of it late. The stream that the step
+computes on is the step's own thread. A copy does not keep its tensors alive, as a DMA does not:
+`faults` has the memory of the device that was freed before the compute stream had waited for it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LONGEST_DELAY_S = 2e-3
+
+
+class ThreadEvent:
+    def __init__(self) -> None:
+        self.come = threading.Event()
+        self.at_s = 0.0
+        self.synchronizes = 0
+
+    def set(self) -> None:
+        self.at_s = time.perf_counter()
+        self.come.set()
+
+    def query(self) -> bool:
+        return self.come.is_set()
+
+    def synchronize(self) -> None:
+        self.synchronizes += 1
+        assert self.come.wait(20), "an event never came"
+
+
+class ThreadStream:
+    def __init__(self) -> None:
+        self.work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self.copies: list[_Copy] = []
+        threading.Thread(target=_run, args=(self.work,), daemon=True).start()
+        weakref.finalize(self, self.work.put, None)
+
+
+def _run(work: SimpleQueue[Callable[[], None] | None]) -> None:
+    while (do := work.get()) is not None:
+        do()
+
+
+class _Copy:
+    """A copy that has been given to a stream; `end` is the event after it."""
+
+    def __init__(self) -> None:
+        self.ended_in_order = False
+        self.end: ThreadEvent | None = None
+
+
+class ThreadCard:
+    """A card whose memory is the CPU's. `seed` is for the delays of its copies."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, seed: int = 0) -> None:
+        self.faults: list[str] = []
+        self.pinned: dict[int, int] = {}  # bytes by address
+        self._random = random.Random(seed)
+        self._streams: list[ThreadStream] = []
+
+    def start_step(self) -> None:
+        for stream in self._streams:
+            stream.copies = []
+
+    def stream(self) -> ThreadStream:
+        self._streams.append(ThreadStream())
+        return self._streams[-1]
+
+    def record(self, stream: ThreadStream | None, *, timed: bool = False) -> ThreadEvent:
+        event = ThreadEvent()
+        if stream is None:
+            event.set()  # what the step's thread has called is done
+            return event
+        for copy in stream.copies:
+            copy.end = copy.end or event
+        stream.work.put(event.set)
+        return event
+
+    def hold(self, stream: ThreadStream | None, event: ThreadEvent) -> None:
+        if stream is not None:
+            stream.work.put(lambda: event.synchronize())
+            return
+        event.synchronize()
+        for copies in (s.copies for s in self._streams):
+            for copy in copies:
+                copy.ended_in_order |= copy.end is event
+
+    def copy(self, stream: ThreadStream, destination: Tensor, source: Tensor) -> None:
+        copy, delay_s = _Copy(), self._random.random() * LONGEST_DELAY_S
+        stream.copies.append(copy)
+        span = _span(destination), _span(source)
+        assert span[0][1] == span[1][1], "a copy between tensors of different layout"
+        on_device = [t for t in (destination, source) if not self._is_pinned(t)]
+        assert len(on_device) == 1, "a copy is between the device and pinned memory"
+        storage = self._watch(on_device[0], copy)
+
+        def move() -> None:
+            if storage() is not None:
+                ctypes.memset(span[0][0], 0xFF, span[0][1])  # NaN, in every float format
+                time.sleep(delay_s)
+            if storage() is not None:
+                ctypes.memmove(span[0][0], span[1][0], span[0][1])
+
+        stream.work.put(move)
+
+    def _watch(self, tensor: Tensor, copy: _Copy) -> weakref.ref[Any]:
+        """Note a fault when the memory of `tensor` is freed too early."""
+        size = f"{tensor.nbytes} bytes"
+
+        def freed(_: object) -> None:
+            came = copy.end is not None and copy.end.query()
+            if not copy.ended_in_order and not came:
+                self.faults.append(f"{size} were freed before the copy was waited for")
+
+        return weakref.ref(tensor.untyped_storage(), freed)
+
+    def seconds_between(self, start: Any, end: Any) -> float:
+        return float(end.at_s - start.at_s)
+
+    def synchronize(self) -> None:
+        for stream in self._streams:
+            self.record(stream).synchronize()
+
+    def pin(self, row: Tensor) -> None:
+        self.pinned[row.data_ptr()] = row.nbytes
+
+    def _is_pinned(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() in self.pinned
+
+    def allocated_bytes(self) -> int:
+        return 0
+
+    def peak_bytes(self) -> int:
+        return 0
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """Address and bytes of a dense tensor."""
+    elements = 1 + sum((n - 1) * s for n, s in zip(tensor.size(), tensor.stride(), strict=True))
+    elements = elements if tensor.numel() else 0
+    assert elements == tensor.numel(), "a copy of a tensor with gaps"
+    return tensor.data_ptr(), elements * tensor.element_size()
