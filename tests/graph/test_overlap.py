@@ -10,17 +10,14 @@ import pytest
 
 from cotrain_compile.backends.tails import wait_for_tails
 from cotrain_compile.machine import Link, Machine, Tier
-from cotrain_compile.passes import run_passes
 from cotrain_compile.placement.check import check
 from cotrain_compile.placement.replay import replay
 from cotrain_compile.placement.residency import device_bytes, device_program
-from cotrain_compile.plan import Plan, Task, UpdateMode
 from cotrain_compile.presets import find
-from cotrain_compile.runtime.ops import cotrain as ops
 from tests.graph.captured_steps import TRAININGS, captured, differences, place, reference
 from tests.graph.overlapping_plans import overlapping
-from tests.graph.random_plans import last_moment_plan, random_plan
-from tests.graph.test_modes import LONG_ONLY, plan_with
+from tests.graph.random_plans import random_plan
+from tests.graph.test_modes import LONG_ONLY
 
 
 def slow_machine() -> Machine:
