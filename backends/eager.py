@@ -89,10 +89,10 @@ class EagerProgram(fx.Interpreter):
         if n.op != "call_function":
             return super().run_node(n)
         writes = self._writes.get(n, ())
-        if self._rehearses and n.target is COPY and writes:
-            return self._without_unused(n, self.env[n.args[0]])  # type: ignore[index]
         if self._rehearses:
             writes = ()
+            if n.target is COPY and n.args[0].op == "placeholder":  # type: ignore[union-attr]
+                return self._without_unused(n, self.env[n.args[0]])  # type: ignore[index]
         if any(write.is_update for write in writes):
             self._before_update()
         self.written += writes

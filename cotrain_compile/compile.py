@@ -74,7 +74,7 @@ def cotrain(
 
     def compile_captured(step: StepGraph, values: Sequence[Any]) -> Callable[..., Any]:
         if _trace_only.get():
-            raise _Traced(step)
+            raise _Traced(step, values)
         refuse_other_devices(step, session.options)
         dataflow = extract(step)
 
@@ -169,11 +169,11 @@ _trace_only: ContextVar[bool] = ContextVar("cotrain_trace_only", default=False)
 
 
 class _Traced(CotrainError):
-    """Ends a trace that is only for looking at; carries the captured step."""
+    """Ends a trace that is only for looking at; carries the captured step and its tensors."""
 
-    def __init__(self, step: StepGraph) -> None:
+    def __init__(self, step: StepGraph, values: Sequence[Any]) -> None:
         super().__init__("traced")
-        self.step = step
+        self.step, self.values = step, values
 
 
 def compile_step(

@@ -89,6 +89,8 @@ class CudaBench:
     """A CUDA device: events time it, and each direction of the link has a stream of its own."""
 
     def __init__(self, device: torch.device) -> None:
+        if device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
         torch.cuda.set_device(device)
         properties = torch.cuda.get_device_properties(device)
         self.device = device
