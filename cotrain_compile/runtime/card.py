@@ -34,7 +34,7 @@ class Card(Protocol):
         """An event that comes when all work given to `stream` so far is done."""
         ...
 
-    def hold(self, stream: Stream | None, event: Event) -> None:
+    def hold(self, stream: Stream | None, event: Any) -> None:
         """What is given to `stream` from now on starts after `event`."""
 
     def copy(self, stream: Stream, destination: torch.Tensor, source: torch.Tensor) -> None:

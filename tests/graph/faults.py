@@ -166,7 +166,7 @@ def check_left(trial: Trial, compiled: CompiledStep, name: str, error: BaseExcep
         listed = re.findall(r"(?:of the rest|half written) \((.*?)\)", said)
         named = {item for names in listed for item in names.split(", ")}
         assert changed <= named or "..." in named
-        assert changed <= set(compiled._torn.left)
+        assert changed <= set(compiled.tail.torn.left)
         with pytest.raises(StepFailed, match=r"an earlier step failed .* load the last checkpoint"):
             trial.take_step()
         assert trial.changed_since(first) == changed

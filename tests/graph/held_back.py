@@ -81,7 +81,7 @@ def with_kernels(
     compiled: CompiledStep, change: Callable[[str, Callable[..., None]], Callable[..., None]]
 ) -> Iterator[None]:
     """Within it, updates on the host run what `change` makes of their kernels."""
-    device = compiled._device
+    device: Any = compiled._device
     kernels = {name: change(name, kernel) for name, kernel in device._kernels.items()}
     with mock.patch.object(device, "_kernels", kernels):
         yield

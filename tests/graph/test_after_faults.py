@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -122,7 +123,7 @@ def train_through_a_checkpoint(fault: Callable[[Step], None]) -> dict[str, Tenso
 def test_after_a_torn_step_a_loaded_checkpoint_goes_on() -> None:
     def tear(step: Step) -> None:
         compiled = last_compiled()
-        device = compiled._device
+        device: Any = compiled._device
         last_copy = failing_call(device._copy, len(compiled.plan.transfers) - 1)
         with (
             mock.patch.object(device, "_copy", last_copy),
@@ -215,7 +216,7 @@ def test_a_failed_step_frees_its_tensors_at_once() -> None:
 
 def test_steps_that_fail_leak_nothing() -> None:
     trial, compiled = trial_of("activations")
-    device = compiled._device
+    device: Any = compiled._device
 
     def alive_after(steps: int) -> int:
         for _ in range(steps):

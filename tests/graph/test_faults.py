@@ -46,13 +46,13 @@ def copies_of(name: str) -> int:
 def test_a_copy_that_fails_reaches_the_user_once(name: str) -> None:
     for number in parts(copies_of(name)):
         trial, compiled = trial_of(name)
-        device = compiled._device
+        device: Any = compiled._device
         with (
             mock.patch.object(device, "_copy", failing_call(device._copy, number)),
             pytest.raises(StepFailed, match=LINK_IS_DOWN) as failure,
         ):
             trial.take_step()
-        (broken_off,) = device.broken_off()
+        (broken_off,) = (name for name, task in device.tasks().items() if task.broke_off)
         assert str(failure.value).startswith(f"{broken_off} failed: {LINK_IS_DOWN}")
         assert str(failure.value).count(LINK_IS_DOWN) == 1
         check_left(trial, compiled, name, failure.value)
@@ -70,9 +70,10 @@ def test_an_update_that_fails_in_its_worker_names_what_may_be_half_written(name:
     updates = [region.name for region in compiled_setting(name).plan.host_updates]
     for number in parts(len(updates)):
         trial, compiled = trial_of(name)
-        kernels = {**compiled._device._kernels, updates[number]: half_an_update}
+        device: Any = compiled._device
+        kernels = {**device._kernels, updates[number]: half_an_update}
         with (
-            mock.patch.object(compiled._device, "_kernels", kernels),
+            mock.patch.object(device, "_kernels", kernels),
             pytest.raises(StepFailed, match=f"{updates[number]} failed: the worker is") as failure,
         ):
             trial.take_step()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cotrain_compile import compile as pipeline
-from cotrain_compile.backends import verify
+from cotrain_compile.backends import devices, verify
 from cotrain_compile.backends.reference import (
     elements_apart,
     largest_difference,
@@ -182,14 +182,16 @@ class ForgetfulDevice(EmulatedDevice):
 
     forgets = ""
 
-    def prefetch(self, source: Tensor, task: str, after: Sequence[str]) -> Tensor:
+    def prefetch(
+        self, source: Tensor, task: str, after: Sequence[str], after_previous: Sequence[str] = ()
+    ) -> Tensor:
         lost = source.zero_() if task.endswith(self.forgets) else source
-        return super().prefetch(lost, task, after)
+        return super().prefetch(lost, task, after, after_previous)
 
 
 def test_a_lost_state_is_named_though_its_update_overwrites_it() -> None:
     with (
-        mock.patch.object(pipeline, "EmulatedDevice", ForgetfulDevice),
+        mock.patch.object(devices, "EmulatedDevice", ForgetfulDevice),
         mock.patch.object(ForgetfulDevice, "forgets", "0.weight.exp_avg"),
     ):
         step = adamw_step("streamed", verify=3, host_kernels="captured")
