@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 from cotrain_compile.backends.eager import EagerProgram
+from cotrain_compile.backends.lower import LoweredStep
+from cotrain_compile.backends.segmented import SegmentedProgram
 from cotrain_compile.dataflow import Role
 from cotrain_compile.errors import StepFailed
 from cotrain_compile.graph import StepGraph
@@ -30,11 +32,17 @@ class CompiledStep:
     """One compiled training step.
 
     `problem` is what had to be decided, `plan` what was, `graph` the placed step graph, `predicted`
-    the simulator's timeline and `measured` that of the last step (None before the first).
+    the simulator's timeline and `measured` that of the last step (None before the first). `lowered`
+    has the segments that Inductor compiled, None where ATen's kernels run one by one.
     """
 
     def __init__(
-        self, problem: Problem, plan: Plan, graph: StepGraph, device: EmulatedDevice
+        self,
+        problem: Problem,
+        plan: Plan,
+        graph: StepGraph,
+        device: EmulatedDevice,
+        lowered: LoweredStep | None = None,
     ) -> None:
         self.problem = problem
         self.plan = plan
@@ -45,7 +53,12 @@ class CompiledStep:
         self._device = device
         self._interrupt = HeldInterrupt()
         self._torn = Torn({})
-        self._program = EagerProgram(graph, device.meter, self._interrupt.hold)
+        self.lowered = lowered
+        self._program = (
+            EagerProgram(graph, device.meter, self._interrupt.hold)
+            if lowered is None
+            else SegmentedProgram(lowered, device.meter, self._interrupt.hold)
+        )
         self._tiers = [plan.placement.homes.get(item.name, Tier.DEVICE) for item in graph.inputs]
         self._constants = [
             getattr(graph.module, str(node.target)) for node in graph.nodes if node.op == "get_attr"

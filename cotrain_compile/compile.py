@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from cotrain_compile.analysis.costs import CostTable
 from cotrain_compile.analysis.symbolic import at
 from cotrain_compile.backends.compiled_step import CompiledStep
+from cotrain_compile.backends.lower import LoweredStep, default_lowering, lower
 from cotrain_compile.backends.per_shape import PerShape
 from cotrain_compile.capture import Session, capture, current_session, install
 from cotrain_compile.capture.hook import frame_objects
@@ -138,11 +139,21 @@ def compile_step(step: StepGraph, dataflow: Dataflow, options: Options) -> Compi
         throttle=options.throttle,
         poison=options.poison,
     )
-    compiled = CompiledStep(problem, plan, placed, device)
+    lowered = _lowered(step, placed, dataflow, options)
+    compiled = CompiledStep(problem, plan, placed, device, lowered)
     if options.dump is not None:
         with _as_option_error("dump", options.dump):
             dump_step(Path(options.dump), step, dataflow, compiled.plan, placed)
     return compiled
+
+
+def _lowered(
+    step: StepGraph, placed: StepGraph, dataflow: Dataflow, options: Options
+) -> LoweredStep | None:
+    """The compiled segments of `placed`; None where its ops run as they are."""
+    if (options.lowering or default_lowering("cpu")) == "eager":
+        return None
+    return lower(step, placed, dataflow, options.inductor or {}, options.eager_segments)
 
 
 @contextmanager

@@ -54,7 +54,8 @@ class Size:
 class Options:
     """All options with their defaults; `docs/options.md` is the reference page.
 
-    Budgets of None mean the capacity of the tier. `device` of None means where the model lives.
+    Budgets of None mean the capacity of the tier. `device` of None means where the model lives,
+    `lowering` of None what is usual there.
     `plan` is the path of a saved plan, used in place of `policy`. `time_limit` is in seconds.
     """
 
@@ -66,7 +67,9 @@ class Options:
     solver: str = "highs"
     time_limit: float = 10.0
     seed: int = 0
-    lowering: str = "eager"
+    lowering: str | None = None
+    inductor: Mapping[str, Any] | None = None
+    eager_segments: tuple[str, ...] = ()
     host_kernels: str = "fused"
     keep_grads: bool = False
     on_break: str = "error"
@@ -134,6 +137,19 @@ def _seed(value: object) -> int:
     return value
 
 
+def _settings(value: object) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise ValueError("a dictionary of settings by name")
+    return dict(value)
+
+
+def _names(value: object) -> tuple[str, ...]:
+    names = value if isinstance(value, list | tuple) else None
+    if names is None or not all(isinstance(name, str) and name for name in names):
+        raise ValueError("a list of non-empty strings")
+    return tuple(names)
+
+
 POLICIES = (
     "auto",
     "resident",
@@ -169,7 +185,9 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
     "solver": _one_of("highs", "cbc"),
     "time_limit": _seconds,
     "seed": _seed,
-    "lowering": _one_of("eager"),
+    "lowering": _one_of("eager", "inductor"),
+    "inductor": _settings,
+    "eager_segments": _names,
     "host_kernels": _one_of("fused", "captured"),
     "keep_grads": _flag,
     "on_break": _one_of("error", "warn"),
