@@ -29,14 +29,6 @@ from cotrain_compile.graph import StepGraph
 Settings = Mapping[str, Any]
 
 
-def default_lowering(device_type: str) -> str:
-    """How device ops run where the user does not say.
-
-    The emulated device ("cpu") is there to check plans, so it runs what can be compared bitwise.
-    """
-    return "inductor" if device_type == "cuda" else "eager"
-
-
 @dataclass(frozen=True, eq=False)
 class LoweredStep:
     """A segmented step with the `code` of each segment by name; equal segments share theirs."""
@@ -60,23 +52,28 @@ def lower(
     """Compile `placed`, which passes made of `step`, with Inductor.
 
     `dataflow` is that of `step` for the sizes to compile for; `settings` are Inductor's; segments
-    whose name matches one of `eager_segments` keep their ops. Raises `LoweringError` where Inductor fails.
+    whose name matches one of `eager_segments` keep their ops. Raises `LoweringError` where Inductor
+    fails.
     """
     _refuse_unknown(settings)
-    placed = placed.copy()
-    sink_into_updates(placed.module.graph, dataflow)
-    layer_of = layers(step, dataflow)
-    stretches = cut(placed.module.graph, layer_of, _runs_alone)
-    eager = [s for s in stretches if any(fnmatch(s.name, p) for p in eager_segments)]
-    _refuse_unmatched(eager_segments, [s.name for s in stretches])
-    kept = [s for s in stretches if s not in eager]
-    whole = segmented(placed, kept, dataflow.symbols, FakeTensorMode(allow_non_fake_inputs=True))
+    whole = segments_of(step, placed, dataflow, eager_segments)
     return LoweredStep(whole, _compile_each_kind(whole.segments, settings))
 
 
-def _compile_each_kind(
-    segments: Mapping[str, Segment], settings: Settings
-) -> dict[str, Code]:
+def segments_of(
+    step: StepGraph, placed: StepGraph, dataflow: Dataflow, eager_segments: tuple[str, ...] = ()
+) -> SegmentedStep:
+    """As `lower`, without compiling."""
+    placed = placed.copy()
+    sink_into_updates(placed.module.graph, dataflow)
+    stretches = cut(placed.module.graph, layers(step, dataflow), _runs_alone)
+    _refuse_unmatched(eager_segments, [stretch.name for stretch in stretches])
+    compiled = [s for s in stretches if not any(fnmatch(s.name, p) for p in eager_segments)]
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    return segmented(placed, compiled, dataflow.symbols, mode)
+
+
+def _compile_each_kind(segments: Mapping[str, Segment], settings: Settings) -> dict[str, Code]:
     keys = {name: segment.key for name, segment in segments.items()}
     kinds = {key: segments[name] for name, key in reversed(keys.items())}
     code: dict[str, Code] = {}

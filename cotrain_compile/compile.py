@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from cotrain_compile.analysis.costs import CostTable
 from cotrain_compile.analysis.symbolic import at
 from cotrain_compile.backends.compiled_step import CompiledStep
-from cotrain_compile.backends.lower import LoweredStep, default_lowering, lower
+from cotrain_compile.backends.lower import LoweredStep, lower
 from cotrain_compile.backends.per_shape import PerShape
 from cotrain_compile.capture import Session, capture, current_session, install
 from cotrain_compile.capture.hook import frame_objects
@@ -151,7 +151,7 @@ def _lowered(
     step: StepGraph, placed: StepGraph, dataflow: Dataflow, options: Options
 ) -> LoweredStep | None:
     """The compiled segments of `placed`; None where its ops run as they are."""
-    if (options.lowering or default_lowering("cpu")) == "eager":
+    if options.lowering_on("cpu") == "eager":
         return None
     return lower(step, placed, dataflow, options.inductor or {}, options.eager_segments)
 

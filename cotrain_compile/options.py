@@ -55,7 +55,7 @@ class Options:
     """All options with their defaults; `docs/options.md` is the reference page.
 
     Budgets of None mean the capacity of the tier. `device` of None means where the model lives,
-    `lowering` of None what is usual there.
+    `lowering` and `remat` of None what `lowering_on` and `remat_on` say.
     `plan` is the path of a saved plan, used in place of `policy`. `time_limit` is in seconds.
     """
 
@@ -70,6 +70,7 @@ class Options:
     lowering: str | None = None
     inductor: Mapping[str, Any] | None = None
     eager_segments: tuple[str, ...] = ()
+    remat: bool | None = None
     host_kernels: str = "fused"
     keep_grads: bool = False
     on_break: str = "error"
@@ -94,6 +95,18 @@ class Options:
             except ValueError as error:
                 raise OptionError(f"option {key!r} is {value!r}, but must be {error}") from None
         return cls(**values)
+
+    def lowering_on(self, device_type: str) -> str:
+        """How the ops of a device ("cuda", or "cpu" for the emulated one) run.
+
+        The emulated device is there to check plans, so unless asked it runs what can be compared
+        with eager bit by bit.
+        """
+        return self.lowering or ("inductor" if device_type == "cuda" else "eager")
+
+    def remat_on(self, device_type: str) -> bool:
+        """Whether cheap forward values are made again: where that is fused into the backward."""
+        return self.lowering_on(device_type) == "inductor" if self.remat is None else self.remat
 
     def budgets(self, machine: Machine) -> dict[Tier, int]:
         """Bytes allowed on each tier: what the user set, else the tier's capacity."""
@@ -188,6 +201,7 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
     "lowering": _one_of("eager", "inductor"),
     "inductor": _settings,
     "eager_segments": _names,
+    "remat": _flag,
     "host_kernels": _one_of("fused", "captured"),
     "keep_grads": _flag,
     "on_break": _one_of("error", "warn"),

@@ -23,8 +23,7 @@ def is_profiled() -> bool:
 
 def most_allocated(run: Callable[[], Result]) -> tuple[Result, int]:
     """What `run()` returns, and the most bytes it held on the CPU beyond those at its start."""
-    _C = torch._C
-    state, experimental = torch.autograd.ProfilerState.CPU, _C._profiler._ExperimentalConfig()
+    state, experimental = torch.autograd.ProfilerState.CPU, torch._C._profiler._ExperimentalConfig()
     settings = torch.autograd.ProfilerConfig(state, False, True, False, False, False, experimental)
     torch.autograd._enable_profiler_legacy(settings)
     try:

@@ -6,17 +6,16 @@ Inductor is replaced by an interpreter of the segments' own graphs, so only the 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 from torch import fx
 
 from cotrain_compile.backends import lower as lowering
 from cotrain_compile.backends.compiled_step import CompiledStep
-from cotrain_compile.backends.lower import LoweredStep, default_lowering, lower
+from cotrain_compile.backends.lower import LoweredStep, lower
 from cotrain_compile.errors import OptionError
 from cotrain_compile.machine import Tier
 from cotrain_compile.passes import run_passes
@@ -121,8 +120,3 @@ def test_ops_that_are_to_run_in_eager_are_in_no_segment() -> None:
 def test_a_pattern_for_no_segment_is_refused_with_the_names_there_are() -> None:
     with pytest.raises(OptionError, match=r"'layer7:\*'; segments are .*'?0:0"):
         lowered("clipped", resident_plan("clipped"), ("layer7:*",))
-
-
-def test_the_emulated_device_runs_eager_kernels_unless_asked() -> None:
-    assert default_lowering("cpu") == "eager"
-    assert default_lowering("cuda") == "inductor"
