@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import fx
 
 from cotrain_compile.backends.eager import EagerProgram, Write
@@ -29,7 +28,8 @@ class SegmentedProgram(EagerProgram):
         super().__init__(lowered.segmented.step, meter, before_update)
         self._segments = lowered.segmented.segments
         self._code = lowered.code
-        self._inside_bytes: dict[str, int] = {}  # by the name of the call's target
+        self._inside_bytes: dict[fx.Node, int] = {}  # most bytes a segment takes while it runs
+        self._is_recording = False
         step = lowered.segmented.step
         for call in step.module.graph.find_nodes(op="call_module"):
             self._writes[call] = self._written_by(call, step.input_of_node)
@@ -40,39 +40,50 @@ class SegmentedProgram(EagerProgram):
         roles = (Role.PARAM, Role.OPTIMIZER_STATE, Role.BUFFER)
         return [Write(i.name, i.role) for i in items if i is not None and i.role in roles]
 
-    def run_node(self, n: fx.Node) -> Any:
-        if n.op != "call_module":
-            return super().run_node(n)
-        self._note_writes(n)
-        result = self._run_segment(n)
-        self._note_end(self._segments[str(n.target)].name)
-        return self._without_unused(n, result)
+    def run_step(self, inputs: Sequence[Any]) -> Any:
+        """Run the step once on `inputs`, in the order of its placeholders."""
+        self._is_recording = not self._inside_bytes and not is_profiled()
+        self._recorded: dict[fx.Node, int] = {}
+        outputs = super().run_step(inputs)
+        self._inside_bytes |= self._recorded
+        return outputs
 
-    def _run_segment(self, call: fx.Node) -> list[torch.Tensor]:
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op == "call_module":
+            return self._run_segment(n)
+        # The end of what was allocated while nothing was recorded goes unnoticed later.
+        return self._record(n, super().run_node) if self._is_recording else super().run_node(n)
+
+    def _run_segment(self, call: fx.Node) -> Any:
+        self._note_writes(call)
         segment = self._segments[str(call.target)]
-        arguments = [self.env[node] for node in call.args]  # type: ignore[index]
-        for node in self.user_to_last_uses.get(call, ()):
-            self.env[node] = None
         try:
-            results = self._metered(str(call.target), arguments)
+            if self._is_recording:
+                results = self._record(call, self._call)
+            else:
+                inside_bytes = self._inside_bytes.get(call, 0)
+                self._meter.add_for_a_moment(inside_bytes, Tier.DEVICE, segment.name)
+                results = self._call(call)
             self._meter.track(results, Tier.DEVICE, segment.name)
         except Exception as error:
             if segment.stack_trace:
                 error.add_note(f"in {segment.name}, which begins with\n{segment.stack_trace}")
             raise
-        return results
+        self._note_end(segment.name)
+        return self._without_unused(call, results)
 
-    def _metered(self, name: str, arguments: list[Any]) -> list[torch.Tensor]:
-        """The results of a segment. Its allocations, the same in every step, are recorded once."""
-        where, code = self._segments[name].name, self._code[name]
-        if name in self._inside_bytes:
-            self._meter.add_for_a_moment(self._inside_bytes[name], Tier.DEVICE, where)
-            return list(code(arguments))
-        if is_profiled():
-            return list(code(arguments))
-        used_bytes = self._meter.used_bytes[Tier.DEVICE]
-        results, inside_bytes = most_allocated(lambda: list(code(arguments)))
-        self._inside_bytes[name] = inside_bytes
-        freed_bytes = used_bytes - self._meter.used_bytes[Tier.DEVICE]
-        self._meter.add_for_a_moment(inside_bytes + freed_bytes, Tier.DEVICE, where)
-        return results
+    def _call(self, call: fx.Node) -> list[Any]:
+        arguments = [self.env[node] for node in call.args]  # type: ignore[index]
+        for node in self.user_to_last_uses.get(call, ()):
+            self.env[node] = None
+        return list(self._code[str(call.target)](arguments))
+
+    def _record(self, node: fx.Node, run: Callable[[fx.Node], Any]) -> Any:
+        """What `run(node)` returns. Its allocations, the same in every step, are counted."""
+        before_bytes = self._meter.used_bytes[Tier.DEVICE]
+        result, inside_bytes = most_allocated(lambda: run(node))
+        if node.op == "call_module":
+            self._recorded[node] = inside_bytes
+            freed_bytes = before_bytes - self._meter.used_bytes[Tier.DEVICE]
+            self._meter.add_for_a_moment(inside_bytes + freed_bytes, Tier.DEVICE, node.name)
+        return result
