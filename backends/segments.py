@@ -178,7 +178,7 @@ class _Builder:
         return self._values[node]
 
     def _copy(self, node: fx.Node) -> fx.Node:
-        args, kwargs = fx.map_arg((node.args, node.kwargs), self._value)  # type: ignore[misc]
+        args, kwargs = fx.map_arg((node.args, node.kwargs), self._value)
         made = self.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
         made.meta["stack_trace"] = node.stack_trace
         return made

@@ -57,7 +57,7 @@ def to_aten(
     )
     # Torch's own pass for checkpoints refuses random ops; `rematerialise` keeps their results.
     with functorch_config.patch(remat_using_tags_for_fwd_loss_bwd_graph=False):
-        return compile_graph(module, example_inputs)  # type: ignore[no-any-return]
+        return compile_graph(module, example_inputs)
 
 
 def detach_outputs(module: fx.GraphModule) -> None:

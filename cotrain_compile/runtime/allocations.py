@@ -15,20 +15,22 @@ import torch
 
 Result = TypeVar("Result")
 
+_autograd: Any = torch.autograd  # where torch re-exports its profiler without saying so
+
 
 def is_profiled() -> bool:
     """Whether a profiler of the user's runs in this thread: two at once there cannot be."""
-    return bool(torch.autograd._profiler_enabled())
+    return bool(_autograd._profiler_enabled())
 
 
 def most_allocated(run: Callable[[], Result]) -> tuple[Result, int]:
     """What `run()` returns, and the most bytes it held on the CPU beyond those at its start."""
-    state, experimental = torch.autograd.ProfilerState.CPU, torch._C._profiler._ExperimentalConfig()
-    settings = torch.autograd.ProfilerConfig(state, False, True, False, False, False, experimental)
-    torch.autograd._enable_profiler_legacy(settings)
+    state, experimental = _autograd.ProfilerState.CPU, torch._C._profiler._ExperimentalConfig()
+    settings = _autograd.ProfilerConfig(state, False, True, False, False, False, experimental)
+    _autograd._enable_profiler_legacy(settings)
     try:
         result = run()
     finally:
-        records: Any = torch.autograd._disable_profiler_legacy()
+        records: Any = _autograd._disable_profiler_legacy()
     changes = [event.cpu_memory_usage() for thread in records for event in thread]
     return result, max(accumulate(changes), default=0)

@@ -78,7 +78,7 @@ def stack_step(apply: Callable[..., Tensor], dropout: float = 0.0) -> tuple[Step
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def step(x: Tensor) -> Tensor:
-        loss = model(x).pow(2).mean()
+        loss: Tensor = model(x).pow(2).mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
