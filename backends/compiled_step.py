@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 from cotrain_compile.backends.eager import EagerProgram
+from cotrain_compile.backends.lower import LoweredStep
+from cotrain_compile.backends.segmented import SegmentedProgram
 from cotrain_compile.backends.tails import Tail, wait_for_tails
 from cotrain_compile.backends.torn import GO_ON, few
 from cotrain_compile.dataflow import Role
@@ -32,10 +34,18 @@ class CompiledStep:
     """One compiled training step.
 
     `problem` is what had to be decided, `plan` what was, `graph` the placed step graph, `predicted`
-    the simulator's timeline and `measured` that of the last step (None before the first).
+    the simulator's timeline and `measured` that of the last step (None before the first). `lowered`
+    has the segments that Inductor compiled, None where ATen's kernels run one by one.
     """
 
-    def __init__(self, problem: Problem, plan: Plan, graph: StepGraph, device: Device) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        plan: Plan,
+        graph: StepGraph,
+        device: Device,
+        lowered: LoweredStep | None = None,
+    ) -> None:
         self.problem = problem
         self.plan = plan
         self.graph = graph
@@ -45,7 +55,12 @@ class CompiledStep:
         self._device = device
         self._interrupt = HeldInterrupt()
         self.tail = Tail(device)
-        self._program = EagerProgram(graph, device, self._interrupt.hold)
+        self.lowered = lowered
+        self._program = (
+            EagerProgram(graph, device, self._interrupt.hold)
+            if lowered is None
+            else SegmentedProgram(lowered, device, self._interrupt.hold)
+        )
         self._tiers = [plan.placement.homes.get(item.name, Tier.DEVICE) for item in graph.inputs]
         self._constants = [
             getattr(graph.module, str(node.target)) for node in graph.nodes if node.op == "get_attr"

@@ -88,23 +88,27 @@ class EagerProgram(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         if n.op != "call_function":
             return super().run_node(n)
-        writes = self._writes.get(n, ())
-        if self._rehearses:
-            writes = ()
-            if n.target is COPY and n.args[0].op == "placeholder":  # type: ignore[union-attr]
-                return self._without_unused(n, self.env[n.args[0]])  # type: ignore[index]
+        if self._rehearses and n.target is COPY and n.args[0].op == "placeholder":  # type: ignore[union-attr]
+            return self._without_unused(n, self.env[n.args[0]])  # type: ignore[index]
+        self._note_writes(n)
+        is_op = n.target not in TASKS
+        result = self._run_op(n) if is_op else super().run_node(n)
+        self._note_end(n.name if is_op else None)
+        return self._without_unused(n, result)
+
+    def _note_writes(self, node: fx.Node) -> None:
+        writes = () if self._rehearses else self._writes.get(node, ())
         if any(write.is_update for write in writes):
             self._before_update()
         self.written += writes
-        is_op = n.target not in TASKS
-        result = self._run_op(n) if is_op else super().run_node(n)
+
+    def _note_end(self, op: str | None) -> None:
         # An op's span begins where the node before it ended: what it takes to get from one op to
         # the next is part of the step's time.
         ended = self._device.mark()
-        if is_op:
-            self._marks.append((n.name, self._previous, ended))
+        if op is not None:
+            self._marks.append((op, self._previous, ended))
         self._previous = ended
-        return self._without_unused(n, result)
 
     def _run_op(self, node: fx.Node) -> Any:
         try:

@@ -31,6 +31,7 @@ from cotrain_compile.backends.devices import (
     runtime_for,
 )
 from cotrain_compile.backends.first_step import Rehearsed
+from cotrain_compile.backends.lower import LoweredStep, lower
 from cotrain_compile.backends.per_shape import PerShape
 from cotrain_compile.backends.tails import guard_state, wait_for_tails
 from cotrain_compile.backends.verify import VerifiedStep
@@ -190,11 +191,21 @@ def compile_step(
     placed = run_passes(step, plan)
     kernels = host_kernels(placed, options.host_kernels)
     device = runtime_for(step, problem, kernels, options)
-    compiled = CompiledStep(problem, plan, placed, device)
+    lowered = _lowered(step, placed, dataflow, options)
+    compiled = CompiledStep(problem, plan, placed, device, lowered)
     if options.dump is not None:
         with _as_option_error("dump", options.dump):
             dump_step(Path(options.dump), step, dataflow, compiled.plan, placed)
     return compiled
+
+
+def _lowered(
+    step: StepGraph, placed: StepGraph, dataflow: Dataflow, options: Options
+) -> LoweredStep | None:
+    """The compiled segments of `placed`; None where its ops run as they are."""
+    if options.lowering_on(compute_device_of(step).type) == "eager":
+        return None
+    return lower(step, placed, dataflow, options.inductor or {}, options.eager_segments)
 
 
 @contextmanager

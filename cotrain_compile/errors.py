@@ -35,6 +35,14 @@ class FormatError(CotrainError, ValueError):
     """A file is not what it should be: truncated, corrupted, or of another version."""
 
 
+class LoweringError(CotrainError, RuntimeError):
+    """A segment of the step cannot be compiled by Inductor; `segment` is its name."""
+
+    def __init__(self, message: str, *, segment: str) -> None:
+        super().__init__(message)
+        self.segment = segment
+
+
 class OutOfDeviceMemory(CotrainError, RuntimeError):
     """The step needed more memory than its budget while it ran; `tier` says where."""
 

@@ -54,9 +54,9 @@ class Size:
 class Options:
     """All options with their defaults; `docs/options.md` is the reference page.
 
-    Budgets of None mean the capacity of the tier. `device` of None means where the model lives.
-    `plan` is the path of a saved plan, used in place of `policy`. `time_limit` is in seconds,
-    `verify` in steps.
+    Budgets of None mean the capacity of the tier. `device` of None means where the model lives,
+    `lowering` and `remat` of None what `lowering_on` and `remat_on` say. `plan` is the path of a
+    saved plan, used in place of `policy`. `time_limit` is in seconds, `verify` in steps.
     """
 
     memory_budget: Size | None = None
@@ -68,7 +68,10 @@ class Options:
     time_limit: float = 10.0
     seed: int = 0
     overlap_steps: bool = False
-    lowering: str = "eager"
+    lowering: str | None = None
+    inductor: Mapping[str, Any] | None = None
+    eager_segments: tuple[str, ...] = ()
+    remat: bool | None = None
     host_kernels: str = "fused"
     keep_grads: bool = False
     on_break: str = "error"
@@ -95,6 +98,18 @@ class Options:
             except ValueError as error:
                 raise OptionError(f"option {key!r} is {value!r}, but must be {error}") from None
         return cls(**values)
+
+    def lowering_on(self, device_type: str) -> str:
+        """How the ops of a device ("cuda", or "cpu" for the emulated one) run.
+
+        The emulated device is there to check plans, so unless asked it runs what can be compared
+        with eager bit by bit.
+        """
+        return self.lowering or ("inductor" if device_type == "cuda" else "eager")
+
+    def remat_on(self, device_type: str) -> bool:
+        """Whether cheap forward values are made again: where that is fused into the backward."""
+        return self.lowering_on(device_type) == "inductor" if self.remat is None else self.remat
 
     def budgets(self, machine: Machine) -> dict[Tier, int]:
         """Bytes allowed on each tier: what the user set, else the tier's capacity."""
@@ -144,6 +159,19 @@ def _seed(value: object) -> int:
     return value
 
 
+def _settings(value: object) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise ValueError("a dictionary of settings by name")
+    return dict(value)
+
+
+def _names(value: object) -> tuple[str, ...]:
+    names = value if isinstance(value, list | tuple) else None
+    if names is None or not all(isinstance(name, str) and name for name in names):
+        raise ValueError("a list of non-empty strings")
+    return tuple(names)
+
+
 POLICIES = (
     "auto",
     "resident",
@@ -180,7 +208,10 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
     "time_limit": _seconds,
     "seed": _seed,
     "overlap_steps": _flag,
-    "lowering": _one_of("eager"),
+    "lowering": _one_of("eager", "inductor"),
+    "inductor": _settings,
+    "eager_segments": _names,
+    "remat": _flag,
     "host_kernels": _one_of("fused", "captured"),
     "keep_grads": _flag,
     "on_break": _one_of("error", "warn"),

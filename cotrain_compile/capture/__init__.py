@@ -1,7 +1,7 @@
 """Capture: the user's step function becomes one functional ATen graph, a `StepGraph`.
 
 torch.compile(step) --Dynamo, changed by `hook`--> graph of torch calls
-  --`aot`--> ATen graph --`prepare`--> --`inputs`, `phases`--> StepGraph
+  --`aot`--> ATen graph --`rematerialise`--> --`prepare`--> --`inputs`, `phases`--> StepGraph
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from cotrain_compile.capture.hook import install
 from cotrain_compile.capture.inputs import describe_inputs
 from cotrain_compile.capture.phases import phases
 from cotrain_compile.capture.prepare import prepare
+from cotrain_compile.capture.rematerialise import rematerialise
+from cotrain_compile.capture.saved_values import saved_values
 from cotrain_compile.capture.session import Session, current_session
 from cotrain_compile.errors import CaptureError
 from cotrain_compile.graph import OptimizerRule, StepGraph, StepInput, writes
@@ -67,7 +69,10 @@ def capture(
     drop_outputs(module, [node for param, node in stores if id(param) in cleared])
     session.keeping_gradient = {id(param) for param, _ in stores} - cleared
 
+    remat = session.options.remat_on(_device_type(placeholders))
+
     def compile_aten(aten_module: fx.GraphModule) -> Callable[..., Any]:
+        rematerialise(aten_module.graph, saved_values if remat else None)
         prepare(aten_module)
         step = _step_graph(session, aten_module, inputs, example_inputs)
         _refuse_missing_updates(session, step, params, example_inputs)
@@ -77,6 +82,13 @@ def capture(
     for record in session.optimizers:
         _note_step_for_schedulers(record.optimizer)
     return compiled
+
+
+def _device_type(placeholders: Sequence[fx.Node]) -> str:
+    """Where the step computes: "cuda" as soon as one of its tensors is seen there."""
+    seen = [node.meta.get("example_value") for node in placeholders]
+    types = {value.device.type for value in seen if isinstance(value, torch.Tensor)}
+    return "cuda" if "cuda" in types else "cpu"
 
 
 def _step_graph(

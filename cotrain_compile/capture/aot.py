@@ -2,7 +2,7 @@
 
 Private torch API used: `torch._dynamo.backends.common.aot_autograd`, the `example_value` meta of
 Dynamo's nodes, `SideEffects.store_attr_mutations`, `InstructionTranslator.current_tx`,
-`_disable_current_modes`. Tried on
+`_disable_current_modes`, `torch._functorch.config`. Tried on
 torch 2.11.0, 2.13.0 and 2.15.0.
 """
 
@@ -15,6 +15,7 @@ import torch
 from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._functorch import config as functorch_config
 from torch.utils._python_dispatch import _disable_current_modes
 
 from cotrain_compile.capture.foreach import foreach_decompositions
@@ -47,7 +48,7 @@ def to_aten(
             "graph; call loss.backward() in the step and return detached values"
         )
 
-    compiled = aot_autograd(
+    compile_graph = aot_autograd(
         fw_compiler=refuse,
         bw_compiler=refuse,
         inference_compiler=run_whole,
@@ -58,8 +59,10 @@ def to_aten(
         },
         # Otherwise every parameter and state is returned as a fresh copy.
         keep_inference_input_mutations=True,
-    )(module, example_inputs)
-    return compiled
+    )
+    # Torch's own pass for checkpoints refuses random ops; `rematerialise` keeps their results.
+    with functorch_config.patch(remat_using_tags_for_fwd_loss_bwd_graph=False):
+        return compile_graph(module, example_inputs)
 
 
 def detach_outputs(module: fx.GraphModule) -> None:

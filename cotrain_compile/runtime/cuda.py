@@ -57,6 +57,7 @@ class CudaDevice(Device):
 
     # Workspaces of libraries (cuBLAS takes up to 32 MiB) are no tensors of the step.
     slack_bytes = 2**26
+    sees_all_memory = True
 
     def __init__(
         self,

@@ -33,6 +33,8 @@ class Device(ABC, Runtime):
     """
 
     slack_bytes = 0
+    # Whether `peak_bytes` has what compiled code takes inside, too.
+    sees_all_memory = False
 
     def __init__(self, meter: Meter, host_workers: int) -> None:
         self.meter = meter

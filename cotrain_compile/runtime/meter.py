@@ -47,6 +47,15 @@ class Meter:
         """Count a batch on the device by the elements it shows: it may be a slice of a data set."""
         self._count(batch.untyped_storage(), Tier.DEVICE, where, batch.nbytes)
 
+    def add_for_a_moment(self, nbytes: int, tier: Tier, where: str) -> None:
+        """Count `nbytes` beyond those in use, which are given back at once. Raises as `track`."""
+        with self._lock:
+            self._change(tier, nbytes)
+            used = self.used_bytes[tier]
+            self.peak_bytes[tier] = max(self.peak_bytes[tier], used)
+            self._change(tier, -nbytes)
+        self._refuse_beyond_budget(used, nbytes, tier, where)
+
     def start_step(self, keep: Tier | None = None) -> None:
         """Count from nothing: what a step returned belongs to the user when the next one starts.
 
@@ -70,7 +79,11 @@ class Meter:
             self._storages[key] = (ref, tier, nbytes)
             self._change(tier, nbytes)
             self.peak_bytes[tier] = max(self.peak_bytes[tier], self.used_bytes[tier])
-            used, budget = self.used_bytes[tier], self.budgets[tier]
+            used = self.used_bytes[tier]
+        self._refuse_beyond_budget(used, nbytes, tier, where)
+
+    def _refuse_beyond_budget(self, used: int, nbytes: int, tier: Tier, where: str) -> None:
+        budget = self.budgets[tier]
         if used > budget:
             raise OutOfDeviceMemory(
                 f"out of memory on the {tier} at {where}: {format_bytes(used)} in use with this "

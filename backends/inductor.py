@@ -1,0 +1,62 @@
+"""Inductor: one functional graph, and fake tensors for its inputs, become compiled code.
+
+Private torch API used: `torch._inductor.compile_fx.compile_fx_inner` (compiles a graph as it is and
+returns a function that takes a list and empties it, so that an input is freed at its last use),
+`select_decomp_table`, `joint_graph_passes`, the fake tensors' modes and `TracingContext`. Tried on
+torch 2.11.0, 2.13.0 and 2.15.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import TracingContext, tracing
+from torch._inductor import config
+from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+Code = Callable[[list[Any]], Sequence[Any]]
+
+# Random numbers are eager's unless the user asks for Inductor's own, which are faster.
+DEFAULTS: Mapping[str, Any] = {"fallback_random": True}
+
+
+def compile_graph(
+    module: fx.GraphModule, inputs: Sequence[Any], options: Mapping[str, Any]
+) -> Code:
+    """Code for `module` at the sizes of `inputs`, which are fake tensors of one mode.
+
+    The code takes its inputs in a list, which it empties, and returns what `module` returns with
+    the same strides. `options` are settings of `torch._inductor.config`. Raises what Inductor does.
+    """
+    with (
+        config.patch({**DEFAULTS, **options}),
+        torch.no_grad(),
+        tracing(TracingContext(fake_mode_of(inputs))),
+    ):
+        with fake_mode_of(inputs):
+            decomposed = make_fx(module, decomposition_table=select_decomp_table())(*inputs)
+        joint_graph_passes(decomposed)
+        output = next(iter(decomposed.graph.find_nodes(op="output")))
+        # What a segment returns is read by others, which were compiled for these strides.
+        output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
+        code: Code = compile_fx_inner(decomposed, list(inputs))
+    return code
+
+
+def fake_mode_of(inputs: Sequence[Any]) -> Any:
+    """The mode that `inputs` were made in; a new one where there are none."""
+    modes = [value.fake_mode for value in inputs if hasattr(value, "fake_mode")]
+    return modes[0] if modes else FakeTensorMode()
+
+
+def unknown_settings(options: Mapping[str, Any]) -> list[str]:
+    """Those of `options` that are no settings of Inductor."""
+    known = config.get_config_copy()
+    return [name for name in options if name not in known]

@@ -1,0 +1,125 @@
+"""Lower: a placed step becomes segments with compiled code, every kind of segment compiled once.
+
+A placed StepGraph and the dataflow of its sizes in, a `LoweredStep` out.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from cotrain_compile.backends.cut import cut, sink_into_updates
+from cotrain_compile.backends.inductor import Code, compile_graph, unknown_settings
+from cotrain_compile.backends.layers import layers
+from cotrain_compile.backends.segments import Segment, SegmentedStep, segmented
+from cotrain_compile.dataflow import Dataflow
+from cotrain_compile.errors import LoweringError, OptionError
+from cotrain_compile.graph import StepGraph
+
+Settings = Mapping[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class LoweredStep:
+    """A segmented step with the `code` of each segment by name; equal segments share theirs."""
+
+    segmented: SegmentedStep
+    code: Mapping[str, Code]
+
+    @property
+    def kinds(self) -> int:
+        """How many segments were compiled: the different ones."""
+        return len({id(code) for code in self.code.values()})
+
+
+def lower(
+    step: StepGraph,
+    placed: StepGraph,
+    dataflow: Dataflow,
+    settings: Settings,
+    eager_segments: tuple[str, ...],
+) -> LoweredStep:
+    """Compile `placed`, which passes made of `step`, with Inductor.
+
+    `dataflow` is that of `step` for the sizes to compile for; `settings` are Inductor's; segments
+    whose name matches one of `eager_segments` keep their ops. Raises `LoweringError` where Inductor
+    fails.
+    """
+    _refuse_unknown(settings)
+    whole = segments_of(step, placed, dataflow, eager_segments)
+    return LoweredStep(whole, _compile_each_kind(whole.segments, settings))
+
+
+def segments_of(
+    step: StepGraph, placed: StepGraph, dataflow: Dataflow, eager_segments: tuple[str, ...] = ()
+) -> SegmentedStep:
+    """As `lower`, without compiling."""
+    placed = placed.copy()
+    sink_into_updates(placed.module.graph, dataflow)
+    stretches = cut(placed.module.graph, layers(step, dataflow), _runs_alone)
+    _refuse_unmatched(eager_segments, [stretch.name for stretch in stretches])
+    compiled = [s for s in stretches if not any(fnmatch(s.name, p) for p in eager_segments)]
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    return segmented(placed, compiled, dataflow.symbols, mode)
+
+
+def _compile_each_kind(segments: Mapping[str, Segment], settings: Settings) -> dict[str, Code]:
+    keys = {name: segment.key for name, segment in segments.items()}
+    kinds = {key: segments[name] for name, key in reversed(keys.items())}
+    code: dict[str, Code] = {}
+    with _progress(len(kinds)) as advance:
+        for key, segment in kinds.items():
+            code[key] = _compile(segment, settings)
+            advance()
+    return {name: code[key] for name, key in keys.items()}
+
+
+def _compile(segment: Segment, settings: Settings) -> Code:
+    try:
+        return compile_graph(segment.module, segment.inputs, settings)
+    except Exception as error:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        where = f", which comes from\n{segment.stack_trace}" if segment.stack_trace else ""
+        raise LoweringError(
+            f"Inductor cannot compile segment {segment.name!r} ({segment.ops[0]} to "
+            f"{segment.ops[-1]}): {reason[0]}. Run it in eager with "
+            f'options={{"eager_segments": [{segment.name!r}]}}{where}',
+            segment=segment.name,
+        ) from error
+
+
+def _runs_alone(node: fx.Node) -> bool:
+    """Whether an op can be in no segment: it takes a subgraph or a number that may change."""
+    given = [source.meta.get("val") for source in node.all_input_nodes]
+    return any(value is None or isinstance(value, torch.SymFloat | float) for value in given)
+
+
+def _refuse_unknown(settings: Settings) -> None:
+    for name in unknown_settings(settings):
+        raise OptionError(f"option 'inductor' has {name!r}, which torch._inductor.config has not")
+
+
+def _refuse_unmatched(patterns: tuple[str, ...], names: list[str]) -> None:
+    for pattern in patterns:
+        if not any(fnmatch(name, pattern) for name in names):
+            known = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+            raise OptionError(f"option 'eager_segments' has {pattern!r}; segments are {known}")
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[], None]]:
+    """A bar on a terminal, nothing in a log."""
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task("compiling segments", total=total)
+        yield lambda: bar.advance(task)

@@ -1,0 +1,112 @@
+"""Rematerialise: forward values are made again for the backward instead of being kept.
+
+In: the captured graph, before anything is moved in it. Out: the same graph, with copies of forward
+ops right before the backward ops that first use them. What is kept is what the user's checkpoints
+say, or in addition torch's min-cut partitioner (`saved_values`). Random numbers are never drawn
+again: what a random op made is kept.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import CheckpointPolicy
+
+from cotrain_compile.capture.phases import phases
+from cotrain_compile.dataflow import Phase
+
+RECOMPUTE = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+
+# What a copied node must not take along: it would be taken for a part of the forward.
+_OF_THE_FORWARD = ("nn_module_stack", "recompute", "ac_graph_id", "val")
+
+Saved = Callable[[fx.Graph, Collection[fx.Node]], Collection[fx.Node]]
+
+
+def rematerialise(graph: fx.Graph, saved_values: Saved | None) -> None:
+    """Make forward values again where that is asked for.
+
+    `saved_values(graph, checkpointed)` says which forward values the backward may use as they are;
+    without it these are all that the user's checkpoints do not cover.
+    """
+    phase = phases(graph)
+    forward = {n for n in graph.nodes if phase.get(n.name) is Phase.FORWARD}
+    checkpointed = {node for node in forward if _is_checkpointed(node, forward)}
+    if saved_values is None and not checkpointed:
+        return
+    kept = forward - checkpointed
+    if saved_values is not None:
+        kept = set(saved_values(graph, checkpointed))
+    free = forward - kept
+    rewriter = _Rewriter({node for node in free if not is_random(node)})
+    for node in list(graph.nodes):
+        if phase.get(node.name) is Phase.BACKWARD:
+            rewriter.use_copies(node)
+    graph.eliminate_dead_code()
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether running `node` again gives another result."""
+    source = node.args[0] if node.target is operator.getitem else node
+    tags = getattr(getattr(source, "target", None), "tags", ())
+    return torch.Tag.nondeterministic_seeded in tags
+
+
+def _is_checkpointed(node: fx.Node, forward: Collection[fx.Node]) -> bool:
+    """Whether a checkpoint of the user's says that `node` is made again.
+
+    What leaves the checkpoint is kept, as in eager; from it the next one starts.
+    """
+    if node.meta.get("recompute") not in RECOMPUTE or is_random(node):
+        return False
+    return all(
+        user.meta.get("recompute") is not None
+        and user.meta.get("ac_graph_id") == node.meta.get("ac_graph_id")
+        for user in node.users
+        if user in forward
+    )
+
+
+class _Rewriter:
+    """Puts copies of `free` forward nodes where the backward first needs them."""
+
+    def __init__(self, free: set[fx.Node]) -> None:
+        self._free = free
+        self._copies: dict[fx.Node, fx.Node] = {}
+
+    def use_copies(self, node: fx.Node) -> None:
+        for source in node.all_input_nodes:
+            if source in self._free:
+                node.replace_input_with(source, self._copy(source, node))
+
+    def _copy(self, node: fx.Node, place: fx.Node) -> fx.Node:
+        if node not in self._free:
+            return node
+        if node not in self._copies:
+            for source in node.all_input_nodes:
+                self._copy(source, place)
+            with place.graph.inserting_before(place):
+                copy = place.graph.node_copy(node, lambda source: self._copies.get(source, source))
+            copy.meta = {k: v for k, v in node.meta.items() if k not in _OF_THE_FORWARD}
+            copy.meta |= {"autograd_backward": True, "val": _value_again(copy, node.meta["val"])}
+            self._copies[node] = copy
+        return self._copies[node]
+
+
+def _value_again(node: fx.Node, like: Any) -> Any:
+    """The traced value of `node` with storages of its own: what memory it shows depends on them."""
+    fake = next((v for v in (like if isinstance(like, list | tuple) else [like])), None)
+    args, kwargs = tree_map(
+        lambda value: value.meta["val"] if isinstance(value, fx.Node) else value,
+        (node.args, node.kwargs),
+    )
+    assert callable(node.target)
+    if not isinstance(fake, torch.Tensor):
+        return node.target(*args, **kwargs)
+    with fake.fake_mode:  # type: ignore[attr-defined]
+        return node.target(*args, **kwargs)
