@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import fx
 
 from cotrain_compile.backends.eager import EagerProgram, Write
@@ -52,7 +53,11 @@ class SegmentedProgram(EagerProgram):
 
     def run_node(self, n: fx.Node) -> Any:
         if n.op == "call_module":
-            return self._run_segment(n)
+            if not self._rehearses:
+                return self._run_segment(n)
+            written: Any = [n.args[p] for p in self._segments[str(n.target)].written]
+            with _put_back([self.env[node] for node in written if node.op == "placeholder"]):
+                return self._run_segment(n)
         # The end of what was allocated while nothing was recorded goes unnoticed later.
         return self._record(n, super().run_node) if self._is_recording else super().run_node(n)
 
@@ -78,13 +83,7 @@ class SegmentedProgram(EagerProgram):
         arguments = [self.env[node] for node in call.args]  # type: ignore[index]
         for node in self.user_to_last_uses.get(call, ()):
             self.env[node] = None
-        code = self._code[str(call.target)]
-        if not self._rehearses:
-            return list(code(arguments))
-        with _put_back(
-            [arguments[position] for position in self._segments[str(call.target)].written]
-        ):
-            return list(code(arguments))
+        return list(self._code[str(call.target)](arguments))
 
     def _record(self, node: fx.Node, run: Callable[[fx.Node], Any]) -> Any:
         """What `run(node)` returns. Its allocations, the same in every step, are counted."""

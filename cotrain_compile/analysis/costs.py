@@ -110,21 +110,25 @@ def measured_costs(timelines: Sequence[Timeline]) -> CostTable:
 
     The profile of a step: `formulate` prefers it to the roofline, and `save`d it can be passed as
     the option `profile`. The medians of a lane are scaled so that they add up to its median step:
-    on a busy machine some op is slow in every step, and a different one each time.
+    on a busy machine some op is slow in every step, and a different one each time. Where steps
+    overlap, a step has the end of one update and the beginning of the next: together a whole one.
     """
-    updates = [
-        {
-            span.name.removeprefix("update."): span.end_s - span.start_s
-            for span in timeline.lane(Lane.HOST)
-            if span.name.startswith("update.")
-        }
-        for timeline in timelines
-    ]
+    updates = [_update_s(timeline) for timeline in timelines]
     ops = [
         {span.name: span.end_s - span.start_s for span in timeline.lane(Lane.DEVICE)}
         for timeline in timelines
     ]
     return CostTable(_typical_step(ops), _typical_step(updates), source="measured")
+
+
+def _update_s(timeline: Timeline) -> dict[str, float]:
+    """Seconds of each host update, by parameter."""
+    seconds: dict[str, float] = {}
+    for span in timeline.lane(Lane.HOST):
+        if span.name.startswith("update."):
+            param = span.name.removeprefix("update.")
+            seconds[param] = seconds.get(param, 0.0) + span.end_s - span.start_s
+    return seconds
 
 
 def _typical_step(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:

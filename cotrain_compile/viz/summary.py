@@ -28,6 +28,7 @@ def summary(plan: Plan, dataflow: Dataflow | None = None) -> str:
             f"traffic     {format_bytes(plan.bytes_moved('offload'))} down, "
             f"{format_bytes(plan.bytes_moved('prefetch'))} up each step",
             f"predicted   {format_seconds(plan.predicted.makespan_s)} a step",
+            *_overlap(plan),
             *(_report(plan.report) if plan.report else ()),
         ]
     )
@@ -143,6 +144,11 @@ def _memory(plan: Plan) -> Iterator[str]:
         most = "at most " if tier is Tier.HOST else ""
         peak, budget = plan.predicted.peak_bytes[tier], plan.budgets[tier]
         yield f"{tier.value:11} peak {most}{format_bytes(peak)} of {format_bytes(budget)}"
+
+
+def _overlap(plan: Plan) -> Iterator[str]:
+    if updates := sum(not isinstance(task, Transfer) for task in plan.carried):
+        yield f"overlap     {updates} updates on the host may end in the next step"
 
 
 def _report(report: SolveReport) -> Iterator[str]:

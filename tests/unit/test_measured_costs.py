@@ -35,6 +35,13 @@ def test_a_profile_has_updates_by_parameter_and_leaves_casts_out() -> None:
     assert measured_costs([measured(1)]).host_update_s == {}
 
 
+def test_an_update_that_is_cut_by_the_end_of_a_step_is_counted_whole() -> None:
+    """Overlapping steps: the end of the one before, and the beginning of the next."""
+    pieces = (Span(Lane.HOST, "update.w", 0.0, 0.2), Span(Lane.HOST, "update.w", 0.7, 1.0))
+    timeline = replace(measured(1), spans=pieces)
+    assert measured_costs([timeline]).host_update_s == pytest.approx({"w": 0.5})
+
+
 def test_a_device_that_starts_copies_itself_stands_still_for_each() -> None:
     sound = host_update()
     plan = sound.plan
