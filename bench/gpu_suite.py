@@ -24,7 +24,7 @@ import statistics
 import sys
 import time
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -100,9 +100,9 @@ class Suite:
             torch.cuda.synchronize()
 
 
-def main() -> None:
+def main(given: Sequence[str] | None = None) -> None:
     """Run the suite; see above."""
-    arguments = _arguments()
+    arguments = _arguments(given)
     suite = Suite(arguments)
     if not HAS_PULP:
         print("pulp is missing: no integer programs, so rows of auto are left out")
@@ -118,7 +118,7 @@ def main() -> None:
     print(f"{sum('error' in row for row in failed)} of {len(failed)} rows have errors")
 
 
-def _arguments() -> argparse.Namespace:
+def _arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("-o", "--output", type=Path, required=True)
     cuda = "cuda" if torch.cuda.is_available() else "cpu"
@@ -126,7 +126,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--size", choices=tuple(SIZES))
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--minutes", type=float, help="no new row after so many")
-    return parser.parse_args()
+    return parser.parse_args(given)
 
 
 def _largest(suite: Suite) -> str:
@@ -162,11 +162,14 @@ def _calibrated(suite: Suite) -> Machine | None:
         "launch_s": machine.device.launch_s,
         "remarks": found.remarks,
     }
-    update, device = machine.host_update.bytes_per_s / 1e9, machine.device.bytes_per_s / 1e9
-    print(
-        f"link {machine.h2d.bytes_per_s / 1e9:.1f} GB/s up, {machine.d2h.bytes_per_s / 1e9:.1f} "
-        f"down, duplex {machine.duplex:.2f}; host update {update:.1f} GB/s; device {device:.0f} GB/s"
-    )
+    rates = {
+        "up": machine.h2d,
+        "down": machine.d2h,
+        "host update": machine.host_update,
+        "device memory": machine.device,
+    }
+    told = ", ".join(f"{name} {rate.bytes_per_s / 1e9:.1f} GB/s" for name, rate in rates.items())
+    print(f"{told}, duplex {machine.duplex:.2f}")
     return machine
 
 
@@ -287,7 +290,7 @@ class Placer:
         }
 
     def _take_profile(self, compiled: CompiledStep) -> None:
-        """Measured op times of a resident step, for the rows that follow; without, there are none."""
+        """Measured op times of a resident step, for the rows that follow."""
         if compiled.measured is not None and compiled.measured.lane(Lane.DEVICE):
             self.profile = measured_costs([compiled.measured])
 

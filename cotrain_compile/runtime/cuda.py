@@ -95,6 +95,8 @@ class CudaDevice(Device):
         self._others_bytes = self._before_bytes - self.meter.used_bytes[Tier.DEVICE]
 
     def finish_step(self) -> None:
+        if self._timed:
+            self._card.synchronize()  # what is timed has to have come
         # The user may read a home on the host at once, and no stream orders that.
         for copy in list(self._copies.values()):
             copy.end.synchronize()

@@ -35,7 +35,7 @@ class Training:
 
     def step(self, x: Tensor) -> Tensor:
         self.optimizer.zero_grad()
-        loss = self.model(x).square().mean()
+        loss: Tensor = self.model(x).square().mean()
         loss.backward()
         self.optimizer.step()
         return loss
