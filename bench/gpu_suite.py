@@ -26,6 +26,7 @@ import time
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -163,12 +164,12 @@ def _calibrated(suite: Suite) -> Machine | None:
         "remarks": found.remarks,
     }
     rates = {
-        "up": machine.h2d,
-        "down": machine.d2h,
-        "host update": machine.host_update,
-        "device memory": machine.device,
+        "up": machine.h2d.bytes_per_s,
+        "down": machine.d2h.bytes_per_s,
+        "host update": machine.host_update.bytes_per_s,
+        "device memory": machine.device.bytes_per_s,
     }
-    told = ", ".join(f"{name} {rate.bytes_per_s / 1e9:.1f} GB/s" for name, rate in rates.items())
+    told = ", ".join(f"{name} {rate / 1e9:.1f} GB/s" for name, rate in rates.items())
     print(f"{told}, duplex {machine.duplex:.2f}")
     return machine
 
@@ -180,7 +181,7 @@ def _correctness(suite: Suite) -> None:
     expected: list[torch.Tensor] = []
     suite.add("correctness", "resident", lambda: _trained(suite, expected, "resident"))
     for policy in RULES[1:]:
-        suite.add("correctness", policy, lambda p=policy: _trained(suite, expected, p))
+        suite.add("correctness", policy, partial(_trained, suite, expected, policy))
     suite.add(
         "correctness",
         "model left on the CPU",
@@ -297,7 +298,7 @@ class Placer:
 
 def _performance(suite: Suite, size: str, machine: Machine) -> None:
     placers: list[Placer] = []
-    suite.add("performance", "capture", lambda: placers.append(Placer(suite, size, machine)) or {})
+    suite.add("performance", "capture", lambda: _captured(placers, suite, size, machine))
     if not placers:
         return
     placer = placers[0]
@@ -305,13 +306,18 @@ def _performance(suite: Suite, size: str, machine: Machine) -> None:
     resident = suite.add("performance", "resident", lambda: placer.row("resident"))
     suite.add("performance", "resident, timed", lambda: placer.row("resident", timed=True))
     for policy in RULES[1:]:
-        suite.add("performance", policy, lambda p=policy: placer.row(p))
+        suite.add("performance", policy, partial(placer.row, policy))
     if not HAS_PULP:
         return
     whole = resident.get("predicted_peak_bytes") or _resident_bytes(placer)
     for share in BUDGETS[:2] if suite.quick else BUDGETS:
         name = f"auto at {share:.0%} of resident"
-        suite.add("performance", name, lambda s=share: placer.row("auto", int(s * whole)))
+        suite.add("performance", name, partial(placer.row, "auto", int(share * whole)))
+
+
+def _captured(placers: list[Placer], suite: Suite, size: str, machine: Machine) -> Row:
+    placers.append(Placer(suite, size, machine))
+    return {"ops": len(placers[0].dataflow.ops), "parameters": SIZES[size].parameters}
 
 
 def _resident_bytes(placer: Placer) -> int:

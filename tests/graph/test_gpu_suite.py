@@ -9,6 +9,9 @@ from unittest import mock
 import pytest
 
 from bench import gpu_suite
+from cotrain_compile.placement.problem import Problem
+from cotrain_compile.placement.solve import SolveSettings, solve
+from cotrain_compile.plan import Plan
 
 
 @pytest.fixture
@@ -25,12 +28,10 @@ def run(output: Path, *more: str) -> dict[str, list[dict[str, object]]]:
 def test_a_row_that_fails_has_its_error_and_the_others_run(
     output: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    solve = gpu_suite.solve
-
-    def fail_on_coarse(problem: object, settings: gpu_suite.SolveSettings) -> object:
+    def fail_on_coarse(problem: Problem, settings: SolveSettings) -> Plan:
         if settings.policy == "coarse":
             raise RuntimeError("no such luck")
-        return solve(problem, settings)  # type: ignore[arg-type]
+        return solve(problem, settings)
 
     with (
         mock.patch.object(gpu_suite, "solve", fail_on_coarse),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
@@ -14,7 +16,7 @@ def test_constants_made_on_the_card_are_made_on_the_host_in_a_region() -> None:
     """As Adafactor's step: a constant of the trace, one that the region replays, and a cast."""
     cuda, graph = torch.device("cuda", 0), fx.Graph()
     param, gradient = graph.placeholder("param"), graph.placeholder("gradient")
-    kept = {"dtype": torch.float32, "device": cuda, "pin_memory": False}
+    kept: dict[str, Any] = {"dtype": torch.float32, "device": cuda, "pin_memory": False}
     replayed = graph.call_function(aten.full.default, ([], 2.0), kept)
     made = graph.call_function(aten.scalar_tensor.default, (3.0,), kept)
     wide = graph.call_function(aten._to_copy.default, (gradient,), {"dtype": torch.float32})
