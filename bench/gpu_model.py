@@ -83,7 +83,7 @@ class Training:
 
     def captured(self) -> tuple[StepGraph, list[Any]]:
         """The step as a graph, and the tensors it runs on: to be placed in many ways."""
-        options = {"device": "cuda"} if self.device == "cuda" else {}
+        options: dict[str, Any] = {"device": "cuda"} if self.device == "cuda" else {}
         compiled: Callable[..., Any] = torch.compile(self.step, backend="cotrain", options=options)
         token = pipeline._trace_only.set(True)
         try:

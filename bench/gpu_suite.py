@@ -24,8 +24,9 @@ import statistics
 import sys
 import time
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -100,9 +101,9 @@ class Suite:
             torch.cuda.synchronize()
 
 
-def main() -> None:
+def main(given: Sequence[str] | None = None) -> None:
     """Run the suite; see above."""
-    arguments = _arguments()
+    arguments = _arguments(given)
     suite = Suite(arguments)
     if not HAS_PULP:
         print("pulp is missing: no integer programs, so rows of auto are left out")
@@ -118,7 +119,7 @@ def main() -> None:
     print(f"{sum('error' in row for row in failed)} of {len(failed)} rows have errors")
 
 
-def _arguments() -> argparse.Namespace:
+def _arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("-o", "--output", type=Path, required=True)
     cuda = "cuda" if torch.cuda.is_available() else "cpu"
@@ -126,7 +127,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--size", choices=tuple(SIZES))
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--minutes", type=float, help="no new row after so many")
-    return parser.parse_args()
+    return parser.parse_args(given)
 
 
 def _largest(suite: Suite) -> str:
@@ -162,11 +163,14 @@ def _calibrated(suite: Suite) -> Machine | None:
         "launch_s": machine.device.launch_s,
         "remarks": found.remarks,
     }
-    update, device = machine.host_update.bytes_per_s / 1e9, machine.device.bytes_per_s / 1e9
-    print(
-        f"link {machine.h2d.bytes_per_s / 1e9:.1f} GB/s up, {machine.d2h.bytes_per_s / 1e9:.1f} "
-        f"down, duplex {machine.duplex:.2f}; host update {update:.1f} GB/s; device {device:.0f} GB/s"
-    )
+    rates = {
+        "up": machine.h2d.bytes_per_s,
+        "down": machine.d2h.bytes_per_s,
+        "host update": machine.host_update.bytes_per_s,
+        "device memory": machine.device.bytes_per_s,
+    }
+    told = ", ".join(f"{name} {rate / 1e9:.1f} GB/s" for name, rate in rates.items())
+    print(f"{told}, duplex {machine.duplex:.2f}")
     return machine
 
 
@@ -177,7 +181,7 @@ def _correctness(suite: Suite) -> None:
     expected: list[torch.Tensor] = []
     suite.add("correctness", "resident", lambda: _trained(suite, expected, "resident"))
     for policy in RULES[1:]:
-        suite.add("correctness", policy, lambda p=policy: _trained(suite, expected, p))
+        suite.add("correctness", policy, partial(_trained, suite, expected, policy))
     suite.add(
         "correctness",
         "model left on the CPU",
@@ -287,14 +291,14 @@ class Placer:
         }
 
     def _take_profile(self, compiled: CompiledStep) -> None:
-        """Measured op times of a resident step, for the rows that follow; without, there are none."""
+        """Measured op times of a resident step, for the rows that follow."""
         if compiled.measured is not None and compiled.measured.lane(Lane.DEVICE):
             self.profile = measured_costs([compiled.measured])
 
 
 def _performance(suite: Suite, size: str, machine: Machine) -> None:
     placers: list[Placer] = []
-    suite.add("performance", "capture", lambda: placers.append(Placer(suite, size, machine)) or {})
+    suite.add("performance", "capture", lambda: _captured(placers, suite, size, machine))
     if not placers:
         return
     placer = placers[0]
@@ -302,13 +306,18 @@ def _performance(suite: Suite, size: str, machine: Machine) -> None:
     resident = suite.add("performance", "resident", lambda: placer.row("resident"))
     suite.add("performance", "resident, timed", lambda: placer.row("resident", timed=True))
     for policy in RULES[1:]:
-        suite.add("performance", policy, lambda p=policy: placer.row(p))
+        suite.add("performance", policy, partial(placer.row, policy))
     if not HAS_PULP:
         return
     whole = resident.get("predicted_peak_bytes") or _resident_bytes(placer)
     for share in BUDGETS[:2] if suite.quick else BUDGETS:
         name = f"auto at {share:.0%} of resident"
-        suite.add("performance", name, lambda s=share: placer.row("auto", int(s * whole)))
+        suite.add("performance", name, partial(placer.row, "auto", int(share * whole)))
+
+
+def _captured(placers: list[Placer], suite: Suite, size: str, machine: Machine) -> Row:
+    placers.append(Placer(suite, size, machine))
+    return {"ops": len(placers[0].dataflow.ops), "parameters": SIZES[size].parameters}
 
 
 def _resident_bytes(placer: Placer) -> int:

@@ -97,6 +97,8 @@ class CudaDevice(Device):
         self._others_bytes = self._before_bytes - self.meter.used_bytes[Tier.DEVICE]
 
     def finish_step(self) -> None:
+        if self._timed:
+            self._card.synchronize()  # what is timed has to have come
         # The user may read a home on the host at once, and no stream orders that. What has not
         # been issued yet goes on under the next step, and writes to no home on the host.
         for copy in self._copies.values():

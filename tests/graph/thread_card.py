@@ -80,7 +80,7 @@ class ThreadCard:
         self._streams.append(ThreadStream())
         return self._streams[-1]
 
-    def record(self, stream: ThreadStream | None, *, timed: bool = False) -> ThreadEvent:
+    def record(self, stream: Any, *, timed: bool = False) -> ThreadEvent:
         event = ThreadEvent()
         if stream is None:
             event.set()  # what the step's thread has called is done
@@ -90,7 +90,7 @@ class ThreadCard:
         stream.work.put(event.set)
         return event
 
-    def hold(self, stream: ThreadStream | None, event: ThreadEvent) -> None:
+    def hold(self, stream: Any, event: Any) -> None:
         if stream is not None:
             stream.work.put(lambda: event.synchronize())
             return
@@ -99,7 +99,7 @@ class ThreadCard:
             for copy in copies:
                 copy.ended_in_order |= copy.end is event
 
-    def copy(self, stream: ThreadStream, destination: Tensor, source: Tensor) -> None:
+    def copy(self, stream: Any, destination: Tensor, source: Tensor) -> None:
         copy, delay_s = _Copy(), self._random.random() * LONGEST_DELAY_S
         stream.copies.append(copy)
         span = _span(destination), _span(source)
