@@ -73,6 +73,8 @@ def _group(
     written = {node.args[0]: node for node in nodes if node.target is aten.copy_.default}
     if len(params) != 1 or params[0] not in written:
         return None
+    if step.input_of_node[params[0].name].name not in step.rules:
+        return None  # not an optimizer's: a moving average is written in the step as well
     values = [*states, *(written[state] for state in states if state in written)]
     if any(user not in inside for value in values for user in value.users):
         return None

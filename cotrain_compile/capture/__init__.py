@@ -23,6 +23,11 @@ from cotrain_compile.capture.aot import (
     to_aten,
     traced_modules,
 )
+from cotrain_compile.capture.half_steps import (
+    params_with_kept_gradient,
+    refuse_half_a_step,
+    refuse_missing_updates,
+)
 from cotrain_compile.capture.hook import install
 from cotrain_compile.capture.inputs import describe_inputs
 from cotrain_compile.capture.phases import phases
@@ -31,7 +36,7 @@ from cotrain_compile.capture.rematerialise import rematerialise
 from cotrain_compile.capture.saved_values import saved_values
 from cotrain_compile.capture.session import Session, current_session
 from cotrain_compile.errors import CaptureError
-from cotrain_compile.graph import OptimizerRule, StepGraph, StepInput, writes
+from cotrain_compile.graph import OptimizerRule, StepGraph, StepInput
 
 __all__ = ["Session", "capture", "current_session", "install"]
 
@@ -52,10 +57,10 @@ def capture(
     session.trace_ended()
     session.graph_was_compiled = True
     params = params_with_gradient(module, example_inputs)
-    _refuse_half_a_step(session, params)
+    refuse_half_a_step(session, params)
     refuse_unseen_hooks(params)
     # Eager creates no state for a parameter that never gets a gradient.
-    used = frozenset(id(param) for param in params)
+    used = frozenset(id(param) for param in (*params, *params_with_kept_gradient(session)))
     changed = [record.create_state_only_for(used) for record in session.optimizers]
     if any(changed):
         raise TensorifyScalarRestartAnalysis(restart_reason="optimizer state of unused parameters")
@@ -75,7 +80,7 @@ def capture(
         rematerialise(aten_module.graph, saved_values if remat else None)
         prepare(aten_module)
         step = _step_graph(session, aten_module, inputs, example_inputs)
-        _refuse_missing_updates(session, step, params, example_inputs)
+        refuse_missing_updates(session, step, params, example_inputs)
         return compile_step(step, example_inputs)
 
     compiled = to_aten(module, example_inputs, compile_aten)
@@ -128,40 +133,6 @@ def _modules(graph: fx.Graph) -> dict[str, str]:
             path, _ = list(stack.values())[-1]
             paths[node.name] = path.partition("].")[2] if "]." in path else path
     return paths
-
-
-def _refuse_half_a_step(session: Session, params: Sequence[torch.Tensor]) -> None:
-    where = f"{session.code.co_filename}:{session.code.co_firstlineno} in {session.code.co_name}"
-    whole = "compile the function that calls the model, backward() and optimizer.step()"
-    if not params:
-        raise session.refuse(f"{where}: the step has no backward(), so it is not training; {whole}")
-    if not any(record.steps for record in session.optimizers):
-        raise session.refuse(f"{where}: the step never calls optimizer.step(); {whole}")
-
-
-def _refuse_missing_updates(
-    session: Session, step: StepGraph, params: Sequence[torch.Tensor], values: Sequence[Any]
-) -> None:
-    """A parameter that eager would update must be written by the graph."""
-    expected = {
-        id(param)
-        for record in session.optimizers
-        if record.steps
-        for group in record.optimizer.param_groups
-        for param in group["params"]
-    } & {id(param) for param in params}
-    written = {destination.name for _, destination, _ in writes(step.module.graph)}
-    missing = [
-        item.name
-        for item, value in zip(step.inputs, values, strict=True)
-        if id(value) in expected and item.node not in written
-    ]
-    if missing:
-        raise CaptureError(
-            f"{len(missing)} parameters get a gradient but no update in the captured step "
-            f"(first: {missing[0]}); their optimizer does something a graph cannot hold. "
-            "Nothing was updated."
-        )
 
 
 def _note_step_for_schedulers(optimizer: torch.optim.Optimizer) -> None:

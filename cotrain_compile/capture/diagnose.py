@@ -22,6 +22,7 @@ _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 _WAYS_ON = (
     ("print", "move the print out of the step, or print what the step returns"),
     ("logg", "log outside the step"),
+    ("requires_grad_", "freeze and unfreeze between steps, outside the step"),
     ("item", "return the tensor and call .item() outside the step"),
     ("data-dependent", "decide outside the step, or with torch.where inside it"),
 )

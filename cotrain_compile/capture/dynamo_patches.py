@@ -4,7 +4,8 @@ Stock Dynamo never sees a whole training step (`docs/decisions/0001-whole-step-c
 
 Private torch API used: `config.trace_autograd_ops`, `variables.builder.OptimizerVariable`,
 `OutputGraph._validate_outputs_safe_for_autograd_nodes`, `TensorVariable.method_backward` and
-`.var_getattr`, `InliningInstructionTranslator.inline_call`, `guards.is_from_optimizer_source`.
+`.var_getattr`, `InliningInstructionTranslator.inline_call`, `guards.is_from_optimizer_source` and
+`guards.match_on_id_for_tensor`.
 Reason: there is no public way to keep `backward()` and `optimizer.step()` in one graph. Tried on
 torch 2.11.0, 2.13.0 and 2.15.0.
 """
@@ -76,6 +77,9 @@ def whole_step_tracing(session: Session) -> Iterator[None]:
         # Stock Dynamo does not check that an optimizer's parameters are still the model's: after
         # `load_state_dict(assign=True)` a compiled step would go on with the old ones.
         stack.enter_context(mock.patch.object(guards, "is_from_optimizer_source", lambda _: False))
+        stack.enter_context(
+            mock.patch.object(guards, "match_on_id_for_tensor", _must_be_the_same_tensor)
+        )
         # Up to torch 2.14 it is the first, from 2.15 on the second.
         for name in ("var_getattr", "tp_getattro_impl"):
             if name in vars(TensorVariable):
@@ -101,6 +105,19 @@ def _attribute_as_traced(original: Callable[..., Any]) -> Callable[..., Any]:
     return look_up
 
 
+_match_on_id_for_tensor = guards.match_on_id_for_tensor
+
+
+def _must_be_the_same_tensor(guard: Any) -> bool:
+    """Whether the next call has to bring this very tensor, as a parameter is.
+
+    Dynamo asks it also of the gradient of a parameter that it reached as a key of the optimizer's
+    state; but that is a new tensor in every step.
+    """
+    is_gradient = getattr(guard.originating_source, "member", None) == "grad"
+    return _match_on_id_for_tensor(guard) and not is_gradient
+
+
 _method_backward = TensorVariable.method_backward
 
 
@@ -121,6 +138,7 @@ def _inline_for_us(
     """
     if getattr(func, "fn", None) is nn.Module.zero_grad and len(args) == 1 and rest == ({},):
         module = vars(args[0]).get("value")
-        if isinstance(module, nn.Module) and not parent.output.autograd_grad_consumed_grad_fns:
-            session.cleared_first.update(id(param) for param in module.parameters())
+        if isinstance(module, nn.Module):
+            after_backward = bool(parent.output.autograd_grad_consumed_grad_fns)
+            session.note_cleared(module.parameters(), after_backward)
     return _inline_call(parent, traced_instead(session, func, args), args, *rest, **options)

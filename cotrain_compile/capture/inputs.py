@@ -50,6 +50,9 @@ def _known_tensors(
     for prefix, module in roots:
         for name, param in module.named_parameters():
             known.setdefault(id(param), (prefix + name, Role.PARAM, ""))
+            if param.grad is not None:
+                gradient = (f"{prefix}{name}.grad", Role.GRADIENT, prefix + name)
+                known.setdefault(id(param.grad), gradient)
         for name, buffer in module.named_buffers():
             known.setdefault(id(buffer), (prefix + name, Role.BUFFER, ""))
     for position, record in enumerate(optimizers):

@@ -67,10 +67,9 @@ class CapturedOptimizer(UserDefinedObjectVariable):
         if name == "step":
             self._refuse_unsupported_step(args, kwargs)
             record.steps += 1
-        before_backward = not tx.output.autograd_grad_consumed_grad_fns
-        if name == "zero_grad" and before_backward and not args and not kwargs:
+        if name == "zero_grad" and not args and not kwargs:
             params = (p for group in self.value.param_groups for p in group["params"])
-            self.session.cleared_first.update(map(id, params))
+            self.session.note_cleared(params, bool(tx.output.autograd_grad_consumed_grad_fns))
         result: VariableTracker = tx.inline_user_function_return(
             VariableTracker.build(tx, run),
             [VariableTracker.build(tx, method), self, *args],

@@ -21,7 +21,7 @@ Scalar = float | torch.SymFloat
 
 def scalar_decompositions() -> dict[Any, Callable[..., Any]]:
     """For each op with a scalar factor: the same by plain arithmetic if the factor is an input."""
-    table = {
+    table: dict[Any, Callable[..., Any]] = {
         aten.add.Tensor: _add,
         aten.sub.Tensor: _sub,
         aten.addcmul.default: _addcmul,
@@ -58,7 +58,8 @@ def _pow(base: Scalar, exponent: Tensor) -> Any:
     if not isinstance(base, torch.SymFloat):
         return NotImplemented
     dtype = torch.result_type(exponent, 1.0)
-    return torch.pow(torch.zeros((), dtype=dtype, device=exponent.device) + base, exponent)
+    zero: Any = torch.zeros((), dtype=dtype, device=exponent.device)
+    return torch.pow(zero + base, exponent)
 
 
 def _fma(x: Tensor, factor: Scalar | Tensor, y: Tensor) -> Any:

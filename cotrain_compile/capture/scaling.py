@@ -51,11 +51,14 @@ def scalers_traced() -> Iterator[None]:
 def traced_instead(session: Session, func: Any, args: list[VariableTracker]) -> Any:
     """What to trace for a call of `func`: itself, unless it is a part of `GradScaler` or `_refuse`.
 
-    Creates the tensors of a scaler that is about to be used first.
+    Notes each scaler, and creates its tensors where it is about to be used first.
     """
     called = getattr(func, "fn", None)
-    if called is GradScaler.scale:
-        session.record_of_scaler(vars(args[0])["value"]).start_tracing()
+    owner = vars(args[0]).get("value") if args else None
+    if isinstance(owner, GradScaler):
+        record = session.record_of_scaler(owner)
+        if called is GradScaler.scale:
+            record.start_tracing()
     if called is GradScaler._maybe_opt_step:
         return UserFunctionVariable(_step_where_finite)  # type: ignore[arg-type]
     if called is _refuse:

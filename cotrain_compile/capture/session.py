@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import CodeType
@@ -28,7 +28,7 @@ class Session:
     device: torch.device | None = None
     optimizers: list[OptimizerRecord] = field(default_factory=list)
     scalers: list[ScalerRecord] = field(default_factory=list)
-    # Ids of parameters whose gradients the step clears before its first backward.
+    # Ids of parameters whose gradients the step clears before it makes or uses any.
     cleared_first: set[int] = field(default_factory=set)
     # Ids of parameters that have a gradient in `.grad` after the step.
     keeping_gradient: set[int] = field(default_factory=set)
@@ -52,6 +52,11 @@ class Session:
         record = ScalerRecord(scaler)
         self.scalers.append(record)
         return record
+
+    def note_cleared(self, params: Iterable[torch.Tensor], after_backward: bool) -> None:
+        """Note that the trace clears the gradients of `params`, if nothing came before that."""
+        if not after_backward and not any(record.steps for record in self.optimizers):
+            self.cleared_first.update(map(id, params))
 
     def refuse(self, message: str) -> CaptureError:
         """Remember why this step cannot be captured; Dynamo would bury the exception itself."""
