@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from cotrain_compile.backends.compiled_step import CompiledStep
 from cotrain_compile.graph import StepGraph
+
+Run = Callable[[list[Any]], Any]
 
 # Plans kept; the one that ran longest ago goes first.
 LIMIT = 16
@@ -22,11 +23,9 @@ LIMIT = 16
 class PerShape:
     """Runs the `CompiledStep` for the sizes of its inputs, compiling it on their first use."""
 
-    def __init__(
-        self, step: StepGraph, compile_for: Callable[[Mapping[str, int]], CompiledStep]
-    ) -> None:
+    def __init__(self, step: StepGraph, compile_for: Callable[[Mapping[str, int]], Run]) -> None:
         self._compile_for = compile_for
-        self._compiled: OrderedDict[tuple[int, ...], CompiledStep] = OrderedDict()
+        self._compiled: OrderedDict[tuple[int, ...], Run] = OrderedDict()
         sizes = {
             position: str(value.node.expr)
             for position, node in enumerate(step.module.graph.find_nodes(op="placeholder"))

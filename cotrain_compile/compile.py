@@ -22,6 +22,7 @@ from cotrain_compile.analysis.costs import CostTable
 from cotrain_compile.analysis.symbolic import at
 from cotrain_compile.backends.compiled_step import CompiledStep
 from cotrain_compile.backends.per_shape import PerShape
+from cotrain_compile.backends.verify import VerifiedStep
 from cotrain_compile.capture import Session, capture, current_session, install
 from cotrain_compile.capture.hook import frame_objects
 from cotrain_compile.dataflow import Dataflow
@@ -64,9 +65,11 @@ def cotrain(
         _refuse_other_devices(values, session.options)
         dataflow = extract(step)
 
-        def compile_for(sizes: Mapping[str, int]) -> CompiledStep:
+        def compile_for(sizes: Mapping[str, int]) -> Callable[[list[Any]], Any]:
             compiled = compile_step(step, at(dataflow, sizes), session.options)
             _register(compiled, session)
+            if session.options.verify:
+                return VerifiedStep(compiled, step, session.options)
             return compiled
 
         return PerShape(step, compile_for) if dataflow.symbols else compile_for({})

@@ -41,3 +41,7 @@ class OutOfDeviceMemory(CotrainError, RuntimeError):
 
 class StepFailed(CotrainError, RuntimeError):
     """A running step failed; the message says whether parameters are still consistent."""
+
+
+class VerifyError(CotrainError, RuntimeError):
+    """A verified step did not do what the captured step does; names the first tensor that differs."""

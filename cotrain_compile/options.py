@@ -55,7 +55,8 @@ class Options:
     """All options with their defaults; `docs/options.md` is the reference page.
 
     Budgets of None mean the capacity of the tier. `device` of None means where the model lives.
-    `plan` is the path of a saved plan, used in place of `policy`. `time_limit` is in seconds.
+    `plan` is the path of a saved plan, used in place of `policy`. `time_limit` is in seconds,
+    `verify` in steps.
     """
 
     memory_budget: Size | None = None
@@ -75,6 +76,7 @@ class Options:
     throttle: bool = False
     poison: bool = True
     profile: str | None = None
+    verify: int = 0
 
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> Options:
@@ -128,6 +130,12 @@ def _seconds(value: object) -> float:
     return float(value)
 
 
+def _count(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError("a number of steps, 0 or more")
+    return value
+
+
 def _seed(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
         raise ValueError("an integer from 0 to 2147483647")
@@ -178,4 +186,5 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
     "throttle": _flag,
     "poison": _flag,
     "profile": _text,
+    "verify": _count,
 }
