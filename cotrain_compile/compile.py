@@ -40,6 +40,7 @@ from cotrain_compile.plan import Plan
 from cotrain_compile.presets import find
 from cotrain_compile.runtime.emulated import EmulatedDevice
 from cotrain_compile.runtime.host_kernels import host_kernels
+from cotrain_compile.runtime.load_into_homes import load_into_homes
 from cotrain_compile.units import format_bytes
 from cotrain_compile.viz.describe import describe_differences
 from cotrain_compile.viz.dump import dump_step
@@ -74,7 +75,10 @@ def cotrain(
 
         return PerShape(step, compile_for) if dataflow.symbols else compile_for({})
 
-    return capture(session, module, example_inputs, compile_captured)
+    run = capture(session, module, example_inputs, compile_captured)
+    for record in session.optimizers:
+        load_into_homes(record.optimizer)
+    return run
 
 
 def trace(

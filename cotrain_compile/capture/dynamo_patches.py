@@ -4,8 +4,9 @@ Stock Dynamo never sees a whole training step (`docs/decisions/0001-whole-step-c
 
 Private torch API used: `config.trace_autograd_ops`, `variables.builder.OptimizerVariable`,
 `OutputGraph._validate_outputs_safe_for_autograd_nodes`, `TensorVariable.method_backward` and
-`.var_getattr`, `InliningInstructionTranslator.inline_call`. Reason: there is no public way to keep
-`backward()` and `optimizer.step()` in one graph. Tried on torch 2.11.0, 2.13.0 and 2.15.0.
+`.var_getattr`, `InliningInstructionTranslator.inline_call`, `guards.is_from_optimizer_source`.
+Reason: there is no public way to keep `backward()` and `optimizer.step()` in one graph. Tried on
+torch 2.11.0, 2.13.0 and 2.15.0.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 from unittest import mock
 
 from torch import nn
-from torch._dynamo import config
+from torch._dynamo import config, guards
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.symbolic_convert import InliningInstructionTranslator
 from torch._dynamo.variables import builder
@@ -70,6 +71,9 @@ def whole_step_tracing(session: Session) -> Iterator[None]:
                 functools.partial(_inline_noting_zero_grad, session),
             )
         )
+        # Stock Dynamo does not check that an optimizer's parameters are still the model's: after
+        # `load_state_dict(assign=True)` a compiled step would go on with the old ones.
+        stack.enter_context(mock.patch.object(guards, "is_from_optimizer_source", lambda _: False))
         # Up to torch 2.14 it is the first, from 2.15 on the second.
         for name in ("var_getattr", "tp_getattro_impl"):
             if name in vars(TensorVariable):

@@ -204,7 +204,9 @@ def test_what_the_step_only_reads_must_stay_as_it_is() -> None:
     )
     with (
         broken_update("4.weight", lambda _: model[0].weight.add_(1)),  # type: ignore[index]
-        pytest.raises(VerifyError, match=r"param 0\.weight differs in 288 of 288 .* touch it: none"),
+        pytest.raises(
+            VerifyError, match=r"param 0\.weight differs in 288 of 288 .* touch it: none"
+        ),
     ):
         step(*vectors())
 

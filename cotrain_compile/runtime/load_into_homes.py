@@ -1,0 +1,76 @@
+"""Load into homes: `optimizer.load_state_dict` writes into the states that are there.
+
+torch puts loaded states next to their parameter, in new tensors. A state at home on the host would
+land on the device, which may not have the room, and lose its pinned memory. With these hooks a
+loaded state is copied into the tensor that is the home, on whichever tier and of whichever dtype
+that is; scalars, and what has no home of its shape, are left to torch.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class _Landing:
+    """Stands for a loaded value on its way through `load_state_dict`, which leaves it as it is."""
+
+    home: torch.Tensor
+    value: torch.Tensor
+
+
+def load_into_homes(optimizer: torch.optim.Optimizer) -> None:
+    """From now on, loaded states go into the tensors that `optimizer.state` holds at that time.
+
+    Nothing is written if `load_state_dict` refuses what it is given.
+    """
+    if optimizer not in _hooked:
+        _hooked.add(optimizer)
+        optimizer.register_load_state_dict_pre_hook(_name_homes)
+        optimizer.register_load_state_dict_post_hook(_land)
+
+
+_hooked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+
+def _name_homes(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+    """`saved` with a `_Landing` for each value that has a home."""
+    keys = chain.from_iterable(group["params"] for group in saved["param_groups"])
+    params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    # Of different lengths they are refused by `load_state_dict` itself.
+    param_of = dict(zip(keys, params, strict=False))
+    state = {
+        key: _with_homes(optimizer.state.get(param_of.get(key), {}), values)
+        for key, values in saved["state"].items()
+    }
+    return {**saved, "state": state}
+
+
+def _with_homes(homes: Mapping[str, Any], values: Any) -> Any:
+    if not isinstance(values, dict):
+        return values
+    return {
+        name: _Landing(homes[name], value) if _fits(homes.get(name), value) else value
+        for name, value in values.items()
+    }
+
+
+def _fits(home: object, value: object) -> bool:
+    # A scalar has no home to keep, and torch's optimizers read their step count while they load.
+    tensors = type(home) is torch.Tensor and type(value) is torch.Tensor
+    return tensors and home.dim() > 0 and home.shape == value.shape  # type: ignore[attr-defined]
+
+
+def _land(optimizer: torch.optim.Optimizer) -> None:
+    with torch.no_grad():
+        for values in optimizer.state.values():
+            for name, landing in values.items():
+                if isinstance(landing, _Landing):
+                    landing.home.copy_(landing.value)
+                    values[name] = landing.home
