@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
+
+
+WATCHDOG_S = 120
 
 
 @pytest.fixture(autouse=True)
@@ -15,3 +19,26 @@ def fresh_dynamo() -> Iterator[None]:
     counters.clear()
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def watchdog() -> Iterator[None]:
+    """A step that hangs fails its test."""
+
+    def bark(number: int, frame: object) -> None:
+        raise TimeoutError(f"still running after {WATCHDOG_S} s")
+
+    previous = signal.signal(signal.SIGALRM, bark)
+    signal.alarm(WATCHDOG_S)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, previous)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Threads that wait for each other on a busy machine take longer than these small kernels."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
