@@ -98,10 +98,9 @@ class _Reference(fx.Interpreter):
         return value
 
     def _note_change(self, write: fx.Node) -> None:
-        destination, value = self.map_nodes_to_values(write.args[:2], write)
-        name: str = write.args[0].name  # type: ignore[union-attr]
-        largest = largest_difference(destination, value)
-        self.changes[name] = max(largest, self.changes.get(name, 0.0))
+        destination, value = write.all_input_nodes
+        largest = largest_difference(self.env[destination], self.env[value])
+        self.changes[destination.name] = max(largest, self.changes.get(destination.name, 0.0))
 
 
 def _shows_its_argument(node: fx.Node) -> bool:

@@ -98,7 +98,8 @@ class VerifiedStep:
         by = f"{largest_difference(found, right):.3g} at most"
         within = f" (rounding explains {allowed:.3g})" if allowed else ""
         moved = where_moved(self.compiled.plan, result.buffer)
-        return f"{result.name} differs in {count} of {right.numel()} elements, by {by}{within}; {moved}"
+        elements = f"{count} of {right.numel()} elements"
+        return f"{result.name} differs in {elements}, by {by}{within}; {moved}"
 
     def _adopt(self, inputs: Sequence[Any], expected: Expected) -> None:
         """Give the user's tensors the reference's values: a consistent step, whatever was wrong."""

@@ -44,4 +44,4 @@ class StepFailed(CotrainError, RuntimeError):
 
 
 class VerifyError(CotrainError, RuntimeError):
-    """A verified step did not do what the captured step does; names the first tensor that differs."""
+    """A verified step did not do what the captured step does; the first tensor that differs."""

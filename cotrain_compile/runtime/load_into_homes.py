@@ -44,11 +44,8 @@ def _name_homes(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict
     keys = chain.from_iterable(group["params"] for group in saved["param_groups"])
     params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     # Of different lengths they are refused by `load_state_dict` itself.
-    param_of = dict(zip(keys, params, strict=False))
-    state = {
-        key: _with_homes(optimizer.state.get(param_of.get(key), {}), values)
-        for key, values in saved["state"].items()
-    }
+    homes = {key: optimizer.state.get(param, {}) for key, param in zip(keys, params, strict=False)}
+    state = {key: _with_homes(homes.get(key, {}), values) for key, values in saved["state"].items()}
     return {**saved, "state": state}
 
 

@@ -15,6 +15,7 @@ OPTIONS = {"policy": "zero-offload", "host_kernels": "captured"}
 
 
 def make_model() -> nn.Module:
+    """A small network with dropout."""
     return nn.Sequential(
         nn.Linear(16, 64), nn.LayerNorm(64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 4)
     )

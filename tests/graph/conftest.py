@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-
 WATCHDOG_S = 120
 
 

@@ -1,4 +1,4 @@
-"""What is no fault of the step goes through; after a fault nothing leaks and a checkpoint goes on."""
+"""What is no fault of the step goes through; after one, nothing leaks and a checkpoint goes on."""
 
 from __future__ import annotations
 

@@ -16,8 +16,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
-from torch.distributed import checkpoint as distributed_checkpoint
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
 from tests.graph.steps import CASES, OPTIMIZERS, Step, all_tensors, cotrain, make_step
@@ -90,10 +91,10 @@ def through_safetensors(saved: Training, loaded: Training, folder: Path) -> None
 
 def through_distributed_checkpoint(saved: Training, loaded: Training, folder: Path) -> None:
     model, optimizer = get_state_dict(saved.model, saved.optimizer)
-    distributed_checkpoint.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
+    save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
     model, optimizer = get_state_dict(loaded.model, loaded.optimizer)
-    state = {"model": model, "optimizer": optimizer}
-    distributed_checkpoint.load(state, checkpoint_id=folder)
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer}
+    load(state, checkpoint_id=folder)
     set_state_dict(
         loaded.model,
         loaded.optimizer,

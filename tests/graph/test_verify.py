@@ -15,9 +15,15 @@ from torch import Tensor
 
 from cotrain_compile import compile as pipeline
 from cotrain_compile.backends import verify
-from cotrain_compile.backends.reference import elements_apart, largest_difference, on
+from cotrain_compile.backends.reference import (
+    elements_apart,
+    largest_difference,
+    on,
+    run_reference,
+)
 from cotrain_compile.errors import OptionError, VerifyError
 from cotrain_compile.graph import StepGraph
+from cotrain_compile.passes import run_passes
 from cotrain_compile.plan import Plan
 from cotrain_compile.runtime.emulated import EmulatedDevice
 from cotrain_compile.runtime.host_kernels import HostKernel, host_kernels
@@ -62,7 +68,7 @@ def test_a_sound_plan_passes_with_the_same_numbers(
 
 
 def test_the_first_steps_of_every_plan_are_verified() -> None:
-    with mock.patch.object(verify, "run_reference", wraps=verify.run_reference) as reference:
+    with mock.patch.object(verify, "run_reference", wraps=run_reference) as reference:
         step = adamw_step(verify=2)
         for rows in (8, 8, 8, 4, 4, 4, 6, 6, 6, 8):
             x, y = vectors()
@@ -106,7 +112,7 @@ def position_in_region(placed: StepGraph, param: str) -> int:
 
 @contextmanager
 def broken_update(of: str, by: Callable[[Tensor], Any]) -> Iterator[None]:
-    """Within it, steps are compiled with a host update of one parameter that is followed by `by`."""
+    """Within it, steps are compiled with a host update of one parameter after which `by` acts."""
 
     def make(placed: StepGraph, choice: str) -> dict[str, HostKernel]:
         kernels = host_kernels(placed, choice)
@@ -155,10 +161,10 @@ def test_after_a_mismatch_the_numbers_are_those_of_the_captured_step() -> None:
 
         def run(*batch: Tensor) -> Tensor:
             try:
-                return compiled(*batch)
+                compiled(*batch)
             except VerifyError as error:
                 caught.append(str(error))
-                return torch.zeros(())
+            return torch.zeros(())
 
         return run
 
@@ -213,7 +219,7 @@ def test_what_the_step_only_reads_must_stay_as_it_is() -> None:
 
 def test_a_wrong_pass_is_caught_at_the_loss() -> None:
     def double_the_loss(step: StepGraph, plan: Plan) -> StepGraph:
-        placed = pipeline_passes(step, plan)
+        placed = run_passes(step, plan)
         output = next(iter(placed.module.graph.find_nodes(op="output")))
         with placed.module.graph.inserting_before(output):
             doubled = placed.module.graph.call_function(
@@ -223,7 +229,6 @@ def test_a_wrong_pass_is_caught_at_the_loss() -> None:
         placed.module.recompile()
         return placed
 
-    pipeline_passes = pipeline.run_passes
     with (
         mock.patch.object(pipeline, "run_passes", double_the_loss),
         pytest.raises(VerifyError, match=r"output 0 \(.*\) differs in 1 of 1 elements"),

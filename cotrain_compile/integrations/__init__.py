@@ -1,0 +1,1 @@
+"""Integrations: frameworks that own the training step, and how they hand it over whole."""

@@ -1,0 +1,98 @@
+"""Hugging Face `Trainer`, its step compiled as a whole.
+
+`Trainer` runs forward and backward in `training_step`, and clips and updates later, in its loop.
+Here `training_step` does all of it in one compiled function. The loop then finds no gradients, so
+its own clipping and `optimizer.step()` have nothing to do; the norm that it logs is the step's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Trainer
+
+from cotrain_compile.errors import OptionError
+
+Step = Callable[[dict[str, Any], Tensor | None], tuple[Tensor, Tensor]]
+
+
+class CotrainTrainer(Trainer):
+    """`Trainer` with a compiled step: `CotrainTrainer(..., cotrain={"memory_budget": "20GiB"})`.
+
+    `cotrain` are the options of the backend (`docs/options.md`). Another Trainer class gets the
+    same by `class MyTrainer(CotrainTrainer, Seq2SeqTrainer): ...`. Raises `OptionError` for what a
+    compiled step cannot do here: gradient accumulation, float16, several devices.
+    """
+
+    def __init__(self, *args: Any, cotrain: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.cotrain_options = dict(cotrain or {})
+        self._compiled_step: Step | None = None
+        self._gradient_norm: Tensor | None = None
+        _refuse_what_a_step_cannot_hold(self)
+
+    def training_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Tensor:
+        """One whole step on a batch; the loss, detached."""
+        if self._compiled_step is None:
+            accelerated: Any = self.optimizer  # what `Trainer` got from Accelerate for its own
+            step = _whole_step(self, model, accelerated.optimizer)
+            self._compiled_step = torch.compile(
+                step, backend="cotrain", options=self.cotrain_options
+            )
+        model.train()
+        items = None if num_items_in_batch is None else torch.as_tensor(num_items_in_batch)
+        loss, self._gradient_norm = self._compiled_step(self._prepare_inputs(inputs), items)
+        return loss
+
+    def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
+        """As in `Trainer`; a step compiled for an optimizer before is given up."""
+        self._compiled_step = None
+        super().create_optimizer_and_scheduler(num_training_steps)
+
+    def _clip_grad_norm(self, model: nn.Module) -> Tensor | None:
+        return self._gradient_norm
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Tensor | None:
+        return self._gradient_norm
+
+
+def _whole_step(
+    trainer: CotrainTrainer, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> Step:
+    largest_norm = trainer.args.max_grad_norm or float("inf")
+
+    def step(inputs: dict[str, Any], items: Tensor | None) -> tuple[Tensor, Tensor]:
+        with trainer.compute_loss_context_manager():
+            loss: Any = trainer.compute_loss(model, inputs, num_items_in_batch=items)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), largest_norm)
+        optimizer.step()
+        # The Trainer's own step, which follows, must find nothing to do.
+        optimizer.zero_grad()
+        return loss.detach(), norm
+
+    return step
+
+
+def _refuse_what_a_step_cannot_hold(trainer: CotrainTrainer) -> None:
+    args, accelerator = trainer.args, trainer.accelerator
+    refused = {
+        "gradient_accumulation_steps above 1: its micro-batches come in separate calls; raise "
+        "per_device_train_batch_size, the budget holds": args.gradient_accumulation_steps > 1,
+        "fp16=True: it needs a GradScaler; use bf16=True": accelerator.scaler is not None,
+        "more than one process or device; run it on one": (
+            accelerator.num_processes > 1 or args.n_gpu > 1
+        ),
+        "the Trainer's torch_compile; leave it out, the whole step is compiled": args.torch_compile,
+    }
+    for told, is_asked in refused.items():
+        if is_asked:
+            raise OptionError(f"{type(trainer).__name__} cannot run with {told}")
