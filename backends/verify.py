@@ -166,7 +166,9 @@ def _rounding(right: torch.Tensor, change: float | None) -> float:
         return 0.0
     largest = float(right.double().abs().max())
     scale = largest if change is None else change
-    return TOLERANCE * scale + 4 * torch.finfo(torch.float32).eps * largest
+    # Bias corrections are taken in float32, whatever is wider.
+    eps = max(torch.finfo(right.dtype).eps, torch.finfo(torch.float32).eps)
+    return TOLERANCE * scale + 4 * eps * largest
 
 
 def where_moved(plan: Plan, buffer: str) -> str:

@@ -97,15 +97,21 @@ class Options:
                 values[key] = _PARSERS[key](value)
             except ValueError as error:
                 raise OptionError(f"option {key!r} is {value!r}, but must be {error}") from None
+        if values.get("verify") and values.get("lowering") == "inductor":
+            raise OptionError(
+                "option 'verify' compares bit by bit, which compiled ops do not allow; verify the "
+                "plan with lowering 'eager', then leave 'verify' out"
+            )
         return cls(**values)
 
     def lowering_on(self, device_type: str) -> str:
         """How the ops of a device ("cuda", or "cpu" for the emulated one) run.
 
         The emulated device is there to check plans, so unless asked it runs what can be compared
-        with eager bit by bit.
+        with eager bit by bit; so does a step that `verify` compares.
         """
-        return self.lowering or ("inductor" if device_type == "cuda" else "eager")
+        compiles = device_type == "cuda" and not self.verify
+        return self.lowering or ("inductor" if compiles else "eager")
 
     def remat_on(self, device_type: str) -> bool:
         """Whether cheap forward values are made again: where that is fused into the backward."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch._dynamo.convert_frame as convert_frame
 from torch import Tensor, fx, nn
-from torch._dynamo import config
+from torch._dynamo import config, guards
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.utils import counters
 from torch._dynamo.variables import ConstantVariable, OptimizerVariable, builder
@@ -72,6 +72,7 @@ def patched_things() -> dict[str, Any]:
     """Everything of torch's that a trace for us changes."""
     return {
         "OptimizerVariable": vars(builder)["OptimizerVariable"],
+        "aliasing": vars(guards)["is_from_optimizer_source"],
         "validate": OutputGraph._validate_outputs_safe_for_autograd_nodes,
         **{f"TensorVariable.{name}": value for name, value in vars(TensorVariable).items()},
         **{name: getattr(config, name) for name in SETTINGS},

@@ -52,11 +52,22 @@ def same(run: Run, other: Run) -> bool:
 # Sound plans.
 
 
-@pytest.mark.parametrize("host_kernels", ["captured", "fused"])
-@pytest.mark.parametrize("policy", ["resident", "zero-offload", "coarse", "streamed"])
-@pytest.mark.parametrize(
-    ("case", "optimizer"), [("mlp", "adamw"), ("conv", "sgd"), ("tied", "adagrad")]
-)
+SHORT = [
+    ("mlp", "adamw", "resident", "captured"),
+    ("mlp", "adamw", "coarse", "captured"),
+    ("mlp", "adamw", "coarse", "fused"),
+    ("mlp", "muon", "streamed", "fused"),
+    ("conv", "sgd", "zero-offload", "fused"),
+    ("tied", "adagrad", "zero-offload", "fused"),
+]
+LONG = [
+    pytest.param(case, optimizer, "zero-offload", "fused", marks=pytest.mark.long)
+    for case in CASES
+    for optimizer in OPTIMIZERS
+]
+
+
+@pytest.mark.parametrize(("case", "optimizer", "policy", "host_kernels"), [*SHORT, *LONG])
 def test_a_sound_plan_passes_with_the_same_numbers(
     case: str, optimizer: str, policy: str, host_kernels: str
 ) -> None:
