@@ -16,6 +16,7 @@ from cotrain_compile.errors import StepFailed
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.engine import Periodic
+from cotrain_compile.placement.explain import Explanation, explain
 from cotrain_compile.placement.predict import predict_steady_state
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.plan import Plan, Timeline
@@ -62,6 +63,13 @@ class CompiledStep:
         return predict_steady_state(
             self.problem, plan.placement, plan.tasks, plan.moved, steps=count
         )
+
+    def explain(self, param: str) -> Explanation:
+        """Why a parameter is where it is, and what the step would take with it kept otherwise.
+
+        Raises `PlanError` when the step has no such parameter.
+        """
+        return explain(self.problem, self.plan, param)
 
     def __call__(self, inputs: list[Any]) -> Any:
         """Run one step on the tensors of the graph's inputs; called by torch.compile.

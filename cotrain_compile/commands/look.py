@@ -1,0 +1,126 @@
+"""Look: `show`, `explain` and `diff`, what saved files hold, in words and pictures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cotrain_compile import files
+from cotrain_compile.commands.reading import (
+    MachineName,
+    Profile,
+    Step,
+    read_problem,
+    read_step,
+)
+from cotrain_compile.commands.terminal import console
+from cotrain_compile.dataflow import Dataflow
+from cotrain_compile.errors import FormatError, OptionError
+from cotrain_compile.machine import Machine, Tier
+from cotrain_compile.plan import Plan, Timeline
+from cotrain_compile.viz.describe import describe_machine, describe_step, describe_timeline
+from cotrain_compile.viz.diff import describe_diff
+from cotrain_compile.viz.summary import summary
+
+_TYPES: Mapping[str, type] = {
+    "plan": Plan,
+    "dataflow": Dataflow,
+    "machine": Machine,
+    "timeline": Timeline,
+}
+
+
+def show(
+    file: Annotated[Path, typer.Argument(help="plan.json, step.json or machine.json.")],
+    timeline: Annotated[
+        Path | None, typer.Option(help="Also draw the timeline of a plan into this PNG.")
+    ] = None,
+) -> None:
+    """Say in words what a file holds."""
+    value: object = files.load(file, _TYPES[_kind_of(file)])
+    console.print(_describe(value, file))
+    if timeline is not None:
+        _draw(value, file, timeline)
+        console.print(f"drew {timeline}")
+
+
+def explain(
+    file: Annotated[Path, typer.Argument(help="plan.json.")],
+    param: Annotated[str, typer.Argument(help="A parameter, as layers.17.mlp.weight.")],
+    step: Step = None,
+    machine: MachineName = None,
+    profile: Profile = None,
+) -> None:
+    """Say why a parameter is where it is, and what the step would take with it kept otherwise."""
+    from cotrain_compile.placement.explain import explain as explained
+
+    with console.status("reading") as status:
+        plan = files.load(file, Plan)
+        problem = read_problem(plan, file, step, machine, profile)
+        said = explained(problem, plan, param, progress=status.update)
+    console.print(str(said))
+
+
+def diff(
+    before: Annotated[Path, typer.Argument(help="plan.json.")],
+    after: Annotated[Path, typer.Argument(help="plan.json to compare with it.")],
+    step: Step = None,
+) -> None:
+    """Say what differs between two plans, and what that does to time and memory."""
+    old, new = files.load(before, Plan), files.load(after, Plan)
+    dataflow = read_step(old, before, step) if step else _step_beside(before, old)
+    console.print(describe_diff(old, new, dataflow))
+
+
+def _describe(value: object, file: Path) -> str:
+    match value:
+        case Plan():
+            return summary(value, _step_beside(file, value))
+        case Dataflow():
+            return describe_step(value)
+        case Machine():
+            return describe_machine(value)
+        case _:
+            assert isinstance(value, Timeline)
+            return describe_timeline(value)
+
+
+def _kind_of(file: Path) -> str:
+    """The kind of document in `file`. Raises `FormatError` when it is none of ours."""
+    try:
+        document = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise FormatError(
+            f"{file}: not a whole JSON document ({error}); make the file again"
+        ) from None
+    kind = document.get("kind") if isinstance(document, dict) else None
+    if kind not in _TYPES:
+        raise FormatError(f"{file}: kind is {kind!r}; show reads {', '.join(_TYPES)}")
+    return str(kind)
+
+
+def _draw(value: object, file: Path, picture: Path) -> None:
+    from cotrain_compile.viz.timeline import draw_timelines, kinds_of
+
+    if isinstance(value, Timeline):
+        draw_timelines([value], picture)
+    elif isinstance(value, Plan):
+        step = _step_beside(file, value)
+        kinds = kinds_of(value, {op.name: op.phase for op in step.ops} if step else {})
+        budget_bytes = value.budgets[Tier.DEVICE]
+        draw_timelines([value.predicted], picture, kinds=kinds, budget_bytes=budget_bytes)
+    else:
+        raise OptionError(f"{file} has no timeline; give --timeline with a plan.json")
+
+
+def _step_beside(file: Path, plan: Plan) -> Dataflow | None:
+    """The step of `plan`, from the step.json that a dump puts beside its plan.json."""
+    beside = file.with_name("step.json")
+    if not beside.is_file():
+        return None
+    dataflow = files.load(beside, Dataflow)
+    return dataflow if dataflow.fingerprint == plan.fingerprint else None
