@@ -21,6 +21,7 @@ from cotrain_compile.commands.terminal import console
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import FormatError, OptionError
 from cotrain_compile.machine import Machine, Tier
+from cotrain_compile.placement.problem import Problem
 from cotrain_compile.plan import Plan, Timeline
 from cotrain_compile.viz.describe import describe_machine, describe_step, describe_timeline
 from cotrain_compile.viz.diff import describe_diff
@@ -39,13 +40,27 @@ def show(
     timeline: Annotated[
         Path | None, typer.Option(help="Also draw the timeline of a plan into this PNG.")
     ] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="Also write the report of a plan, one HTML page.")
+    ] = None,
+    measured: Annotated[
+        Path | None, typer.Option(help="A measured timeline.json, for the report.")
+    ] = None,
+    step: Step = None,
+    machine: MachineName = None,
+    profile: Profile = None,
 ) -> None:
-    """Say in words what a file holds."""
+    """Say in words what a file holds; draw it, or write a report."""
     value: object = files.load(file, _TYPES[_kind_of(file)])
     console.print(_describe(value, file))
     if timeline is not None:
         _draw(value, file, timeline)
         console.print(f"drew {timeline}")
+    if html is not None:
+        plan = _plan_for(value, file, "--html")
+        problem = read_problem(plan, file, step, machine, profile)
+        _write_report(html, problem, plan, measured)
+        console.print(f"wrote {html}")
 
 
 def explain(
@@ -124,3 +139,16 @@ def _step_beside(file: Path, plan: Plan) -> Dataflow | None:
         return None
     dataflow = files.load(beside, Dataflow)
     return dataflow if dataflow.fingerprint == plan.fingerprint else None
+
+
+def _plan_for(value: object, file: Path, option: str) -> Plan:
+    if not isinstance(value, Plan):
+        raise OptionError(f"{file} is no plan; give {option} with a plan.json")
+    return value
+
+
+def _write_report(path: Path, problem: Problem, plan: Plan, measured: Path | None) -> None:
+    from cotrain_compile.viz.report.page import write_report
+
+    timeline = files.load(measured, Timeline) if measured else None
+    write_report(path, problem, plan, timeline)

@@ -5,19 +5,24 @@ from __future__ import annotations
 from pathlib import Path
 
 from cotrain_compile import files
-from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.graph import StepGraph
+from cotrain_compile.placement.problem import Problem
 from cotrain_compile.plan import Plan
 from cotrain_compile.viz.summary import summary
 
 
 def dump_step(
-    folder: Path, step: StepGraph, dataflow: Dataflow, plan: Plan, placed: StepGraph
+    folder: Path, step: StepGraph, problem: Problem, plan: Plan, placed: StepGraph
 ) -> None:
-    """Write captured and placed graph, dataflow, plan and its summary into `folder`."""
+    """Write captured and placed graph, dataflow, plan, its summary and report into `folder`."""
+    # Bokeh takes a while to import, and is needed for dumps alone.
+    from cotrain_compile.viz.report.page import write_report
+
+    dataflow = problem.dataflow
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "captured.py.txt").write_text(step.text())
     (folder / "placed.py.txt").write_text(placed.text())
     (folder / "summary.txt").write_text(summary(plan, dataflow) + "\n")
     files.save(dataflow, folder / "step.json")
     files.save(plan, folder / "plan.json")
+    write_report(folder / "report.html", problem, plan)
