@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.profiler import record_function
 
 from cotrain_compile.backends.eager import EagerProgram
 from cotrain_compile.dataflow import Role
@@ -19,7 +20,7 @@ from cotrain_compile.placement.engine import Periodic
 from cotrain_compile.placement.explain import Explanation, explain
 from cotrain_compile.placement.predict import predict_steady_state
 from cotrain_compile.placement.problem import Problem
-from cotrain_compile.plan import Plan, Timeline
+from cotrain_compile.plan import STEP_BEGINS, Plan, Timeline
 from cotrain_compile.runtime.emulated import EmulatedDevice
 from cotrain_compile.runtime.interrupts import HeldInterrupt
 from cotrain_compile.runtime.ops import running_on
@@ -79,7 +80,8 @@ class CompiledStep:
         """
         self._refuse_torn(inputs)
         device = self._device
-        device.start_step()
+        with record_function(STEP_BEGINS):
+            device.start_step()
         self._program.start_step(device.origin_s)
         try:
             self._count_inputs(inputs)

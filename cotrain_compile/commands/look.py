@@ -43,8 +43,14 @@ def show(
     html: Annotated[
         Path | None, typer.Option(help="Also write the report of a plan, one HTML page.")
     ] = None,
+    perfetto: Annotated[
+        Path | None, typer.Option(help="Also write its trace for https://ui.perfetto.dev.")
+    ] = None,
     measured: Annotated[
-        Path | None, typer.Option(help="A measured timeline.json, for the report.")
+        Path | None, typer.Option(help="A measured timeline.json, for report and trace.")
+    ] = None,
+    profiled: Annotated[
+        Path | None, typer.Option(help="torch.profiler's trace of that step, for the trace.")
     ] = None,
     step: Step = None,
     machine: MachineName = None,
@@ -56,6 +62,9 @@ def show(
     if timeline is not None:
         _draw(value, file, timeline)
         console.print(f"drew {timeline}")
+    if perfetto is not None:
+        _write_trace(perfetto, value, file, measured, profiled)
+        console.print(f"wrote {perfetto}")
     if html is not None:
         plan = _plan_for(value, file, "--html")
         problem = read_problem(plan, file, step, machine, profile)
@@ -119,13 +128,12 @@ def _kind_of(file: Path) -> str:
 
 
 def _draw(value: object, file: Path, picture: Path) -> None:
-    from cotrain_compile.viz.timeline import draw_timelines, kinds_of
+    from cotrain_compile.viz.timeline import draw_timelines
 
     if isinstance(value, Timeline):
         draw_timelines([value], picture)
     elif isinstance(value, Plan):
-        step = _step_beside(file, value)
-        kinds = kinds_of(value, {op.name: op.phase for op in step.ops} if step else {})
+        kinds = _kinds(value, file)
         budget_bytes = value.budgets[Tier.DEVICE]
         draw_timelines([value.predicted], picture, kinds=kinds, budget_bytes=budget_bytes)
     else:
@@ -139,6 +147,27 @@ def _step_beside(file: Path, plan: Plan) -> Dataflow | None:
         return None
     dataflow = files.load(beside, Dataflow)
     return dataflow if dataflow.fingerprint == plan.fingerprint else None
+
+
+def _write_trace(
+    path: Path, value: object, file: Path, measured: Path | None, profiled: Path | None
+) -> None:
+    from cotrain_compile.viz.perfetto import save_trace
+
+    timelines = [files.load(measured, Timeline)] if measured else []
+    if isinstance(value, Timeline):
+        save_trace([value, *timelines], path, profiled=profiled)
+        return
+    plan = _plan_for(value, file, "--perfetto")
+    kinds = _kinds(plan, file)
+    save_trace([plan.predicted, *timelines], path, plan=plan, kinds=kinds, profiled=profiled)
+
+
+def _kinds(plan: Plan, file: Path) -> dict[str, str]:
+    from cotrain_compile.viz.timeline import kinds_of
+
+    step = _step_beside(file, plan)
+    return kinds_of(plan, {op.name: op.phase for op in step.ops} if step else {})
 
 
 def _plan_for(value: object, file: Path, option: str) -> Plan:

@@ -1,16 +1,13 @@
-"""Timeline: pictures and traces of what a step does when. Timelines in, PNG or trace JSON out.
+"""Timeline: pictures of what a step does when. Timelines in, PNG out.
 
 A picture has one row of bars for each lane and the memory of the device below, with the budget;
-several timelines (predicted and measured) are drawn above one another on one time axis. A trace is
-Chrome's JSON format, which https://ui.perfetto.dev opens.
+several timelines (predicted and measured) are drawn above one another on one time axis.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -109,37 +106,6 @@ def draw_timelines(
     legend = [Patch(color=colour, label=kind) for kind, colour in COLOURS.items() if kind in shown]
     figure.legend(handles=legend, loc="outside upper center", ncols=len(legend), frameon=False)
     figure.savefig(path)
-
-
-def save_trace(timeline: Timeline, path: Path, *, kinds: Mapping[str, str] | None = None) -> None:
-    """Write `timeline` as Chrome trace JSON: lanes as threads, times in microseconds.
-
-    Raises OSError when `path` cannot be written.
-    """
-    lanes = {str(lane): number for number, lane in enumerate(LANE_TITLES, start=1)}
-    events: list[dict[str, Any]] = [
-        {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": f"{timeline.source} step"}}
-    ]
-    for lane, thread in lanes.items():
-        named = {"name": LANE_TITLES[lane]}
-        events.append({"ph": "M", "name": "thread_name", "pid": 1, "tid": thread, "args": named})
-    for span, kind in spans_with_kinds(timeline, kinds or {}):
-        events.append(
-            {
-                "ph": "X",
-                "name": span.name,
-                "cat": kind,
-                "pid": 1,
-                "tid": lanes[str(span.lane)],
-                "ts": span.start_s * 1e6,
-                "dur": (span.end_s - span.start_s) * 1e6,
-            }
-        )
-    for tier, points in timeline.memory.items():
-        for seconds, nbytes in points:
-            name, used = f"{tier} memory", {"bytes": nbytes}
-            events.append({"ph": "C", "name": name, "pid": 1, "ts": seconds * 1e6, "args": used})
-    path.write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": events}) + "\n")
 
 
 def spans_with_kinds(timeline: Timeline, kinds: Mapping[str, str]) -> Iterator[tuple[Span, str]]:
