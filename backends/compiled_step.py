@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.profiler import record_function
 
 from cotrain_compile.backends.eager import EagerProgram
 from cotrain_compile.backends.lower import LoweredStep
@@ -19,9 +20,10 @@ from cotrain_compile.errors import StepFailed
 from cotrain_compile.graph import StepGraph, writes
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.engine import Periodic
+from cotrain_compile.placement.explain import Explanation, explain
 from cotrain_compile.placement.predict import predict_steady_state
 from cotrain_compile.placement.problem import Problem
-from cotrain_compile.plan import Plan, Timeline
+from cotrain_compile.plan import STEP_BEGINS, Plan, Timeline
 from cotrain_compile.runtime.device import Device, rehearsing
 from cotrain_compile.runtime.interrupts import HeldInterrupt
 from cotrain_compile.runtime.ops import host_region, running_on
@@ -79,6 +81,13 @@ class CompiledStep:
             self.problem, plan.placement, plan.tasks, plan.moved, steps=count
         )
 
+    def explain(self, param: str) -> Explanation:
+        """Why a parameter is where it is, and what the step would take with it kept otherwise.
+
+        Raises `PlanError` when the step has no such parameter.
+        """
+        return explain(self.problem, self.plan, param)
+
     def __call__(self, inputs: list[Any]) -> Any:
         """Run one step on the tensors of the graph's inputs; called by torch.compile.
 
@@ -90,7 +99,8 @@ class CompiledStep:
         inputs = self._with_own_values(inputs)
         device = self._device
         self.bring_home(inputs)
-        device.start_step()
+        with record_function(STEP_BEGINS):
+            device.start_step()
         try:
             self._count_inputs(inputs)
             with running_on(device):

@@ -2,7 +2,8 @@
 
     step = torch.compile(step, backend="cotrain", options={"memory_budget": "20GiB"})
 
-Importing this package loads no torch; `inspect`, `synchronize` and `trace` do on first use.
+Importing this package loads no torch; `inspect`, `report`, `synchronize` and `trace` do on first
+use.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from cotrain_compile import errors
 from cotrain_compile.options import Options
 
 if TYPE_CHECKING:
-    from cotrain_compile.compile import inspect, synchronize, trace
+    from cotrain_compile.compile import inspect, report, synchronize, trace
 
-__all__ = ["Options", "errors", "inspect", "synchronize", "trace"]
+__all__ = ["Options", "errors", "inspect", "report", "synchronize", "trace"]
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("inspect", "synchronize", "trace"):
+    if name in ("inspect", "report", "synchronize", "trace"):
         from cotrain_compile import compile as pipeline
 
         return getattr(pipeline, name)

@@ -5,9 +5,8 @@ Torch is loaded by the commands that trace or run a step, not by those that read
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -21,17 +20,19 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table
 
 from cotrain_compile import __version__, files, presets
+from cotrain_compile.commands import look
+from cotrain_compile.commands.terminal import console
 from cotrain_compile.dataflow import Dataflow
-from cotrain_compile.errors import CotrainError, FormatError, OptionError, PlacementError
+from cotrain_compile.errors import CotrainError, PlacementError
 from cotrain_compile.machine import Machine, Tier
 from cotrain_compile.options import Options
 from cotrain_compile.placement.check import check
 from cotrain_compile.placement.policies import SIMPLE_RULES
 from cotrain_compile.placement.problem import formulate
-from cotrain_compile.plan import Plan, Timeline
+from cotrain_compile.plan import Plan
 from cotrain_compile.units import format_bytes
 from cotrain_compile.viz.analysis import describe_analysis
-from cotrain_compile.viz.describe import describe_machine, describe_step, describe_timeline
+from cotrain_compile.viz.describe import describe_machine, describe_step
 from cotrain_compile.viz.summary import candidates, comparison, summary
 
 app = typer.Typer(
@@ -40,8 +41,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Training steps that need more memory than the device has.",
 )
-# Lines are left for the terminal to wrap, so that a log can be searched.
-console = Console(markup=False, highlight=False, soft_wrap=True)
+for _command in (look.show, look.explain, look.diff):
+    app.command()(_command)
 _stderr = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -304,76 +305,3 @@ def _print_answers(
         table.add_row(*row)
     if table.row_count:
         console.print(table, soft_wrap=False)
-
-
-_TYPES: Mapping[str, type] = {
-    "plan": Plan,
-    "dataflow": Dataflow,
-    "machine": Machine,
-    "timeline": Timeline,
-}
-
-
-@app.command()
-def show(
-    file: Annotated[Path, typer.Argument(help="plan.json, step.json or machine.json.")],
-    timeline: Annotated[
-        Path | None, typer.Option(help="Also draw the timeline of a plan into this PNG.")
-    ] = None,
-) -> None:
-    """Say in words what a file holds."""
-    value: object = files.load(file, _TYPES[_kind_of(file)])
-    console.print(_describe(value, file))
-    if timeline is not None:
-        _draw(value, file, timeline)
-        console.print(f"drew {timeline}")
-
-
-def _describe(value: object, file: Path) -> str:
-    match value:
-        case Plan():
-            return summary(value, _step_beside(file, value))
-        case Dataflow():
-            return describe_step(value)
-        case Machine():
-            return describe_machine(value)
-        case _:
-            assert isinstance(value, Timeline)
-            return describe_timeline(value)
-
-
-def _kind_of(file: Path) -> str:
-    """The kind of document in `file`. Raises `FormatError` when it is none of ours."""
-    try:
-        document = json.loads(file.read_bytes())
-    except ValueError as error:
-        raise FormatError(
-            f"{file}: not a whole JSON document ({error}); make the file again"
-        ) from None
-    kind = document.get("kind") if isinstance(document, dict) else None
-    if kind not in _TYPES:
-        raise FormatError(f"{file}: kind is {kind!r}; show reads {', '.join(_TYPES)}")
-    return str(kind)
-
-
-def _draw(value: object, file: Path, picture: Path) -> None:
-    from cotrain_compile.viz.timeline import draw_timelines, kinds_of
-
-    if isinstance(value, Timeline):
-        draw_timelines([value], picture)
-    elif isinstance(value, Plan):
-        step = _step_beside(file, value)
-        kinds = kinds_of(value, {op.name: op.phase for op in step.ops} if step else {})
-        budget_bytes = value.budgets[Tier.DEVICE]
-        draw_timelines([value.predicted], picture, kinds=kinds, budget_bytes=budget_bytes)
-    else:
-        raise OptionError(f"{file} has no timeline; give --timeline with a plan.json")
-
-
-def _step_beside(file: Path, plan: Plan) -> Dataflow | None:
-    """The step of `plan`, from the step.json that a dump puts beside its plan.json."""
-    beside = file.with_name("step.json")
-    if not beside.is_file():
-        return None
-    dataflow = files.load(beside, Dataflow)
-    return dataflow if dataflow.fingerprint == plan.fingerprint else None

@@ -6,6 +6,7 @@ types in `docs/architecture.md`.
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -195,7 +196,7 @@ def compile_step(
     compiled = CompiledStep(problem, plan, placed, device, lowered)
     if options.dump is not None:
         with _as_option_error("dump", options.dump):
-            dump_step(Path(options.dump), step, dataflow, compiled.plan, placed)
+            dump_step(Path(options.dump), step, problem, compiled.plan, placed)
     return compiled
 
 
@@ -305,6 +306,18 @@ def inspect(step: Callable[..., Any]) -> CompiledStep:
             "once before inspecting it"
         )
     return max(found, key=lambda compiled: compiled.last_run_s)
+
+
+def report(step: Callable[..., Any], path: str | os.PathLike[str]) -> None:
+    """Write one HTML page about a compiled step to `path`: its plan, beside what it measured last.
+
+    Raises `CotrainError` as `inspect` does, OSError when `path` cannot be written.
+    """
+    # Bokeh takes a while to import, and is needed for reports alone.
+    from cotrain_compile.viz.report.page import write_report
+
+    compiled = inspect(step)
+    write_report(Path(path), compiled.problem, compiled.plan, compiled.measured)
 
 
 def synchronize() -> None:

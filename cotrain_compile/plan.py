@@ -17,6 +17,10 @@ from cotrain_compile.machine import Tier
 FORMAT_VERSION = 2
 
 
+# What a running step is called in a trace of torch.profiler, right before its zero.
+STEP_BEGINS = "cotrain: step begins"
+
+
 class UpdateMode(StrEnum):
     """The ways to update a parameter.
 

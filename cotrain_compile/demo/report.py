@@ -15,8 +15,10 @@ from cotrain_compile.demo.train import StepResult
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.policies import SIMPLE_RULES
 from cotrain_compile.units import format_bytes, format_seconds
+from cotrain_compile.viz.perfetto import save_trace
+from cotrain_compile.viz.report.page import write_report
 from cotrain_compile.viz.summary import candidates, summary
-from cotrain_compile.viz.timeline import draw_timelines, kinds_of, save_trace
+from cotrain_compile.viz.timeline import draw_timelines, kinds_of
 
 ROWS = 10
 
@@ -62,8 +64,10 @@ def write_folder(
     kinds = kinds_of(placed.plan, placed.graph.phases)
     budget_bytes = placed.plan.budgets[Tier.DEVICE]
     draw_timelines(timelines, folder / "timeline.png", kinds=kinds, budget_bytes=budget_bytes)
+    write_report(folder / "report.html", placed.problem, placed.plan, placed.measured)
     for timeline in timelines:
-        save_trace(timeline, folder / f"{timeline.source}.trace.json", kinds=kinds)
+        path = folder / f"{timeline.source}.trace.json"
+        save_trace([timeline], path, plan=placed.plan, kinds=kinds)
     with (folder / "losses.csv").open("w", newline="") as file:
         rows = csv.writer(file)
         rows.writerow(["step", "loss", "seconds", "eager_loss", "eager_seconds"])

@@ -189,6 +189,7 @@ def _stopped(settings: Settings, job: Job, console: Console) -> int:
 def _name_the_files(output: Path, console: Console) -> None:
     console.print(
         f"\nLook into {output}/\n"
+        "  report.html             one page to look at: words, timelines, memory, parameters\n"
         "  timeline.png            predicted and measured, on one time axis\n"
         "  predicted.trace.json, measured.trace.json   the same, for https://ui.perfetto.dev\n"
         "  losses.csv              every step of both runs\n"

@@ -7,10 +7,10 @@ device holds whatever is decided; and they turn decisions into a Placement.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from cotrain_compile.dataflow import Buffer
+from cotrain_compile.dataflow import Buffer, Dataflow
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.policies import SMALL_STATE_BYTES, resident
 from cotrain_compile.placement.problem import Problem
@@ -129,22 +129,37 @@ class Choices:
         thin = thin_copies(dataflow)
         for bundle, way in zip(self.weights, ways, strict=True):
             for param in bundle.params:
-                group = dataflow.update.get(param)
-                if way.trips:
-                    homes[param] = Tier.HOST
-                if way.trips == 2:
-                    gone.append(thin.get(param, param))
-                if group is None or way.mode is None:
-                    continue
-                updates[param] = way.mode
-                if way.gradient_away:
-                    gone.append(group.gradient)
-                if way.mode is not UpdateMode.RESIDENT:
-                    large = [s for s in group.states if way.on_host or is_large(dataflow.buffer[s])]
-                    homes.update(dict.fromkeys(large, Tier.HOST))
+                kept = keep(dataflow, param, thin.get(param, param), way)
+                homes |= kept.homes
+                updates |= kept.updates
+                gone += kept.away
         for activations, leaves in zip(self.activations, away, strict=True):
             gone += activations.buffers if leaves else ()
         return Placement(policy, homes, updates, tuple(gone), early_updates=True)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a placement says about one parameter: homes and update mode by name, what leaves."""
+
+    homes: Mapping[str, Tier]
+    updates: Mapping[str, UpdateMode]
+    away: tuple[str, ...]
+
+
+def keep(dataflow: Dataflow, param: str, fetched: str, way: Way) -> Kept:
+    """`param` and its states kept and updated in `way`; `fetched` is what crosses for its uses."""
+    homes = {param: Tier.HOST if way.trips else Tier.DEVICE}
+    away = [fetched] if way.trips == 2 else []
+    group = dataflow.update.get(param)
+    if group is None or way.mode is None:
+        return Kept(homes, {}, tuple(away))
+    away += [group.gradient] if way.gradient_away else []
+    for state in group.states:
+        moves = way.on_host or is_large(dataflow.buffer[state])
+        leaves = way.mode is not UpdateMode.RESIDENT and moves
+        homes[state] = Tier.HOST if leaves else Tier.DEVICE
+    return Kept(homes, {param: way.mode}, tuple(away))
 
 
 def is_large(state: Buffer) -> bool:

@@ -1,1 +1,1 @@
-"""Viz: text and pictures of any type. Reads everything, imported by `cli` and `compile` only."""
+"""Viz: text and pictures of any type. Reads everything, imported by what faces the user only."""

@@ -5,19 +5,28 @@ from __future__ import annotations
 from pathlib import Path
 
 from cotrain_compile import files
-from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.graph import StepGraph
+from cotrain_compile.placement.problem import Problem
 from cotrain_compile.plan import Plan
+from cotrain_compile.viz.perfetto import save_trace
 from cotrain_compile.viz.summary import summary
+from cotrain_compile.viz.timeline import kinds_of
 
 
 def dump_step(
-    folder: Path, step: StepGraph, dataflow: Dataflow, plan: Plan, placed: StepGraph
+    folder: Path, step: StepGraph, problem: Problem, plan: Plan, placed: StepGraph
 ) -> None:
-    """Write captured and placed graph, dataflow, plan and its summary into `folder`."""
+    """Write graphs, dataflow, plan, and the plan's summary, report and trace into `folder`."""
+    # Bokeh takes a while to import, and is needed for dumps alone.
+    from cotrain_compile.viz.report.page import write_report
+
+    dataflow = problem.dataflow
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "captured.py.txt").write_text(step.text())
     (folder / "placed.py.txt").write_text(placed.text())
     (folder / "summary.txt").write_text(summary(plan, dataflow) + "\n")
     files.save(dataflow, folder / "step.json")
     files.save(plan, folder / "plan.json")
+    kinds = kinds_of(plan, step.phases)
+    save_trace([plan.predicted], folder / "predicted.trace.json", plan=plan, kinds=kinds)
+    write_report(folder / "report.html", problem, plan)

@@ -1,16 +1,13 @@
-"""Timeline: pictures and traces of what a step does when. Timelines in, PNG or trace JSON out.
+"""Timeline: pictures of what a step does when. Timelines in, PNG out.
 
 A picture has one row of bars for each lane and the memory of the device below, with the budget;
-several timelines (predicted and measured) are drawn above one another on one time axis. A trace is
-Chrome's JSON format, which https://ui.perfetto.dev opens.
+several timelines (predicted and measured) are drawn above one another on one time axis.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -33,18 +30,18 @@ COLOURS: Mapping[str, str] = {
     "weight": "#E69F00",
     "gradient": "#D55E00",
     "optimizer state": "#F0E442",
-    "activation": "#4D4D4D",
+    "activation": "#7F7F7F",
     "copy": "#E69F00",
     "update on the host": "#009E73",
     "cast on the host": "#8FD6BE",
 }
-_OF_LANE: Mapping[str, str] = {
+OF_LANE: Mapping[str, str] = {
     Lane.DEVICE: "work on the device",
     Lane.HOST: "update on the host",
     Lane.D2H: "copy",
     Lane.H2D: "copy",
 }
-_LANE_TITLES: Mapping[str, str] = {
+LANE_TITLES: Mapping[str, str] = {
     Lane.DEVICE: "device",
     Lane.D2H: "device to host",
     Lane.HOST: "host",
@@ -111,67 +108,36 @@ def draw_timelines(
     figure.savefig(path)
 
 
-def save_trace(timeline: Timeline, path: Path, *, kinds: Mapping[str, str] | None = None) -> None:
-    """Write `timeline` as Chrome trace JSON: lanes as threads, times in microseconds.
-
-    Raises OSError when `path` cannot be written.
-    """
-    lanes = {str(lane): number for number, lane in enumerate(_LANE_TITLES, start=1)}
-    events: list[dict[str, Any]] = [
-        {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": f"{timeline.source} step"}}
-    ]
-    for lane, thread in lanes.items():
-        named = {"name": _LANE_TITLES[lane]}
-        events.append({"ph": "M", "name": "thread_name", "pid": 1, "tid": thread, "args": named})
-    for span, kind in _with_kinds(timeline, kinds or {}):
-        events.append(
-            {
-                "ph": "X",
-                "name": span.name,
-                "cat": kind,
-                "pid": 1,
-                "tid": lanes[str(span.lane)],
-                "ts": span.start_s * 1e6,
-                "dur": (span.end_s - span.start_s) * 1e6,
-            }
-        )
-    for tier, points in timeline.memory.items():
-        for seconds, nbytes in points:
-            name, used = f"{tier} memory", {"bytes": nbytes}
-            events.append({"ph": "C", "name": name, "pid": 1, "ts": seconds * 1e6, "args": used})
-    path.write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": events}) + "\n")
-
-
-def _with_kinds(timeline: Timeline, kinds: Mapping[str, str]) -> Iterator[tuple[Span, str]]:
+def spans_with_kinds(timeline: Timeline, kinds: Mapping[str, str]) -> Iterator[tuple[Span, str]]:
     """Each span with what it is; a view that a pass has made again is as the op before it."""
     on_device = timeline.lane(Lane.DEVICE)
     known = (kinds[span.name] for span in on_device if span.name in kinds)
-    kind = next(known, _OF_LANE[Lane.DEVICE])
+    kind = next(known, OF_LANE[Lane.DEVICE])
     for span in on_device:
         kind = kinds.get(span.name, kind)
         yield span, kind
     for span in timeline.spans:
         if span.lane != Lane.DEVICE:
-            yield span, kinds.get(span.name, _OF_LANE[span.lane])
+            yield span, kinds.get(span.name, OF_LANE[span.lane])
 
 
 def _draw_lanes(axes: Axes, timeline: Timeline, kinds: Mapping[str, str], end_s: float) -> set[str]:
     """Draw the bars, top lane first; returns the kinds that occur."""
     start_s = min((span.start_s for span in timeline.spans), default=0.0)
     bars: dict[tuple[str, str], list[tuple[float, float]]] = {}
-    for span, kind in _with_kinds(timeline, kinds):
+    for span, kind in spans_with_kinds(timeline, kinds):
         width = max(span.end_s - span.start_s, end_s * _NARROWEST)
         bar = (span.start_s - start_s, width)
         bars.setdefault((str(span.lane), kind), []).append(bar)
-    rows = {str(lane): len(_LANE_TITLES) - 1 - n for n, lane in enumerate(_LANE_TITLES)}
+    rows = {str(lane): len(LANE_TITLES) - 1 - n for n, lane in enumerate(LANE_TITLES)}
     for (lane, kind), stretches in bars.items():
         axes.broken_barh(stretches, (rows[lane] - 0.36, 0.72), color=COLOURS[kind], linewidth=0)
     makespan_s = timeline.makespan_s or 1.0
     labels = [
         f"{title}\n{timeline.busy_s(lane) / makespan_s:.0%} busy"
-        for lane, title in _LANE_TITLES.items()
+        for lane, title in LANE_TITLES.items()
     ]
-    axes.set_yticks([rows[str(lane)] for lane in _LANE_TITLES], labels)
+    axes.set_yticks([rows[str(lane)] for lane in LANE_TITLES], labels)
     axes.set_ylim(-0.6, len(rows) - 0.4)
     axes.grid(axis="x", alpha=0.3)
     axes.set_axisbelow(True)

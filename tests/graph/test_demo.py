@@ -66,7 +66,7 @@ def test_it_shows_the_shortfall_trains_within_the_budget_and_matches_eager(
     assert losses(output, "loss") == pytest.approx(losses(output, "eager_loss"), rel=1e-4)
     assert re.search(r"measured peak ([\d,]+) bytes, predicted \1, budget 307,200", said)
     left = {path.name for path in output.iterdir()}
-    assert {"timeline.png", "predicted.trace.json", "measured.trace.json"} <= left
+    assert {"report.html", "timeline.png", "predicted.trace.json", "measured.trace.json"} <= left
 
 
 def test_it_takes_the_fastest_plan_and_tells_what_each_rule_would_have_cost(

@@ -23,7 +23,8 @@ from cotrain_compile.plan import (
     Transfer,
     UpdateMode,
 )
-from cotrain_compile.viz.timeline import COLOURS, draw_timelines, kinds_of, save_trace
+from cotrain_compile.viz.perfetto import save_trace
+from cotrain_compile.viz.timeline import COLOURS, draw_timelines, kinds_of
 
 
 def timeline(*spans: Span) -> Timeline:
@@ -102,7 +103,7 @@ def test_what_leaves_and_comes_back_is_told_from_what_lives_on_the_host() -> Non
 def test_an_op_that_a_pass_has_made_again_is_as_the_one_before_it(tmp_path: Path) -> None:
     ops = timeline(Span(Lane.DEVICE, "view", 0.0, 0.1), *STEP.spans)
     again = replace(ops, spans=(*ops.spans, Span(Lane.DEVICE, "view_1", 1.0, 1.1)))
-    save_trace(again, tmp_path / "trace.json", kinds=KINDS)
+    save_trace([again], tmp_path / "trace.json", kinds=KINDS)
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     kinds = {e["name"]: e["cat"] for e in events if e["ph"] == "X"}
     assert kinds["view"] == kinds["view_1"] == "backward"
@@ -141,7 +142,7 @@ def test_an_empty_timeline_is_an_empty_picture(tmp_path: Path) -> None:
 
 
 def test_a_trace_has_each_lane_as_a_named_thread_in_microseconds(tmp_path: Path) -> None:
-    save_trace(STEP, tmp_path / "trace.json", kinds=KINDS)
+    save_trace([STEP], tmp_path / "trace.json", kinds=KINDS)
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     threads = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     work = [(threads[e["tid"]], e["name"], e["cat"]) for e in events if e["ph"] == "X"]

@@ -1,0 +1,68 @@
+"""Reading: a saved plan with the step and the machine that its costs come from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cotrain_compile import files, presets
+from cotrain_compile.analysis.costs import CostTable
+from cotrain_compile.dataflow import Dataflow
+from cotrain_compile.errors import OptionError, PlanError
+from cotrain_compile.placement.predict import step_s
+from cotrain_compile.placement.problem import Problem, formulate
+from cotrain_compile.plan import Plan
+
+Step = Annotated[
+    Path | None, typer.Option(help="Its step.json; else the one in the folder of the plan.")
+]
+MachineName = Annotated[
+    str | None, typer.Option(help="Preset or machine.json; else the machine named in the plan.")
+]
+Profile = Annotated[Path | None, typer.Option(help="The profile the plan was made with, if any.")]
+
+# Simulated again on the machine it was made for, a plan takes what it says, up to rounding.
+ROUNDING = 1e-6
+
+
+def read_step(plan: Plan, file: Path, step: Path | None) -> Dataflow:
+    """The step of `plan`, from `step` or from the step.json beside `file`.
+
+    Raises `OptionError` when there is none, `PlanError` when it is another step.
+    """
+    path = step or file.with_name("step.json")
+    if not path.is_file():
+        raise OptionError(
+            f"a plan alone has no costs, and there is no {path}; give the step that {file} was "
+            "made for with --step step.json"
+        )
+    dataflow = files.load(path, Dataflow)
+    if dataflow.fingerprint != plan.fingerprint:
+        raise PlanError(
+            f"plan {file} was made for another step ({plan.fingerprint}) than {path} "
+            f"({dataflow.fingerprint}); give the one it was made for with --step"
+        )
+    return dataflow
+
+
+def read_problem(
+    plan: Plan, file: Path, step: Path | None, machine: str | None, profile: Path | None
+) -> Problem:
+    """What `plan`, read from `file`, was made for; raises as `read_step` does.
+
+    Raises `PlanError` when the costs are others than those that the plan was made with.
+    """
+    dataflow = read_step(plan, file, step)
+    costs = files.load(profile, CostTable) if profile else None
+    problem = formulate(dataflow, presets.find(machine or plan.machine), plan.budgets, costs)
+    again_s = step_s(problem, plan.placement, plan.tasks, plan.moved)
+    planned_s = plan.predicted.makespan_s
+    if abs(again_s - planned_s) > ROUNDING * planned_s:
+        raise PlanError(
+            f"plan {file} says {planned_s:.6g} s a step, but simulated on {problem.machine.name} "
+            f"it takes {again_s:.6g} s: it was made with other costs; give its --machine "
+            "machine.json, and its --profile where it had one"
+        )
+    return problem

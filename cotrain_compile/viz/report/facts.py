@@ -1,0 +1,153 @@
+"""Facts: a plan in sentences and small tables. A Problem, its Plan and what was measured in.
+
+Every number is read off the plan and its timelines, or off a simulation of the plan.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from cotrain_compile.dataflow import Dataflow, Role
+from cotrain_compile.machine import Tier
+from cotrain_compile.placement.explain import limits_words
+from cotrain_compile.placement.policies import SIMPLE_RULES
+from cotrain_compile.placement.problem import Problem
+from cotrain_compile.placement.residency import device_bytes, device_program, instances
+from cotrain_compile.placement.sensitivity import limits
+from cotrain_compile.plan import Lane, Plan, Timeline
+from cotrain_compile.units import format_bytes, format_seconds
+from cotrain_compile.viz.summary import NOT_NEEDED
+from cotrain_compile.viz.timeline import LANE_TITLES
+
+LARGEST = 14
+_REGIMES: Mapping[Lane, str] = {
+    Lane.DEVICE: "Device compute sets the pace",
+    Lane.HOST: "Updates on the host set the pace",
+    Lane.D2H: "The link down to the host sets the pace",
+    Lane.H2D: "The link up to the device sets the pace",
+}
+
+
+@dataclass(frozen=True)
+class Pace:
+    """One candidate: its simulated step time, None where it does not fit."""
+
+    policy: str
+    step_s: float | None
+
+
+@dataclass(frozen=True)
+class Peak:
+    """What is on the device where most is: bytes by kind, and the largest buffers."""
+
+    nbytes: int
+    where: str
+    by_kind: tuple[tuple[str, int], ...]
+    largest: tuple[tuple[str, str, int], ...]
+
+
+def regime(problem: Problem, plan: Plan) -> str:
+    """Which regime the plan is in, in one sentence."""
+    if not plan.tasks:
+        return "Everything fits on the device: nothing moves."
+    found = limits(problem, plan)
+    full = [tier.value for tier in found.full]
+    memory = f", with {' and '.join(full)} memory full" if full else ""
+    return f"{_REGIMES[found.first]}{memory}."
+
+
+def sentences(problem: Problem, plan: Plan) -> Iterator[str]:
+    """What a reader should know first."""
+    predicted, report = plan.predicted, plan.report
+    step_s = predicted.makespan_s
+    work_s = predicted.busy_s(Lane.DEVICE)
+    exposed = (
+        f" The device works for {format_seconds(work_s)} of it and waits for "
+        f"{format_seconds(max(0.0, step_s - work_s))}."
+    )
+    yield (
+        f"A step is predicted to take {format_seconds(step_s)} on {plan.machine}."
+        + exposed * bool(plan.tasks)
+    )
+    if plan.tasks:
+        yield f"The step hangs on {limits_words(limits(problem, plan))}."
+        yield (
+            f"{format_bytes(plan.bytes_moved('offload'))} go down to the host and "
+            f"{format_bytes(plan.bytes_moved('prefetch'))} up to the device in each step."
+        )
+    if report and report.lower_bound_s:
+        yield (
+            f"No plan within these budgets takes less than "
+            f"{format_seconds(report.lower_bound_s)}: this one is {report.gap:.1%} above."
+        )
+    modes = Counter(mode.value.replace("_", " ") for mode in plan.placement.updates.values())
+    if plan.tasks and modes:
+        told = ", ".join(f"{count} {mode}" for mode, count in modes.items())
+        yield f"Parameters by the way they are updated: {told}."
+    yield from plan.notes
+
+
+def paces(plan: Plan) -> tuple[Pace, ...]:
+    """Every candidate of the ladder, fastest first, then the simple rules that do not fit."""
+    report = plan.report
+    if report is None or report.status == NOT_NEEDED or len(report.simulated_s) < 2:
+        return ()
+    ranked = sorted(report.simulated_s.items(), key=lambda item: item[1])
+    missing = [rule for rule in SIMPLE_RULES if rule not in report.simulated_s]
+    return tuple(Pace(*item) for item in ranked) + tuple(Pace(rule, None) for rule in missing)
+
+
+def comparison(plan: Plan, measured: Timeline | None) -> Iterator[tuple[str, ...]]:
+    """Rows: a heading, the predicted value, the measured one where there is one, the budget."""
+    timelines = [plan.predicted, *([measured] if measured else [])]
+    yield "a step", *(format_seconds(t.makespan_s) for t in timelines), ""
+    for lane, title in LANE_TITLES.items():
+        yield f"{title} busy", *(_busy(t, lane) for t in timelines), ""
+    for tier in Tier:
+        peaks = [
+            format_bytes(t.peak_bytes[tier]) if tier in t.peak_bytes else "" for t in timelines
+        ]
+        yield f"{tier.value} peak", *peaks, format_bytes(plan.budgets[tier])
+
+
+def peak(problem: Problem, plan: Plan) -> Peak:
+    """What is alive on the device in the first slot in which most is."""
+    program = device_program(problem.dataflow, plan.placement, plan.moved)
+    used = device_bytes(program, plan.placement, plan.tasks)
+    slot = used.index(max(used))
+    alive = [
+        held.buffer
+        for held in instances(program, plan.placement, plan.tasks)
+        if held.first <= slot < held.last
+    ]
+    kind = _kinds(problem.dataflow)
+    by_kind: Counter[str] = Counter()
+    for buffer in alive:
+        by_kind[kind[buffer.name]] += buffer.nbytes
+    alive.sort(key=lambda buffer: -buffer.nbytes)
+    op = program.ops[min(slot, program.end - 1)]
+    return Peak(
+        nbytes=used[slot],
+        where=f"{op.name} ({op.target})" + (f" in {op.module}" if op.module else ""),
+        by_kind=tuple(by_kind.most_common()),
+        largest=tuple((b.name, kind[b.name], b.nbytes) for b in alive[:LARGEST]),
+    )
+
+
+def _kinds(dataflow: Dataflow) -> Mapping[str, str]:
+    """What each buffer is: its role, or for a temporary what it is made for."""
+    kinds = {b.name: b.role.value.replace("_", " ") for b in dataflow.buffers}
+    temporaries = {b.name for b in dataflow.buffers if b.role is Role.TEMPORARY}
+    kinds |= dict.fromkeys(temporaries, "activation or other temporary")
+    for group in dataflow.updates:
+        own = {group.gradient: "gradient", group.low_precision: "low-precision copy"}
+        kinds |= {name: kind for name, kind in own.items() if name in temporaries}
+    return kinds
+
+
+def _busy(timeline: Timeline, lane: str) -> str:
+    busy_s = timeline.busy_s(lane)
+    share = busy_s / timeline.makespan_s if timeline.makespan_s else 0.0
+    return f"{format_seconds(busy_s)} ({share:.0%})"

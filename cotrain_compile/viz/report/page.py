@@ -1,0 +1,80 @@
+"""Page: puts the report together and writes it: one HTML file that loads nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from bokeh.embed import components
+from bokeh.model import Model
+from bokeh.resources import Resources
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from cotrain_compile.machine import Tier
+from cotrain_compile.placement.problem import Problem
+from cotrain_compile.plan import Plan, Timeline
+from cotrain_compile.units import format_bytes, format_seconds
+from cotrain_compile.viz.report import facts
+from cotrain_compile.viz.report.bars import bars_of, kinds_in
+from cotrain_compile.viz.report.charts import lanes_chart, memory_chart, time_axis
+from cotrain_compile.viz.report.parameters import parameter_rows
+from cotrain_compile.viz.timeline import COLOURS
+
+
+def write_report(
+    path: Path, problem: Problem, plan: Plan, measured: Timeline | None = None
+) -> None:
+    """Write the report of `plan`, made for `problem`, beside what a step `measured`, to `path`.
+
+    Raises OSError when `path` cannot be written.
+    """
+    path.write_text(report_html(problem, plan, measured), encoding="utf-8")
+
+
+def report_html(problem: Problem, plan: Plan, measured: Timeline | None = None) -> str:
+    """The page as text."""
+    environment = Environment(
+        loader=PackageLoader("cotrain_compile.viz.report", "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"bytes": format_bytes, "seconds": format_seconds}
+    script, charts, kinds = _charts(problem, plan, measured)
+    library = Resources(mode="inline", components=["bokeh"], minified=True)
+    return environment.get_template("page.html").render(
+        plan=plan,
+        measured=measured,
+        regime=facts.regime(problem, plan),
+        sentences=list(facts.sentences(problem, plan)),
+        paces=facts.paces(plan),
+        comparison=list(facts.comparison(plan, measured)),
+        peak=facts.peak(problem, plan),
+        rows=parameter_rows(problem, plan),
+        charts=charts,
+        kinds={kind: colour for kind, colour in COLOURS.items() if kind in kinds},
+        library=Markup(library.render_js()),
+        script=Markup(script),
+        tiers=list(Tier),
+    )
+
+
+def _charts(
+    problem: Problem, plan: Plan, measured: Timeline | None
+) -> tuple[str, Mapping[str, Any], set[str]]:
+    """The script that draws the charts, the place of each, and the kinds of bars in them."""
+    timelines = [plan.predicted, *([measured] if measured else [])]
+    axis = time_axis(timelines)
+    figures: dict[str, Model] = {}
+    kinds = set[str]()
+    for timeline in timelines:
+        bars = bars_of(timeline, plan, problem.dataflow)
+        kinds |= kinds_in(bars)
+        figures[str(timeline.source)] = lanes_chart(timeline.source, bars, axis)
+    for tier in Tier:
+        figures[tier.value] = memory_chart(tier, timelines, plan.budgets[tier], axis)
+    script, places = components(figures)
+    return script, {name: Markup(place) for name, place in places.items()}, kinds
