@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -118,5 +119,10 @@ def base_of(node: fx.Node) -> fx.Node:
 
 
 def _nbytes(node: fx.Node) -> int:
+    """Bytes of the memory that `node` makes, at the sizes of the trace."""
     value = node.meta.get("val")
-    return value.untyped_storage().nbytes() if isinstance(value, torch.Tensor) else 0
+    if not isinstance(value, torch.Tensor):
+        return 0
+    nbytes: Any = value.untyped_storage().nbytes()
+    # Comparing a symbol would bind it to the size at hand.
+    return nbytes if isinstance(nbytes, int) else int(nbytes.node.hint)

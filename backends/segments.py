@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from cotrain_compile.backends.cut import Stretch, base_of, is_shown
-from cotrain_compile.graph import StepGraph
+from cotrain_compile.graph import StepGraph, shape
 from cotrain_compile.passes.views import COPY
 
 Sizes = Mapping[str, int]
@@ -158,7 +158,7 @@ class _Builder:
         base, value = op.args[:2]
         assert isinstance(base, fx.Node) and isinstance(value, fx.Node)
         old, new = self._value(base), self._value(value)
-        if not _same_kind(base, value):
+        if shape(base) != shape(value):
             new = self.graph.call_function(torch.ops.aten.copy.default, (old, new))
         self.written[base] = new
         # From here on, what shows the written memory shows the new value.
@@ -193,11 +193,6 @@ class _Builder:
         return placeholder
 
 
-def _same_kind(base: fx.Node, value: fx.Node) -> bool:
-    a, b = base.meta["val"], value.meta["val"]
-    return (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
-
-
 def _needed_outside(
     graph: fx.Graph, stretch_of: Mapping[fx.Node, Stretch]
 ) -> dict[fx.Node, list[fx.Node]]:
@@ -224,10 +219,10 @@ def _uses(node: fx.Node) -> Iterator[fx.Node]:
 
 def concrete(value: torch.Tensor, sizes: Sizes, mode: Any) -> torch.Tensor:
     """A fake tensor like `value`, with numbers for its dynamic dimensions."""
-    shape = [concrete_size(size, sizes) for size in value.shape]
+    lengths = [concrete_size(size, sizes) for size in value.shape]
     strides = [concrete_size(stride, sizes) for stride in value.stride()]
     with mode:
-        return torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device)
+        return torch.empty_strided(lengths, strides, dtype=value.dtype, device=value.device)
 
 
 def concrete_size(size: Any, sizes: Sizes) -> int:

@@ -5,7 +5,7 @@ Both sides train the same model in one process and on one thread, in turns. Besi
 is the time of the processor, which other programs on the machine disturb less. Peaks are what
 torch's CPU allocator gave out at most in a step, with what was there before.
 
-python -m bench.against_torch_compile -o bench/results/against_torch_compile.json
+python -m bench.against_torch_compile gpt2-124m -o bench/results/against_torch_compile_gpt2.json
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from cotrain_compile.runtime.allocations import most_allocated
 Step = Callable[[Tensor], Tensor]
 BATCH, LENGTH = 2, 256
 LEARNING_RATE = 1e-4
-WARM_UP, ROUNDS = 3, 9
+WARM_UP, ROUNDS = 2, 5
 OURS = {"policy": "resident", "lowering": "inductor", "poison": False}
 
 
@@ -214,7 +214,7 @@ def kinds(model: str) -> dict[str, dict[str, int]]:
 
 def first_step_s(model: str, side: str, cache: str) -> float:
     """Seconds of the first step, compiling included, in a process with this cache folder."""
-    command = [sys.executable, "-m", "bench.against_torch_compile", "--first-step", model, side]
+    command = [sys.executable, "-m", "bench.against_torch_compile", model, "--first-step", side]
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     return float(run.stdout.strip().splitlines()[-1])
@@ -233,27 +233,24 @@ def compile_times(model: str) -> dict[str, dict[str, float]]:
 def main() -> None:
     """Measure, print, and write the report."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", choices=list(MODELS))
     parser.add_argument("-o", "--output", type=Path)
-    parser.add_argument("--first-step", nargs=2, metavar=("MODEL", "SIDE"))
-    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
-    parser.add_argument("--no-compile-times", action="store_true")
+    parser.add_argument("--first-step", choices=list(SIDES), help="only time the first step")
+    parser.add_argument("--compile-times", action="store_true", help="cold and warm, takes long")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if arguments.first_step:
-        side, tokens = make_side(arguments.first_step[1], arguments.first_step[0])
+        side, tokens = make_side(arguments.first_step, arguments.model)
         started = time.perf_counter()
         side.step(tokens)
         sys.stdout.write(f"{time.perf_counter() - started}\n")
         return
-    console, records = Console(soft_wrap=True), {}
-    for model in arguments.models:
-        records[model] = {**compare(model), "kinds_by_layers": kinds(model)}
-        if not arguments.no_compile_times:
-            records[model]["first_step_s"] = compile_times(model)
-        console.print(
-            model, {k: v for k, v in records[model].items() if not k.endswith(("seconds", "_s"))}
-        )
-    write_report(arguments.output, __doc__.splitlines()[0], records)
+    record = {**compare(arguments.model), "kinds_by_layers": kinds(arguments.model)}
+    if arguments.compile_times:
+        record["first_step_s"] = compile_times(arguments.model)
+    lists = ("seconds", "processor_s")
+    Console(soft_wrap=True).print({k: v for k, v in record.items() if k not in lists})
+    write_report(arguments.output, __doc__.splitlines()[0], {arguments.model: record})
 
 
 if __name__ == "__main__":
