@@ -1,8 +1,9 @@
 """Hugging Face `Trainer`, its step compiled as a whole.
 
 `Trainer` runs forward and backward in `training_step`, and clips and updates later, in its loop.
-Here `training_step` does all of it in one compiled function. The loop then finds no gradients, so
-its own clipping and `optimizer.step()` have nothing to do; the norm that it logs is the step's.
+Here `training_step` does all of it in one compiled function, on all micro-batches of the step. The
+loop then finds no gradients, so its own clipping and `optimizer.step()` have nothing to do; the
+norm that it logs is the step's. Tried with transformers 5.23.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from transformers import Trainer
 
 from cotrain_compile.errors import OptionError
 
-Step = Callable[[dict[str, Any], Tensor | None], tuple[Tensor, Tensor]]
+Step = Callable[[list[dict[str, Any]], Tensor | None], tuple[Tensor, Tensor]]
 
 
 class CotrainTrainer(Trainer):
@@ -24,13 +25,14 @@ class CotrainTrainer(Trainer):
 
     `cotrain` are the options of the backend (`docs/options.md`). Another Trainer class gets the
     same by `class MyTrainer(CotrainTrainer, Seq2SeqTrainer): ...`. Raises `OptionError` for what a
-    compiled step cannot do here: gradient accumulation, float16, several devices.
+    compiled step cannot do here: float16, several devices.
     """
 
     def __init__(self, *args: Any, cotrain: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.cotrain_options = dict(cotrain or {})
         self._compiled_step: Step | None = None
+        self._micro_batches: list[dict[str, Any]] = []
         self._gradient_norm: Tensor | None = None
         _refuse_what_a_step_cannot_hold(self)
 
@@ -40,7 +42,13 @@ class CotrainTrainer(Trainer):
         inputs: dict[str, Any],
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor:
-        """One whole step on a batch; the loss, detached."""
+        """With the last micro-batch of a step, the whole step; the loss of all of them, detached.
+
+        With those before it, nothing yet: they wait, and add nothing to the loss.
+        """
+        self._micro_batches.append(self._prepare_inputs(inputs))
+        if not self.accelerator.sync_gradients:
+            return torch.zeros((), device=self.args.device)
         if self._compiled_step is None:
             accelerated: Any = self.optimizer  # what `Trainer` got from Accelerate for its own
             step = _whole_step(self, model, accelerated.optimizer)
@@ -49,12 +57,13 @@ class CotrainTrainer(Trainer):
             )
         model.train()
         items = None if num_items_in_batch is None else torch.as_tensor(num_items_in_batch)
-        loss, self._gradient_norm = self._compiled_step(self._prepare_inputs(inputs), items)
+        batches, self._micro_batches = self._micro_batches, []
+        loss, self._gradient_norm = self._compiled_step(batches, items)
         return loss
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
         """As in `Trainer`; a step compiled for an optimizer before is given up."""
-        self._compiled_step = None
+        self._compiled_step, self._micro_batches = None, []
         super().create_optimizer_and_scheduler(num_training_steps)
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor | None:
@@ -69,24 +78,34 @@ def _whole_step(
 ) -> Step:
     largest_norm = trainer.args.max_grad_norm or float("inf")
 
-    def step(inputs: dict[str, Any], items: Tensor | None) -> tuple[Tensor, Tensor]:
-        with trainer.compute_loss_context_manager():
-            loss: Any = trainer.compute_loss(model, inputs, num_items_in_batch=items)
-        loss.backward()
+    def step(batches: list[dict[str, Any]], items: Tensor | None) -> tuple[Tensor, Tensor]:
+        share = 1 if _covers_all_micro_batches(trainer, items) else len(batches)
+        losses = []
+        for inputs in batches:
+            with trainer.compute_loss_context_manager():
+                loss: Any = trainer.compute_loss(model, inputs, num_items_in_batch=items)
+            (loss / share).backward()
+            losses.append(loss.detach() / share)
         norm = nn.utils.clip_grad_norm_(model.parameters(), largest_norm)
         optimizer.step()
         # The Trainer's own step, which follows, must find nothing to do.
         optimizer.zero_grad()
-        return loss.detach(), norm
+        return torch.stack(losses).sum(), norm
 
     return step
+
+
+def _covers_all_micro_batches(trainer: CotrainTrainer, items: Tensor | None) -> bool:
+    """Whether a loss is a share of the step's already, by the rules of `Trainer`."""
+    if trainer.loss_is_scaled_for_ga is not None:
+        return bool(trainer.loss_is_scaled_for_ga)
+    counts = trainer.model_accepts_loss_kwargs and items is not None
+    return bool(counts or trainer.compute_loss_func is not None)
 
 
 def _refuse_what_a_step_cannot_hold(trainer: CotrainTrainer) -> None:
     args, accelerator = trainer.args, trainer.accelerator
     refused = {
-        "gradient_accumulation_steps above 1: its micro-batches come in separate calls; raise "
-        "per_device_train_batch_size, the budget holds": args.gradient_accumulation_steps > 1,
         "fp16=True: it needs a GradScaler; use bf16=True": accelerator.scaler is not None,
         "more than one process or device; run it on one": (
             accelerator.num_processes > 1 or args.n_gpu > 1

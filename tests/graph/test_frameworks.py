@@ -165,18 +165,43 @@ def test_where_the_step_runs_in_eager_it_still_updates_once(
     torch.testing.assert_close(parameters(printing), parameters(eager))
 
 
-@pytest.mark.parametrize(
-    ("settings", "told"),
-    [
-        ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps above 1"),
-        ({"torch_compile": True}, "the Trainer's torch_compile"),
-    ],
-)
-def test_what_a_trainer_cannot_hold_in_one_step_is_refused_at_once(
-    settings: dict[str, Any],
-    told: str,
-    example: Callable[[str], ModuleType],
-    tmp_path: Path,
+def mean_of_batch(trainer: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """A loss that knows nothing of the other micro-batches: `Trainer` divides it."""
+    return model(**inputs).loss
+
+
+@pytest.mark.parametrize("is_scaled", [True, False])
+def test_accumulated_micro_batches_are_one_step(
+    is_scaled: bool, example: Callable[[str], ModuleType], tmp_path: Path
 ) -> None:
-    with pytest.raises(OptionError, match=told):
-        make_trainer(CotrainTrainer, example, arguments(tmp_path, **settings))
+    """Six batches an epoch: a step has four of them, the last one two."""
+    scaling = {} if is_scaled else {"compute_loss": mean_of_batch, "loss_is_scaled_for_ga": False}
+    settings = arguments(tmp_path, gradient_accumulation_steps=4)
+    trainers = []
+    for base in (CotrainTrainer, EagerTrainer):
+        trainer = make_trainer(type("Scaled", (base,), scaling), example, settings)
+        trainer.train()
+        trainers.append(trainer)
+    placed, eager = (
+        [(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history[:-1]]
+        for trainer in trainers
+    )
+    assert len(placed) == 6
+    for found, expected in zip(placed, eager, strict=True):
+        assert found == pytest.approx(expected, rel=1e-4)
+
+
+def test_several_devices_are_refused_at_once(
+    example: Callable[[str], ModuleType], tmp_path: Path
+) -> None:
+    settings = arguments(tmp_path)
+    settings._n_gpu = 2
+    with pytest.raises(OptionError, match="more than one process or device"):
+        make_trainer(CotrainTrainer, example, settings)
+
+
+def test_a_model_that_the_trainer_compiles_is_refused_at_once(
+    example: Callable[[str], ModuleType], tmp_path: Path
+) -> None:
+    with pytest.raises(OptionError, match="the Trainer's torch_compile"):
+        make_trainer(CotrainTrainer, example, arguments(tmp_path, torch_compile=True))
