@@ -43,6 +43,7 @@ from cotrain_compile.runtime.host_kernels import host_kernels
 from cotrain_compile.units import format_bytes
 from cotrain_compile.viz.describe import describe_differences
 from cotrain_compile.viz.dump import dump_step
+from cotrain_compile.viz.narrate import Narrator, verbosity
 
 
 def cotrain(
@@ -129,9 +130,12 @@ def compile_step(step: StepGraph, dataflow: Dataflow, options: Options) -> Compi
     """Place, rewrite and lower `step`, whose `dataflow` has the sizes to plan for."""
     machine = find(options.machine)
     problem = formulate(dataflow, machine, budgets(options, machine), _profile(options))
-    plan = plan_for(problem, options)
+    narrator = Narrator(verbosity(options))
+    with narrator.progress() as progress:
+        plan = plan_for(problem, options, progress)
     check(problem, plan)
-    placed = run_passes(step, plan)
+    placed = run_passes(step, plan, narrator.observe)
+    narrator.tell(problem, plan)
     device = EmulatedDevice(
         machine,
         problem.budgets,
@@ -154,9 +158,12 @@ def _as_option_error(option: str, value: str) -> Iterator[None]:
         raise OptionError(f"option {option!r} is {value!r}: {error.strerror}") from error
 
 
-def plan_for(problem: Problem, options: Options) -> Plan:
+def plan_for(
+    problem: Problem, options: Options, progress: Callable[[str], None] | None = None
+) -> Plan:
     """The plan in the file that `options` name, else what the solver finds for their policy.
 
+    `progress` is told what is being done.
     Raises `PlacementError` with the shortfall when the policy does not fit the budgets, and as
     `saved_plan` does.
     """
@@ -168,7 +175,7 @@ def plan_for(problem: Problem, options: Options) -> Plan:
         time_limit_s=options.time_limit,
         seed=options.seed,
     )
-    return solve(problem, settings)
+    return solve(problem, settings, progress=progress)
 
 
 def saved_plan(path: str, problem: Problem, options: Options) -> Plan:
