@@ -58,6 +58,7 @@ from cotrain_compile.runtime.load_into_homes import load_into_homes
 from cotrain_compile.units import format_bytes
 from cotrain_compile.viz.describe import describe_differences
 from cotrain_compile.viz.dump import dump_step
+from cotrain_compile.viz.narrate import Narrator, verbosity
 
 
 def cotrain(
@@ -187,9 +188,12 @@ def compile_step(
     """
     machine = machine_for(step, options)
     problem = formulate(dataflow, machine, budgets(options, machine), _profile(options))
-    plan = (before and keep(problem, before)) or plan_for(problem, options)
+    narrator = Narrator(verbosity(options))
+    with narrator.progress() as progress:
+        plan = (before and keep(problem, before)) or plan_for(problem, options, progress)
     check(problem, plan)
-    placed = run_passes(step, plan)
+    placed = run_passes(step, plan, narrator.observe)
+    narrator.tell(problem, plan)
     kernels = host_kernels(placed, options.host_kernels)
     device = runtime_for(step, problem, kernels, options)
     lowered = _lowered(step, placed, dataflow, options)
@@ -217,9 +221,12 @@ def _as_option_error(option: str, value: str) -> Iterator[None]:
         raise OptionError(f"option {option!r} is {value!r}: {error.strerror}") from error
 
 
-def plan_for(problem: Problem, options: Options) -> Plan:
+def plan_for(
+    problem: Problem, options: Options, progress: Callable[[str], None] | None = None
+) -> Plan:
     """The plan in the file that `options` name, else what the solver finds for their policy.
 
+    `progress` is told what is being done.
     Raises `PlacementError` with the shortfall when the policy does not fit the budgets, and as
     `saved_plan` does.
     """
@@ -232,7 +239,7 @@ def plan_for(problem: Problem, options: Options) -> Plan:
         seed=options.seed,
         overlap_steps=options.overlap_steps,
     )
-    return solve(problem, settings)
+    return solve(problem, settings, progress=progress)
 
 
 def saved_plan(path: str, problem: Problem, options: Options) -> Plan:

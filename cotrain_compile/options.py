@@ -76,6 +76,7 @@ class Options:
     keep_grads: bool = False
     on_break: str = "error"
     dump: str | None = None
+    quiet: bool = False
     machine: str = "this-machine"
     throttle: bool = False
     timeline: bool = False
@@ -222,6 +223,7 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
     "keep_grads": _flag,
     "on_break": _one_of("error", "warn"),
     "dump": _text,
+    "quiet": _flag,
     "machine": _text,
     "throttle": _flag,
     "timeline": _flag,

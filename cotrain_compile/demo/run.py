@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -123,8 +124,8 @@ def _job(settings: Settings, text: torch.Tensor) -> Job:
     return job
 
 
-def _options(settings: Settings) -> dict[str, str]:
-    return {"memory_budget": settings.budget, "machine": settings.machine}
+def _options(settings: Settings) -> dict[str, Any]:
+    return {"memory_budget": settings.budget, "machine": settings.machine, "quiet": True}
 
 
 def _show_resident(settings: Settings, text: torch.Tensor, console: Console) -> None:

@@ -1,0 +1,154 @@
+"""Sweep: what a step takes under many budgets, on many machines, solved in parallel."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.progress import Progress
+from rich.table import Table
+
+from cotrain_compile import files, presets
+from cotrain_compile.analysis.symbolic import at
+from cotrain_compile.commands.terminal import console
+from cotrain_compile.dataflow import Dataflow
+from cotrain_compile.errors import OptionError
+from cotrain_compile.machine import Machine, Tier
+from cotrain_compile.options import Options, Size
+from cotrain_compile.placement.solve import SolveSettings
+from cotrain_compile.placement.sweep import (
+    Case,
+    Point,
+    Sweep,
+    carried,
+    device_budgets,
+    try_case,
+)
+
+
+def sweep(
+    file: Annotated[Path, typer.Argument(help="step.json, from trace or from a dump.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write.")],
+    machine: Annotated[
+        list[str] | None, typer.Option(help="Preset or machine.json. Once for each to compare.")
+    ] = None,
+    points: Annotated[int, typer.Option(min=2, help="Budgets to try on each machine.")] = 8,
+    memory_budget: Annotated[
+        list[str] | None, typer.Option(help="Budgets to try, in place of --points.")
+    ] = None,
+    host_memory_budget: Annotated[str, typer.Option(help="On the host.")] = "100%",
+    size: Annotated[
+        list[str] | None,
+        typer.Option(help="SYMBOL=8,16,32: sizes to try, at the largest budget (analyze names)."),
+    ] = None,
+    policy: Annotated[str, typer.Option(help="See docs/options.md.")] = "auto",
+    time_limit: Annotated[float, typer.Option(help="Seconds for each plan.")] = 10.0,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Processes; else one a core.")] = None,
+) -> None:
+    """Solve a step under many device budgets: what would more memory, or another card, buy?"""
+    options = Options.parse(
+        {"policy": policy, "time_limit": time_limit, "host_memory_budget": host_memory_budget}
+    )
+    settings = SolveSettings(policy=options.policy, time_limit_s=options.time_limit)
+    dataflow = files.load(file, Dataflow)
+    sizes = [_sizes(text, dataflow) for text in size or ()]
+    output.mkdir(parents=True, exist_ok=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("looking for the least budget", total=None)
+        cases = [
+            case
+            for name in dict.fromkeys(machine or [presets.THIS_MACHINE])
+            for case in _cases(dataflow, presets.find(name), options, memory_budget, points, sizes)
+        ]
+        bar.update(task, description="solving", total=len(cases))
+        found = []
+        for point in _in_parallel(file, cases, settings, jobs or os.cpu_count() or 1):
+            found.append(point)
+            bar.advance(task)
+    found.sort(key=lambda p: (p.machine, *p.sizes.items()))
+    result = Sweep(dataflow.fingerprint, carried(found))
+    _write(result, output)
+
+
+def _cases(
+    dataflow: Dataflow,
+    machine: Machine,
+    options: Options,
+    asked: Sequence[str] | None,
+    count: int,
+    sizes: Sequence[tuple[str, Sequence[int]]],
+) -> Iterator[Case]:
+    """Each budget at the sizes as traced, then each size at the largest of the budgets."""
+    host = options.budgets(machine)[Tier.HOST]
+    if asked:
+        budgets = [_budget(text).of(machine.device.capacity_bytes) for text in asked]
+    else:
+        budgets = list(device_budgets(dataflow, machine, host, count))
+    for budget in budgets:
+        yield Case(machine, {Tier.DEVICE: budget, Tier.HOST: host})
+    for symbol, values in sizes:
+        for value in values:
+            largest = {Tier.DEVICE: max(budgets), Tier.HOST: host}
+            yield Case(machine, largest, {symbol: value})
+
+
+def _budget(text: str) -> Size:
+    budget = Options.parse({"memory_budget": text}).memory_budget
+    assert budget is not None
+    return budget
+
+
+def _sizes(text: str, dataflow: Dataflow) -> tuple[str, Sequence[int]]:
+    symbol, _, values = text.partition("=")
+    if symbol not in dataflow.symbols:
+        known = ", ".join(dataflow.symbols) or "none; trace it with --dynamic"
+        raise OptionError(f"--size {text}: symbols of this step are {known}")
+    try:
+        sizes = [int(value) for value in values.split(",")]
+    except ValueError:
+        raise OptionError(f"--size {text}: give it as {symbol}=8,16,32") from None
+    for value in sizes:
+        at(dataflow, {**dataflow.symbols, symbol: value})  # refused here, before anything is solved
+    return symbol, sizes
+
+
+def _in_parallel(
+    file: Path, cases: Sequence[Case], settings: SolveSettings, jobs: int
+) -> Iterator[Point]:
+    """The points of `cases` as they are done. Each process reads the step once."""
+    workers = min(jobs, len(cases))
+    context = get_context("spawn")  # a fork would copy the threads of solver and progress bar
+    with ProcessPoolExecutor(workers, context, initializer=_read, initargs=(file,)) as pool:
+        futures = [pool.submit(_try, case, settings) for case in cases]
+        for future in as_completed(futures):
+            yield future.result()
+
+
+_steps: list[Dataflow] = []
+
+
+def _read(file: Path) -> None:
+    _steps.append(files.load(file, Dataflow))
+
+
+def _try(case: Case, settings: SolveSettings) -> Point:
+    return try_case(_steps[0], case, settings)
+
+
+def _write(result: Sweep, folder: Path) -> None:
+    from cotrain_compile.viz.sweep import HEADINGS, sweep_rows, write_pictures
+
+    table = Table(box=None, pad_edge=False)
+    for heading in HEADINGS:
+        table.add_column(heading, justify="left" if heading == "limited by" else "right")
+    for row in sweep_rows(result):
+        table.add_row(*row)
+    console.print(table, soft_wrap=False)
+    files.save(result, folder / "sweep.json")
+    write_pictures(result, folder)
+    console.print(f"wrote {folder}/sweep.html, sweep.png, sweep.svg and sweep.json")
