@@ -8,6 +8,8 @@ tail, beside what the simulator predicts from a profile of the same model. One t
 so that two cores are a device and a host; the best of several rounds, since others use the machine.
 
     python -m bench.overlap -o bench/results/overlap.json
+
+With `--step` the step is not traced but read from a file of `cotrain-compile trace`.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +34,7 @@ from cotrain_compile.analysis.costs import CostTable
 from cotrain_compile.backends.compiled_step import CompiledStep
 from cotrain_compile.compile import trace
 from cotrain_compile.dataflow import Dataflow
-from cotrain_compile.files import save
+from cotrain_compile.files import load, save
 from cotrain_compile.jobs import load_job
 from cotrain_compile.machine import Link, Machine, Tier
 from cotrain_compile.placement.predict import predict
@@ -44,19 +46,19 @@ from cotrain_compile.runtime.calibrate import calibrate
 
 JOB = "docs/examples/llama.py:llama_1b"
 GIB = 1 << 30
-MACHINES = ("rtx4090", "a100-80")
+MACHINES = ("rtx4090", "a100-80", "gh200")
 BUDGETS_GIB = (22,)
 POLICIES = ("zero-offload", "coarse", "auto")
 ROUNDS, STEPS = 9, 6
 
 
-def simulated(dataflow: Dataflow) -> Iterator[dict[str, Any]]:
+def simulated(dataflow: Dataflow, policies: Sequence[str]) -> Iterator[dict[str, Any]]:
     """One record for each machine, budget and policy that fits."""
     for machine in MACHINES:
         for budget in BUDGETS_GIB:
             budgets = {Tier.DEVICE: budget * GIB, Tier.HOST: 192 * GIB}
             problem = formulate(dataflow, find(machine), budgets)
-            for policy in POLICIES:
+            for policy in policies:
                 plans: list[Plan] = []
                 try:
                     for overlap in (False, True):
@@ -158,9 +160,28 @@ def main() -> None:
     """Simulate, measure, print a line for each, and write the report."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("-o", "--output", type=Path, required=True)
-    output = parser.parse_args().output
+    parser.add_argument("--step", type=Path, help=f"as traced from {JOB}")
+    parser.add_argument("--policies", nargs="+", default=POLICIES)
+    parser.add_argument("--simulated-only", action="store_true")
+    arguments = parser.parse_args()
     torch.set_num_threads(1)
     console = Console(soft_wrap=True)
+    emulated = None if arguments.simulated_only else emulate(console)
+    step = load(arguments.step, Dataflow) if arguments.step else trace(load_job(JOB))
+    records = []
+    for record in simulated(step, arguments.policies):
+        records.append(record)
+        console.print(
+            f"{record['machine']:10}{record['budget_gib']} GiB  {record['policy']:14}"
+            f"{record['step_s']:.4f} s a step, {record['period_s']:.4f} s overlapping: "
+            f"{record['gain']:.1%}"
+        )
+    result = {"emulated": emulated, "simulated": {"job": JOB, "records": records}}
+    write_report(arguments.output, (__doc__ or "").splitlines()[0], result)
+
+
+def emulate(console: Console) -> dict[str, Any]:
+    """Measure, and print a line."""
     slow = Link(1e9, LATENCY_S)
     machine = replace(calibrate().machine, name="1 GB/s", d2h=slow, h2d=slow)
     with tempfile.TemporaryDirectory() as folder:
@@ -170,16 +191,7 @@ def main() -> None:
         f"overlapping: {emulated['gain']:.1%} ({emulated['predicted_gain']:.1%} predicted)"
     )
     torch._dynamo.reset()
-    records = []
-    for record in simulated(trace(load_job(JOB))):
-        records.append(record)
-        console.print(
-            f"{record['machine']:10}{record['budget_gib']} GiB  {record['policy']:14}"
-            f"{record['step_s']:.4f} s a step, {record['period_s']:.4f} s overlapping: "
-            f"{record['gain']:.1%}"
-        )
-    result = {"emulated": emulated, "simulated": {"job": JOB, "records": records}}
-    write_report(output, (__doc__ or "").splitlines()[0], result)
+    return emulated
 
 
 if __name__ == "__main__":

@@ -83,6 +83,7 @@ def test_to_overlap_is_never_slower_and_never_beats_its_bound(problem: Problem) 
     step_s = plan.predicted.makespan_s
     assert step_s <= alone.predicted.makespan_s * ROUNDING
     assert step_s <= min(alone.report.simulated_s.values()) * ROUNDING
+    assert plan.report.gap >= -1e-6
     bound_s = plan.report.lower_bound_s
     assert 0 < bound_s <= min(plan.report.simulated_s.values()) * ROUNDING
     assert bound_s <= alone.report.lower_bound_s * (1 + 1e-3)  # the solver's gap
