@@ -41,8 +41,8 @@ class Flows:
     """In MiB, by class; `work` and `casting` in milliseconds of one worker of the host.
 
     Down: activations, gradients and `masters` (parameters) for updates on the host. Up:
-    activations, new weights `back`, weights for the forward and again for the backward. Where steps
-    overlap, `late_work` and `late_back` are what the step before has left to do.
+    activations, new weights `back`, weights for the forward and again for the backward. `late_work`
+    and `late_back` are what the step before has left to do, none where steps do not overlap.
     """
 
     act_out: Flow
@@ -54,8 +54,8 @@ class Flows:
     backward: Flow
     work: Flow
     casting: Flow
-    late_work: Flow
-    late_back: Flow
+    late_work: Sequence[Flow]
+    late_back: Sequence[Flow]
     streams: Sequence[Stream]
 
     @property
@@ -68,22 +68,22 @@ class Flows:
     def up(self) -> tuple[Flow, ...]:
         """All that passes from the host to the device."""
         states = (stream.up for stream in self.streams)
-        return self.act_in, self.back, self.late_back, self.forward, self.backward, *states
+        return self.act_in, self.back, *self.late_back, self.forward, self.backward, *states
 
     @property
     def host(self) -> tuple[Flow, ...]:
         """All that the host works at."""
-        return self.work, self.late_work, self.casting
+        return self.work, *self.late_work, self.casting
 
 
 def add_flows(model: Model) -> Flows:
     """Add all flows and their laws to `model`."""
     act_out, act_in = Flow("act_out", model), Flow("act_in", model)
     gradients, masters, back = (Flow(name, model) for name in ("grad", "master", "back"))
-    late_work, late_back = Flow("late_host", model), Flow("late_back", model)
+    late = [Flow(name, model) for name in ("late_host", "late_back") if model.cyclic]
     forward, backward = Flow("wf", model), Flow("wb", model)
     _add_activations(model, act_out, act_in)
-    work, casting = _add_host_updates(model, gradients, masters, (back, late_back), late_work)
+    work, casting = _add_host_updates(model, gradients, masters, back, late)
     streams = _add_streams(model)
     _add_weight_trips(model, forward, backward)
     return Flows(
@@ -96,8 +96,8 @@ def add_flows(model: Model) -> Flows:
         backward=backward,
         work=work,
         casting=casting,
-        late_work=late_work,
-        late_back=late_back,
+        late_work=late[:1],
+        late_back=late[1:],
         streams=streams,
     )
 
@@ -121,13 +121,12 @@ def _add_activations(model: Model, act_out: Flow, act_in: Flow) -> None:
 
 
 def _add_host_updates(
-    model: Model, gradients: Flow, masters: Flow, returning: tuple[Flow, Flow], late_work: Flow
+    model: Model, gradients: Flow, masters: Flow, back: Flow, late: Sequence[Flow]
 ) -> tuple[Flow, Flow]:
     """Gradients down, work on the host, new weights up; returns the work and the casts.
 
-    `returning` are the new weights that go up in their own step, and those in the next.
+    `late` are the work and the new weights of the step before, where steps overlap.
     """
-    back, late_back = returning
     hosted = [(b, w, z) for b, w, z in model.options() if w.on_host]
     home = [(b, w, z) for b, w, z in hosted if w.trips == 0]
     landed = [
@@ -141,16 +140,18 @@ def _add_host_updates(
     work, casting = Flow("host", model), Flow("cast", model)
     updates = [(b.release, 1e3 * b.host_s * z) for b, _, z in hosted]
     work.at_most(updates)
-    model.add(work.total + late_work.total == _sum(updates))
+    model.add(pulp.lpSum(flow.total for flow in (work, *late[:1])) == _sum(updates))
     casts = [(b.first, 1e3 * b.cast_s * z) for b, w, z in model.options() if w.trips and b.thin]
     casting.at_least(casts)
     model.add(casting.total == _sum(casts))
     back.at_most(weights)
-    model.add(back.total + late_back.total == masters.total)
-    late_work.at_least([(b.first, 1e3 * b.host_s * z) for b, _, z in hosted], before=work.total)
-    late_back.at_least([(b.first, in_mib(b.param_bytes) * z) for b, _, z in home], back.total)
-    if not model.cyclic:
-        model.add(late_work.total + late_back.total == 0)
+    model.add(pulp.lpSum(flow.total for flow in (back, *late[1:])) == masters.total)
+    needed = (
+        [(b.first, 1e3 * b.host_s * z) for b, _, z in hosted],
+        [(b.first, in_mib(b.param_bytes) * z) for b, _, z in home],
+    )
+    for flow, terms, before in zip(late, needed, (work, back), strict=False):
+        flow.at_least(terms, before.total)
     if not model.relaxed:
         _add_host_pipeline(model, hosted, home, (gradients, work, back))
     return work, casting

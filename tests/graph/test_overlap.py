@@ -24,6 +24,7 @@ from cotrain_compile.runtime.host_kernels import HostKernel
 from cotrain_compile.runtime.lanes import Task
 from cotrain_compile.runtime.meter import Meter
 from cotrain_compile.runtime.ops import cotrain as ops
+from cotrain_compile.runtime.ops import task_name
 from tests.graph.captured_steps import TRAININGS, captured, differences, place, reference
 from tests.graph.overlapping_plans import overlapping
 from tests.graph.random_plans import random_plan
@@ -142,9 +143,8 @@ def test_waits_for_the_step_before_are_where_the_plan_has_them() -> None:
         following = next(n for n in placed.nodes if n > wait and n.name in placed.phases)
         found.update(dict.fromkeys(wait.args[0], following.name))
     assert found == {task.name: task.wait_before for task in plan.carried}
-    offload = next(
-        n for n in placed.nodes if n.target is ops.offload and "0.weight" in str(n.args[1])
-    )
+    offloads = [node for node in placed.nodes if node.target is ops.offload]
+    (offload,) = (node for node in offloads if task_name(node) == "offload.0.weight")
     assert offload.args[3] == ["update.0.weight", "back.0.weight"]
 
 
