@@ -28,17 +28,21 @@ LEAST_STEP = 0.05
 class Rehearsed:
     """Runs a `CompiledStep`, the first time after a rehearsal.
 
-    `compile_within(device_bytes)` compiles it for that budget, None: for the user's. Where
+    `compile_within(device_bytes, inputs)` compiles it for that budget, None: for the user's. Where
     `replans` is false a rehearsal that fails is the end.
     """
 
     def __init__(
-        self, compile_within: Callable[[int | None], CompiledStep], *, replans: bool = True
+        self,
+        compile_within: Callable[[int | None, Sequence[Any]], CompiledStep],
+        inputs: Sequence[Any],
+        *,
+        replans: bool = True,
     ) -> None:
         self._compile_within = compile_within
         self._rounds = ROUNDS if replans else 0
         self._rehearsed = False
-        self.compiled = compile_within(None)
+        self.compiled = compile_within(None, inputs)
 
     def __call__(self, inputs: list[Any]) -> Any:
         if not self._rehearsed:
@@ -51,7 +55,7 @@ class Rehearsed:
             over_bytes = self._overshoot_bytes(error)
             if over_bytes == 0:
                 break
-            if left and self._plans_again(over_bytes, error):
+            if left and self._plans_again(over_bytes, error, inputs):
                 continue
             if error is not None:
                 error.add_note("No parameter or optimizer state was changed by this step.")
@@ -79,11 +83,11 @@ class Rehearsed:
         over_bytes = peak_bytes - self._planned_bytes()
         return max(over_bytes, int(LEAST_STEP * self._planned_bytes()), 1)
 
-    def _plans_again(self, over_bytes: int, error: Exception | None) -> bool:
+    def _plans_again(self, over_bytes: int, error: Exception | None, inputs: Sequence[Any]) -> bool:
         """Plan for less; False where there was an `error` and nothing fits into what is left."""
         budget_bytes = self._planned_bytes() - over_bytes
         try:
-            compiled = self._compile_within(max(1, budget_bytes))
+            compiled = self._compile_within(max(1, budget_bytes), inputs)
         except PlacementError as infeasible:
             if error is not None:
                 error.add_note(

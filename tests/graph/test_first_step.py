@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -127,3 +129,19 @@ def test_without_a_smaller_plan_the_error_reaches_the_user_and_nothing_has_chang
     assert any("No parameter" in note for note in failure.value.__notes__)
     assert any("does not fit" in note for note in failure.value.__notes__)
     assert all(torch.equal(a, b) for a, b in zip(before, training.tensors(), strict=True))
+
+
+@pytest.mark.parametrize("dynamic", [False, None])
+def test_no_batch_is_kept_alive(dynamic: bool | None) -> None:
+    training = Training()
+    torch._dynamo.reset()
+    step: Any = torch.compile(
+        training.step, backend="cotrain", options={"policy": "coarse"}, dynamic=dynamic
+    )
+    batches = [torch.randn(BATCH - 8 * n, WIDTH) for n in range(3 if dynamic is None else 1)]
+    for batch in batches:
+        step(batch)
+    left = [weakref.ref(batch) for batch in batches]
+    del batch, batches
+    gc.collect()
+    assert [ref() for ref in left] == [None] * len(left)
