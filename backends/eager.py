@@ -77,13 +77,14 @@ class EagerProgram(fx.Interpreter):
         self._previous = self._device.mark()
         with torch.no_grad():
             outputs = self.run(*inputs)
+        self.args_iter = iter(())  # the interpreter would keep the inputs until the next step
         # A gradient is often a view of what the graph computed. Kept in `p.grad` as a view, its
         # base would be one more input of the next step.
         return tree_map_only(torch.Tensor, torch.Tensor.detach, outputs)
 
     def forget(self) -> None:
         """Free what a step that failed has left; nothing may still read it."""
-        self.env = {}
+        self.env, self.args_iter = {}, iter(())
 
     def run_node(self, n: fx.Node) -> Any:
         if n.op != "call_function":

@@ -28,17 +28,21 @@ LEAST_STEP = 0.05
 class Rehearsed:
     """Runs a `CompiledStep`, the first time after a rehearsal.
 
-    `compile_within(device_bytes)` compiles it for that budget, None: for the user's. Where
+    `compile_within(device_bytes, inputs)` compiles it for that budget, None: for the user's. Where
     `replans` is false a rehearsal that fails is the end.
     """
 
     def __init__(
-        self, compile_within: Callable[[int | None], CompiledStep], *, replans: bool = True
+        self,
+        compile_within: Callable[[int | None, Sequence[Any]], CompiledStep],
+        inputs: Sequence[Any],
+        *,
+        replans: bool = True,
     ) -> None:
         self._compile_within = compile_within
         self._rounds = ROUNDS if replans else 0
         self._rehearsed = False
-        self.compiled = compile_within(None)
+        self.compiled = compile_within(None, inputs)
 
     def __call__(self, inputs: list[Any]) -> Any:
         if not self._rehearsed:
@@ -51,7 +55,7 @@ class Rehearsed:
             over_bytes = self._overshoot_bytes(error)
             if over_bytes == 0:
                 break
-            if left and self._plans_again(over_bytes, error):
+            if left and self._plans_again(over_bytes, error, inputs):
                 continue
             if error is not None:
                 error.add_note("No parameter or optimizer state was changed by this step.")
@@ -72,32 +76,37 @@ class Rehearsed:
         return None
 
     def _overshoot_bytes(self, error: Exception | None) -> int:
-        """Device bytes above the plan where that ran out of memory, else above the budget."""
+        """What has to come off the plan: 0 where its rehearsal kept to the budget.
+
+        An emulated device fails above its budget; a card fails below the plan, with what it had.
+        """
         peak_bytes = self.compiled.peak_bytes[Tier.DEVICE]
         if error is None:
             return max(0, peak_bytes - self.compiled.allowed_bytes)
-        over_bytes = peak_bytes - self._planned_bytes()
-        return max(over_bytes, int(LEAST_STEP * self._planned_bytes()), 1)
+        planned_bytes = self._planned_bytes()
+        return max(abs(peak_bytes - planned_bytes), int(LEAST_STEP * planned_bytes), 1)
 
-    def _plans_again(self, over_bytes: int, error: Exception | None) -> bool:
+    def _plans_again(self, over_bytes: int, error: Exception | None, inputs: Sequence[Any]) -> bool:
         """Plan for less; False where there was an `error` and nothing fits into what is left."""
-        budget_bytes = self._planned_bytes() - over_bytes
-        try:
-            compiled = self._compile_within(max(1, budget_bytes))
-        except PlacementError as infeasible:
-            if error is not None:
-                error.add_note(
-                    f"The step took {format_bytes(over_bytes)} more than planned, and does not fit "
-                    f"into so much less: {infeasible}"
-                )
-            return False
-        warnings.warn(
-            f"cotrain: the step took {format_bytes(over_bytes)} more on the device than planned; "
-            f"nothing was changed, and it is planned again for {format_bytes(budget_bytes)}",
-            stacklevel=2,
+        peak_bytes, planned_bytes = self.compiled.peak_bytes[Tier.DEVICE], self._planned_bytes()
+        told = (
+            f"a rehearsal of the step took {format_bytes(peak_bytes)} on the device, where "
+            f"{format_bytes(planned_bytes)} were planned" + (", and ran out of it" if error else "")
         )
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+        budget_bytes = planned_bytes - over_bytes
+        try:
+            compiled = self._compile_within(max(1, budget_bytes), inputs)
+        except PlacementError as infeasible:
+            if error is not None:
+                error.add_note(f"{told[:1].upper()}{told[1:]}. Less does not fit: {infeasible}")
+            return False
+        warnings.warn(
+            f"cotrain: {told}; nothing was changed, and it is planned again for "
+            f"{format_bytes(budget_bytes)}",
+            stacklevel=2,
+        )
         self.compiled = compiled
         return True
 

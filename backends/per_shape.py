@@ -7,7 +7,7 @@ captured once with symbolic sizes; placing and rewriting it again takes no new t
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,29 +15,43 @@ import torch
 from cotrain_compile.graph import StepGraph
 
 Run = Callable[[list[Any]], Any]
+CompileFor = Callable[[Mapping[str, int], Sequence[Any]], Run]
 
 # Plans kept; the one that ran longest ago goes first.
 LIMIT = 16
 
 
 class PerShape:
-    """Runs the `CompiledStep` for the sizes of its inputs, compiling it on their first use."""
+    """Runs what `compile_for` made for the sizes of its inputs, on their first use.
 
-    def __init__(self, step: StepGraph, compile_for: Callable[[Mapping[str, int]], Run]) -> None:
+    `compile_for` gets the sizes by symbol, and the inputs.
+    """
+
+    def __init__(self, step: StepGraph, compile_for: CompileFor) -> None:
         self._compile_for = compile_for
         self._compiled: OrderedDict[tuple[int, ...], Run] = OrderedDict()
         sizes = {
-            position: str(value.node.expr)
+            position: value.node
             for position, node in enumerate(step.module.graph.find_nodes(op="placeholder"))
             if isinstance(value := node.meta.get("val"), torch.SymInt)
         }
-        self._positions, self._symbols = tuple(sizes), tuple(sizes.values())
+        self._positions = tuple(sizes)
+        self._symbols = tuple(str(size.expr) for size in sizes.values())
+        self._traced = tuple(int(size.hint) for size in sizes.values())
+
+    def compile_traced(self, inputs: Sequence[Any]) -> None:
+        """Compile ahead of a call, for the sizes that the step was traced with."""
+        self._compile(self._traced, inputs)
 
     def __call__(self, inputs: list[Any]) -> Any:
         key = tuple(int(inputs[position]) for position in self._positions)
         if key not in self._compiled:
-            self._compiled[key] = self._compile_for(dict(zip(self._symbols, key, strict=True)))
-            while len(self._compiled) > LIMIT:
-                self._compiled.popitem(last=False)
+            self._compile(key, inputs)
         self._compiled.move_to_end(key)
         return self._compiled[key](inputs)
+
+    def _compile(self, key: tuple[int, ...], inputs: Sequence[Any]) -> None:
+        sizes = dict(zip(self._symbols, key, strict=True))
+        self._compiled[key] = self._compile_for(sizes, inputs)
+        while len(self._compiled) > LIMIT:
+            self._compiled.popitem(last=False)

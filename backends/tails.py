@@ -21,6 +21,9 @@ from cotrain_compile.errors import StepFailed
 from cotrain_compile.runtime.device import Device
 from cotrain_compile.runtime.lanes import is_lane_thread
 
+# What has state that a step updates.
+Owner = nn.Module | Optimizer
+
 _in_flight: dict[int, Tail] = {}
 
 
@@ -93,28 +96,25 @@ class Removable(Protocol):
     def remove(self) -> None: ...
 
 
-def guard_state(
-    step: object, tail: Tail, modules: Iterable[nn.Module], optimizers: Iterable[Optimizer]
-) -> None:
-    """Let everything that reads or loads the state of `modules` and `optimizers` wait for tails.
+def guard_state(step: object, tail: Tail, owners: Sequence[Owner]) -> None:
+    """Let everything that reads or loads the state of `owners` wait for tails.
 
     That is `state_dict`, `load_state_dict` and, for modules, any forward outside a compiled step.
     When `step` is collected, or the process ends, its tail is waited for and its hooks go.
     """
-    items: list[nn.Module | Optimizer] = [*modules, *optimizers]
-    for item in items:
+    for item in owners:
         users, handles = _hooks.get(item, (0, []))
         _hooks[item] = users + 1, handles or _hooks_on(item)
-    weakref.finalize(step, _let_go, tail, [weakref.ref(item) for item in items])
+    weakref.finalize(step, _let_go, tail, [weakref.ref(item) for item in owners])
 
 
 # One set of hooks for each module and optimizer, however many steps use it: their number must not
 # change, or Dynamo would trace these steps again. Hooks on a module are seen by a trace.
-_hooks: weakref.WeakKeyDictionary[nn.Module | Optimizer, tuple[int, list[Removable]]]
+_hooks: weakref.WeakKeyDictionary[Owner, tuple[int, list[Removable]]]
 _hooks = weakref.WeakKeyDictionary()
 
 
-def _hooks_on(item: nn.Module | Optimizer) -> list[Removable]:
+def _hooks_on(item: Owner) -> list[Removable]:
     handles: list[Removable] = [
         item.register_state_dict_pre_hook(_wait_first),
         item.register_load_state_dict_pre_hook(_wait_first),
@@ -136,7 +136,7 @@ def _wait_unless_traced(*_: Any) -> None:
         wait_for_tails()
 
 
-def _let_go(tail: Tail, items: Iterable[weakref.ref[nn.Module | Optimizer]]) -> None:
+def _let_go(tail: Tail, items: Iterable[weakref.ref[Owner]]) -> None:
     if is_lane_thread():
         return  # it would wait for itself; the hooks stay, and wait when they are called
     try:

@@ -144,7 +144,7 @@ def _calibrated(suite: Suite) -> Machine | None:
     """This computer measured; the figures become part of the result."""
     tiny = suite.device == "cpu"
     small = Sizes(copy_bytes=2**22, matmul_side=256, updated_parameters=2**18, repeats=3)
-    large = Sizes(copy_bytes=2**28, matmul_side=8192, updated_parameters=2**25, repeats=5)
+    large = Sizes(copy_bytes=2**28, matmul_side=4096, updated_parameters=2**25, repeats=5)
     try:
         found = calibrate(None, suite.device, small if tiny else large)
     except Exception as error:
@@ -241,7 +241,7 @@ class Placer:
             device = torch.device("cuda", torch.cuda.current_device())
             options = within_free_memory(options, self.values, device)
         started = time.monotonic()
-        run = Rehearsed(lambda limit: self._placed(options, limit))
+        run = Rehearsed(lambda limit, _: self._placed(options, limit), self.values)
         planned_s = time.monotonic() - started
         run(list(self.values))
         seconds = self._seconds(run, 2 if self.suite.quick else 4)

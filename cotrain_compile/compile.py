@@ -11,12 +11,13 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
@@ -34,7 +35,7 @@ from cotrain_compile.backends.devices import (
 from cotrain_compile.backends.first_step import Rehearsed
 from cotrain_compile.backends.lower import LoweredStep, lower
 from cotrain_compile.backends.per_shape import PerShape
-from cotrain_compile.backends.tails import guard_state, wait_for_tails
+from cotrain_compile.backends.tails import Owner, guard_state, wait_for_tails
 from cotrain_compile.backends.verify import VerifiedStep
 from cotrain_compile.capture import Session, capture, current_session, install
 from cotrain_compile.capture.aot import traced_modules
@@ -79,51 +80,77 @@ def cotrain(
         if _trace_only.get():
             raise _Traced(step, values)
         refuse_other_devices(step, session.options)
-        dataflow = extract(step)
+        dataflow, origin = extract(step), _origin(session, owners)
 
-        def compile_for(sizes: Mapping[str, int]) -> Callable[[list[Any]], Any]:
-            compile_within = _compiler(session, step, at(dataflow, sizes), values, modules)
-            run = Rehearsed(compile_within, replans=session.options.plan is None)
-            return VerifiedStep(run, step, session.options) if session.options.verify else run
+        def compile_for(sizes: Mapping[str, int], tensors: Sequence[Any]) -> Callable[..., Any]:
+            compile_within = _compiler(origin, step, at(dataflow, sizes))
+            run = Rehearsed(compile_within, tensors, replans=origin.options.plan is None)
+            return VerifiedStep(run, step, origin.options) if origin.options.verify else run
 
-        return PerShape(step, compile_for) if dataflow.symbols else compile_for({})
+        if not dataflow.symbols:
+            return compile_for({}, values)
+        per_shape = PerShape(step, compile_for)
+        if runs_on_cuda(step):
+            per_shape.compile_traced(values)
+        return per_shape
 
-    modules = list({id(m): m for _, met in traced_modules() for m in met.modules()}.values())
+    modules = {id(m): m for _, met in traced_modules() for m in met.modules()}
+    owners: list[Owner] = [*modules.values(), *(record.optimizer for record in session.optimizers)]
     run = capture(session, module, example_inputs, compile_captured)
     for record in session.optimizers:
         load_into_homes(record.optimizer)
     return run
 
 
-def _compiler(
-    session: Session,
-    step: StepGraph,
-    dataflow: Dataflow,
-    values: Sequence[Any],
-    modules: Sequence[nn.Module],
-) -> Callable[[int | None], CompiledStep]:
-    """What compiles `step`, of `modules`, for a device budget in bytes, None: that of the options.
+@dataclass(frozen=True)
+class _Origin:
+    """The step function that was compiled, and how. It keeps no tensor of the user's alive.
 
-    On a CUDA device it moves `values`, the user's tensors, to their homes: what Dynamo checks
-    before the next call is built from them when the backend has returned.
+    `owners` are the modules and optimizers that the trace has met.
+    """
+
+    code: CodeType
+    frame_objects: tuple[int, ...]
+    options: Options
+    keeping_gradient: frozenset[int]
+    owners: tuple[weakref.ref[Any], ...]
+
+    @property
+    def function(self) -> tuple[CodeType, tuple[int, ...]]:
+        return self.code, self.frame_objects
+
+
+def _origin(session: Session, owners: Sequence[Owner]) -> _Origin:
+    keeping = frozenset(session.keeping_gradient)
+    refs = tuple(weakref.ref(owner) for owner in owners)
+    return _Origin(session.code, session.frame_objects, session.options, keeping, refs)
+
+
+def _compiler(
+    origin: _Origin, step: StepGraph, dataflow: Dataflow
+) -> Callable[[int | None, Sequence[Any]], CompiledStep]:
+    """What compiles `step` for a device budget in bytes (None: the options') and for its inputs.
+
+    On a CUDA device it moves the inputs that are the user's to their homes. While the backend is
+    called that costs no new trace: what Dynamo checks of a tensor is noted after it.
     """
     cuda = runs_on_cuda(step)
 
-    def compile_within(budget_bytes: int | None) -> CompiledStep:
-        options, before = session.options, None
+    def compile_within(budget_bytes: int | None, inputs: Sequence[Any]) -> CompiledStep:
+        options, before = origin.options, None
         if cuda:
-            options = within_free_memory(options, values, compute_device_of(step))
-            before = _last_placement(session)
+            options = within_free_memory(options, inputs, compute_device_of(step))
+            before = _last_placement(origin) if options.plan is None else None
         if budget_bytes is not None:
             options = replace(options, memory_budget=Size(nbytes=budget_bytes))
         compiled = compile_step(step, dataflow, options, *([before] if before else ()))
         if cuda:
-            refuse_gradients_of_hosted(compiled, values, session.keeping_gradient)
-            compiled.bring_home(values)
+            refuse_gradients_of_hosted(compiled, inputs, origin.keeping_gradient)
+            compiled.bring_home(inputs)
         if options.overlap_steps:
-            optimizers = [record.optimizer for record in session.optimizers]
-            guard_state(compiled, compiled.tail, modules, optimizers)
-        _register(compiled, session)
+            owners = [owner for ref in origin.owners if (owner := ref()) is not None]
+            guard_state(compiled, compiled.tail, owners)
+        _compiled[compiled] = origin
         return compiled
 
     return compile_within
@@ -306,7 +333,7 @@ def inspect(step: Callable[..., Any]) -> CompiledStep:
     function = getattr(function, "__func__", function)
     code = getattr(function, "__code__", None)
     key = frame_objects(code, function.__closure__) if code is not None else ()
-    found = [c for c, made_as in _compiled.items() if made_as[:2] == (code, key)]
+    found = [c for c, origin in _compiled.items() if origin.function == (code, key)]
     if not found:
         raise CotrainError(
             'this step has not been compiled yet: compile it with backend="cotrain" and call it '
@@ -336,18 +363,13 @@ def synchronize() -> None:
     wait_for_tails()
 
 
-_compiled: weakref.WeakKeyDictionary[CompiledStep, tuple[Any, tuple[int, ...], Options]]
-_compiled = weakref.WeakKeyDictionary()
+_compiled: weakref.WeakKeyDictionary[CompiledStep, _Origin] = weakref.WeakKeyDictionary()
 
 
-def _register(compiled: CompiledStep, session: Session) -> None:
-    _compiled[compiled] = (session.code, session.frame_objects, session.options)
-
-
-def _last_placement(session: Session) -> Placement | None:
-    """The placement of what ran last of this step function."""
-    made_as = (session.code, session.frame_objects, session.options)
-    found = [compiled for compiled, of in _compiled.items() if of == made_as and compiled.steps]
+def _last_placement(origin: _Origin) -> Placement | None:
+    """The placement of what ran last of this step function with these options."""
+    found = [c for c, of in _compiled.items() if c.steps and of.function == origin.function]
+    found = [c for c in found if _compiled[c].options == origin.options]
     newest = max(found, key=lambda compiled: compiled.last_run_s, default=None)
     return None if newest is None else newest.plan.placement
 

@@ -5,7 +5,7 @@ A parameter, state or buffer may rest on the host, or still be there because the
 there. In the trace it is a fake tensor on the device, so that a step is captured the same whatever
 the homes are. The batch is left where it is: moving it is the user's.
 
-Private torch API used: `FakeTensorConverter.from_real_tensor`, `Source.guard_source`,
+Private torch API used: `FakeTensorConverter.from_real_tensor`, `Source.name`,
 `MetaTensorDescriber.describe_tensor`. Reason: a fake tensor is made on the device of
 the real one. Tried on torch 2.11.0, 2.13.0 and 2.15.0.
 """
@@ -51,8 +51,8 @@ def chosen_device(option: str | None) -> torch.device | None:
 def compute_device(session: Session, tensor: torch.Tensor, source: Any) -> torch.device | None:
     """Where `tensor`, reached by `source`, computes in the step; None: where it is.
 
-    The chosen device holds for parameters, for what was reached through a module, and for states
-    of optimizers; a state without a chosen device computes where its parameter does.
+    The chosen device holds for parameters, for buffers of modules, and for states of optimizers.
+    Where none is chosen, a state computes where its parameter does.
     """
     resting: torch.device | None = resting_on_host.get(tensor)
     if resting is not None:
@@ -60,7 +60,7 @@ def compute_device(session: Session, tensor: torch.Tensor, source: Any) -> torch
     owner = next((o for r in session.optimizers if (o := r.owner_of(tensor)) is not None), None)
     if session.device is None:
         return None if owner is None else resting_on_host.get(owner, owner.device)
-    belongs = owner is not None or isinstance(tensor, nn.Parameter) or _of_module(source)
+    belongs = owner is not None or isinstance(tensor, nn.Parameter) or _is_buffer(source)
     return session.device if belongs else None
 
 
@@ -109,8 +109,6 @@ def _describe_there(original: Callable[..., Any]) -> Callable[..., Any]:
     return describe_tensor
 
 
-def _of_module(source: Any) -> bool:
-    if source is None:
-        return False
-    kind = source.guard_source
-    return bool(kind.is_specialized_nn_module() or kind.is_unspecialized_nn_module())
+def _is_buffer(source: Any) -> bool:
+    """Whether a tensor was reached as a buffer of a module, which moves with it."""
+    return source is not None and "._buffers[" in str(source.name)

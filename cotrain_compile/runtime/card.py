@@ -18,6 +18,9 @@ from cotrain_compile.units import format_bytes
 
 Stream = Any
 
+# cudaHostRegisterPortable: pinned for every device of the process.
+_PORTABLE = 1
+
 
 class Card(Protocol):
     """A device with streams. A stream of None is the one that the step computes on."""
@@ -48,7 +51,10 @@ class Card(Protocol):
         """Return when all work given to the device is done."""
 
     def pin(self, row: torch.Tensor) -> None:
-        """Pin the memory of `row`, for good."""
+        """Pin the memory of `row`, until `unpin`."""
+
+    def unpin(self, row: torch.Tensor) -> None:
+        """Undo `pin`; no copy is under way."""
 
     def allocated_bytes(self) -> int:
         """Bytes of the device's live tensors."""
@@ -97,7 +103,10 @@ class CudaCard:
     def pin(self, row: torch.Tensor) -> None:
         row.zero_()  # on all cores; the driver would bring the pages in one by one
         with torch.cuda.device(self.device):
-            _call(torch.cuda.cudart().cudaHostRegister, row.data_ptr(), row.nbytes, 0)
+            _call(torch.cuda.cudart().cudaHostRegister, row.data_ptr(), row.nbytes, _PORTABLE)
+
+    def unpin(self, row: torch.Tensor) -> None:
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(row.data_ptr()))
 
     def allocated_bytes(self) -> int:
         return int(torch.cuda.memory_allocated(self.device))

@@ -113,7 +113,8 @@ def cuda_device(
 @cache
 def pool(index: int) -> PinnedPool:
     """The pinned memory for one card, shared by all steps of the process."""
-    return PinnedPool(CudaCard(torch.device("cuda", index)).pin)
+    card = CudaCard(torch.device("cuda", index))
+    return PinnedPool(card.pin, card.unpin)
 
 
 def _is_pooled(value: Any, device: torch.device) -> bool:

@@ -47,18 +47,21 @@ class Slab:
 
 
 class PinnedPool:
-    """Hands out tensors on pinned slabs. `pin(row)` pins the memory of a new one.
+    """Hands out tensors on pinned slabs.
 
-    `available_bytes` is how much memory may still be taken; below 1 MiB nobody asks.
+    `pin(row)` pins the memory of a new one, `unpin(row)` undoes it. `available_bytes` says how
+    much memory may still be taken; below 1 MiB nobody asks. Where it is not enough, slabs that
+    nobody uses are given back to the computer.
     """
 
     def __init__(
         self,
         pin: Callable[[torch.Tensor], None],
+        unpin: Callable[[torch.Tensor], None],
         available_bytes: Callable[[], int] | None = None,
     ) -> None:
         self.held_bytes = 0
-        self._pin = pin
+        self._pin, self._unpin = pin, unpin
         self._available_bytes = available_bytes or available_host_bytes
         self._free: dict[int, deque[Slab]] = defaultdict(deque)
         self._in_use: dict[int, Slab] = {}
@@ -99,6 +102,15 @@ class PinnedPool:
         slab = self._in_use.get(tensor.untyped_storage()._cdata)
         return list(slab.events) if slab is not None else []
 
+    def release(self) -> None:
+        """Unpin and free the slabs that nobody uses, when the copies on them are done."""
+        for nbytes in list(self._free):
+            while (slab := self._take_back(nbytes)) is not None:
+                for event in slab.events:
+                    event.synchronize()
+                self._unpin(torch.frombuffer(slab.memory, dtype=torch.uint8))
+                self.held_bytes -= nbytes
+
     def _take_back(self, nbytes: int) -> Slab | None:
         try:
             return self._free[nbytes].pop()
@@ -110,6 +122,8 @@ class PinnedPool:
 
     def _new(self, nbytes: int) -> Slab:
         if nbytes >= 2**20:
+            if nbytes > self._available_bytes():
+                self.release()
             self._refuse_too_much(nbytes)
         memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._pin(torch.frombuffer(memory, dtype=torch.uint8))

@@ -68,7 +68,7 @@ def test_updates_on_the_host_are_those_of_the_device_but_for_rounding(
     assert training.inspected.plan.host_updates
 
 
-def test_activations_and_weights_that_leave_change_no_bit() -> None:
+def test_activations_and_weights_may_leave() -> None:
     expected = CudaTraining(rows=8192, policy="resident").run()
     budget = int(0.75 * resident_peak_bytes(rows=8192))
     training = CudaTraining(rows=8192, memory_budget=budget, host_kernels="captured")

@@ -321,12 +321,17 @@ def train_unplaced(case: Case, make_optimizers: MakeOptimizers) -> Run:
         return train(case, make_optimizers, cotrain())
 
 
+def _first_only(compile_within: Callable[..., Any], inputs: Sequence[Any], **_: Any) -> Any:
+    """In place of `Rehearsed`: what is compiled first."""
+    return compile_within(None, inputs)
+
+
 @contextmanager
 def compiling_with(compile_step: Callable[..., Any]) -> Iterator[None]:
     """Within it, `compile_step` makes what runs a captured step; there is no rehearsal."""
     with (
         mock.patch.object(pipeline, "compile_step", compile_step),
-        mock.patch.object(pipeline, "Rehearsed", lambda compile_within, **_: compile_within(None)),
+        mock.patch.object(pipeline, "Rehearsed", _first_only),
     ):
         yield
 

@@ -80,9 +80,27 @@ def test_a_model_on_the_cpu_is_traced_on_the_chosen_device_but_for_its_batch(
     tell(f"""
         model, updates, step = training({optimizer!r})
         found = traced(step, CARD)
-        assert {{n for n, d in devices(found).items() if d == "cpu"}} == {{"x"}}, devices(found)
+        on_cpu = {{name for name, device in devices(found).items() if device == "cpu"}}
+        assert on_cpu == {{"x"}}, on_cpu
+        assert "1.running_mean" in devices(found)
         assert all(p.device.type == "cpu" for p in model.parameters())
         assert len([n for n in found.nodes if n.target is torch.ops.aten.copy_.default]) > 6
+    """)
+
+
+@needs_python_device
+def test_a_tensor_that_is_no_buffer_stays_where_it_is_as_with_module_to() -> None:
+    tell("""
+        model, updates, step = training("SGD")
+        model.scale = torch.full((2,), 2.0)
+        def scaled(x):
+            updates.zero_grad()
+            loss = (model(x.to(CARD)) * model.scale.to(CARD)).square().sum()
+            loss.backward()
+            updates.step()
+            return loss
+        on_cpu = {name for name, device in devices(traced(scaled, CARD)).items() if device == "cpu"}
+        assert on_cpu == {"x", "model.scale"}, on_cpu
     """)
 
 

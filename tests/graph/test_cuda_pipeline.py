@@ -36,7 +36,7 @@ class ThreadCuda:
 
     def __init__(self) -> None:
         self.card = ThreadCard(seed=1)
-        self.pool = PinnedPool(self.card.pin, lambda: 1 << 40)
+        self.pool = PinnedPool(self.card.pin, self.card.unpin, lambda: 1 << 40)
 
     def runtime_for(
         self, step: object, problem: Problem, kernels: Mapping[str, HostKernel], options: Options

@@ -39,7 +39,7 @@ class Placed:
     def __init__(self, name: str, plan: Plan, seed: int = 0, **settings: Any) -> None:
         step = captured(name)
         self.card = ThreadCard(seed)
-        self.pool = PinnedPool(self.card.pin, lambda: PLENTY)
+        self.pool = PinnedPool(self.card.pin, self.card.unpin, lambda: PLENTY)
         graph = run_passes(step.step, plan)
         device = CudaDevice(
             self.card, self.pool, PLENTY, host_kernels(graph, "captured"), **settings
@@ -135,6 +135,15 @@ def test_memory_that_is_freed_before_its_copy_is_waited_for_is_noticed() -> None
     with mock.patch.object(placed.device, "finish_step", placed.card.synchronize):
         step.train(placed.step)
     assert placed.card.faults
+
+
+def test_a_task_that_does_not_wait_for_what_it_comes_after_shows() -> None:
+    step = captured("clipped")
+    plan = host_plan("clipped")
+    placed = Placed("clipped", plan)
+    with mock.patch.object(placed.device, "_ends", return_value=[]):
+        found = step.train(placed.step)
+    assert differences(found, reference("clipped"))
 
 
 def test_a_copy_that_fails_reaches_the_user_once_and_nothing_hangs() -> None:

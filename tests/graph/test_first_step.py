@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -101,7 +103,9 @@ def test_a_step_that_takes_more_than_planned_is_planned_again_and_exact() -> Non
     expected = known.run(known.compiled(**options))
     with hidden_memory(1000), noting_plans() as plans:
         step = surprised.compiled(**options)
-        with pytest.warns(UserWarning, match=r"more on the device than planned; nothing was"):
+        with pytest.warns(
+            UserWarning, match=r"ran out of it; nothing was changed, and it is planned"
+        ):
             found = surprised.run(step)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
     budgets = [compiled.plan.budgets[Tier.DEVICE] for compiled in plans]
@@ -111,6 +115,28 @@ def test_a_step_that_takes_more_than_planned_is_planned_again_and_exact() -> Non
     assert last is plans[-1]
     assert last.measured is not None
     assert last.measured.peak_bytes[Tier.DEVICE] <= budget
+
+
+def test_a_card_that_has_less_than_planned_is_planned_for_with_what_it_had() -> None:
+    """A card fails below the plan: another process has the rest of its memory."""
+    training, budget = Training(), resident_peak_bytes()
+    limit = int(0.8 * budget)
+    rehearse = CompiledStep.rehearse
+
+    def on_a_small_card(self: CompiledStep, inputs: Any) -> None:
+        rehearse(self, inputs)
+        if self.peak_bytes[Tier.DEVICE] > limit:
+            self._device.meter.peak_bytes[Tier.DEVICE] = limit - 1000
+            raise torch.OutOfMemoryError("the card is full")
+
+    with (
+        mock.patch.object(CompiledStep, "rehearse", on_a_small_card),
+        noting_plans() as plans,
+        pytest.warns(UserWarning, match="planned again"),
+    ):
+        training.run(training.compiled(memory_budget=budget))
+    assert len(plans) == 2
+    assert plans[-1].plan.budgets[Tier.DEVICE] == limit - 1000
 
 
 def test_without_a_smaller_plan_the_error_reaches_the_user_and_nothing_has_changed() -> None:
@@ -125,5 +151,21 @@ def test_without_a_smaller_plan_the_error_reaches_the_user_and_nothing_has_chang
         step(torch.randn(BATCH, WIDTH))
     assert len(plans) == 1
     assert any("No parameter" in note for note in failure.value.__notes__)
-    assert any("does not fit" in note for note in failure.value.__notes__)
+    assert any("Less does not fit" in note for note in failure.value.__notes__)
     assert all(torch.equal(a, b) for a, b in zip(before, training.tensors(), strict=True))
+
+
+@pytest.mark.parametrize("dynamic", [False, None])
+def test_no_batch_is_kept_alive(dynamic: bool | None) -> None:
+    training = Training()
+    torch._dynamo.reset()
+    step: Any = torch.compile(
+        training.step, backend="cotrain", options={"policy": "coarse"}, dynamic=dynamic
+    )
+    batches = [torch.randn(BATCH - 8 * n, WIDTH) for n in range(3 if dynamic is None else 1)]
+    for batch in batches:
+        step(batch)
+    left = [weakref.ref(batch) for batch in batches]
+    del batch, batches
+    gc.collect()
+    assert [ref() for ref in left] == [None] * len(left)

@@ -103,7 +103,8 @@ class ThreadCard:
         copy, delay_s = _Copy(), self._random.random() * LONGEST_DELAY_S
         stream.copies.append(copy)
         span = _span(destination), _span(source)
-        assert span[0][1] == span[1][1], "a copy between tensors of different layout"
+        assert span[0][1] == span[1][1], "a copy between tensors of different size"
+        assert destination.stride() == source.stride(), "a copy between different layouts"
         on_device = [t for t in (destination, source) if not self._is_pinned(t)]
         assert len(on_device) == 1, "a copy is between the device and pinned memory"
         storage = self._watch(on_device[0], copy)
@@ -137,6 +138,9 @@ class ThreadCard:
 
     def pin(self, row: Tensor) -> None:
         self.pinned[row.data_ptr()] = row.nbytes
+
+    def unpin(self, row: Tensor) -> None:
+        del self.pinned[row.data_ptr()]
 
     def _is_pinned(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage().data_ptr() in self.pinned

@@ -35,10 +35,13 @@ class Pins:
         assert row.data_ptr() not in self.sizes, "pinned twice"
         self.sizes[row.data_ptr()] = row.nbytes
 
+    def remove(self, row: torch.Tensor) -> None:
+        del self.sizes[row.data_ptr()]
+
 
 def make_pool(available_bytes: int = 1 << 40) -> tuple[PinnedPool, Pins]:
     pins = Pins()
-    return PinnedPool(pins, lambda: available_bytes), pins
+    return PinnedPool(pins, pins.remove, lambda: available_bytes), pins
 
 
 def test_a_slab_is_as_large_as_asked_for() -> None:
@@ -88,10 +91,22 @@ def test_nothing_needs_no_memory() -> None:
 
 def test_more_than_the_computer_has_is_refused_with_both_sizes() -> None:
     pool, pins = make_pool(available_bytes=2**20)
-    pool.empty(2**20)
+    taken = pool.empty(2**20)
     with pytest.raises(HostMemoryError, match=r"2\.0 MiB .*on top of 1\.0 MiB.*only 1\.0 MiB"):
         pool.empty(2**21)
-    assert len(pins.sizes) == 1
+    assert list(pins.sizes) == [taken.data_ptr()]
+
+
+def test_slabs_that_nobody_uses_make_room_for_one_of_another_size() -> None:
+    pins = Pins()
+    pool = PinnedPool(pins, pins.remove, lambda: 2**22 - sum(pins.sizes.values()))
+    kept, gone, reads = pool.empty(2**20), pool.empty(2**21), FakeEvent()
+    pool.note(gone, reads)
+    del gone
+    large = pool.empty(3 * 2**20)
+    assert pins.sizes == {kept.data_ptr(): 2**20, large.data_ptr(): 3 * 2**20}
+    assert pool.held_bytes == 2**22
+    assert reads.came  # its copy was waited for before the memory went
 
 
 def test_this_computer_has_host_memory_left_but_not_more_than_is_installed() -> None:
