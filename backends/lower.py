@@ -6,7 +6,7 @@ A placed StepGraph and the dataflow of its sizes in, a `LoweredStep` out.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -74,26 +74,31 @@ def segments_of(
 
 
 def _compile_each_kind(segments: Mapping[str, Segment], settings: Settings) -> dict[str, Code]:
-    keys = {name: segment.key for name, segment in segments.items()}
-    kinds = {key: segments[name] for name, key in reversed(keys.items())}
+    kinds: dict[str, list[str]] = {}
+    for name, segment in segments.items():
+        kinds.setdefault(segment.key, []).append(name)
     code: dict[str, Code] = {}
     with _progress(len(kinds)) as advance:
-        for key, segment in kinds.items():
-            code[key] = _compile(segment, settings)
+        for names in kinds.values():
+            compiled = _compile([segments[name] for name in names], settings)
+            code |= dict.fromkeys(names, compiled)
             advance()
-    return {name: code[key] for name, key in keys.items()}
+    return code
 
 
-def _compile(segment: Segment, settings: Settings) -> Code:
+def _compile(equal: Sequence[Segment], settings: Settings) -> Code:
+    """The code of `equal` segments."""
+    segment = equal[0]
     try:
         return compile_graph(segment.module, segment.inputs, settings)
     except Exception as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
+        names = [other.name for other in equal]
         where = f", which comes from\n{segment.stack_trace}" if segment.stack_trace else ""
         raise LoweringError(
             f"Inductor cannot compile segment {segment.name!r} ({segment.ops[0]} to "
             f"{segment.ops[-1]}): {reason[0]}. Run it in eager with "
-            f'options={{"eager_segments": [{segment.name!r}]}}{where}',
+            f'options={{"eager_segments": {names}}}{where}',
             segment=segment.name,
         ) from error
 

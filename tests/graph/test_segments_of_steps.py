@@ -6,11 +6,12 @@ Inductor is replaced by an interpreter of the segments' own graphs, so only the 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from torch import fx
 
 from cotrain_compile.backends import lower as lowering
@@ -27,6 +28,7 @@ from cotrain_compile.runtime.ops import TASKS, task_name
 from cotrain_compile.runtime.ops import cotrain as ops
 from tests.graph.captured_steps import TRAININGS, captured, differences, reference
 from tests.graph.random_plans import random_plan
+from tests.graph.steps import CASES, OPTIMIZERS, Step, cotrain, make_step
 
 
 class Interpreted:
@@ -97,6 +99,19 @@ def test_the_tasks_of_the_plan_stay_in_order(name: str, seed: int) -> None:
     placed = run_passes(captured(name).step, plan)
     step = lowered(name, plan).segmented.step
     assert tasks(placed.module.graph) == tasks(step.module.graph)
+
+
+def test_a_step_called_with_other_batch_sizes_is_cut_for_each() -> None:
+    def losses(compile_with: Callable[[Step], Step]) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = CASES["mlp"].make_model()
+        step = compile_with(make_step(model, OPTIMIZERS["adamw"](model), CASES["mlp"].loss_of))
+        x, y = CASES["mlp"].make_batch()
+        return [step(x[:rows], y[:rows]) for rows in (8, 6, 5, 8)]
+
+    with mock.patch.object(lowering, "compile_graph", Interpreted):
+        found = losses(cotrain(policy="resident", lowering="inductor"))
+    torch.testing.assert_close(found, losses(lambda step: step))
 
 
 def test_no_two_inputs_of_a_segment_share_memory() -> None:

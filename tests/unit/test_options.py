@@ -76,6 +76,9 @@ def test_every_option_is_read() -> None:
             "time_limit": 5,
             "seed": 7,
             "lowering": "eager",
+            "inductor": {"max_autotune": True},
+            "eager_segments": ["model.layers.3:*"],
+            "remat": True,
             "host_kernels": "captured",
             "keep_grads": True,
             "on_break": "warn",
@@ -96,6 +99,9 @@ def test_every_option_is_read() -> None:
         time_limit=5.0,
         seed=7,
         lowering="eager",
+        inductor={"max_autotune": True},
+        eager_segments=("model.layers.3:*",),
+        remat=True,
         host_kernels="captured",
         keep_grads=True,
         on_break="warn",
@@ -105,6 +111,19 @@ def test_every_option_is_read() -> None:
         poison=False,
         profile="profile.json",
     )
+
+
+def test_the_emulated_device_runs_eager_kernels_unless_asked() -> None:
+    assert Options().lowering_on("cpu") == "eager"
+    assert Options().lowering_on("cuda") == "inductor"
+    assert Options(lowering="eager").lowering_on("cuda") == "eager"
+
+
+def test_values_are_made_again_where_that_is_fused_unless_asked() -> None:
+    assert not Options().remat_on("cpu")
+    assert Options(lowering="inductor").remat_on("cpu")
+    assert not Options(remat=False).remat_on("cuda")
+    assert Options(remat=True).remat_on("cpu")
 
 
 @pytest.mark.parametrize(
@@ -125,6 +144,11 @@ def test_every_option_is_read() -> None:
         ({"time_limit": float("inf")}, "must be a number of seconds above 0"),
         ({"time_limit": "60"}, "must be a number of seconds above 0"),
         ({"time_limit": True}, "must be a number of seconds above 0"),
+        ({"lowering": "onnx"}, "one of 'eager', 'inductor'"),
+        ({"inductor": ["max_autotune"]}, "must be a dictionary of settings by name"),
+        ({"eager_segments": "model.layers.3:1"}, "must be a list of non-empty strings"),
+        ({"eager_segments": [""]}, "must be a list of non-empty strings"),
+        ({"remat": 1}, "must be True or False"),
         ({"seed": -1}, "must be an integer from 0 to 2147483647"),
         ({"seed": 0.5}, "must be an integer from 0 to 2147483647"),
     ],
