@@ -7,7 +7,7 @@ captured once with symbolic sizes; placing and rewriting it again takes no new t
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -20,10 +20,16 @@ LIMIT = 16
 
 
 class PerShape:
-    """Runs the `CompiledStep` for the sizes of its inputs, compiling it on their first use."""
+    """Runs the `CompiledStep` for the sizes of its inputs, compiling it on their first use.
+
+    `symbols` are the dynamic sizes of the step's dataflow.
+    """
 
     def __init__(
-        self, step: StepGraph, compile_for: Callable[[Mapping[str, int]], CompiledStep]
+        self,
+        step: StepGraph,
+        symbols: Collection[str],
+        compile_for: Callable[[Mapping[str, int]], CompiledStep],
     ) -> None:
         self._compile_for = compile_for
         self._compiled: OrderedDict[tuple[int, ...], CompiledStep] = OrderedDict()
@@ -31,6 +37,7 @@ class PerShape:
             position: str(value.node.expr)
             for position, node in enumerate(step.module.graph.find_nodes(op="placeholder"))
             if isinstance(value := node.meta.get("val"), torch.SymInt)
+            and str(value.node.expr) in symbols
         }
         self._positions, self._symbols = tuple(sizes), tuple(sizes.values())
 

@@ -69,7 +69,9 @@ def cotrain(
             _register(compiled, session)
             return compiled
 
-        return PerShape(step, compile_for) if dataflow.symbols else compile_for({})
+        if not dataflow.symbols:
+            return compile_for({})
+        return PerShape(step, dataflow.symbols, compile_for)
 
     return capture(session, module, example_inputs, compile_captured)
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.optim import Optimizer
 
+import cotrain_compile
 from cotrain_compile.errors import CaptureError
 from tests.graph.captured_steps import make_plain_mlp
 from tests.graph.steps import SEED, Step, all_tensors, cotrain, cross_entropy, make_step, vectors
@@ -62,6 +63,22 @@ class WarmedMomentum(Optimizer):
                 param.add_(state["velocity"], alpha=-group["lr"])
 
 
+class CountingSteps(Optimizer):
+    """Keeps the number of steps as a Python int, as many do."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    state = self.state[param]
+                    state["step"] = state.get("step", 0) + 1
+                    param.add_(param.grad / (1 + state["step"]), alpha=-group["lr"])
+
+
 def lion(params: Any) -> Optimizer:
     package = pytest.importorskip("lion_pytorch")
     made: Optimizer = package.Lion(params, lr=1e-3, weight_decay=0.01)
@@ -87,7 +104,8 @@ def train(
     ("make_optimizer", "graphs"),
     # State that the first step makes is there in the second one, which is then another graph. A
     # Python float that is written back is a constant of each graph: every step compiles again.
-    [(SignDescent, 2), (WarmedMomentum, 6), (lion, 2)],
+    # An int becomes an input with the third.
+    [(SignDescent, 2), (CountingSteps, 3), (WarmedMomentum, 6), (lion, 2)],
 )
 def test_a_plain_subclass_is_captured(
     make_optimizer: Callable[[Any], Optimizer], graphs: int, policy: str
@@ -95,6 +113,24 @@ def test_a_plain_subclass_is_captured(
     ours = train(make_optimizer, cotrain(policy=policy))
     torch.testing.assert_close(ours, train(make_optimizer, lambda step: step))
     assert counters["stats"]["unique_graphs"] == graphs
+
+
+def test_a_count_of_steps_needs_no_new_plan() -> None:
+    plans = []
+    inspected: list[Step] = []
+
+    def compile_with(step: Step) -> Step:
+        inspected.append(cotrain()(step))
+
+        def run(*batch: Any) -> Any:
+            result = inspected[0](*batch)
+            plans.append(cotrain_compile.inspect(inspected[0]))
+            return result
+
+        return run
+
+    train(CountingSteps, compile_with)
+    assert len(set(map(id, plans))) == 3
 
 
 class AskingTheDevice(SignDescent):
