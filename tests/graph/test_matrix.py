@@ -25,6 +25,8 @@ def test_a_cell_gives_eagers_numbers_or_a_way_to_go_on(cell: Cell) -> None:
 
 
 def test_a_sample_has_every_value_of_every_axis() -> None:
-    for axis, values in enumerate((ARCHITECTURES, OPTIMIZERS, IDIOMS)):
-        assert {cell[axis] for cell in sample(40)} == set(values)
+    models, optimizers, idioms = map(set, zip(*sample(40), strict=True))
+    assert models == set(ARCHITECTURES)
+    assert optimizers == set(OPTIMIZERS)
+    assert idioms == set(IDIOMS)
     assert CALLS >= 3  # across calls, the third one updates
