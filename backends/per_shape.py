@@ -7,7 +7,7 @@ captured once with symbolic sizes; placing and rewriting it again takes no new t
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,16 +24,18 @@ LIMIT = 16
 class PerShape:
     """Runs what `compile_for` made for the sizes of its inputs, on their first use.
 
-    `compile_for` gets the sizes by symbol, and the inputs.
+    `symbols` are the dynamic sizes of the step's dataflow. `compile_for` gets the sizes by symbol,
+    and the inputs.
     """
 
-    def __init__(self, step: StepGraph, compile_for: CompileFor) -> None:
+    def __init__(self, step: StepGraph, symbols: Collection[str], compile_for: CompileFor) -> None:
         self._compile_for = compile_for
         self._compiled: OrderedDict[tuple[int, ...], Run] = OrderedDict()
         sizes = {
             position: value.node
             for position, node in enumerate(step.module.graph.find_nodes(op="placeholder"))
             if isinstance(value := node.meta.get("val"), torch.SymInt)
+            and str(value.node.expr) in symbols
         }
         self._positions = tuple(sizes)
         self._symbols = tuple(str(size.expr) for size in sizes.values())

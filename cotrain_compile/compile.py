@@ -89,7 +89,7 @@ def cotrain(
 
         if not dataflow.symbols:
             return compile_for({}, values)
-        per_shape = PerShape(step, compile_for)
+        per_shape = PerShape(step, dataflow.symbols, compile_for)
         if runs_on_cuda(step):
             per_shape.compile_traced(values)
         return per_shape

@@ -7,6 +7,7 @@ case. An op whose result shares memory in a way its schema does not declare is r
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,7 +42,7 @@ def extract(step: StepGraph) -> Dataflow:
         ops=tuple(reader.ops),
         buffers=tuple(reader.buffers.values()),
         updates=update_groups(step, reader.buffer_of),
-        symbols=reader.symbols,
+        symbols=reader.sizes(),
         expressions=reader.expressions(),
     )
 
@@ -72,6 +73,12 @@ class _Reader:
         return SizeExpressions(
             self.nbytes_expressions, self.flops_expressions, self.moved_expressions
         )
+
+    def sizes(self) -> dict[str, int]:
+        """The symbols that some size depends on: a count of steps in an int is none."""
+        tables = (self.nbytes_expressions, self.flops_expressions, self.moved_expressions)
+        used = {name for t in tables for text in t.values() for name in re.findall(r"\w+", text)}
+        return {name: value for name, value in self.symbols.items() if name in used}
 
     def read(self, node: fx.Node) -> None:
         if node.op == "placeholder":

@@ -21,7 +21,11 @@ _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 # What a user can do, by a word in Dynamo's own description of what broke the graph.
 _WAYS_ON = (
     ("print", "move the print out of the step, or print what the step returns"),
-    ("logg", "log outside the step"),
+    (
+        "logg",
+        "log outside the step; where a library warns, settle what it warns about (Hugging Face: "
+        "config.loss_type), or compute the loss in the step",
+    ),
     ("requires_grad_", "freeze and unfreeze between steps, outside the step"),
     ("item", "return the tensor and call .item() outside the step"),
     ("data-dependent", "decide outside the step, or with torch.where inside it"),

@@ -1,0 +1,178 @@
+"""Which loops are captured whole, with eager's numbers? Models, optimizers and idioms, crossed.
+
+python -m bench.matrix --sample 40 -o bench/results/matrix.json --page docs/matrix.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import random
+import re
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from bench.matrix_page import write_page
+from bench.matrix_steps import (
+    ARCHITECTURES,
+    IDIOMS,
+    OPTIMIZERS,
+    CompileWith,
+    Step,
+    loss_of,
+    make_batch,
+    make_model,
+    own_loss_of,
+)
+from bench.report import write_report
+from cotrain_compile.errors import CotrainError
+
+CALLS = 6
+POLICY = "zero-offload"
+
+# Largest difference of losses, and of tensors: of parameters relative to the largest change of one,
+# of states relative to the largest of their kind. Float64 steps differ where torch's compiled Adam
+# takes bias corrections in float32, and where a model itself computes in float32. In bfloat16 the
+# rounding of a weight flips whole ulps of activations; where a gradient is rounding only (the bias
+# of an attention's keys), Adam then moves another way: by up to one update in these calls.
+ROUNDING = {False: (1e-5, 1e-3), True: (2e-2, 1 / CALLS)}
+
+Cell = tuple[str, str, str]
+Kinds = dict[str, list[Tensor]]
+
+
+@dataclass(frozen=True)
+class Result:
+    """A cell: what came of it, the graphs it took, and how far it is from eager."""
+
+    architecture: str
+    optimizer: str
+    idiom: str
+    status: str  # "equal", "different" or "refused"
+    graphs: int = 0
+    loss_difference: float = 0.0
+    tensor_difference: float = 0.0
+    message: str = ""
+
+
+def cells() -> list[Cell]:
+    """All cells of the matrix."""
+    return list(itertools.product(ARCHITECTURES, OPTIMIZERS, IDIOMS))
+
+
+def sample(count: int, seed: int = 0) -> list[Cell]:
+    """`count` cells in a seeded order in which pairs of two axes come evenly."""
+    order = random.Random(seed)
+    left = cells()
+    order.shuffle(left)
+    chosen: list[Cell] = []
+    seen: Counter[tuple[str, ...]] = Counter()
+    while left and len(chosen) < count:
+        cell = min(left, key=lambda c: sum(seen[pair] for pair in itertools.combinations(c, 2)))
+        left.remove(cell)
+        chosen.append(cell)
+        seen.update(itertools.combinations(cell, 2))
+    return chosen
+
+
+def run(cell: Cell, compile_with: CompileWith) -> tuple[Kinds, Kinds]:
+    """Losses of every call; then changes of the model's tensors and the optimizer's states."""
+    architecture, optimizer_name, idiom_name = cell
+    idiom = IDIOMS[idiom_name]
+    torch.manual_seed(0)
+    model = make_model(architecture)
+    batches = [make_batch(architecture) for _ in range(CALLS)]
+    optimizer = OPTIMIZERS[optimizer_name](model.parameters())
+    objective = (own_loss_of if idiom.own_loss else loss_of)(architecture)
+    step = idiom.make(model, optimizer, objective, compile_with)
+    before = [value.double() for value in model.state_dict().values()]
+    losses = [step(*batch).detach() for batch in batches]
+    after = [value.double() for value in model.state_dict().values()]
+    kinds = {"parameter": [new - old for new, old in zip(after, before, strict=True)]}
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            kinds.setdefault(key, []).append(torch.as_tensor(value).detach())
+    return {"loss": losses}, kinds
+
+
+def compiled(step: Step, **options: Any) -> Step:
+    """`step` by our backend."""
+    return torch.compile(step, backend="cotrain", options={"policy": POLICY, **options})
+
+
+def evaluate(cell: Cell) -> Result:
+    """Run `cell` in eager and with our backend, and compare."""
+    idiom = IDIOMS[cell[2]]
+    torch._dynamo.reset()
+    counters.clear()
+    eager = run(cell, lambda step, **_: step)
+    try:
+        ours = run(cell, compiled)
+    except CotrainError as error:
+        message = re.sub(r"/\S*/", "", str(error))  # no folders of the machine it was met on
+        return Result(*cell, status="refused", message=f"{type(error).__name__}: {message}")
+    graphs = int(counters["stats"]["unique_graphs"])
+    loss, tensor = (distance(a, b) for a, b in zip(ours, eager, strict=True))
+    loss_limit, tensor_limit = ROUNDING[idiom.half_precision]
+    is_equal = loss <= loss_limit and tensor <= tensor_limit and graphs == idiom.graphs
+    status = "equal" if is_equal else "different"
+    return Result(*cell, status, graphs, loss, tensor)
+
+
+def distance(ours: Kinds, eager: Kinds) -> float:
+    """The largest difference, relative to the largest element of its kind."""
+    assert ours.keys() == eager.keys()
+    return max(
+        float((flat(ours[kind]) - flat(eager[kind])).norm(math.inf) / largest)
+        for kind in eager
+        if (largest := flat(eager[kind]).norm(math.inf)) > 0
+    )
+
+
+def flat(tensors: Sequence[Tensor]) -> Tensor:
+    """All elements of `tensors`, in float64."""
+    return torch.cat([tensor.double().flatten() for tensor in tensors])
+
+
+def write(results: Sequence[Result], output: Path, page: Path | None) -> None:
+    """Write the JSON, and the page where one is asked for."""
+    summary = {
+        "cells_in_all": len(cells()),
+        "calls": CALLS,
+        "policy": POLICY,
+        "rounding": {"float64": ROUNDING[False], "bfloat16": ROUNDING[True]},
+        "cells": [asdict(result) for result in results],
+    }
+    write_report(output, (__doc__ or "").splitlines()[0], summary)
+    if page is not None:
+        write_page(page, summary)
+
+
+def main() -> None:
+    """Run all cells, or a sample; write the JSON and the page."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("-o", "--output", type=Path, required=True)
+    parser.add_argument("--page", type=Path)
+    parser.add_argument("--sample", type=int, help="so many cells instead of all")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    chosen = cells() if arguments.sample is None else sample(arguments.sample, arguments.seed)
+    results: list[Result] = []
+    for cell in chosen:
+        results.append(evaluate(cell))
+        print(*cell, results[-1].status, results[-1].graphs, results[-1].message[:300], flush=True)
+        write(results, arguments.output, arguments.page)  # a run that is stopped leaves what it has
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""The matrix as a page: from the JSON of `bench.matrix` to `docs/matrix.md`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Cell = Mapping[str, Any]
+
+HEAD = """# Loops that are captured whole
+
+Small Hugging Face models, optimizers, and ways to write a training loop, crossed. Each cell
+trains {calls} calls in eager and with `policy="{policy}"` from the same start, and compares every
+loss, parameter and optimizer state. Made by `python -m bench.matrix`
+([JSON](../bench/results/matrix.json)); {ran} of {all} cells were run.
+
+**{equal} equal, {different} different, {refused} refused.** Equal means: as many graphs as below,
+losses within {loss:g}; parameters within {tensor:g} of the largest change of one, states within
+{tensor:g} of the largest of their kind, in float64 (`GradScaler` in float32). Under bfloat16
+autocast {half_loss:g} and {half_tensor:.2g} (one update in these calls), as the rounding of one
+weight flips whole ulps of activations.
+"""
+
+
+def write_page(path: Path, summary: Mapping[str, Any]) -> None:
+    """Write what `bench.matrix` found to the Markdown page at `path`."""
+    cells: Sequence[Cell] = summary["cells"]
+    count = Counter(cell["status"] for cell in cells)
+    loss, tensor = summary["rounding"]["float64"]
+    half_loss, half_tensor = summary["rounding"]["bfloat16"]
+    text = HEAD.format(
+        calls=summary["calls"],
+        policy=summary["policy"],
+        ran=len(cells),
+        all=summary["cells_in_all"],
+        equal=count["equal"],
+        different=count["different"],
+        refused=count["refused"],
+        loss=loss,
+        tensor=tensor,
+        half_loss=half_loss,
+        half_tensor=half_tensor,
+    )
+    parts = [text, "## By model and idiom\n", _table(cells), _idioms(cells), _trouble(cells)]
+    path.write_text("\n".join(parts).rstrip() + "\n", encoding="utf-8")
+
+
+def _table(cells: Sequence[Cell]) -> str:
+    """Optimizers that came out equal, by model (rows) and idiom (columns)."""
+    idioms = list(dict.fromkeys(cell["idiom"] for cell in cells))
+    lines = ["| | " + " | ".join(idioms) + " |", "|---|" + "---|" * len(idioms)]
+    for model in sorted({cell["architecture"] for cell in cells}):
+        row = [
+            ", ".join(
+                _mark(cell)
+                for cell in cells
+                if (cell["architecture"], cell["idiom"]) == (model, idiom)
+            )
+            for idiom in idioms
+        ]
+        lines.append(f"| {model} | " + " | ".join(row) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _mark(cell: Cell) -> str:
+    name = str(cell["optimizer"])
+    return name if cell["status"] == "equal" else f"**{name}: {cell['status']}**"
+
+
+def _idioms(cells: Sequence[Cell]) -> str:
+    lines = ["## Graphs and largest differences\n", "| idiom | graphs | loss | tensor |"]
+    lines.append("|---|---|---|---|")
+    for idiom in dict.fromkeys(cell["idiom"] for cell in cells):
+        ran = [c for c in cells if c["idiom"] == idiom and c["status"] != "refused"]
+        if ran:
+            graphs = ", ".join(str(n) for n in sorted({cell["graphs"] for cell in ran}))
+            loss = max(cell["loss_difference"] for cell in ran)
+            tensor = max(cell["tensor_difference"] for cell in ran)
+            lines.append(f"| {idiom} | {graphs} | {loss:.1e} | {tensor:.1e} |")
+    return "\n".join(lines) + "\n"
+
+
+def _trouble(cells: Sequence[Cell]) -> str:
+    odd = [cell for cell in cells if cell["status"] != "equal"]
+    if not odd:
+        return ""
+    lines = ["## Not equal\n"]
+    for cell in odd:
+        where = f"{cell['architecture']}, {cell['optimizer']}, {cell['idiom']}"
+        said = cell["message"] or (
+            f"{cell['graphs']} graphs, loss {cell['loss_difference']:.1e}, "
+            f"tensor {cell['tensor_difference']:.1e}"
+        )
+        lines.append(f"- {where}: {cell['status']}; {said}")
+    return "\n".join(lines) + "\n"
