@@ -72,7 +72,7 @@ def patched_things() -> dict[str, Any]:
     """Everything of torch's that a trace for us changes."""
     return {
         "OptimizerVariable": vars(builder)["OptimizerVariable"],
-        "aliasing": guards.is_from_optimizer_source,
+        "aliasing": vars(guards)["is_from_optimizer_source"],
         "validate": OutputGraph._validate_outputs_safe_for_autograd_nodes,
         **{f"TensorVariable.{name}": value for name, value in vars(TensorVariable).items()},
         **{name: getattr(config, name) for name in SETTINGS},
