@@ -76,7 +76,10 @@ class EagerTrainer(Trainer):
         super().__init__(*args, **kwargs)
 
 
-@pytest.mark.parametrize(("settings", "rounding"), [({}, FLOAT32), ({"bf16": True}, BFLOAT16)])
+@pytest.mark.parametrize(
+    ("settings", "rounding"),
+    [({}, FLOAT32), pytest.param({"bf16": True}, BFLOAT16, marks=pytest.mark.long)],
+)
 def test_trainer(
     settings: dict[str, bool],
     rounding: float,
@@ -121,7 +124,7 @@ def parameters(trainer: Any) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in trainer.model.state_dict().items()}
 
 
-@pytest.mark.parametrize("max_grad_norm", [0.5, 0.0])
+@pytest.mark.parametrize("max_grad_norm", [pytest.param(0.5, marks=pytest.mark.long), 0.0])
 def test_the_trainer_logs_the_norm_of_the_gradients(
     max_grad_norm: float, example: Callable[[str], ModuleType], tmp_path: Path
 ) -> None:
