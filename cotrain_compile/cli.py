@@ -21,6 +21,7 @@ from rich.table import Table
 
 from cotrain_compile import __version__, files, presets
 from cotrain_compile.commands import look
+from cotrain_compile.commands.graph import graph
 from cotrain_compile.commands.sweep import sweep
 from cotrain_compile.commands.terminal import console
 from cotrain_compile.dataflow import Dataflow
@@ -42,7 +43,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Training steps that need more memory than the device has.",
 )
-for _command in (look.show, look.explain, look.diff, sweep):
+for _command in (look.show, look.explain, look.diff, graph, sweep):
     app.command()(_command)
 _stderr = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
 

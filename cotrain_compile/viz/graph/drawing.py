@@ -1,0 +1,116 @@
+"""Drawing: a picture of a step as text, as DOT, or, where Graphviz is installed, as SVG."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from cotrain_compile.errors import OptionError
+from cotrain_compile.machine import Tier
+from cotrain_compile.units import format_bytes
+from cotrain_compile.viz.graph.picture import Arrow, Box, Kind, Picture
+from cotrain_compile.viz.timeline import COLOURS
+
+_FILL: Mapping[str, str] = {
+    "forward": COLOURS["forward"],
+    "backward": COLOURS["backward"],
+    "optimizer": COLOURS["optimizer"],
+    "offload": COLOURS["gradient"],
+    "prefetch": COLOURS["weight"],
+    "host": COLOURS["update on the host"],
+}
+_STYLE: Mapping[Kind, str] = {
+    Kind.DATA: 'color="#80808080"',
+    Kind.ISSUE: 'color="#D55E00", style=dashed',
+    Kind.WAIT: 'color="#009E73", style=bold',
+    Kind.THEN: 'color="#E69F00"',
+}
+# Hundreds of boxes take seconds so, and minutes with curves and a longer search.
+_QUICKLY = ("-Gnslimit=0.5", "-Gnslimit1=0.5", "-Gmclimit=0.05", "-Gsplines=line")
+SUFFIXES = (".txt", ".dot", ".svg")
+
+
+def write_picture(picture: Picture, path: Path) -> None:
+    """Write `picture` in the format of the suffix of `path`: .txt, .dot or .svg.
+
+    Raises `OptionError` for another suffix, and for .svg where Graphviz is missing or fails.
+    """
+    match path.suffix:
+        case ".txt":
+            path.write_text(as_text(picture) + "\n", encoding="utf-8")
+        case ".dot":
+            path.write_text(as_dot(picture), encoding="utf-8")
+        case ".svg":
+            path.write_text(as_svg(picture), encoding="utf-8")
+        case _:
+            raise OptionError(f"{path}: a graph is written as {', '.join(SUFFIXES)}")
+
+
+def as_text(picture: Picture) -> str:
+    """One line for each box, with the boxes that it feeds."""
+    fed: dict[str, list[Arrow]] = {}
+    for arrow in picture.arrows:
+        fed.setdefault(arrow.source, []).append(arrow)
+    lines = []
+    for box in picture.boxes:
+        lines.append(f"{box.name}  {_words(box)}")
+        lines += [
+            f"    {arrow.kind.value:5} -> {arrow.target}{_size(arrow)}"
+            for arrow in fed.get(box.name, ())
+        ]
+    return "\n".join(lines)
+
+
+def as_dot(picture: Picture) -> str:
+    """Graphviz' language: a box coloured by phase or task, what the host does rounded."""
+    return "\n".join(_dot_lines(picture)) + "\n"
+
+
+def as_svg(picture: Picture) -> str:
+    """Laid out by Graphviz' `dot`; raises `OptionError` where it is missing or fails."""
+    dot = shutil.which("dot")
+    if dot is None:
+        raise OptionError(
+            "an SVG of a graph needs Graphviz' dot, which is not installed: install graphviz, or "
+            "write a .dot file and lay it out elsewhere"
+        )
+    command = [dot, "-Tsvg", *_QUICKLY]
+    run = subprocess.run(command, input=as_dot(picture), capture_output=True, text=True)
+    if run.returncode:
+        raise OptionError(f"dot could not draw the graph: {run.stderr.strip()}; write .dot instead")
+    return run.stdout
+
+
+def _dot_lines(picture: Picture) -> Iterator[str]:
+    yield "digraph step {"
+    yield '  node [shape=box, style=filled, fontname="sans-serif", fontsize=11];'
+    yield '  edge [fontname="sans-serif", fontsize=9];'
+    for box in picture.boxes:
+        style = '"filled,rounded"' if box.tier is Tier.HOST else "filled"
+        # White on the one dark colour.
+        ink = ', fontcolor="white"' if box.group == "backward" else ""
+        label = _quoted(f"{box.name}\n{_words(box)}")
+        fill = _FILL[box.group]
+        yield f'  {_quoted(box.name)} [label={label}, style={style}, fillcolor="{fill}"{ink}];'
+    for arrow in picture.arrows:
+        label = f", label={_quoted(_size(arrow).strip())}" if arrow.nbytes else ""
+        ends = f"{_quoted(arrow.source)} -> {_quoted(arrow.target)}"
+        yield f"  {ends} [{_STYLE[arrow.kind]}{label}];"
+    yield "}"
+
+
+def _words(box: Box) -> str:
+    what = "task" if box.tier is Tier.HOST else "op"
+    size = f", {format_bytes(box.nbytes)}" if box.nbytes else ""
+    return f"({box.group}, {box.count} {what}{'s' if box.count > 1 else ''}{size})"
+
+
+def _size(arrow: Arrow) -> str:
+    return f"  {format_bytes(arrow.nbytes)}" if arrow.nbytes else ""
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
