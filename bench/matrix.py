@@ -89,7 +89,7 @@ def run(cell: Cell, compile_with: CompileWith) -> tuple[Kinds, Kinds]:
     architecture, optimizer_name, idiom_name = cell
     idiom = IDIOMS[idiom_name]
     torch.manual_seed(0)
-    model = make_model(architecture)
+    model = make_model(architecture, idiom.dtype)
     batches = [make_batch(architecture) for _ in range(CALLS)]
     optimizer = OPTIMIZERS[optimizer_name](model.parameters())
     objective = (own_loss_of if idiom.own_loss else loss_of)(architecture)

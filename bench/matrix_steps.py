@@ -102,8 +102,8 @@ ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-def make_model(architecture: str) -> nn.Module:
-    """A small model in float64, in training mode; the caller seeds the generator."""
+def make_model(architecture: str, dtype: torch.dtype) -> nn.Module:
+    """A small model of `dtype`, in training mode; the caller seeds the generator."""
     import transformers
 
     config, model, settings = ARCHITECTURES[architecture]
@@ -113,7 +113,7 @@ def make_model(architecture: str) -> nn.Module:
     for name, bias in made.named_parameters():
         if name.endswith("bias"):
             nn.init.normal_(bias, std=0.02)
-    return made.double().train()
+    return made.to(dtype).train()
 
 
 def make_batch(architecture: str) -> tuple[Tensor, Tensor]:
@@ -160,6 +160,7 @@ class Idiom:
     make: Callable[[nn.Module, Optimizer, LossOf, CompileWith], Step]
     graphs: int = 1
     own_loss: bool = False
+    dtype: torch.dtype = torch.float64
     half_precision: bool = False
 
 
@@ -226,8 +227,6 @@ def _across_calls(
 def _autocast(
     model: nn.Module, optimizer: Optimizer, loss_of: LossOf, compile_with: CompileWith
 ) -> Step:
-    model.float()
-
     def step(x: Tensor, y: Tensor) -> Tensor:
         optimizer.zero_grad()
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -244,7 +243,6 @@ def _scaler(
 ) -> Step:
     """The scale is so large that the first steps are skipped."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, backoff_factor=2.0**-100)
-    model.float()
 
     def step(x: Tensor, y: Tensor) -> Tensor:
         optimizer.zero_grad()
@@ -279,7 +277,7 @@ IDIOMS: dict[str, Idiom] = {
     "clipping": Idiom(_clipping),
     "micro-batches": Idiom(_micro_batches),
     "across calls": Idiom(_across_calls, graphs=3),
-    "autocast": Idiom(_autocast, half_precision=True),
-    "GradScaler": Idiom(_scaler),
+    "autocast": Idiom(_autocast, dtype=torch.float32, half_precision=True),
+    "GradScaler": Idiom(_scaler, dtype=torch.float32),
     "schedule": Idiom(_schedule, graphs=2),
 }
