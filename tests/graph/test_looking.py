@@ -63,6 +63,7 @@ def test_a_dump_has_report_and_trace_of_the_plan(step: Step, tmp_path: Path) -> 
     assert "a step, measured" not in page
     events = json.loads((tmp_path / "out" / "predicted.trace.json").read_text())["traceEvents"]
     assert len([e for e in events if e["ph"] == "X"]) == len(predicted.spans)
+    assert (tmp_path / "out" / "placed.dot").read_text().startswith("digraph step {")
 
 
 def test_a_compiled_step_explains_its_parameters(step: Step) -> None:
