@@ -8,7 +8,7 @@ alternative that only pays together with another change looks worse here than to
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from cotrain_compile.dataflow import Role
@@ -76,17 +76,27 @@ def ways_of(problem: Problem, param: str) -> tuple[Way, ...]:
 
 
 def way_of(problem: Problem, placement: Placement, param: str) -> Way:
-    """The way in which `placement` keeps `param`."""
-    dataflow = problem.dataflow
-    if param not in placement.homes:
-        raise PlanError(_unknown(problem, param))
-    fetched = thin_copies(dataflow).get(param, param)
-    trips = 0
-    if placement.homes[param] is Tier.HOST:
-        trips = 2 if fetched in placement.away else 1
-    group = dataflow.update.get(param)
-    gradient_away = group is not None and group.gradient in placement.away
-    return Way(placement.updates.get(param), trips, gradient_away)
+    """The way in which `placement` keeps `param`; raises `PlanError` when there is no such one."""
+    try:
+        return every_way(problem, placement)[param]
+    except KeyError:
+        raise PlanError(_unknown(problem, param)) from None
+
+
+def every_way(problem: Problem, placement: Placement) -> Mapping[str, Way]:
+    """The way in which `placement` keeps each parameter."""
+    dataflow, thin, away = problem.dataflow, thin_copies(problem.dataflow), set(placement.away)
+    ways = {}
+    for buffer in dataflow.buffers:
+        if buffer.role is not Role.PARAM:
+            continue
+        param, trips = buffer.name, 0
+        if placement.homes.get(param) is Tier.HOST:
+            trips = 2 if thin.get(param, param) in away else 1
+        group = dataflow.update.get(param)
+        gradient_away = group is not None and group.gradient in away
+        ways[param] = Way(placement.updates.get(param), trips, gradient_away)
+    return ways
 
 
 def with_way(problem: Problem, placement: Placement, param: str, way: Way) -> Placement:

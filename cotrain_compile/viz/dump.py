@@ -8,6 +8,8 @@ from cotrain_compile import files
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.plan import Plan
+from cotrain_compile.viz.graph.drawing import write_picture
+from cotrain_compile.viz.graph.picture import picture
 from cotrain_compile.viz.perfetto import save_trace
 from cotrain_compile.viz.summary import summary
 from cotrain_compile.viz.timeline import kinds_of
@@ -29,4 +31,5 @@ def dump_step(
     files.save(plan, folder / "plan.json")
     kinds = kinds_of(plan, step.phases)
     save_trace([plan.predicted], folder / "predicted.trace.json", plan=plan, kinds=kinds)
+    write_picture(picture(dataflow, plan), folder / "placed.dot")
     write_report(folder / "report.html", problem, plan)

@@ -63,6 +63,7 @@ def test_a_dump_has_report_and_trace_of_the_plan(step: Step, tmp_path: Path) -> 
     assert "a step, measured" not in page
     events = json.loads((tmp_path / "out" / "predicted.trace.json").read_text())["traceEvents"]
     assert len([e for e in events if e["ph"] == "X"]) == len(predicted.spans)
+    assert (tmp_path / "out" / "placed.dot").read_text().startswith("digraph step {")
 
 
 def test_a_compiled_step_explains_its_parameters(step: Step) -> None:
@@ -80,7 +81,7 @@ def test_a_compiled_step_explains_its_parameters(step: Step) -> None:
 def test_a_profile_of_a_step_is_merged_where_that_step_began(step: Step, tmp_path: Path) -> None:
     """The marker comes before any op of its step, so no span of ours starts before it."""
     step(BATCH)
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
         step(BATCH)
     profiler.export_chrome_trace(str(tmp_path / "torch.json"))
     measured = cotrain_compile.inspect(step).measured

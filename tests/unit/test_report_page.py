@@ -9,9 +9,14 @@ from typing import Any
 
 import pytest
 
+from cotrain_compile.machine import Tier
+from cotrain_compile.placement.problem import formulate
+from cotrain_compile.placement.solve import SolveSettings, solve
 from cotrain_compile.plan import Lane
+from cotrain_compile.presets import find
 from cotrain_compile.units import format_seconds
 from cotrain_compile.viz.report.page import write_report
+from tests.unit.dataflows import chain
 from tests.unit.test_report import MEASURED, PLAN, PROBLEM
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
@@ -136,6 +141,29 @@ def test_a_bar_says_what_it_is(page: Any) -> None:
     said = tooltip.locator(".bk-tooltip-row-value").all_text_contents()
     assert said[0].strip() == span.name
     assert said[3].strip() == format_seconds(span.end_s - span.start_s)
+
+
+def test_a_long_step_is_merged_until_zoomed_in(browser: Any, tmp_path: Path) -> None:
+    """16,000 ops: the page stays small, and draws each op only where few are in view."""
+    step = chain(4000, width=8)
+    problem = formulate(step, find("rtx4090"), {Tier.DEVICE: 1 << 40, Tier.HOST: 1 << 40})
+    path = tmp_path / "long.html"
+    write_report(path, problem, solve(problem, SolveSettings("resident")))
+    assert path.stat().st_size < 5_000_000
+    page = browser.new_page()
+    page.goto(path.as_uri())
+    page.wait_for_function("Bokeh.documents.length && Bokeh.documents[0].is_idle")
+    document = "Bokeh.documents[0]"
+    shown = f"['each', 'merged'].map((name) => {document}.get_model_by_name(name).visible)"
+    assert page.evaluate(shown) == [False, True]
+    end = time_range(page)[1]
+    page.evaluate(
+        f"{document}.get_model_by_name('time').setv({{start: {end / 2}, end: {end * 0.51}}})"
+    )
+    assert page.evaluate(shown) == [True, False]
+    page.evaluate(f"{document}.get_model_by_name('time').setv({{start: 0, end: {end}}})")
+    assert page.evaluate(shown) == [False, True]
+    page.close()
 
 
 @pytest.mark.parametrize("width", [390, 1280, 1920])

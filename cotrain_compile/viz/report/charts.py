@@ -70,6 +70,7 @@ def lanes_chart(name: str, bars: Sequence[Bar], axis: TimeAxis) -> figure:
     if len(bars) > DRAWN:
         whole = _draw_bars(chart, merged(bars), axis)
         single.visible = False
+        single.name, whole.name = "each", "merged"
         below = DRAWN / len(bars) * max(bar.end_s for bar in bars) / axis.unit_s
         switch = CustomJS(
             args={"axis": axis.range, "single": single, "whole": whole, "below": below},
