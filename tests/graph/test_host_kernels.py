@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cotrain_compile.machine import Tier
 from cotrain_compile.passes import run_passes
@@ -79,3 +80,28 @@ def test_a_gradient_that_is_laid_out_otherwise_is_read_right() -> None:
         exact, _ = updated(captured_kernel, turned)
         torch.testing.assert_close(updated(kernel, turned)[0], exact, rtol=1e-5, atol=1e-7)
     assert seen
+
+
+def test_states_in_another_precision_are_updated_by_the_captured_ops() -> None:
+    """ATen's fused Adagrad refuses them; they come from `model.float()` after the optimizer."""
+    torch.manual_seed(0)
+    model = nn.Linear(6, 5).bfloat16()
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    model.float()
+
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    expected_model, expected_optimizer = copy.deepcopy((model, optimizer))
+    compiled = torch.compile(step, backend="cotrain", options={"policy": "zero-offload"})
+    x = torch.randn(4, 6)
+    for _ in range(3):
+        compiled(x)
+        expected_optimizer.zero_grad()
+        expected_model(x).square().mean().backward()
+        expected_optimizer.step()
+    torch.testing.assert_close(model.state_dict(), expected_model.state_dict())
