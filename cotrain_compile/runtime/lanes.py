@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
 import traceback
@@ -12,6 +13,9 @@ from queue import SimpleQueue
 import torch
 
 from cotrain_compile.plan import Span
+
+# How long the end of the process waits for work in flight: no update takes longer.
+EXIT_LIMIT_S = 60.0
 
 
 class Task:
@@ -81,6 +85,8 @@ class Lane:
                 target=_work_off, args=(self._queue,), name=f"cotrain-{name}-{number}", daemon=True
             )
             thread.start()
+            _threads.add(thread)
+        _queues[self] = self._queue, workers
         weakref.finalize(self, _stop, self._queue, workers)
 
     def submit(self, name: str, work: Callable[[], object], after: Sequence[Task]) -> Task:
@@ -109,3 +115,18 @@ def _work_off(queue: SimpleQueue[Task | None]) -> None:
 def _stop(queue: SimpleQueue[Task | None], workers: int) -> None:
     for _ in range(workers):
         queue.put(None)
+
+
+def _finish() -> None:
+    """Let what is in flight end: a thread that the interpreter stops inside torch aborts it."""
+    for queue, workers in list(_queues.values()):
+        _stop(queue, workers)
+    until_s = time.monotonic() + EXIT_LIMIT_S
+    for thread in list(_threads):
+        thread.join(max(0.0, until_s - time.monotonic()))
+
+
+_queues: weakref.WeakKeyDictionary[Lane, tuple[SimpleQueue[Task | None], int]]
+_queues = weakref.WeakKeyDictionary()
+_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+atexit.register(_finish)
