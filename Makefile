@@ -15,11 +15,12 @@ STAMP := $(VENV)/.installed-torch-$(TORCH)
 
 .PHONY: test long demo lint types check install clean
 
+# Files of tests are shared out over the cores.
 test: install
-	$(BIN)/pytest
+	$(BIN)/pytest -n auto --dist loadfile
 
 long: install
-	$(BIN)/pytest -m "long or not long" --hypothesis-profile=long
+	$(BIN)/pytest -n auto --dist loadfile -m "long or not long" --hypothesis-profile=long
 
 demo: install
 	$(BIN)/cotrain-compile demo

@@ -231,7 +231,7 @@ def test_what_the_step_only_reads_must_stay_as_it_is() -> None:
 
 
 def test_a_wrong_pass_is_caught_at_the_loss() -> None:
-    def double_the_loss(step: StepGraph, plan: Plan) -> StepGraph:
+    def double_the_loss(step: StepGraph, plan: Plan, *observers: Any) -> StepGraph:
         placed = run_passes(step, plan)
         output = next(iter(placed.module.graph.find_nodes(op="output")))
         with placed.module.graph.inserting_before(output):
