@@ -307,6 +307,8 @@ class _Search:
         cyclic: bool = False,
     ) -> Solution:
         self.progress(f"solving the integer program (round {self.rounds})")
+        # The rounding comes last: without it there may be no plan but the greedy's.
+        least = 0.2 if whole else 0.5
         program = Program(
             choices,
             device_bytes / MIB,
@@ -318,7 +320,7 @@ class _Search:
         solution = solve_program(
             program,
             pick(self.settings.solver),
-            time_limit_s=max(0.2 * self.settings.time_limit_s, 0.6 * self.left_s),
+            time_limit_s=max(least * self.settings.time_limit_s, 0.6 * self.left_s),
             gap=self.settings.gap,
             seed=self.settings.seed,
         )
