@@ -159,7 +159,9 @@ def keep(dataflow: Dataflow, param: str, fetched: str, way: Way) -> Kept:
         moves = way.on_host or is_large(dataflow.buffer[state])
         leaves = way.mode is not UpdateMode.RESIDENT and moves
         homes[state] = Tier.HOST if leaves else Tier.DEVICE
-    return Kept(homes, {param: way.mode}, tuple(away))
+    # In a bundle that is streamed, what is too small for copies of its own stays.
+    stays = way.mode is UpdateMode.STREAMED and Tier.HOST not in homes.values()
+    return Kept(homes, {param: UpdateMode.RESIDENT if stays else way.mode}, tuple(away))
 
 
 def is_large(state: Buffer) -> bool:
