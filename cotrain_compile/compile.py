@@ -59,7 +59,7 @@ from cotrain_compile.runtime.load_into_homes import load_into_homes
 from cotrain_compile.units import format_bytes
 from cotrain_compile.viz.describe import describe_differences
 from cotrain_compile.viz.dump import dump_step
-from cotrain_compile.viz.live import LiveLine, live_interval_s
+from cotrain_compile.viz.live import LiveLine, live_line
 from cotrain_compile.viz.narrate import Narrator, verbosity
 
 
@@ -126,17 +126,8 @@ def _origin(session: Session, owners: Sequence[Owner]) -> _Origin:
     keeping = frozenset(session.keeping_gradient)
     refs = tuple(weakref.ref(owner) for owner in owners)
     code, objects, options = session.code, session.frame_objects, session.options
-    live = _live_line((code, objects), options)
+    live = live_line((code, objects), options)
     return _Origin(code, objects, options, keeping, refs, live)
-
-
-def _live_line(function: tuple[CodeType, tuple[int, ...]], options: Options) -> LiveLine | None:
-    """The line that this function has already, where it was compiled before, else a new one."""
-    interval_s = live_interval_s(options)
-    if interval_s is None:
-        return None
-    found = [origin.live for origin in _compiled.values() if origin.function == function]
-    return next((live for live in found if live is not None), None) or LiveLine(interval_s)
 
 
 def _compiler(

@@ -12,7 +12,7 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import TextIO
 
 from cotrain_compile.errors import OptionError
@@ -40,6 +40,20 @@ def live_interval_s(options: Options) -> float | None:
     if verbosity(options) == 0 or asked == "0":
         return None
     return options.live or (LIVE_S if asked else None)
+
+
+def live_line(training: Hashable, options: Options) -> LiveLine | None:
+    """The line that `training` has already, where it was compiled before, else a new one.
+
+    None where `options` want none. Raises as `live_interval_s`.
+    """
+    interval_s = live_interval_s(options)
+    if interval_s is None:
+        return None
+    line = _lines.get(training)
+    if line is None:
+        line = _lines[training] = LiveLine(interval_s)
+    return line
 
 
 class LiveLine:
@@ -105,6 +119,10 @@ class LiveLine:
         """Let what comes after this training not write over the line."""
         if not hasattr(self, "_end"):
             self._end = weakref.finalize(self, _end_line, stream)
+
+
+# They live as long as a compiled step has them.
+_lines: weakref.WeakValueDictionary[Hashable, LiveLine] = weakref.WeakValueDictionary()
 
 
 def _rewrite(stream: TextIO, line: str) -> None:

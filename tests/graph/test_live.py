@@ -97,7 +97,8 @@ def test_plans_in_turn_are_compared_with_the_mean_of_theirs(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     live = LiveLine(1e-6, clock := Clock())
-    longer = replace(PLAN.predicted, spans=[replace(s, end_s=9.0) for s in PLAN.predicted.spans])
+    spans = tuple(replace(span, end_s=9.0) for span in PLAN.predicted.spans)
+    longer = replace(PLAN.predicted, spans=spans)
     ended = [live.watch(PLAN), live.watch(replace(PLAN, predicted=longer))]
     for step in range(21):
         clock.now_s += 1
