@@ -2,11 +2,11 @@
 
 A GPT of 24 layers and width 8, on one thread: what its kernels compute is next to nothing, so that
 a step takes what Python and ATen's dispatch take. Ours is measured resident and with every update
-on the host, with ATen's kernels and with Inductor's; beside it are eager PyTorch, which runs the
-same step and dispatches fused optimizer ops, and `fx.Interpreter` on the captured graph. All take
-turns in one process; a side counts with the least of its rounds. A step is what the user calls, with
-Dynamo's guards; that of `fx.Interpreter` is without. Seconds of a task have what the step waits for
-the threads of the emulated device, which take turns with it in Python.
+on the host, with ATen's kernels and with Inductor's; beside it are the same step in eager PyTorch
+and `fx.Interpreter` on the captured graph. All take turns in one process; a side counts with the
+least of its rounds. A step is what the user calls, with Dynamo's guards; that of `fx.Interpreter`
+is without. The time of a task has what the step waits for the threads of the emulated device, which
+take turns with it in Python.
 
     python -m bench.overhead -o bench/results/overhead.json
 
