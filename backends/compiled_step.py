@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,7 +37,8 @@ class CompiledStep:
 
     `problem` is what had to be decided, `plan` what was, `graph` the placed step graph, `predicted`
     the simulator's timeline and `measured` that of the last step (None before the first). `lowered`
-    has the segments that Inductor compiled, None where ATen's kernels run one by one.
+    has the segments that Inductor compiled, None where ATen's kernels run one by one. `step_ended`
+    is called with `measured` after each step, when all is in order again.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class CompiledStep:
         self.graph = graph
         self.measured: Timeline | None = None
         self.steps = 0
+        self.step_ended: Callable[[Timeline], None] = _ignore
         self.last_run_s = 0.0
         self._device = device
         self._interrupt = HeldInterrupt()
@@ -120,12 +122,13 @@ class CompiledStep:
             self.last_run_s = time.monotonic()
         self.steps += 1
         self.tail.step_returns(self._program.written, self._named(inputs))
-        self._measure()
+        self.measured = self._measure()
         try:
             self._interrupt.release()
         except KeyboardInterrupt as interrupt:
             interrupt.add_note("The step was finished first: parameters and states are consistent.")
             raise
+        self.step_ended(self.measured)
         return outputs
 
     def rehearse(self, inputs: Sequence[Any]) -> None:
@@ -187,9 +190,9 @@ class CompiledStep:
                 own[position] = own[position].clone()
         return own
 
-    def _measure(self) -> None:
+    def _measure(self) -> Timeline:
         meter = self._device.meter
-        self.measured = Timeline(
+        return Timeline(
             source="measured",
             spans=(*self._program.spans, *self._device.spans()),
             peak_bytes=self._device.peak_bytes(),
@@ -218,6 +221,10 @@ class CompiledStep:
     def _release_interrupt_quietly(self) -> None:
         with contextlib.suppress(KeyboardInterrupt):  # the error being raised ends the step anyway
             self._interrupt.release()
+
+
+def _ignore(measured: Timeline) -> None:
+    """Nobody wants to know."""
 
 
 def _read_by_carried(graph: StepGraph, plan: Plan) -> list[int]:

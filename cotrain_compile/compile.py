@@ -59,6 +59,7 @@ from cotrain_compile.runtime.load_into_homes import load_into_homes
 from cotrain_compile.units import format_bytes
 from cotrain_compile.viz.describe import describe_differences
 from cotrain_compile.viz.dump import dump_step
+from cotrain_compile.viz.live import LiveLine, live_line
 from cotrain_compile.viz.narrate import Narrator, verbosity
 
 
@@ -106,7 +107,7 @@ def cotrain(
 class _Origin:
     """The step function that was compiled, and how. It keeps no tensor of the user's alive.
 
-    `owners` are the modules and optimizers that the trace has met.
+    `owners` are the modules and optimizers that the trace has met; `live` is the line of its run.
     """
 
     code: CodeType
@@ -114,6 +115,7 @@ class _Origin:
     options: Options
     keeping_gradient: frozenset[int]
     owners: tuple[weakref.ref[Any], ...]
+    live: LiveLine | None
 
     @property
     def function(self) -> tuple[CodeType, tuple[int, ...]]:
@@ -123,7 +125,9 @@ class _Origin:
 def _origin(session: Session, owners: Sequence[Owner]) -> _Origin:
     keeping = frozenset(session.keeping_gradient)
     refs = tuple(weakref.ref(owner) for owner in owners)
-    return _Origin(session.code, session.frame_objects, session.options, keeping, refs)
+    code, objects, options = session.code, session.frame_objects, session.options
+    live = live_line((code, objects), options)
+    return _Origin(code, objects, options, keeping, refs, live)
 
 
 def _compiler(
@@ -147,6 +151,8 @@ def _compiler(
         if cuda:
             refuse_gradients_of_hosted(compiled, inputs, origin.keeping_gradient)
             compiled.bring_home(inputs)
+        if origin.live is not None:
+            compiled.step_ended = origin.live.watch(compiled.plan)
         if options.overlap_steps:
             owners = [owner for ref in origin.owners if (owner := ref()) is not None]
             guard_state(compiled, compiled.tail, owners)

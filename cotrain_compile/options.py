@@ -12,6 +12,9 @@ from typing import Any
 from cotrain_compile.errors import OptionError
 from cotrain_compile.machine import Machine, Tier
 
+# Seconds between the plain lines of `live=True`.
+LIVE_S = 30.0
+
 _UNITS = {
     "": 1,
     "b": 1,
@@ -56,7 +59,8 @@ class Options:
 
     Budgets of None mean the capacity of the tier. `device` of None means where the model lives,
     `lowering` and `remat` of None what `lowering_on` and `remat_on` say. `plan` is the path of a
-    saved plan, used in place of `policy`. `time_limit` is in seconds, `verify` in steps.
+    saved plan, used in place of `policy`. `time_limit` is in seconds, `verify` in steps; `live` is
+    seconds between lines, None for none.
     """
 
     memory_budget: Size | None = None
@@ -77,6 +81,7 @@ class Options:
     on_break: str = "error"
     dump: str | None = None
     quiet: bool = False
+    live: float | None = None
     machine: str = "this-machine"
     throttle: bool = False
     timeline: bool = False
@@ -154,6 +159,14 @@ def _seconds(value: object) -> float:
     return float(value)
 
 
+def _interval(value: object) -> float | None:
+    if isinstance(value, bool):
+        return LIVE_S if value else None
+    if not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError("True, False or a number of seconds above 0")
+    return float(value)
+
+
 def _count(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise ValueError("a number of steps, 0 or more")
@@ -224,6 +237,7 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
     "on_break": _one_of("error", "warn"),
     "dump": _text,
     "quiet": _flag,
+    "live": _interval,
     "machine": _text,
     "throttle": _flag,
     "timeline": _flag,

@@ -87,6 +87,7 @@ def test_every_option_is_read() -> None:
             "throttle": True,
             "poison": False,
             "profile": "profile.json",
+            "live": 5,
         }
     )
     assert options == Options(
@@ -110,6 +111,7 @@ def test_every_option_is_read() -> None:
         throttle=True,
         poison=False,
         profile="profile.json",
+        live=5.0,
     )
 
 
@@ -149,6 +151,8 @@ def test_values_are_made_again_where_that_is_fused_unless_asked() -> None:
         ({"eager_segments": "model.layers.3:1"}, "must be a list of non-empty strings"),
         ({"eager_segments": [""]}, "must be a list of non-empty strings"),
         ({"remat": 1}, "must be True or False"),
+        ({"live": 0}, "must be True, False or a number of seconds above 0"),
+        ({"live": "often"}, "must be True, False or a number of seconds above 0"),
         ({"seed": -1}, "must be an integer from 0 to 2147483647"),
         ({"seed": 0.5}, "must be an integer from 0 to 2147483647"),
     ],
