@@ -37,18 +37,18 @@ LONG_ONLY = ("llama", "muon", "t5")
 # Random plans.
 
 
-def seeds(count: int) -> list[Any]:
-    """Seeds by training: some in every run, many more in a long one."""
+def seeds(count: int, in_a_long_run: int) -> list[Any]:
+    """Seeds by training: `count` in every run but for slow trainings, more in a long one."""
     found = []
     for name in TRAININGS:
-        for seed in range(10 * count):
+        for seed in range(in_a_long_run):
             is_long = name in LONG_ONLY or seed >= count
             marks = pytest.mark.long if is_long else ()
             found.append(pytest.param(name, seed, marks=marks))
     return found
 
 
-@pytest.mark.parametrize(("name", "seed"), seeds(5))
+@pytest.mark.parametrize(("name", "seed"), seeds(23, in_a_long_run=100))
 def test_a_random_plan_is_exact_in_exactly_its_memory(name: str, seed: int) -> None:
     problem = captured(name).problem()
     plan = random_plan(problem, random.Random(f"{name} {seed}"))
