@@ -1,12 +1,15 @@
 """Which loops are captured whole, with eager's numbers? Models, optimizers and idioms, crossed.
 
 python -m bench.matrix --sample 40 -o bench/results/matrix.json --page docs/matrix.md
+
+With --resume the cells that came out equal in the output file are not run again.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import math
 import random
 import re
@@ -47,7 +50,8 @@ POLICY = "zero-offload"
 ROUNDING = {False: (1e-5, 1e-3), True: (2e-2, 1 / CALLS)}
 
 Cell = tuple[str, str, str]
-Kinds = dict[str, list[Tensor]]
+Kinds = dict[str, dict[str, Tensor]]  # by parameter (or call), by kind
+Parted = tuple[Kinds, Kinds]  # losses, tensors
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,7 @@ def sample(count: int, seed: int = 0) -> list[Cell]:
     return chosen
 
 
-def run(cell: Cell, compile_with: CompileWith) -> tuple[Kinds, Kinds]:
+def run(cell: Cell, compile_with: CompileWith) -> Parted:
     """Losses of every call; then changes of the model's tensors and the optimizer's states."""
     architecture, optimizer_name, idiom_name = cell
     idiom = IDIOMS[idiom_name]
@@ -94,13 +98,14 @@ def run(cell: Cell, compile_with: CompileWith) -> tuple[Kinds, Kinds]:
     optimizer = OPTIMIZERS[optimizer_name](model.parameters())
     objective = (own_loss_of if idiom.own_loss else loss_of)(architecture)
     step = idiom.make(model, optimizer, objective, compile_with)
-    before = [value.double() for value in model.state_dict().values()]
-    losses = [step(*batch).detach() for batch in batches]
-    after = [value.double() for value in model.state_dict().values()]
-    kinds = {"parameter": [new - old for new, old in zip(after, before, strict=True)]}
-    for state in optimizer.state.values():
-        for key, value in state.items():
-            kinds.setdefault(key, []).append(torch.as_tensor(value).detach())
+    before = {name: value.double() for name, value in model.state_dict().items()}
+    losses = {str(call): step(*batch).detach() for call, batch in enumerate(batches)}
+    kinds = {
+        "parameter": {name: v.double() - before[name] for name, v in model.state_dict().items()}
+    }
+    for name, param in model.named_parameters():
+        for key, value in optimizer.state[param].items():
+            kinds.setdefault(key, {})[name] = torch.as_tensor(value).detach()
     return {"loss": losses}, kinds
 
 
@@ -121,21 +126,26 @@ def evaluate(cell: Cell) -> Result:
         message = re.sub(r"/\S*/", "", str(error))  # no folders of the machine it was met on
         return Result(*cell, status="refused", message=f"{type(error).__name__}: {message}")
     graphs = int(counters["stats"]["unique_graphs"])
-    loss, tensor = (distance(a, b) for a, b in zip(ours, eager, strict=True))
+    losses, tensors = (differences(a, b) for a, b in zip(ours, eager, strict=True))
+    loss, tensor = (max(found.values()) for found in (losses, tensors))
     loss_limit, tensor_limit = ROUNDING[idiom.half_precision]
-    is_equal = loss <= loss_limit and tensor <= tensor_limit and graphs == idiom.graphs
+    beyond = [name for name, far in tensors.items() if far > tensor_limit]
+    is_equal = loss <= loss_limit and not beyond and graphs == idiom.graphs
     status = "equal" if is_equal else "different"
-    return Result(*cell, status, graphs, loss, tensor)
+    return Result(*cell, status, graphs, loss, tensor, ", ".join(beyond))
 
 
-def distance(ours: Kinds, eager: Kinds) -> float:
-    """The largest difference, relative to the largest element of its kind."""
+def differences(ours: Kinds, eager: Kinds) -> dict[str, float]:
+    """The largest difference of each tensor, relative to the largest element of its kind."""
     assert ours.keys() == eager.keys()
-    return max(
-        float((flat(ours[kind]) - flat(eager[kind])).norm(math.inf) / largest)
-        for kind in eager
-        if (largest := flat(eager[kind]).norm(math.inf)) > 0
-    )
+    found = {}
+    for kind in eager:
+        assert ours[kind].keys() == eager[kind].keys()
+        largest = flat(list(eager[kind].values())).norm(math.inf) or 1.0
+        for name, value in eager[kind].items():
+            far = (ours[kind][name].double() - value.double()).norm(math.inf)
+            found[f"{name} ({kind})"] = float(far / largest)
+    return found
 
 
 def flat(tensors: Sequence[Tensor]) -> Tensor:
@@ -164,14 +174,24 @@ def main() -> None:
     parser.add_argument("--page", type=Path)
     parser.add_argument("--sample", type=int, help="so many cells instead of all")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--resume", action="store_true", help="keep what OUTPUT found equal")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
-    chosen = cells() if arguments.sample is None else sample(arguments.sample, arguments.seed)
-    results: list[Result] = []
-    for cell in chosen:
+    count = len(cells()) if arguments.sample is None else arguments.sample
+    kept = equal_cells(arguments.output) if arguments.resume else {}
+    results: list[Result] = list(kept.values())
+    for cell in sample(count, arguments.seed):
+        if cell in kept:
+            continue
         results.append(evaluate(cell))
         print(*cell, results[-1].status, results[-1].graphs, results[-1].message[:300], flush=True)
         write(results, arguments.output, arguments.page)  # a run that is stopped leaves what it has
+
+
+def equal_cells(path: Path) -> dict[Cell, Result]:
+    """What an earlier run found equal."""
+    found = [Result(**cell) for cell in json.loads(path.read_text())["result"]["cells"]]
+    return {(r.architecture, r.optimizer, r.idiom): r for r in found if r.status == "equal"}
 
 
 if __name__ == "__main__":

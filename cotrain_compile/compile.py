@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,24 +39,21 @@ from cotrain_compile.backends.verify import VerifiedStep
 from cotrain_compile.capture import Session, capture, current_session, install
 from cotrain_compile.capture.aot import traced_modules
 from cotrain_compile.capture.hook import frame_objects
+from cotrain_compile.choose_plan import plan_for
 from cotrain_compile.dataflow import Dataflow
-from cotrain_compile.errors import CaptureError, CotrainError, OptionError, PlanError
+from cotrain_compile.errors import CaptureError, CotrainError, OptionError
 from cotrain_compile.extract import extract
 from cotrain_compile.files import load
 from cotrain_compile.graph import StepGraph
-from cotrain_compile.machine import Machine, Tier
-from cotrain_compile.options import Options, Size
+from cotrain_compile.options import Options, Size, as_option_error
 from cotrain_compile.passes import run_passes
 from cotrain_compile.placement.check import check
 from cotrain_compile.placement.keep import keep
-from cotrain_compile.placement.problem import Problem, formulate
-from cotrain_compile.placement.solve import SolveSettings, solve
-from cotrain_compile.plan import Placement, Plan
+from cotrain_compile.placement.problem import formulate
+from cotrain_compile.plan import Placement
 from cotrain_compile.runtime.cuda_setup import within_free_memory
 from cotrain_compile.runtime.host_kernels import host_kernels
 from cotrain_compile.runtime.load_into_homes import load_into_homes
-from cotrain_compile.units import format_bytes
-from cotrain_compile.viz.describe import describe_differences
 from cotrain_compile.viz.dump import dump_step
 from cotrain_compile.viz.live import LiveLine, live_line
 from cotrain_compile.viz.narrate import Narrator, verbosity
@@ -220,7 +216,7 @@ def compile_step(
     Where the placement `before`, of the same training, fits it is kept.
     """
     machine = machine_for(step, options)
-    problem = formulate(dataflow, machine, budgets(options, machine), _profile(options))
+    problem = formulate(dataflow, machine, options.budgets(machine), _profile(options))
     narrator = Narrator(verbosity(options))
     with narrator.progress() as progress:
         plan = (before and keep(problem, before)) or plan_for(problem, options, progress)
@@ -232,7 +228,7 @@ def compile_step(
     lowered = _lowered(step, placed, dataflow, options)
     compiled = CompiledStep(problem, plan, placed, device, lowered)
     if options.dump is not None:
-        with _as_option_error("dump", options.dump):
+        with as_option_error("dump", options.dump):
             dump_step(Path(options.dump), step, problem, compiled.plan, placed)
     return compiled
 
@@ -246,86 +242,10 @@ def _lowered(
     return lower(step, placed, dataflow, options.inductor or {}, options.eager_segments)
 
 
-@contextmanager
-def _as_option_error(option: str, value: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise OptionError(f"option {option!r} is {value!r}: {error.strerror}") from error
-
-
-def plan_for(
-    problem: Problem, options: Options, progress: Callable[[str], None] | None = None
-) -> Plan:
-    """The plan in the file that `options` name, else what the solver finds for their policy.
-
-    `progress` is told what is being done.
-    Raises `PlacementError` with the shortfall when the policy does not fit the budgets, and as
-    `saved_plan` does.
-    """
-    if options.plan is not None:
-        return saved_plan(options.plan, problem, options)
-    settings = SolveSettings(
-        policy=options.policy,
-        solver=options.solver,
-        time_limit_s=options.time_limit,
-        seed=options.seed,
-        overlap_steps=options.overlap_steps,
-    )
-    return solve(problem, settings, progress=progress)
-
-
-def saved_plan(path: str, problem: Problem, options: Options) -> Plan:
-    """The plan saved at `path`, made for the step of `problem`, on whichever machine.
-
-    Raises `PlanError` when it was made for another step, with up to three differences, for more
-    memory than `options` allow, or with overlapping steps where they do not; `OptionError` and
-    `FormatError` when there is no plan in the file.
-    """
-    with _as_option_error("plan", path):
-        plan = load(path, Plan)
-    dataflow = problem.dataflow
-    differences = describe_differences(plan, dataflow)
-    if differences or plan.fingerprint != dataflow.fingerprint:
-        told = "; ".join(differences[:3]) or "names agree, but shapes or arguments of ops differ"
-        raise PlanError(
-            f"plan {path} was made for another step ({plan.fingerprint}, this one is "
-            f"{dataflow.fingerprint}): {told}; trace and solve this step again"
-        )
-    if plan.carried and not options.overlap_steps:
-        raise PlanError(
-            f"plan {path} lets host updates go on under the next step, which only the option "
-            "overlap_steps allows: set it to True, or solve the step again without --overlap-steps"
-        )
-    _refuse_more_memory(path, plan, problem, options)
-    return plan
-
-
-def _refuse_more_memory(path: str, plan: Plan, problem: Problem, options: Options) -> None:
-    asked = {
-        Tier.DEVICE: ("memory_budget", options.memory_budget),
-        Tier.HOST: ("host_memory_budget", options.host_memory_budget),
-    }
-    for tier, (option, size) in asked.items():
-        # Where the user set no budget, what counts is what the plan needs of this machine.
-        needed = plan.predicted.peak_bytes[tier] if size is None else plan.budgets[tier]
-        if needed > problem.budgets[tier]:
-            raise PlanError(
-                f"plan {path} was made for {format_bytes(needed)} on the {tier.value}, but "
-                f"{option} is {format_bytes(problem.budgets[tier])}; raise it, or solve the step "
-                f"again with --{option.replace('_', '-')} {problem.budgets[tier]}"
-            )
-
-
-def budgets(options: Options, machine: Machine) -> dict[Tier, int]:
-    """Bytes allowed on each tier: what the user set, else the tier's capacity."""
-    return options.budgets(machine)
-
-
 def _profile(options: Options) -> CostTable | None:
     if options.profile is None:
         return None
-    with _as_option_error("profile", options.profile):
+    with as_option_error("profile", options.profile):
         return load(options.profile, CostTable)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -130,6 +131,15 @@ class Options:
             Tier.DEVICE: (self.memory_budget or whole).of(machine.device.capacity_bytes),
             Tier.HOST: (self.host_memory_budget or whole).of(machine.host.capacity_bytes),
         }
+
+
+@contextmanager
+def as_option_error(option: str, value: str) -> Iterator[None]:
+    """Turns an OSError met inside into an `OptionError` about `option`, whose path is `value`."""
+    try:
+        yield
+    except OSError as error:
+        raise OptionError(f"option {option!r} is {value!r}: {error.strerror}") from error
 
 
 def _one_of(*allowed: str) -> Callable[[object], str]:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from cotrain_compile.backends.compiled_step import CompiledStep
-from cotrain_compile.compile import budgets
 from cotrain_compile.dataflow import Dataflow, Role
 from cotrain_compile.extract import extract
 from cotrain_compile.graph import StepGraph
@@ -133,7 +132,7 @@ class Captured:
 
     def problem(self, machine: Machine | None = None) -> Problem:
         machine = machine or find("this-machine")
-        return formulate(self.dataflow, machine, budgets(Options(), machine))
+        return formulate(self.dataflow, machine, Options().budgets(machine))
 
     def train(self, run: Callable[[list[Any]], Any]) -> list[Any]:
         """Run the steps with `run`; what they return, and every input as they leave it."""

@@ -9,10 +9,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._dynamo.utils import counters
 from torch.optim import Optimizer
 
 import cotrain_compile
+from tests.graph.loops import (
+    POLICIES,
+    MakeStep,
+    adamw,
+    assert_as_eager,
+    graphs,
+    loss_of,
+    make_clearing_last,
+    run,
+    sgd,
+)
 from tests.graph.steps import (
     CASES,
     OPTIMIZERS,
@@ -27,56 +37,7 @@ from tests.graph.steps import (
     vectors,
 )
 
-MakeStep = Callable[[nn.Module, Optimizer], Step]
-
-POLICIES = ("resident", "zero-offload")
 EACH_OPTIMIZER = [("resident", "adamw"), *(("zero-offload", name) for name in OPTIMIZERS)]
-
-
-def sgd(model: nn.Module) -> Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=False)
-
-
-def adamw(model: nn.Module) -> Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
-
-
-def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(model(x), y)
-
-
-def run(
-    make: MakeStep,
-    compile_with: Callable[[Step], Step] = lambda step: step,
-    make_optimizer: Callable[[nn.Module], Optimizer] = sgd,
-    steps: int = 3,
-) -> tuple[list[Any], dict[str, Tensor]]:
-    """What the step returned each time, and every tensor afterwards, gradients too."""
-    torch.manual_seed(SEED)
-    model = make_mlp()
-    optimizer = make_optimizer(model)
-    batches = [vectors() for _ in range(steps)]
-    step = compile_with(make(model, optimizer))
-    results = [step(*batch) for batch in batches]
-    tensors = all_tensors(model, [optimizer])
-    grads = {f"{n}.grad": p.grad for n, p in model.named_parameters() if p.grad is not None}
-    return results, {**tensors, **grads}
-
-
-def assert_as_eager(make: MakeStep, **options: Any) -> dict[str, Tensor]:
-    """Both policies return and leave what eager does. Returns the tensors they leave."""
-    results, tensors = run(make)
-    for policy in POLICIES:
-        torch._dynamo.reset()
-        ours, our_tensors = run(make, cotrain(policy=policy, **options))
-        torch.testing.assert_close(ours, results)
-        torch.testing.assert_close(our_tensors, tensors)
-    return tensors
-
-
-def graphs() -> int:
-    """How many graphs Dynamo has compiled in this test."""
-    return int(counters["stats"]["unique_graphs"])
 
 
 @pytest.mark.parametrize(
@@ -102,73 +63,6 @@ def test_a_step_returns_what_it_does_in_eager(result_of: Callable[[Tensor], Any]
         return step
 
     assert_as_eager(make)
-
-
-def make_clearing_first(model: nn.Module, optimizer: Optimizer) -> Step:
-    return make_step(model, [optimizer], loss_of)
-
-
-def make_clearing_last(model: nn.Module, optimizer: Optimizer) -> Step:
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        loss = loss_of(model, x, y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    return step
-
-
-def make_never_clearing(model: nn.Module, optimizer: Optimizer) -> Step:
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        loss = loss_of(model, x, y)
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    return step
-
-
-def make_clearing_the_module_first(model: nn.Module, optimizer: Optimizer) -> Step:
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        model.zero_grad()
-        loss = loss_of(model, x, y)
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    return step
-
-
-@pytest.mark.parametrize("make", [make_clearing_first, make_clearing_the_module_first])
-def test_gradients_are_gone_after_a_step_that_clears_them_first(make: MakeStep) -> None:
-    _, eager = run(make)
-    for policy in POLICIES:
-        torch._dynamo.reset()
-        counters.clear()
-        _, ours = run(make, cotrain(policy=policy))
-        assert graphs() == 1
-        assert not any(name.endswith(".grad") for name in ours)
-        torch.testing.assert_close(ours, {n: eager[n] for n in ours})
-
-
-def test_an_optimizers_own_zero_grad_is_called() -> None:
-    class Halving(torch.optim.SGD):
-        def zero_grad(self, set_to_none: bool = True) -> None:
-            for group in self.param_groups:
-                for param in group["params"]:
-                    if param.grad is not None:
-                        param.grad.mul_(0.5)
-
-    def make(model: nn.Module, _: Optimizer) -> Step:
-        return make_step(model, [Halving(model.parameters(), lr=0.1)], loss_of)
-
-    assert_as_eager(make, keep_grads=True)
-
-
-def test_keep_grads_leaves_the_gradients_of_eager() -> None:
-    tensors = assert_as_eager(make_clearing_first, keep_grads=True)
-    assert any(name.endswith(".grad") for name in tensors)
 
 
 def test_two_optimizers_take_turns_in_one_step() -> None:
@@ -204,101 +98,6 @@ def test_two_optimizers_take_turns_in_one_step() -> None:
     for policy in (*POLICIES, "coarse", "fraction:0.5"):
         torch._dynamo.reset()
         torch.testing.assert_close(train(cotrain(policy=policy)), expected)
-
-
-def test_kept_gradients_share_no_memory() -> None:
-    """Both parameters get the same gradient; in eager each has its own tensor."""
-    first, second = nn.Parameter(torch.randn(8)), nn.Parameter(torch.randn(8))
-    optimizer = torch.optim.SGD([first, second], lr=0.1)
-
-    def step(x: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        loss = ((first + second) * x).sum()
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    for policy in POLICIES:
-        torch._dynamo.reset()
-        cotrain(policy=policy, keep_grads=True)(step)(torch.ones(8))
-        assert first.grad is not None
-        assert second.grad is not None
-        first.grad.zero_()
-        torch.testing.assert_close(second.grad, torch.ones(8))
-
-
-def test_clearing_last_leaves_no_gradients() -> None:
-    tensors = assert_as_eager(make_clearing_last)
-    assert not any(name.endswith(".grad") for name in tensors)
-
-
-def test_gradients_that_are_never_cleared_add_up() -> None:
-    tensors = assert_as_eager(make_never_clearing)
-    assert any(name.endswith(".grad") for name in tensors)
-
-
-def test_gradients_changed_in_place_and_never_cleared_add_up() -> None:
-    def make(model: nn.Module, optimizer: Optimizer) -> Step:
-        def step(x: Tensor, y: Tensor) -> Tensor:
-            loss = loss_of(model, x, y)
-            loss.backward()
-            for param in model.parameters():
-                if param.grad is not None:
-                    param.grad.mul_(0.5)
-            optimizer.step()
-            return loss
-
-        return step
-
-    tensors = assert_as_eager(make)
-    assert any(name.endswith(".grad") for name in tensors)
-
-
-def test_zeroed_gradients_stay_tensors() -> None:
-    def make(model: nn.Module, optimizer: Optimizer) -> Step:
-        def step(x: Tensor, y: Tensor) -> Tensor:
-            optimizer.zero_grad(set_to_none=False)
-            loss = loss_of(model, x, y)
-            loss.backward()
-            optimizer.step()
-            return loss
-
-        return step
-
-    assert_as_eager(make)
-
-
-@pytest.mark.parametrize("clip", [nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_])
-def test_gradients_are_clipped(clip: Callable[[Any, float], Any]) -> None:
-    def make(model: nn.Module, optimizer: Optimizer) -> Step:
-        def step(x: Tensor, y: Tensor) -> tuple[Tensor, Any]:
-            loss = loss_of(model, x, y)
-            loss.backward()
-            norm = clip(model.parameters(), 0.01)
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss, norm
-
-        return step
-
-    assert_as_eager(make)
-
-
-def test_micro_batches_add_their_gradients_in_one_step() -> None:
-    def make(model: nn.Module, optimizer: Optimizer) -> Step:
-        def step(x: Tensor, y: Tensor) -> Tensor:
-            optimizer.zero_grad()
-            total = torch.zeros(())
-            for half_x, half_y in zip(x.chunk(2), y.chunk(2), strict=True):
-                loss = loss_of(model, half_x, half_y) / 2
-                loss.backward()
-                total += loss.detach()
-            optimizer.step()
-            return total
-
-        return step
-
-    assert_as_eager(make, keep_grads=True)
 
 
 def test_autocast_to_bfloat16() -> None:

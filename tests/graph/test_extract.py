@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from cotrain_compile.analysis.liveness import liveness
 from cotrain_compile.analysis.symbolic import at, largest, peak_expression
 from cotrain_compile.dataflow import Dataflow, Phase, Role
 
+EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 TABLE = Path(__file__).parents[1] / "data" / "zero_offload_tables.json"
 Build = Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]
 
@@ -126,19 +128,19 @@ SMALL = LlamaConfig(
     vocab_size=512,
     use_cache=False,
 )
-LLAMA_7B = LlamaConfig(
-    hidden_size=4096,
-    intermediate_size=11008,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    vocab_size=32000,
-    use_cache=False,
-)
+
+
+def llama_7b() -> LlamaConfig:
+    """The one of the documentation's example."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(EXAMPLES)
+        config: LlamaConfig = importlib.import_module("llama").LLAMA_7B
+    return config
 
 
 @pytest.mark.parametrize(
     ("config", "batch", "length"),
-    [(SMALL, 2, 32), (SMALL, 3, 48), (LLAMA_7B, 4, 2048)],
+    [(SMALL, 2, 32), (SMALL, 3, 48), (llama_7b(), 4, 2048)],
     ids=["small", "small, other shape", "7B"],
 )
 def test_a_llama_step_has_the_bytes_that_hand_arithmetic_gives(

@@ -21,7 +21,7 @@ from torch._dynamo.utils import counters
 
 import cotrain_compile
 from cotrain_compile import files
-from cotrain_compile.compile import saved_plan
+from cotrain_compile.choose_plan import saved_plan
 from cotrain_compile.errors import PlanError, StepFailed
 from cotrain_compile.options import Options
 from tests.graph.held_back import (

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 import cotrain_compile
-from cotrain_compile.compile import budgets, trace_graph
+from cotrain_compile.compile import trace_graph
 from cotrain_compile.extract import extract
 from cotrain_compile.files import save
 from cotrain_compile.graph import StepGraph
@@ -42,7 +42,7 @@ def captured_step(case: str = "mlp") -> StepGraph:
 
 def plan_for(step: StepGraph, policy: str) -> Plan:
     machine = find("this-machine")
-    problem = formulate(extract(step), machine, budgets(Options(), machine))
+    problem = formulate(extract(step), machine, Options().budgets(machine))
     return solve(problem, SolveSettings(policy=policy))
 
 

@@ -1,0 +1,81 @@
+"""Choose a plan: for a problem, the one in the file that the options name, else the solver's.
+
+A saved plan is refused where it was made for another step, or for more than the options allow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from cotrain_compile.errors import PlanError
+from cotrain_compile.files import load
+from cotrain_compile.machine import Tier
+from cotrain_compile.options import Options, as_option_error
+from cotrain_compile.placement.problem import Problem
+from cotrain_compile.placement.solve import SolveSettings, solve
+from cotrain_compile.plan import Plan
+from cotrain_compile.units import format_bytes
+from cotrain_compile.viz.describe import describe_differences
+
+
+def plan_for(
+    problem: Problem, options: Options, progress: Callable[[str], None] | None = None
+) -> Plan:
+    """The plan in the file that `options` name, else what the solver finds for their policy.
+
+    `progress` is told what is being done.
+    Raises `PlacementError` with the shortfall when the policy does not fit the budgets, and as
+    `saved_plan` does.
+    """
+    if options.plan is not None:
+        return saved_plan(options.plan, problem, options)
+    settings = SolveSettings(
+        policy=options.policy,
+        solver=options.solver,
+        time_limit_s=options.time_limit,
+        seed=options.seed,
+        overlap_steps=options.overlap_steps,
+    )
+    return solve(problem, settings, progress=progress)
+
+
+def saved_plan(path: str, problem: Problem, options: Options) -> Plan:
+    """The plan saved at `path`, made for the step of `problem`, on whichever machine.
+
+    Raises `PlanError` when it was made for another step, with up to three differences, for more
+    memory than `options` allow, or with overlapping steps where they do not; `OptionError` and
+    `FormatError` when there is no plan in the file.
+    """
+    with as_option_error("plan", path):
+        plan = load(path, Plan)
+    dataflow = problem.dataflow
+    differences = describe_differences(plan, dataflow)
+    if differences or plan.fingerprint != dataflow.fingerprint:
+        told = "; ".join(differences[:3]) or "names agree, but shapes or arguments of ops differ"
+        raise PlanError(
+            f"plan {path} was made for another step ({plan.fingerprint}, this one is "
+            f"{dataflow.fingerprint}): {told}; trace and solve this step again"
+        )
+    if plan.carried and not options.overlap_steps:
+        raise PlanError(
+            f"plan {path} lets host updates go on under the next step, which only the option "
+            "overlap_steps allows: set it to True, or solve the step again without --overlap-steps"
+        )
+    _refuse_more_memory(path, plan, problem, options)
+    return plan
+
+
+def _refuse_more_memory(path: str, plan: Plan, problem: Problem, options: Options) -> None:
+    asked = {
+        Tier.DEVICE: ("memory_budget", options.memory_budget),
+        Tier.HOST: ("host_memory_budget", options.host_memory_budget),
+    }
+    for tier, (option, size) in asked.items():
+        # Where the user set no budget, what counts is what the plan needs of this machine.
+        needed = plan.predicted.peak_bytes[tier] if size is None else plan.budgets[tier]
+        if needed > problem.budgets[tier]:
+            raise PlanError(
+                f"plan {path} was made for {format_bytes(needed)} on the {tier.value}, but "
+                f"{option} is {format_bytes(problem.budgets[tier])}; raise it, or solve the step "
+                f"again with --{option.replace('_', '-')} {problem.budgets[tier]}"
+            )
