@@ -2,6 +2,7 @@
 # make demo    the same set-up, then the demo
 # make check   lint, types and tests: what CI runs
 # make long    every test, the long ones too, with more hypothesis examples
+# make results write the tables and figures of the documentation from bench/results
 
 PYTHON ?= python3
 TORCH ?= 2.13.0
@@ -13,7 +14,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-torch-$(TORCH)
 
-.PHONY: test long demo lint types check install clean
+.PHONY: test long demo results lint types check install clean
 
 # Files of tests are shared out over the cores.
 test: install
@@ -24,6 +25,10 @@ long: install
 
 demo: install
 	$(BIN)/cotrain-compile demo
+
+# Tables and figures of the documentation, from the JSONs of the benchmarks.
+results: install
+	$(BIN)/python -m bench.compare --write
 
 lint: install
 	$(BIN)/ruff check

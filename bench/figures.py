@@ -1,0 +1,229 @@
+"""Figures that sentences of the documentation quote, each tied to the JSON it comes from.
+
+In: a page. Out: the same page with the figures of `bench/results`. A sentence is found by its words
+(`{}` stands for a number), so that only the numbers in it are ever changed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import statistics
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+NUMBER = r"([-+]?\d(?:[\d.,]*\d)?(?:e[-+]?\d+)?)"
+
+Result = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Numbers quoted in a page: the sentence, the JSON by its stem, and what it says there."""
+
+    page: str
+    sentence: str
+    json: str
+    values: Callable[[Result], Sequence[str]]
+
+    @property
+    def pattern(self) -> re.Pattern[str]:
+        """The sentence in a page, however its lines are broken."""
+        words = (re.escape(word).replace(r"\{\}", NUMBER) for word in self.sentence.split())
+        return re.compile(r"\s+".join(words))
+
+
+def refreshed(text: str, page: str) -> str:
+    """`text` of `page` with the figures of the JSONs.
+
+    Raises `ValueError` where a sentence is not in the page, or there more than once.
+    """
+    for figure in FIGURES:
+        if figure.page == page:
+            text = _refresh(text, figure)
+    return text
+
+
+def _refresh(text: str, figure: Figure) -> str:
+    found = list(figure.pattern.finditer(text))
+    if len(found) != 1:
+        raise ValueError(
+            f'{figure.page} has the sentence "{figure.sentence}" {len(found)} times, not once; '
+            "when you change such a sentence, change it in bench/figures.py too"
+        )
+    (match,) = found
+    result = json.loads((RESULTS / f"{figure.json}.json").read_text())["result"]
+    values = figure.values(result)
+    for group in range(len(values), 0, -1):
+        text = text[: match.start(group)] + values[group - 1] + text[match.end(group) :]
+    return text
+
+
+# What the sentences say.
+
+
+def _percent(share: float, digits: int = 1) -> str:
+    return f"{100 * share:.{digits}f}"
+
+
+def _upper(value: float) -> str:
+    """The least number with one digit that is not below `value`: `1.3e-6` -> "2e-06"."""
+    unit = 10.0 ** math.floor(math.log10(value))
+    return f"{math.ceil(value / unit) * unit:.0e}".replace("e-0", "e-")
+
+
+def _time_errors(r: Result) -> Sequence[str]:
+    summary = r["summary"]
+    return _percent(summary["time_error_median"]), _percent(summary["time_error_worst"])
+
+
+def _peak_errors(r: Result) -> Sequence[str]:
+    records = r["records"]
+    worst = max(abs(x["predicted_peak_bytes"] - x["measured_peak_bytes"]) for x in records)
+    return str(worst), str(len(records))
+
+
+def _large_step(r: Result) -> Sequence[str]:
+    return f"{r['capture_extract_analysis_s']:.0f}", f"{r['process_peak_bytes'] / 2**30:.1f}"
+
+
+def _target(name: str, digits: int = 1) -> Callable[[Result], Sequence[str]]:
+    def values(r: Result) -> Sequence[str]:
+        target = r["summary"]["targets"][name]
+        return _percent(target["median"], digits), _percent(target["worst"], digits)
+
+    return values
+
+
+def _gaps(r: Result) -> Sequence[str]:
+    gaps = sorted((row["gap"] for row in r["rows"] if row["gap"] is not None), reverse=True)
+    return _percent(statistics.median(gaps)), _percent(gaps[0], 0), _percent(gaps[1], 0)
+
+
+def _solve_s(r: Result) -> Sequence[str]:
+    target = r["summary"]["targets"]["solve_s"]
+    return f"{target['median']:.1f}", f"{target['worst']:.1f}"
+
+
+def _near_the_bound(r: Result) -> Sequence[str]:
+    near = sum(row["gap"] is not None and row["gap"] < 0.1 for row in r["rows"])
+    return str(near), str(r["summary"]["no_rule_fits"])
+
+
+def _stock(r: Result) -> Sequence[str]:
+    (record,) = r.values()
+    return f"{record['peak_ratio']:.3f}", f"{_processor_ratio(record):.3f}"
+
+
+def _processor_ratio(record: Result) -> float:
+    ours, stock = (statistics.median(record["processor_s"][side]) for side in ("ours", "stock"))
+    return ours / stock
+
+
+def _long_run(r: Result) -> Sequence[str]:
+    return str(r["steps"]), _percent(r["budget_bytes"] / r["resident_bytes"], 0)
+
+
+def _page(r: Result) -> Sequence[str]:
+    first, drawn = (r[key]["median"] for key in ("first_paint_s", "drawn_s"))
+    return f"{r['page_bytes'] / 1e6:.1f}", f"{first:.1f}", f"{drawn:.1f}"
+
+
+def _overlap_gains(r: Result) -> Sequence[str]:
+    gains = [record["gain"] for record in r["simulated"]["records"]]
+    return _percent(min(gains), 0), _percent(max(gains), 0)
+
+
+def _cells(r: Result) -> Sequence[str]:
+    count = Counter(cell["status"] for cell in r["cells"])
+    return str(count["equal"]), str(len(r["cells"]))
+
+
+ANALYSIS, ARCHITECTURE, PLACEMENT = "docs/analysis.md", "docs/architecture.md", "docs/placement.md"
+SEGMENTS = "docs/decisions/0012-device-segments.md"
+
+FIGURES = (
+    Figure(
+        ANALYSIS,
+        "the predicted step time differs from the measured one by {} % in the median and by {} % "
+        "at worst",
+        "simulated_vs_measured",
+        _time_errors,
+    ),
+    Figure(
+        ANALYSIS,
+        "the predicted device peak is the metered one to within {} bytes in all {} runs",
+        "simulated_vs_measured",
+        _peak_errors,
+    ),
+    Figure(
+        ANALYSIS,
+        "AdamW, clipping, {} ops) is captured",
+        "large_step",
+        lambda r: [f"{r['ops']:,}"],
+    ),
+    Figure(
+        ANALYSIS,
+        "is captured, extracted and analysed in {} s and {} GiB",
+        "large_step",
+        _large_step,
+    ),
+    Figure(
+        ARCHITECTURE,
+        "(`bench/loss_curves.py`) losses stay within {} of eager's",
+        "loss_curves",
+        lambda r: [_upper(max(r["largest_relative_difference"].values()))],
+    ),
+    Figure(
+        ARCHITECTURE,
+        "Over {} steps of a small model in {} % of its memory",
+        "long_run",
+        _long_run,
+    ),
+    Figure(
+        ARCHITECTURE,
+        "stay within {} of eager's (`bench/long_run.py`",
+        "long_run",
+        lambda r: [f"{r['largest_difference']:.2g}"],
+    ),
+    Figure(PLACEMENT, "| {} plans | median | worst |", "placement", lambda r: [str(len(r["rows"]))]),
+    Figure(PLACEMENT, "| above the certified bound | {} % | {} %, then {} % |", "placement", _gaps),
+    Figure(
+        PLACEMENT,
+        "| claim of the program against the simulation | {} % | {} % |",
+        "placement",
+        _target("claim_difference"),
+    ),
+    Figure(PLACEMENT, "| time to solve | {} s | {} s |", "placement", _solve_s),
+    Figure(
+        PLACEMENT,
+        "{} of them are within 10 % of their bound, none is below it; in {} no simple rule fits",
+        "placement",
+        _near_the_bound,
+    ),
+    Figure(
+        SEGMENTS,
+        "GPT-2 124M: peak {} times stock's, processor time {};",
+        "against_torch_compile_gpt2",
+        _stock,
+    ),
+    Figure(SEGMENTS, "6-layer Llama: {} and {}.", "against_torch_compile_llama", _stock),
+    Figure(
+        "docs/decisions/0016-report-page.md",
+        "The Llama-7B page has {} MB, of which half is the library; Chromium first paints it after "
+        "{} s and has drawn all of it after {} s",
+        "report_page",
+        _page,
+    ),
+    Figure(
+        "docs/decisions/0010-overlap-steps.md",
+        "the result kept is simulated, {} to {} % of a Llama 1B step",
+        "overlap",
+        _overlap_gains,
+    ),
+)

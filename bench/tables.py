@@ -1,0 +1,322 @@
+"""Tables of the results page: from the `result` of each benchmark's JSON to Markdown.
+
+One function for each benchmark. Where a peer or a simple rule wins, the words below the table say
+why. What they say about numbers is computed here, so that it stays true for the next run.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from cotrain_compile.units import format_bytes, format_seconds
+
+Result = Mapping[str, Any]
+
+
+def markdown(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A Markdown table; the first column is text, the others are numbers."""
+    lines = [headings, ["---", *["---:"] * (len(headings) - 1)], *rows]
+    return "\n".join("| " + " | ".join(map(str, cells)) + " |" for cells in lines) + "\n"
+
+
+def percent(share: float) -> str:
+    """`0.0372` -> "3.7 %"."""
+    return f"{100 * share:.1f} %"
+
+
+def times(factor: float) -> str:
+    """`1.2345` -> "1.23 ×"."""
+    return f"{factor:.2f} ×"
+
+
+def placement(result: Result) -> str:
+    """How far plans are from their bound, for each step and machine."""
+    rows = []
+    by_case = groupby(result["rows"], key=lambda row: (row["model"], row["machine"]))
+    for (model, machine), group in by_case:
+        found = list(group)
+        gaps = [row["gap"] for row in found if row["gap"] is not None]
+        sizes = [row["budget_bytes"] for row in found]
+        rows.append(
+            (
+                f"{model}, {machine}",
+                f"{format_bytes(min(sizes))} to {format_bytes(max(sizes))}",
+                percent(statistics.median(gaps)),
+                percent(max(gaps)),
+                sum(any(isinstance(s, float) for s in row["rules_s"].values()) for row in found),
+                format_seconds(statistics.median(row["seconds"] for row in found)),
+            )
+        )
+    headings = (
+        "step and machine",
+        "budgets",
+        "above the bound, median",
+        "worst",
+        "budgets at which a simple rule fits",
+        "solved in, median",
+    )
+    count = len(result["rows"])
+    fitting = count - result["summary"]["no_rule_fits"]
+    return markdown(headings, rows) + (
+        f"\nOf {count} plans {result['summary']['bounds_beaten']} are below their certified bound. "
+        f"At {fitting} budgets a simple rule fits at all; the fastest one that does takes "
+        f"{result['summary']['speedup_median']:.2f} times as long in the median, and "
+        f"{result['summary']['speedup_best']:.2f} times at best for us. Why some rows are far from "
+        "their bound is in [the placement problem](placement.md#how-good-the-plans-are).\n"
+    )
+
+
+def simulated_vs_measured(result: Result) -> str:
+    """Predicted and measured steps of every plan, model by model."""
+    rows = [
+        (
+            f"{r['model']}, {r['link']}, {r['plan']}",
+            format_seconds(r["predicted_s"]),
+            format_seconds(r["measured_s"]["median"]),
+            f"{100 * r['time_error']:+.1f} %",
+            format_bytes(r["measured_peak_bytes"]),
+            f"{r['predicted_peak_bytes'] - r['measured_peak_bytes']:+d} B",
+        )
+        for r in result["records"]
+    ]
+    headings = ("model, link, plan", "predicted", "measured", "error", "peak", "peak predicted")
+    summary = result["summary"]
+    return markdown(headings, rows) + (
+        f"\nThe predicted time is off by {percent(summary['time_error_median'])} in the median and "
+        f"{percent(summary['time_error_worst'])} at worst.{_beaten_by_rules(result['records'])}\n"
+    )
+
+
+def _beaten_by_rules(records: Sequence[Result]) -> str:
+    """A sentence about simple rules that were measured faster than `auto`, in less memory too."""
+    beaten = [
+        f"{rule['plan']} for {auto['model']}"
+        for auto in records
+        if auto["plan"].startswith("auto")
+        for rule in records
+        if (rule["model"], rule["link"]) == (auto["model"], auto["link"])
+        and rule["measured_s"]["median"] < auto["measured_s"]["median"]
+        and rule["measured_peak_bytes"] <= auto["measured_peak_bytes"]
+    ]
+    if not beaten:
+        return " No simple rule is both faster than `auto` and in less memory."
+    return (
+        f" Faster than `auto` in no more memory: {', '.join(beaten)}. There the prediction that "
+        "chose between them was off by more than they differ."
+    )
+
+
+def host_update_peers(result: Result) -> str:
+    """Milliseconds of every kernel, and our speed against the fastest with the same numbers."""
+    records = result["records"]
+    names = list(records[0]["seconds"])
+    rows = []
+    for record in records:
+        cells = [f"{1e3 * record['seconds'][name]['median']:.2f}" for name in names]
+        size = f"{record['parameters'] / 1e6:.0f}M"
+        threads = f"{record['threads']} thread{'s' if record['threads'] > 1 else ''}"
+        rows.append((f"{size}, {record['gradient']}, {threads}", *cells))
+    ratios = {
+        name: [record["ours_against"][name]["median"] for record in records]
+        for name in names
+        if name not in ("ours", "limit")
+    }
+    told = "; ".join(
+        f"{name} {times(min(found))} to {times(max(found))}" for name, found in ratios.items()
+    )
+    versions = ", ".join(f"{name} {version}" for name, version in result["peers"].items())
+    return (
+        "Milliseconds for one AdamW update, medians; the limit is a copy of as many bytes.\n\n"
+        + markdown(("parameters, gradient, threads", *names), rows)
+        + f"\nOurs against each, medians of ratios within a round (above 1: ours is faster): {told}."
+        f" Peers: {versions or 'none installed'}.{_peers_that_win(ratios)}\n"
+    )
+
+
+def _peers_that_win(ratios: Mapping[str, Sequence[float]]) -> str:
+    reasons = {
+        "torch fused": "ours runs the same loop of ATen's, after what an op of the graph costs to "
+        "start (about 0.1 ms), which shows at 1M parameters",
+        "DeepSpeed": "its loop is compiled for this processor and does not compute the bias "
+        "corrections in float64",
+        "torchao, 8-bit states": "it reads and writes a quarter of the bytes of the states, and "
+        "its numbers are not AdamW's",
+        "torch foreach": "it is one call for each operation, and the tensors are in the cache",
+    }
+    lost = [name for name, found in ratios.items() if min(found) < 0.95]
+    told = (f" Where {name} wins: {reasons[name]}." for name in lost if name in reasons)
+    return "".join(told)
+
+
+def host_update(result: Result) -> str:
+    """Our kernels against the same work op by op, and gaps of another thread."""
+    rows = [
+        (
+            r["case"],
+            *(format_seconds(r["seconds"][n]["median"]) for n in ("copy", "update alone", "ours")),
+            times(r["of_op_by_op"]["median"]),
+            format_seconds(r["gap_s"]["ours"]["max"]),
+            format_seconds(r["gap_s"]["nothing"]["max"]),
+        )
+        for r in result["records"]
+    ]
+    headings = ("case", "copy", "update alone", "ours", "speed of op by op", "gap", "idle gap")
+    return markdown(headings, rows) + (
+        "\n*Gap*: the longest time in which a thread in Python stood still meanwhile; *idle gap*: "
+        "the same while nothing is updated. *Update alone* has a gradient that is ready; ours "
+        "widens and clips it too.\n"
+    )
+
+
+def coarse_against_zero_offload(result: Result) -> str:
+    """Both plans, predicted and measured."""
+    rows = [
+        (name, format_seconds(p["predicted_s"]), format_seconds(p["measured_s"]["median"]))
+        for name, p in result["plans"].items()
+    ]
+    ratio = result["measured_ratio"]
+    return markdown(("plan", "predicted", "measured"), rows) + (
+        f"\nEarly updates take {times(ratio['median'])} of ZeRO-Offload's step measured, "
+        f"{times(result['predicted_ratio'])} predicted.\n"
+    )
+
+
+def overlap(result: Result) -> str:
+    """The simulated step and period of each policy and machine."""
+    rows = [
+        (
+            f"{r['machine']}, {r['budget_gib']} GiB, {r['policy']}",
+            format_seconds(r["step_s"]),
+            format_seconds(r["period_s"]),
+            percent(r["gain"]),
+        )
+        for r in result["simulated"]["records"]
+    ]
+    return markdown(("machine, budget, policy", "one step", "period overlapped", "gain"), rows)
+
+
+def against_torch_compile(result: Result) -> str:
+    """Ours to stock `torch.compile`, everything resident."""
+    rows = []
+    for model, r in result.items():
+        seconds = {side: statistics.median(r["processor_s"][side]) for side in ("ours", "stock")}
+        first = r.get("first_step_s")
+        compiled = [
+            f"{first[side]['cold']:.0f} s / {first[side]['warm']:.0f} s" if first else "-"
+            for side in ("ours", "stock")
+        ]
+        rows.append(
+            (
+                model,
+                *(format_seconds(seconds[side]) for side in ("ours", "stock")),
+                times(seconds["ours"] / seconds["stock"]),
+                *(format_bytes(r["peak_bytes"][side]) for side in ("ours", "stock")),
+                times(r["peak_ratio"]),
+                *compiled,
+                f"{r['segments']} ({r['kinds']} kinds)",
+            )
+        )
+    headings = (
+        "model",
+        "processor time of a step, ours",
+        "stock",
+        "ratio",
+        "peak, ours",
+        "stock",
+        "ratio",
+        "first step cold / warm, ours",
+        "stock",
+        "segments",
+    )
+    return markdown(headings, rows) + (
+        "\nStock, a compiled model and a compiled `optimizer.step`, is a little faster: it fuses "
+        "across the borders of layers, where our segments end.\n"
+    )
+
+
+def overhead(result: Result) -> str:
+    """Milliseconds a step of each side, and microseconds a call and a task."""
+    sides = result["sides"]
+    rows = [
+        (
+            side,
+            f"{r['step_ms']:.1f}",
+            *(f"{r[key]:.0f}" if key in r else "-" for key in ("us_a_call", "us_a_task")),
+        )
+        for side, r in sides.items()
+    ]
+    return markdown(("side", "ms a step", "µs a call", "µs a task"), rows) + (
+        "\nEager PyTorch wins on tensors this small: one fused call updates all parameters, the "
+        "captured step updates each on its own so that each can be placed.\n"
+    )
+
+
+def large_step(result: Result) -> str:
+    """Seconds of each stage."""
+    rows = [(stage, f"{seconds:.2f} s") for stage, seconds in result["seconds"].items()]
+    return markdown(("stage", "time"), rows) + (
+        f"\n`{result['job'].rpartition(':')[2]}`: {result['ops']:,} ops, whose step needs "
+        f"{format_bytes(result['step_peak_bytes'])}; the process takes at most "
+        f"{format_bytes(result['process_peak_bytes'])}.\n"
+    )
+
+
+def report_page(result: Result) -> str:
+    """Size of the page, and when a browser has painted it."""
+    rows = [
+        ("page", format_bytes(result["page_bytes"])),
+        ("written in", format_seconds(result["written_s"])),
+        ("first paint", format_seconds(result["first_paint_s"]["median"])),
+        ("drawn", format_seconds(result["drawn_s"]["median"])),
+        ("zoom", format_seconds(result["zoom_s"]["median"])),
+        (f"{result['explain_alternatives']} alternatives explained in", f"{result['explain_s']:.0f} s"),
+    ]
+    return markdown((f"{result['step']['ops']:,} ops, {result['spans']:,} spans", ""), rows)
+
+
+def long_run(result: Result) -> str:
+    """Steps, memory and the largest difference of losses."""
+    rows = [
+        ("steps", result["steps"]),
+        ("resumed at", result["resumed_at"]),
+        ("resident needs", format_bytes(result["resident_bytes"])),
+        ("budget", format_bytes(result["budget_bytes"])),
+        ("measured peak", format_bytes(result["measured_peak_bytes"])),
+        ("largest difference of losses", f"{result['largest_difference']:.2g}"),
+    ]
+    return markdown(("", "value"), rows)
+
+
+def loss_curves(result: Result) -> str:
+    """The largest relative difference of losses from eager's."""
+    differences = result["largest_relative_difference"]
+    rows = [(side, f"{value:.1g}") for side, value in differences.items() if side != "eager"]
+    return markdown(("captured by", "largest relative difference of losses"), rows)
+
+
+def matrix(result: Result) -> str:
+    """How many cells came out equal; the whole of it is a page of its own."""
+    count = Counter(cell["status"] for cell in result["cells"])
+    rows = [(status, count[status]) for status in ("equal", "different", "refused")]
+    return markdown(("loops", "cells"), rows) + "\nCell by cell: [the matrix](matrix.md).\n"
+
+
+def gpu_suite(result: Result) -> str:
+    """Rows of the card: ours and peers, with what failed."""
+    rows = [
+        (
+            row["name"],
+            *(
+                f"{row[key]:.3f} s" if key in row else "-"
+                for key in ("predicted_s", "measured_s")
+            ),
+            format_bytes(row["measured_peak_bytes"]) if "measured_peak_bytes" in row else "-",
+            row.get("error", ""),
+        )
+        for row in [*result["performance"], *result.get("peers", [])]
+    ]
+    return markdown(("row", "predicted", "measured", "peak", "error"), rows)
