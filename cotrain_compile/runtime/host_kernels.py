@@ -52,8 +52,8 @@ class FusedKernel:
 
     It goes piece by piece, unless the gradient is ready as it is. `positions` says at which input
     the parameter ("param") and each state are; `lr` is the input that holds the learning rate, None
-    where it is a constant; `skip` the input that says whether all stays as it is, None where nothing
-    is skipped.
+    where it is a constant; `skip` the input that says whether all stays as it is, None where there
+    is none.
     """
 
     gradient: GradientPart
