@@ -45,16 +45,23 @@ def update_groups(step: StepGraph, buffer_of: Mapping[str, str]) -> tuple[Update
 def _owners(step: StepGraph) -> dict[fx.Node, str]:
     """The parameter that each node of the optimizer phase works for, where it is a single one."""
     owner: dict[fx.Node, str] = {}
+    written: dict[fx.Node, str] = {}
     for node, destination, _ in writes(step.module.graph):
         item = step.input_of_node.get(destination.name)
-        if item is not None and item.role in (Role.PARAM, Role.OPTIMIZER_STATE):
-            owner[node] = item.param or item.name
+        if item is None:
+            continue
+        written[destination] = item.param or item.name
+        if item.role in (Role.PARAM, Role.OPTIMIZER_STATE):
+            owner[node] = written[destination]
     for node in reversed(step.nodes):
         if node.op != "call_function" or node.target is aten.copy_.default:
             continue
         if step.phases.get(node.name) is Phase.OPTIMIZER:
             users = {owner.get(user) for user in node.users}
-            if len(users) == 1 and (only := users.pop()) is not None:
+            if len(users) != 1 or (only := users.pop()) is None:
+                continue
+            # What another update writes (a loss scale) may be new by the time this one runs.
+            if all(written.get(source, only) == only for source in node.all_input_nodes):
                 owner[node] = only
     return owner
 

@@ -51,7 +51,7 @@ def gradient_part(
         for node in region.graph.nodes
         if node.op == "call_function" and node not in before
         for source in node.all_input_nodes
-        if source in before and source.meta["val"].numel() == _elements(region)
+        if source in before and _is_large(source, _elements(region))
     }
     if len(crossing) != 1:
         return None
@@ -88,6 +88,12 @@ def in_pieces(
             for name, tensor in tensors.items()
         }
         yield piece, source[here]
+
+
+def _is_large(source: fx.Node, elements: int) -> bool:
+    """Whether it can be the gradient of so many elements; the flag of a skipped update cannot."""
+    value = source.meta["val"]
+    return bool(value.numel() == elements and value.is_floating_point())
 
 
 def _before_the_optimizer(

@@ -22,6 +22,7 @@ from cotrain_compile.runtime.gradient_part import GradientPart, gradient_part, i
 from cotrain_compile.runtime.meter import Meter
 from cotrain_compile.runtime.metered import MeteredInterpreter
 from cotrain_compile.runtime.ops import host_region
+from cotrain_compile.runtime.skipped_updates import skip_input
 
 # Largest difference allowed between a fused kernel and the captured ops, relative to the largest
 # change the update makes: torch's compiled optimizers take bias corrections in float32, the fused
@@ -51,7 +52,8 @@ class FusedKernel:
 
     It goes piece by piece, unless the gradient is ready as it is. `positions` says at which input
     the parameter ("param") and each state are; `lr` is the input that holds the learning rate, None
-    where it is a constant.
+    where it is a constant; `skip` the input that says whether all stays as it is, None where there
+    is none.
     """
 
     gradient: GradientPart
@@ -59,8 +61,11 @@ class FusedKernel:
     positions: Mapping[str, int]
     lr: int | None
     constant_lr: float
+    skip: int | None = None
 
     def __call__(self, inputs: Sequence[Any], meter: Meter) -> None:
+        if self.skip is not None and bool(inputs[self.skip]):
+            return
         source, *small = MeteredInterpreter(self.gradient.begin, meter, Tier.HOST).run(*inputs)
         tensors = {name: inputs[position] for name, position in self.positions.items()}
         lr = self.constant_lr if self.lr is None else float(inputs[self.lr])
@@ -151,7 +156,8 @@ def _fused(
     if update is None or len(hyper) > 1:
         return None
     lr = hyper[0] if hyper else None
-    return FusedKernel(gradient, update, positions, lr, float(rule.settings["lr"]))
+    constant_lr = float(rule.settings["lr"])
+    return FusedKernel(gradient, update, positions, lr, constant_lr, skip_input(region))
 
 
 def _kind(
@@ -172,8 +178,16 @@ def _kind(
 
 def _agree(fused: FusedKernel, captured: CapturedKernel, region: fx.GraphModule) -> bool:
     """Whether both kernels turn the same random inputs into the same parameter and states."""
+    inputs = [_sample(node) for node in region.graph.find_nodes(op="placeholder")]
+    if fused.skip is None:
+        return _agree_on(inputs, fused, captured)
+    skipped, taken = list(inputs), list(inputs)
+    skipped[fused.skip], taken[fused.skip] = torch.tensor(True), torch.tensor(False)
+    return all(_agree_on(values, fused, captured) for values in (skipped, taken))
+
+
+def _agree_on(before: Sequence[Any], fused: FusedKernel, captured: CapturedKernel) -> bool:
     meter = Meter(dict.fromkeys(Tier, 1 << 62))
-    before = [_sample(node) for node in region.graph.find_nodes(op="placeholder")]
     results = []
     for kernel in (captured, fused):
         inputs = [v.clone() if isinstance(v, torch.Tensor) else v for v in before]

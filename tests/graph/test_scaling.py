@@ -21,6 +21,8 @@ from torch.optim import Optimizer
 import cotrain_compile
 from cotrain_compile.errors import CaptureError
 from cotrain_compile.plan import UpdateMode
+from cotrain_compile.runtime import host_kernels as kernels
+from cotrain_compile.runtime.host_kernels import CapturedKernel, FusedKernel, host_kernels
 from tests.graph.captured_steps import make_plain_mlp
 from tests.graph.steps import OPTIMIZERS, SEED, Batch, Step, all_tensors, check_peak, cotrain
 
@@ -261,6 +263,61 @@ def test_scaled_updates_run_on_the_host() -> None:
     train(make_in_fp16, "adamw", compile_with)
     placement = cotrain_compile.inspect(steps[0]).plan.placement
     assert set(placement.updates.values()) == {UpdateMode.HOST}
+
+
+def kernels_of(optimizer: str) -> set[type]:
+    """What runs the host updates of a scaled step."""
+    steps: list[Step] = []
+
+    def compile_with(step: Step) -> Step:
+        steps.append(cotrain(policy="zero-offload")(step))
+        return steps[0]
+
+    train(make_clipping, optimizer, compile_with)
+    placed = cotrain_compile.inspect(steps[0]).graph
+    return {type(kernel) for kernel in host_kernels(placed, "fused").values()}
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adagrad"])
+def test_scaled_updates_on_the_host_run_fused_loops(optimizer: str) -> None:
+    assert kernels_of(optimizer) == {FusedKernel}
+
+
+def test_a_fused_loop_that_does_not_skip_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "skip_input", lambda region: None)
+    assert kernels_of("adamw") == {CapturedKernel}
+
+
+def test_a_fused_loop_that_always_skips_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(self: FusedKernel, inputs: Sequence[Any], meter: Any) -> None: ...
+
+    monkeypatch.setattr(FusedKernel, "__call__", never)
+    assert kernels_of("adamw") == {CapturedKernel}
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_parameters_of_one_element_are_scaled_and_skipped(count: int) -> None:
+    """The flag has one element too. Of a single parameter, the inverse scale is part of its update,
+    and the scale has changed by the time that runs on the host."""
+    weights = [nn.Parameter(torch.tensor([2.0])) for _ in range(count)]
+    optimizer = torch.optim.Adam(weights, lr=0.1, eps=1.0)  # the size of a gradient matters
+    scaler = GradScaler("cpu", init_scale=4.0, growth_interval=1)
+
+    def step(x: Tensor) -> None:
+        optimizer.zero_grad()
+        scaler.scale((sum(weights) * x).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    compiled = cotrain(policy="zero-offload")(step)
+    compiled(torch.full((3,), math.inf))
+    assert weights == [2.0] * count
+    compiled(torch.ones(3))
+    for weight in weights:
+        torch.testing.assert_close(weight.detach(), torch.tensor([2.0 - 0.1 * 3 / (3 + 1)]))
+    if count > 1:
+        placed = cotrain_compile.inspect(compiled).graph
+        assert {type(k) for k in host_kernels(placed, "fused").values()} == {FusedKernel}
 
 
 def test_a_scaler_goes_on_in_eager_and_comes_back() -> None:
