@@ -197,7 +197,9 @@ def step_overhead(layers: int) -> Mapping[str, Any]:
     return found
 
 
-def _tiny_step(layers: int, options: Mapping[str, Any]) -> tuple[Callable[[Tensor], Tensor], Tensor]:
+def _tiny_step(
+    layers: int, options: Mapping[str, Any]
+) -> tuple[Callable[[Tensor], Tensor], Tensor]:
     torch.manual_seed(0)
     model = CharacterGPT(Shape(characters=16, context=8, width=8, layers=layers, heads=2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
