@@ -23,8 +23,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 Code = Callable[[list[Any]], Sequence[Any]]
 
-# Random numbers are eager's unless the user asks for Inductor's own, which are faster.
-DEFAULTS: Mapping[str, Any] = {"fallback_random": True}
+# Records the calls of a kernel with their addresses, and these change: see decision 18.
+CUDA_GRAPHS = "triton.cudagraphs"
+# Random numbers are eager's unless the user asks for Inductor's own, which are faster. No CUDA
+# graphs, though they may be on for what else the process compiles.
+DEFAULTS: Mapping[str, Any] = {"fallback_random": True, CUDA_GRAPHS: False}
 
 
 def compile_graph(

@@ -19,7 +19,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cotrain_compile.backends.cut import cut, sink_into_updates
-from cotrain_compile.backends.inductor import Code, compile_graph, unknown_settings
+from cotrain_compile.backends.inductor import CUDA_GRAPHS, Code, compile_graph, unknown_settings
 from cotrain_compile.backends.layers import layers
 from cotrain_compile.backends.segments import Segment, SegmentedStep, segmented
 from cotrain_compile.dataflow import Dataflow
@@ -55,7 +55,7 @@ def lower(
     whose name matches one of `eager_segments` keep their ops. Raises `LoweringError` where Inductor
     fails.
     """
-    _refuse_unknown(settings)
+    _refuse_settings(settings)
     whole = segments_of(step, placed, dataflow, eager_segments)
     return LoweredStep(whole, _compile_each_kind(whole.segments, settings))
 
@@ -109,9 +109,15 @@ def _runs_alone(node: fx.Node) -> bool:
     return any(value is None or isinstance(value, torch.SymFloat | float) for value in given)
 
 
-def _refuse_unknown(settings: Settings) -> None:
+def _refuse_settings(settings: Settings) -> None:
     for name in unknown_settings(settings):
         raise OptionError(f"option 'inductor' has {name!r}, which torch._inductor.config has not")
+    if settings.get(CUDA_GRAPHS):
+        raise OptionError(
+            f"option 'inductor' sets {CUDA_GRAPHS!r}: a CUDA graph needs its tensors at addresses "
+            "that stay, but a plan moves them, and it keeps memory that no plan counts; leave the "
+            "setting out"
+        )
 
 
 def _refuse_unmatched(patterns: tuple[str, ...], names: list[str]) -> None:

@@ -19,6 +19,7 @@ from torch import fx
 
 from cotrain_compile.backends.cut import Stretch, base_of, is_shown
 from cotrain_compile.graph import StepGraph, shape
+from cotrain_compile.lazy_module import graph_module
 from cotrain_compile.passes.views import COPY
 
 Sizes = Mapping[str, int]
@@ -64,7 +65,7 @@ def segmented(
     joiner = _Joiner(placed, stretches, sizes, mode)
     for node in placed.nodes:
         joiner.visit(node)
-    module = fx.GraphModule(
+    module = graph_module(
         {**_attributes(placed), **{n: s.module for n, s in joiner.segments.items()}}, joiner.graph
     )
     step = replace(placed, module=module)
@@ -152,7 +153,7 @@ class _Builder:
         for base, value in self.written.items():
             self.graph.call_function(COPY, (self._placeholders[base], value))
         self.graph.output(tuple(outputs))
-        return fx.GraphModule({}, self.graph)
+        return graph_module({}, self.graph)
 
     def _write(self, op: fx.Node) -> None:
         base, value = op.args[:2]

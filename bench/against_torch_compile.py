@@ -11,11 +11,7 @@ python -m bench.against_torch_compile gpt2-124m -o bench/results/against_torch_c
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -212,42 +208,14 @@ def kinds(model: str) -> dict[str, dict[str, int]]:
     return found
 
 
-def first_step_s(model: str, side: str, cache: str) -> float:
-    """Seconds of the first step, compiling included, in a process with this cache folder."""
-    command = [sys.executable, "-m", "bench.against_torch_compile", model, "--first-step", side]
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    return float(run.stdout.strip().splitlines()[-1])
-
-
-def compile_times(model: str) -> dict[str, dict[str, float]]:
-    """Seconds of the first step of each side, without and with a cache on disk."""
-    found = {}
-    for side in SIDES:
-        with tempfile.TemporaryDirectory() as cache:
-            runs = {name: first_step_s(model, side, cache) for name in ("cold", "warm")}
-        found[side] = runs
-    return found
-
-
 def main() -> None:
     """Measure, print, and write the report."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", choices=list(MODELS))
     parser.add_argument("-o", "--output", type=Path)
-    parser.add_argument("--first-step", choices=list(SIDES), help="only time the first step")
-    parser.add_argument("--compile-times", action="store_true", help="cold and warm, takes long")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    if arguments.first_step:
-        side, tokens = make_side(arguments.first_step, arguments.model)
-        started = time.perf_counter()
-        side.step(tokens)
-        sys.stdout.write(f"{time.perf_counter() - started}\n")
-        return
     record = {**compare(arguments.model), "kinds_by_layers": kinds(arguments.model)}
-    if arguments.compile_times:
-        record["first_step_s"] = compile_times(arguments.model)
     lists = ("seconds", "processor_s")
     Console(soft_wrap=True).print({k: v for k, v in record.items() if k not in lists})
     write_report(arguments.output, __doc__.splitlines()[0], {arguments.model: record})

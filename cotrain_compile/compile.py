@@ -221,7 +221,7 @@ def compile_step(
     with narrator.progress() as progress:
         plan = (before and keep(problem, before)) or plan_for(problem, options, progress)
     check(problem, plan)
-    placed = run_passes(step, plan, narrator.observe)
+    placed = run_passes(step, plan, narrator.observer)
     narrator.tell(problem, plan)
     kernels = host_kernels(placed, options.host_kernels)
     device = runtime_for(step, problem, kernels, options)

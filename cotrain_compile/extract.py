@@ -49,36 +49,22 @@ def extract(step: StepGraph) -> Dataflow:
 
 def buffer_names(step: StepGraph) -> Mapping[str, str]:
     """The buffer that each single-tensor node shows, by node name."""
-    reader = _Reader(step)
+    namer = _Namer(step)
     for node in step.nodes:
-        reader.read(node)
-    return reader.buffer_of
+        namer.read(node)
+    return namer.buffer_of
 
 
 @dataclass
-class _Reader:
+class _Namer:
     """Walks the graph once, naming a buffer for every new storage."""
 
     step: StepGraph
-    ops: list[Op] = field(default_factory=list)
     buffers: dict[str, Buffer] = field(default_factory=dict)
     buffer_of: dict[str, str] = field(default_factory=dict)
     symbols: dict[str, int] = field(default_factory=dict)
     nbytes_expressions: dict[str, str] = field(default_factory=dict)
-    flops_expressions: dict[str, str] = field(default_factory=dict)
-    moved_expressions: dict[str, str] = field(default_factory=dict)
     _by_storage: dict[object, str] = field(default_factory=dict)
-
-    def expressions(self) -> SizeExpressions:
-        return SizeExpressions(
-            self.nbytes_expressions, self.flops_expressions, self.moved_expressions
-        )
-
-    def sizes(self) -> dict[str, int]:
-        """The symbols that some size depends on: a count of steps in an int is none."""
-        tables = (self.nbytes_expressions, self.flops_expressions, self.moved_expressions)
-        used = {name for t in tables for text in t.values() for name in re.findall(r"\w+", text)}
-        return {name: value for name, value in self.symbols.items() if name in used}
 
     def read(self, node: fx.Node) -> None:
         if node.op == "placeholder":
@@ -93,13 +79,14 @@ class _Reader:
                 node.meta.setdefault("val", value)
                 self._name_input(node, value, node.name, Role.CONSTANT)
         elif node.op == "call_function":
-            self._read_call(node)
+            self.read_call(node)
         elif node.op == "output":
             for name in self._buffers_in(node):
                 held = self.buffers[name]
                 self.buffers[name] = Buffer(name, held.nbytes, held.role, held.is_input, True)
 
-    def _read_call(self, node: fx.Node) -> None:
+    def read_call(self, node: fx.Node) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The buffers that an op reads and writes."""
         reads = tuple(dict.fromkeys(self._buffers_in(node)))
         written = self._written_arguments(node)
         for suffix, value in _tensors(node.meta.get("val")):
@@ -111,22 +98,7 @@ class _Reader:
                 _refuse_undeclared_view(node)
             if not suffix:
                 self.buffer_of[node.name] = name
-        is_view = not written
-        flops = 0 if is_view else self._integer(self.flops_expressions, node.name, _flops(node))
-        moved = 0 if is_view else self._integer(self.moved_expressions, node.name, _moved(node))
-        self.ops.append(
-            Op(
-                name=node.name,
-                target=str(node.target),
-                phase=self.step.phases.get(node.name, Phase.FORWARD),
-                reads=reads,
-                writes=tuple(dict.fromkeys(written)),
-                flops=flops,
-                bytes_moved=moved,
-                dtype=_dtype(node),
-                module=self.step.modules.get(node.name, ""),
-            )
-        )
+        return reads, tuple(dict.fromkeys(written))
 
     def _name_input(self, node: fx.Node, value: torch.Tensor, name: str, role: Role) -> None:
         known = self._by_storage.get(value.untyped_storage()._cdata)
@@ -140,7 +112,7 @@ class _Reader:
         storage = value.untyped_storage()
         # A batch is often a slice of a data set; what it is a slice of is not the step's memory.
         nbytes = _shown_bytes(value) if role is Role.BATCH else storage.nbytes()
-        size = self._integer(self.nbytes_expressions, name, nbytes)
+        size = _integer(self.nbytes_expressions, name, nbytes)
         self._by_storage[storage._cdata] = name
         self.buffers[name] = Buffer(name, size, role, is_input)
         return name
@@ -164,15 +136,56 @@ class _Reader:
                 written += [self.buffer_of[n.name] for n in _nodes_in(value)]
         return written
 
-    def _integer(self, expressions: dict[str, str], name: str, size: Any) -> int:
-        """`size` as a number for the traced shapes; a symbolic one is noted under `name`."""
-        if isinstance(size, int):
-            return size
-        # Sizes that the trace found equal (two inputs of one batch) are one symbol from then on.
-        expression = size.node.shape_env.simplify(size.node.expr)
-        if not expression.is_number:
-            expressions[name] = str(expression)
-        return int(size.node.hint)
+
+@dataclass
+class _Reader(_Namer):
+    """Reads every op as well, with its flops and the bytes that it moves."""
+
+    ops: list[Op] = field(default_factory=list)
+    flops_expressions: dict[str, str] = field(default_factory=dict)
+    moved_expressions: dict[str, str] = field(default_factory=dict)
+
+    def expressions(self) -> SizeExpressions:
+        return SizeExpressions(
+            self.nbytes_expressions, self.flops_expressions, self.moved_expressions
+        )
+
+    def sizes(self) -> dict[str, int]:
+        """The symbols that some size depends on: a count of steps in an int is none."""
+        tables = (self.nbytes_expressions, self.flops_expressions, self.moved_expressions)
+        used = {name for t in tables for text in t.values() for name in re.findall(r"\w+", text)}
+        return {name: value for name, value in self.symbols.items() if name in used}
+
+    def read_call(self, node: fx.Node) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        reads, writes = super().read_call(node)
+        self.ops.append(
+            Op(
+                name=node.name,
+                target=str(node.target),
+                phase=self.step.phases.get(node.name, Phase.FORWARD),
+                reads=reads,
+                writes=writes,
+                # A view, which writes nothing, costs nothing.
+                flops=_integer(self.flops_expressions, node.name, _flops(node)) if writes else 0,
+                bytes_moved=(
+                    _integer(self.moved_expressions, node.name, _moved(node)) if writes else 0
+                ),
+                dtype=_dtype(node),
+                module=self.step.modules.get(node.name, ""),
+            )
+        )
+        return reads, writes
+
+
+def _integer(expressions: dict[str, str], name: str, size: Any) -> int:
+    """`size` as a number for the traced shapes; a symbolic one is noted under `name`."""
+    if isinstance(size, int):
+        return size
+    # Sizes that the trace found equal (two inputs of one batch) are one symbol from then on.
+    expression = size.node.shape_env.simplify(size.node.expr)
+    if not expression.is_number:
+        expressions[name] = str(expression)
+    return int(size.node.hint)
 
 
 def _tensors(value: Any) -> Iterator[tuple[str, torch.Tensor]]:

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from cotrain_compile.dataflow import Phase, Role
+from cotrain_compile.lazy_module import graph_module
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class StepGraph:
             new.meta = copy.copy(old.meta)
         renamed = [(old.name, new.name) for old, new in values.items() if old.name != new.name]
         assert not renamed, f"copying changed node names: {renamed[:3]}"
-        return replace(self, module=fx.GraphModule(self.module, graph))
+        return replace(self, module=graph_module(self.module, graph))
 
     def verify(self) -> StepGraph:
         """Check that the graph is sound and every placeholder is described; returns itself."""

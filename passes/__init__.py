@@ -30,10 +30,13 @@ PASSES: tuple[Pass, ...] = (
 def run_passes(step: StepGraph, plan: Plan, observer: Observer | None = None) -> StepGraph:
     """Apply `PASSES` to a copy of `step`.
 
-    `observer(name, before, after)` is called after each pass; printing and diffing hang there.
+    `observer(name, before, after)` is called after each pass; printing and diffing hang there. For
+    it every pass rewrites a copy of its own; otherwise one copy does for all.
     """
+    step = step.copy()
     for rewrite in PASSES:
-        before, step = step, rewrite(step.copy(), plan).verify()
+        before, step = step, step.copy() if observer is not None else step
+        step = rewrite(step, plan).verify()
         if observer is not None:
             observer(rewrite.__name__, before, step)
     return step

@@ -17,6 +17,7 @@ from torch import fx
 
 from cotrain_compile.extract import buffer_names
 from cotrain_compile.graph import StepGraph, writes
+from cotrain_compile.lazy_module import graph_module
 from cotrain_compile.passes.views import COPY, viewed, written_by
 from cotrain_compile.plan import HostRegion, Plan
 from cotrain_compile.runtime.ops import cotrain, host_region
@@ -111,7 +112,7 @@ def _subgraph(
     for node in members:
         values[node] = _on_host(graph.node_copy(node, value_of))
     graph.output(())
-    return fx.GraphModule(root, graph, "HostRegion")
+    return graph_module(root, graph)
 
 
 def _on_host(node: fx.Node) -> fx.Node:

@@ -8,7 +8,7 @@ the merged graph equals that of the whole one, by linear-programming duality.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from math import inf
 from typing import TypeVar
 
@@ -38,14 +38,12 @@ def merged(
 def _equitable_classes(
     graph: networkx.DiGraph[Node], kinds: Mapping[Node, Hashable]
 ) -> dict[Node, int]:
+    # Plain tuples: the rounds look at every edge again, and networkx takes its time for each.
+    sent, received = _capacities(graph.succ), _capacities(graph.pred)
     classes = _numbered({node: kinds.get(node) for node in graph})
     while True:
         signatures = {
-            node: (
-                own,
-                _exchanged(classes, graph.succ[node]),
-                _exchanged(classes, graph.pred[node]),
-            )
+            node: (own, _exchanged(classes, sent[node]), _exchanged(classes, received[node]))
             for node, own in classes.items()
         }
         finer = _numbered(signatures)
@@ -54,14 +52,24 @@ def _equitable_classes(
         classes = finer
 
 
+def _capacities(
+    neighbours: Mapping[Node, Mapping[Node, Mapping[str, float]]],
+) -> dict[Node, tuple[tuple[Node, float], ...]]:
+    """The neighbours of each node, with the capacity of the edge between them."""
+    return {
+        node: tuple((other, edge.get("capacity", inf)) for other, edge in edges.items())
+        for node, edges in neighbours.items()
+    }
+
+
 def _exchanged(
-    classes: Mapping[Node, int], neighbours: Mapping[Node, Mapping[str, float]]
+    classes: Mapping[Node, int], edges: Sequence[tuple[Node, float]]
 ) -> frozenset[tuple[int, float]]:
     """Capacity to (or from) each class."""
     total: dict[int, float] = {}
-    for node, edge in neighbours.items():
+    for node, capacity in edges:
         other = classes[node]
-        total[other] = total.get(other, 0) + edge.get("capacity", inf)
+        total[other] = total.get(other, 0) + capacity
     return frozenset(total.items())
 
 

@@ -26,7 +26,7 @@ def drop_redundant_copies(graph: fx.Graph) -> None:
     step, the copy not. So is a copy that the step returns, as a kept gradient: the user's tensors
     share no memory.
     """
-    inputs = {storage_key(node) for node in graph.find_nodes(op="placeholder")}
+    inputs = _input_storages(graph)
     for node in list(graph.find_nodes(op="call_function", target=aten.copy.default)):
         destination, source = node.args[0], node.args[1]
         returned = any(user.op == "output" for user in node.users)
@@ -45,6 +45,7 @@ def write_updates_early(graph: fx.Graph) -> None:
     value then read the input, so that the value itself is freed: no second copy of a parameter or
     state outlives its own update.
     """
+    inputs = _input_storages(graph)
     order: dict[fx.Node, float] = {node: index for index, node in enumerate(graph.nodes)}
     last_reader: dict[object, fx.Node] = {}
     for node in graph.nodes:
@@ -53,7 +54,11 @@ def write_updates_early(graph: fx.Graph) -> None:
             last_reader[storage_key(source)] = node
     for node, destination, value in list(writes(graph)):
         reader = last_reader.get(storage_key(destination), value)
-        if reader.op == "output" or reader.target is aten.copy_.default or _is_input(value):
+        if (
+            reader.op == "output"
+            or reader.target is aten.copy_.default
+            or storage_key(value) in inputs
+        ):
             continue  # the old value is needed to the end of the step, and so is the order there
         position = max(value, reader, key=order.__getitem__)
         position.append(node)
@@ -147,6 +152,5 @@ def _widens(source: object, cast: fx.Node) -> bool:
     return bool(source.meta["val"].element_size() < cast.meta["val"].element_size())
 
 
-def _is_input(value: fx.Node) -> bool:
-    inputs = {storage_key(node) for node in value.graph.find_nodes(op="placeholder")}
-    return storage_key(value) in inputs
+def _input_storages(graph: fx.Graph) -> set[object]:
+    return {storage_key(node) for node in graph.find_nodes(op="placeholder")}

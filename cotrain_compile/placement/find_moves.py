@@ -6,6 +6,7 @@ which it must be done, and the stays of every buffer on the device at the least.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
@@ -45,6 +46,7 @@ class _Finder:
         staying = tuple(op for op in whole.ops if op.name not in taken)
         self.program = replace(whole, ops=staying)
         seconds = problem.costs.device_s
+        self.backward = [i for i, op in enumerate(staying) if op.phase is Phase.BACKWARD]
         self.elapsed_s = list(accumulate((seconds[op.name] for op in staying), initial=0.0))
         self.away = set(placement.away)
         self.windows = {group.param: self._window(group) for group in self.dataflow.updates}
@@ -180,8 +182,8 @@ class _Finder:
             inputs.append(self._send(buffer, ready, holds_from).name)
         earliest, limit = self.windows[group.param]
         if not self.placement.early_updates:
-            backward = [i for i in range(limit) if self.program.ops[i].phase is Phase.BACKWARD]
-            earliest = max([earliest, *backward[-1:]])
+            before = bisect_left(self.backward, limit)
+            earliest = max([earliest, *self.backward[max(before - 1, 0) : before]])
         return HostUpdate(
             group,
             tuple(inputs),

@@ -66,6 +66,7 @@ class ListScheduler:
         self.fetches = deque(moves.fetches)
         self.upcoming = deque(with_deadlines(moves.device_updates, self.room, self.program.end))
         self.pending: list[Pending] = []
+        self.fetched: list[Pending] = []  # whose states are there or on their way
         self.moved: list[MovedOps] = []
         self.moved_ops: set[str] = set()
 
@@ -179,6 +180,8 @@ class ListScheduler:
         while pending.next_fetches:
             self._fetch_states(pending)
         self.pending.remove(pending)
+        if pending.fetched:
+            self.fetched.remove(pending)
         for fetch in update.fetches:
             self.tasks.wait_for(fetch.name)
         self.clock.wait_until(self._arrival_s(pending))
@@ -201,6 +204,8 @@ class ListScheduler:
 
     def _fetch_states(self, pending: Pending) -> None:
         fetches = pending.next_fetches
+        if not pending.fetched:
+            self.fetched.append(pending)
         for fetch in fetches:
             self._issue_fetch(fetch)
         pending.fetched += len(fetches)
@@ -252,11 +257,12 @@ class ListScheduler:
     def _bring_next(self, until_s: float) -> bool:
         """Issue the most urgent move up that fits; False when there is none."""
         choices: list[tuple[float, Callable[[], None]]] = []
-        if self.fetches and self._may_fetch(self.fetches[0], until_s):
+        reserved = self._reserved()
+        if self.fetches and self._may_fetch(self.fetches[0], until_s, reserved):
             choices.append((self.clock.until(self.fetches[0].need), self._fetch_next))
         for pending in self._unfetched():
             urgency_s = self.clock.until(pending.update.earliest + 1)
-            if self._may_fetch_states(pending, urgency_s, until_s):
+            if self._may_fetch_states(pending, urgency_s, until_s, reserved):
                 choices.append((urgency_s, partial(self._fetch_states, pending)))
                 break
         if update := self.host.next_return(until_s):
@@ -279,26 +285,28 @@ class ListScheduler:
         waiting = (*self.pending, *self.upcoming)
         return list(islice((p for p in waiting if p.next_fetches), self.candidates))
 
-    def _may_fetch(self, fetch: Fetch, until_s: float) -> bool:
+    def _may_fetch(self, fetch: Fetch, until_s: float, reserved: int) -> bool:
         gap, need = self.clock.gap, fetch.need
         if self.clock.until(need) > self.lookahead_s or self.clock.ready(fetch.after) > until_s:
             return False
-        if not self.room.fits_now(gap, fetch.nbytes, self._reserved()):
+        if not self.room.fits_now(gap, fetch.nbytes, reserved):
             return False
         before = self.room.fits_before(gap, need, fetch.nbytes)
         return before and self.room.fits_in(need, fetch.nbytes)
 
-    def _may_fetch_states(self, pending: Pending, urgency_s: float, until_s: float) -> bool:
+    def _may_fetch_states(
+        self, pending: Pending, urgency_s: float, until_s: float, reserved: int
+    ) -> bool:
         gap, fetches = self.clock.gap, pending.next_fetches
         nbytes = sum(fetch.nbytes for fetch in fetches)
         ready_s = max(self.clock.ready(fetch.after) for fetch in fetches)
         if urgency_s > self.lookahead_s or ready_s > until_s:
             return False
-        if not self.room.fits_now(gap, pending.still_to_come_bytes, self._reserved()):
+        if not self.room.fits_now(gap, pending.still_to_come_bytes, reserved):
             return False
         # It is not sure to run before its deadline, so what is fetched must fit until there.
         last_gap = max(pending.deadline, gap)
-        others = (p for p in (*self.pending, *self.upcoming) if p.fetched and p is not pending)
+        others = (other for other in self.fetched if other is not pending)
         rest = pending.still_to_come_bytes - nbytes
         rest = max([rest, *(other.still_to_come_bytes for other in others)])
         at_deadline = int(self.room.gap_bytes[last_gap]) + rest + nbytes

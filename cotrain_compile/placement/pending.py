@@ -17,7 +17,7 @@ from cotrain_compile.placement.moves import DeviceUpdate, Fetch
 from cotrain_compile.placement.room import DoesNotFit, Room
 
 
-@dataclass
+@dataclass(eq=False)
 class Pending:
     """A device update between its gradient and its run."""
 

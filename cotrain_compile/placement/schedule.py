@@ -12,8 +12,11 @@ paints itself into a corner: what fits when everything moves at the last moment,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
 
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.find_moves import moves_of
@@ -24,6 +27,7 @@ from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.refuse import refuse_device, refuse_host
 from cotrain_compile.placement.residency import (
     DeviceProgram,
+    Instance,
     device_bytes,
     device_program,
     host_bytes,
@@ -109,33 +113,37 @@ def with_latest_waits(
     are slower than predicted.
     """
     budget = problem.budgets[Tier.DEVICE]
-    room = [budget - used for used in device_bytes(program, placement, tasks)]
-    ends: dict[tuple[str, int], int] = {}
+    room = budget - np.array(device_bytes(program, placement, tasks), dtype=np.int64)
+    stays: dict[str, list[Instance]] = {}
     for held in instances(program, placement, tasks):
-        ends[held.buffer.name, held.current] = held.last
+        stays.setdefault(held.buffer.name, []).append(held)
     result: list[Task] = []
     for task in tasks:
         if isinstance(task, Transfer) and task.direction == "offload":
-            task = _with_latest_wait(program, ends, task, room)
+            task = _with_latest_wait(program, stays, task, room)
         result.append(task)
     return result
 
 
 def _with_latest_wait(
-    program: DeviceProgram, ends: dict[tuple[str, int], int], task: Transfer, room: list[int]
+    program: DeviceProgram,
+    stays: Mapping[str, Sequence[Instance]],
+    task: Transfer,
+    room: NDArray[np.int64],
 ) -> Transfer:
-    issued, slot = program.issue_slot(task), program.wait_slot(task)
-    key = max((k for k in ends if k[0] == task.buffer and k[1] < issued + 1), default=None)
-    if key is None:
+    """`task` with its latest wait; `room` are the bytes free in each slot, less what that takes."""
+    issued, waited, end = program.issue_slot(task), program.wait_slot(task), program.end
+    copies = [held for held in stays.get(task.buffer, ()) if held.current <= issued]
+    if not copies:
         return task
-    held_to = ends[key]
-    while slot < program.end and (slot < held_to or room[slot] >= task.nbytes):
-        if slot >= held_to:
-            room[slot] -= task.nbytes
-        slot += 1
-    if program.wait_slot(task) < slot == program.end and held_to <= slot:
+    held_to = max(copies, key=lambda held: held.current).last
+    first = max(waited, min(held_to, end))  # before it the source is there anyway
+    (tight,) = np.nonzero(room[first:end] < task.nbytes)
+    slot = first + int(tight[0]) if len(tight) else end
+    room[first:slot] -= task.nbytes
+    if waited < slot == end and held_to <= slot:
         if room[slot] < task.nbytes:
             slot -= 1
         else:
             room[slot] -= task.nbytes
-    return replace(task, wait_before=program.ops[slot].name if slot < program.end else None)
+    return replace(task, wait_before=program.ops[slot].name if slot < end else None)

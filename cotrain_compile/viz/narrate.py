@@ -62,11 +62,14 @@ class Narrator:
         with self.console.status("placing the step") as status:
             yield lambda stage: status.update(f"placing the step: {stage}")
 
-    def observe(self, name: str, before: StepGraph, after: StepGraph) -> None:
-        """Say what a pass has changed."""
-        if self.level >= PASSES:
-            for line in pass_lines(name, _body(before), _body(after)):
-                self.console.print(line)
+    @property
+    def observer(self) -> Callable[[str, StepGraph, StepGraph], None] | None:
+        """Says what each pass has changed; None where that is not to be said."""
+        return self._observe if self.level >= PASSES else None
+
+    def _observe(self, name: str, before: StepGraph, after: StepGraph) -> None:
+        for line in pass_lines(name, _body(before), _body(after)):
+            self.console.print(line)
 
     def tell(self, problem: Problem, plan: Plan) -> None:
         """Say what the plan is."""

@@ -13,6 +13,8 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor import config as inductor_config
+from torch._inductor.compile_fx import compile_fx_inner
 
 import cotrain_compile
 from cotrain_compile.backends import lower as lowering
@@ -150,3 +152,23 @@ def test_a_failure_of_inductor_names_the_lines_and_the_way_on() -> None:
 def test_a_setting_that_inductor_does_not_have_is_refused() -> None:
     with pytest.raises(OptionError, match="'max_autotone'"):
         compiled_and_trained(CASES["mlp"], lowering="inductor", inductor={"max_autotone": True})
+
+
+def test_cuda_graphs_are_refused_and_stay_off_where_the_process_has_them_on() -> None:
+    cuda_graphs = {"triton.cudagraphs": True}
+    with pytest.raises(OptionError, match="a CUDA graph needs its tensors"):
+        compiled_and_trained(CASES["mlp"], lowering="inductor", inductor=cuda_graphs)
+    torch._dynamo.reset()
+    seen: list[bool] = []
+
+    def note(module: Any, inputs: Any, **settings: Any) -> Any:
+        seen.append(inductor_config.triton.cudagraphs)
+        return compile_fx_inner(module, inputs, **settings)
+
+    with (
+        inductor_config.patch(cuda_graphs),
+        mock.patch("cotrain_compile.backends.inductor.compile_fx_inner", note),
+    ):
+        compiled_and_trained(CASES["mlp"], lowering="inductor")
+    assert seen
+    assert not any(seen)
