@@ -10,7 +10,7 @@ fused AdamW. The limit is a plain copy of as many bytes as the update has to tou
 median of the fastest fifth counts, since others may use the machine; all medians are there too.
 
 Peers that are not installed are left out, and the report says so:
-`pip install "cotrain-compile[peers]"`, with DS_BUILD_CPU_ADAM=1 in the environment.
+`DS_BUILD_CPU_ADAM=1 pip install --no-build-isolation ".[peers]"`, with torch and ninja there.
 
     python -m bench.host_update_peers -o bench/results/host_update_peers.json       about 10 minutes
 """
@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from torch import Tensor, nn
+from torch import nn
 
 from bench.host_update import Case, Update, Work, updates
 from bench.report import write_report
@@ -161,7 +161,7 @@ def quiet_median(values: Sequence[float]) -> float:
 
 
 def in_turn(works: Mapping[str, Work], repeats: int) -> dict[str, list[float]]:
-    """Wall seconds of each work, round by round, each round in another order, after two to warm up."""
+    """Wall seconds of each work, round by round in changing order, after two to warm up."""
     found: dict[str, list[float]] = {name: [] for name in works}
     names = list(works)
     for number in range(-2, repeats):
@@ -209,6 +209,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     question = (__doc__ or "").splitlines()[0]
     parser = argparse.ArgumentParser(description=question)
     parser.add_argument("-o", "--output", type=Path, required=True)
+    parser.add_argument("--threads", type=int, nargs="+", default=THREADS)
     parser.add_argument("--quick", action="store_true", help="tiny tensors, two rounds")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
@@ -216,7 +217,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         work_here(given.output, given.quick)
         return
     console, records = Console(soft_wrap=True), []
-    for threads in THREADS:
+    for threads in given.threads:
         records += records_in_process(threads, given.quick)
     for record in records:
         console.print(line(record))

@@ -130,7 +130,8 @@ def host_update_peers(result: Result) -> str:
     )
     versions = ", ".join(f"{name} {version}" for name, version in result["peers"].items())
     return (
-        "Milliseconds for one AdamW update, the median of the fastest fifth; the limit is a copy of as many bytes.\n\n"
+        "Milliseconds for one AdamW update, the median of the fastest fifth; the limit is a copy "
+        "of as many bytes.\n\n"
         + markdown(("parameters, gradient, threads", *names), rows)
         + f"\nOurs against each (above 1: ours is faster): {told}."
         f" Peers: {versions or 'none installed'}.{_peers_that_win(ratios)}\n"
@@ -197,88 +198,6 @@ def overlap(result: Result) -> str:
         for r in result["simulated"]["records"]
     ]
     return markdown(("machine, budget, policy", "one step", "period overlapped", "gain"), rows)
-
-
-def against_torch_compile(result: Result) -> str:
-    """Ours to stock `torch.compile`, everything resident."""
-    rows = []
-    for model, r in result.items():
-        seconds = {side: statistics.median(r["processor_s"][side]) for side in ("ours", "stock")}
-        first = r.get("first_step_s")
-        compiled = [
-            f"{first[side]['cold']:.0f} s / {first[side]['warm']:.0f} s" if first else "-"
-            for side in ("ours", "stock")
-        ]
-        rows.append(
-            (
-                model,
-                *(format_seconds(seconds[side]) for side in ("ours", "stock")),
-                times(seconds["ours"] / seconds["stock"]),
-                *(format_bytes(r["peak_bytes"][side]) for side in ("ours", "stock")),
-                times(r["peak_ratio"]),
-                *compiled,
-                f"{r['segments']} ({r['kinds']} kinds)",
-            )
-        )
-    headings = (
-        "model",
-        "processor time of a step, ours",
-        "stock",
-        "ratio",
-        "peak, ours",
-        "stock",
-        "ratio",
-        "first step cold / warm, ours",
-        "stock",
-        "segments",
-    )
-    return markdown(headings, rows) + (
-        "\nStock, a compiled model and a compiled `optimizer.step`, is a little faster: it fuses "
-        "across the borders of layers, where our segments end.\n"
-    )
-
-
-def overhead(result: Result) -> str:
-    """Milliseconds a step of each side, and microseconds a call and a task."""
-    sides = result["sides"]
-    rows = [
-        (
-            side,
-            f"{r['step_ms']:.1f}",
-            *(f"{r[key]:.0f}" if key in r else "-" for key in ("us_a_call", "us_a_task")),
-        )
-        for side, r in sides.items()
-    ]
-    return markdown(("side", "ms a step", "µs a call", "µs a task"), rows) + (
-        "\nEager PyTorch wins on tensors this small: one fused call updates all parameters, the "
-        "captured step updates each on its own so that each can be placed.\n"
-    )
-
-
-def large_step(result: Result) -> str:
-    """Seconds of each stage."""
-    rows = [(stage, f"{seconds:.2f} s") for stage, seconds in result["seconds"].items()]
-    return markdown(("stage", "time"), rows) + (
-        f"\n`{result['job'].rpartition(':')[2]}`: {result['ops']:,} ops, whose step needs "
-        f"{format_bytes(result['step_peak_bytes'])}; the process takes at most "
-        f"{format_bytes(result['process_peak_bytes'])}.\n"
-    )
-
-
-def report_page(result: Result) -> str:
-    """Size of the page, and when a browser has painted it."""
-    rows = [
-        ("page", format_bytes(result["page_bytes"])),
-        ("written in", format_seconds(result["written_s"])),
-        ("first paint", format_seconds(result["first_paint_s"]["median"])),
-        ("drawn", format_seconds(result["drawn_s"]["median"])),
-        ("zoom", format_seconds(result["zoom_s"]["median"])),
-        (
-            f"{result['explain_alternatives']} alternatives explained in",
-            f"{result['explain_s']:.0f} s",
-        ),
-    ]
-    return markdown((f"{result['step']['ops']:,} ops, {result['spans']:,} spans", ""), rows)
 
 
 def long_run(result: Result) -> str:
