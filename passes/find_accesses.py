@@ -155,9 +155,7 @@ def _buffer_names(placed: StepGraph) -> dict[fx.Node, str]:
     return names
 
 
-def _freed_after(
-    placed: StepGraph, names: Mapping[fx.Node, str]
-) -> dict[fx.Node, tuple[str, ...]]:
+def _freed_after(placed: StepGraph, names: Mapping[fx.Node, str]) -> dict[fx.Node, tuple[str, ...]]:
     """By node, the buffers that the device has made and that nothing has after it."""
     made = {
         names[node]
