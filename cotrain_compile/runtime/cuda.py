@@ -31,9 +31,10 @@ from cotrain_compile.plan import Lane as LaneName
 from cotrain_compile.plan import Span
 from cotrain_compile.runtime import homes
 from cotrain_compile.runtime.card import Card
-from cotrain_compile.runtime.device import Device, whole_storage
+from cotrain_compile.runtime.device import Device
 from cotrain_compile.runtime.host_kernels import HostKernel
 from cotrain_compile.runtime.meter import Meter
+from cotrain_compile.runtime.ops import Launch
 from cotrain_compile.runtime.pinned import Event, PinnedPool
 
 _UNLIMITED = 1 << 62
@@ -50,8 +51,8 @@ class _Copy:
 class CudaDevice(Device):
     """Runs the tasks of a placed step on `card`; one per compiled step.
 
-    `pool` has the host's memory, `kernels` a host kernel for each region by task name. The card
-    limits device memory, `host_budget_bytes` the host's. `timed` times every op and copy, which
+    `pool` has the host's memory. The card limits device memory, `host_budget_bytes` the host's.
+    `timed` times every op and copy, which
     costs an event each and a synchronisation before the step.
     """
 
@@ -69,12 +70,10 @@ class CudaDevice(Device):
         host_workers: int = 1,
         timed: bool = False,
     ) -> None:
-        super().__init__(
-            Meter({Tier.DEVICE: _UNLIMITED, Tier.HOST: host_budget_bytes}), host_workers
-        )
+        meter = Meter({Tier.DEVICE: _UNLIMITED, Tier.HOST: host_budget_bytes})
+        super().__init__(meter, kernels, host_workers)
         self._card = card
         self._pool = pool
-        self._kernels = kernels
         self._timed = timed
         self._streams = {lane: card.stream() for lane in (LaneName.D2H, LaneName.H2D)}
         self._copies: dict[str, _Copy] = {}
@@ -121,78 +120,10 @@ class CudaDevice(Device):
     def bring_home(self, tensors: Sequence[tuple[torch.Tensor, Tier]]) -> None:
         homes.bring_home(tensors, self._card, self._pool)
 
-    def offload(
-        self,
-        source: torch.Tensor,
-        task: str,
-        after: Sequence[str],
-        after_previous: Sequence[str] = (),
-    ) -> torch.Tensor:
-        row = whole_storage(source)
-        copied = self._pool.empty_like(row)
-        self.meter.track(copied, Tier.HOST, task)
-        self._copy(LaneName.D2H, copied, row, task, after, after_previous)
-        return copied.as_strided(source.size(), source.stride(), source.storage_offset())
-
-    def offload_into(
-        self,
-        destination: torch.Tensor,
-        source: torch.Tensor,
-        task: str,
-        after: Sequence[str],
-        after_previous: Sequence[str] = (),
-    ) -> None:
-        self._copy(LaneName.D2H, destination, source, task, after, after_previous)
-
-    def prefetch(
-        self,
-        source: torch.Tensor,
-        task: str,
-        after: Sequence[str],
-        after_previous: Sequence[str] = (),
-    ) -> torch.Tensor:
-        row = whole_storage(source)
-        copied = torch.empty_like(row, device=self._card.device)
-        self.meter.track(copied, Tier.DEVICE, task)
-        self._copy(LaneName.H2D, copied, row, task, after, after_previous)
-        return copied.as_strided(source.size(), source.stride(), source.storage_offset())
-
-    def prefetch_into(
-        self,
-        destination: torch.Tensor,
-        source: torch.Tensor,
-        task: str,
-        after: Sequence[str],
-        after_previous: Sequence[str] = (),
-    ) -> None:
-        self._copy(LaneName.H2D, destination, source, task, after, after_previous)
-
-    def host_cast(
-        self,
-        source: torch.Tensor,
-        dtype: torch.dtype,
-        task: str,
-        after: Sequence[str],
-        after_previous: Sequence[str] = (),
-    ) -> torch.Tensor:
-        made = self._pool.empty_like(source, dtype)
-        self.meter.track(made, Tier.HOST, task)
-        busy = self._pool.pending(made)
-        self._submit_to_host(task, after, after_previous, lambda: made.copy_(source), busy)
-        return made
-
-    def run_region(
-        self,
-        region: fx.GraphModule,
-        task: str,
-        after: Sequence[str],
-        inputs: Sequence[Any],
-        after_previous: Sequence[str] = (),
-    ) -> None:
-        kernel = self._kernels[task]
+    def run_region(self, region: fx.GraphModule, inputs: Sequence[Any], launch: Launch) -> None:
         # A hyper-parameter or constant may live on the device; it is a few bytes.
         at_hand = [v.cpu() if isinstance(v, torch.Tensor) else v for v in inputs]
-        self._submit_to_host(task, after, after_previous, lambda: kernel(at_hand, self.meter))
+        super().run_region(region, at_hand, launch)
 
     def wait(self, tasks: Sequence[str]) -> None:
         super().wait(tasks)
@@ -238,20 +169,19 @@ class CudaDevice(Device):
     def random_state_devices(self) -> Sequence[int]:
         return [self._card.device.index] if self._card.device.type == "cuda" else []
 
-    def _copy(
-        self,
-        lane: LaneName,
-        destination: torch.Tensor,
-        source: torch.Tensor,
-        task: str,
-        after: Sequence[str],
-        after_previous: Sequence[str],
+    def _allocate(self, tier: Tier, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        if tier is Tier.HOST:
+            return self._pool.empty_like(like, dtype)
+        return torch.empty_like(like, dtype=dtype, device=self._card.device)
+
+    def _start_copy(
+        self, lane: LaneName, destination: torch.Tensor, source: torch.Tensor, launch: Launch
     ) -> None:
         card, stream = self._card, self._streams[lane]
         on_host = destination if lane is LaneName.D2H else source
         issued = card.record(None)
-        before = self._copies_of(after, after_previous)
-        copy = self._copies[task] = _Copy()
+        before = self._copies_of(launch.after, launch.after_previous)
+        copy = self._copies[launch.task] = _Copy()
 
         def issue() -> None:
             card.hold(stream, issued)
@@ -262,24 +192,21 @@ class CudaDevice(Device):
             copy.end = card.record(stream, timed=self._timed)
             self._pool.note(on_host, copy.end)
 
-        self._submit(lane, task, self._needed(after, after_previous), issue)
+        self._submit(lane, launch, issue)
 
-    def _submit_to_host(
-        self,
-        task: str,
-        after: Sequence[str],
-        after_previous: Sequence[str],
-        work: Callable[[], object],
-        events: Sequence[Event] = (),
+    def _start_work(
+        self, work: Callable[[], object], launch: Launch, fresh: torch.Tensor | None = None
     ) -> None:
-        before = self._copies_of(after, after_previous)
+        before = self._copies_of(launch.after, launch.after_previous)
+        # Copies that its slab was used for, when it belonged to something else.
+        busy = self._pool.pending(fresh) if fresh is not None else []
 
         def wait_and_work() -> None:
-            for event in (*_ends(before), *events):
+            for event in (*_ends(before), *busy):
                 event.synchronize()
             work()
 
-        self._submit(LaneName.HOST, task, self._needed(after, after_previous), wait_and_work)
+        self._submit(LaneName.HOST, launch, wait_and_work)
 
     def _ends(self, tasks: Sequence[str], previous: Sequence[str]) -> list[Event]:
         return _ends(self._copies_of(tasks, previous))

@@ -20,24 +20,28 @@ from cotrain_compile.errors import StepFailed
 from cotrain_compile.machine import Tier
 from cotrain_compile.plan import Lane as LaneName
 from cotrain_compile.plan import Span
+from cotrain_compile.runtime.host_kernels import HostKernel
 from cotrain_compile.runtime.lanes import Lane, Task
 from cotrain_compile.runtime.meter import Meter
-from cotrain_compile.runtime.ops import Runtime, running_on
+from cotrain_compile.runtime.ops import Launch, Runtime, running_on
 
 
 class Device(ABC, Runtime):
     """Runs the tasks of a placed step; one per compiled step.
 
     `meter` counts the bytes of live tensors; on the device, `slack_bytes` more than a plan says may
-    be taken. Times are perf_counter seconds; `origin_s` is when the step began.
+    be taken. `kernels` has a host kernel for each region, by task name. Times are perf_counter
+    seconds; `origin_s` is when the step began. What kinds of devices differ in is how they
+    allocate, start a copy and start work on the host.
     """
 
     slack_bytes = 0
     # Whether `peak_bytes` has what compiled code takes inside, too.
     sees_all_memory = False
 
-    def __init__(self, meter: Meter, host_workers: int) -> None:
+    def __init__(self, meter: Meter, kernels: Mapping[str, HostKernel], host_workers: int) -> None:
         self.meter = meter
+        self._kernels = kernels
         self.origin_s = 0.0
         self._lanes = {
             LaneName.D2H: Lane(LaneName.D2H),
@@ -95,9 +99,33 @@ class Device(ABC, Runtime):
         """Let go of all tasks, which have ended: the next step finds none before it."""
         self._previous, self._tasks = {}, {}
 
-    def skip(self, task: str, after: Sequence[str]) -> None:
-        """Note `task` as one that does nothing but come after others."""
-        self._submit(LaneName.HOST, task, self._needed(after, ()), _nothing)
+    def offload(self, source: torch.Tensor, launch: Launch) -> torch.Tensor:
+        return self._copy_afresh(LaneName.D2H, Tier.HOST, source, launch)
+
+    def offload_into(self, destination: torch.Tensor, source: torch.Tensor, launch: Launch) -> None:
+        self._start_copy(LaneName.D2H, destination, source, launch)
+
+    def prefetch(self, source: torch.Tensor, launch: Launch) -> torch.Tensor:
+        return self._copy_afresh(LaneName.H2D, Tier.DEVICE, source, launch)
+
+    def prefetch_into(
+        self, destination: torch.Tensor, source: torch.Tensor, launch: Launch
+    ) -> None:
+        self._start_copy(LaneName.H2D, destination, source, launch)
+
+    def host_cast(self, source: torch.Tensor, dtype: torch.dtype, launch: Launch) -> torch.Tensor:
+        made = self._allocate(Tier.HOST, source, dtype)
+        self.meter.track(made, Tier.HOST, launch.task)
+        self._start_work(lambda: made.copy_(source), launch, fresh=made)
+        return made
+
+    def run_region(self, region: fx.GraphModule, inputs: Sequence[Any], launch: Launch) -> None:
+        kernel = self._kernels[launch.task]
+        self._start_work(lambda: kernel(inputs, self.meter), launch)
+
+    def skip(self, launch: Launch) -> None:
+        """Note a task that does nothing but come after others."""
+        self._submit(LaneName.HOST, launch, _nothing)
 
     def bring_home(self, tensors: Sequence[tuple[torch.Tensor, Tier]]) -> None:
         """Move persistent tensors of the user's to the tiers where the plan wants them."""
@@ -122,15 +150,36 @@ class Device(ABC, Runtime):
     def random_state_devices(self) -> Sequence[int]:
         """Indices of the accelerators whose random numbers the step draws from."""
 
-    def _needed(self, after: Sequence[str], after_previous: Sequence[str]) -> list[Task]:
-        """The tasks that one waits for before it starts."""
-        previous = [self._previous[name] for name in after_previous if name in self._previous]
-        return [*previous, *(self._tasks[name] for name in after)]
+    @abstractmethod
+    def _allocate(self, tier: Tier, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor on `tier` of the size and layout of `like`, which is dense."""
 
-    def _submit(
-        self, lane: LaneName, name: str, needed: Sequence[Task], work: Callable[[], object]
+    @abstractmethod
+    def _start_copy(
+        self, lane: LaneName, destination: torch.Tensor, source: torch.Tensor, launch: Launch
     ) -> None:
-        self._tasks[name] = self._lanes[lane].submit(name, work, needed)
+        """Start a copy on a lane of the link; return before it is done."""
+
+    @abstractmethod
+    def _start_work(
+        self, work: Callable[[], object], launch: Launch, fresh: torch.Tensor | None = None
+    ) -> None:
+        """Start `work` on the host; return before it is done. `fresh` is what it makes, if any."""
+
+    def _copy_afresh(
+        self, lane: LaneName, tier: Tier, source: torch.Tensor, launch: Launch
+    ) -> torch.Tensor:
+        """A new tensor on `tier` that gets the whole storage of `source`, so that any view fits."""
+        row = whole_storage(source)
+        copied = self._allocate(tier, row, row.dtype)
+        self.meter.track(copied, tier, launch.task)
+        self._start_copy(lane, copied, row, launch)
+        return copied.as_strided(source.size(), source.stride(), source.storage_offset())
+
+    def _submit(self, lane: LaneName, launch: Launch, work: Callable[[], object]) -> None:
+        previous = [self._previous[t] for t in launch.after_previous if t in self._previous]
+        needed = [*previous, *(self._tasks[task] for task in launch.after)]
+        self._tasks[launch.task] = self._lanes[lane].submit(launch.task, work, needed)
 
 
 @contextmanager
@@ -144,68 +193,30 @@ def rehearsing(device: Device) -> Iterator[None]:
 
 
 class _Rehearsal(Runtime):
-    """Nothing comes before a rehearsal: what would come after a task of the step before, starts."""
+    """Starts what writes to nothing that was there before; of the rest, notes that it came."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
 
-    def offload(
-        self,
-        source: torch.Tensor,
-        task: str,
-        after: Sequence[str],
-        after_previous: Sequence[str] = (),
-    ) -> torch.Tensor:
-        return self._device.offload(source, task, after)
+    def offload(self, source: torch.Tensor, launch: Launch) -> torch.Tensor:
+        return self._device.offload(source, launch)
 
-    def offload_into(
-        self,
-        destination: torch.Tensor,
-        source: torch.Tensor,
-        task: str,
-        after: Sequence[str],
-        after_previous: Sequence[str] = (),
-    ) -> None:
-        self._device.skip(task, after)
+    def offload_into(self, destination: torch.Tensor, source: torch.Tensor, launch: Launch) -> None:
+        self._device.skip(launch)
 
-    def prefetch(
-        self,
-        source: torch.Tensor,
-        task: str,
-        after: Sequence[str],
-        after_previous: Sequence[str] = (),
-    ) -> torch.Tensor:
-        return self._device.prefetch(source, task, after)
+    def prefetch(self, source: torch.Tensor, launch: Launch) -> torch.Tensor:
+        return self._device.prefetch(source, launch)
 
     def prefetch_into(
-        self,
-        destination: torch.Tensor,
-        source: torch.Tensor,
-        task: str,
-        after: Sequence[str],
-        after_previous: Sequence[str] = (),
+        self, destination: torch.Tensor, source: torch.Tensor, launch: Launch
     ) -> None:
-        self._device.skip(task, after)
+        self._device.skip(launch)
 
-    def host_cast(
-        self,
-        source: torch.Tensor,
-        dtype: torch.dtype,
-        task: str,
-        after: Sequence[str],
-        after_previous: Sequence[str] = (),
-    ) -> torch.Tensor:
-        return self._device.host_cast(source, dtype, task, after)
+    def host_cast(self, source: torch.Tensor, dtype: torch.dtype, launch: Launch) -> torch.Tensor:
+        return self._device.host_cast(source, dtype, launch)
 
-    def run_region(
-        self,
-        region: fx.GraphModule,
-        task: str,
-        after: Sequence[str],
-        inputs: Sequence[Any],
-        after_previous: Sequence[str] = (),
-    ) -> None:
-        self._device.skip(task, after)
+    def run_region(self, region: fx.GraphModule, inputs: Sequence[Any], launch: Launch) -> None:
+        self._device.skip(launch)
 
     def wait(self, tasks: Sequence[str]) -> None:
         self._device.wait(tasks)

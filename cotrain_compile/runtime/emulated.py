@@ -9,29 +9,24 @@ take as long as the machine's links say. `poison` can be left out to measure tim
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from torch import fx
 
 from cotrain_compile.machine import Link, Machine, Tier
 from cotrain_compile.plan import Lane as LaneName
 from cotrain_compile.plan import Span
-from cotrain_compile.runtime.device import Device, whole_storage
+from cotrain_compile.runtime.device import Device
 from cotrain_compile.runtime.host_kernels import HostKernel
-from cotrain_compile.runtime.lanes import Task
 from cotrain_compile.runtime.meter import Meter
+from cotrain_compile.runtime.ops import Launch
 
 # Linux wakes a sleeping thread this much late (prctl(2), PR_SET_TIMERSLACK).
 _TIMER_SLACK_S = 50e-6
 
 
 class EmulatedDevice(Device):
-    """Runs the tasks of a placed step on threads; one per compiled step.
-
-    `kernels` has a host kernel for each region, by task name.
-    """
+    """Runs the tasks of a placed step on threads; one per compiled step."""
 
     def __init__(
         self,
@@ -42,81 +37,11 @@ class EmulatedDevice(Device):
         throttle: bool = False,
         poison: bool = True,
     ) -> None:
-        super().__init__(Meter(budgets), machine.host_update.workers)
-        self._kernels = kernels
+        super().__init__(Meter(budgets), kernels, machine.host_update.workers)
         self._poison = _poison if poison else _leave
         links = {LaneName.D2H: machine.d2h, LaneName.H2D: machine.h2d}
         self._links: Mapping[LaneName, Link] = links if throttle else {}
         self._host_bytes_per_s = machine.host.bytes_per_s
-
-    def offload(
-        self,
-        source: torch.Tensor,
-        task: str,
-        after: Sequence[str],
-        after_previous: Sequence[str] = (),
-    ) -> torch.Tensor:
-        needed = self._needed(after, after_previous)
-        return self._copy_afresh(LaneName.D2H, Tier.HOST, source, task, needed)
-
-    def offload_into(
-        self,
-        destination: torch.Tensor,
-        source: torch.Tensor,
-        task: str,
-        after: Sequence[str],
-        after_previous: Sequence[str] = (),
-    ) -> None:
-        needed = self._needed(after, after_previous)
-        self._copy_over(LaneName.D2H, destination, source, task, needed)
-
-    def prefetch(
-        self,
-        source: torch.Tensor,
-        task: str,
-        after: Sequence[str],
-        after_previous: Sequence[str] = (),
-    ) -> torch.Tensor:
-        needed = self._needed(after, after_previous)
-        return self._copy_afresh(LaneName.H2D, Tier.DEVICE, source, task, needed)
-
-    def prefetch_into(
-        self,
-        destination: torch.Tensor,
-        source: torch.Tensor,
-        task: str,
-        after: Sequence[str],
-        after_previous: Sequence[str] = (),
-    ) -> None:
-        needed = self._needed(after, after_previous)
-        self._copy_over(LaneName.H2D, destination, source, task, needed)
-
-    def host_cast(
-        self,
-        source: torch.Tensor,
-        dtype: torch.dtype,
-        task: str,
-        after: Sequence[str],
-        after_previous: Sequence[str] = (),
-    ) -> torch.Tensor:
-        made = torch.empty_like(source, dtype=dtype, requires_grad=False)
-        self._poison(made)
-        self.meter.track(made, Tier.HOST, task)
-        needed = self._needed(after, after_previous)
-        self._submit(LaneName.HOST, task, needed, lambda: made.copy_(source))
-        return made
-
-    def run_region(
-        self,
-        region: fx.GraphModule,
-        task: str,
-        after: Sequence[str],
-        inputs: Sequence[Any],
-        after_previous: Sequence[str] = (),
-    ) -> None:
-        kernel = self._kernels[task]
-        needed = self._needed(after, after_previous)
-        self._submit(LaneName.HOST, task, needed, lambda: kernel(inputs, self.meter))
 
     def mark(self) -> float:
         return time.perf_counter()
@@ -140,30 +65,24 @@ class EmulatedDevice(Device):
     def random_state_devices(self) -> Sequence[int]:
         return ()
 
-    def _copy_afresh(
-        self, lane: LaneName, tier: Tier, source: torch.Tensor, task: str, needed: Sequence[Task]
-    ) -> torch.Tensor:
-        """A new tensor on `tier` that gets the whole storage of `source`, so that any view fits."""
-        row = whole_storage(source)
-        copied = torch.empty_like(row)
-        self._poison(copied)
-        self.meter.track(copied, tier, task)
-        self._submit(lane, task, needed, lambda: self._copy(lane, copied, row))
-        return copied.as_strided(source.size(), source.stride(), source.storage_offset())
+    def _allocate(self, tier: Tier, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        made = torch.empty_like(like, dtype=dtype, requires_grad=False)
+        self._poison(made)
+        return made
 
-    def _copy_over(
-        self,
-        lane: LaneName,
-        destination: torch.Tensor,
-        source: torch.Tensor,
-        task: str,
-        needed: Sequence[Task],
+    def _start_copy(
+        self, lane: LaneName, destination: torch.Tensor, source: torch.Tensor, launch: Launch
     ) -> None:
         def copy() -> None:
             self._poison(destination)
             self._copy(lane, destination, source)
 
-        self._submit(lane, task, needed, copy)
+        self._submit(lane, launch, copy)
+
+    def _start_work(
+        self, work: Callable[[], object], launch: Launch, fresh: torch.Tensor | None = None
+    ) -> None:
+        self._submit(LaneName.HOST, launch, work)
 
     def _copy(self, lane: LaneName, destination: torch.Tensor, source: torch.Tensor) -> None:
         nbytes, link = source.untyped_storage().nbytes(), self._links.get(lane)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -29,70 +30,41 @@ _library.define("wait(str[] tasks, Tensor[] kept) -> ()")
 _library.define("wait_previous(str[] tasks) -> ()")
 
 
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """The start of `task`: when those of `after` in its step, and of the one before, are done."""
+
+    task: str
+    after: Sequence[str] = ()
+    after_previous: Sequence[str] = ()
+
+
 class Runtime(Protocol):
     """Carries out tasks: one implementation per kind of device."""
 
-    def offload(
-        self,
-        source: torch.Tensor,
-        task: str,
-        after: Sequence[str],
-        after_previous: Sequence[str] = (),
-    ) -> torch.Tensor:
-        """Start a copy to the host; the result is valid when `task` is done."""
+    def offload(self, source: torch.Tensor, launch: Launch) -> torch.Tensor:
+        """Start a copy to the host; the result is valid when the task is done."""
         ...
 
-    def offload_into(
-        self,
-        destination: torch.Tensor,
-        source: torch.Tensor,
-        task: str,
-        after: Sequence[str],
-        after_previous: Sequence[str] = (),
-    ) -> None:
+    def offload_into(self, destination: torch.Tensor, source: torch.Tensor, launch: Launch) -> None:
         """Start a copy from the device over `destination` on the host."""
         ...
 
-    def prefetch(
-        self,
-        source: torch.Tensor,
-        task: str,
-        after: Sequence[str],
-        after_previous: Sequence[str] = (),
-    ) -> torch.Tensor:
-        """Start a copy to the device; the result is valid when `task` is done."""
+    def prefetch(self, source: torch.Tensor, launch: Launch) -> torch.Tensor:
+        """Start a copy to the device; the result is valid when the task is done."""
         ...
 
     def prefetch_into(
-        self,
-        destination: torch.Tensor,
-        source: torch.Tensor,
-        task: str,
-        after: Sequence[str],
-        after_previous: Sequence[str] = (),
+        self, destination: torch.Tensor, source: torch.Tensor, launch: Launch
     ) -> None:
         """Start a copy from the host over `destination` on the device."""
         ...
 
-    def host_cast(
-        self,
-        source: torch.Tensor,
-        dtype: torch.dtype,
-        task: str,
-        after: Sequence[str],
-        after_previous: Sequence[str] = (),
-    ) -> torch.Tensor:
+    def host_cast(self, source: torch.Tensor, dtype: torch.dtype, launch: Launch) -> torch.Tensor:
         """Start to make a copy of `source` in another precision, both on the host."""
         ...
 
-    def run_region(
-        self,
-        region: fx.GraphModule,
-        task: str,
-        after: Sequence[str],
-        inputs: Sequence[Any],
-        after_previous: Sequence[str] = (),
-    ) -> None:
+    def run_region(self, region: fx.GraphModule, inputs: Sequence[Any], launch: Launch) -> None:
         """Start `region` on the host with `inputs`, some of which it writes."""
         ...
 
@@ -126,12 +98,15 @@ def host_region(
     after_previous: Sequence[str] = (),
 ) -> None:
     """Graph node: the update of one parameter, on the host."""
-    _current.get().run_region(region, task, after, inputs, after_previous)
+    _current.get().run_region(region, inputs, Launch(task, after, after_previous))
 
 
-def _by_the_runtime(name: str) -> Callable[..., Any]:
+def _by_the_runtime(name: str, operands: int) -> Callable[..., Any]:
+    """Carries out the op `name`, whose arguments are `operands` values and then its launch."""
+
     def carry_out(*arguments: Any) -> Any:
-        return getattr(_current.get(), name)(*arguments)
+        launch = Launch(*arguments[operands:])
+        return getattr(_current.get(), name)(*arguments[:operands], launch)
 
     return carry_out
 
@@ -140,10 +115,16 @@ def _wait(tasks: Sequence[str], kept: Sequence[torch.Tensor]) -> None:
     _current.get().wait(tasks)
 
 
-for _name in ("offload", "offload_into", "prefetch", "prefetch_into", "host_cast"):
-    _library.impl(_name, _by_the_runtime(_name), "CompositeExplicitAutograd")
+def _wait_previous(tasks: Sequence[str]) -> None:
+    _current.get().wait_previous(tasks)
+
+
+_OPERANDS = {"offload": 1, "offload_into": 2, "prefetch": 1, "prefetch_into": 2, "host_cast": 2}
+
+for _name, _operands in _OPERANDS.items():
+    _library.impl(_name, _by_the_runtime(_name, _operands), "CompositeExplicitAutograd")
 _library.impl("wait", _wait, "CompositeExplicitAutograd")
-_library.impl("wait_previous", _by_the_runtime("wait_previous"), "CompositeExplicitAutograd")
+_library.impl("wait_previous", _wait_previous, "CompositeExplicitAutograd")
 
 
 class _Ops:

@@ -8,7 +8,7 @@ parameters and optimizer states, to the bit. Without a wait, or with a link that
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
@@ -26,7 +26,7 @@ from cotrain_compile.placement.replay import replay
 from cotrain_compile.placement.residency import device_bytes, device_program
 from cotrain_compile.plan import HostRegion, Plan, Task, Transfer, UpdateMode
 from cotrain_compile.presets import find
-from cotrain_compile.runtime.ops import TASKS, task_name
+from cotrain_compile.runtime.ops import TASKS, Launch, task_name
 from cotrain_compile.runtime.ops import cotrain as ops
 from tests.graph.captured_steps import TRAININGS, Captured, captured, differences, place, reference
 from tests.graph.random_plans import last_moment_plan, random_plan
@@ -201,11 +201,11 @@ def run_failing_step(stores_that_work: int) -> tuple[Captured, list[Any], str]:
     device = compiled._device
     store, calls = device.offload_into, list[str]()
 
-    def fail_late(home: Tensor, source: Tensor, task: str, after: Sequence[str]) -> None:
-        calls.append(task)
+    def fail_late(home: Tensor, source: Tensor, launch: Launch) -> None:
+        calls.append(launch.task)
         if len(calls) > stores_that_work:
             raise RuntimeError("the link is down")
-        store(home, source, task, after)
+        store(home, source, launch)
 
     inputs = [v.clone() if isinstance(v, Tensor) else v for v in step.inputs]
     with (

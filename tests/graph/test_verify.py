@@ -28,7 +28,7 @@ from cotrain_compile.plan import Plan
 from cotrain_compile.runtime.emulated import EmulatedDevice
 from cotrain_compile.runtime.host_kernels import HostKernel, host_kernels
 from cotrain_compile.runtime.meter import Meter
-from cotrain_compile.runtime.ops import host_region
+from cotrain_compile.runtime.ops import Launch, host_region
 from tests.graph.steps import (
     CASES,
     OPTIMIZERS,
@@ -193,11 +193,9 @@ class ForgetfulDevice(EmulatedDevice):
 
     forgets = ""
 
-    def prefetch(
-        self, source: Tensor, task: str, after: Sequence[str], after_previous: Sequence[str] = ()
-    ) -> Tensor:
-        lost = source.zero_() if task.endswith(self.forgets) else source
-        return super().prefetch(lost, task, after, after_previous)
+    def prefetch(self, source: Tensor, launch: Launch) -> Tensor:
+        lost = source.zero_() if launch.task.endswith(self.forgets) else source
+        return super().prefetch(lost, launch)
 
 
 def test_a_lost_state_is_named_though_its_update_overwrites_it() -> None:
