@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -58,6 +59,7 @@ class CompiledStep:
         self.last_run_s = 0.0
         self._device = device
         self._signals = HeldSignals()
+        self._is_running = threading.Lock()
         self.tail = Tail(device)
         self.lowered = lowered
         self._program = (
@@ -94,8 +96,13 @@ class CompiledStep:
         """Run one step on the tensors of the graph's inputs; called by torch.compile.
 
         Raises `StepFailed` when a step before failed while it updated and nothing has been loaded
-        since, and when this one does; else what went wrong, with a note that nothing was changed.
+        since, when another thread is at it, and when this one fails while it updates; else what
+        went wrong, with a note that nothing was changed.
         """
+        with self._alone():
+            return self._run(inputs)
+
+    def _run(self, inputs: list[Any]) -> Any:
         self._device.refuse_if_unusable()
         wait_for_tails(but=self.tail)
         self._refuse_torn(inputs)
@@ -104,6 +111,7 @@ class CompiledStep:
         self.bring_home(inputs)
         with record_function(STEP_BEGINS):
             device.start_step()
+        self._program.begin_step()
         try:
             self._count_inputs(inputs)
             with running_on(device):
@@ -137,6 +145,22 @@ class CompiledStep:
 
         Random number state is put back. Raises what goes wrong, with all tensors as they were.
         """
+        with self._alone():
+            self._rehearse(inputs)
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        if not self._is_running.acquire(blocking=False):
+            raise StepFailed(
+                "this step is at work in another thread, and this call has changed nothing; let "
+                "one thread call it, or compile a step with a model of its own for each"
+            )
+        try:
+            yield
+        finally:
+            self._is_running.release()
+
+    def _rehearse(self, inputs: Sequence[Any]) -> None:
         device = self._device
         device.refuse_if_unusable()
         self.bring_home(inputs)

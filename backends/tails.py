@@ -86,7 +86,7 @@ def wait_for_tails(but: Tail | None = None) -> None:
     Raises `StepFailed` for the first tail that failed, when all have ended.
     """
     failures = []
-    for tail in [tail for tail in _in_flight.values() if tail is not but]:
+    for tail in [tail for tail in list(_in_flight.values()) if tail is not but]:
         try:
             tail.wait()
         except StepFailed as error:
