@@ -170,20 +170,19 @@ def test_one_step_in_two_threads_is_refused_and_the_first_goes_on() -> None:
 
 
 def test_two_threads_compile_and_train_steps_of_their_own(tmp_path: Path) -> None:
-    def train(width: int) -> dict[str, Tensor]:
-        folder = tmp_path / str(width)
-        folder.mkdir(exist_ok=True)
-        with torch.random.fork_rng():
-            training = make_training(folder, overlap=False)
+    def trained(width: int) -> Callable[[], dict[str, Tensor]]:
+        training = make_training(tmp_path, overlap=False)  # draws numbers, which threads share
         x = torch.linspace(-1, 1, 12 * width).reshape(width, 12)
-        for _ in range(3):
-            training.step(x, x.argmax(1) % 4)
-        return training.tensors()
 
-    torch.nn.Module()  # in one thread after the other, then at the same time
-    expected = [train(8), train(16)]
+        def train() -> dict[str, Tensor]:
+            for _ in range(3):
+                training.step(x, x.argmax(1) % 4)
+            return training.tensors()
+
+        return train
+
+    expected = [trained(8)(), trained(16)()]
     torch._dynamo.reset()
-    left = in_threads(lambda: train(8), lambda: train(16))
-    for found, wanted in zip(left, expected, strict=True):
+    for found, wanted in zip(in_threads(trained(8), trained(16)), expected, strict=True):
         assert not isinstance(found, BaseException), found
         torch.testing.assert_close(found, wanted, rtol=0, atol=0)
