@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from cotrain_compile.placement.predict import predict_steady_state
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.plan import STEP_BEGINS, Plan, Timeline
 from cotrain_compile.runtime.device import Device, rehearsing
-from cotrain_compile.runtime.interrupts import HeldInterrupt
+from cotrain_compile.runtime.interrupts import HeldSignals
 from cotrain_compile.runtime.ops import host_region, running_on
 
 # What has a home: a gradient that the user keeps stays on the device.
@@ -57,13 +58,14 @@ class CompiledStep:
         self.step_ended: Callable[[Timeline], None] = _ignore
         self.last_run_s = 0.0
         self._device = device
-        self._interrupt = HeldInterrupt()
+        self._signals = HeldSignals()
+        self._is_running = threading.Lock()
         self.tail = Tail(device)
         self.lowered = lowered
         self._program = (
-            EagerProgram(graph, device, self._interrupt.hold)
+            EagerProgram(graph, device, self._signals.hold)
             if lowered is None
-            else SegmentedProgram(lowered, device, self._interrupt.hold)
+            else SegmentedProgram(lowered, device, self._signals.hold)
         )
         self._tiers = [plan.placement.homes.get(item.name, Tier.DEVICE) for item in graph.inputs]
         self._constants = [
@@ -94,8 +96,14 @@ class CompiledStep:
         """Run one step on the tensors of the graph's inputs; called by torch.compile.
 
         Raises `StepFailed` when a step before failed while it updated and nothing has been loaded
-        since, and when this one does; else what went wrong, with a note that nothing was changed.
+        since, when another thread is at it, and when this one fails while it updates; else what
+        went wrong, with a note that nothing was changed.
         """
+        with self._alone():
+            return self._run(inputs)
+
+    def _run(self, inputs: list[Any]) -> Any:
+        self._device.refuse_if_unusable()
         wait_for_tails(but=self.tail)
         self._refuse_torn(inputs)
         inputs = self._with_own_values(inputs)
@@ -103,17 +111,18 @@ class CompiledStep:
         self.bring_home(inputs)
         with record_function(STEP_BEGINS):
             device.start_step()
+        self._program.begin_step()
         try:
             self._count_inputs(inputs)
             with running_on(device):
                 outputs = self._program.run_step(inputs)
             device.finish_step()
         except BaseException as error:
-            self._interrupt.hold()
+            self._signals.hold()
             device.drain()
             self._program.forget()
             torn = self.tail.tear(self._program.written, self._named(inputs))
-            self._release_interrupt_quietly()
+            self._release_signals_quietly()
             if torn and isinstance(error, Exception):
                 raise StepFailed(f"{str(error).rstrip('.')}. {torn}") from error
             error.add_note(torn or self._nothing_changed())
@@ -124,7 +133,7 @@ class CompiledStep:
         self.tail.step_returns(self._program.written, self._named(inputs))
         self.measured = self._measure()
         try:
-            self._interrupt.release()
+            self._signals.release()
         except KeyboardInterrupt as interrupt:
             interrupt.add_note("The step was finished first: parameters and states are consistent.")
             raise
@@ -136,7 +145,24 @@ class CompiledStep:
 
         Random number state is put back. Raises what goes wrong, with all tensors as they were.
         """
+        with self._alone():
+            self._rehearse(inputs)
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        if not self._is_running.acquire(blocking=False):
+            raise StepFailed(
+                "this step is at work in another thread, and this call has changed nothing; let "
+                "one thread call it, or compile a step with a model of its own for each"
+            )
+        try:
+            yield
+        finally:
+            self._is_running.release()
+
+    def _rehearse(self, inputs: Sequence[Any]) -> None:
         device = self._device
+        device.refuse_if_unusable()
         self.bring_home(inputs)
         device.start_step()
         try:
@@ -218,9 +244,9 @@ class CompiledStep:
         but = f"; its forward has updated {few(statistics)}" if statistics else ""
         return f"No parameter or optimizer state was changed by this step{but}."
 
-    def _release_interrupt_quietly(self) -> None:
+    def _release_signals_quietly(self) -> None:
         with contextlib.suppress(KeyboardInterrupt):  # the error being raised ends the step anyway
-            self._interrupt.release()
+            self._signals.release()
 
 
 def _ignore(measured: Timeline) -> None:

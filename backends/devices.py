@@ -80,17 +80,20 @@ def runtime_for(
     step: StepGraph, problem: Problem, kernels: Mapping[str, HostKernel], options: Options
 ) -> Device:
     """The device that carries out the tasks of the step."""
+    device: Device
     if runs_on_cuda(step):
-        device = compute_device_of(step)
-        timed = options.timeline
-        return cuda_device(device, problem.machine, problem.budgets, kernels, timed=timed)
-    return EmulatedDevice(
-        problem.machine,
-        problem.budgets,
-        kernels,
-        throttle=options.throttle,
-        poison=options.poison,
-    )
+        card, timed = compute_device_of(step), options.timeline
+        device = cuda_device(card, problem.machine, problem.budgets, kernels, timed=timed)
+    else:
+        device = EmulatedDevice(
+            problem.machine,
+            problem.budgets,
+            kernels,
+            throttle=options.throttle,
+            poison=options.poison,
+        )
+    device.watchdog_s = options.watchdog_s
+    return device
 
 
 def _traced_devices(step: StepGraph) -> set[torch.device]:

@@ -67,13 +67,18 @@ class EagerProgram(fx.Interpreter):
             if end is not None
         ]
 
+    def begin_step(self) -> None:
+        """From here on nothing has been written."""
+        self.written, self._marks = [], []
+
     def run_step(self, inputs: Sequence[Any], *, rehearse: bool = False) -> Any:
         """Run the step once on `inputs`, in the order of its placeholders.
 
         `rehearse` leaves out the nodes that write into an input. What a step that failed leaves
         behind stays alive until `forget`.
         """
-        self.written, self._marks, self._rehearses = [], [], rehearse
+        self.begin_step()
+        self._rehearses = rehearse
         self._previous = self._device.mark()
         with torch.no_grad():
             outputs = self.run(*inputs)

@@ -2,11 +2,12 @@
 
 A `Tail` belongs to one compiled step. While it is in flight it is known here, so that
 `wait_for_tails` finds it: called by `synchronize`, by every other compiled step, by hooks of the
-models and optimizers, and when the step is collected or the process ends.
+models and optimizers, before a fork, and when the step is collected or the process ends.
 """
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
@@ -55,6 +56,10 @@ class Tail:
             said = damage.text("The step before")
             raise StepFailed(f"{failed[0].name} failed: {failed[0].error}. {said}")
 
+    def wait_quietly(self) -> None:
+        """Wait until all is done; whether something failed is for `wait` to say."""
+        self._device.drain()
+
     def tear(self, written: Sequence[Write], tensors: Mapping[str, Any]) -> str:
         """Note what a step that failed, or the one before it, has left; in words, "" for nothing.
 
@@ -81,7 +86,7 @@ def wait_for_tails(but: Tail | None = None) -> None:
     Raises `StepFailed` for the first tail that failed, when all have ended.
     """
     failures = []
-    for tail in [tail for tail in _in_flight.values() if tail is not but]:
+    for tail in [tail for tail in list(_in_flight.values()) if tail is not but]:
         try:
             tail.wait()
         except StepFailed as error:
@@ -94,6 +99,16 @@ class Removable(Protocol):
     """A hook that can be taken out again."""
 
     def remove(self) -> None: ...
+
+
+def _wait_before_a_fork() -> None:
+    """The child has no threads to end what is in flight; what failed, the parent is told."""
+    if not is_lane_thread():
+        for tail in list(_in_flight.values()):
+            tail.wait_quietly()
+
+
+os.register_at_fork(before=_wait_before_a_fork)
 
 
 def guard_state(step: object, tail: Tail, owners: Sequence[Owner]) -> None:

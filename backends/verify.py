@@ -33,6 +33,7 @@ from cotrain_compile.extract import buffer_names
 from cotrain_compile.graph import StepGraph, writes
 from cotrain_compile.machine import Tier
 from cotrain_compile.options import Options
+from cotrain_compile.passes.find_accesses import find_race_in
 from cotrain_compile.plan import Plan, Task, Transfer
 from cotrain_compile.runtime.host_kernels import TOLERANCE
 
@@ -118,6 +119,16 @@ class VerifiedStep:
                 if not result.is_output:
                     right = expected.inputs[self._step.inputs[result.position].node]
                     inputs[result.position].copy_(right)
+
+
+def refuse_race(placed: StepGraph) -> None:
+    """Raise `VerifyError` where two accesses of a placed step are in a race."""
+    race = find_race_in(placed)
+    if race is not None:
+        raise VerifyError(
+            f"{race}. The step has not run. That is a bug of this package: please report it with "
+            "the folder of the option 'dump', and go on with policy 'resident' or in eager"
+        )
 
 
 def _results(step: StepGraph, plan: Plan, options: Options) -> Iterator[Result]:

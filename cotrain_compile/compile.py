@@ -35,7 +35,7 @@ from cotrain_compile.backends.first_step import Rehearsed
 from cotrain_compile.backends.lower import LoweredStep, lower
 from cotrain_compile.backends.per_shape import PerShape
 from cotrain_compile.backends.tails import Owner, guard_state, wait_for_tails
-from cotrain_compile.backends.verify import VerifiedStep
+from cotrain_compile.backends.verify import VerifiedStep, refuse_race
 from cotrain_compile.capture import Session, capture, current_session, install
 from cotrain_compile.capture.aot import traced_modules
 from cotrain_compile.capture.hook import frame_objects
@@ -222,6 +222,8 @@ def compile_step(
         plan = (before and keep(problem, before)) or plan_for(problem, options, progress)
     check(problem, plan)
     placed = run_passes(step, plan, narrator.observer)
+    if options.verify:
+        refuse_race(placed)
     narrator.tell(problem, plan)
     kernels = host_kernels(placed, options.host_kernels)
     device = runtime_for(step, problem, kernels, options)

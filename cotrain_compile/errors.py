@@ -56,7 +56,7 @@ class StepFailed(CotrainError, RuntimeError):
 
 
 class VerifyError(CotrainError, RuntimeError):
-    """A verified step did not do what the captured step does; the first tensor that differs."""
+    """A verified step is not what the captured one is: the first tensor that differs, or a race."""
 
 
 class HostMemoryError(CotrainError, RuntimeError):

@@ -33,12 +33,24 @@ def save(value: Any, path: str | os.PathLike[str]) -> None:
     Raises FormatError when a field of `value` is not what its type says, OSError when the file
     cannot be written.
     """
-    path = Path(path)
-    content = to_json(value, where=f"the value for {path}").encode()
-    temporary = path.with_name(f".{uuid4().hex}.tmp")
+    write_whole(path, to_json(value, where=f"the value for {path}"))
+
+
+def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
+    """Write a file; a reader, and a process that dies meanwhile, leave the old or the new one.
+
+    Through links, and to what is no file (a pipe, a device), as `open` does. Raises OSError when it
+    cannot be written: then the old file is as it was.
+    """
+    data = content.encode() if isinstance(content, str) else content
+    target = Path(os.path.realpath(path))
+    if target.exists() and not target.is_file():
+        target.write_bytes(data)
+        return
+    temporary = target.with_name(f".{uuid4().hex}.tmp")
     try:
-        temporary.write_bytes(content)
-        os.replace(temporary, path)
+        temporary.write_bytes(data)
+        os.replace(temporary, target)
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -15,6 +15,8 @@ from cotrain_compile.machine import Machine, Tier
 
 # Seconds between the plain lines of `live=True`.
 LIVE_S = 30.0
+# No copy and no update of one parameter takes as long.
+WATCHDOG_S = 600.0
 
 _UNITS = {
     "": 1,
@@ -61,7 +63,7 @@ class Options:
     Budgets of None mean the capacity of the tier. `device` of None means where the model lives,
     `lowering` and `remat` of None what `lowering_on` and `remat_on` say. `plan` is the path of a
     saved plan, used in place of `policy`. `time_limit` is in seconds, `verify` in steps; `live` is
-    seconds between lines, None for none.
+    seconds between lines, `watchdog_s` seconds of a copy or an update, None for none.
     """
 
     memory_budget: Size | None = None
@@ -89,6 +91,7 @@ class Options:
     poison: bool = True
     profile: str | None = None
     verify: int = 0
+    watchdog_s: float | None = WATCHDOG_S
 
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> Options:
@@ -177,6 +180,15 @@ def _interval(value: object) -> float | None:
     return float(value)
 
 
+def _patience(value: object) -> float | None:
+    if value is False or value is None:
+        return None
+    try:
+        return _seconds(value)
+    except ValueError:
+        raise ValueError("a number of seconds above 0, or False") from None
+
+
 def _count(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise ValueError("a number of steps, 0 or more")
@@ -254,4 +266,5 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
     "poison": _flag,
     "profile": _text,
     "verify": _count,
+    "watchdog_s": _patience,
 }

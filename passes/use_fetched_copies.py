@@ -1,12 +1,13 @@
 """Use the fetched copies: from the wait for a prefetch on, ops use the copy it made.
 
     %d = cotrain.prefetch(%h, 'fetch.w', [])          %d = cotrain.prefetch(%h, 'fetch.w', [])
-    cotrain.wait(['fetch.w'], [])                 ->  cotrain.wait(['fetch.w'], [])
+    cotrain.wait(['fetch.w'], [])                 ->  cotrain.wait(['fetch.w'], [%d])
     %mm(%x, %t(%w))                                   %mm(%x, %t_1(%d))
 
 A view made before the wait and used after it is made again from the copy. A write goes to the copy;
-so do offloads. A wait holds what the offloads it waits for copy, so that this memory is freed there
-and nowhere else. What the step returns of a buffer at home on the host shows the home.
+so do offloads. A wait holds the memory on the device that its copies read or write, so that it is
+not freed before, and that of an offload not later. What the step returns of a buffer at home on the
+host shows the home.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ class _Walk:
 
     def _wait(self, wait: fx.Node) -> None:
         tasks: list[str] = wait.args[0]  # type: ignore[assignment]
-        wait.args = (tasks, [self.offloaded[t] for t in tasks if t in self.offloaded])
+        copied = self.offloaded | self.fetched
+        wait.args = (tasks, [copied[t] for t in tasks if t in copied])
         for task in tasks:
             if task in self.fetched:
                 self.copies[storage(self.fetched[task])] = _Copy(self.fetched[task])

@@ -19,10 +19,11 @@ from cotrain_compile.plan import Placement
 from cotrain_compile.units import format_bytes
 
 
-def refuse(problem: Problem, cuts: Sequence[Choices]) -> NoReturn:
+def refuse(problem: Problem, cuts: Sequence[Choices], failure: str = "") -> NoReturn:
     """Raise `PlacementError` with the least device (or host) budget that would do.
 
-    Raises `PlanError` where the budgets would do and only time was too short.
+    Raises `PlanError` where the budgets would do: time was too short, or the solver failed, and
+    `failure` says how.
 
     The least device budget is that of the placement in which everything leaves that can; `cuts`
     are the same step cut in several ways.
@@ -42,6 +43,11 @@ def refuse(problem: Problem, cuts: Sequence[Choices]) -> NoReturn:
     plenty = replace(problem, budgets={**problem.budgets, Tier.HOST: 1 << 62})
     needed = _host_bytes(plenty, choices)
     host = problem.budgets[Tier.HOST]
+    if needed <= host and failure:
+        raise PlanError(
+            f"the solver failed ({failure}), though there is a plan; try the other one (solver), or "
+            "use policy 'auto', which falls back on simpler ways"
+        )
     if needed <= host:
         raise PlanError(
             "the solver found no plan in its time limit, though there is one; give it more time "

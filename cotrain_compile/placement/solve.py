@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import isfinite
+from typing import NoReturn
 
 from cotrain_compile.errors import PlacementError
 from cotrain_compile.machine import Tier
@@ -146,7 +147,7 @@ class _Search:
         for plan in incumbents:
             self._reuse(plan)
         if not self.drafts:
-            refuse(self.problem, (self.choices, self.peak_choices))
+            self._refuse()
 
     def _single(self, policy: str) -> None:
         """One policy, whose refusal is the user's answer."""
@@ -167,7 +168,11 @@ class _Search:
         else:
             self._keep(policy, draft(self.problem, rule(policy)(self.problem.dataflow)))
         if not self.drafts:
-            refuse(self.problem, (self.choices, self.peak_choices))
+            self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        failure = self.solution.failure if self.solution else ""
+        refuse(self.problem, (self.choices, self.peak_choices), failure)
 
     def _attempt(self, name: str, placement: Callable[[], Placement]) -> bool:
         """Schedule a placement; returns whether it fits."""
@@ -319,7 +324,7 @@ class _Search:
         )
         solution = solve_program(
             program,
-            pick(self.settings.solver),
+            self.settings.solver,
             time_limit_s=max(least * self.settings.time_limit_s, 0.6 * self.left_s),
             gap=self.settings.gap,
             seed=self.settings.seed,
@@ -344,7 +349,7 @@ class _Search:
         solution = self.solution
         claim = solution if solution is not None and solution.decisions is not None else None
         return SolveReport(
-            solver=pick(self.settings.solver) if solution else "rules",
+            solver="rules" if solution is None or solution.failure else pick(self.settings.solver),
             status=solution.status if solution else "not needed",
             seed=self.settings.seed,
             seconds=time.monotonic() - self.began,
@@ -357,10 +362,17 @@ class _Search:
         )
 
     def _notes(self, name: str) -> tuple[str, ...]:
-        solution = self.solution
-        if solution is not None and "time" in solution.status:
-            return (f"the solver stopped at its time limit; the plan is that of {name}",)
-        return ()
+        solution, asked = self.solution, self.settings.solver
+        if solution is None:
+            return ()
+        if solution.failure:
+            return (f"the solver {asked} failed ({solution.failure}); the plan is that of {name}",)
+        notes = []
+        if pick(asked) != asked:
+            notes.append(f"the solver {asked} is not installed; {pick(asked)} has taken its place")
+        if "time" in solution.status:
+            notes.append(f"the solver stopped at its time limit; the plan is that of {name}")
+        return tuple(notes)
 
 
 def certified_bound_s(problem: Problem, settings: SolveSettings) -> float:
@@ -379,7 +391,7 @@ def certified_bound_s(problem: Problem, settings: SolveSettings) -> float:
     )
     solution = solve_program(
         relaxed,
-        pick(settings.solver),
+        settings.solver,
         time_limit_s=settings.time_limit_s,
         gap=1e-3,
         seed=settings.seed,

@@ -24,7 +24,8 @@ class Solution:
     """What a solver found. `step_s` is by the program's own model.
 
     `objective_s` is the step time with the price of what moves, `bound_s` is a bound on that.
-    `decisions` is None where there is no solution or none was found in time.
+    `decisions` is None where there is no solution or none was found in time. `failure` says in
+    words how the solver failed, "" where it did not.
     """
 
     status: str
@@ -33,6 +34,7 @@ class Solution:
     objective_s: float
     bound_s: float
     seconds: float
+    failure: str = ""
 
 
 def pick(solver: str) -> str:
@@ -56,9 +58,17 @@ def solve_program(
     seed: int,
     start: Decisions | None = None,
 ) -> Solution:
-    """Solve `program`; `start` is a solution to begin with (HiGHS only)."""
+    """Solve `program`; `start` is a solution to begin with (HiGHS only).
+
+    Also where there is no solver, and whatever happens in it: then the solution has a `failure`.
+    """
     began = time.monotonic()
-    status, bound_ms = _SOLVE[solver](program, time_limit_s, gap, seed, start)
+    try:
+        status, bound_ms = _SOLVE[pick(solver)](program, time_limit_s, gap, seed, start)
+    except Exception as error:  # foreign code: pulp, numpy, a library, another program
+        told = " ".join(f"{type(error).__name__}: {error}".split())
+        nothing, seconds = float("inf"), time.monotonic() - began
+        return Solution("failed", None, nothing, nothing, 0.0, seconds, failure=told)
     found = program.model.sol_status in (
         pulp.LpSolutionOptimal,
         pulp.LpSolutionIntegerFeasible,

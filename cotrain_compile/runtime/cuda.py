@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from cotrain_compile.errors import StepFailed
 from cotrain_compile.machine import Tier
 from cotrain_compile.plan import Lane as LaneName
 from cotrain_compile.plan import Span
@@ -38,6 +39,8 @@ from cotrain_compile.runtime.ops import Launch
 from cotrain_compile.runtime.pinned import Event, PinnedPool
 
 _UNLIMITED = 1 << 62
+# How often the end of a copy is asked for: as late as a blocking wait would wake up.
+POLL_S = 5e-5
 
 
 @dataclass
@@ -100,13 +103,29 @@ class CudaDevice(Device):
             self._card.synchronize()  # what is timed has to have come
         # The user may read a home on the host at once, and no stream orders that. What has not
         # been issued yet goes on under the next step, and writes to no home on the host.
-        for copy in self._copies.values():
+        for name, copy in self._copies.items():
             if copy.end is not None:
-                copy.end.synchronize()
+                self._end_of_copy(name, copy.end)
+
+    def _end_of_copy(self, name: str, end: Event) -> None:
+        if self.watchdog_s is None:
+            end.synchronize()
+            return
+        late_s = time.monotonic() + self.watchdog_s
+        while not end.query():
+            if time.monotonic() > late_s:
+                self._given_up = name
+                raise StepFailed(
+                    f"{name} failed: the card had not done this copy {self.watchdog_s:g} s after "
+                    "the rest of the step, when the option watchdog_s gave it up; go on from the "
+                    "last checkpoint in a new process"
+                )
+            time.sleep(POLL_S)
 
     def drain(self) -> None:
         super().drain()
-        self._card.synchronize()
+        if not self._given_up:
+            self._card.synchronize()
 
     @property
     def is_busy(self) -> bool:

@@ -25,6 +25,9 @@ from cotrain_compile.runtime.lanes import Lane, Task
 from cotrain_compile.runtime.meter import Meter
 from cotrain_compile.runtime.ops import Launch, Runtime, running_on
 
+# How often a task is looked at before it is given up.
+POLLS = 10
+
 
 class Device(ABC, Runtime):
     """Runs the tasks of a placed step; one per compiled step.
@@ -38,6 +41,8 @@ class Device(ABC, Runtime):
     slack_bytes = 0
     # Whether `peak_bytes` has what compiled code takes inside, too.
     sees_all_memory = False
+    # After how many seconds of work a task that has not ended is given up; None: never.
+    watchdog_s: float | None = None
 
     def __init__(self, meter: Meter, kernels: Mapping[str, HostKernel], host_workers: int) -> None:
         self.meter = meter
@@ -50,6 +55,16 @@ class Device(ABC, Runtime):
         }
         self._tasks: dict[str, Task] = {}
         self._previous: dict[str, Task] = {}
+        self._given_up = ""
+
+    def refuse_if_unusable(self) -> None:
+        """Raise `StepFailed` where a task has been given up, and in a forked process."""
+        self._lanes[LaneName.HOST].refuse_fork()
+        if self._given_up:
+            raise StepFailed(
+                f"{self._given_up} of an earlier step never ended, and may still write what it "
+                "was to write; go on from the last checkpoint in a new process"
+            )
 
     def start_step(self) -> None:
         """Begin a new step: what is in flight is of the step before, peaks count from here."""
@@ -74,7 +89,7 @@ class Device(ABC, Runtime):
                 self._await(self._previous[name])
 
     def _await(self, task: Task) -> None:
-        task.done.wait()
+        self._end_of(task)
         if task.error is not None:
             # What failed first: the error of a task is also that of those that come after it.
             known = (*self._previous.values(), *self._tasks.values())
@@ -84,7 +99,32 @@ class Device(ABC, Runtime):
     def drain(self) -> None:
         """Wait until every task in flight has ended, whether or not it failed."""
         for task in (*self._previous.values(), *self._tasks.values()):
-            task.done.wait()
+            self._end_of(task)
+
+    def _end_of(self, task: Task) -> None:
+        """Return when `task` has ended, or has been given up with what it waits for."""
+        poll_s = None if self.watchdog_s is None else self.watchdog_s / POLLS
+        polls, at_work = 0, None
+        while not task.done.wait(poll_s):
+            # Counted, not timed: a process that was stopped for a while finds its tasks late.
+            known = (*self._previous.values(), *self._tasks.values())
+            started = [t for t in known if t.started and not t.done.is_set()]
+            now_at_work = min(started, key=lambda t: t.start_s, default=task)
+            polls = polls + 1 if now_at_work is at_work else 1
+            at_work = now_at_work
+            if polls > POLLS:
+                self._give_up(at_work)
+
+    def _give_up(self, stuck: Task) -> None:
+        """Let every task in flight fail; none that has not begun will."""
+        self._given_up = stuck.name
+        error = TimeoutError(
+            f"it was still at work on lane {stuck.lane} after {self.watchdog_s:g} s, when the "
+            "option watchdog_s gave it up; go on from the last checkpoint in a new process"
+        )
+        for task in (stuck, *self._previous.values(), *self._tasks.values()):
+            if not task.done.is_set():
+                task.give_up(error)
 
     def tasks(self, *, previous: bool = False) -> Mapping[str, Task]:
         """The tasks started in this step, or in the one before, by name."""

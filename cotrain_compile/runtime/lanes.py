@@ -1,8 +1,13 @@
-"""Lanes: threads that run tasks first in, first out, and remember when each ran."""
+"""Lanes: threads that run tasks first in, first out, and remember when each ran.
+
+A thread that dies ends the task it was at with an error, and another takes its place. A process
+that is forked has the lanes without their threads: it is told so, and goes no further.
+"""
 
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import time
 import traceback
@@ -12,6 +17,7 @@ from queue import SimpleQueue
 
 import torch
 
+from cotrain_compile.errors import StepFailed
 from cotrain_compile.plan import Span
 
 # How long the end of the process waits for work in flight: no update takes longer.
@@ -30,23 +36,51 @@ class Task:
         self.started = False
         self.error: BaseException | None = None
         self.start_s = self.end_s = 0.0
+        self._state = threading.Lock()
         self._work: Callable[[], object] | None = work
         self._after: Sequence[Task] = after
 
     def run(self) -> None:
+        """Do the work when what comes before it is done; nothing where it has been given up."""
+        work: Callable[[], object] | None = None
         try:
             for task in self._after:
                 task.done.wait()
                 if task.error is not None:
-                    self.error = task.error
-            if self.error is None and self._work is not None:
-                self.started, self.start_s = True, time.perf_counter()
-                self._work()
+                    self.error = self.error or task.error
+            work = self._begin()
+            if work is not None:
+                work()
         except BaseException as error:
-            # The frames would keep their tensors as long as the error lives: their lines will do.
-            error.add_note("".join(traceback.format_tb(error.__traceback__)))
-            self.error = error.with_traceback(None)
+            self._fail(error)
         finally:
+            work = None
+            self._end()
+
+    def give_up(self, error: BaseException) -> None:
+        """End it with `error`, also where its work is still at it, perhaps for ever."""
+        self._fail(error)
+        self._end()
+
+    def _begin(self) -> Callable[[], object] | None:
+        with self._state:
+            if self.error is not None:
+                return None
+            self.started, self.start_s = True, time.perf_counter()
+            return self._work
+
+    def _fail(self, error: BaseException) -> None:
+        # The frames would keep their tensors as long as the error lives: their lines will do.
+        if error.__traceback__ is not None:
+            error.add_note("".join(traceback.format_tb(error.__traceback__)))
+        with self._state:
+            if not self.done.is_set():
+                self.error = error.with_traceback(None)
+
+    def _end(self) -> None:
+        with self._state:
+            if self.done.is_set():
+                return
             self.end_s = time.perf_counter()
             # The tensors the work holds are freed now, not when the next step starts.
             self._work = None
@@ -80,14 +114,20 @@ class Lane:
     def __init__(self, name: str, workers: int = 1) -> None:
         self.name = name
         self._queue: SimpleQueue[Task | None] = SimpleQueue()
+        self._process = os.getpid()
         for number in range(workers):
-            thread = threading.Thread(
-                target=_work_off, args=(self._queue,), name=f"cotrain-{name}-{number}", daemon=True
-            )
-            thread.start()
-            _threads.add(thread)
+            _start_thread(self._queue, f"cotrain-{name}-{number}")
         _queues[self] = self._queue, workers
         weakref.finalize(self, _stop, self._queue, workers)
+
+    def refuse_fork(self) -> None:
+        """Raise `StepFailed` in a process that was forked from the one with the lane's threads."""
+        if os.getpid() != self._process:
+            raise StepFailed(
+                "this process was forked from the one that compiled the step, and has no copy of "
+                "the threads that carry it out; nothing was changed. Start processes with the "
+                "method 'spawn', or compile the step in this one"
+            )
 
     def submit(self, name: str, work: Callable[[], object], after: Sequence[Task]) -> Task:
         task = Task(name, self.name, work, after)
@@ -103,13 +143,26 @@ def is_lane_thread() -> bool:
     return getattr(_this_thread, "is_lane", False)
 
 
-def _work_off(queue: SimpleQueue[Task | None]) -> None:
+def _start_thread(queue: SimpleQueue[Task | None], name: str) -> None:
+    thread = threading.Thread(target=_work_off, args=(queue, name), name=name, daemon=True)
+    thread.start()
+    _threads.add(thread)
+
+
+def _work_off(queue: SimpleQueue[Task | None], name: str) -> None:
     _this_thread.is_lane = True
-    # Grad mode is per thread and on by default: a write into a parameter would fail.
-    with torch.no_grad():
-        while (task := queue.get()) is not None:
-            task.run()
-            del task  # a parked thread must not keep the last task's tensors alive
+    task: Task | None = None
+    try:
+        # Grad mode is per thread and on by default: a write into a parameter would fail.
+        with torch.no_grad():
+            # An exception from outside comes between two lines, not between the queue and `task`.
+            for task in iter(queue.get, None):
+                task.run()
+                task = None  # a parked thread must not keep the last task's tensors alive
+    except BaseException as error:
+        if task is not None:
+            task.give_up(error)
+        _start_thread(queue, name)
 
 
 def _stop(queue: SimpleQueue[Task | None], workers: int) -> None:

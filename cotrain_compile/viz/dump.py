@@ -24,9 +24,9 @@ def dump_step(
 
     dataflow = problem.dataflow
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "captured.py.txt").write_text(step.text())
-    (folder / "placed.py.txt").write_text(placed.text())
-    (folder / "summary.txt").write_text(summary(plan, dataflow) + "\n")
+    files.write_whole(folder / "captured.py.txt", step.text())
+    files.write_whole(folder / "placed.py.txt", placed.text())
+    files.write_whole(folder / "summary.txt", summary(plan, dataflow) + "\n")
     files.save(dataflow, folder / "step.json")
     files.save(plan, folder / "plan.json")
     kinds = kinds_of(plan, step.phases)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from cotrain_compile.errors import FormatError
+from cotrain_compile.files import write_whole
 from cotrain_compile.plan import STEP_BEGINS, Plan, Timeline
 from cotrain_compile.viz.timeline import LANE_TITLES, spans_with_kinds
 
@@ -45,7 +46,7 @@ def save_trace(
         events += _events(timeline, process, zero_us, kinds or {})
         if plan is not None:
             events += _arrows(timeline, plan, process, zero_us)
-    path.write_text(json.dumps({**document, "traceEvents": events}) + "\n")
+    write_whole(path, json.dumps({**document, "traceEvents": events}) + "\n")
 
 
 def _events(

@@ -14,6 +14,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from cotrain_compile.files import write_whole
 from cotrain_compile.placement.sweep import FITS, Point, Sweep
 from cotrain_compile.plan import Lane
 from cotrain_compile.units import format_bytes, format_seconds
@@ -63,12 +64,14 @@ def sweep_rows(sweep: Sweep) -> Iterator[tuple[str, ...]]:
 def write_pictures(sweep: Sweep, folder: Path) -> None:
     """Write sweep.png, sweep.svg and sweep.html into `folder`; OSError where that fails."""
     figure = draw_sweep(sweep)
-    figure.savefig(folder / "sweep.png", dpi=120, facecolor="white")
+    png = io.BytesIO()
+    figure.savefig(png, format="png", dpi=120, facecolor="white")
+    write_whole(folder / "sweep.png", png.getvalue())
     svg = io.StringIO()
     # Ids that do not change from run to run.
     with rc_context({"svg.hashsalt": sweep.fingerprint}):
         figure.savefig(svg, format="svg", transparent=True, metadata={"Date": None})
-    (folder / "sweep.svg").write_text(svg.getvalue(), encoding="utf-8")
+    write_whole(folder / "sweep.svg", svg.getvalue())
     environment = Environment(
         loader=PackageLoader("cotrain_compile.viz.report", "."),
         autoescape=True,
@@ -80,7 +83,7 @@ def write_pictures(sweep: Sweep, folder: Path) -> None:
         rows=list(sweep_rows(sweep)),
         picture=Markup(svg.getvalue()[svg.getvalue().index("<svg") :]),
     )
-    (folder / "sweep.html").write_text(page, encoding="utf-8")
+    write_whole(folder / "sweep.html", page)
 
 
 def draw_sweep(sweep: Sweep) -> Figure:

@@ -40,6 +40,7 @@ from tests.graph.faults import (
     ops_of,
     restored_budgets,
     trial_of,
+    undisturbed,
 )
 from tests.graph.steps import CASES, OPTIMIZERS, Step, all_tensors, cotrain, make_step, vectors
 
@@ -89,14 +90,16 @@ def test_statistics_that_the_forward_has_updated_are_named() -> None:
     assert "norm.running_mean" in note
 
 
-def test_inputs_too_large_for_the_device_are_no_update() -> None:
-    trial, compiled = trial_of("host")
+@pytest.mark.parametrize("name", SETTINGS)
+def test_inputs_too_large_for_the_device_are_no_update(name: str) -> None:
+    trial, compiled = trial_of(name)
     meter = compiled._device.meter
     with restored_budgets(meter):
         meter.budgets = dict.fromkeys(Tier, 0)
         with pytest.raises(OutOfDeviceMemory) as failure:
             trial.take_step()
-    check_left(trial, compiled, "host", failure.value)
+    assert not trial.changed_since(undisturbed(SETTINGS[name].training)[0])
+    check_left(trial, compiled, name, failure.value)
 
 
 # The same through torch.compile.

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from cotrain_compile.errors import OptionError
+from cotrain_compile.files import write_whole
 from cotrain_compile.machine import Tier
 from cotrain_compile.units import format_bytes
 from cotrain_compile.viz.graph.picture import Arrow, Box, Kind, Picture
@@ -40,11 +41,11 @@ def write_picture(picture: Picture, path: Path) -> None:
     """
     match path.suffix:
         case ".txt":
-            path.write_text(as_text(picture) + "\n", encoding="utf-8")
+            write_whole(path, as_text(picture) + "\n")
         case ".dot":
-            path.write_text(as_dot(picture), encoding="utf-8")
+            write_whole(path, as_dot(picture))
         case ".svg":
-            path.write_text(as_svg(picture), encoding="utf-8")
+            write_whole(path, as_svg(picture))
         case _:
             raise OptionError(f"{path}: a graph is written as {', '.join(SUFFIXES)}")
 

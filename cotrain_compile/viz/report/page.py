@@ -12,6 +12,7 @@ from bokeh.resources import Resources
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from cotrain_compile.files import write_whole
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.plan import Plan, Timeline
@@ -30,7 +31,7 @@ def write_report(
 
     Raises OSError when `path` cannot be written.
     """
-    path.write_text(report_html(problem, plan, measured), encoding="utf-8")
+    write_whole(path, report_html(problem, plan, measured))
 
 
 def report_html(problem: Problem, plan: Plan, measured: Timeline | None = None) -> str:
