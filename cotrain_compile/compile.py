@@ -51,6 +51,7 @@ from cotrain_compile.passes import run_passes
 from cotrain_compile.placement.check import check
 from cotrain_compile.placement.keep import keep
 from cotrain_compile.placement.problem import Problem, formulate
+from cotrain_compile.placement.saved import load_plan
 from cotrain_compile.placement.solve import SolveSettings, solve
 from cotrain_compile.plan import Placement, Plan
 from cotrain_compile.runtime.cuda_setup import within_free_memory
@@ -283,7 +284,7 @@ def saved_plan(path: str, problem: Problem, options: Options) -> Plan:
     `FormatError` when there is no plan in the file.
     """
     with _as_option_error("plan", path):
-        plan = load(path, Plan)
+        plan = load_plan(path)
     dataflow = problem.dataflow
     differences = describe_differences(plan, dataflow)
     if differences or plan.fingerprint != dataflow.fingerprint:

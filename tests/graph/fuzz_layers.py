@@ -247,7 +247,9 @@ class Net(nn.Module):
 
     def __init__(self, kinds: tuple[str, ...], width: int, *, reads_tokens: bool, tied: bool):
         super().__init__()
-        self.first: nn.Module = nn.Embedding(CLASSES, width) if reads_tokens else nn.Linear(6, width)
+        self.first: nn.Module = (
+            nn.Embedding(CLASSES, width) if reads_tokens else nn.Linear(6, width)
+        )
         self.kinds = kinds
         made = [nn.Identity() if kind == AGAIN else LAYERS[kind](width) for kind in kinds]
         self.layers = nn.ModuleList(made)
