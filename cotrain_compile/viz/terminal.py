@@ -11,7 +11,7 @@ from cotrain_compile.units import printable
 
 
 class PlainConsole(Console):
-    """No markup, no highlighting; lines are left for the terminal to wrap, so that logs are searched.
+    """No markup, no highlighting; the terminal wraps lines, so that a log can be searched.
 
     Control characters in a text, which a terminal would obey, are shown as escapes.
     """
