@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from cotrain_compile.errors import PlanError
-from cotrain_compile.files import load
 from cotrain_compile.machine import Tier
 from cotrain_compile.options import Options, as_option_error
 from cotrain_compile.placement.problem import Problem
+from cotrain_compile.placement.saved import load_plan
 from cotrain_compile.placement.solve import SolveSettings, solve
 from cotrain_compile.plan import Plan
 from cotrain_compile.units import format_bytes
@@ -47,7 +47,7 @@ def saved_plan(path: str, problem: Problem, options: Options) -> Plan:
     `FormatError` when there is no plan in the file.
     """
     with as_option_error("plan", path):
-        plan = load(path, Plan)
+        plan = load_plan(path)
     dataflow = problem.dataflow
     differences = describe_differences(plan, dataflow)
     if differences or plan.fingerprint != dataflow.fingerprint:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Annotated, NoReturn, Protocol
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -36,6 +35,7 @@ from cotrain_compile.units import format_bytes
 from cotrain_compile.viz.analysis import describe_analysis
 from cotrain_compile.viz.describe import describe_machine, describe_step
 from cotrain_compile.viz.summary import candidates, comparison, summary
+from cotrain_compile.viz.terminal import PlainConsole
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -45,7 +45,7 @@ app = typer.Typer(
 )
 for _command in (look.show, look.explain, look.diff, graph, sweep):
     app.command()(_command)
-_stderr = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
+_stderr = PlainConsole(stderr=True)
 
 
 def main() -> None:

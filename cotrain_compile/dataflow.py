@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 
+from cotrain_compile.machine import LARGEST
+
 FORMAT_VERSION = 1
 
 
@@ -56,6 +58,7 @@ class Buffer:
 
     def __post_init__(self) -> None:
         _require(self.nbytes >= 0, f"buffer {self.name} has a negative size")
+        _require(self.nbytes <= LARGEST, f"buffer {self.name} has more bytes than there are")
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,10 @@ class Op:
     bytes_moved: int = 0
     dtype: str = "float32"
     module: str = ""
+
+    def __post_init__(self) -> None:
+        known = 0 <= self.flops <= LARGEST and 0 <= self.bytes_moved <= LARGEST
+        _require(known, f"op {self.name} has flops or bytes_moved below 0 or above 1e30")
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from cotrain_compile.units import printable
+
 
 class CotrainError(Exception):
-    """Base of all errors of this package."""
+    """Base of all errors of this package.
+
+    Names from files come into messages: what a terminal would obey is shown as escapes.
+    """
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class OptionError(CotrainError, ValueError):

@@ -7,6 +7,7 @@ hyper-parameters alone costs nothing to repeat, so there the group's input is th
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 
 import torch
@@ -22,7 +23,8 @@ def update_groups(step: StepGraph, buffer_of: Mapping[str, str]) -> tuple[Update
     """The update groups of `step` in the order of their first op.
 
     `buffer_of` names the buffer each node shows. A parameter whose states are read outside its own
-    update has no group: it cannot be updated anywhere but on the device.
+    update, or that shares its storage with another input, has no group: it cannot be updated
+    anywhere but on the device.
     """
     owner = _owners(step)
     members: dict[str, list[fx.Node]] = {}
@@ -39,7 +41,13 @@ def update_groups(step: StepGraph, buffer_of: Mapping[str, str]) -> tuple[Update
         _group(step, nodes, inputs.get(param, []), derived, buffer_of)
         for param, nodes in members.items()
     ]
-    return tuple(group for group in groups if group is not None)
+    placeholders = step.module.graph.find_nodes(op="placeholder")
+    inputs_in = Counter(buffer_of[n.name] for n in placeholders if n.name in buffer_of)
+    return tuple(
+        group
+        for group in groups
+        if group is not None and all(inputs_in[b] == 1 for b in (group.param, *group.states))
+    )
 
 
 def _owners(step: StepGraph) -> dict[fx.Node, str]:

@@ -9,18 +9,23 @@ the place. References between names (an op that reads a buffer) are not followed
 from __future__ import annotations
 
 import os
+import stat
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 from uuid import uuid4
 
+import pydantic_core
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from pydantic_core import ErrorDetails, PydanticSerializationError
 
 from cotrain_compile.errors import FormatError
 
 T = TypeVar("T")
+
+# The step of a model of 70 billion parameters has some 100 MB.
+LARGEST_FILE_BYTES = 1 << 32
 
 _CONFIG = ConfigDict(
     extra="forbid", strict=True, allow_inf_nan=False, revalidate_instances="always"
@@ -61,14 +66,46 @@ def load(path: str | os.PathLike[str], type_: type[T]) -> T:
     Raises FormatError when the file is anything else than a whole document of that type and
     version, OSError when it cannot be read.
     """
+    return from_json(_text(path, f"{_kind(type_)} file"), type_, where=str(path))
+
+
+def kind_of(path: str | os.PathLike[str]) -> str:
+    """The kind of document at `path`, "" where it says none; raises as `load` does."""
     try:
-        text = Path(path).read_bytes().decode()
+        document = pydantic_core.from_json(_text(path, "file of ours"))
+    except ValueError as error:
+        raise FormatError(
+            f"{path}: not a whole JSON document ({error}); make the file again"
+        ) from None
+    kind = document.get("kind") if isinstance(document, dict) else None
+    return kind if isinstance(kind, str) else ""
+
+
+def _text(path: str | os.PathLike[str], what: str) -> str:
+    """What is in `path`, which should be `what`.
+
+    A pipe or a device could be read for ever, so only a regular file is.
+    """
+    try:
+        status = os.stat(path)
+        if not stat.S_ISREG(status.st_mode):
+            raise FormatError(f"{path} is a folder, pipe or device; give the {what} itself")
+        if status.st_size > LARGEST_FILE_BYTES:
+            raise FormatError(
+                f"{path} has {status.st_size:,} bytes, so it is no {what}; give another"
+            )
+        return Path(path).read_bytes().decode()
     except UnicodeDecodeError as error:
         raise FormatError(
-            f"{path}: not UTF-8 text at byte {error.start}, so it is no {_kind(type_)} file or it "
-            "is corrupted; restore or make it again"
+            f"{path}: not UTF-8 text at byte {error.start}, so it is no {what} or it is corrupted; "
+            "restore or make it again"
         ) from None
-    return from_json(text, type_, where=str(path))
+    except ValueError as error:
+        if isinstance(error, FormatError):
+            raise
+        raise FormatError(
+            f"{path!r} cannot be the name of a file ({error}); give another"
+        ) from None
 
 
 def to_json(value: Any, where: str = "the value") -> str:

@@ -11,6 +11,9 @@ from enum import StrEnum
 
 FORMAT_VERSION = 1
 
+# No bytes, seconds, flops or rates of anything real are more, and their products are still floats.
+LARGEST = 10**30
+
 
 class Tier(StrEnum):
     """A memory space and the processor beside it."""
@@ -40,6 +43,8 @@ class TierSpec:
             )
         if not self.flops_per_s or min(self.flops_per_s.values()) <= 0:
             raise ValueError("flops_per_s needs at least one dtype, every rate positive")
+        _refuse_absurd(self.capacity_bytes, *self.flops_per_s.values(), self.bytes_per_s)
+        _refuse_absurd(1 + self.launch_s)
 
     def flops_per_s_of(self, dtype: str) -> float:
         """The rate for `dtype`, or the lowest known one."""
@@ -56,6 +61,7 @@ class Link:
     def __post_init__(self) -> None:
         if self.bytes_per_s <= 0 or self.latency_s < 0:
             raise ValueError("bytes_per_s must be positive, latency_s not negative")
+        _refuse_absurd(self.bytes_per_s, 1 + self.latency_s)
 
     def seconds(self, nbytes: int) -> float:
         """Time of one copy of `nbytes` that has the link to itself."""
@@ -80,6 +86,7 @@ class HostUpdate:
             raise ValueError(
                 "bytes_per_s must be positive, workers and slowdown_while_copying at least 1"
             )
+        _refuse_absurd(self.bytes_per_s, self.workers, self.slowdown_while_copying)
 
 
 @dataclass(frozen=True)
@@ -107,6 +114,13 @@ class Machine:
             raise ValueError("duplex must lie between 1.0 (shared) and 2.0 (independent)")
         if self.issue_s < 0:
             raise ValueError("issue_s must not be negative")
+        _refuse_absurd(1 + self.issue_s)
 
     def tier(self, tier: Tier) -> TierSpec:
         return self.device if tier is Tier.DEVICE else self.host
+
+
+def _refuse_absurd(*figures: float) -> None:
+    for figure in figures:
+        if not 1 / LARGEST <= figure <= LARGEST:
+            raise ValueError(f"no computer has {figure:.3g}; figures go from 1e-30 to 1e30")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,7 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from cotrain_compile.errors import OptionError
-from cotrain_compile.machine import Machine, Tier
+from cotrain_compile.machine import LARGEST, Machine, Tier
 
 # Seconds between the plain lines of `live=True`.
 LIVE_S = 30.0
@@ -38,13 +37,13 @@ class Size:
         """From bytes (an int), "20GiB", "500 MB" or "80%"; ValueError says what was expected."""
         if isinstance(value, Size):
             return value
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= LARGEST:
             return cls(nbytes=value)
         if isinstance(value, str):
             match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*|%)\s*", value)
             if match and match[2] == "%" and 0 < float(match[1]) <= 100:
                 return cls(fraction=float(match[1]) / 100)
-            if match and match[2].lower() in _UNITS and float(match[1]) > 0:
+            if match and match[2].lower() in _UNITS and 0 < float(match[1]) <= LARGEST:
                 return cls(nbytes=int(float(match[1]) * _UNITS[match[2].lower()]))
         raise ValueError('a number of bytes, a size such as "20GiB", or a percentage such as "80%"')
 
@@ -96,6 +95,11 @@ class Options:
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> Options:
         """Check a user's dictionary. Raises `OptionError` naming the key and what it may be."""
+        if not isinstance(options, Mapping) or not all(isinstance(key, str) for key in options):
+            raise OptionError(
+                f"options are {options!r}, but must be a dictionary of options by name, such as "
+                '{"memory_budget": "20GiB"}'
+            )
         known = [item.name for item in fields(cls)]
         values: dict[str, Any] = {}
         for key, value in options.items():
@@ -167,7 +171,7 @@ def _flag(value: object) -> bool:
 
 
 def _seconds(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= LARGEST:
         raise ValueError("a number of seconds above 0")
     return float(value)
 
@@ -175,7 +179,7 @@ def _seconds(value: object) -> float:
 def _interval(value: object) -> float | None:
     if isinstance(value, bool):
         return LIVE_S if value else None
-    if not isinstance(value, int | float) or not 0 < value < math.inf:
+    if not isinstance(value, int | float) or not 0 < value <= LARGEST:
         raise ValueError("True, False or a number of seconds above 0")
     return float(value)
 
@@ -190,7 +194,7 @@ def _patience(value: object) -> float | None:
 
 
 def _count(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= LARGEST:
         raise ValueError("a number of steps, 0 or more")
     return value
 

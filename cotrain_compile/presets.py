@@ -223,11 +223,10 @@ def find(name_or_path: str) -> Machine:
         return PRESETS[name_or_path]
     if name_or_path == THIS_MACHINE:
         return this_machine()
-    path = Path(name_or_path)
-    if path.is_file():
+    if os.path.isfile(name_or_path):
         from cotrain_compile.files import load  # needed for files only; presets stay plain data
 
-        return load(path, Machine)
+        return load(name_or_path, Machine)
     raise OptionError(
         f"no machine named {name_or_path!r} and no such file; known are "
         f"{', '.join([*PRESETS, THIS_MACHINE])}, or a file written by `cotrain-compile calibrate`"

@@ -13,7 +13,7 @@ from typing import Literal
 
 from cotrain_compile.dataflow import Dataflow, Op, UpdateGroup
 from cotrain_compile.errors import PlanError
-from cotrain_compile.machine import Machine, Tier, TierSpec
+from cotrain_compile.machine import LARGEST, Machine, Tier, TierSpec
 from cotrain_compile.plan import Lane, Timeline
 
 FORMAT_VERSION = 1
@@ -30,6 +30,11 @@ class CostTable:
     device_s: Mapping[str, float]
     host_update_s: Mapping[str, float]
     source: Literal["roofline", "measured", "mixed"] = "roofline"
+
+    def __post_init__(self) -> None:
+        for name, seconds in (*self.device_s.items(), *self.host_update_s.items()):
+            if not 0 <= seconds <= LARGEST:
+                raise ValueError(f"{name} takes {seconds} s; seconds go from 0 to 1e30")
 
     def seconds(self, name: str, tier: Tier) -> float:
         """Of the op `name` on the device, or of the update of the parameter `name` on the host."""

@@ -12,7 +12,7 @@ from cotrain_compile import files
 from cotrain_compile.commands.reading import read_step
 from cotrain_compile.commands.terminal import console
 from cotrain_compile.dataflow import Dataflow
-from cotrain_compile.plan import Plan
+from cotrain_compile.placement.saved import load_plan
 from cotrain_compile.viz.graph.drawing import as_text, write_picture
 from cotrain_compile.viz.graph.picture import picture
 
@@ -35,7 +35,7 @@ def graph(
     ] = None,
 ) -> None:
     """Draw a step: ops folded by layer, with offloads, prefetches and waits of a plan."""
-    placed = files.load(plan, Plan) if plan else None
+    placed = load_plan(plan) if plan else None
     dataflow = read_step(placed, plan, file) if placed and plan else files.load(file, Dataflow)
     drawn = picture(dataflow, placed, level=level.value, layer=layer)
     if output is None:

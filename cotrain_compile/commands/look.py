@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -16,22 +15,24 @@ from cotrain_compile.commands.reading import (
     Step,
     read_problem,
     read_step,
+    refuse_other_names,
 )
 from cotrain_compile.commands.terminal import console
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import FormatError, OptionError
 from cotrain_compile.machine import Machine, Tier
 from cotrain_compile.placement.problem import Problem
+from cotrain_compile.placement.saved import load_plan, load_timeline
 from cotrain_compile.plan import Plan, Timeline
 from cotrain_compile.viz.describe import describe_machine, describe_step, describe_timeline
 from cotrain_compile.viz.diff import describe_diff
 from cotrain_compile.viz.summary import summary
 
-_TYPES: Mapping[str, type] = {
-    "plan": Plan,
-    "dataflow": Dataflow,
-    "machine": Machine,
-    "timeline": Timeline,
+_READERS: Mapping[str, Callable[[Path], object]] = {
+    "plan": load_plan,
+    "dataflow": lambda path: files.load(path, Dataflow),
+    "machine": lambda path: files.load(path, Machine),
+    "timeline": load_timeline,
 }
 
 
@@ -57,7 +58,7 @@ def show(
     profile: Profile = None,
 ) -> None:
     """Say in words what a file holds; draw it, or write a report."""
-    value: object = files.load(file, _TYPES[_kind_of(file)])
+    value: object = _READERS[_kind_of(file)](file)
     console.print(_describe(value, file))
     if timeline is not None:
         _draw(value, file, timeline)
@@ -83,7 +84,7 @@ def explain(
     from cotrain_compile.placement.explain import explain as explained
 
     with console.status("reading") as status:
-        plan = files.load(file, Plan)
+        plan = load_plan(file)
         problem = read_problem(plan, file, step, machine, profile)
         said = explained(problem, plan, param, progress=status.update)
     console.print(str(said))
@@ -95,7 +96,7 @@ def diff(
     step: Step = None,
 ) -> None:
     """Say what differs between two plans, and what that does to time and memory."""
-    old, new = files.load(before, Plan), files.load(after, Plan)
+    old, new = load_plan(before), load_plan(after)
     dataflow = read_step(old, before, step) if step else _step_beside(before, old)
     console.print(describe_diff(old, new, dataflow))
 
@@ -115,16 +116,10 @@ def _describe(value: object, file: Path) -> str:
 
 def _kind_of(file: Path) -> str:
     """The kind of document in `file`. Raises `FormatError` when it is none of ours."""
-    try:
-        document = json.loads(file.read_bytes())
-    except ValueError as error:
-        raise FormatError(
-            f"{file}: not a whole JSON document ({error}); make the file again"
-        ) from None
-    kind = document.get("kind") if isinstance(document, dict) else None
-    if kind not in _TYPES:
-        raise FormatError(f"{file}: kind is {kind!r}; show reads {', '.join(_TYPES)}")
-    return str(kind)
+    kind = files.kind_of(file)
+    if kind not in _READERS:
+        raise FormatError(f"{file}: kind is {kind!r}; show reads {', '.join(_READERS)}")
+    return kind
 
 
 def _draw(value: object, file: Path, picture: Path) -> None:
@@ -146,7 +141,10 @@ def _step_beside(file: Path, plan: Plan) -> Dataflow | None:
     if not beside.is_file():
         return None
     dataflow = files.load(beside, Dataflow)
-    return dataflow if dataflow.fingerprint == plan.fingerprint else None
+    if dataflow.fingerprint != plan.fingerprint:
+        return None
+    refuse_other_names(plan, file, dataflow, beside)
+    return dataflow
 
 
 def _write_trace(
@@ -154,7 +152,7 @@ def _write_trace(
 ) -> None:
     from cotrain_compile.viz.perfetto import save_trace
 
-    timelines = [files.load(measured, Timeline)] if measured else []
+    timelines = [load_timeline(measured, "measured")] if measured else []
     if isinstance(value, Timeline):
         save_trace([value, *timelines], path, profiled=profiled)
         return
@@ -179,5 +177,5 @@ def _plan_for(value: object, file: Path, option: str) -> Plan:
 def _write_report(path: Path, problem: Problem, plan: Plan, measured: Path | None) -> None:
     from cotrain_compile.viz.report.page import write_report
 
-    timeline = files.load(measured, Timeline) if measured else None
+    timeline = load_timeline(measured, "measured") if measured else None
     write_report(path, problem, plan, timeline)

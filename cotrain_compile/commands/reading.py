@@ -11,9 +11,11 @@ from cotrain_compile import files, presets
 from cotrain_compile.analysis.costs import CostTable
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import OptionError, PlanError
+from cotrain_compile.placement.check import check
 from cotrain_compile.placement.predict import step_s
 from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.plan import Plan
+from cotrain_compile.viz.describe import describe_differences
 
 Step = Annotated[
     Path | None, typer.Option(help="Its step.json; else the one in the folder of the plan.")
@@ -44,7 +46,17 @@ def read_step(plan: Plan, file: Path, step: Path | None) -> Dataflow:
             f"plan {file} was made for another step ({plan.fingerprint}) than {path} "
             f"({dataflow.fingerprint}); give the one it was made for with --step"
         )
+    refuse_other_names(plan, file, dataflow, path)
     return dataflow
+
+
+def refuse_other_names(plan: Plan, file: Path, dataflow: Dataflow, step: Path) -> None:
+    """Raise `PlanError` where a plan says that it is for a step, and names what that has not."""
+    if differences := describe_differences(plan, dataflow):
+        raise PlanError(
+            f"plan {file} has the fingerprint of {step}, but not its names: "
+            f"{'; '.join(differences[:3])}; one of the two was changed: make them again"
+        )
 
 
 def read_problem(
@@ -52,11 +64,13 @@ def read_problem(
 ) -> Problem:
     """What `plan`, read from `file`, was made for; raises as `read_step` does.
 
-    Raises `PlanError` when the costs are others than those that the plan was made with.
+    Raises `PlanError` when the plan is unsound, or the costs are others than those that it was
+    made with.
     """
     dataflow = read_step(plan, file, step)
     costs = files.load(profile, CostTable) if profile else None
     problem = formulate(dataflow, presets.find(machine or plan.machine), plan.budgets, costs)
+    check(problem, plan)
     again_s = step_s(problem, plan.placement, plan.tasks, plan.moved)
     planned_s = plan.predicted.makespan_s
     if abs(again_s - planned_s) > ROUNDING * planned_s:

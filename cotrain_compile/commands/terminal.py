@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from rich.console import Console
+from cotrain_compile.viz.terminal import PlainConsole
 
-# Lines are left for the terminal to wrap, so that a log can be searched.
-console = Console(markup=False, highlight=False, soft_wrap=True)
+console = PlainConsole()

@@ -87,10 +87,18 @@ def describe_differences(plan: Plan, dataflow: Dataflow) -> list[str]:
         ("tensors that only the plan keeps", placement.homes.keys() - persistent),
         ("tensors that only this step keeps", persistent - placement.homes.keys()),
         ("other sizes", resized),
-        ("buffers that only the plan has", moved.keys() - dataflow.buffer),
+        ("buffers that only the plan has", _buffers_named_by(plan) - dataflow.buffer.keys()),
         ("ops that only the plan has", set(_ops_named_by(plan)) - dataflow.position.keys()),
     )
     return [f"{kind}: {_some(names)}" for kind, names in kinds if names]
+
+
+def _buffers_named_by(plan: Plan) -> set[str]:
+    made = {region.makes for region in plan.host_regions if region.makes}
+    updated = {region.param for region in plan.host_regions}
+    return (
+        {*(transfer.buffer for transfer in plan.transfers), *plan.placement.away} | made | updated
+    )
 
 
 def _ops_named_by(plan: Plan) -> Iterator[str]:

@@ -26,7 +26,8 @@ from cotrain_compile.placement.alternatives import every_way
 from cotrain_compile.placement.explain import way_words
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.plan import Plan, Transfer
-from cotrain_compile.units import format_bytes, format_seconds
+from cotrain_compile.units import format_bytes, format_seconds, printable
+from cotrain_compile.viz.terminal import PlainConsole
 from cotrain_compile.viz.timeline import LANE_TITLES
 
 VARIABLE = "COTRAIN_DEBUG"
@@ -49,9 +50,7 @@ class Narrator:
     """Says on `console` what `level` allows."""
 
     level: int
-    console: Console = field(
-        default_factory=lambda: Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
-    )
+    console: Console = field(default_factory=lambda: PlainConsole(stderr=True))
 
     @contextmanager
     def progress(self) -> Iterator[Callable[[str], None]]:
@@ -75,7 +74,7 @@ class Narrator:
         """Say what the plan is."""
         if self.level >= SUMMARY:
             for heading, words in summary_rows(plan, bars=self.console.is_terminal):
-                self.console.print(Text.assemble((f"{heading:11}", "bold"), words))
+                self.console.print(Text.assemble((f"{heading:11}", "bold"), printable(words)))
         if self.level >= PARAMETERS:
             for line in parameter_lines(problem, plan):
                 self.console.print(line)

@@ -262,6 +262,27 @@ def test_tied_weights_are_one_buffer() -> None:
     assert len(dataflow.updates) == 1
 
 
+def test_parameters_in_one_storage_are_one_buffer_that_stays_on_the_device() -> None:
+    def build() -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        both = torch.randn(2, 16)
+        scale, shift, alone = (nn.Parameter(t) for t in (both[0], both[1], torch.randn(16)))
+        optimizer = torch.optim.Adam([scale, shift, alone])
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss: torch.Tensor = ((x * scale + shift) * alone).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return step, (torch.randn(4, 16),)
+
+    dataflow = cotrain_compile.trace(build)
+    sizes = {b.name: b.nbytes for b in dataflow.buffers if b.role is Role.PARAM}
+    assert sorted(sizes.values()) == [16 * 4, 2 * 16 * 4]
+    assert [sizes[group.param] for group in dataflow.updates] == [16 * 4]
+
+
 def test_an_op_that_hides_an_alias_is_refused_by_name() -> None:
     library = torch.library.Library("extract_test", "FRAGMENT")
     library.define("sly(Tensor x) -> Tensor")

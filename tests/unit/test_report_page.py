@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cotrain_compile.machine import Tier
-from cotrain_compile.placement.problem import formulate
+from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.solve import SolveSettings, solve
 from cotrain_compile.plan import Lane
 from cotrain_compile.presets import find
 from cotrain_compile.units import format_seconds
 from cotrain_compile.viz.report.page import write_report
 from tests.unit.dataflows import chain
+from tests.unit.fuzz_files import MARKUP
 from tests.unit.test_report import MEASURED, PLAN, PROBLEM
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
@@ -172,4 +174,45 @@ def test_nothing_is_wider_than_the_screen(browser: Any, report: Path, width: int
     page.goto(report.as_uri())
     page.wait_for_function("Bokeh.documents.length && Bokeh.documents[0].is_idle")
     assert page.evaluate("document.documentElement.scrollWidth") <= width
+    page.close()
+
+
+def named(problem: Problem, name: str) -> Problem:
+    """`problem` with every op, its operation and its module called as `name` says."""
+    ops = tuple(
+        replace(op, name=f"{name}{op.name}", target=name, module=name)
+        for op in problem.dataflow.ops
+    )
+    of_update = tuple(
+        replace(group, ops=tuple(name + op for op in group.ops))
+        for group in problem.dataflow.updates
+    )
+    step = replace(problem.dataflow, ops=ops, updates=of_update)
+    return formulate(step, problem.machine, problem.budgets)
+
+
+@pytest.mark.parametrize("name", MARKUP)
+def test_a_name_that_is_markup_is_shown_and_not_obeyed(
+    browser: Any, tmp_path: Path, name: str
+) -> None:
+    problem = named(PROBLEM, name)
+    write_report(tmp_path / "report.html", problem, solve(problem))
+    page = browser.new_page()
+    ran: list[str] = []
+    page.on("dialog", lambda dialog: (ran.append(dialog.message), dialog.dismiss()))
+    page.on("pageerror", lambda error: ran.append(str(error)))
+    page.goto((tmp_path / "report.html").as_uri())
+    page.wait_for_function("Bokeh.documents.length && Bokeh.documents[0].is_idle")
+    chart = page.locator(".bk-Figure").first
+    chart.scroll_into_view_if_needed()
+    box = chart.bounding_box()
+    tooltip = page.locator(".bk-tooltip-row-value").first
+    for part in range(1, 40):
+        page.mouse.move(box["x"] + box["width"] * part / 40, box["y"] + 40)
+        if tooltip.is_visible():
+            break
+    said = page.locator(".bk-tooltip-row-value").all_text_contents()
+    assert said[0].strip().startswith(name)
+    assert said[1].strip() == name
+    assert ran == []
     page.close()

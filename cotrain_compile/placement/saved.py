@@ -1,0 +1,99 @@
+"""Saved: plans and timelines from files, refused where they say what cannot be.
+
+`files` checks the type of every field; here is what the fields must be together, so that what reads
+a plan later can rely on it: both tiers have bytes, tasks come after tasks that are there, lanes are
+lanes, and no number is one that nothing real can have. Whether a plan is sound for a step is
+`check`'s question.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import Literal
+
+from cotrain_compile.errors import FormatError
+from cotrain_compile.files import load
+from cotrain_compile.machine import LARGEST, Tier
+from cotrain_compile.plan import Lane, Plan, SolveReport, Timeline
+
+
+def load_plan(path: str | os.PathLike[str]) -> Plan:
+    """The plan saved at `path`; raises as `files.load` does, FormatError also for an absurd one."""
+    plan = load(path, Plan)
+    _refuse(path, _absurd_in_plan(plan), "solve the step again")
+    return plan
+
+
+def load_timeline(
+    path: str | os.PathLike[str], source: Literal["predicted", "measured"] | None = None
+) -> Timeline:
+    """The timeline saved at `path`, as `load_plan`; FormatError where it has another `source`."""
+    timeline = load(path, Timeline)
+    _refuse(path, _absurd_in_timeline(timeline), "save it again")
+    if source is not None and timeline.source != source:
+        raise FormatError(f"{path}: a {timeline.source} timeline; give a {source} one")
+    return timeline
+
+
+def _refuse(path: str | os.PathLike[str], absurd: Iterator[str], remedy: str) -> None:
+    if (found := next(absurd, None)) is not None:
+        raise FormatError(f"{path}: {found}; {remedy}")
+
+
+def _absurd_in_plan(plan: Plan) -> Iterator[str]:
+    """What in `plan` cannot be, in words."""
+    yield from _absurd_bytes("budgets", plan.budgets)
+    if plan.predicted.source != "predicted":
+        yield "predicted: its timeline is a measured one"
+    yield from _absurd_bytes("predicted.peak_bytes", plan.predicted.peak_bytes)
+    yield from _absurd_in_timeline(plan.predicted)
+    names = {task.name for task in plan.tasks}
+    if len(names) < len(plan.tasks):
+        yield "tasks: two have one name"
+    for task in plan.tasks:
+        if unknown := {*task.after, *task.after_previous} - names:
+            yield f"tasks: {task.name} comes after {min(unknown)!r}, which is no task"
+    for transfer in plan.transfers:
+        if not 0 <= transfer.nbytes <= LARGEST:
+            yield f"tasks: {transfer.name} moves {transfer.nbytes:.3} bytes"
+    for param in plan.placement.updates.keys() - plan.placement.homes.keys():
+        yield f"placement: {param!r} is updated and has no home"
+    if plan.report is not None:
+        yield from _absurd_in_report(plan.report)
+
+
+def _absurd_in_report(report: SolveReport) -> Iterator[str]:
+    seconds = {
+        "seconds": report.seconds,
+        "lower_bound_s": report.lower_bound_s,
+        **{f"simulated_s[{policy!r}]": s for policy, s in report.simulated_s.items()},
+    }
+    for name, value in seconds.items():
+        if not 0 <= value <= LARGEST:
+            yield f"report.{name} is {value}"
+
+
+def _absurd_in_timeline(timeline: Timeline) -> Iterator[str]:
+    for span in timeline.spans:
+        if span.lane not in set(Lane):
+            yield f"spans: {span.name!r} is on lane {span.lane!r}"
+        if not -LARGEST <= span.start_s <= span.end_s <= LARGEST:
+            yield f"spans: {span.name!r} goes from {span.start_s} s to {span.end_s} s"
+    for tier, samples in timeline.memory.items():
+        before_s = float(-LARGEST)
+        for seconds, nbytes in samples:
+            if not (before_s <= seconds <= LARGEST and 0 <= nbytes <= LARGEST):
+                yield f"memory.{tier}: {nbytes} bytes at {seconds} s, after {before_s} s"
+            before_s = seconds
+    for tier, nbytes in timeline.peak_bytes.items():
+        if not 0 <= nbytes <= LARGEST:
+            yield f"peak_bytes.{tier} is {nbytes}"
+
+
+def _absurd_bytes(name: str, of_tier: Mapping[Tier, int]) -> Iterator[str]:
+    for tier in Tier:
+        if tier not in of_tier:
+            yield f"{name} has nothing for the {tier}"
+        elif not 0 <= of_tier[tier] <= LARGEST:
+            yield f"{name}.{tier} is {of_tier[tier]}"

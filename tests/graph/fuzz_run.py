@@ -1,0 +1,358 @@
+"""Runs a random program in eager, as captured, and placed, and compares what the three leave.
+
+In: a `Spec`. Out: an `Outcome`, or a `Broken` that says which promise does not hold: numbers,
+budgets, tensors that stay alive, compiles, or an error that is not one of ours.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map
+
+import cotrain_compile
+from cotrain_compile.analysis.liveness import liveness
+from cotrain_compile.backends.compiled_step import CompiledStep
+from cotrain_compile.dataflow import PERSISTENT_ROLES
+from cotrain_compile.errors import CaptureError, CotrainError, PlacementError
+from cotrain_compile.extract import extract
+from cotrain_compile.graph import StepGraph
+from cotrain_compile.machine import Tier
+from cotrain_compile.options import Options
+from tests.graph.fuzz_layers import CLASSES, Net
+from tests.graph.fuzz_specs import OptimizerSpec, Spec
+from tests.graph.steps import Step, all_tensors, compiling_with
+
+Compile = Callable[[Step], Step]
+# The last steps of a program, after which tensors are counted.
+COUNTED = 3
+
+
+class Broken(AssertionError):
+    """A promise that a program breaks."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """`status` is "equal", "refused", or "no program" where eager itself fails."""
+
+    status: str
+    message: str = ""
+    tasks: int = 0
+
+
+@dataclass
+class Left:
+    """What a program leaves: results, its tensors, tensors alive after the last steps, tasks."""
+
+    returned: list[Any] = field(default_factory=list)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    live_tensors: list[int] = field(default_factory=list)
+    tasks: int = 0
+
+
+def run(spec: Spec) -> Outcome:
+    """Run `spec` three times and compare; raises `Broken`."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            eager = train(spec, None)
+        except Exception as error:
+            return Outcome("no program", f"{type(error).__name__}: {error}"[:300])
+        try:
+            unplaced, whole = train_unplaced(spec)
+            placed = train_placed(spec, whole)
+        except CotrainError as error:
+            return Outcome("refused", checked_refusal(error))
+        finally:
+            cotrain_compile.synchronize()
+    compare(eager, unplaced, "the captured step and eager", rounding(spec))
+    exact = is_exact(spec.options)
+    compare(unplaced, placed, "the placed and the captured step", 0 if exact else rounding(spec))
+    return Outcome("equal", tasks=placed.tasks)
+
+
+def is_exact(options: Any) -> bool:
+    """Whether the placed step promises the bits of the captured one."""
+    captured = options.get("host_kernels") == "captured"
+    return captured and options.get("lowering") != "inductor"
+
+
+def rounding(spec: Spec) -> float:
+    """How far two runs may be apart, relative to 1 plus the largest element of a tensor."""
+    if spec.loop.autocast or "bfloat16" in spec.model.layers:
+        return 0.1
+    # Its steps hang on the sign of a gradient, which may be rounding only.
+    if spec.optimizer.name == "Rprop":
+        return 0.05
+    return 1e-5 if spec.model.dtype == "float64" else 1e-3
+
+
+def checked_refusal(error: CotrainError) -> str:
+    """The message of a refusal; `Broken` where it is one that nothing in a program explains."""
+    if not isinstance(error, CaptureError | PlacementError):
+        raise Broken(f"refused by {type(error).__name__}: {error}") from error
+    if isinstance(error, PlacementError) and error.shortfall_bytes <= 0:
+        raise Broken(f"a refusal that lacks nothing: {error}") from error
+    return f"{type(error).__name__}: {error}"
+
+
+# The three runs.
+
+
+def train(spec: Spec, compile_with: Compile | None, *, counts: bool = False) -> Left:
+    """Run the steps of `spec`, compiled by `compile_with`, or in eager where that is None.
+
+    With `counts` the tensors alive after the last steps are counted.
+    """
+    torch._dynamo.reset()
+    counters.clear()
+    torch.manual_seed(spec.seed)
+    dtype = getattr(torch, spec.model.dtype)
+    model, batches = make_model(spec, dtype), make_batches(spec, dtype)
+    optimizer = make_optimizer(spec.optimizer, model, is_eager=compile_with is None)
+    plain = make_step(spec, model, optimizer)
+    step = compile_with(plain) if compile_with else plain
+    left = Left()
+    for i, batch in enumerate(batches):
+        if spec.loop.rates:
+            optimizer.param_groups[0]["lr"] = spec.loop.rates[i]
+        before = all_tensors(model, [optimizer]) if compile_with else {}
+        try:
+            left.returned.append(detached(step(*batch)))
+        except CotrainError as error:
+            check_nothing_changed(before, all_tensors(model, [optimizer]), error)
+            raise
+        if counts and i >= len(batches) - COUNTED:
+            left.live_tensors.append(live_tensors() - len(tree_leaves(left.returned)))
+    cotrain_compile.synchronize()
+    left.tensors = all_tensors(model, [optimizer])
+    return left
+
+
+def train_unplaced(spec: Spec) -> tuple[Left, dict[Tier, int]]:
+    """As the captured graph says, without a plan; also the bytes alive in it, by tier of a share.
+
+    A share of the device is one of the peak of the step, a share of the host one of all tensors.
+    """
+    whole = dict.fromkeys(Tier, 1)
+
+    def as_captured(step: StepGraph, values: Sequence[Any], options: Options) -> Step:
+        dataflow = extract(step)
+        if not dataflow.symbols:
+            whole[Tier.DEVICE] = max(whole[Tier.DEVICE], liveness(dataflow).peak_bytes)
+            whole[Tier.HOST] = max(whole[Tier.HOST], dataflow.total_bytes(*PERSISTENT_ROLES))
+
+        def run_graph(inputs: list[Any]) -> Any:
+            with torch.no_grad():
+                return step.module(*inputs)
+
+        return run_graph
+
+    options = {"keep_grads": spec.options.get("keep_grads", False)}
+    with compiling_with(as_captured):
+        left = train(spec, lambda step: torch.compile(step, backend="cotrain", options=options))
+    return left, whole
+
+
+def train_placed(spec: Spec, whole: Mapping[Tier, int]) -> Left:
+    """With the options of `spec`: its shares are of `whole`."""
+    options = dict(spec.options)
+    for name, tier, share in (
+        ("memory_budget", Tier.DEVICE, spec.device_share),
+        ("host_memory_budget", Tier.HOST, spec.host_share),
+    ):
+        if share is not None:
+            options[name] = max(1, int(share * whole[tier]))
+    last: list[CompiledStep] = []
+
+    def compile_with(step: Step) -> Step:
+        compiled = torch.compile(step, backend="cotrain", options=options)
+
+        def call(*batch: Tensor) -> Any:
+            returned = compiled(*batch)
+            last[:] = [cotrain_compile.inspect(compiled)]
+            check_meter(last[0])
+            return returned
+
+        return call
+
+    gc.freeze()  # what is alive now is not looked at when tensors are counted
+    try:
+        left = train(spec, compile_with, counts=True)
+    finally:
+        gc.unfreeze()
+    check_compiles(spec)
+    if len(set(spec.loop.rows)) == 1 and all(a < b for a, b in pairwise(left.live_tensors)):
+        raise Broken(f"tensors alive after each step: {left.live_tensors}")
+    left.tasks = len(last[0].plan.tasks)
+    return left
+
+
+# What holds after each step, and at the end.
+
+
+def check_meter(compiled: CompiledStep) -> None:
+    """No tier held more than its budget, and the device exactly what was predicted."""
+    measured, plan = compiled.measured, compiled.plan
+    assert measured is not None
+    for tier, budget in plan.budgets.items():
+        if measured.peak_bytes[tier] > budget:
+            raise Broken(f"{measured.peak_bytes[tier]} bytes on {tier}, {budget} allowed")
+    found, planned = (t.peak_bytes[Tier.DEVICE] for t in (measured, compiled.predicted))
+    if found != planned:
+        raise Broken(f"{found} bytes on the device, {planned} predicted")
+
+
+def check_compiles(spec: Spec) -> None:
+    """One graph; one more for new rates, for new sizes, and for gradients that are there."""
+    allowed = 1 + bool(spec.loop.rates) + (len(set(spec.loop.rows)) > 1)
+    allowed += spec.loop.clear == "zeros" or bool(spec.options.get("keep_grads"))
+    found = counters["stats"]["unique_graphs"]
+    if found > allowed:
+        raise Broken(f"compiled {found} graphs, at most {allowed} are documented")
+
+
+def check_nothing_changed(
+    before: Mapping[str, Tensor], after: Mapping[str, Tensor], error: Exception
+) -> None:
+    for name, value in before.items():
+        if not same_bits(value, after[name]):
+            raise Broken(f"{name} changed in a step that was refused: {error}") from error
+
+
+def compare(expected: Left, found: Left, who: str, relative: float) -> None:
+    """Raise `Broken` where two runs are further apart than `relative`; 0 means in any bit."""
+    pairs = [(f"result {i}", a, b) for i, (a, b) in enumerate(_returned(expected, found))]
+    if expected.tensors.keys() != found.tensors.keys():
+        raise Broken(f"{who} have other tensors: {expected.tensors.keys() ^ found.tensors.keys()}")
+    pairs += [(name, a, found.tensors[name]) for name, a in expected.tensors.items()]
+    for name, a, b in pairs:
+        if a.dtype != b.dtype or a.shape != b.shape:
+            raise Broken(f"{name} is {b.dtype} {b.shape}, not {a.dtype} {a.shape}: {who}")
+        if relative == 0 and not same_bits(a, b):
+            raise Broken(f"{name} differs in some bit: {who}")
+        if relative and not _is_near(a.double(), b.double(), relative):
+            raise Broken(f"{name} is {b.flatten()[:4]}..., not {a.flatten()[:4]}...: {who}")
+
+
+def _returned(expected: Left, found: Left) -> list[tuple[Tensor, Tensor]]:
+    one, other = tree_leaves(expected.returned), tree_leaves(found.returned)
+    return [
+        (torch.as_tensor(a), torch.as_tensor(b))
+        for a, b in zip(one, other, strict=True)
+        if a is not None or b is not None
+    ]
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(_bits(a), _bits(b))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().flatten().view(torch.uint8)
+
+
+def _is_near(a: Tensor, b: Tensor, relative: float) -> bool:
+    largest = float(a[a.isfinite()].abs().max()) if a.isfinite().any() else 0.0
+    return torch.allclose(a, b, rtol=0, atol=relative * (1 + largest), equal_nan=True)
+
+
+def live_tensors() -> int:
+    gc.collect()
+    return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
+
+
+def detached(value: Any) -> Any:
+    return tree_map(lambda t: t.detach().clone() if isinstance(t, Tensor) else t, value)
+
+
+# The parts of a program.
+
+
+def make_model(spec: Spec, dtype: torch.dtype) -> nn.Module:
+    model = spec.model
+    net = Net(model.layers, model.width, reads_tokens=model.reads_tokens, tied=model.tied)
+    for param in net.parameters():
+        if param.dtype is torch.float32:
+            param.data = param.data.to(dtype)
+    for module in net.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.dtype is torch.float32:
+                setattr(module, name, buffer.to(dtype))
+    return net.train()
+
+
+def make_batches(spec: Spec, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+    def batch(rows: int) -> tuple[Tensor, Tensor]:
+        y = torch.randint(0, CLASSES, (rows,))
+        if spec.model.reads_tokens:
+            return torch.randint(0, CLASSES, (rows,)), y
+        return torch.randn(rows, 6, dtype=dtype), y
+
+    return [batch(rows) for rows in spec.loop.rows]
+
+
+def make_optimizer(spec: OptimizerSpec, model: nn.Module, *, is_eager: bool) -> Optimizer:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    count = len(spec.groups)
+    groups = [{**extra, "params": trained[i::count]} for i, extra in enumerate(spec.groups)]
+    settings = dict(spec.settings) if is_eager else {**spec.settings, **spec.flags}
+    make: Any = getattr(torch.optim, spec.name)
+    made: Optimizer = make([g for g in groups if g["params"]], lr=5e-3, **settings)
+    return made
+
+
+def make_step(spec: Spec, model: nn.Module, optimizer: Optimizer) -> Step:
+    loop = spec.loop
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        if not loop.autocast:
+            return F.cross_entropy(model(x), y)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return F.cross_entropy(model(x), y)
+
+    def step(x: Tensor, y: Tensor) -> Any:
+        if loop.clear != "last":
+            optimizer.zero_grad(set_to_none=loop.clear == "first")
+        parts = zip(x.chunk(loop.micro_batches), y.chunk(loop.micro_batches), strict=True)
+        for part_x, part_y in parts:
+            loss = loss_of(part_x, part_y) / loop.micro_batches
+            loss.backward()
+        norm = clip(loop.clip, model)
+        optimizer.step()
+        if loop.clear == "last":
+            optimizer.zero_grad()
+        return RETURNS[loop.returns](loss, norm)
+
+    return step
+
+
+def clip(how: str, model: nn.Module) -> Tensor | None:
+    if how == "value":
+        nn.utils.clip_grad_value_(model.parameters(), 0.05)
+        return None
+    if how == "none":
+        return None
+    norm_type = math.inf if how == "infinity norm" else 2.0
+    return nn.utils.clip_grad_norm_(model.parameters(), 0.5, norm_type=norm_type)
+
+
+RETURNS: dict[str, Callable[[Tensor, Tensor | None], Any]] = {
+    "loss": lambda loss, norm: loss,
+    "item": lambda loss, norm: loss.item(),
+    "dictionary": lambda loss, norm: {"loss": loss.detach(), "norm": norm},
+    "tuple": lambda loss, norm: (loss, norm, loss * 2),
+    "nothing": lambda loss, norm: None,
+}

@@ -1,0 +1,81 @@
+"""Random training programs: placed they compute what the captured step does, or are refused.
+
+What holds for each is in `fuzz_run`; `bench.fuzz` runs programs by the clock.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.graph.fuzz_layers import AGAIN, LAYERS
+from tests.graph.fuzz_run import Broken, Left, compare, run
+from tests.graph.fuzz_specs import LoopSpec, ModelSpec, OptimizerSpec, Spec, random_spec, shrunk
+
+ROOT = Path(__file__).parents[2]
+IN_CI = (0, 2, 3, 4, 6, 27)
+TIGHT = {"policy": "auto", "host_kernels": "captured", "quiet": True}
+
+
+@pytest.mark.usefixtures("one_thread", "watchdog")
+@pytest.mark.parametrize("seed", IN_CI)
+def test_a_random_program_keeps_every_promise(seed: int) -> None:
+    assert run(random_spec(seed)).status == "equal"
+
+
+def test_a_program_is_printed_as_one_that_runs() -> None:
+    spec = Spec(3, ModelSpec(()), loop=LoopSpec(rows=(2, 2)), options={**TIGHT, "policy": "coarse"})
+    shown = subprocess.run(
+        [sys.executable, "-c", str(spec)], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert shown.stdout.startswith("Outcome(status='equal'")
+
+
+def test_the_same_seed_gives_the_same_program() -> None:
+    assert random_spec(11) == random_spec(11)
+    assert len({repr(random_spec(seed)) for seed in range(50)}) == 50
+
+
+def test_the_programs_have_every_layer_optimizer_and_way_to_write_a_loop() -> None:
+    specs = [random_spec(seed) for seed in range(600)]
+    assert {kind for spec in specs for kind in spec.model.layers} == {*LAYERS, AGAIN}
+    assert len({spec.optimizer.name for spec in specs}) == 12
+    assert {spec.loop.clear for spec in specs} == {"first", "last", "zeros"}
+    assert {flag for spec in specs for flag in spec.optimizer.flags} == {
+        "foreach",
+        "fused",
+        "capturable",
+    }
+
+
+def test_a_simpler_program_differs_in_one_thing() -> None:
+    spec = random_spec(12)
+    simpler = list(shrunk(spec))
+    assert simpler
+    assert spec not in simpler
+    optimizer = replace(spec, optimizer=replace(spec.optimizer, name="AdamW"))
+    assert optimizer in simpler or spec.optimizer.name == "AdamW"
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [(1e-12, "w differs in some bit"), (float("nan"), "w differs"), (None, "have other tensors")],
+)
+def test_a_difference_is_named(change: float | None, complaint: str) -> None:
+    w = torch.ones(3, dtype=torch.float64)
+    found = Left(tensors={} if change is None else {"w": w + change})
+    with pytest.raises(Broken, match=complaint):
+        compare(Left(tensors={"w": w}), found, "two runs", 0)
+
+
+def test_parameters_in_one_storage_are_trained_under_any_policy() -> None:
+    model = ModelSpec(("linear", "neighbours"))
+    adam = OptimizerSpec("Adam", {"eps": 1e-2})
+    for policy in ("auto", "fraction:auto"):
+        spec = Spec(1, model, adam, options={**TIGHT, "policy": policy}, device_share=1.0)
+        assert run(spec).status == "equal"
