@@ -33,6 +33,7 @@ def plan_for(
         policy=options.policy,
         solver=options.solver,
         time_limit_s=options.time_limit,
+        gap=options.gap,
         seed=options.seed,
         overlap_steps=options.overlap_steps,
     )

@@ -178,6 +178,9 @@ def solve(
     policy: Annotated[str, typer.Option(help="See docs/options.md.")] = "auto",
     solver: Annotated[str, typer.Option(help="'highs' or 'cbc'.")] = "highs",
     time_limit: Annotated[float, typer.Option(help="Seconds for each plan.")] = 10.0,
+    gap: Annotated[
+        float, typer.Option(help="Good enough: so close to the solver's bound.")
+    ] = 0.005,
     seed: Annotated[int, typer.Option(help="Of the solver; the same seed, the same plan.")] = 0,
     overlap_steps: Annotated[
         bool, typer.Option("--overlap-steps", help="Let host updates go on under the next step.")
@@ -189,6 +192,7 @@ def solve(
         "policy": policy,
         "solver": solver,
         "time_limit": time_limit,
+        "gap": gap,
         "seed": seed,
         "overlap_steps": overlap_steps,
     }
@@ -266,6 +270,7 @@ def _answers(
             policy=options.policy,
             solver=options.solver,
             time_limit_s=options.time_limit,
+            gap=options.gap,
             seed=options.seed,
             overlap_steps=options.overlap_steps,
         )

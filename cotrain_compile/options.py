@@ -61,8 +61,9 @@ class Options:
 
     Budgets of None mean the capacity of the tier. `device` of None means where the model lives,
     `lowering` and `remat` of None what `lowering_on` and `remat_on` say. `plan` is the path of a
-    saved plan, used in place of `policy`. `time_limit` is in seconds, `verify` in steps; `live` is
-    seconds between lines, `watchdog_s` seconds of a copy or an update, None for none.
+    saved plan, used in place of `policy`. `time_limit` is in seconds, `gap` a fraction, `verify` in
+    steps; `live` is seconds between lines, `watchdog_s` seconds of a copy or an update, None for
+    none.
     """
 
     memory_budget: Size | None = None
@@ -72,6 +73,7 @@ class Options:
     plan: str | None = None
     solver: str = "highs"
     time_limit: float = 10.0
+    gap: float = 0.005
     seed: int = 0
     overlap_steps: bool = False
     lowering: str | None = None
@@ -176,6 +178,12 @@ def _seconds(value: object) -> float:
     return float(value)
 
 
+def _fraction(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+        raise ValueError("a fraction from 0 to below 1, such as 0.01")
+    return float(value)
+
+
 def _interval(value: object) -> float | None:
     if isinstance(value, bool):
         return LIVE_S if value else None
@@ -252,6 +260,7 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
     "plan": _text,
     "solver": _one_of("highs", "cbc"),
     "time_limit": _seconds,
+    "gap": _fraction,
     "seed": _seed,
     "overlap_steps": _flag,
     "lowering": _one_of("eager", "inductor"),

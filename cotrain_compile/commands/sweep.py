@@ -48,13 +48,23 @@ def sweep(
     ] = None,
     policy: Annotated[str, typer.Option(help="See docs/options.md.")] = "auto",
     time_limit: Annotated[float, typer.Option(help="Seconds for each plan.")] = 10.0,
+    gap: Annotated[
+        float, typer.Option(help="Good enough: so close to the solver's bound.")
+    ] = 0.005,
     jobs: Annotated[int | None, typer.Option(min=1, help="Processes; else one a core.")] = None,
 ) -> None:
     """Solve a step under many device budgets: what would more memory, or another card, buy?"""
     options = Options.parse(
-        {"policy": policy, "time_limit": time_limit, "host_memory_budget": host_memory_budget}
+        {
+            "policy": policy,
+            "time_limit": time_limit,
+            "gap": gap,
+            "host_memory_budget": host_memory_budget,
+        }
     )
-    settings = SolveSettings(policy=options.policy, time_limit_s=options.time_limit)
+    settings = SolveSettings(
+        policy=options.policy, time_limit_s=options.time_limit, gap=options.gap
+    )
     dataflow = files.load(file, Dataflow)
     sizes = [_sizes(text, dataflow) for text in size or ()]
     output.mkdir(parents=True, exist_ok=True)

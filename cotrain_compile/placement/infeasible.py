@@ -1,4 +1,4 @@
-"""Infeasible: nothing fits. Says what would: the least budget, what is alive there, what helps."""
+"""Infeasible: nothing fits, or not what was asked for. Says what would, and what helps most."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NoReturn
 
+from cotrain_compile.dataflow import PERSISTENT_ROLES
 from cotrain_compile.errors import PlacementError, PlanError
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.choices import Choices
 from cotrain_compile.placement.find_moves import moves_of
 from cotrain_compile.placement.greedy import least_memory
 from cotrain_compile.placement.moves import Moves
+from cotrain_compile.placement.peak import ACTIVATIONS, GRADIENTS, Peak, peak_of
 from cotrain_compile.placement.problem import Problem
+from cotrain_compile.placement.refuse import refuse_device
 from cotrain_compile.placement.residency import device_program, host_bytes
 from cotrain_compile.placement.schedule import draft, shortfall_bytes
 from cotrain_compile.plan import Placement
@@ -28,16 +31,15 @@ def refuse(problem: Problem, cuts: Sequence[Choices], failure: str = "") -> NoRe
     The least device budget is that of the placement in which everything leaves that can; `cuts`
     are the same step cut in several ways.
     """
-    frugal = [(choices, moves_of(problem, _frugal(choices))) for choices in cuts]
-    choices, moves = min(frugal, key=lambda pair: shortfall_bytes(problem, pair[1]))
-    short = shortfall_bytes(problem, moves)
+    choices, moves, least = _least(problem, cuts)
     budget = problem.budgets[Tier.DEVICE]
-    if short > 0:
+    if least > budget:
+        short, peak = least - budget, peak_of(problem.dataflow, moves)
         raise PlacementError(
-            f"the step needs at least {format_bytes(budget + short)} on the device "
-            f"({_peak(moves)}) with every update on the host and all that can away, but "
+            f"the step needs at least {format_bytes(least)} on the device "
+            f"({_in_words(peak)}) with every update on the host and all that can away, but "
             f"memory_budget is {format_bytes(budget)}: {format_bytes(short)} ({short:,} bytes) "
-            f"short; raise memory_budget, or {_advice(moves)}",
+            f"short; raise memory_budget, or {_advice(peak)}",
             shortfall_bytes=short,
         )
     plenty = replace(problem, budgets={**problem.budgets, Tier.HOST: 1 << 62})
@@ -57,9 +59,28 @@ def refuse(problem: Problem, cuts: Sequence[Choices], failure: str = "") -> NoRe
         f"no plan was found within memory_budget {format_bytes(budget)} and host_memory_budget "
         f"{format_bytes(host)}; with everything away that can be, the step takes "
         f"{format_bytes(needed)} on the host: raise host_memory_budget by up to "
-        f"{format_bytes(needed - host)}, or memory_budget so that more stays on the device",
+        f"{format_bytes(needed - host)}, or {_less_on_the_host(problem, choices)}",
         shortfall_bytes=needed - host,
     )
+
+
+def refuse_rule(
+    problem: Problem, placement: Placement, refusal: PlacementError, cuts: Sequence[Choices]
+) -> NoReturn:
+    """Raise the refusal of a simple rule's `placement`, with what policy 'auto' would need."""
+    moves = moves_of(problem, placement)
+    short = shortfall_bytes(problem, moves)
+    if not short:  # the host's is missing
+        raise refusal
+    refuse_device(problem, placement, moves, short, _least(problem, cuts)[2])
+
+
+def _least(problem: Problem, cuts: Sequence[Choices]) -> tuple[Choices, Moves, int]:
+    """The cut in which least has to stay, what moves then, and the device bytes it needs."""
+    without = replace(problem, budgets={**problem.budgets, Tier.DEVICE: 0})
+    found = [(choices, moves_of(problem, _frugal(choices))) for choices in cuts]
+    needs = [(choices, moves, shortfall_bytes(without, moves)) for choices, moves in found]
+    return min(needs, key=lambda need: need[2])
 
 
 def _frugal(choices: Choices) -> Placement:
@@ -76,26 +97,38 @@ def _host_bytes(problem: Problem, choices: Choices) -> int:
     return host_bytes(program, placement, found.tasks)
 
 
-def _peak(moves: Moves) -> str:
+def _in_words(peak: Peak) -> str:
     """Where the peak is and the largest buffers alive there."""
-    slot = _peak_slot(moves)
-    op = moves.program.ops[min(slot, moves.program.end - 1)]
-    alive = [held.buffer for held in moves.instances if held.first <= slot < held.last]
-    largest = sorted(alive, key=lambda buffer: -buffer.nbytes)[:3]
-    buffers = ", ".join(f"{b.name} {format_bytes(b.nbytes)}" for b in largest)
-    return f"at {op.target}" + (f" in {op.module}" if op.module else "") + f": {buffers}"
+    buffers = ", ".join(f"{b.name} {format_bytes(b.nbytes)}" for b in peak.largest)
+    return f"{peak.where}: {buffers}"
 
 
-def _peak_slot(moves: Moves) -> int:
-    used = moves.slot_bytes
-    return max(range(len(used)), key=used.__getitem__)
-
-
-def _advice(moves: Moves) -> str:
+def _advice(peak: Peak) -> str:
     """What would lower the peak: a smaller batch where it is made of temporaries."""
-    slot = _peak_slot(moves)
-    alive = [held.buffer for held in moves.instances if held.first <= slot < held.last]
-    temporary = sum(b.nbytes for b in alive if not b.is_input)
-    if 2 * temporary >= sum(b.nbytes for b in alive):
-        return "make the batch or the sequence smaller: the peak is made of values of one op"
+    temporary = sum(peak.kinds.get(kind, 0) for kind in (ACTIVATIONS, GRADIENTS))
+    if 2 * temporary >= peak.nbytes:
+        return (
+            "make the batch or the sequence smaller: what is made around this one op is "
+            f"{peak.of_it(ACTIVATIONS, GRADIENTS)}"
+        )
     return "use a smaller model: the peak is made of what must stay on the device"
+
+
+def _less_on_the_host(problem: Problem, choices: Choices) -> str:
+    """What would need less of the host, the larger part of what is there first."""
+    activations = sum(bundle.nbytes for bundle in choices.activations)
+    kept = problem.dataflow.total_bytes(*PERSISTENT_ROLES)
+    ways = [
+        (
+            kept,
+            "raise memory_budget so that more stays on the device (parameters and states are "
+            f"{format_bytes(kept)})",
+        ),
+        (
+            activations,
+            "make the batch or the sequence smaller, or keep fewer activations (remat=True, "
+            f"torch.utils.checkpoint): {format_bytes(activations)} of them are away",
+        ),
+    ]
+    ways.sort(key=lambda way: -way[0])
+    return ", or ".join(text for nbytes, text in ways if nbytes)

@@ -20,10 +20,11 @@ from typing import NoReturn
 from cotrain_compile.errors import PlacementError
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.autotm import autotm
+from cotrain_compile.placement.bound import certified_bound_s
 from cotrain_compile.placement.choices import Choices, Decisions
 from cotrain_compile.placement.find_choices import choices_of
 from cotrain_compile.placement.greedy import greedy, least_memory
-from cotrain_compile.placement.infeasible import refuse
+from cotrain_compile.placement.infeasible import refuse, refuse_rule
 from cotrain_compile.placement.list_scheduler import EAGER, Tactics
 from cotrain_compile.placement.policies import fraction, rule
 from cotrain_compile.placement.problem import Problem
@@ -113,12 +114,22 @@ class _Search:
         # HiGHS lets other threads run: the bound is certified beside the search.
         with ThreadPoolExecutor(1) as beside:
             if policy in CERTIFIED:
-                self.bound = beside.submit(certified_bound_s, self.problem, self.settings)
+                self.bound = beside.submit(self._certify)
             if policy == "auto":
                 self._climb(incumbents)
             else:
                 self._single(policy)
             return self._best()
+
+    def _certify(self) -> float:
+        settings = self.settings
+        return certified_bound_s(
+            self.problem,
+            pick(settings.solver),
+            time_limit_s=settings.time_limit_s,
+            seed=settings.seed,
+            cyclic=settings.overlap_steps,
+        )
 
     @cached_property
     def choices(self) -> Choices:
@@ -155,7 +166,7 @@ class _Search:
         if policy == "fraction:auto":
             self._sweep_fractions()
             if not self.drafts:  # the refusal of the fraction that needs least is the user's answer
-                self._keep(policy, draft(self.problem, self._fraction(FRACTIONS[-1])))
+                self._keep(policy, self._follow(self._fraction(FRACTIONS[-1])))
         elif policy == "greedy":
             self._greedy()
         elif policy in ("ilp", "lp-round"):
@@ -166,13 +177,20 @@ class _Search:
             found = autotm(self.problem, variant, time_limit_s=limit_s, seed=seed)  # type: ignore[arg-type]
             self._keep(policy, draft(self.problem, found.placement))
         else:
-            self._keep(policy, draft(self.problem, rule(policy)(self.problem.dataflow)))
+            self._keep(policy, self._follow(rule(policy)(self.problem.dataflow)))
         if not self.drafts:
             self._refuse()
 
     def _refuse(self) -> NoReturn:
         failure = self.solution.failure if self.solution else ""
         refuse(self.problem, (self.choices, self.peak_choices), failure)
+
+    def _follow(self, placement: Placement) -> Draft:
+        """Schedule what a simple rule says; its refusal says what `auto` would need."""
+        try:
+            return draft(self.problem, placement)
+        except PlacementError as refusal:
+            refuse_rule(self.problem, placement, refusal, (self.choices, self.peak_choices))
 
     def _attempt(self, name: str, placement: Callable[[], Placement]) -> bool:
         """Schedule a placement; returns whether it fits."""
@@ -277,7 +295,7 @@ class _Search:
         name = "ilp" if whole else "lp-round"
         budget = self.problem.budgets[Tier.DEVICE]
         versions = [(True, whole), (False, whole), (False, False)]
-        margin = 0.0
+        margin, missing = 0.0, 0
         for number in range(1, ROUNDS + 1):
             self.rounds = number
             careful, in_one = versions[0]
@@ -300,6 +318,9 @@ class _Search:
                 return
             if late:
                 versions = versions[-1:]  # the rounding takes a second
+            elif short and short == missing:
+                margin *= 2  # what is missing is not what the program counts
+            missing = short
             margin += 1.05 * short + 0.01 * budget
 
     def _solve(
@@ -373,30 +394,6 @@ class _Search:
         if "time" in solution.status:
             notes.append(f"the solver stopped at its time limit; the plan is that of {name}")
         return tuple(notes)
-
-
-def certified_bound_s(problem: Problem, settings: SolveSettings) -> float:
-    """The optimum of the relaxed program: no plan within the budgets takes less.
-
-    Where time runs out, the solver's bound on it; 0 where there is none.
-    """
-    choices = choices_of(problem, at_peaks=True, everything=True)
-    budgets = problem.budgets
-    relaxed = Program(
-        choices,
-        budgets[Tier.DEVICE] / MIB,
-        budgets[Tier.HOST] / MIB,
-        relaxed=True,
-        cyclic=settings.overlap_steps,
-    )
-    solution = solve_program(
-        relaxed,
-        settings.solver,
-        time_limit_s=settings.time_limit_s,
-        gap=1e-3,
-        seed=settings.seed,
-    )
-    return max(0.0, solution.bound_s) if isfinite(solution.bound_s) else 0.0
 
 
 def _finite(seconds: float) -> float | None:

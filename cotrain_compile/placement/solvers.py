@@ -56,15 +56,14 @@ def solve_program(
     time_limit_s: float,
     gap: float,
     seed: int,
-    start: Decisions | None = None,
 ) -> Solution:
-    """Solve `program`; `start` is a solution to begin with (HiGHS only).
+    """Solve `program` to within `gap`, a fraction, or as far as it gets in `time_limit_s`.
 
     Also where there is no solver, and whatever happens in it: then the solution has a `failure`.
     """
     began = time.monotonic()
     try:
-        status, bound_ms = _SOLVE[pick(solver)](program, time_limit_s, gap, seed, start)
+        status, bound_ms = _SOLVE[pick(solver)](program, time_limit_s, gap, seed)
     except Exception as error:  # foreign code: pulp, numpy, a library, another program
         told = " ".join(f"{type(error).__name__}: {error}".split())
         nothing, seconds = float("inf"), time.monotonic() - began
@@ -105,16 +104,12 @@ class _WarmHighs(pulp.HiGHS):  # type: ignore[misc]
         super().callSolver(lp)
 
 
-def _highs(
-    program: Program, time_limit_s: float, gap: float, seed: int, start: Decisions | None
-) -> tuple[str, float]:
+def _highs(program: Program, time_limit_s: float, gap: float, seed: int) -> tuple[str, float]:
     """Solve the relaxation; then with what it leaves undecided; then, from there, the whole."""
     began = time.monotonic()
     choices = [v for v in program.model.variables() if v.cat == pulp.LpInteger]
     known: dict[str, float] = {}
-    if start is not None:
-        known = dict(_values(program, start))
-    elif choices:
+    if choices:
         known = _round(program, choices, 0.4 * time_limit_s, gap, seed)
         if program.model.status == pulp.LpStatusInfeasible and not known:
             return "infeasible", 0.0
@@ -174,10 +169,7 @@ def _run_highs(
     return program.model.solverModel
 
 
-def _cbc_solve(
-    program: Program, time_limit_s: float, gap: float, seed: int, start: Decisions | None
-) -> tuple[str, float]:
-    del start  # CBC takes one only through a file on disk
+def _cbc_solve(program: Program, time_limit_s: float, gap: float, seed: int) -> tuple[str, float]:
     solver = _cbc(timeLimit=time_limit_s, gapRel=gap, options=[f"randomCbcSeed {seed}"])
     program.model.solve(solver)
     status = str(pulp.LpStatus[program.model.status]).lower()
@@ -192,18 +184,6 @@ def _cbc(**settings: Any) -> Any:
         # pulp 3.3 announces that its bundled CBC will become a package of its own.
         warnings.simplefilter("ignore", DeprecationWarning)
         return pulp.PULP_CBC_CMD(msg=False, threads=THREADS, **settings)
-
-
-def _values(program: Program, decisions: Decisions) -> list[tuple[str, float]]:
-    """The integer variables' values under `decisions`, by name."""
-    values = []
-    taken = zip(program.choices.weights, program.taken, decisions.ways, strict=True)
-    for bundle, variables, chosen in taken:
-        for way, variable in zip(bundle.ways, variables, strict=True):
-            values.append((variable.name, float(way == chosen)))
-    for variable, away in zip(program.away, decisions.away, strict=True):
-        values.append((variable.name, float(away)))
-    return values
 
 
 _SOLVE = {"highs": _highs, "cbc": _cbc_solve}

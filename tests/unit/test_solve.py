@@ -13,7 +13,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from cotrain_compile.dataflow import Dataflow
+from cotrain_compile.dataflow import Dataflow, Role
 from cotrain_compile.errors import PlacementError
 from cotrain_compile.machine import HostUpdate, Link, Machine, Tier, TierSpec
 from cotrain_compile.placement.autotm import autotm
@@ -25,8 +25,10 @@ from cotrain_compile.placement.schedule import draft
 from cotrain_compile.placement.solve import FRACTIONS, RULES, SolveSettings, solve
 from cotrain_compile.plan import Plan, SolveReport, UpdateMode
 from cotrain_compile.presets import find
+from cotrain_compile.units import format_bytes
+from tests.unit import nets
 from tests.unit.dataflows import chain, mixed_precision_step
-from tests.unit.nets import every_small_step
+from tests.unit.nets import KIB, every_small_step
 from tests.unit.random_problems import (
     PLENTY,
     fits,
@@ -252,6 +254,55 @@ def test_a_plan_can_be_repeated(step: Dataflow) -> None:
     assert report_of(other).seed == 8
     if report_of(other).rounds == report.rounds == 1:
         assert report_of(other).objective_s == pytest.approx(report.objective_s, rel=4e-3)
+
+
+def test_what_the_program_does_not_count_keeps_it_from_no_plan() -> None:
+    """The same bytes are missing round after round, until the program is given much less."""
+    problem = problem_of(nets.STEPS["clipped"](2, 1000 * KIB, 2000 * KIB), 0.45)
+    report = report_of(solve(problem))
+    assert report.rounds > 2
+    assert report.simulated_s["ilp"] < min(steps_s(problem).values())
+
+
+@pytest.mark.parametrize("gap", [0.0, 0.3])
+def test_the_claim_is_within_the_gap_of_its_bound(gap: float) -> None:
+    """As HiGHS counts it: as a fraction of the claim, which has the price of what moves in it."""
+    report = report_of(solve(problem_of(STEPS["mixed"], 0.5), SolveSettings("ilp", gap=gap)))
+    assert report.status == "optimal"
+    assert report.objective_s is not None
+    assert report.bound_s is not None
+    assert report.bound_s >= report.objective_s * (1 - gap) * (1 - 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("policy", "share", "says"),
+    [
+        ("resident", 0.5, r"short; use policy='auto', .* and needs at least .* on the device"),
+        ("fraction:auto", 0.0, r"short; use policy='auto'"),
+        ("zero-offload", -0.2, r"short; raise memory_budget to at least .* and use policy='auto'"),
+    ],
+)
+def test_a_rule_that_does_not_fit_points_to_auto_with_what_that_needs(
+    policy: str, share: float, says: str
+) -> None:
+    problem = problem_of(STEPS["chain"], share)
+    least = least_bytes(problem)
+    with pytest.raises(PlacementError, match=says) as refusal:
+        solve(problem, SolveSettings(policy))
+    assert format_bytes(least) in str(refusal.value)
+    # Following it works.
+    enough = with_budget(problem, max(least, problem.budgets[Tier.DEVICE]))
+    check(enough, solve(enough, SolveSettings(time_limit_s=1)))
+
+
+def test_a_rule_short_of_host_memory_points_to_auto_which_needs_less() -> None:
+    """Just not everything fits the device, so a few bytes on the host do."""
+    problem = problem_of(STEPS["chain"], 0.99)
+    host_bytes = problem.dataflow.total_bytes(Role.OPTIMIZER_STATE) // 2
+    scarce = with_budget(problem, problem.budgets[Tier.DEVICE], host_bytes)
+    with pytest.raises(PlacementError, match=r"raise host_memory_budget, or use policy='auto'"):
+        solve(scarce, SolveSettings("streamed"))
+    check(scarce, solve(scarce, SolveSettings(time_limit_s=1)))
 
 
 @pytest.mark.parametrize("name", ["finetune", "recurrent"])
