@@ -125,7 +125,7 @@ class _Search:
         settings = self.settings
         return certified_bound_s(
             self.problem,
-            pick(settings.solver),
+            settings.solver,
             time_limit_s=settings.time_limit_s,
             seed=settings.seed,
             cyclic=settings.overlap_steps,
