@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from rich.console import Console
 from torch._dynamo.utils import counters
 
 import cotrain_compile
-from bench.against_torch_compile import MODELS, SIDES, kinds, make_side
+from bench.against_torch_compile import MODELS, SIDES, make_side
 from bench.report import write_report
 
 # One compiler at a time, and as a child of the process, so that its seconds are counted.
@@ -79,6 +80,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("-o", "--output", type=Path)
     parser.add_argument("--model", choices=list(MODELS))
+    parser.add_argument("--jobs", type=int, default=1, help="sides at a time")
     parser.add_argument("--side", choices=list(SIDES), help="one first step, as JSON")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -87,12 +89,15 @@ def main() -> None:
         return
     console = Console(soft_wrap=True)
     result: dict[str, Any] = {}
-    for model in [arguments.model] if arguments.model else MODELS:
-        result[model] = {"first_step": {}, "kinds_by_layers": kinds(model)}
-        for side in SIDES:
-            result[model]["first_step"][side] = cold_and_warm(side, model)
-            console.print(model, side, result[model]["first_step"][side])
-        console.print(model, result[model]["kinds_by_layers"])
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        runs = {
+            (model, side): pool.submit(cold_and_warm, side, model)
+            for model in ([arguments.model] if arguments.model else MODELS)
+            for side in SIDES
+        }
+        for (model, side), run in runs.items():
+            result.setdefault(model, {})[side] = run.result()
+            console.print(model, side, run.result())
     if arguments.output:
         write_report(arguments.output, (__doc__ or "").splitlines()[0], result)
 
