@@ -30,6 +30,7 @@ from cotrain_compile.capture.optimizers import build_optimizer_variable
 from cotrain_compile.capture.phases import PHASE_ANNOTATION
 from cotrain_compile.capture.scaling import scalers_traced, traced_instead
 from cotrain_compile.capture.session import Session
+from cotrain_compile.capture.settings import settings_traced
 
 
 @contextmanager
@@ -41,6 +42,7 @@ def whole_step_tracing(session: Session) -> Iterator[None]:
     """
     with ExitStack() as stack:
         stack.enter_context(scalers_traced())
+        stack.enter_context(settings_traced(session.function))
         stack.enter_context(
             config.patch(
                 trace_autograd_ops=True,

@@ -25,6 +25,7 @@ from torch.optim import optimizer as torch_optimizer
 from cotrain_compile.capture.optimizer_state import undecorated
 from cotrain_compile.capture.phases import PHASE_ANNOTATION
 from cotrain_compile.capture.session import Session
+from cotrain_compile.capture.settings import note_settings
 
 
 def build_optimizer_variable(
@@ -32,6 +33,7 @@ def build_optimizer_variable(
 ) -> CapturedOptimizer:
     """Stands in for Dynamo's `OptimizerVariable` while a step is traced for us."""
     session.record_of(value).start_tracing()
+    note_settings(value, session.function)
     variable = CapturedOptimizer(value, **kwargs)
     variable.session = session
     return variable

@@ -3,7 +3,11 @@
 `Trainer` runs forward and backward in `training_step`, and clips and updates later, in its loop.
 Here `training_step` does all of it in one compiled function, on all micro-batches of the step. The
 loop then finds no gradients, so its own clipping and `optimizer.step()` have nothing to do; the
-norm that it logs is the step's. Tried with transformers 5.23.
+norm that it logs is the step's. With float16 the step scales its loss too, and Accelerate's wrapper
+of the optimizer is told what it would have found out: whether the update was skipped.
+
+Private API used: `AcceleratedOptimizer._is_overflow` of Accelerate. Reason: schedulers ask for it.
+Tried with transformers 5.23 and Accelerate 1.15.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from transformers import Trainer
 
 from cotrain_compile.errors import OptionError
@@ -25,7 +30,7 @@ class CotrainTrainer(Trainer):
 
     `cotrain` are the options of the backend (`docs/options.md`). Another Trainer class gets the
     same by `class MyTrainer(CotrainTrainer, Seq2SeqTrainer): ...`. Raises `OptionError` for what a
-    compiled step cannot do here: float16, several devices.
+    compiled step cannot do here: several devices, the Trainer's own `torch_compile`.
     """
 
     def __init__(self, *args: Any, cotrain: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
@@ -49,16 +54,22 @@ class CotrainTrainer(Trainer):
         self._micro_batches.append(self._prepare_inputs(inputs))
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
+        accelerated: Any = self.optimizer  # what `Trainer` got from Accelerate for its own
+        scaler = self.accelerator.scaler
         if self._compiled_step is None:
-            accelerated: Any = self.optimizer  # what `Trainer` got from Accelerate for its own
-            step = _whole_step(self, model, accelerated.optimizer)
+            # The loop's own `step()`, which follows, finds no gradient to unscale.
+            accelerated.scaler = None
+            step = _whole_step(self, model, accelerated.optimizer, scaler)
             self._compiled_step = torch.compile(
                 step, backend="cotrain", options=self.cotrain_options
             )
         model.train()
         items = None if num_items_in_batch is None else torch.as_tensor(num_items_in_batch)
         batches, self._micro_batches = self._micro_batches, []
+        scale = scaler.get_scale() if scaler is not None else 1.0
         loss, self._gradient_norm = self._compiled_step(batches, items)
+        if scaler is not None and not _steps_when_skipped(accelerated.optimizer):
+            accelerated._is_overflow = scaler.get_scale() < scale
         return loss
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
@@ -73,8 +84,19 @@ class CotrainTrainer(Trainer):
         return self._gradient_norm
 
 
+def _steps_when_skipped(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `GradScaler` calls the optimizer in every step, as it does with fused ones.
+
+    Accelerate then sees no step skipped, and the schedule goes on; here as well.
+    """
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
 def _whole_step(
-    trainer: CotrainTrainer, model: nn.Module, optimizer: torch.optim.Optimizer
+    trainer: CotrainTrainer,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: GradScaler | None,
 ) -> Step:
     largest_norm = trainer.args.max_grad_norm or float("inf")
 
@@ -84,10 +106,17 @@ def _whole_step(
         for inputs in batches:
             with trainer.compute_loss_context_manager():
                 loss: Any = trainer.compute_loss(model, inputs, num_items_in_batch=items)
-            (loss / share).backward()
-            losses.append(loss.detach() / share)
+            loss = loss / share
+            (loss if scaler is None else scaler.scale(loss)).backward()
+            losses.append(loss.detach())
+        if scaler is not None:
+            scaler.unscale_(optimizer)
         norm = nn.utils.clip_grad_norm_(model.parameters(), largest_norm)
-        optimizer.step()
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
         # The Trainer's own step, which follows, must find nothing to do.
         optimizer.zero_grad()
         return torch.stack(losses).sum(), norm
@@ -106,7 +135,6 @@ def _covers_all_micro_batches(trainer: CotrainTrainer, items: Tensor | None) -> 
 def _refuse_what_a_step_cannot_hold(trainer: CotrainTrainer) -> None:
     args, accelerator = trainer.args, trainer.accelerator
     refused = {
-        "fp16=True: it needs a GradScaler; use bf16=True": accelerator.scaler is not None,
         "more than one process or device; run it on one": (
             accelerator.num_processes > 1 or args.n_gpu > 1
         ),

@@ -12,20 +12,22 @@ from typing import Any
 
 import torch
 
-# Updates the tensors ("param" and states by name) in place, from a gradient and a learning rate.
-Update = Callable[[Mapping[str, torch.Tensor], torch.Tensor, float], None]
+Settings = Mapping[str, Any]
+
+# Updates the tensors ("param" and states by name) in place, from a gradient and the settings of the
+# step at hand: only floats may differ from those that the update was made for.
+Update = Callable[[Mapping[str, torch.Tensor], torch.Tensor, Settings], None]
 
 
-def _adam(settings: Mapping[str, Any], states: frozenset[str]) -> Update | None:
+def _adam(settings: Settings, states: frozenset[str]) -> Update | None:
     amsgrad = settings["amsgrad"]
     needed = {"param", "step", "exp_avg", "exp_avg_sq"} | ({"max_exp_avg_sq"} if amsgrad else set())
     if states != needed:
         return None
     decoupled = settings.get("decoupled_weight_decay", False)
     loop = torch._fused_adamw_ if decoupled else torch._fused_adam_
-    beta1, beta2 = settings["betas"]
 
-    def update(t: Mapping[str, torch.Tensor], gradient: torch.Tensor, lr: float) -> None:
+    def update(t: Mapping[str, torch.Tensor], gradient: torch.Tensor, now: Settings) -> None:
         t["step"].add_(1)
         loop(
             [t["param"]],
@@ -34,56 +36,56 @@ def _adam(settings: Mapping[str, Any], states: frozenset[str]) -> Update | None:
             [t["exp_avg_sq"]],
             [t["max_exp_avg_sq"]] if amsgrad else [],
             [t["step"]],
-            lr=lr,
-            beta1=beta1,
-            beta2=beta2,
-            weight_decay=settings["weight_decay"],
-            eps=settings["eps"],
+            lr=now["lr"],
+            beta1=now["betas"][0],
+            beta2=now["betas"][1],
+            weight_decay=now["weight_decay"],
+            eps=now["eps"],
             amsgrad=amsgrad,
-            maximize=settings["maximize"],
+            maximize=now["maximize"],
         )
 
     return update
 
 
-def _sgd(settings: Mapping[str, Any], states: frozenset[str]) -> Update | None:
+def _sgd(settings: Settings, states: frozenset[str]) -> Update | None:
     momentum = settings["momentum"]
     if states != ({"param", "momentum_buffer"} if momentum else {"param"}):
         return None
 
-    def update(t: Mapping[str, torch.Tensor], gradient: torch.Tensor, lr: float) -> None:
+    def update(t: Mapping[str, torch.Tensor], gradient: torch.Tensor, now: Settings) -> None:
         torch._fused_sgd_(
             [t["param"]],
             [gradient],
             [t["momentum_buffer"]] if momentum else [],
-            weight_decay=settings["weight_decay"],
-            momentum=momentum,
-            lr=lr,
-            dampening=settings["dampening"],
-            nesterov=settings["nesterov"],
-            maximize=settings["maximize"],
+            weight_decay=now["weight_decay"],
+            momentum=now["momentum"],
+            lr=now["lr"],
+            dampening=now["dampening"],
+            nesterov=now["nesterov"],
+            maximize=now["maximize"],
             is_first_step=False,
         )
 
     return update
 
 
-def _adagrad(settings: Mapping[str, Any], states: frozenset[str]) -> Update | None:
+def _adagrad(settings: Settings, states: frozenset[str]) -> Update | None:
     if states != {"param", "sum", "step"}:
         return None
 
-    def update(t: Mapping[str, torch.Tensor], gradient: torch.Tensor, lr: float) -> None:
+    def update(t: Mapping[str, torch.Tensor], gradient: torch.Tensor, now: Settings) -> None:
         t["step"].add_(1)
         torch._fused_adagrad_(
             [t["param"]],
             [gradient],
             [t["sum"]],
             [t["step"]],
-            lr=lr,
-            lr_decay=settings["lr_decay"],
-            weight_decay=settings["weight_decay"],
-            eps=settings["eps"],
-            maximize=settings["maximize"],
+            lr=now["lr"],
+            lr_decay=now["lr_decay"],
+            weight_decay=now["weight_decay"],
+            eps=now["eps"],
+            maximize=now["maximize"],
         )
 
     return update
@@ -91,7 +93,7 @@ def _adagrad(settings: Mapping[str, Any], states: frozenset[str]) -> Update | No
 
 # By exact class: a subclass may compute something else. Each maker gets the settings of the
 # parameter group and the names of the tensors at hand, and returns None where no loop fits them.
-FUSED_LOOPS: Mapping[type, Callable[[Mapping[str, Any], frozenset[str]], Update | None]] = {
+FUSED_LOOPS: Mapping[type, Callable[[Settings, frozenset[str]], Update | None]] = {
     torch.optim.Adam: _adam,
     torch.optim.AdamW: _adam,
     torch.optim.SGD: _sgd,

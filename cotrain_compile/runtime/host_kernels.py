@@ -19,6 +19,7 @@ from cotrain_compile.graph import OptimizerRule, StepGraph, StepInput
 from cotrain_compile.machine import Tier
 from cotrain_compile.runtime.fused_loops import FUSED_LOOPS, Update
 from cotrain_compile.runtime.gradient_part import GradientPart, gradient_part, in_pieces
+from cotrain_compile.runtime.live_settings import live_settings, value_of, with_settings
 from cotrain_compile.runtime.meter import Meter
 from cotrain_compile.runtime.metered import MeteredGraph
 from cotrain_compile.runtime.ops import host_region
@@ -51,16 +52,16 @@ class FusedKernel:
     """Runs what happens to the gradient before the optimizer, then a fused loop of ATen's.
 
     It goes piece by piece, unless the gradient is ready as it is. `positions` says at which input
-    the parameter ("param") and each state are; `lr` is the input that holds the learning rate, None
-    where it is a constant; `skip` the input that says whether all stays as it is, None where there
-    is none.
+    the parameter ("param") and each state are; `settings` are the optimizer's, `live` those of them
+    that are inputs (`lr`, `betas.0`, ...), with their positions; `skip` is the input that says
+    whether all stays as it is, None where there is none.
     """
 
     gradient: GradientPart
     update: Update
     positions: Mapping[str, int]
-    lr: int | None
-    constant_lr: float
+    settings: Mapping[str, Any]
+    live: Mapping[str, int]
     skip: int | None = None
 
     def __call__(self, inputs: Sequence[Any], meter: Meter) -> None:
@@ -68,12 +69,13 @@ class FusedKernel:
             return
         source, *small = self.gradient.begin(inputs, meter)
         tensors = {name: inputs[position] for name, position in self.positions.items()}
-        lr = self.constant_lr if self.lr is None else float(inputs[self.lr])
+        live = {name: float(inputs[position]) for name, position in self.live.items()}
+        settings = with_settings(self.settings, live)
         for piece, rows in self._pieces(tensors, source):
             (gradient,) = self.gradient.finish((rows, *small), meter)
             # The loops go through memory in order, whatever the strides say.
             in_order = gradient.contiguous() if piece["param"].is_contiguous() else gradient
-            self.update(piece, in_order, lr)
+            self.update(piece, in_order, settings)
 
     def _pieces(
         self, tensors: Mapping[str, torch.Tensor], source: torch.Tensor
@@ -146,17 +148,11 @@ def _fused(
         for position, item in enumerate(inputs)
         if item is not None and item.role in (Role.PARAM, Role.OPTIMIZER_STATE)
     }
-    hyper = [
-        position
-        for position, item in enumerate(inputs)
-        if item is not None and item.role is Role.HYPERPARAMETER
-    ]
+    live = live_settings(inputs, rule.settings)
     update = maker(rule.settings, frozenset(positions))
-    if update is None or len(hyper) > 1:
+    if update is None or live is None:
         return None
-    lr = hyper[0] if hyper else None
-    constant_lr = float(rule.settings["lr"])
-    return FusedKernel(gradient, update, positions, lr, constant_lr, skip_input(region))
+    return FusedKernel(gradient, update, positions, rule.settings, live, skip_input(region))
 
 
 def _kind(
@@ -178,6 +174,9 @@ def _kind(
 def _agree(fused: FusedKernel, captured: CapturedKernel, region: fx.GraphModule) -> bool:
     """Whether both kernels turn the same random inputs into the same parameter and states."""
     inputs = [_sample(node) for node in region.graph.find_nodes(op="placeholder")]
+    for name, position in fused.live.items():
+        # Of the size it has, and not as it was when the step was traced.
+        inputs[position] = torch.tensor(0.7 * value_of(fused.settings, name), dtype=torch.float64)
     if fused.skip is None:
         return _agree_on(inputs, fused, captured)
     skipped, taken = list(inputs), list(inputs)

@@ -16,6 +16,7 @@ import torch
 from accelerate.state import AcceleratorState
 from torch import Tensor
 from torch._dynamo.utils import counters
+from torch.amp.grad_scaler import GradScaler
 from transformers import Trainer, TrainingArguments, set_seed
 
 from cotrain_compile.errors import OptionError
@@ -192,6 +193,49 @@ def test_accumulated_micro_batches_are_one_step(
     assert len(placed) == 6
     for found, expected in zip(placed, eager, strict=True):
         assert found == pytest.approx(expected, rel=1e-4)
+
+
+class InFloat16:
+    """`fp16=True`, which Accelerate refuses on the CPU; the first update is skipped."""
+
+    def create_accelerator_and_postprocess(self: Any) -> None:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        self.accelerator.native_amp = True
+        self.accelerator.state._mixed_precision = "fp16"
+        self.accelerator.scaler = GradScaler(
+            "cpu", init_scale=2.0**127, backoff_factor=2.0**-117, growth_interval=3
+        )
+
+    def log(self: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        super().log({**logs, "scale": self.accelerator.scaler.get_scale()}, *args, **kwargs)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("optim", "max_grad_norm"), [("adamw_torch", 0.0), ("adamw_torch_fused", 1.0)]
+)
+def test_a_trainer_in_float16_skips_as_in_eager(
+    optim: str, max_grad_norm: float, example: Callable[[str], ModuleType], tmp_path: Path
+) -> None:
+    settings = arguments(
+        tmp_path, optim=optim, max_grad_norm=max_grad_norm, gradient_accumulation_steps=2
+    )
+    trainers = []
+    for base in (CotrainTrainer, EagerTrainer):
+        trainer = make_trainer(type("Scaled", (InFloat16, base), {}), example, settings)
+        start = parameters(trainer)
+        trainer.train()
+        trainers.append(trainer)
+    ours, eager = trainers
+    for key in ("scale", "learning_rate", "loss"):
+        found, expected = ([e[key] for e in t.state.log_history[:-1]] for t in trainers)
+        assert found == pytest.approx(expected, rel=1e-3), key
+    scales = [entry["scale"] for entry in ours.state.log_history[:-1]]
+    assert scales[0] == 2.0**10
+    assert len(set(scales)) > 1
+    torch.testing.assert_close(parameters(ours), parameters(eager), rtol=1e-3, atol=1e-4)
+    moved = [(value - start[name]).abs().max() for name, value in parameters(ours).items()]
+    assert max(moved) > 1e-4
 
 
 def test_several_devices_are_refused_at_once(

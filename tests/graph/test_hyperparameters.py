@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +14,10 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.optim import Optimizer
 
+import cotrain_compile
 from cotrain_compile.errors import CaptureError
+from cotrain_compile.runtime import host_kernels as kernels
+from cotrain_compile.runtime.host_kernels import CapturedKernel, FusedKernel, host_kernels
 from tests.graph.captured_steps import make_plain_mlp
 from tests.graph.steps import (
     OPTIMIZERS,
@@ -85,12 +89,13 @@ def assert_one_more_compile(
     make_optimizers: Callable[[nn.Module], list[Optimizer]],
     make_schedule: Callable[[Optimizer], Any],
     policy: str = "resident",
+    compiles: int = 2,
 ) -> None:
     eager = train(make_optimizers, make_schedule)
     ours = train(make_optimizers, make_schedule, cotrain(policy=policy))
     # torch's compiled Adam takes its bias corrections in float32.
     torch.testing.assert_close(ours, eager, rtol=1e-5, atol=2e-6)
-    assert graphs() == 2
+    assert graphs() == compiles
 
 
 def test_the_table_has_every_schedule_of_torch() -> None:
@@ -123,6 +128,16 @@ class ByHand:
                     group[name] = scaled(group[name])
 
 
+class OneByOne(ByHand):
+    """Each setting first changes a step after the one before it."""
+
+    def step(self) -> None:
+        self.steps += 1
+        for group in self.optimizer.param_groups:
+            for name in self.names[: self.steps]:
+                group[name] = scaled(group[name])
+
+
 def scaled(value: Any) -> Any:
     return tuple(map(scaled, value)) if isinstance(value, tuple) else value * 0.99
 
@@ -143,6 +158,52 @@ BY_HAND: dict[str, tuple[str, ...]] = {
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_changes_by_hand_cost_one_compile(optimizer: str) -> None:
     assert_one_more_compile(OPTIMIZERS[optimizer], lambda o: ByHand(o, BY_HAND[optimizer]))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_changes_at_different_times_cost_two_compiles(optimizer: str) -> None:
+    """Then all settings are inputs: the third and the fourth to change cost nothing."""
+    change = functools.partial(OneByOne, names=BY_HAND[optimizer])
+    assert_one_more_compile(OPTIMIZERS[optimizer], change, "zero-offload", compiles=3)
+
+
+@pytest.mark.parametrize(
+    ("make", "settings"),
+    [
+        (one(torch.optim.Rprop, lr=1e-3), ("etas", "step_sizes")),
+        (OPTIMIZERS["muon"], ("ns_coefficients",)),
+    ],
+)
+def test_settings_that_torch_bakes_into_its_ops_compile_at_each_change(
+    make: Callable[[nn.Module], list[Optimizer]], settings: Sequence[str]
+) -> None:
+    def change(optimizer: Optimizer) -> ByHand:
+        return ByHand(optimizer, [name for name in settings if name in optimizer.defaults])
+
+    assert_one_more_compile(make, change, compiles=STEPS - 1)
+
+
+def kernels_with_changed_settings(optimizer: str) -> set[type]:
+    """What runs the host updates after every setting has changed."""
+    steps: list[Step] = []
+
+    def compile_with(step: Step) -> Step:
+        steps.append(cotrain(policy="zero-offload")(step))
+        return steps[0]
+
+    train(OPTIMIZERS[optimizer], lambda o: ByHand(o, BY_HAND[optimizer]), compile_with)
+    placed = cotrain_compile.inspect(steps[0]).graph
+    return {type(kernel) for kernel in host_kernels(placed, "fused").values()}
+
+
+@pytest.mark.parametrize("optimizer", ["adamw-groups", "adam", "sgd", "adagrad"])
+def test_fused_loops_take_settings_that_are_inputs(optimizer: str) -> None:
+    assert kernels_with_changed_settings(optimizer) == {FusedKernel}
+
+
+def test_a_fused_loop_with_old_settings_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "with_settings", lambda settings, live: settings)
+    assert kernels_with_changed_settings("sgd") == {CapturedKernel}
 
 
 def test_a_rate_in_a_tensor_costs_no_compile() -> None:

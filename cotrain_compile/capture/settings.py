@@ -1,0 +1,86 @@
+"""Settings of the step's optimizers in the trace: constants, and inputs once they change.
+
+Dynamo makes an input of each Python number that it has seen change. So a learning rate that a
+scheduler changes costs one more compile, and so would each setting (`betas`, `eps`, ...) that first
+changes later. Here the second such compile makes inputs of all settings, and is the last.
+
+Private torch API used: `variables.builder.process_automatic_dynamic`, `pgo.auto_dynamic`. Reason:
+they decide which numbers are inputs. Tried on torch 2.11.0, 2.13.0 and 2.15.0.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._dynamo import pgo
+from torch._dynamo.variables import builder
+from torch.utils._pytree import tree_leaves
+
+
+@dataclass
+class _Seen:
+    """The settings of an optimizer when a function was first traced, and which have changed.
+
+    With `as_inputs` they have changed at different times, and all are inputs from then on.
+    """
+
+    first: Mapping[tuple[int, str, int], float]
+    changed: set[tuple[int, str, int]] = field(default_factory=set)
+    as_inputs: bool = False
+
+
+# By optimizer, then by the function that steps it.
+_seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[Hashable, _Seen]]
+_seen = weakref.WeakKeyDictionary()
+
+
+def note_settings(optimizer: torch.optim.Optimizer, function: Hashable) -> None:
+    """Note with which settings `function`, that steps `optimizer`, is first traced."""
+    _seen.setdefault(optimizer, {}).setdefault(function, _Seen(_settings(optimizer)))
+
+
+@contextmanager
+def settings_traced(function: Hashable) -> Iterator[None]:
+    """Within it, a trace of `function` takes all settings as inputs, if it has come to that."""
+    if not _change_at_different_times(function):
+        yield
+        return
+    original = builder.process_automatic_dynamic  # type: ignore[attr-defined]
+
+    def process(tx: Any, name: str, entry: Any, **options: Any) -> Any:
+        found = original(tx, name, entry, **options)
+        is_setting = "param_groups" in name and isinstance(entry.scalar, float)
+        return replace(found, scalar=pgo.auto_dynamic) if is_setting else found
+
+    with mock.patch.object(builder, "process_automatic_dynamic", process):
+        yield
+
+
+def _change_at_different_times(function: Hashable) -> bool:
+    """Whether settings have changed that had not when others brought about an earlier trace."""
+    found = [(optimizer, of[function]) for optimizer, of in _seen.items() if function in of]
+    not_the_first = any(seen.changed for _, seen in found)
+    for optimizer, seen in found:
+        now = _settings(optimizer)
+        changed = {place for place, value in seen.first.items() if now.get(place) != value}
+        seen.as_inputs |= not_the_first and not changed <= seen.changed
+        seen.changed |= changed
+    return any(seen.as_inputs for _, seen in found)
+
+
+def _settings(optimizer: torch.optim.Optimizer) -> dict[tuple[int, str, int], float]:
+    """All Python floats among the settings, by group, key and position in it."""
+    return {
+        (number, key, position): leaf
+        for number, group in enumerate(optimizer.param_groups)
+        for key, value in group.items()
+        if key != "params"
+        for position, leaf in enumerate(tree_leaves(value))
+        if type(leaf) is float
+    }
