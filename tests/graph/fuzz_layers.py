@@ -142,6 +142,10 @@ class Frozen(nn.Module):
 class Counting(nn.Module):
     """Buffers that a step writes: a running mean and an integer; one that it reads."""
 
+    mean: Tensor
+    calls: Tensor
+    mask: Tensor
+
     def __init__(self, width: int) -> None:
         super().__init__()
         self.register_buffer("mean", torch.zeros(width))
@@ -193,6 +197,8 @@ class Attention(nn.Module):
 
 class Gathered(nn.Module):
     """Columns in another order, by an index that is a buffer; the parameter is used twice."""
+
+    order: Tensor
 
     def __init__(self, width: int) -> None:
         super().__init__()

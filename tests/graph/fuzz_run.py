@@ -83,10 +83,10 @@ def run(spec: Spec) -> Outcome:
     return Outcome("equal", tasks=placed.tasks)
 
 
-def is_exact(options: Any) -> bool:
+def is_exact(options: Mapping[str, Any]) -> bool:
     """Whether the placed step promises the bits of the captured one."""
     captured = options.get("host_kernels") == "captured"
-    return captured and options.get("lowering") != "inductor"
+    return bool(captured and options.get("lowering") != "inductor")
 
 
 def rounding(spec: Spec) -> float:
@@ -183,7 +183,7 @@ def train_placed(spec: Spec, whole: Mapping[Tier, int]) -> Left:
         def call(*batch: Tensor) -> Any:
             returned = compiled(*batch)
             last[:] = [cotrain_compile.inspect(compiled)]
-            check_meter(last[0])
+            check_meter(last[0], is_exact=options.get("lowering") != "inductor")
             return returned
 
         return call
@@ -194,7 +194,8 @@ def train_placed(spec: Spec, whole: Mapping[Tier, int]) -> Left:
     finally:
         gc.unfreeze()
     check_compiles(spec)
-    if len(set(spec.loop.rows)) == 1 and all(a < b for a, b in pairwise(left.live_tensors)):
+    settled = len(spec.loop.rows) > COUNTED and len(set(spec.loop.rows)) == 1
+    if settled and all(a < b for a, b in pairwise(left.live_tensors)):
         raise Broken(f"tensors alive after each step: {left.live_tensors}")
     left.tasks = len(last[0].plan.tasks)
     return left
@@ -203,15 +204,15 @@ def train_placed(spec: Spec, whole: Mapping[Tier, int]) -> Left:
 # What holds after each step, and at the end.
 
 
-def check_meter(compiled: CompiledStep) -> None:
-    """No tier held more than its budget, and the device exactly what was predicted."""
+def check_meter(compiled: CompiledStep, *, is_exact: bool) -> None:
+    """No tier held more than its budget; `is_exact`: the device held just what was predicted."""
     measured, plan = compiled.measured, compiled.plan
     assert measured is not None
     for tier, budget in plan.budgets.items():
         if measured.peak_bytes[tier] > budget:
             raise Broken(f"{measured.peak_bytes[tier]} bytes on {tier}, {budget} allowed")
     found, planned = (t.peak_bytes[Tier.DEVICE] for t in (measured, compiled.predicted))
-    if found != planned:
+    if found > planned or (is_exact and found != planned):
         raise Broken(f"{found} bytes on the device, {planned} predicted")
 
 

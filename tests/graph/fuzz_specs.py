@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from cotrain_compile.options import POLICIES
 from tests.graph.fuzz_layers import AGAIN, LAYERS
@@ -181,21 +181,29 @@ def _options(rng: random.Random) -> dict[str, Any]:
 
 def shrunk(spec: Spec) -> Iterator[Spec]:
     """Programs that differ from `spec` in one thing, which is simpler."""
-    layers = spec.model.layers
+    model, layers = spec.model, spec.model.layers
     for i in range(len(layers)):
-        yield replace(spec, model=replace(spec.model, layers=layers[:i] + layers[i + 1 :]))
-    for item, plain in ((spec.model, ModelSpec(layers)), (spec.optimizer, OptimizerSpec())):
-        part = "model" if isinstance(item, ModelSpec) else "optimizer"
-        for name, value in vars(plain).items():
-            if getattr(item, name) != value:
-                yield replace(spec, **{part: replace(item, **{name: value})})
-    for name, value in vars(LoopSpec()).items():
-        if getattr(spec.loop, name) != value:
-            yield replace(spec, loop=replace(spec.loop, **{name: value}))
-    for name in spec.options:
-        if name != "quiet":
-            left = {key: value for key, value in spec.options.items() if key != name}
-            yield replace(spec, options=left)
-    for name in ("device_share", "host_share"):
-        if getattr(spec, name) is not None:
-            yield replace(spec, **{name: None})
+        yield replace(spec, model=replace(model, layers=layers[:i] + layers[i + 1 :]))
+    for changed in _plainer(model, ModelSpec(layers)):
+        yield replace(spec, model=changed)
+    for optimizer in _plainer(spec.optimizer, OptimizerSpec()):
+        yield replace(spec, optimizer=optimizer)
+    for loop in _plainer(spec.loop, LoopSpec()):
+        yield replace(spec, loop=loop)
+    for name in spec.options.keys() - {"quiet"}:
+        left = {key: value for key, value in spec.options.items() if key != name}
+        yield replace(spec, options=left)
+    if spec.device_share is not None:
+        yield replace(spec, device_share=None)
+    if spec.host_share is not None:
+        yield replace(spec, host_share=None)
+
+
+_Part = TypeVar("_Part", ModelSpec, OptimizerSpec, LoopSpec)
+
+
+def _plainer(part: _Part, plain: _Part) -> Iterator[_Part]:
+    """`part` with one of its fields as in `plain`."""
+    for name, value in vars(plain).items():
+        if getattr(part, name) != value:
+            yield replace(part, **{name: value})

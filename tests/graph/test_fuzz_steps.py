@@ -18,7 +18,7 @@ from tests.graph.fuzz_run import Broken, Left, compare, run
 from tests.graph.fuzz_specs import LoopSpec, ModelSpec, OptimizerSpec, Spec, random_spec, shrunk
 
 ROOT = Path(__file__).parents[2]
-IN_CI = (0, 2, 3, 4, 6, 27)
+IN_CI = (0, 3, 4, 6)
 TIGHT = {"policy": "auto", "host_kernels": "captured", "quiet": True}
 
 
@@ -31,9 +31,9 @@ def test_a_random_program_keeps_every_promise(seed: int) -> None:
 def test_a_program_is_printed_as_one_that_runs() -> None:
     spec = Spec(3, ModelSpec(()), loop=LoopSpec(rows=(2, 2)), options={**TIGHT, "policy": "coarse"})
     shown = subprocess.run(
-        [sys.executable, "-c", str(spec)], cwd=ROOT, capture_output=True, text=True, check=True
+        [sys.executable, "-c", str(spec)], cwd=ROOT, capture_output=True, text=True
     )
-    assert shown.stdout.startswith("Outcome(status='equal'")
+    assert shown.stdout.startswith("Outcome(status='equal'"), shown.stderr
 
 
 def test_the_same_seed_gives_the_same_program() -> None:

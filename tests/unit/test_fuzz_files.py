@@ -166,9 +166,10 @@ def test_any_option_is_understood_or_refused(name: str, value: Any) -> None:
 
 
 def test_options_that_are_no_dictionary_of_names_are_refused() -> None:
-    for options in ([], "quiet", 3, {1: 2}, {None: 1}):
+    wrong: list[Any] = [[], "quiet", 3, {1: 2}, {None: 1}]
+    for options in wrong:
         with pytest.raises(OptionError, match="option"):
-            Options.parse(options)  # type: ignore[arg-type]
+            Options.parse(options)
 
 
 def test_nothing_that_is_read_is_run() -> None:

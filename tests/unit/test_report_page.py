@@ -199,7 +199,12 @@ def test_a_name_that_is_markup_is_shown_and_not_obeyed(
     write_report(tmp_path / "report.html", problem, solve(problem))
     page = browser.new_page()
     ran: list[str] = []
-    page.on("dialog", lambda dialog: (ran.append(dialog.message), dialog.dismiss()))
+
+    def dismiss(dialog: Any) -> None:
+        ran.append(dialog.message)
+        dialog.dismiss()
+
+    page.on("dialog", dismiss)
     page.on("pageerror", lambda error: ran.append(str(error)))
     page.goto((tmp_path / "report.html").as_uri())
     page.wait_for_function("Bokeh.documents.length && Bokeh.documents[0].is_idle")

@@ -1,0 +1,200 @@
+"""Does a long run stay flat? Memory on both tiers, step time and numbers, over thousands of steps.
+
+python -m bench.soak --steps 5000 -o bench/results/soak.json
+
+A small model trains with batches of three sizes, a checkpoint that is saved and loaded, and
+evaluations in between; the same loop runs in eager beside it, on the same batches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import io
+import math
+import resource
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+import cotrain_compile
+from bench.report import write_report
+from cotrain_compile.machine import Tier
+
+ROWS = (8, 16, 12)
+WIDTH, CLASSES = 32, 8
+EVALUATE_EVERY, CHECKPOINT_EVERY = 51, 200
+# Of 100 slopes of a flat run, 5 lie outside this many standard errors.
+CONFIDENCE = 1.96
+OPTIONS = {
+    "policy": "zero-offload",
+    "host_kernels": "captured",
+    "overlap_steps": True,
+    "quiet": True,
+}
+
+
+@dataclass
+class Loop:
+    """A model in training; `step` is the step function, compiled or not."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    step: Callable[[Tensor, Tensor], Tensor]
+
+    def evaluate(self, x: Tensor) -> Tensor:
+        self.model.eval()
+        with torch.no_grad():
+            result: Tensor = self.model(x)
+        self.model.train()
+        return result
+
+    def save_and_load(self) -> None:
+        """A checkpoint is written, the run goes astray for a step, and the checkpoint is loaded."""
+        file = io.BytesIO()
+        torch.save({"model": self.model.state_dict(), "at": self.optimizer.state_dict()}, file)
+        with torch.no_grad():
+            for param in self.model.parameters():
+                param.add_(1.0)
+        file.seek(0)
+        saved = torch.load(file, weights_only=True)
+        self.model.load_state_dict(saved["model"])
+        self.optimizer.load_state_dict(saved["at"])
+
+
+@dataclass
+class Course:
+    """What was measured after each step, or each evaluation."""
+
+    cpu_s: list[float] = field(default_factory=list)
+    device_bytes: list[int] = field(default_factory=list)
+    host_bytes: list[int] = field(default_factory=list)
+    resident_bytes: list[int] = field(default_factory=list)
+    live_tensors: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Slope:
+    """Of a straight line through a course, in its unit for each step, with its standard error."""
+
+    per_step: float
+    error: float
+
+    @property
+    def is_flat(self) -> bool:
+        """No growth that the scatter of the points leaves room to believe in."""
+        return self.per_step <= CONFIDENCE * self.error
+
+
+def slope(values: Sequence[float], steps_apart: int = 1) -> Slope:
+    """Least squares; the error supposes that the points scatter on their own."""
+    fit = statistics.linear_regression(range(len(values)), values)
+    left = [y - fit.intercept - fit.slope * x for x, y in enumerate(values)]
+    spread = statistics.pvariance(range(len(values))) * len(values)
+    error = math.sqrt(sum(r * r for r in left) / max(1, len(values) - 2) / spread)
+    return Slope(fit.slope / steps_apart, error / steps_apart)
+
+
+def make_loop(compile_with: Callable[..., Any] | None) -> Loop:
+    """The same model from the same start, in float64, so that eager is near."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(2)]
+    model = nn.Sequential(*layers, nn.Linear(WIDTH, CLASSES)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, foreach=False)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        return loss.detach()
+
+    return Loop(model, optimizer, compile_with(step) if compile_with else step)
+
+
+def soak(steps: int) -> dict[str, Any]:
+    """Train `steps` steps twice, side by side, and say how flat the placed run was."""
+    torch._dynamo.reset()
+    counters.clear()
+    ours = make_loop(lambda step: torch.compile(step, backend="cotrain", options=OPTIONS))
+    eager = make_loop(None)
+    draw = torch.Generator().manual_seed(1)
+    course, farthest = Course(), 0.0
+    for i in range(steps):
+        x = torch.randn(ROWS[i % len(ROWS)], WIDTH, dtype=torch.float64, generator=draw)
+        y = x[:, :CLASSES].argmax(1)
+        start_s = time.process_time()  # of all threads: what else runs here does not count
+        loss = ours.step(x, y)
+        course.cpu_s.append(time.process_time() - start_s)
+        farthest = max(farthest, float((loss - eager.step(x, y)).abs()))
+        if i % EVALUATE_EVERY == EVALUATE_EVERY - 1:
+            farthest = max(farthest, float((ours.evaluate(x) - eager.evaluate(x)).abs().max()))
+            note(course, cotrain_compile.inspect(ours.step))
+        if i % CHECKPOINT_EVERY == CHECKPOINT_EVERY - 1:
+            ours.save_and_load()
+            eager.save_and_load()
+    return verdict(course, steps, farthest, ours, eager)
+
+
+def note(course: Course, compiled: Any) -> None:
+    """The bytes and tensors alive now."""
+    cotrain_compile.synchronize()
+    peaks = compiled.measured.peak_bytes
+    course.device_bytes.append(peaks[Tier.DEVICE])
+    course.host_bytes.append(peaks[Tier.HOST])
+    gc.collect()
+    course.live_tensors.append(sum(issubclass(type(o), Tensor) for o in gc.get_objects()))
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    course.resident_bytes.append(pages * resource.getpagesize())
+
+
+def verdict(course: Course, steps: int, farthest: float, ours: Loop, eager: Loop) -> dict[str, Any]:
+    """Figures of the second half for memory, as the first is where caches fill; all for time."""
+    half = len(course.resident_bytes) // 2
+    fifth = max(1, steps // 5)
+    kept = [course.device_bytes, course.host_bytes, course.live_tensors, course.resident_bytes]
+    names = ("device_bytes", "host_bytes", "live_tensors", "resident_bytes")
+    slopes = {n: slope(k[half:], EVALUATE_EVERY) for n, k in zip(names, kept, strict=True)}
+    first, last = course.cpu_s[fifth : 2 * fifth], course.cpu_s[-fifth:]
+    pairs = zip(ours.model.parameters(), eager.model.parameters(), strict=True)
+    return {
+        "steps": steps,
+        "rows": ROWS,
+        "graphs": counters["stats"]["unique_graphs"],
+        "evaluations": len(course.resident_bytes),
+        "checkpoints": steps // CHECKPOINT_EVERY,
+        "slopes_per_step": {n: asdict(s) | {"is_flat": s.is_flat} for n, s in slopes.items()},
+        "growth_of_second_half": {n: k[-1] - k[half] for n, k in zip(names, kept, strict=True)},
+        "median_step_cpu_s": statistics.median(course.cpu_s),
+        "last_fifth_over_second": statistics.median(last) / statistics.median(first),
+        "largest_difference_of_losses": farthest,
+        "largest_difference_of_parameters": max(
+            float((a - b).detach().abs().max()) for a, b in pairs
+        ),
+    }
+
+
+def main() -> None:
+    """Run it and write the figures."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--steps", type=int, default=5000)
+    parser.add_argument("-o", "--output", type=Path, required=True)
+    asked = parser.parse_args()
+    start_s = time.monotonic()
+    result = soak(asked.steps)
+    result["minutes"] = round((time.monotonic() - start_s) / 60, 1)
+    write_report(asked.output, (__doc__ or "").splitlines()[0], result)
+    print(result)
+
+
+if __name__ == "__main__":
+    main()
