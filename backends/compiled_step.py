@@ -13,6 +13,7 @@ from torch.profiler import record_function
 
 from cotrain_compile.backends.eager import EagerProgram
 from cotrain_compile.backends.lower import LoweredStep
+from cotrain_compile.backends.measured import Measurement
 from cotrain_compile.backends.segmented import SegmentedProgram
 from cotrain_compile.backends.tails import Tail, wait_for_tails
 from cotrain_compile.backends.torn import GO_ON, few
@@ -39,7 +40,7 @@ class CompiledStep:
     `problem` is what had to be decided, `plan` what was, `graph` the placed step graph, `predicted`
     the simulator's timeline and `measured` that of the last step (None before the first). `lowered`
     has the segments that Inductor compiled, None where ATen's kernels run one by one. `step_ended`
-    is called with `measured` after each step, when all is in order again.
+    is called with the step's peak bytes by tier after each one, when all is in order again.
     """
 
     def __init__(
@@ -53,9 +54,8 @@ class CompiledStep:
         self.problem = problem
         self.plan = plan
         self.graph = graph
-        self.measured: Timeline | None = None
         self.steps = 0
-        self.step_ended: Callable[[Timeline], None] = _ignore
+        self.step_ended: Callable[[Mapping[Tier, int]], None] = _ignore
         self.last_run_s = 0.0
         self._device = device
         self._signals = HeldSignals()
@@ -67,11 +67,23 @@ class CompiledStep:
             if lowered is None
             else SegmentedProgram(lowered, device, self._signals.hold)
         )
+        self._last: Measurement | None = None
+        self._carries = bool(plan.carried)
         self._tiers = [plan.placement.homes.get(item.name, Tier.DEVICE) for item in graph.inputs]
         self._constants = [
             getattr(graph.module, str(node.target)) for node in graph.nodes if node.op == "get_attr"
         ]
         self._kept_values = _read_by_carried(graph, plan)
+        self._homed = [
+            (position, tier)
+            for position, (item, tier) in enumerate(zip(graph.inputs, self._tiers, strict=True))
+            if item.role in HOMED
+        ]
+
+    @property
+    def measured(self) -> Timeline | None:
+        """What the last step did that came to its end; None before the first."""
+        return self._last.timeline if self._last is not None else None
 
     @property
     def predicted(self) -> Timeline:
@@ -130,14 +142,15 @@ class CompiledStep:
         finally:
             self.last_run_s = time.monotonic()
         self.steps += 1
-        self.tail.step_returns(self._program.written, self._named(inputs))
-        self.measured = self._measure()
+        if self._carries:
+            self.tail.step_returns(self._program.written, self._named(inputs))
+        self._last = Measurement(self._program, device)
         try:
             self._signals.release()
         except KeyboardInterrupt as interrupt:
             interrupt.add_note("The step was finished first: parameters and states are consistent.")
             raise
-        self.step_ended(self.measured)
+        self.step_ended(self._last.peak_bytes)
         return outputs
 
     def rehearse(self, inputs: Sequence[Any]) -> None:
@@ -179,12 +192,8 @@ class CompiledStep:
 
     def bring_home(self, inputs: Sequence[Any]) -> None:
         """Move the step's parameters, states and buffers to where the plan has their homes."""
-        persistent = [
-            (value, tier)
-            for value, tier, item in zip(inputs, self._tiers, self.graph.inputs, strict=True)
-            if item.role in HOMED and isinstance(value, torch.Tensor)
-        ]
-        self._device.bring_home(persistent)
+        persistent = [(inputs[position], tier) for position, tier in self._homed]
+        self._device.bring_home([(v, t) for v, t in persistent if isinstance(v, torch.Tensor)])
 
     @property
     def allowed_bytes(self) -> int:
@@ -216,18 +225,6 @@ class CompiledStep:
                 own[position] = own[position].clone()
         return own
 
-    def _measure(self) -> Timeline:
-        meter = self._device.meter
-        return Timeline(
-            source="measured",
-            spans=(*self._program.spans, *self._device.spans()),
-            peak_bytes=self._device.peak_bytes(),
-            memory={
-                tier: tuple((seconds - self._device.origin_s, used) for seconds, used in curve)
-                for tier, curve in meter.curve.items()
-            },
-        )
-
     def _refuse_torn(self, inputs: Sequence[Any]) -> None:
         torn = self.tail.torn.names(self._named(inputs)) if self.tail.torn.left else []
         if torn:
@@ -249,7 +246,7 @@ class CompiledStep:
             self._signals.release()
 
 
-def _ignore(measured: Timeline) -> None:
+def _ignore(peak_bytes: Mapping[Tier, int]) -> None:
     """Nobody wants to know."""
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from cotrain_compile.backends.eager import EagerProgram, Write
+from cotrain_compile.backends.calls import HELD, Call, Write
+from cotrain_compile.backends.eager import EagerProgram
 from cotrain_compile.backends.lower import LoweredStep
-from cotrain_compile.dataflow import Role
 from cotrain_compile.machine import Tier
 from cotrain_compile.runtime.allocations import is_profiled, most_allocated
 from cotrain_compile.runtime.device import Device
@@ -27,20 +27,23 @@ class SegmentedProgram(EagerProgram):
     def __init__(
         self, lowered: LoweredStep, device: Device, before_update: Callable[[], None]
     ) -> None:
-        super().__init__(lowered.segmented.step, device, before_update)
         self._segments = lowered.segmented.segments
         self._code = lowered.code
         self._inside_bytes: dict[fx.Node, int] = {}  # most bytes a segment takes while it runs
         self._is_recording = False
         step = lowered.segmented.step
-        for call in step.module.graph.find_nodes(op="call_module"):
-            self._writes[call] = self._written_by(call, step.input_of_node)
+        calls = step.module.graph.find_nodes(op="call_module")
+        written = {call: self._written_by(call, step.input_of_node) for call in calls}
+        super().__init__(step, device, before_update, written)
 
     def _written_by(self, call: fx.Node, inputs: Any) -> list[Write]:
         written = self._segments[str(call.target)].written
         items = [inputs.get(call.args[position].name) for position in written]  # type: ignore[union-attr]
-        roles = (Role.PARAM, Role.OPTIMIZER_STATE, Role.BUFFER)
-        return [Write(i.name, i.role) for i in items if i is not None and i.role in roles]
+        return [Write(i.name, i.role) for i in items if i is not None and i.role in HELD]
+
+    def _name(self, call: Call) -> str:
+        is_segment = call.node.op == "call_module"
+        return self._segments[str(call.node.target)].name if is_segment else super()._name(call)
 
     def run_step(self, inputs: Sequence[Any], *, rehearse: bool = False) -> Any:
         """As of `EagerProgram`; a rehearsal puts back what segments have written."""
@@ -51,24 +54,27 @@ class SegmentedProgram(EagerProgram):
         self._inside_bytes |= self._recorded
         return outputs
 
-    def run_node(self, n: fx.Node) -> Any:
-        if n.op == "call_module":
+    def run_call(self, call: Call) -> Any:
+        node = call.node
+        if node.op == "call_module":
             if not self._rehearses:
-                return self._run_segment(n)
-            written: Any = [n.args[p] for p in self._segments[str(n.target)].written]
-            with _put_back([self.env[node] for node in written if node.op == "placeholder"]):
-                return self._run_segment(n)
+                return self._run_segment(call)
+            written: Any = [node.args[p] for p in self._segments[str(node.target)].written]
+            with _put_back([self.env[place] for place in written if place.op == "placeholder"]):
+                return self._run_segment(call)
         # The end of what was allocated while nothing was recorded goes unnoticed later.
-        return self._record(n, super().run_node) if self._is_recording else super().run_node(n)
+        if self._is_recording:
+            return self._record(call, super().run_call)
+        return super().run_call(call)
 
-    def _run_segment(self, call: fx.Node) -> Any:
+    def _run_segment(self, call: Call) -> Any:
         self._note_writes(call)
-        segment = self._segments[str(call.target)]
+        segment = self._segments[str(call.node.target)]
         try:
             if self._is_recording:
                 results = self._record(call, self._call)
             else:
-                inside_bytes = self._inside_bytes.get(call, 0)
+                inside_bytes = self._inside_bytes.get(call.node, 0)
                 self._device.meter.add_for_a_moment(inside_bytes, Tier.DEVICE, segment.name)
                 results = self._call(call)
             self._device.meter.track(results, Tier.DEVICE, segment.name)
@@ -76,24 +82,25 @@ class SegmentedProgram(EagerProgram):
             if segment.stack_trace:
                 error.add_note(f"in {segment.name}, which begins with\n{segment.stack_trace}")
             raise
-        self._note_end(segment.name)
-        return self._without_unused(call, results)
+        if call.last_readers:
+            return [item if i in call.last_readers else None for i, item in enumerate(results)]
+        return results
 
-    def _call(self, call: fx.Node) -> list[Any]:
-        arguments = [self.env[node] for node in call.args]  # type: ignore[index]
-        for node in self.user_to_last_uses.get(call, ()):
+    def _call(self, call: Call) -> list[Any]:
+        arguments = [self.env[node] for node in call.node.args]  # type: ignore[index]
+        for node in call.done_with:
             self.env[node] = None
-        return list(self._code[str(call.target)](arguments))
+        return list(self._code[str(call.node.target)](arguments))
 
-    def _record(self, node: fx.Node, run: Callable[[fx.Node], Any]) -> Any:
-        """What `run(node)` returns. Its allocations, the same in every step, are counted."""
+    def _record(self, call: Call, run: Callable[[Call], Any]) -> Any:
+        """What `run(call)` returns. Its allocations, the same in every step, are counted."""
         meter = self._device.meter
         before_bytes = meter.used_bytes[Tier.DEVICE]
-        result, inside_bytes = most_allocated(lambda: run(node))
-        if node.op == "call_module":
-            self._recorded[node] = inside_bytes
+        result, inside_bytes = most_allocated(lambda: run(call))
+        if call.node.op == "call_module":
+            self._recorded[call.node] = inside_bytes
             freed_bytes = before_bytes - meter.used_bytes[Tier.DEVICE]
-            meter.add_for_a_moment(inside_bytes + freed_bytes, Tier.DEVICE, node.name)
+            meter.add_for_a_moment(inside_bytes + freed_bytes, Tier.DEVICE, call.node.name)
         return result
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from cotrain_compile.backends.eager import Write
+from cotrain_compile.backends.calls import Write
 from cotrain_compile.backends.torn import Damage, Torn, damage_by
 from cotrain_compile.errors import StepFailed
 from cotrain_compile.runtime.device import Device

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from cotrain_compile.backends.eager import Write
+from cotrain_compile.backends.calls import Write
 from cotrain_compile.runtime.lanes import Task
 
 GO_ON = "load the last checkpoint before going on"

@@ -157,28 +157,34 @@ class CudaDevice(Device):
     def mark(self) -> Event | None:
         return self._card.record(None, timed=True) if self._timed else None
 
-    def seconds(self, mark: Event) -> float:
-        assert self._origin is not None
-        return self._card.seconds_between(self._origin, mark)
+    def clock(self) -> Callable[[Event], float]:
+        card, origin = self._card, self._origin
 
-    def spans(self) -> list[Span]:
+        def seconds(mark: Event) -> float:
+            assert origin is not None
+            return card.seconds_between(origin, mark)
+
+        return seconds
+
+    def timing(self) -> Callable[[], list[Span]]:
         """Of the tasks of this step alone; what is still to do when it returns has none."""
-        on_host = [
-            span
-            for name, task in self._tasks.items()
-            if name not in self._copies and task.ran
-            for span in [task.span(self.origin_s, task.end_s)]
-            if span is not None
-        ]
+        card, origin_s, seconds = self._card, self.origin_s, self.clock()
+        ran = [task for task in self._tasks.values() if task.ran]
         timed = [
             (self._tasks[name].lane, name, copy.start, copy.end)
             for name, copy in self._copies.items()
             if copy.start is not None and copy.end is not None
         ]
-        if timed:
-            self._card.synchronize()
-        copies = [Span(lane, name, self.seconds(a), self.seconds(b)) for lane, name, a, b in timed]
-        return on_host + copies
+        on_host = [task for task in ran if task.name not in self._copies]
+
+        def spans() -> list[Span]:
+            if timed:
+                card.synchronize()  # what goes on under the next step has to have come, too
+            copies = [Span(lane, name, seconds(a), seconds(b)) for lane, name, a, b in timed]
+            updates = [task.span(origin_s, task.end_s) for task in on_host]
+            return [span for span in updates if span is not None] + copies
+
+        return spans
 
     def peak_bytes(self) -> Mapping[Tier, int]:
         """On the device what the allocator says, without what was there before the step."""

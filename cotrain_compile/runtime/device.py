@@ -175,12 +175,12 @@ class Device(ABC, Runtime):
         """This moment of the device's own work, None where it is not timed."""
 
     @abstractmethod
-    def seconds(self, mark: Any) -> float:
-        """Seconds from the start of the step to `mark`."""
+    def clock(self) -> Callable[[Any], float]:
+        """What tells seconds from the start of this step to a mark, also in later steps."""
 
     @abstractmethod
-    def spans(self) -> list[Span]:
-        """When the tasks of the step ran."""
+    def timing(self) -> Callable[[], list[Span]]:
+        """What tells when the tasks of this step ran until now, also in later steps."""
 
     @abstractmethod
     def peak_bytes(self) -> Mapping[Tier, int]:

@@ -46,18 +46,23 @@ class EmulatedDevice(Device):
     def mark(self) -> float:
         return time.perf_counter()
 
-    def seconds(self, mark: float) -> float:
-        return mark - self.origin_s
+    def clock(self) -> Callable[[float], float]:
+        origin_s = self.origin_s
+        return lambda mark: mark - origin_s
 
-    def spans(self) -> list[Span]:
-        """What the tasks of this step, and what is left of the one before, have done in it so far.
+    def timing(self) -> Callable[[], list[Span]]:
+        """Of the tasks of this step, and of what was left of the one before.
 
         Times count from its start; what goes on after the step is cut at the present.
         """
-        now_s = time.perf_counter()
+        now_s, origin_s = time.perf_counter(), self.origin_s
         tasks = [*self._previous.values(), *self._tasks.values()]
-        spans = [span for task in tasks if (span := task.span(self.origin_s, now_s)) is not None]
-        return [span for span in spans if span.end_s > 0]
+
+        def spans() -> list[Span]:
+            ran = [span for t in tasks if (span := t.span(origin_s, now_s)) is not None]
+            return [span for span in ran if span.end_s > 0]
+
+        return spans
 
     def peak_bytes(self) -> Mapping[Tier, int]:
         return dict(self.meter.peak_bytes)

@@ -18,6 +18,16 @@ from cotrain_compile.machine import Tier
 from cotrain_compile.units import format_bytes
 
 
+class _Counted(weakref.ref[torch.UntypedStorage]):
+    """A storage that is counted, and what to take off when it has gone."""
+
+    __slots__ = ("key", "nbytes", "tier")
+
+    key: int
+    nbytes: int
+    tier: Tier
+
+
 class Meter:
     """Bytes now and at most, per tier. `track` may be called from any thread."""
 
@@ -27,7 +37,7 @@ class Meter:
         self.peak_bytes = dict.fromkeys(Tier, 0)
         # (perf_counter seconds, bytes) after every change.
         self.curve: dict[Tier, list[tuple[float, int]]] = {tier: [] for tier in Tier}
-        self._storages: dict[int, tuple[weakref.ref[torch.UntypedStorage], Tier, int]] = {}
+        self._storages: dict[int, _Counted] = {}
         # A storage may die, and call `_forget`, while this thread is inside `track`.
         self._lock = threading.RLock()
 
@@ -62,11 +72,11 @@ class Meter:
         On the tier `keep` what is alive stays counted: a task of the step before still uses it.
         """
         with self._lock:
-            kept = {key: item for key, item in self._storages.items() if item[1] is keep}
+            kept = {key: item for key, item in self._storages.items() if item.tier is keep}
             self._storages = kept
             self.used_bytes = dict.fromkeys(Tier, 0)
-            for _, tier, nbytes in kept.values():
-                self.used_bytes[tier] += nbytes
+            for counted in kept.values():
+                self.used_bytes[counted.tier] += counted.nbytes
             self.peak_bytes = dict(self.used_bytes)
             self.curve = {tier: [] for tier in Tier}
 
@@ -75,12 +85,14 @@ class Meter:
         with self._lock:
             if key in self._storages:
                 return
-            ref = weakref.ref(storage, lambda _: self._forget(key))
-            self._storages[key] = (ref, tier, nbytes)
+            counted = self._storages[key] = _Counted(storage, self._forget)
+            counted.key, counted.tier, counted.nbytes = key, tier, nbytes
             self._change(tier, nbytes)
-            self.peak_bytes[tier] = max(self.peak_bytes[tier], self.used_bytes[tier])
             used = self.used_bytes[tier]
-        self._refuse_beyond_budget(used, nbytes, tier, where)
+            if used > self.peak_bytes[tier]:
+                self.peak_bytes[tier] = used
+        if used > self.budgets[tier]:
+            self._refuse_beyond_budget(used, nbytes, tier, where)
 
     def _refuse_beyond_budget(self, used: int, nbytes: int, tier: Tier, where: str) -> None:
         budget = self.budgets[tier]
@@ -91,10 +103,10 @@ class Meter:
                 tier=tier,
             )
 
-    def _forget(self, key: int) -> None:
+    def _forget(self, counted: _Counted) -> None:
         with self._lock:
-            _, tier, nbytes = self._storages.pop(key)
-            self._change(tier, -nbytes)
+            del self._storages[counted.key]
+            self._change(counted.tier, -counted.nbytes)
 
     def _change(self, tier: Tier, nbytes: int) -> None:
         self.used_bytes[tier] += nbytes

@@ -18,7 +18,7 @@ from typing import TextIO
 from cotrain_compile.errors import OptionError
 from cotrain_compile.machine import Tier
 from cotrain_compile.options import LIVE_S, Options
-from cotrain_compile.plan import Plan, Timeline
+from cotrain_compile.plan import Plan
 from cotrain_compile.units import format_bytes, format_seconds
 from cotrain_compile.viz.narrate import verbosity
 
@@ -69,20 +69,20 @@ class LiveLine:
         self._due_s = 0.0
         self._silent = False
 
-    def watch(self, plan: Plan) -> Callable[[Timeline], None]:
-        """What to call with the measured timeline after each step with `plan`."""
+    def watch(self, plan: Plan) -> Callable[[Mapping[Tier, int]], None]:
+        """What to call with the peak bytes by tier of each step with `plan`."""
         predicted_s = plan.predicted.makespan_s
         if self._steps:
             self._planned_after = self._steps
         # What it took to plan is no part of a step.
         self._ends.clear()
 
-        def step_ended(measured: Timeline) -> None:
+        def step_ended(peak_bytes: Mapping[Tier, int]) -> None:
             now_s = self._clock()
             self._steps += 1
             self._ends.append((now_s, predicted_s))
             if now_s >= self._due_s and len(self._ends) > 1 and not self._silent:
-                self._write(self._line(plan.budgets, measured.peak_bytes), now_s)
+                self._write(self._line(plan.budgets, peak_bytes), now_s)
 
         return step_ended
 

@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 
+from cotrain_compile.backends.calls import Call
 from cotrain_compile.backends.compiled_step import CompiledStep
 from cotrain_compile.dataflow import Phase, Role
 from cotrain_compile.errors import StepFailed
@@ -236,14 +237,14 @@ def before_node(
     compiled: CompiledStep, node: fx.Node, act: Callable[[], None]
 ) -> AbstractContextManager[object]:
     """Within it, `act` is called when the device comes to `node`."""
-    run_node = compiled._program.run_node
+    run_call = compiled._program.run_call
 
-    def run(n: fx.Node) -> Any:
-        if n is node:
+    def run(call: Call) -> Any:
+        if call.node is node:
             act()
-        return run_node(n)
+        return run_call(call)
 
-    return mock.patch.object(compiled._program, "run_node", run)
+    return mock.patch.object(compiled._program, "run_call", run)
 
 
 @contextmanager

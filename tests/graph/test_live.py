@@ -38,7 +38,7 @@ def run(live: LiveLine, clock: Clock, steps: int, step_s: float) -> None:
     step_ended = live.watch(PLAN)
     for _ in range(steps):
         clock.now_s += step_s
-        step_ended(MEASURED)
+        step_ended(MEASURED.peak_bytes)
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_the_pace_is_that_of_the_last_steps(capsys: pytest.CaptureFixture[str]) 
     step_ended = live.watch(PLAN)
     for step_s in [5.0] * 30 + [0.25] * 20:
         clock.now_s += step_s
-        step_ended(MEASURED)
+        step_ended(MEASURED.peak_bytes)
     assert "step 50  250.0 ms a step" in lines(capsys)[-1]
 
 
@@ -102,7 +102,7 @@ def test_plans_in_turn_are_compared_with_the_mean_of_theirs(
     ended = [live.watch(PLAN), live.watch(replace(PLAN, predicted=longer))]
     for step in range(21):
         clock.now_s += 1
-        ended[step % 2](MEASURED)
+        ended[step % 2](MEASURED.peak_bytes)
     mean_s = (longer.makespan_s + PLAN.predicted.makespan_s) / 2
     assert f"({format_seconds(mean_s)} predicted)" in lines(capsys)[-1]
 

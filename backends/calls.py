@@ -1,0 +1,153 @@
+"""Calls: the nodes of a placed graph in their order, with what it takes to run each.
+
+In: a placed step graph. Out: a `Call` for every node that is neither input nor output. All that is
+the same in every step is looked up here, once.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from cotrain_compile.dataflow import Role
+from cotrain_compile.extract import UNDECLARED_VIEWS
+from cotrain_compile.graph import StepGraph, returns_argument_memory, writes
+from cotrain_compile.runtime.ops import TASKS, cotrain, host_region, task_name
+
+COPY = torch.ops.aten.copy_.default
+
+# Whose writes the user sees: a gradient is an output.
+HELD = (Role.PARAM, Role.OPTIMIZER_STATE, Role.BUFFER)
+
+
+@dataclass(frozen=True)
+class Write:
+    """A tensor of the user's is written: by `task`, or where that is None as the node runs."""
+
+    name: str
+    role: Role
+    task: str | None = None
+
+    @property
+    def is_update(self) -> bool:
+        """Whether it belongs to the update: running statistics are the forward's."""
+        return self.role is not Role.BUFFER
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A node and what running it takes.
+
+    `writes` has the user's tensors that it writes, `updates` says whether one of them is a
+    parameter or state, `overwrites_input` whether all it does is to write one of the inputs. Of the
+    memory of its result, `is_new` says whether it is new, `may_be_spare` whether it may be larger
+    than the result. `last_readers` has the node that takes out each of several results last,
+    `takes` the node whose result at an index nobody takes out after this one; `done_with` are the
+    values that nobody needs after it.
+    """
+
+    node: fx.Node
+    is_task: bool
+    writes: Sequence[Write]
+    updates: bool
+    overwrites_input: bool
+    is_new: bool
+    may_be_spare: bool
+    last_readers: Mapping[Any, fx.Node]
+    takes: tuple[fx.Node, Any] | None
+    done_with: Sequence[fx.Node]
+
+
+def calls_of(placed: StepGraph, more_writes: Mapping[fx.Node, Sequence[Write]]) -> list[Call]:
+    """The calls of `placed` in their order; `more_writes` are those inside of submodules."""
+    written = {**_persistent_writes(placed), **more_writes}
+    graph = placed.module.graph
+    readers, done_with = _last_readers(graph), _done_with(graph)
+    calls = []
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        is_task = node.target in TASKS
+        shows_argument = node.target is operator.getitem or returns_argument_memory(node)
+        calls.append(
+            Call(
+                node=node,
+                is_task=is_task,
+                writes=written.get(node, ()),
+                updates=any(write.is_update for write in written.get(node, ())),
+                overwrites_input=node.target is COPY and node.args[0].op == "placeholder",
+                is_new=not (is_task or shows_argument or node.op == "get_attr"),
+                may_be_spare=_may_be_spare(node) and not shows_argument,
+                last_readers=readers.get(node, {}),
+                takes=_takes(node, readers),
+                done_with=done_with.get(node, ()),
+            )
+        )
+    return calls
+
+
+def _may_be_spare(node: fx.Node) -> bool:
+    """Whether the op of `node` may leave a small result in a large storage."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target not in UNDECLARED_VIEWS
+
+
+def _done_with(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """For each node the values that it is the last to use, its own where nobody does."""
+    seen: set[fx.Node] = set()
+    found: dict[fx.Node, list[fx.Node]] = {}
+    for node in reversed(graph.nodes):
+        for value in (node, *node.all_input_nodes):
+            if value not in seen:
+                seen.add(value)
+                found.setdefault(node, []).append(value)
+    return found
+
+
+def _takes(
+    node: fx.Node, readers: Mapping[Any, Mapping[Any, fx.Node]]
+) -> tuple[fx.Node, Any] | None:
+    if node.target is not operator.getitem:
+        return None
+    source: Any
+    source, index = node.args
+    return (source, index) if readers.get(source, {}).get(index) is node else None
+
+
+def _last_readers(graph: fx.Graph) -> dict[Any, dict[Any, fx.Node]]:
+    """For each node with several results, the last node that takes each result out."""
+    found: dict[Any, dict[Any, fx.Node]] = {}
+    for node in graph.find_nodes(op="call_function", target=operator.getitem):
+        source, index = node.args
+        if all(user.target is operator.getitem for user in source.users):
+            found.setdefault(source, {})[index] = node
+    return found
+
+
+def _persistent_writes(placed: StepGraph) -> dict[fx.Node, list[Write]]:
+    """What each node writes of the parameters, states and buffers that the user holds."""
+    graph = placed.module.graph
+    found: dict[fx.Node, list[Write]] = {}
+
+    def note(node: fx.Node, destination: Any, task: str | None = None) -> None:
+        item = placed.input_of_node.get(destination.name)
+        if item is not None and item.role in HELD:
+            found.setdefault(node, []).append(Write(item.name, item.role, task))
+
+    for node, destination, _ in writes(graph):
+        note(node, destination)
+    for target in (cotrain.offload_into, cotrain.prefetch_into):
+        for node in graph.find_nodes(op="call_function", target=target):
+            note(node, node.args[0], task_name(node))
+    for node in graph.find_nodes(op="call_function", target=host_region):
+        called: Any = node.args[0]
+        arguments: Any = node.args[3]
+        region: Any = placed.module.get_submodule(str(called.target))
+        given = dict(zip(region.graph.find_nodes(op="placeholder"), arguments, strict=True))
+        for _, destination, _ in writes(region.graph):
+            note(node, given[destination], task_name(node))
+    return found
