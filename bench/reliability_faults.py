@@ -1,4 +1,4 @@
-"""Does a fault cost more than it must? Faults everywhere, signals at any time, _delays anywhere.
+"""Does a fault cost more than it must? Faults everywhere, signals at any time, delays anywhere.
 
 python -m bench.reliability_faults --minutes 60 -o bench/results/reliability_faults.json
 
@@ -23,7 +23,7 @@ import torch
 
 from bench.report import write_report
 from cotrain_compile.passes.find_accesses import find_race_in
-from cotrain_compile.runtime._interrupts import HELD
+from cotrain_compile.runtime.interrupts import HELD
 from tests.graph import test_every_fault as every
 from tests.graph import test_races as races
 from tests.graph import test_signals as signals
@@ -31,7 +31,7 @@ from tests.graph import test_watchdog as watchdog
 from tests.graph.captured_steps import TRAININGS
 from tests.graph.faults import SETTINGS, compiled_setting
 
-CASE_S = 300
+CASE_S, TURN_S = 300, 10
 SMALL = ("unclipped", "autocast", "autocast-unclipped", "tied")
 
 Case = Callable[[], object]
@@ -119,7 +119,7 @@ KINDS: dict[str, Callable[[], Cases]] = {
     "every copy that never ends": _at_copies,
     "Ctrl-C at a random time": _interrupts,
     "a handled signal at a random time": _handlers,
-    "a schedule with random _delays": _delays,
+    "a schedule with random delays": _delays,
     "a random plan, checked for races": _checked_plans,
     "an edge of a plan left out": _edges_left_out,
 }
@@ -140,22 +140,24 @@ def broken_by(case: Case) -> str:
 
 
 def campaign(seconds: float, report: Callable[[Counter[str], list[dict[str, str]]], None]) -> None:
-    """Cases of all kinds in turn, until all have ended or time has; `report` after each round."""
+    """All kinds in turns of `TURN_S`, until the time is over; `report` after each turn."""
     counts, broken = Counter[str](), list[dict[str, str]]()
     end_s = time.monotonic() + seconds
     left = {kind: cases() for kind, cases in KINDS.items()}
     while left and time.monotonic() < end_s:
         for kind, cases in list(left.items()):
-            case = next(cases, None)
-            if case is None:
-                del left[kind]
-                continue
-            what = broken_by(case)
-            counts[kind] += 1
-            if what:
-                broken.append({"kind": kind, "case": str(case), "what": what})
-                print(kind, case, what, flush=True)
-        report(counts, broken)
+            turn_ends_s = min(end_s, time.monotonic() + TURN_S)
+            while kind in left and time.monotonic() < turn_ends_s:
+                case = next(cases, None)
+                if case is None:
+                    del left[kind]
+                    break
+                what = broken_by(case)
+                counts[kind] += 1
+                if what:
+                    broken.append({"kind": kind, "case": str(case), "what": what})
+                    print(kind, case, what, flush=True)
+            report(counts, broken)
 
 
 def main() -> None:
@@ -170,7 +172,7 @@ def main() -> None:
 
     def report(counts: Counter[str], broken: list[dict[str, str]]) -> None:
         result = {
-            "campaign": "faults, signals and _delays in steps of every mode of placement",
+            "campaign": "faults, signals and delays in steps of every mode of placement",
             "cases": counts.total(),
             "held": counts.total() - len(broken),
             "refused": 0,

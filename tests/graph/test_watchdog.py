@@ -15,9 +15,8 @@ from cotrain_compile.errors import StepFailed
 from cotrain_compile.runtime.device import POLLS
 from cotrain_compile.runtime.host_kernels import HostKernel
 from cotrain_compile.runtime.lanes import Lane, Task
-from tests.graph.captured_steps import differences
+from tests.graph.captured_steps import captured, differences
 from tests.graph.faults import SETTINGS, Trial, clones, compile_setting, undisturbed
-from tests.graph.faults import captured as captured_training
 
 pytestmark = pytest.mark.usefixtures("watchdog", "one_thread")
 
@@ -29,7 +28,7 @@ def fresh_trial(name: str) -> tuple[Trial, Any]:
     compiled = compile_setting(name)
     compiled._device.watchdog_s = LIMIT_S
     training = SETTINGS[name].training
-    return Trial(captured_training(training), compiled, clones(undisturbed(training)[0])), compiled
+    return Trial(captured(training), compiled, clones(undisturbed(training)[0])), compiled
 
 
 @contextmanager
