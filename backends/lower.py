@@ -98,7 +98,8 @@ def _compile(equal: Sequence[Segment], settings: Settings) -> Code:
         raise LoweringError(
             f"Inductor cannot compile segment {segment.name!r} ({segment.ops[0]} to "
             f"{segment.ops[-1]}): {reason[0]}. Run it in eager with "
-            f'options={{"eager_segments": {names}}}{where}',
+            f'options={{"eager_segments": {names}}}; if its cache is damaged, delete the folder '
+            f"that TORCHINDUCTOR_CACHE_DIR names{where}",
             segment=segment.name,
         ) from error
 

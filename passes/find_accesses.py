@@ -71,7 +71,12 @@ def _events_of(node: fx.Node, placed: StepGraph, names: Mapping[fx.Node, str]) -
 
 
 def _task(node: fx.Node, placed: StepGraph, names: Mapping[fx.Node, str]) -> Event:
+    # The arguments are those that `runtime.ops` defines.
+    task: Any
+    after: Any
     tensors: Any
+    previous: list[Any]
+    written: list[Any]
     if node.target is host_region:
         _, task, after, tensors, *previous = node.args
         written = _written_by_region(node, placed)

@@ -47,8 +47,8 @@ def refuse(problem: Problem, cuts: Sequence[Choices], failure: str = "") -> NoRe
     host = problem.budgets[Tier.HOST]
     if needed <= host and failure:
         raise PlanError(
-            f"the solver failed ({failure}), though there is a plan; try the other one (solver), or "
-            "use policy 'auto', which falls back on simpler ways"
+            f"the solver failed ({failure}), though there is a plan; try the other one (solver), "
+            "or use policy 'auto', which falls back on simpler ways"
         )
     if needed <= host:
         raise PlanError(

@@ -77,18 +77,26 @@ def step_with(trial: Trial, fault: AbstractContextManager[object]) -> Exception 
     return None
 
 
-@pytest.mark.parametrize(("name", "most"), EVERY)
-def test_out_of_memory_at_every_allocation(name: str, most: int | None) -> None:
+def allocations(name: str) -> int:
+    """How many allocations a step makes."""
     trial, compiled = trial_of(name)
     counted = Allocations(compiled)
     assert step_with(trial, counted.patched()) is None
-    for number in some(counted.calls, most):
-        trial, compiled = trial_of(name)
-        failing = Allocations(compiled, fails_at=number)
-        failure = step_with(trial, failing.patched())
-        assert isinstance(failure, OutOfDeviceMemory | StepFailed), (number, failure)
-        assert "out of memory on the" in str(failure)
-        check_left(trial, compiled, name, failure)
+    return counted.calls
+
+
+def run_out_of_memory(name: str, number: int) -> None:
+    trial, compiled = trial_of(name)
+    failure = step_with(trial, Allocations(compiled, fails_at=number).patched())
+    assert isinstance(failure, OutOfDeviceMemory | StepFailed), (number, failure)
+    assert "out of memory on the" in str(failure)
+    check_left(trial, compiled, name, failure)
+
+
+@pytest.mark.parametrize(("name", "most"), EVERY)
+def test_out_of_memory_at_every_allocation(name: str, most: int | None) -> None:
+    for number in some(allocations(name), most):
+        run_out_of_memory(name, number)
 
 
 def no_memory() -> None:
@@ -99,15 +107,19 @@ def nodes_that_run(compiled: CompiledStep) -> list[fx.Node]:
     return [node for node in compiled.graph.nodes if node.op == "call_function"]
 
 
+def fail_at_node(name: str, number: int) -> None:
+    trial, compiled = trial_of(name)
+    node = nodes_that_run(compiled)[number]
+    failure = step_with(trial, before_node(compiled, node, no_memory))
+    assert isinstance(failure, RuntimeError), node
+    assert "can't allocate memory" in str(failure)
+    check_left(trial, compiled, name, failure)
+
+
 @pytest.mark.parametrize(("name", "most"), EVERY)
 def test_an_exception_at_every_node(name: str, most: int | None) -> None:
-    nodes = nodes_that_run(compiled_setting(name))
-    for number in some(len(nodes), most):
-        trial, compiled = trial_of(name)
-        failure = step_with(trial, before_node(compiled, nodes[number], no_memory))
-        assert isinstance(failure, RuntimeError), nodes[number]
-        assert "can't allocate memory" in str(failure)
-        check_left(trial, compiled, name, failure)
+    for number in some(len(nodes_that_run(compiled_setting(name))), most):
+        fail_at_node(name, number)
 
 
 # Threads that die.
@@ -138,15 +150,19 @@ def killed_in(work: Callable[..., Any], number: int) -> Callable[..., Any]:
     return call
 
 
+def kill_worker_at(name: str, number: int) -> None:
+    trial, compiled = trial_of(name)
+    device: Any = compiled._device
+    copy = killed_in(device._copy, number)
+    failure = step_with(trial, mock.patch.object(device, "_copy", copy))
+    assert isinstance(failure, StepFailed)
+    check_left(trial, compiled, name, failure)
+
+
 @pytest.mark.parametrize("name", ["host", "all"])
 def test_a_worker_killed_at_work_fails_the_step_and_is_replaced(name: str) -> None:
     for number in range(3):
-        trial, compiled = trial_of(name)
-        device: Any = compiled._device
-        copy = killed_in(device._copy, number)
-        failure = step_with(trial, mock.patch.object(device, "_copy", copy))
-        assert isinstance(failure, StepFailed)
-        check_left(trial, compiled, name, failure)
+        kill_worker_at(name, number)
 
 
 @pytest.mark.parametrize("name", ["host", "all"])

@@ -73,40 +73,52 @@ def interrupted(trial: Trial, after_s: float) -> KeyboardInterrupt | None:
     return None
 
 
+def press_ctrl_c(name: str, after_s: float) -> None:
+    """A whole step or none, or a refusal to go on from what an exception has torn."""
+    first, second = undisturbed(SETTINGS[name].training)
+    trial, compiled = trial_of(name)
+    steps = compiled.steps
+    interrupt = interrupted(trial, after_s)
+    assert interrupt is not None
+    if compiled.steps > steps:
+        assert not differences(trial.inputs, second)
+    elif getattr(interrupt, "__notes__", []):
+        check_left(trial, compiled, name, interrupt)
+    else:  # before the step began
+        assert not trial.changed_since(first)
+
+
+def save_in_handler(name: str, number: int, after_s: float) -> None:
+    states = undisturbed(SETTINGS[name].training)
+    trial, _ = trial_of(name)
+    saved: list[list[Any]] = []
+
+    def save(number: int, frame: FrameType | None) -> None:
+        saved.append(clones(trial.inputs))
+
+    with handled_by(number, save), signalled(number, after_s):
+        trial.take_step()
+    (found,) = saved
+    assert not trial.changed_since(states[1])
+    assert not trial.changed_since(found) or not changed_between(trial, found, states[0])
+
+
+def changed_between(trial: Trial, one: list[Any], other: list[Any]) -> set[str]:
+    return Trial(trial.step, trial.run, one).changed_since(other)
+
+
 @pytest.mark.parametrize(("name", "tries"), TRIES)
 def test_ctrl_c_at_a_random_time_leaves_a_whole_step_or_none(name: str, tries: int) -> None:
     rng, most_s = random.Random(name), 1.2 * seconds_of_a_step(name)
-    first, second = undisturbed(SETTINGS[name].training)
     for _ in range(tries):
-        trial, compiled = trial_of(name)
-        steps = compiled.steps
-        interrupt = interrupted(trial, rng.random() * most_s)
-        assert interrupt is not None
-        if compiled.steps > steps:
-            assert not differences(trial.inputs, second)
-        elif compiled._device._tasks or "No parameter" in str(getattr(interrupt, "__notes__", "")):
-            check_left(trial, compiled, name, interrupt)
-        else:  # before the step began
-            assert not trial.changed_since(first)
+        press_ctrl_c(name, rng.random() * most_s)
 
 
 @pytest.mark.parametrize(("name", "tries"), TRIES)
 def test_a_handler_that_saves_finds_a_whole_step(name: str, tries: int) -> None:
     rng, most_s = random.Random(name), 1.2 * seconds_of_a_step(name)
-    states = undisturbed(SETTINGS[name].training)
     for _ in range(tries):
-        trial, _ = trial_of(name)
-        saved: list[list[Any]] = []
-
-        def save(number: int, frame: FrameType | None, trial: Trial = trial) -> None:
-            saved.append(clones(trial.inputs))  # noqa: B023
-
-        number = rng.choice(HELD)
-        with handled_by(number, save), signalled(number, rng.random() * most_s):
-            trial.take_step()
-        (found,) = saved
-        assert min(len(trial.changed_since(found)), len(differences(found, states[0]))) == 0
-        assert not differences(trial.inputs, states[1])
+        save_in_handler(name, rng.choice(HELD), rng.random() * most_s)
 
 
 def test_a_handler_of_the_programs_own_is_called_in_place_of_an_interrupt() -> None:

@@ -15,9 +15,8 @@ from cotrain_compile.errors import StepFailed
 from cotrain_compile.runtime.device import POLLS
 from cotrain_compile.runtime.host_kernels import HostKernel
 from cotrain_compile.runtime.lanes import Lane, Task
-from tests.graph.captured_steps import differences
+from tests.graph.captured_steps import captured, differences
 from tests.graph.faults import SETTINGS, Trial, clones, compile_setting, undisturbed
-from tests.graph.faults import captured as captured_training
 
 pytestmark = pytest.mark.usefixtures("watchdog", "one_thread")
 
@@ -29,7 +28,7 @@ def fresh_trial(name: str) -> tuple[Trial, Any]:
     compiled = compile_setting(name)
     compiled._device.watchdog_s = LIMIT_S
     training = SETTINGS[name].training
-    return Trial(captured_training(training), compiled, clones(undisturbed(training)[0])), compiled
+    return Trial(captured(training), compiled, clones(undisturbed(training)[0])), compiled
 
 
 @contextmanager
@@ -49,9 +48,7 @@ def stuck(device: Any, number: int) -> Iterator[threading.Event]:
             let_go.set()
 
 
-@pytest.mark.parametrize("number", [0, 5, -1])
-@pytest.mark.parametrize("name", SETTINGS)
-def test_a_copy_that_never_ends_is_named(name: str, number: int) -> None:
+def never_end(name: str, number: int) -> None:
     trial, compiled = fresh_trial(name)
     transfers = [transfer.name for transfer in compiled.plan.transfers]
     with stuck(compiled._device, number % len(transfers)) as let_go:
@@ -70,6 +67,12 @@ def test_a_copy_that_never_ends_is_named(name: str, number: int) -> None:
     assert len(changed) <= 1
     with pytest.raises(StepFailed, match=f"{named} of an earlier step never ended"):
         compiled(list(trial.inputs))
+
+
+@pytest.mark.parametrize("number", [0, 5, -1])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_copy_that_never_ends_is_named(name: str, number: int) -> None:
+    never_end(name, number)
 
 
 def test_an_update_that_never_ends_is_named() -> None:

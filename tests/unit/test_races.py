@@ -13,8 +13,8 @@ WEIGHT = {"w"}
 DEVICE, HOST, D2H, H2D = Lane
 
 
-def device(name: str, *, reads: str = "", writes: str = "", **more: tuple[str, ...]) -> Event:
-    return Event(name, Lane.DEVICE, tuple(reads.split()), tuple(writes.split()), **more)
+def device(name: str, *, reads: str = "", writes: str = "") -> Event:
+    return Event(name, Lane.DEVICE, tuple(reads.split()), tuple(writes.split()))
 
 
 MAKE = device("mm", writes="g")
@@ -26,11 +26,11 @@ READ = device("mm_1", reads="w_device")
 
 
 def wait(*tasks: str) -> Event:
-    return device("wait", after=tasks)
+    return Event("wait", DEVICE, after=tasks)
 
 
 def wait_previous(*tasks: str) -> Event:
-    return device("wait_previous", after_previous=tasks)
+    return Event("wait_previous", DEVICE, after_previous=tasks)
 
 
 SOUND = (MAKE, OFFLOAD, wait("offload.g"), FREE, UPDATE, BACK, wait("back.w"), READ)

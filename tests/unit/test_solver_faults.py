@@ -1,4 +1,4 @@
-"""A solver that is absent, fails or has no time: the plan is that of simpler ways, said in a line."""
+"""A solver that is absent, fails or has no time: simpler ways give the plan, said in one line."""
 
 from __future__ import annotations
 
