@@ -18,6 +18,7 @@ from cotrain_compile.runtime.cuda_setup import cuda_device, cuda_machine
 from cotrain_compile.runtime.device import Device
 from cotrain_compile.runtime.emulated import EmulatedDevice
 from cotrain_compile.runtime.host_kernels import HostKernel
+from cotrain_compile.runtime.pieces import cuts
 
 _CPU = torch.device("cpu")
 
@@ -77,17 +78,19 @@ def machine_for(step: StepGraph, options: Options) -> Machine:
 
 
 def runtime_for(
-    step: StepGraph, problem: Problem, kernels: Mapping[str, HostKernel], options: Options
+    placed: StepGraph, problem: Problem, kernels: Mapping[str, HostKernel], options: Options
 ) -> Device:
     """The device that carries out the tasks of the step."""
-    if runs_on_cuda(step):
-        device = compute_device_of(step)
+    cut = cuts(placed, kernels)
+    if runs_on_cuda(placed):
+        device = compute_device_of(placed)
         timed = options.timeline
-        return cuda_device(device, problem.machine, problem.budgets, kernels, timed=timed)
+        return cuda_device(device, problem.machine, problem.budgets, kernels, cut, timed=timed)
     return EmulatedDevice(
         problem.machine,
         problem.budgets,
         kernels,
+        cut,
         throttle=options.throttle,
         poison=options.poison,
     )

@@ -18,6 +18,7 @@ from cotrain_compile.errors import PlacementError
 from cotrain_compile.machine import Machine, Tier
 from cotrain_compile.options import Options, Size
 from cotrain_compile.runtime.card import CudaCard
+from cotrain_compile.runtime.course import Cut
 from cotrain_compile.runtime.cuda import CudaDevice
 from cotrain_compile.runtime.host_kernels import HostKernel
 from cotrain_compile.runtime.pinned import PinnedPool, available_host_bytes
@@ -96,6 +97,7 @@ def cuda_device(
     machine: Machine,
     budgets: Mapping[Tier, int],
     kernels: Mapping[str, HostKernel],
+    cuts: Mapping[str, Cut],
     *,
     timed: bool,
 ) -> CudaDevice:
@@ -105,6 +107,7 @@ def cuda_device(
         pool(device.index),
         budgets[Tier.HOST],
         kernels,
+        cuts,
         host_workers=machine.host_update.workers,
         timed=timed,
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -17,10 +18,16 @@ from torch import fx
 from cotrain_compile.dataflow import Role
 from cotrain_compile.graph import OptimizerRule, StepGraph, StepInput
 from cotrain_compile.machine import Tier
+from cotrain_compile.runtime.course import WHOLE, Course
 from cotrain_compile.runtime.fused_loops import FUSED_LOOPS, Update
-from cotrain_compile.runtime.gradient_part import GradientPart, gradient_part, in_pieces
+from cotrain_compile.runtime.gradient_part import (
+    GradientPart,
+    cache_rows,
+    gradient_part,
+    in_pieces,
+)
 from cotrain_compile.runtime.meter import Meter
-from cotrain_compile.runtime.metered import MeteredInterpreter
+from cotrain_compile.runtime.metered import MeteredProgram
 from cotrain_compile.runtime.ops import host_region
 
 # Largest difference allowed between a fused kernel and the captured ops, relative to the largest
@@ -30,9 +37,9 @@ TOLERANCE = 1e-3
 
 
 class HostKernel(Protocol):
-    """Updates one parameter and its states in place, from host tensors."""
+    """Updates one parameter and its states in place, from host tensors, along a `course`."""
 
-    def __call__(self, inputs: Sequence[Any], meter: Meter) -> None: ...
+    def __call__(self, inputs: Sequence[Any], meter: Meter, course: Course = WHOLE, /) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -41,8 +48,13 @@ class CapturedKernel:
 
     region: fx.GraphModule
 
-    def __call__(self, inputs: Sequence[Any], meter: Meter) -> None:
-        MeteredInterpreter(self.region, meter, Tier.HOST).run(*inputs)
+    @cached_property
+    def _program(self) -> MeteredProgram:
+        return MeteredProgram(self.region, Tier.HOST)
+
+    def __call__(self, inputs: Sequence[Any], meter: Meter, course: Course = WHOLE) -> None:
+        for _ in course.pieces():
+            self._program.run(inputs, meter)
 
 
 @dataclass(frozen=True)
@@ -60,23 +72,30 @@ class FusedKernel:
     lr: int | None
     constant_lr: float
 
-    def __call__(self, inputs: Sequence[Any], meter: Meter) -> None:
-        source, *small = MeteredInterpreter(self.gradient.begin, meter, Tier.HOST).run(*inputs)
+    def __call__(self, inputs: Sequence[Any], meter: Meter, course: Course = WHOLE) -> None:
+        source, *small = self.gradient.begin.run(inputs, meter)
         tensors = {name: inputs[position] for name, position in self.positions.items()}
         lr = self.constant_lr if self.lr is None else float(inputs[self.lr])
-        finish = MeteredInterpreter(self.gradient.finish, meter, Tier.HOST)
-        for piece, rows in self._pieces(tensors, source):
-            (gradient,) = finish.run(rows, *small)
-            # The loops go through memory in order, whatever the strides say.
-            in_order = gradient.contiguous() if piece["param"].is_contiguous() else gradient
-            self.update(piece, in_order, lr)
+        rows = course.cut.rows if course.cut is not None else _all_rows(source)
+        cut = zip(course.pieces(), in_pieces(tensors, source, rows), strict=False)
+        for _, (part, part_source) in cut:
+            for piece, piece_source in self._pieces(part, part_source):
+                (gradient,) = self.gradient.finish.run((piece_source, *small), meter)
+                # The loops go through memory in order, whatever the strides say.
+                in_order = gradient.contiguous() if piece["param"].is_contiguous() else gradient
+                self.update(piece, in_order, lr)
 
     def _pieces(
         self, tensors: Mapping[str, torch.Tensor], source: torch.Tensor
     ) -> Iterable[tuple[Mapping[str, torch.Tensor], torch.Tensor]]:
         is_ready = not self.gradient.ops and source.is_contiguous()
         in_order = all(tensor.is_contiguous() for tensor in tensors.values())
-        return in_pieces(tensors, source) if in_order and not is_ready else [(tensors, source)]
+        rows = cache_rows(source) if in_order and not is_ready else _all_rows(source)
+        return in_pieces(tensors, source, rows)
+
+
+def _all_rows(source: torch.Tensor) -> int:
+    return source.shape[0] if source.dim() else 1
 
 
 def host_kernels(placed: StepGraph, choice: str) -> dict[str, HostKernel]:

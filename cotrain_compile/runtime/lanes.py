@@ -13,16 +13,25 @@ from queue import SimpleQueue
 import torch
 
 from cotrain_compile.plan import Span
+from cotrain_compile.runtime.course import WHOLE, Course, FollowedFailed
 
 # How long the end of the process waits for work in flight: no update takes longer.
 EXIT_LIMIT_S = 60.0
 
 
 class Task:
-    """One unit of work on a lane; `done` is set when it has ended, well or badly."""
+    """One unit of work on a lane; `done` is set when it has ended, well or badly.
+
+    `course` says how it goes along: behind the one that it follows, which is not in `after`.
+    """
 
     def __init__(
-        self, name: str, lane: str, work: Callable[[], object], after: Sequence[Task]
+        self,
+        name: str,
+        lane: str,
+        work: Callable[[], object],
+        after: Sequence[Task],
+        course: Course = WHOLE,
     ) -> None:
         self.name = name
         self.lane = lane
@@ -32,6 +41,7 @@ class Task:
         self.start_s = self.end_s = 0.0
         self._work: Callable[[], object] | None = work
         self._after: Sequence[Task] = after
+        self.course = course
 
     def run(self) -> None:
         try:
@@ -40,8 +50,11 @@ class Task:
                 if task.error is not None:
                     self.error = task.error
             if self.error is None and self._work is not None:
+                self.course.wait_for_the_one_ahead(0)
                 self.started, self.start_s = True, time.perf_counter()
                 self._work()
+        except FollowedFailed as failed:
+            self.error = failed.error
         except BaseException as error:
             # The frames would keep their tensors as long as the error lives: their lines will do.
             error.add_note("".join(traceback.format_tb(error.__traceback__)))
@@ -51,6 +64,7 @@ class Task:
             # The tensors the work holds are freed now, not when the next step starts.
             self._work = None
             self._after = ()
+            self.course.end(self.error)
             self.done.set()
 
     @property
@@ -89,8 +103,14 @@ class Lane:
         _queues[self] = self._queue, workers
         weakref.finalize(self, _stop, self._queue, workers)
 
-    def submit(self, name: str, work: Callable[[], object], after: Sequence[Task]) -> Task:
-        task = Task(name, self.name, work, after)
+    def submit(
+        self,
+        name: str,
+        work: Callable[[], object],
+        after: Sequence[Task],
+        course: Course = WHOLE,
+    ) -> Task:
+        task = Task(name, self.name, work, after, course)
         self._queue.put(task)
         return task
 
