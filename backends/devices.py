@@ -83,14 +83,21 @@ def runtime_for(
     """The device that carries out the tasks of the step."""
     cut = cuts(placed, kernels)
     if runs_on_cuda(placed):
-        device = compute_device_of(placed)
-        timed = options.timeline
-        return cuda_device(device, problem.machine, problem.budgets, kernels, cut, timed=timed)
+        return cuda_device(
+            compute_device_of(placed),
+            problem.machine,
+            problem.budgets,
+            kernels,
+            cut,
+            host_cores=options.host_cores,
+            timed=options.timeline,
+        )
     return EmulatedDevice(
         problem.machine,
         problem.budgets,
         kernels,
         cut,
+        host_cores=options.host_cores,
         throttle=options.throttle,
         poison=options.poison,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -60,7 +61,7 @@ class Options:
     Budgets of None mean the capacity of the tier. `device` of None means where the model lives,
     `lowering` and `remat` of None what `lowering_on` and `remat_on` say. `plan` is the path of a
     saved plan, used in place of `policy`. `time_limit` is in seconds, `verify` in steps; `live` is
-    seconds between lines, None for none.
+    seconds between lines, None for none. No `host_cores` leaves the host's threads unbound.
     """
 
     memory_budget: Size | None = None
@@ -77,6 +78,7 @@ class Options:
     eager_segments: tuple[str, ...] = ()
     remat: bool | None = None
     host_kernels: str = "fused"
+    host_cores: tuple[int, ...] = ()
     keep_grads: bool = False
     on_break: str = "error"
     dump: str | None = None
@@ -192,6 +194,15 @@ def _names(value: object) -> tuple[str, ...]:
     return tuple(names)
 
 
+def _cores(value: object) -> tuple[int, ...]:
+    ours = sorted(os.sched_getaffinity(0))
+    cores = value if isinstance(value, list | tuple | range) else ()
+    if not cores or not all(type(core) is int and core in ours for core in cores):
+        shown = ", ".join(map(str, ours))
+        raise ValueError(f"a list of core numbers, of the cores of this process ({shown})")
+    return tuple(sorted(set(cores)))
+
+
 POLICIES = (
     "auto",
     "resident",
@@ -233,6 +244,7 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
     "eager_segments": _names,
     "remat": _flag,
     "host_kernels": _one_of("fused", "captured"),
+    "host_cores": _cores,
     "keep_grads": _flag,
     "on_break": _one_of("error", "warn"),
     "dump": _text,

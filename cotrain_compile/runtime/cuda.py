@@ -19,7 +19,7 @@ until `drain` has synchronised the card. Nothing is left to `record_stream`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,10 +74,11 @@ class CudaDevice(Device):
         cuts: Mapping[str, Cut] | None = None,
         *,
         host_workers: int = 1,
+        host_cores: Collection[int] = (),
         timed: bool = False,
     ) -> None:
         meter = Meter({Tier.DEVICE: _UNLIMITED, Tier.HOST: host_budget_bytes})
-        super().__init__(meter, kernels, cuts or {}, host_workers)
+        super().__init__(meter, kernels, cuts or {}, host_workers, host_cores)
         self._card = card
         self._pool = pool
         self._timed = timed

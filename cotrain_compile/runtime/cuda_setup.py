@@ -6,7 +6,7 @@ memory that is free, and the device with one pool of pinned memory per process.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -99,6 +99,7 @@ def cuda_device(
     kernels: Mapping[str, HostKernel],
     cuts: Mapping[str, Cut],
     *,
+    host_cores: Collection[int],
     timed: bool,
 ) -> CudaDevice:
     """The runtime of one compiled step on `device`."""
@@ -109,6 +110,7 @@ def cuda_device(
         kernels,
         cuts,
         host_workers=machine.host_update.workers,
+        host_cores=host_cores,
         timed=timed,
     )
 

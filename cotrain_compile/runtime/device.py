@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,8 +32,9 @@ class Device(ABC, Runtime):
 
     `meter` counts the bytes of live tensors; on the device, `slack_bytes` more than a plan says may
     be taken. By task name, `kernels` has a host kernel for each region, `cuts` what works in
-    pieces. Times are perf_counter seconds; `origin_s` is when the step began. What kinds of devices
-    differ in is how they allocate, start a copy and start work on the host.
+    pieces. Work on the host keeps to `host_cores`, if any. Times are perf_counter seconds;
+    `origin_s` is when the step began. What kinds of devices differ in is how they allocate, start a
+    copy and start work on the host.
     """
 
     slack_bytes = 0
@@ -46,6 +47,7 @@ class Device(ABC, Runtime):
         kernels: Mapping[str, HostKernel],
         cuts: Mapping[str, Cut],
         host_workers: int,
+        host_cores: Collection[int] = (),
     ) -> None:
         self.meter = meter
         self._kernels = kernels
@@ -54,7 +56,7 @@ class Device(ABC, Runtime):
         self._lanes = {
             LaneName.D2H: Lane(LaneName.D2H),
             LaneName.H2D: Lane(LaneName.H2D),
-            LaneName.HOST: Lane(LaneName.HOST, host_workers),
+            LaneName.HOST: Lane(LaneName.HOST, host_workers, host_cores),
         }
         self._tasks: dict[str, Task] = {}
         self._previous: dict[str, Task] = {}

@@ -9,7 +9,7 @@ take as long as the machine's links say. `poison` can be left out to measure tim
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
@@ -36,10 +36,12 @@ class EmulatedDevice(Device):
         kernels: Mapping[str, HostKernel],
         cuts: Mapping[str, Cut] | None = None,
         *,
+        host_cores: Collection[int] = (),
         throttle: bool = False,
         poison: bool = True,
     ) -> None:
-        super().__init__(Meter(budgets), kernels, cuts or {}, machine.host_update.workers)
+        workers = machine.host_update.workers
+        super().__init__(Meter(budgets), kernels, cuts or {}, workers, host_cores)
         self._poison = _poison if poison else _leave
         links = {LaneName.D2H: machine.d2h, LaneName.H2D: machine.h2d}
         self._links: Mapping[LaneName, Link] = links if throttle else {}

@@ -7,12 +7,13 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from queue import SimpleQueue
 
 import torch
 
 from cotrain_compile.plan import Span
+from cotrain_compile.runtime.cores import bind_this_thread
 from cotrain_compile.runtime.course import WHOLE, Course, FollowedFailed
 
 # How long the end of the process waits for work in flight: no update takes longer.
@@ -89,14 +90,20 @@ class Task:
 
 
 class Lane:
-    """A lane with `workers` threads. They end when the lane is collected."""
+    """A lane with `workers` threads, on `cores` alone where there are any.
 
-    def __init__(self, name: str, workers: int = 1) -> None:
+    They end when the lane is collected.
+    """
+
+    def __init__(self, name: str, workers: int = 1, cores: Collection[int] = ()) -> None:
         self.name = name
         self._queue: SimpleQueue[Task | None] = SimpleQueue()
         for number in range(workers):
             thread = threading.Thread(
-                target=_work_off, args=(self._queue,), name=f"cotrain-{name}-{number}", daemon=True
+                target=_work_off,
+                args=(self._queue, cores),
+                name=f"cotrain-{name}-{number}",
+                daemon=True,
             )
             thread.start()
             _threads.add(thread)
@@ -123,8 +130,10 @@ def is_lane_thread() -> bool:
     return getattr(_this_thread, "is_lane", False)
 
 
-def _work_off(queue: SimpleQueue[Task | None]) -> None:
+def _work_off(queue: SimpleQueue[Task | None], cores: Collection[int]) -> None:
     _this_thread.is_lane = True
+    if cores:
+        bind_this_thread(cores)
     # Grad mode is per thread and on by default: a write into a parameter would fail.
     with torch.no_grad():
         while (task := queue.get()) is not None:
