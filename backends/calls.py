@@ -17,6 +17,7 @@ from torch import fx
 from cotrain_compile.dataflow import Role
 from cotrain_compile.extract import UNDECLARED_VIEWS
 from cotrain_compile.graph import StepGraph, returns_argument_memory, writes
+from cotrain_compile.runtime.metered import last_uses
 from cotrain_compile.runtime.ops import TASKS, cotrain, host_region, task_name
 
 COPY = torch.ops.aten.copy_.default
@@ -67,7 +68,7 @@ def calls_of(placed: StepGraph, more_writes: Mapping[fx.Node, Sequence[Write]]) 
     """The calls of `placed` in their order; `more_writes` are those inside of submodules."""
     written = {**_persistent_writes(placed), **more_writes}
     graph = placed.module.graph
-    readers, done_with = _last_readers(graph), _done_with(graph)
+    readers, done_with = _last_readers(graph), last_uses(graph)
     calls = []
     for node in graph.nodes:
         if node.op in ("placeholder", "output"):
@@ -94,18 +95,6 @@ def calls_of(placed: StepGraph, more_writes: Mapping[fx.Node, Sequence[Write]]) 
 def _may_be_spare(node: fx.Node) -> bool:
     """Whether the op of `node` may leave a small result in a large storage."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target not in UNDECLARED_VIEWS
-
-
-def _done_with(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """For each node the values that it is the last to use, its own where nobody does."""
-    seen: set[fx.Node] = set()
-    found: dict[fx.Node, list[fx.Node]] = {}
-    for node in reversed(graph.nodes):
-        for value in (node, *node.all_input_nodes):
-            if value not in seen:
-                seen.add(value)
-                found.setdefault(node, []).append(value)
-    return found
 
 
 def _takes(

@@ -18,6 +18,7 @@ from cotrain_compile.runtime.cuda_setup import cuda_device, cuda_machine
 from cotrain_compile.runtime.device import Device
 from cotrain_compile.runtime.emulated import EmulatedDevice
 from cotrain_compile.runtime.host_kernels import HostKernel
+from cotrain_compile.runtime.pieces import cuts
 
 _CPU = torch.device("cpu")
 
@@ -77,18 +78,28 @@ def machine_for(step: StepGraph, options: Options) -> Machine:
 
 
 def runtime_for(
-    step: StepGraph, problem: Problem, kernels: Mapping[str, HostKernel], options: Options
+    placed: StepGraph, problem: Problem, kernels: Mapping[str, HostKernel], options: Options
 ) -> Device:
     """The device that carries out the tasks of the step."""
     device: Device
-    if runs_on_cuda(step):
-        card, timed = compute_device_of(step), options.timeline
-        device = cuda_device(card, problem.machine, problem.budgets, kernels, timed=timed)
+    cut = cuts(placed, kernels)
+    if runs_on_cuda(placed):
+        device = cuda_device(
+            compute_device_of(placed),
+            problem.machine,
+            problem.budgets,
+            kernels,
+            cut,
+            host_cores=options.host_cores,
+            timed=options.timeline,
+        )
     else:
         device = EmulatedDevice(
             problem.machine,
             problem.budgets,
             kernels,
+            cut,
+            host_cores=options.host_cores,
             throttle=options.throttle,
             poison=options.poison,
         )

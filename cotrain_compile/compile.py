@@ -226,7 +226,7 @@ def compile_step(
         refuse_race(placed)
     narrator.tell(problem, plan)
     kernels = host_kernels(placed, options.host_kernels)
-    device = runtime_for(step, problem, kernels, options)
+    device = runtime_for(placed, problem, kernels, options)
     lowered = _lowered(step, placed, dataflow, options)
     compiled = CompiledStep(problem, plan, placed, device, lowered)
     if options.dump is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -63,7 +64,7 @@ class Options:
     `lowering` and `remat` of None what `lowering_on` and `remat_on` say. `plan` is the path of a
     saved plan, used in place of `policy`. `time_limit` is in seconds, `gap` a fraction, `verify` in
     steps; `live` is seconds between lines, `watchdog_s` seconds of a copy or an update, None for
-    none.
+    none. No `host_cores` leaves the host's threads unbound.
     """
 
     memory_budget: Size | None = None
@@ -81,6 +82,7 @@ class Options:
     eager_segments: tuple[str, ...] = ()
     remat: bool | None = None
     host_kernels: str = "fused"
+    host_cores: tuple[int, ...] = ()
     keep_grads: bool = False
     on_break: str = "error"
     dump: str | None = None
@@ -226,6 +228,15 @@ def _names(value: object) -> tuple[str, ...]:
     return tuple(names)
 
 
+def _cores(value: object) -> tuple[int, ...]:
+    ours = sorted(os.sched_getaffinity(0))
+    cores = value if isinstance(value, list | tuple | range) else ()
+    if not cores or not all(type(core) is int and core in ours for core in cores):
+        shown = ", ".join(map(str, ours))
+        raise ValueError(f"a list of core numbers, of the cores of this process ({shown})")
+    return tuple(sorted(set(cores)))
+
+
 POLICIES = (
     "auto",
     "resident",
@@ -268,6 +279,7 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
     "eager_segments": _names,
     "remat": _flag,
     "host_kernels": _one_of("fused", "captured"),
+    "host_cores": _cores,
     "keep_grads": _flag,
     "on_break": _one_of("error", "warn"),
     "dump": _text,

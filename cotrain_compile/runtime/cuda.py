@@ -19,8 +19,8 @@ until `drain` has synchronised the card. Nothing is left to `record_stream`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from cotrain_compile.plan import Lane as LaneName
 from cotrain_compile.plan import Span
 from cotrain_compile.runtime import homes
 from cotrain_compile.runtime.card import Card
+from cotrain_compile.runtime.course import Course, Cut
 from cotrain_compile.runtime.device import Device
 from cotrain_compile.runtime.host_kernels import HostKernel
 from cotrain_compile.runtime.meter import Meter
@@ -45,10 +46,14 @@ POLL_S = 5e-5
 
 @dataclass
 class _Copy:
-    """The events around a copy, from when it is issued; `start` only where copies are timed."""
+    """The events of a copy, from when it is issued; `start` only where copies are timed.
+
+    `pieces` has the end of each piece, of which `end` is the last.
+    """
 
     start: Event | None = None
     end: Event | None = None
+    pieces: list[Event] = field(default_factory=list)
 
 
 class CudaDevice(Device):
@@ -69,12 +74,14 @@ class CudaDevice(Device):
         pool: PinnedPool,
         host_budget_bytes: int,
         kernels: Mapping[str, HostKernel],
+        cuts: Mapping[str, Cut] | None = None,
         *,
         host_workers: int = 1,
+        host_cores: Collection[int] = (),
         timed: bool = False,
     ) -> None:
         meter = Meter({Tier.DEVICE: _UNLIMITED, Tier.HOST: host_budget_bytes})
-        super().__init__(meter, kernels, host_workers)
+        super().__init__(meter, kernels, cuts or {}, host_workers, host_cores)
         self._card = card
         self._pool = pool
         self._timed = timed
@@ -206,23 +213,31 @@ class CudaDevice(Device):
         on_host = destination if lane is LaneName.D2H else source
         issued = card.record(None)
         before = self._copies_of(launch.after, launch.after_previous)
-        copy = self._copies[launch.task] = _Copy()
+        copy, course = _Copy(), self._course(launch)
+        self._copies[launch.task] = copy
 
         def issue() -> None:
             card.hold(stream, issued)
             for event in (*_ends(before), *self._pool.pending(destination)):
                 card.hold(stream, event)
             copy.start = card.record(stream, timed=True) if self._timed else None
-            card.copy(stream, destination, source)
-            copy.end = card.record(stream, timed=self._timed)
+            for to, piece in course.slices(destination, source):
+                card.copy(stream, to, piece)
+                copy.pieces.append(card.record(stream, timed=self._timed))
+            copy.end = copy.pieces[-1]
             self._pool.note(on_host, copy.end)
 
-        self._submit(lane, launch, issue)
+        self._submit(lane, launch, issue, course)
 
     def _start_work(
-        self, work: Callable[[], object], launch: Launch, fresh: torch.Tensor | None = None
+        self,
+        work: Callable[[], object],
+        launch: Launch,
+        course: Course,
+        fresh: torch.Tensor | None = None,
     ) -> None:
-        before = self._copies_of(launch.after, launch.after_previous)
+        after = [task for task in launch.after if task != course.follows]
+        before = self._copies_of(after, launch.after_previous)
         # Copies that its slab was used for, when it belonged to something else.
         busy = self._pool.pending(fresh) if fresh is not None else []
 
@@ -231,7 +246,12 @@ class CudaDevice(Device):
                 event.synchronize()
             work()
 
-        self._submit(LaneName.HOST, launch, wait_and_work)
+        self._submit(LaneName.HOST, launch, wait_and_work, course)
+
+    def _arrival(self, task: str) -> Callable[[int], None] | None:
+        copy = self._copies.get(task)
+        # That a copy has been issued is not enough: its event has to come.
+        return (lambda number: copy.pieces[number].synchronize()) if copy is not None else None
 
     def _ends(self, tasks: Sequence[str], previous: Sequence[str]) -> list[Event]:
         return _ends(self._copies_of(tasks, previous))

@@ -6,7 +6,7 @@ memory that is free, and the device with one pool of pinned memory per process.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -18,6 +18,7 @@ from cotrain_compile.errors import PlacementError
 from cotrain_compile.machine import Machine, Tier
 from cotrain_compile.options import Options, Size
 from cotrain_compile.runtime.card import CudaCard
+from cotrain_compile.runtime.course import Cut
 from cotrain_compile.runtime.cuda import CudaDevice
 from cotrain_compile.runtime.host_kernels import HostKernel
 from cotrain_compile.runtime.pinned import PinnedPool, available_host_bytes
@@ -96,7 +97,9 @@ def cuda_device(
     machine: Machine,
     budgets: Mapping[Tier, int],
     kernels: Mapping[str, HostKernel],
+    cuts: Mapping[str, Cut],
     *,
+    host_cores: Collection[int],
     timed: bool,
 ) -> CudaDevice:
     """The runtime of one compiled step on `device`."""
@@ -105,7 +108,9 @@ def cuda_device(
         pool(device.index),
         budgets[Tier.HOST],
         kernels,
+        cuts,
         host_workers=machine.host_update.workers,
+        host_cores=host_cores,
         timed=timed,
     )
 

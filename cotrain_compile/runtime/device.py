@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +20,7 @@ from cotrain_compile.errors import StepFailed
 from cotrain_compile.machine import Tier
 from cotrain_compile.plan import Lane as LaneName
 from cotrain_compile.plan import Span
+from cotrain_compile.runtime.course import WHOLE, Course, Cut
 from cotrain_compile.runtime.host_kernels import HostKernel
 from cotrain_compile.runtime.lanes import Lane, Task
 from cotrain_compile.runtime.meter import Meter
@@ -33,9 +34,10 @@ class Device(ABC, Runtime):
     """Runs the tasks of a placed step; one per compiled step.
 
     `meter` counts the bytes of live tensors; on the device, `slack_bytes` more than a plan says may
-    be taken. `kernels` has a host kernel for each region, by task name. Times are perf_counter
-    seconds; `origin_s` is when the step began. What kinds of devices differ in is how they
-    allocate, start a copy and start work on the host.
+    be taken. By task name, `kernels` has a host kernel for each region, `cuts` what works in
+    pieces. Work on the host keeps to `host_cores`, if any. Times are perf_counter seconds;
+    `origin_s` is when the step began. What kinds of devices differ in is how they allocate, start a
+    copy and start work on the host.
     """
 
     slack_bytes = 0
@@ -44,14 +46,22 @@ class Device(ABC, Runtime):
     # After how many seconds of work a task that has not ended is given up; None: never.
     watchdog_s: float | None = None
 
-    def __init__(self, meter: Meter, kernels: Mapping[str, HostKernel], host_workers: int) -> None:
+    def __init__(
+        self,
+        meter: Meter,
+        kernels: Mapping[str, HostKernel],
+        cuts: Mapping[str, Cut],
+        host_workers: int,
+        host_cores: Collection[int] = (),
+    ) -> None:
         self.meter = meter
         self._kernels = kernels
+        self._cuts = cuts
         self.origin_s = 0.0
         self._lanes = {
             LaneName.D2H: Lane(LaneName.D2H),
             LaneName.H2D: Lane(LaneName.H2D),
-            LaneName.HOST: Lane(LaneName.HOST, host_workers),
+            LaneName.HOST: Lane(LaneName.HOST, host_workers, host_cores),
         }
         self._tasks: dict[str, Task] = {}
         self._previous: dict[str, Task] = {}
@@ -156,16 +166,16 @@ class Device(ABC, Runtime):
     def host_cast(self, source: torch.Tensor, dtype: torch.dtype, launch: Launch) -> torch.Tensor:
         made = self._allocate(Tier.HOST, source, dtype)
         self.meter.track(made, Tier.HOST, launch.task)
-        self._start_work(lambda: made.copy_(source), launch, fresh=made)
+        self._start_work(lambda: made.copy_(source), launch, WHOLE, fresh=made)
         return made
 
     def run_region(self, region: fx.GraphModule, inputs: Sequence[Any], launch: Launch) -> None:
-        kernel = self._kernels[launch.task]
-        self._start_work(lambda: kernel(inputs, self.meter), launch)
+        kernel, course = self._kernels[launch.task], self._course(launch)
+        self._start_work(lambda: kernel(inputs, self.meter, course), launch, course)
 
     def skip(self, launch: Launch) -> None:
         """Note a task that does nothing but come after others."""
-        self._submit(LaneName.HOST, launch, _nothing)
+        self._submit(LaneName.HOST, launch, _nothing, WHOLE)
 
     def bring_home(self, tensors: Sequence[tuple[torch.Tensor, Tier]]) -> None:
         """Move persistent tensors of the user's to the tiers where the plan wants them."""
@@ -202,7 +212,11 @@ class Device(ABC, Runtime):
 
     @abstractmethod
     def _start_work(
-        self, work: Callable[[], object], launch: Launch, fresh: torch.Tensor | None = None
+        self,
+        work: Callable[[], object],
+        launch: Launch,
+        course: Course,
+        fresh: torch.Tensor | None = None,
     ) -> None:
         """Start `work` on the host; return before it is done. `fresh` is what it makes, if any."""
 
@@ -216,10 +230,26 @@ class Device(ABC, Runtime):
         self._start_copy(lane, copied, row, launch)
         return copied.as_strided(source.size(), source.stride(), source.storage_offset())
 
-    def _submit(self, lane: LaneName, launch: Launch, work: Callable[[], object]) -> None:
+    def _course(self, launch: Launch) -> Course:
+        """How a task of this step goes along; what it follows has been started."""
+        cut = self._cuts.get(launch.task)
+        if cut is None:
+            return WHOLE
+        if not cut.follows:
+            return Course(cut)
+        return Course(cut, self._tasks[cut.follows].course, self._arrival(cut.follows))
+
+    def _arrival(self, task: str) -> Callable[[int], None] | None:
+        """What waits until a piece that `task` has done can be read; None: it can at once."""
+        return None
+
+    def _submit(
+        self, lane: LaneName, launch: Launch, work: Callable[[], object], course: Course
+    ) -> None:
         previous = [self._previous[t] for t in launch.after_previous if t in self._previous]
-        needed = [*previous, *(self._tasks[task] for task in launch.after)]
-        self._tasks[launch.task] = self._lanes[lane].submit(launch.task, work, needed)
+        after = [self._tasks[task] for task in launch.after if task != course.follows]
+        lane_task = self._lanes[lane].submit(launch.task, work, [*previous, *after], course)
+        self._tasks[launch.task] = lane_task
 
 
 @contextmanager

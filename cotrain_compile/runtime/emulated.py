@@ -9,13 +9,14 @@ take as long as the machine's links say. `poison` can be left out to measure tim
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
 from cotrain_compile.machine import Link, Machine, Tier
 from cotrain_compile.plan import Lane as LaneName
 from cotrain_compile.plan import Span
+from cotrain_compile.runtime.course import Course, Cut
 from cotrain_compile.runtime.device import Device
 from cotrain_compile.runtime.host_kernels import HostKernel
 from cotrain_compile.runtime.meter import Meter
@@ -33,11 +34,14 @@ class EmulatedDevice(Device):
         machine: Machine,
         budgets: Mapping[Tier, int],
         kernels: Mapping[str, HostKernel],
+        cuts: Mapping[str, Cut] | None = None,
         *,
+        host_cores: Collection[int] = (),
         throttle: bool = False,
         poison: bool = True,
     ) -> None:
-        super().__init__(Meter(budgets), kernels, machine.host_update.workers)
+        workers = machine.host_update.workers
+        super().__init__(Meter(budgets), kernels, cuts or {}, workers, host_cores)
         self._poison = _poison if poison else _leave
         links = {LaneName.D2H: machine.d2h, LaneName.H2D: machine.h2d}
         self._links: Mapping[LaneName, Link] = links if throttle else {}
@@ -78,19 +82,26 @@ class EmulatedDevice(Device):
     def _start_copy(
         self, lane: LaneName, destination: torch.Tensor, source: torch.Tensor, launch: Launch
     ) -> None:
+        course = self._course(launch)
+
         def copy() -> None:
             self._poison(destination)
-            self._copy(lane, destination, source)
+            for to, piece in course.slices(destination, source):
+                self._copy(lane, to, piece)
 
-        self._submit(lane, launch, copy)
+        self._submit(lane, launch, copy, course)
 
     def _start_work(
-        self, work: Callable[[], object], launch: Launch, fresh: torch.Tensor | None = None
+        self,
+        work: Callable[[], object],
+        launch: Launch,
+        course: Course,
+        fresh: torch.Tensor | None = None,
     ) -> None:
-        self._submit(LaneName.HOST, launch, work)
+        self._submit(LaneName.HOST, launch, work, course)
 
     def _copy(self, lane: LaneName, destination: torch.Tensor, source: torch.Tensor) -> None:
-        nbytes, link = source.untyped_storage().nbytes(), self._links.get(lane)
+        nbytes, link = source.nbytes, self._links.get(lane)
         end_s = time.perf_counter() + (link.seconds(nbytes) if link is not None else 0.0)
         # The bytes land as late as they may, so that until then a missing wait shows.
         _sleep_until(end_s - 2 * nbytes / self._host_bytes_per_s)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from cotrain_compile.capture.phases import PHASE_ANNOTATION
-from cotrain_compile.graph import StepInput, writes
+from cotrain_compile.graph import StepInput, returns_argument_memory, writes
 from cotrain_compile.machine import Tier
 from cotrain_compile.runtime.metered import MeteredGraph
 
@@ -31,12 +32,14 @@ class GradientPart:
 
     `begin` gets the region's inputs; it returns a tensor of the parameter's shape and the small
     values that the rest needs. `finish` turns that tensor, or some of its rows, into the gradient,
-    with `ops` ops.
+    with `ops` ops. `shown` is the position of the input whose memory that tensor shows, row by row,
+    and with which `begin` does nothing else; None where there is none.
     """
 
     begin: MeteredGraph
     finish: MeteredGraph
     ops: int
+    shown: int | None
 
 
 def gradient_part(
@@ -63,26 +66,32 @@ def gradient_part(
     given = [value for value in dict.fromkeys(needed) if value not in chain]
     inputs_of_region = region.graph.find_nodes(op="placeholder")
     first = [node for node in region.graph.nodes if node in before and node.op == "call_function"]
+    begin = _graph_of(region, inputs_of_region, first, given)
     return GradientPart(
-        begin=_graph_of(region, inputs_of_region, first, given),
-        finish=_graph_of(region, given, chain, [gradient]),
+        begin=MeteredGraph(begin, Tier.HOST),
+        finish=MeteredGraph(_graph_of(region, given, chain, [gradient]), Tier.HOST),
         ops=len(chain),
+        shown=_shown(begin.graph) if source.meta["val"].is_contiguous() else None,
     )
 
 
+def cache_rows(source: Tensor) -> int:
+    """How many rows of `source` stay in the cache until the fused loop reads them."""
+    return max(1, PIECE_ELEMENTS * source.shape[0] // source.numel()) if source.numel() else 1
+
+
 def in_pieces(
-    tensors: Mapping[str, Tensor], source: Tensor
+    tensors: Mapping[str, Tensor], source: Tensor, rows: int
 ) -> Iterator[tuple[Mapping[str, Tensor], Tensor]]:
-    """The same rows of `tensors` and `source`, piece by piece.
+    """The same `rows` rows of `tensors` and `source`, piece by piece.
 
     A tensor without rows (a step counter) is a copy in each piece but the last, which has itself:
     what counts once in each piece has counted once in the end.
     """
-    if source.numel() <= PIECE_ELEMENTS:
+    if not source.dim() or source.shape[0] <= rows:
         yield tensors, source
         return
     count = source.shape[0]
-    rows = max(1, PIECE_ELEMENTS * count // source.numel())
     for start in range(0, count, rows):
         here, is_last = slice(start, start + rows), start + rows >= count
         piece = {
@@ -143,6 +152,24 @@ def _large_input(node: fx.Node) -> fx.Node | None:
     shape = node.meta["val"].shape
     large = [n for n in node.all_input_nodes if n.meta["val"].numel() != 1]
     return large[0] if len(large) == 1 and large[0].meta["val"].shape == shape else None
+
+
+def _shown(begin: fx.Graph) -> int | None:
+    """The position of the input that the first result of `begin` shows, if only views read it."""
+    (output,) = begin.find_nodes(op="output")
+    results: Any = output.args[0]
+    node = results[0]
+    while node.op == "call_function" and returns_argument_memory(node):
+        node = node.all_input_nodes[0]
+    inputs = list(begin.find_nodes(op="placeholder"))
+    return inputs.index(node) if node in inputs and _is_only_viewed(node) else None
+
+
+def _is_only_viewed(node: fx.Node) -> bool:
+    return all(
+        user.op == "output" or (returns_argument_memory(user) and _is_only_viewed(user))
+        for user in node.users
+    )
 
 
 def _graph_of(

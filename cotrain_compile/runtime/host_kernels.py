@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -17,8 +18,14 @@ from torch import fx
 from cotrain_compile.dataflow import Role
 from cotrain_compile.graph import OptimizerRule, StepGraph, StepInput
 from cotrain_compile.machine import Tier
+from cotrain_compile.runtime.course import WHOLE, Course
 from cotrain_compile.runtime.fused_loops import FUSED_LOOPS, Update
-from cotrain_compile.runtime.gradient_part import GradientPart, gradient_part, in_pieces
+from cotrain_compile.runtime.gradient_part import (
+    GradientPart,
+    cache_rows,
+    gradient_part,
+    in_pieces,
+)
 from cotrain_compile.runtime.live_settings import live_settings, value_of, with_settings
 from cotrain_compile.runtime.meter import Meter
 from cotrain_compile.runtime.metered import MeteredGraph
@@ -32,9 +39,9 @@ TOLERANCE = 1e-3
 
 
 class HostKernel(Protocol):
-    """Updates one parameter and its states in place, from host tensors."""
+    """Updates one parameter and its states in place, from host tensors, along a `course`."""
 
-    def __call__(self, inputs: Sequence[Any], meter: Meter) -> None: ...
+    def __call__(self, inputs: Sequence[Any], meter: Meter, course: Course = WHOLE, /) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -43,8 +50,9 @@ class CapturedKernel:
 
     ops: MeteredGraph
 
-    def __call__(self, inputs: Sequence[Any], meter: Meter) -> None:
-        self.ops(inputs, meter)
+    def __call__(self, inputs: Sequence[Any], meter: Meter, course: Course = WHOLE) -> None:
+        for _ in course.pieces():
+            self.ops(inputs, meter)
 
 
 @dataclass(frozen=True)
@@ -64,25 +72,33 @@ class FusedKernel:
     live: Mapping[str, int]
     skip: int | None = None
 
-    def __call__(self, inputs: Sequence[Any], meter: Meter) -> None:
+    def __call__(self, inputs: Sequence[Any], meter: Meter, course: Course = WHOLE) -> None:
         if self.skip is not None and bool(inputs[self.skip]):
             return
         source, *small = self.gradient.begin(inputs, meter)
         tensors = {name: inputs[position] for name, position in self.positions.items()}
         live = {name: float(inputs[position]) for name, position in self.live.items()}
         settings = with_settings(self.settings, live)
-        for piece, rows in self._pieces(tensors, source):
-            (gradient,) = self.gradient.finish((rows, *small), meter)
-            # The loops go through memory in order, whatever the strides say.
-            in_order = gradient.contiguous() if piece["param"].is_contiguous() else gradient
-            self.update(piece, in_order, settings)
+        rows = course.cut.rows if course.cut is not None else _all_rows(source)
+        cut = zip(course.pieces(), in_pieces(tensors, source, rows), strict=False)
+        for _, (part, part_source) in cut:
+            for piece, piece_source in self._pieces(part, part_source):
+                (gradient,) = self.gradient.finish((piece_source, *small), meter)
+                # The loops go through memory in order, whatever the strides say.
+                in_order = gradient.contiguous() if piece["param"].is_contiguous() else gradient
+                self.update(piece, in_order, settings)
 
     def _pieces(
         self, tensors: Mapping[str, torch.Tensor], source: torch.Tensor
     ) -> Iterable[tuple[Mapping[str, torch.Tensor], torch.Tensor]]:
         is_ready = not self.gradient.ops and source.is_contiguous()
         in_order = all(tensor.is_contiguous() for tensor in tensors.values())
-        return in_pieces(tensors, source) if in_order and not is_ready else [(tensors, source)]
+        rows = cache_rows(source) if in_order and not is_ready else _all_rows(source)
+        return in_pieces(tensors, source, rows)
+
+
+def _all_rows(source: torch.Tensor) -> int:
+    return source.shape[0] if source.dim() else 1
 
 
 def host_kernels(placed: StepGraph, choice: str) -> dict[str, HostKernel]:

@@ -12,23 +12,33 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from queue import SimpleQueue
 
 import torch
 
 from cotrain_compile.errors import StepFailed
 from cotrain_compile.plan import Span
+from cotrain_compile.runtime.cores import bind_this_thread
+from cotrain_compile.runtime.course import WHOLE, Course, FollowedFailed
 
 # How long the end of the process waits for work in flight: no update takes longer.
 EXIT_LIMIT_S = 60.0
 
 
 class Task:
-    """One unit of work on a lane; `done` is set when it has ended, well or badly."""
+    """One unit of work on a lane; `done` is set when it has ended, well or badly.
+
+    `course` says how it goes along: behind the one that it follows, which is not in `after`.
+    """
 
     def __init__(
-        self, name: str, lane: str, work: Callable[[], object], after: Sequence[Task]
+        self,
+        name: str,
+        lane: str,
+        work: Callable[[], object],
+        after: Sequence[Task],
+        course: Course = WHOLE,
     ) -> None:
         self.name = name
         self.lane = lane
@@ -39,6 +49,7 @@ class Task:
         self._state = threading.Lock()
         self._work: Callable[[], object] | None = work
         self._after: Sequence[Task] = after
+        self.course = course
 
     def run(self) -> None:
         """Do the work when what comes before it is done; nothing where it has been given up."""
@@ -48,9 +59,13 @@ class Task:
                 task.done.wait()
                 if task.error is not None:
                     self.error = self.error or task.error
+            if self.error is None:
+                self.course.wait_for_the_one_ahead(0)
             work = self._begin()
             if work is not None:
                 work()
+        except FollowedFailed as failed:
+            self._fail(failed.error)
         except BaseException as error:
             self._fail(error)
         finally:
@@ -85,6 +100,7 @@ class Task:
             # The tensors the work holds are freed now, not when the next step starts.
             self._work = None
             self._after = ()
+            self.course.end(self.error)
             self.done.set()
 
     @property
@@ -109,14 +125,17 @@ class Task:
 
 
 class Lane:
-    """A lane with `workers` threads. They end when the lane is collected."""
+    """A lane with `workers` threads, on `cores` alone where there are any.
 
-    def __init__(self, name: str, workers: int = 1) -> None:
+    They end when the lane is collected.
+    """
+
+    def __init__(self, name: str, workers: int = 1, cores: Collection[int] = ()) -> None:
         self.name = name
         self._queue: SimpleQueue[Task | None] = SimpleQueue()
         self._process = os.getpid()
         for number in range(workers):
-            _start_thread(self._queue, f"cotrain-{name}-{number}")
+            _start_thread(self._queue, f"cotrain-{name}-{number}", cores)
         _queues[self] = self._queue, workers
         weakref.finalize(self, _stop, self._queue, workers)
 
@@ -129,8 +148,14 @@ class Lane:
                 "method 'spawn', or compile the step in this one"
             )
 
-    def submit(self, name: str, work: Callable[[], object], after: Sequence[Task]) -> Task:
-        task = Task(name, self.name, work, after)
+    def submit(
+        self,
+        name: str,
+        work: Callable[[], object],
+        after: Sequence[Task],
+        course: Course = WHOLE,
+    ) -> Task:
+        task = Task(name, self.name, work, after, course)
         self._queue.put(task)
         return task
 
@@ -143,16 +168,18 @@ def is_lane_thread() -> bool:
     return getattr(_this_thread, "is_lane", False)
 
 
-def _start_thread(queue: SimpleQueue[Task | None], name: str) -> None:
-    thread = threading.Thread(target=_work_off, args=(queue, name), name=name, daemon=True)
+def _start_thread(queue: SimpleQueue[Task | None], name: str, cores: Collection[int]) -> None:
+    thread = threading.Thread(target=_work_off, args=(queue, name, cores), name=name, daemon=True)
     thread.start()
     _threads.add(thread)
 
 
-def _work_off(queue: SimpleQueue[Task | None], name: str) -> None:
+def _work_off(queue: SimpleQueue[Task | None], name: str, cores: Collection[int]) -> None:
     _this_thread.is_lane = True
     task: Task | None = None
     try:
+        if cores:
+            bind_this_thread(cores)
         # Grad mode is per thread and on by default: a write into a parameter would fail.
         with torch.no_grad():
             # An exception from outside comes between two lines, not between the queue and `task`.
@@ -162,7 +189,7 @@ def _work_off(queue: SimpleQueue[Task | None], name: str) -> None:
     except BaseException as error:
         if task is not None:
             task.give_up(error)
-        _start_thread(queue, name)
+        _start_thread(queue, name, cores)
 
 
 def _stop(queue: SimpleQueue[Task | None], workers: int) -> None:

@@ -29,7 +29,7 @@ class MeteredGraph:
         }
         self._ops = [node for node in graph.nodes if node.op == "call_function"]
         self._results = graph.output_node().args[0]
-        self._done_with = _done_with(graph)
+        self._done_with = last_uses(graph)
 
     def __call__(self, inputs: Sequence[Any], meter: Meter) -> Any:
         """What the graph returns. Raises `OutOfDeviceMemory` where a result passes the budget."""
@@ -41,18 +41,18 @@ class MeteredGraph:
             keywords: Any = fx.node.map_arg(node.kwargs, value) if node.kwargs else {}
             values[node] = target(*arguments, **keywords)
             meter.track(values[node], self._tier, node.name)
-            for unused in self._done_with[node]:
+            for unused in self._done_with.get(node, ()):
                 del values[unused]
         return fx.node.map_arg(self._results, value)
 
 
-def _done_with(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """For each node the values that nothing reads after it, itself where nothing does."""
-    last: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        last[node] = node
-        last.update(dict.fromkeys(node.all_input_nodes, node))
-    found: dict[fx.Node, list[fx.Node]] = {node: [] for node in graph.nodes}
-    for value, node in last.items():
-        found[node].append(value)
+def last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """For each node the values that it is the last to use, its own where nobody does."""
+    seen: set[fx.Node] = set()
+    found: dict[fx.Node, list[fx.Node]] = {}
+    for node in reversed(graph.nodes):
+        for value in (node, *node.all_input_nodes):
+            if value not in seen:
+                seen.add(value)
+                found.setdefault(node, []).append(value)
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,6 @@ from cotrain_compile.plan import Span, UpdateMode
 from cotrain_compile.presets import find
 from cotrain_compile.runtime.host_kernels import HostKernel
 from cotrain_compile.runtime.lanes import Task
-from cotrain_compile.runtime.meter import Meter
 from cotrain_compile.runtime.ops import cotrain as ops
 from cotrain_compile.runtime.ops import task_name
 from tests.graph.captured_steps import TRAININGS, captured, differences, place, reference
@@ -124,9 +123,9 @@ def slow_down_updates(compiled: CompiledStep) -> None:
     device: Any = compiled._device
 
     def slowly(kernel: HostKernel) -> HostKernel:
-        def run(inputs: Sequence[Any], meter: Meter) -> None:
+        def run(*arguments: Any) -> None:
             time.sleep(0.2)
-            kernel(inputs, meter)
+            kernel(*arguments)
 
         return run
 

@@ -27,7 +27,6 @@ from cotrain_compile.passes import run_passes
 from cotrain_compile.plan import Plan
 from cotrain_compile.runtime.emulated import EmulatedDevice
 from cotrain_compile.runtime.host_kernels import HostKernel, host_kernels
-from cotrain_compile.runtime.meter import Meter
 from cotrain_compile.runtime.ops import Launch, host_region
 from tests.graph.steps import (
     CASES,
@@ -130,8 +129,8 @@ def broken_update(of: str, by: Callable[[Tensor], Any]) -> Iterator[None]:
         sound = kernels[f"update.{of}"]
         position = position_in_region(placed, of)
 
-        def kernel(inputs: Sequence[Any], meter: Meter) -> None:
-            sound(inputs, meter)
+        def kernel(inputs: Sequence[Any], *rest: Any) -> None:
+            sound(inputs, *rest)
             by(inputs[position])
 
         return {**kernels, f"update.{of}": kernel}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Any
 
@@ -65,6 +66,7 @@ def test_no_options_are_the_defaults() -> None:
 
 
 def test_every_option_is_read() -> None:
+    core = min(os.sched_getaffinity(0))
     options = Options.parse(
         {
             "memory_budget": "2 GiB",
@@ -81,6 +83,7 @@ def test_every_option_is_read() -> None:
             "eager_segments": ["model.layers.3:*"],
             "remat": True,
             "host_kernels": "captured",
+            "host_cores": [core],
             "keep_grads": True,
             "on_break": "warn",
             "dump": "out",
@@ -106,6 +109,7 @@ def test_every_option_is_read() -> None:
         eager_segments=("model.layers.3:*",),
         remat=True,
         host_kernels="captured",
+        host_cores=(core,),
         keep_grads=True,
         on_break="warn",
         dump="out",
