@@ -177,11 +177,11 @@ def _graph_of(
     inputs: Sequence[fx.Node],
     ops: Iterable[fx.Node],
     results: Sequence[fx.Node],
-) -> MeteredGraph:
+) -> fx.GraphModule:
     graph = fx.Graph()
     values = {node: graph.placeholder(node.name) for node in inputs}
     for node in ops:
         values[node] = graph.node_copy(node, values.__getitem__)
     graph.output(tuple(values[node] for node in results))
     graph.eliminate_dead_code()
-    return MeteredGraph(fx.GraphModule(root, graph, "Gradient"), Tier.HOST)
+    return fx.GraphModule(root, graph, "Gradient")
