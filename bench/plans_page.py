@@ -30,7 +30,9 @@ _NONE = "–"
 def table(result: Mapping[str, Any]) -> str:
     """The whole section: what is gained in a few lines, the largest models, a table a machine."""
     rows: Sequence[Row] = result["rows"]
-    parts = [_summary(rows, result["host_budget"]), _largest(result["largest"])]
+    parts = [_summary(rows, result["host_budget"])]
+    if result["largest"]:
+        parts.append(_largest(result["largest"]))
     for machine in dict.fromkeys(row["machine"] for row in rows):
         own = [row for row in rows if row["machine"] == machine]
         parts.append(f"**{machine}**\n\n{_steps(own)}")
