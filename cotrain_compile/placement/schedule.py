@@ -27,7 +27,6 @@ from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.refuse import refuse_device, refuse_host
 from cotrain_compile.placement.residency import (
     DeviceProgram,
-    Instance,
     device_bytes,
     device_program,
     host_bytes,
@@ -114,29 +113,26 @@ def with_latest_waits(
     """
     budget = problem.budgets[Tier.DEVICE]
     room = budget - np.array(device_bytes(program, placement, tasks), dtype=np.int64)
-    stays: dict[str, list[Instance]] = {}
+    ends: dict[str, dict[int, int]] = {}  # of each copy of a buffer, by when it is current
     for held in instances(program, placement, tasks):
-        stays.setdefault(held.buffer.name, []).append(held)
+        ends.setdefault(held.buffer.name, {})[held.current] = held.last
     result: list[Task] = []
     for task in tasks:
         if isinstance(task, Transfer) and task.direction == "offload":
-            task = _with_latest_wait(program, stays, task, room)
+            task = _with_latest_wait(program, ends.get(task.buffer, {}), task, room)
         result.append(task)
     return result
 
 
 def _with_latest_wait(
-    program: DeviceProgram,
-    stays: Mapping[str, Sequence[Instance]],
-    task: Transfer,
-    room: NDArray[np.int64],
+    program: DeviceProgram, ends: Mapping[int, int], task: Transfer, room: NDArray[np.int64]
 ) -> Transfer:
     """`task` with its latest wait; `room` are the bytes free in each slot, less what that takes."""
     issued, waited, end = program.issue_slot(task), program.wait_slot(task), program.end
-    copies = [held for held in stays.get(task.buffer, ()) if held.current <= issued]
-    if not copies:
+    current = max((since for since in ends if since <= issued), default=None)
+    if current is None:
         return task
-    held_to = max(copies, key=lambda held: held.current).last
+    held_to = ends[current]
     first = max(waited, min(held_to, end))  # before it the source is there anyway
     (tight,) = np.nonzero(room[first:end] < task.nbytes)
     slot = first + int(tight[0]) if len(tight) else end
