@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
+from bench.matrix_causes import cause_of
 from bench.matrix_page import write_page
 from bench.matrix_steps import (
     ARCHITECTURES,
@@ -56,12 +57,15 @@ Parted = tuple[Kinds, Kinds]  # losses, tensors
 
 @dataclass(frozen=True)
 class Result:
-    """A cell: what came of it, the graphs it took, and how far it is from eager."""
+    """A cell: what came of it, the graphs it took, and how far it is from eager.
+
+    "rounding" is equal but for elements whose gradient has no right digit in eager either.
+    """
 
     architecture: str
     optimizer: str
     idiom: str
-    status: str  # "equal", "different" or "refused"
+    status: str  # "equal", "rounding", "different" or "refused"
     graphs: int = 0
     loss_difference: float = 0.0
     tensor_difference: float = 0.0
@@ -127,24 +131,34 @@ def evaluate(cell: Cell) -> Result:
         return Result(*cell, status="refused", message=f"{type(error).__name__}: {message}")
     graphs = int(counters["stats"]["unique_graphs"])
     losses, tensors = (differences(a, b) for a, b in zip(ours, eager, strict=True))
-    loss, tensor = (max(found.values()) for found in (losses, tensors))
+    loss, tensor = (max(float(far.max()) for far in found.values()) for found in (losses, tensors))
     loss_limit, tensor_limit = ROUNDING[idiom.half_precision]
-    beyond = [name for name, far in tensors.items() if far > tensor_limit]
-    is_equal = loss <= loss_limit and not beyond and graphs == idiom.graphs
-    status = "equal" if is_equal else "different"
-    return Result(*cell, status, graphs, loss, tensor, ", ".join(beyond))
+    beyond = {key: far > tensor_limit for key, far in tensors.items() if far.max() > tensor_limit}
+    expected = graphs_of(cell)
+    causes = [cause_of(cell, name, kind, far) for (name, kind), far in beyond.items()]
+    explained = all(cause.is_rounding for cause in causes)
+    is_right = loss <= loss_limit and graphs == expected and explained
+    status = ("rounding" if causes else "equal") if is_right else "different"
+    return Result(*cell, status, graphs, loss, tensor, "; ".join(map(str, causes)))
 
 
-def differences(ours: Kinds, eager: Kinds) -> dict[str, float]:
-    """The largest difference of each tensor, relative to the largest element of its kind."""
+def graphs_of(cell: Cell) -> int:
+    """How many graphs the loop of a cell takes."""
+    # Where the model computes the loss, ViT's first forward writes the kind of problem into its
+    # configuration, which the second one then finds there.
+    writes_on_itself = cell[0] == "vit" and IDIOMS[cell[2]].own_loss
+    return IDIOMS[cell[2]].graphs + writes_on_itself
+
+
+def differences(ours: Kinds, eager: Kinds) -> dict[tuple[str, str], Tensor]:
+    """Differences by tensor and kind, relative to the largest element of that kind."""
     assert ours.keys() == eager.keys()
     found = {}
     for kind in eager:
         assert ours[kind].keys() == eager[kind].keys()
         largest = flat(list(eager[kind].values())).norm(math.inf) or 1.0
         for name, value in eager[kind].items():
-            far = (ours[kind][name].double() - value.double()).norm(math.inf)
-            found[f"{name} ({kind})"] = float(far / largest)
+            found[name, kind] = (ours[kind][name].double() - value.double()).abs() / largest
     return found
 
 

@@ -24,7 +24,7 @@ _WAYS_ON = (
     (
         "logg",
         "log outside the step; where a library warns, settle what it warns about (Hugging Face: "
-        "config.loss_type), or compute the loss in the step",
+        "model.loss_type), or compute the loss in the step",
     ),
     ("requires_grad_", "freeze and unfreeze between steps, outside the step"),
     ("item", "return the tensor and call .item() outside the step"),
