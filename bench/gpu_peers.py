@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -78,7 +79,7 @@ def save_on_cpu(size: Size, device: str) -> Iterator[Step]:
             logits: Tensor = forward(tokens)
         return logits
 
-    training.model.forward = saving  # type: ignore[method-assign]
+    training.model.forward = saving
     yield training.step
 
 
@@ -136,17 +137,18 @@ def _one_process(device: str) -> Iterator[None]:
     import torch.distributed as dist
 
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group(backend, f"file://{folder}/store", rank=0, world_size=1)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
 
 
 @contextlib.contextmanager
 def torchao_offload(size: Size, device: str) -> Iterator[Step]:
     """torchao's optimizer: states on the host, each gradient sent when it is there."""
-    from torchao.optim import CPUOffloadOptimizer  # type: ignore[import-not-found]
+    from torchao.optim import CPUOffloadOptimizer
 
     training = Training(size, device)
     optimizer: Any = CPUOffloadOptimizer(
@@ -159,7 +161,7 @@ def torchao_offload(size: Size, device: str) -> Iterator[Step]:
 @contextlib.contextmanager
 def zero_offload(size: Size, device: str) -> Iterator[Step]:
     """DeepSpeed's ZeRO stage 2 with optimizer states and updates on the host."""
-    import deepspeed  # type: ignore[import-not-found]
+    import deepspeed
 
     single = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     os.environ.update({**single, "MASTER_PORT": "29511"})
