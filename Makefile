@@ -1,6 +1,7 @@
 # make test    set up .venv on the first call, then run the tests
 # make demo    the same set-up, then the demo
 # make check   lint, types and tests: what CI runs
+# make audit   looks for known vulnerabilities in what is installed
 # make long    every test, the long ones too, with more hypothesis examples
 # make results write the tables and figures of the documentation from bench/results
 
@@ -14,7 +15,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-torch-$(TORCH)
 
-.PHONY: test long demo results lint types check install clean
+.PHONY: test long demo results lint types audit check install clean
 
 # Files of tests are shared out over the cores.
 test: install
@@ -34,6 +35,9 @@ lint: install
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/lint-imports
+
+audit: install
+	$(BIN)/pip-audit --skip-editable
 
 types: install
 	$(BIN)/mypy

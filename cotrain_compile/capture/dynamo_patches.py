@@ -5,7 +5,7 @@ Stock Dynamo never sees a whole training step (`docs/decisions/0001-whole-step-c
 Private torch API used: `config.trace_autograd_ops`, `variables.builder.OptimizerVariable`,
 `OutputGraph._validate_outputs_safe_for_autograd_nodes`, `TensorVariable.method_backward` and
 `.var_getattr`, `InliningInstructionTranslator.inline_call`, `guards.is_from_optimizer_source` and
-`guards.match_on_id_for_tensor`.
+`guards.match_on_id_for_tensor`, `OutputGraph.remove_tensorify_specialized_graphargs`.
 Reason: there is no public way to keep `backward()` and `optimizer.step()` in one graph. Tried on
 torch 2.11.0, 2.13.0 and 2.15.0.
 """
@@ -82,12 +82,34 @@ def whole_step_tracing(session: Session) -> Iterator[None]:
         stack.enter_context(
             mock.patch.object(guards, "match_on_id_for_tensor", _must_be_the_same_tensor)
         )
+        name = "remove_tensorify_specialized_graphargs"
+        remove = _remove_inputs_only(getattr(OutputGraph, name))
+        stack.enter_context(mock.patch.object(OutputGraph, name, remove))
         # Up to torch 2.14 it is the first, from 2.15 on the second.
         for name in ("var_getattr", "tp_getattro_impl"):
             if name in vars(TensorVariable):
                 look_up = _attribute_as_traced(vars(TensorVariable)[name])
                 stack.enter_context(mock.patch.object(TensorVariable, name, look_up))
         yield
+
+
+def _remove_inputs_only(original: Callable[..., None]) -> Callable[[OutputGraph], None]:
+    """`original`, which removes inputs that stand for Python floats, without its side effect.
+
+    It takes whatever shows a float64 scalar and has no reader for such an input: an in-place op on
+    a parameter or state of no dimensions too, so that it would never be updated.
+    """
+
+    def remove(self: OutputGraph) -> None:
+        nodes = [n for n in self.graph.nodes if n.op != "placeholder" and "example_value" in n.meta]
+        hidden = [(node, node.meta.pop("example_value")) for node in nodes]
+        try:
+            original(self)
+        finally:
+            for node, value in hidden:
+                node.meta["example_value"] = value
+
+    return remove
 
 
 def _attribute_as_traced(original: Callable[..., Any]) -> Callable[..., Any]:
