@@ -168,6 +168,8 @@ def main() -> None:
     asked = parser.parse_args()
     torch.set_num_threads(1)
     signal.signal(signal.SIGALRM, bark)
+    # Ignored in a process that a shell has put into the background.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     began_s = time.monotonic()
 
     def report(counts: Counter[str], broken: list[dict[str, str]]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Mapping
 
 import torch
@@ -33,13 +34,28 @@ class Meter:
 
     def __init__(self, budgets: Mapping[Tier, int]) -> None:
         self.budgets = dict(budgets)
-        self.used_bytes = dict.fromkeys(Tier, 0)
         self.peak_bytes = dict.fromkeys(Tier, 0)
-        # (perf_counter seconds, bytes) after every change.
-        self.curve: dict[Tier, list[tuple[float, int]]] = {tier: [] for tier in Tier}
+        self._used_bytes = dict.fromkeys(Tier, 0)
+        self._curve: dict[Tier, list[tuple[float, int]]] = {tier: [] for tier in Tier}
         self._storages: dict[int, _Counted] = {}
-        # A storage may die, and call `_forget`, while this thread is inside `track`.
+        # What has died and is still counted. No function of Python's is called when a storage dies:
+        # a Ctrl-C that came in it would be lost.
+        self._gone: deque[_Counted] = deque()
         self._lock = threading.RLock()
+
+    @property
+    def used_bytes(self) -> Mapping[Tier, int]:
+        """Bytes of what is alive now."""
+        with self._lock:
+            self._settle()
+            return dict(self._used_bytes)
+
+    @property
+    def curve(self) -> Mapping[Tier, list[tuple[float, int]]]:
+        """(perf_counter seconds, bytes) after every change; what died is noticed at the next."""
+        with self._lock:
+            self._settle()
+            return self._curve
 
     def track(self, value: object, tier: Tier, where: str) -> None:
         """Count the storage of a tensor (or of each in a tuple) on `tier` from now on.
@@ -60,8 +76,9 @@ class Meter:
     def add_for_a_moment(self, nbytes: int, tier: Tier, where: str) -> None:
         """Count `nbytes` beyond those in use, which are given back at once. Raises as `track`."""
         with self._lock:
+            self._settle()
             self._change(tier, nbytes)
-            used = self.used_bytes[tier]
+            used = self._used_bytes[tier]
             self.peak_bytes[tier] = max(self.peak_bytes[tier], used)
             self._change(tier, -nbytes)
         self._refuse_beyond_budget(used, nbytes, tier, where)
@@ -72,23 +89,25 @@ class Meter:
         On the tier `keep` what is alive stays counted: a task of the step before still uses it.
         """
         with self._lock:
+            self._settle()
             kept = {key: item for key, item in self._storages.items() if item.tier is keep}
             self._storages = kept
-            self.used_bytes = dict.fromkeys(Tier, 0)
+            self._used_bytes = dict.fromkeys(Tier, 0)
             for counted in kept.values():
-                self.used_bytes[counted.tier] += counted.nbytes
-            self.peak_bytes = dict(self.used_bytes)
-            self.curve = {tier: [] for tier in Tier}
+                self._used_bytes[counted.tier] += counted.nbytes
+            self.peak_bytes = dict(self._used_bytes)
+            self._curve = {tier: [] for tier in Tier}
 
     def _count(self, storage: torch.UntypedStorage, tier: Tier, where: str, nbytes: int) -> None:
         key = storage._cdata
         with self._lock:
+            self._settle()
             if key in self._storages:
                 return
-            counted = self._storages[key] = _Counted(storage, self._forget)
+            counted = self._storages[key] = _Counted(storage, self._gone.append)
             counted.key, counted.tier, counted.nbytes = key, tier, nbytes
             self._change(tier, nbytes)
-            used = self.used_bytes[tier]
+            used = self._used_bytes[tier]
             if used > self.peak_bytes[tier]:
                 self.peak_bytes[tier] = used
         if used > self.budgets[tier]:
@@ -103,11 +122,15 @@ class Meter:
                 tier=tier,
             )
 
-    def _forget(self, counted: _Counted) -> None:
-        with self._lock:
-            del self._storages[counted.key]
-            self._change(counted.tier, -counted.nbytes)
+    def _settle(self) -> None:
+        """Take off what has died, under the lock."""
+        while self._gone:
+            counted = self._gone.popleft()
+            # What was let go at the start of a step counts no more.
+            if self._storages.get(counted.key) is counted:
+                del self._storages[counted.key]
+                self._change(counted.tier, -counted.nbytes)
 
     def _change(self, tier: Tier, nbytes: int) -> None:
-        self.used_bytes[tier] += nbytes
-        self.curve[tier].append((time.perf_counter(), self.used_bytes[tier]))
+        self._used_bytes[tier] += nbytes
+        self._curve[tier].append((time.perf_counter(), self._used_bytes[tier]))

@@ -8,6 +8,7 @@ import gc
 import os
 import re
 import threading
+import types
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,6 +27,7 @@ from cotrain_compile.errors import OutOfDeviceMemory, StepFailed
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.policies import resident
 from cotrain_compile.placement.schedule import schedule
+from cotrain_compile.runtime.meter import Meter
 from tests.graph.captured_steps import captured, place
 from tests.graph.faults import (
     LINK_IS_DOWN,
@@ -231,3 +233,15 @@ def test_steps_that_fail_leak_nothing() -> None:
         return live_storages()
 
     assert alive_after(2) == alive_after(20)
+
+
+def test_no_function_of_pythons_runs_when_a_tensor_dies() -> None:
+    """A Ctrl-C that comes in one is lost, and what it was to count stays counted."""
+    meter = Meter(dict.fromkeys(Tier, 1 << 20))
+    tensor = torch.ones(8)
+    meter.track(tensor, Tier.DEVICE, "here")
+    (counted,) = meter._storages.values()
+    assert isinstance(counted.__callback__, types.BuiltinFunctionType)
+    assert meter.used_bytes[Tier.DEVICE] == tensor.nbytes
+    del tensor
+    assert meter.used_bytes[Tier.DEVICE] == 0

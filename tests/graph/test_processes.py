@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from cotrain_compile.errors import OptionError
+from tests.graph.steps import cotrain, cross_entropy, make_mlp, make_step, vectors
 
 ROOT = Path(__file__).parents[2]
 
@@ -68,6 +73,29 @@ def test_a_process_ends_when_its_updates_have(how: str, tmp_path: Path) -> None:
     (count,) = (int(line) for line in lines if line.isdigit())
     assert len([line for line in lines if line.startswith("update.")]) == count > 0
     assert "Fatal" not in ended.stderr
+
+
+# A full disk.
+
+
+def test_a_dump_to_a_full_disk_is_an_error_of_its_option(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = make_mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plain = make_step(model, [optimizer], cross_entropy)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(OptionError, match=f"option 'dump' is '{tmp_path}': File too large"):
+            cotrain(dump=str(tmp_path))(plain)(*vectors())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list(tmp_path.iterdir()) == []
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    torch._dynamo.reset()
+    cotrain(dump=str(tmp_path))(plain)(*vectors())
+    assert (tmp_path / "plan.json").exists()
 
 
 # Inductor's cache.

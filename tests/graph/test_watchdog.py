@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,8 @@ from cotrain_compile.runtime.host_kernels import HostKernel
 from cotrain_compile.runtime.lanes import Lane, Task
 from tests.graph.captured_steps import captured, differences
 from tests.graph.faults import SETTINGS, Trial, clones, compile_setting, undisturbed
+from tests.graph.test_cuda_runtime import Placed, streamed_plan
+from tests.graph.thread_card import ThreadEvent
 
 pytestmark = pytest.mark.usefixtures("watchdog", "one_thread")
 
@@ -54,7 +57,7 @@ def never_end(name: str, number: int) -> None:
     with stuck(compiled._device, number % len(transfers)) as let_go:
         with pytest.raises(StepFailed, match=r"at work on lane (h2d|d2h) after 0.2 s") as failure:
             trial.take_step()
-        named = str(failure.value).partition(" failed: ")[0]
+        (named,) = re.findall(r"failed: (\S+) was still at work", str(failure.value))
         assert named in transfers
         assert "last checkpoint in a new process" in str(failure.value)
         left = clones(trial.inputs)
@@ -87,7 +90,9 @@ def test_an_update_that_never_ends_is_named() -> None:
     kernels = {**compiled._device._kernels, update: hang}
     with (
         mock.patch.object(compiled._device, "_kernels", kernels),
-        pytest.raises(StepFailed, match=f"{update} failed: it was still at work on lane host"),
+        pytest.raises(
+            StepFailed, match=f"{update} failed: {update} was still at work on lane host"
+        ),
     ):
         trial.take_step()
     let_go.set()
@@ -140,3 +145,37 @@ def test_a_task_given_up_before_it_begins_never_runs() -> None:
     assert first.ran
     assert not ran
     assert not second.broke_off
+
+
+# On a card, where a copy has been issued long before it is done.
+
+
+def test_a_copy_that_a_card_never_does_is_named_where_the_step_ends() -> None:
+    placed = Placed("clipped", streamed_plan("clipped"))
+    device = placed.device
+    device.watchdog_s = LIMIT_S
+    training = captured("clipped")
+    record, hold = placed.card.record, placed.card.hold
+    events: list[ThreadEvent] = []
+
+    def record_but_the_last(stream: Any, *, timed: bool = False) -> ThreadEvent:
+        event = record(stream, timed=timed)
+        if stream is not None:
+            events.append(event)
+            if len(events) == len(placed.step.plan.transfers):
+                return ThreadEvent()  # never comes
+        return event
+
+    def hold_without_blocking(stream: Any, event: Any) -> None:
+        if stream is not None or event.query():
+            hold(stream, event)
+
+    inputs = clones(training.inputs)
+    with (
+        mock.patch.object(placed.card, "record", record_but_the_last),
+        mock.patch.object(placed.card, "hold", hold_without_blocking),
+        pytest.raises(StepFailed, match=r"failed: the card had not done this copy 0.2 s after"),
+    ):
+        placed.step(list(inputs))
+    with pytest.raises(StepFailed, match="of an earlier step never ended"):
+        placed.step(list(inputs))
