@@ -193,3 +193,31 @@ def test_one_that_follows_a_failure_has_not_begun(lanes: tuple[Lane, Lane]) -> N
     assert second.error is first.error
     assert first.broke_off
     assert not second.broke_off
+
+
+def test_what_a_task_waits_between_its_pieces_is_not_what_it_takes(
+    lanes: tuple[Lane, Lane],
+) -> None:
+    down, up = lanes
+    cut = Cut(rows=1, row_elements=1, count=2)
+    ahead = Course(cut)
+    behind = Course(cut, ahead)
+    gate = threading.Event()
+
+    def lead() -> None:
+        for number in ahead.pieces():
+            assert number == 0 or gate.wait(PATIENCE_S)
+
+    def follow() -> None:
+        for _ in behind.pieces():
+            gate.set()
+
+    down.submit("first", lead, (), ahead)
+    second = up.submit("second", follow, (), behind)
+    assert second.done.wait(PATIENCE_S)
+    span = second.span(0.0, second.end_s)
+    assert span is not None
+    assert span.end_s - span.start_s == pytest.approx(
+        second.end_s - second.start_s - behind.waited_s, abs=1e-9
+    )
+    assert behind.waited_s > 0
