@@ -5,9 +5,8 @@ a step takes what Python and ATen's dispatch take. Ours is measured resident and
 on the host, with ATen's kernels and with Inductor's; beside it are the same step in eager PyTorch
 and `fx.Interpreter` on the captured graph. All take turns in one process; a side counts with the
 least of its rounds. A step is what the user calls, with Dynamo's guards; that of `fx.Interpreter`
-is without. Times are what the processor works, on all threads together, so that others at work on
-the computer do not count; the threads of the emulated device take turns with the step in Python, so
-that for it little else passes.
+is without. The time of a task has what the step waits for the threads of the emulated device, which
+take turns with it in Python.
 
     python -m bench.overhead -o bench/results/overhead.json
 
@@ -113,15 +112,15 @@ def interpreter(side: Side) -> Callable[[], object]:
 
 
 def seconds_a_step(run: Callable[[], object]) -> float:
-    """Mean of `STEPS` steps, of all threads of the process."""
-    began_s = time.process_time()
+    """Mean of `STEPS` steps."""
+    began_s = time.perf_counter()
     for _ in range(STEPS):
         run()
-    return (time.process_time() - began_s) / STEPS
+    return (time.perf_counter() - began_s) / STEPS
 
 
 def record(side: Side, step_s: float, resident_call_s: float) -> dict[str, Any]:
-    """What a step of one side takes; where it has tasks, one of these.
+    """What a step of one side takes; where it has tasks, one of these with its waits.
 
     That is what is left when the other calls take `resident_call_s`, as in the resident step.
     """

@@ -36,7 +36,7 @@ from cotrain_compile.runtime.course import WHOLE
 from cotrain_compile.runtime.emulated import EmulatedDevice
 from cotrain_compile.runtime.ops import Launch
 
-ROWS, WIDTH, CLASSES = 24_000, 768, 16
+ROWS, WIDTH, CLASSES = 32_000, 768, 16
 LINK = Link(1e9, latency_s=250e-6)
 ROUNDS = 8
 COPIES, BUNDLES = 400, (1, 4, 16)
@@ -44,7 +44,6 @@ COPIES, BUNDLES = 400, (1, 4, 16)
 
 def compiled_step(piece_bytes: int, machine: Path) -> tuple[Callable[[], object], CompiledStep]:
     """A step with its parameters in pieces of `piece_bytes`, which has run once."""
-    torch._dynamo.reset()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(ROWS, WIDTH), nn.Linear(WIDTH, CLASSES))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

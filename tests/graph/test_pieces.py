@@ -122,7 +122,7 @@ def parts_of_the_link(placed: Placed) -> list[Transfer]:
 
 
 @pytest.mark.parametrize("direction", ["offload", "prefetch"])
-def test_a_piece_that_fails_ends_all_that_follow_it(direction: str) -> None:
+def test_what_was_begun_when_a_piece_fails_is_named(direction: str) -> None:
     step, placed = captured("unclipped"), Placed("unclipped")
     inputs = [v.clone() if isinstance(v, Tensor) else v for v in step.inputs]
     device: Any = placed.device
@@ -144,10 +144,13 @@ def test_a_piece_that_fails_ends_all_that_follow_it(direction: str) -> None:
     first = said.partition(" failed: ")[0]
     assert first in {task.name for task in parts_of_the_link(placed)}
     assert said.count(LINK_IS_DOWN) == 1
-    assert "may be half written" in said
-    assert {"0.weight", "4.weight"} & set(placed.step.tail.torn.left)
-    with pytest.raises(StepFailed, match="an earlier step failed"):
-        placed.step(inputs)
+    # Whatever had begun by then is named.
+    changed = {
+        item.name
+        for item, now, before in zip(step.step.inputs, inputs, step.inputs, strict=True)
+        if isinstance(now, Tensor) and not torch.equal(now, before)
+    }
+    assert changed <= set(placed.step.tail.torn.left)
 
 
 @pytest.fixture
