@@ -8,6 +8,7 @@ second may begin with what the first has done so far, and the third with what th
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -49,6 +50,7 @@ class Course:
         arrive: Callable[[int], None] | None = None,
     ) -> None:
         self.cut = cut
+        self.waited_s = 0.0  # between the pieces
         self._ahead = ahead
         self._arrive = arrive
         self._error: BaseException | None = None
@@ -68,7 +70,9 @@ class Course:
             yield 0
             return
         for number, come in enumerate(self._come):
+            began_s = time.perf_counter()
             self.wait_for_the_one_ahead(number)
+            self.waited_s += time.perf_counter() - began_s
             yield number
             come.set()
 

@@ -101,10 +101,13 @@ class EmulatedDevice(Device):
         self._submit(LaneName.HOST, launch, work, course)
 
     def _copy(self, lane: LaneName, destination: torch.Tensor, source: torch.Tensor) -> None:
-        nbytes, link = source.nbytes, self._links.get(lane)
-        end_s = time.perf_counter() + (link.seconds(nbytes) if link is not None else 0.0)
+        link = self._links.get(lane)
+        if link is None:
+            destination.copy_(source)
+            return
+        end_s = time.perf_counter() + link.seconds(source.nbytes)
         # The bytes land as late as they may, so that until then a missing wait shows.
-        _sleep_until(end_s - 2 * nbytes / self._host_bytes_per_s)
+        _sleep_until(end_s - 2 * source.nbytes / self._host_bytes_per_s)
         destination.copy_(source)
         _sleep_until(end_s)
 

@@ -116,12 +116,14 @@ class Task:
     def span(self, origin_s: float, now_s: float) -> Span | None:
         """When it ran, from `origin_s` to `now_s` at most, in seconds from `origin_s`.
 
+        What it waited between pieces is left out, as if it had waited before the first.
         None where it failed or had not begun by `now_s`.
         """
         if self.error is not None or not self.started or self.start_s > now_s:
             return None
         end_s = min(self.end_s, now_s) if self.done.is_set() else now_s
-        return Span(self.lane, self.name, max(0.0, self.start_s - origin_s), end_s - origin_s)
+        start_s = min(self.start_s + self.course.waited_s, end_s)
+        return Span(self.lane, self.name, max(0.0, start_s - origin_s), end_s - origin_s)
 
 
 class Lane:
