@@ -129,8 +129,8 @@ class Device(ABC, Runtime):
         """Let every task in flight fail; none that has not begun will."""
         self._given_up = stuck.name
         error = TimeoutError(
-            f"{stuck.name} was still at work on lane {stuck.lane} after {self.watchdog_s:g} s, when "
-            "the option watchdog_s gave it up; go on from the last checkpoint in a new process"
+            f"{stuck.name} was still at work on lane {stuck.lane} after {self.watchdog_s:g} s, "
+            "when the option watchdog_s gave it up; go on from the last checkpoint in a new process"
         )
         for task in (stuck, *self._previous.values(), *self._tasks.values()):
             if not task.done.is_set():
