@@ -34,7 +34,7 @@ WIDTH, CLASSES = 32, 8
 EVALUATE_EVERY, CHECKPOINT_EVERY = 51, 200
 # Of 100 slopes of a flat run, 5 lie outside this many standard errors.
 CONFIDENCE = 1.96
-OPTIONS = {
+OPTIONS: dict[str, Any] = {
     "policy": "zero-offload",
     "host_kernels": "captured",
     "overlap_steps": True,
