@@ -78,9 +78,9 @@ def _table(campaigns: dict[str, dict[str, Any]]) -> Iterator[str]:
         cells = " | ".join(str(value) for value in columns)
         name = f"[{result['campaign']}](../bench/results/{file})"
         yield f"| {name} | {cells} | {len(result['broken'])} |"
-    yield "\nA training program *held* when the placed step left the bits of the captured one (or is"
-    yield "within rounding, where fused or compiled kernels run), the captured one is within rounding"
-    yield "of eager, no tier was over its budget, no tensor stayed alive, and there were no"
+    yield "\nA training program *held* when the placed step left the bits of the captured one (or"
+    yield "is within rounding, where fused or compiled kernels run), the captured one within"
+    yield "rounding of eager, no tier was over its budget, no tensor stayed alive, and there were no"
     yield "more compiles than documented. A refusal changes nothing.\n"
 
 
