@@ -90,9 +90,12 @@ def summary(
     """Every measure over the sizes, with its exponents."""
     nodes = [found["nodes"] for found in stages.values()]
     seconds = {}
-    for name in next(iter(stages.values()))["seconds"]:
+    names = {name: None for found in stages.values() for name in found["seconds"]}
+    for name in names:
         timed = [found for found in stages.values() if name in found["seconds"]]
         sizes = [found["nodes"] for found in timed]
+        if len(sizes) < 2:
+            continue  # one size has no slope
         seconds[name] = growth(sizes, [found["seconds"][name] for found in timed])
     memory = [s["process_bytes"]["all"] - s["process_bytes"]["imports"] for s in stages.values()]
     steps = {}
