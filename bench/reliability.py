@@ -80,8 +80,8 @@ def _table(campaigns: dict[str, dict[str, Any]]) -> Iterator[str]:
         yield f"| {name} | {cells} | {len(result['broken'])} |"
     yield "\nA training program *held* when the placed step left the bits of the captured one (or"
     yield "is within rounding, where fused or compiled kernels run), the captured one is within"
-    yield "rounding of eager, no tier was over its budget, no tensor stayed alive, and there were no"
-    yield "more compiles than documented. A refusal changes nothing.\n"
+    yield "rounding of eager, no tier was over its budget, no tensor stayed alive, and there were"
+    yield "no more compiles than documented. A refusal changes nothing.\n"
 
 
 def _broken(campaigns: dict[str, dict[str, Any]]) -> Iterator[str]:
