@@ -42,7 +42,7 @@ def trained(name: str, dtype: torch.dtype, compile_with: Any) -> dict[str, Tenso
 
     def step(x: Tensor) -> Tensor:
         optimizer.zero_grad()
-        loss = (model(x) - 1).square().mean()
+        loss: Tensor = (model(x) - 1).square().mean()
         loss.backward()
         optimizer.step()
         return loss.detach()
