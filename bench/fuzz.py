@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -69,22 +70,30 @@ def work(kind: str, first: int) -> None:
 def campaign(kind: str, first: int, end_s: float) -> Iterator[tuple[int, str, str]]:
     """Seed, status and message of every case until `end_s` on the clock."""
     while time.monotonic() < end_s:
-        command = [sys.executable, "-m", "bench.fuzz", kind, "--worker", "--first", str(first)]
-        worker = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-        )
-        assert worker.stdout is not None
         began = first
-        for line in worker.stdout:
-            seed, status, message = json.loads(line)
-            if status != "began":
-                yield seed, status, message
+        with _worker(kind, first) as worker:
+            assert worker.stdout is not None
+            for line in worker.stdout:
+                seed, status, message = json.loads(line)
+                began, first = seed, seed + 1
+                if status != "began":
+                    yield seed, status, message
                 if time.monotonic() > end_s:
-                    worker.kill()
                     return
-            began, first = seed, seed + 1
-        if worker.wait() != 0:
-            yield began, "broken", f"the process ended with {worker.returncode}"
+            if worker.wait() != 0:
+                yield began, "broken", f"the process ended with {worker.returncode}"
+
+
+@contextmanager
+def _worker(kind: str, first: int) -> Iterator[subprocess.Popen[str]]:
+    """A process that runs cases from `first` on; it ends with the context."""
+    command = [sys.executable, "-m", "bench.fuzz", kind, "--worker", "--first", str(first)]
+    silent = subprocess.DEVNULL
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=silent, text=True) as worker:
+        try:
+            yield worker
+        finally:
+            worker.kill()
 
 
 def main() -> None:

@@ -35,6 +35,7 @@ from cotrain_compile.capture.prepare import prepare
 from cotrain_compile.capture.rematerialise import rematerialise
 from cotrain_compile.capture.saved_values import saved_values
 from cotrain_compile.capture.session import Session, current_session
+from cotrain_compile.dataflow import PERSISTENT_ROLES
 from cotrain_compile.errors import CaptureError
 from cotrain_compile.graph import OptimizerRule, StepGraph, StepInput
 
@@ -111,6 +112,9 @@ def _step_graph(
     named = tuple(
         replace(item, node=node.name) for node, item in zip(placeholders, inputs, strict=True)
     )
+    for node, item, value in zip(placeholders, inputs, values, strict=True):
+        if item.role in PERSISTENT_ROLES and isinstance(value, torch.Tensor):
+            _with_whole_storage(node.meta["val"], value)
     names = {id(value): item.name for value, item in zip(values, inputs, strict=True)}
     rules = {
         names[id(param)]: OptimizerRule(
@@ -122,6 +126,16 @@ def _step_graph(
         if id(param) in names
     }
     return StepGraph(module, named, phases(module.graph), _modules(module.graph), rules).verify()
+
+
+def _with_whole_storage(traced: torch.Tensor, value: torch.Tensor) -> None:
+    """Give a traced tensor a storage as large as the real one, of which it may be a part.
+
+    A trace has storages that just hold what is shown; what is alive on a tier is all of it.
+    """
+    shown, whole = traced.untyped_storage(), value.untyped_storage()
+    if isinstance(shown.nbytes(), int) and shown.nbytes() < whole.nbytes():
+        shown.resize_(whole.nbytes())
 
 
 def _modules(graph: fx.Graph) -> dict[str, str]:

@@ -79,3 +79,9 @@ def test_parameters_in_one_storage_are_trained_under_any_policy() -> None:
     for policy in ("auto", "fraction:auto"):
         spec = Spec(1, model, adam, options={**TIGHT, "policy": policy}, device_share=1.0)
         assert run(spec).status == "equal"
+
+
+def test_a_parameter_that_is_part_of_a_larger_storage_is_counted_whole() -> None:
+    """The meter counts storages, and `run` compares it with the plan."""
+    spec = Spec(1, ModelSpec(("strided",)), options={**TIGHT, "policy": "resident"})
+    assert run(spec).status == "equal"

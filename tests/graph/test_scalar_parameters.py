@@ -31,7 +31,8 @@ class Scaled(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
             self.mean.lerp_(x.mean(), 0.1)
-        return (x - self.mean) * self.factor
+        scaled: Tensor = (x - self.mean) * self.factor
+        return scaled
 
 
 def trained(name: str, dtype: torch.dtype, compile_with: Any) -> dict[str, Tensor]:
