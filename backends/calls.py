@@ -22,7 +22,7 @@ from cotrain_compile.runtime.ops import TASKS, cotrain, host_region, task_name
 
 COPY = torch.ops.aten.copy_.default
 
-# Whose writes the user sees: a gradient is an output.
+# What a plan gives a home: a gradient that the user keeps is an output, and stays on the device.
 HELD = (Role.PARAM, Role.OPTIMIZER_STATE, Role.BUFFER)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
+from cotrain_compile.backends.calls import HELD
 from cotrain_compile.backends.eager import EagerProgram
 from cotrain_compile.backends.lower import LoweredStep
 from cotrain_compile.backends.measured import Measurement
@@ -29,9 +30,6 @@ from cotrain_compile.plan import STEP_BEGINS, Plan, Timeline
 from cotrain_compile.runtime.device import Device, rehearsing
 from cotrain_compile.runtime.interrupts import HeldSignals
 from cotrain_compile.runtime.ops import host_region, running_on
-
-# What has a home: a gradient that the user keeps stays on the device.
-HOMED = (Role.PARAM, Role.OPTIMIZER_STATE, Role.BUFFER)
 
 
 class CompiledStep:
@@ -77,7 +75,7 @@ class CompiledStep:
         self._homed = [
             (position, tier)
             for position, (item, tier) in enumerate(zip(graph.inputs, self._tiers, strict=True))
-            if item.role in HOMED
+            if item.role in HELD
         ]
 
     @property
