@@ -191,7 +191,9 @@ FIGURES = (
         "long_run",
         lambda r: [f"{r['largest_difference']:.2g}"],
     ),
-    Figure(PLACEMENT, "| {} plans | median | worst |", "placement", lambda r: [str(len(r["rows"]))]),
+    Figure(
+        PLACEMENT, "| {} plans | median | worst |", "placement", lambda r: [str(len(r["rows"]))]
+    ),
     Figure(PLACEMENT, "| above the certified bound | {} % | {} %, then {} % |", "placement", _gaps),
     Figure(
         PLACEMENT,

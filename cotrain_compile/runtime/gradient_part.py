@@ -14,6 +14,8 @@ from torch import Tensor, fx
 
 from cotrain_compile.capture.phases import PHASE_ANNOTATION
 from cotrain_compile.graph import StepInput, writes
+from cotrain_compile.machine import Tier
+from cotrain_compile.runtime.metered import MeteredGraph
 
 # A piece stays in the cache until the fused loop reads it. The memory for a whole gradient at once
 # costs several times the update: bench/host_update.py.
@@ -32,8 +34,8 @@ class GradientPart:
     with `ops` ops.
     """
 
-    begin: fx.GraphModule
-    finish: fx.GraphModule
+    begin: MeteredGraph
+    finish: MeteredGraph
     ops: int
 
 
@@ -142,11 +144,11 @@ def _graph_of(
     inputs: Sequence[fx.Node],
     ops: Iterable[fx.Node],
     results: Sequence[fx.Node],
-) -> fx.GraphModule:
+) -> MeteredGraph:
     graph = fx.Graph()
     values = {node: graph.placeholder(node.name) for node in inputs}
     for node in ops:
         values[node] = graph.node_copy(node, values.__getitem__)
     graph.output(tuple(values[node] for node in results))
     graph.eliminate_dead_code()
-    return fx.GraphModule(root, graph, "Gradient")
+    return MeteredGraph(fx.GraphModule(root, graph, "Gradient"), Tier.HOST)

@@ -20,7 +20,7 @@ from cotrain_compile.machine import Tier
 from cotrain_compile.runtime.fused_loops import FUSED_LOOPS, Update
 from cotrain_compile.runtime.gradient_part import GradientPart, gradient_part, in_pieces
 from cotrain_compile.runtime.meter import Meter
-from cotrain_compile.runtime.metered import MeteredInterpreter
+from cotrain_compile.runtime.metered import MeteredGraph
 from cotrain_compile.runtime.ops import host_region
 
 # Largest difference allowed between a fused kernel and the captured ops, relative to the largest
@@ -39,10 +39,10 @@ class HostKernel(Protocol):
 class CapturedKernel:
     """Runs the captured ops one by one."""
 
-    region: fx.GraphModule
+    ops: MeteredGraph
 
     def __call__(self, inputs: Sequence[Any], meter: Meter) -> None:
-        MeteredInterpreter(self.region, meter, Tier.HOST).run(*inputs)
+        self.ops(inputs, meter)
 
 
 @dataclass(frozen=True)
@@ -61,12 +61,11 @@ class FusedKernel:
     constant_lr: float
 
     def __call__(self, inputs: Sequence[Any], meter: Meter) -> None:
-        source, *small = MeteredInterpreter(self.gradient.begin, meter, Tier.HOST).run(*inputs)
+        source, *small = self.gradient.begin(inputs, meter)
         tensors = {name: inputs[position] for name, position in self.positions.items()}
         lr = self.constant_lr if self.lr is None else float(inputs[self.lr])
-        finish = MeteredInterpreter(self.gradient.finish, meter, Tier.HOST)
         for piece, rows in self._pieces(tensors, source):
-            (gradient,) = finish.run(rows, *small)
+            (gradient,) = self.gradient.finish((rows, *small), meter)
             # The loops go through memory in order, whatever the strides say.
             in_order = gradient.contiguous() if piece["param"].is_contiguous() else gradient
             self.update(piece, in_order, lr)
@@ -90,7 +89,7 @@ def host_kernels(placed: StepGraph, choice: str) -> dict[str, HostKernel]:
         name = str(call.args[0].target)  # type: ignore[union-attr]
         region = placed.module.get_submodule(name)
         assert isinstance(region, fx.GraphModule)
-        captured = CapturedKernel(region)
+        captured = CapturedKernel(MeteredGraph(region, Tier.HOST))
         inputs = _described_inputs(region, placed)
         fused = _fused(region, inputs, placed.rules) if choice == "fused" else None
         if fused is not None:

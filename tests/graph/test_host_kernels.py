@@ -16,6 +16,7 @@ from cotrain_compile.placement.schedule import schedule
 from cotrain_compile.runtime import gradient_part
 from cotrain_compile.runtime.host_kernels import CapturedKernel, FusedKernel, host_kernels
 from cotrain_compile.runtime.meter import Meter
+from cotrain_compile.runtime.metered import MeteredGraph
 from cotrain_compile.runtime.ops import host_region, task_name
 from tests.graph.captured_steps import captured
 
@@ -31,7 +32,13 @@ def kernels_of(training: str) -> list[tuple[CapturedKernel, FusedKernel, list[An
         kernel = fused[task_name(call)]
         assert isinstance(kernel, FusedKernel)
         values = [node.meta["val"] for node in region.graph.find_nodes(op="placeholder")]
-        found.append((CapturedKernel(region), kernel, [random_like(value) for value in values]))
+        found.append(
+            (
+                CapturedKernel(MeteredGraph(region, Tier.HOST)),
+                kernel,
+                [random_like(value) for value in values],
+            )
+        )
     return found
 
 
