@@ -30,9 +30,10 @@ PAGE = ROOT / "docs" / "results.md"
 
 HEAD = """# Measured
 
-Every table here is made from a JSON in `bench/results` by `python -m bench.compare --write`, and a test
-holds it to them. Each section names its command. Nothing has been measured on a GPU yet: figures for cards are
-*simulated*, those called measured are of an *emulated* device, host memory with throttled links.
+Every table here is made from a JSON in `bench/results` by `python -m bench.compare --write`, and a
+test holds it to them. Each section names its command. Nothing has been measured on a GPU yet:
+figures for cards are *simulated*, those called measured are of an *emulated* device, host memory
+with throttled links.
 """
 
 Table = Callable[[Mapping[str, Any]], str]

@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from torch import Tensor, nn
+from torch import nn
 
 from bench.host_update import Case, Update, Work, updates
 from bench.report import write_report
@@ -161,7 +161,7 @@ def quiet_median(values: Sequence[float]) -> float:
 
 
 def in_turn(works: Mapping[str, Work], repeats: int) -> dict[str, list[float]]:
-    """Wall seconds of each work, round by round, each round in another order, after two to warm up."""
+    """Wall seconds of each work, round by round in changing order, after two to warm up."""
     found: dict[str, list[float]] = {name: [] for name in works}
     names = list(works)
     for number in range(-2, repeats):

@@ -130,7 +130,8 @@ def host_update_peers(result: Result) -> str:
     )
     versions = ", ".join(f"{name} {version}" for name, version in result["peers"].items())
     return (
-        "Milliseconds for one AdamW update, the median of the fastest fifth; the limit is a copy of as many bytes.\n\n"
+        "Milliseconds for one AdamW update, the median of the fastest fifth; the limit is a copy "
+        "of as many bytes.\n\n"
         + markdown(("parameters, gradient, threads", *names), rows)
         + f"\nOurs against each (above 1: ours is faster): {told}."
         f" Peers: {versions or 'none installed'}.{_peers_that_win(ratios)}\n"
