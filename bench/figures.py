@@ -24,7 +24,7 @@ Result = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Figure:
-    """Numbers quoted in a page: the sentence, the JSON by its stem, and what it says there."""
+    """Numbers quoted in a page: the sentence, a pattern of the JSONs, and what they say there."""
 
     page: str
     sentence: str
@@ -57,11 +57,16 @@ def _refresh(text: str, figure: Figure) -> str:
             "when you change such a sentence, change it in bench/figures.py too"
         )
     (match,) = found
-    result = json.loads((RESULTS / f"{figure.json}.json").read_text())["result"]
-    values = figure.values(result)
+    values = figure.values(result_of(figure.json))
     for group in range(len(values), 0, -1):
         text = text[: match.start(group)] + values[group - 1] + text[match.end(group) :]
     return text
+
+
+def result_of(pattern: str) -> dict[str, Any]:
+    """The results of all JSONs whose names match `pattern`, as one."""
+    paths = sorted(RESULTS.glob(f"{pattern}.json"))
+    return {k: v for path in paths for k, v in json.loads(path.read_text())["result"].items()}
 
 
 # What the sentences say.
@@ -144,10 +149,65 @@ def _cells(r: Result) -> Sequence[str]:
     return str(count["equal"]), str(len(r["cells"]))
 
 
-ANALYSIS, ARCHITECTURE, PLACEMENT = "docs/analysis.md", "docs/architecture.md", "docs/placement.md"
+def _llama_7b(r: Result) -> Sequence[str]:
+    """The roomiest and the tightest budget on an RTX 4090, and how many a simple rule fits."""
+    rows = [x for x in r["rows"] if (x["model"], x["machine"]) == ("llama_7b", "rtx4090")]
+    ends = [max(rows, key=_budget), min(rows, key=_budget)]
+    told = [(f"{x['step_s']:.1f}", f"{_budget(x) / 2**30:.1f}") for x in ends]
+    ruled = sum(any(isinstance(s, float) for s in x["rules_s"].values()) for x in rows)
+    return *told[0], *told[1], str(ruled), str(len(rows))
+
+
+def _budget(row: Result) -> float:
+    budget_bytes: float = row["budget_bytes"]
+    return budget_bytes
+
+
+def _rules(r: Result) -> Sequence[str]:
+    return [str(len({x["plan"] for x in r["records"] if not x["plan"].startswith("auto")}))]
+
+
+README, ANALYSIS, ARCHITECTURE, PLACEMENT = (
+    "README.md",
+    "docs/analysis.md",
+    "docs/architecture.md",
+    "docs/placement.md",
+)
 SEGMENTS = "docs/decisions/0012-device-segments.md"
 
 FIGURES = (
+    Figure(
+        README,
+        "A Llama 7B step that needs {} GiB is planned",
+        "large_step",
+        lambda r: [f"{r['step_peak_bytes'] / 2**30:.0f}"],
+    ),
+    Figure(
+        README,
+        "for an RTX 4090 at {} s a step in {} GiB and {} s in {} GiB, given the host memory; a "
+        "simple rule such as ZeRO-Offload's fits at {} of these {} budgets.",
+        "placement",
+        _llama_7b,
+    ),
+    Figure(
+        README,
+        "what its plan said to {} % in the median and {} % at worst",
+        "simulated_vs_measured",
+        _time_errors,
+    ),
+    Figure(
+        README,
+        "its device peak is the predicted one to within {} bytes",
+        "simulated_vs_measured",
+        lambda r: _peak_errors(r)[:1],
+    ),
+    Figure(
+        README,
+        "the processor time is {} to {} times that of stock `torch.compile`",
+        "against_torch_compile*",
+        lambda r: [f"{ratio:.2f}" for ratio in sorted(map(_processor_ratio, r.values()))],
+    ),
+    Figure(ANALYSIS, "runs three models with {} simple rules", "simulated_vs_measured", _rules),
     Figure(
         ANALYSIS,
         "the predicted step time differs from the measured one by {} % in the median and by {} % "

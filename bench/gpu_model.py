@@ -30,6 +30,12 @@ class Size:
         shape = self.shape
         return 12 * shape.layers * shape.width**2 + 2 * shape.characters * shape.width
 
+    def batch(self, device: str) -> tuple[Tensor, Tensor]:
+        """Random tokens on `device` and what follows them."""
+        codes = torch.randint(self.shape.characters, (self.rows, self.shape.context + 1))
+        codes = codes.to(device)
+        return codes[:, :-1].contiguous(), codes[:, 1:].contiguous()
+
 
 def _gpt(width: int, layers: int, heads: int, rows: int) -> Size:
     return Size(Shape(VOCABULARY, 1024, width, layers, heads), rows)
@@ -67,10 +73,7 @@ class Training:
 
     def batch(self) -> tuple[Tensor, Tensor]:
         """Random tokens and what follows them."""
-        shape = self.size.shape
-        codes = torch.randint(shape.characters, (self.size.rows, shape.context + 1))
-        codes = codes.to(self.device)
-        return codes[:, :-1].contiguous(), codes[:, 1:].contiguous()
+        return self.size.batch(self.device)
 
     def tensors(self) -> dict[str, Tensor]:
         """Parameters and optimizer states by name."""

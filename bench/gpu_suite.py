@@ -7,8 +7,10 @@
 First the machine is calibrated. Then each policy trains a small GPT, and what it leaves is compared
 with what stays resident. Then a step of a large GPT, built on the CPU, is captured once and placed
 in many ways: seconds and peak as predicted (the calibrated machine, with a profile of the resident
-step where that fits) and as measured. A row that fails has its error; the file is written after
-every row. Rows for which no time is left say so.
+step where that fits) and as measured. The peers of `bench.gpu_peers` then train the same GPT, and
+last is the largest model that each trains as if the card had less memory (`bench.gpu_largest`). A
+row that fails has its error; the file is written after every row. Rows for which no time is left
+say so: `--only` runs some of the tables.
 
 Without network: bring wheels of pulp, highspy, pydantic, pydantic_core, annotated_types and
 typing_inspection (`pip download --no-deps --python-version 3.12 --only-binary=:all: ...`) and put
@@ -20,7 +22,6 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib.util
-import statistics
 import sys
 import time
 import types
@@ -37,7 +38,11 @@ if not HAS_PULP:
 
 import torch  # noqa: E402
 
-from bench.gpu_model import SIZES, Training  # noqa: E402
+from bench.gpu_largest import CAPS_BYTES, LAYERS, ways  # noqa: E402
+from bench.gpu_largest import row as largest_row  # noqa: E402
+from bench.gpu_measure import measured  # noqa: E402
+from bench.gpu_model import SIZES, Size, Training  # noqa: E402
+from bench.gpu_peers import PEERS, Peer  # noqa: E402
 from bench.report import write_report  # noqa: E402
 from cotrain_compile.analysis.costs import CostTable, measured_costs  # noqa: E402
 from cotrain_compile.backends.compiled_step import CompiledStep  # noqa: E402
@@ -45,7 +50,8 @@ from cotrain_compile.backends.devices import runtime_for  # noqa: E402
 from cotrain_compile.backends.first_step import Rehearsed  # noqa: E402
 from cotrain_compile.extract import extract  # noqa: E402
 from cotrain_compile.machine import Machine, Tier  # noqa: E402
-from cotrain_compile.options import Options, Size  # noqa: E402
+from cotrain_compile.options import Options  # noqa: E402
+from cotrain_compile.options import Size as MemorySize  # noqa: E402
 from cotrain_compile.passes import run_passes  # noqa: E402
 from cotrain_compile.placement.check import check  # noqa: E402
 from cotrain_compile.placement.problem import formulate  # noqa: E402
@@ -58,6 +64,8 @@ from cotrain_compile.runtime.link_bench import Sizes  # noqa: E402
 
 RULES = ("resident", "streamed", "coarse", "fraction:0.5", "zero-offload")
 BUDGETS = (0.8, 0.6, 0.45)
+# The tables, and up to which part of the time each may begin another row.
+TABLES = {"correctness": 0.15, "performance": 0.55, "peers": 0.7, "largest": 1.0}
 GIB = 2**30
 Row = dict[str, Any]
 
@@ -69,14 +77,15 @@ class Suite:
         self.device: str = arguments.device
         self.output: Path = arguments.output
         self.quick: bool = arguments.quick
-        self.ends_s = time.monotonic() + 60 * (arguments.minutes or (3 if self.quick else 9))
-        self.result: dict[str, Any] = {"correctness": [], "performance": []}
+        self.began_s = time.monotonic()
+        self.limit_s = 60 * (arguments.minutes or (3 if self.quick else 9))
+        self.result: dict[str, Any] = {table: [] for table in arguments.only}
 
     def add(self, table: str, name: str, work: Callable[[], Row]) -> Row:
         """The row that `work` returns, or its error."""
         row: Row = {"name": name}
         started = time.monotonic()
-        if started > self.ends_s:
+        if started > self.began_s + TABLES[table] * self.limit_s:
             row["error"] = "no time left"
         else:
             try:
@@ -96,10 +105,6 @@ class Suite:
         """Everything so far, as one document."""
         write_report(self.output, (__doc__ or "").splitlines()[0], self.result)
 
-    def synchronize(self) -> None:
-        if self.device == "cuda":
-            torch.cuda.synchronize()
-
 
 def main(given: Sequence[str] | None = None) -> None:
     """Run the suite; see above."""
@@ -107,16 +112,23 @@ def main(given: Sequence[str] | None = None) -> None:
     suite = Suite(arguments)
     if not HAS_PULP:
         print("pulp is missing: no integer programs, so rows of auto are left out")
-    machine = _calibrated(suite)
-    _heading("correctness: a small GPT, four steps, against resident")
-    _correctness(suite)
+    machine = _calibrated(suite) if "performance" in arguments.only else None
     size = arguments.size or _largest(suite)
+    if "correctness" in arguments.only:
+        _heading("correctness: a small GPT, four steps, against resident")
+        _correctness(suite)
     if machine is not None:
         _heading(f"performance: GPT {size}, {SIZES[size].parameters / 1e9:.2f} G parameters")
         _performance(suite, size, machine)
+    if "peers" in arguments.only:
+        _heading(f"peers: GPT {size}")
+        _peers(suite, size)
+    if "largest" in arguments.only:
+        _heading("the largest model at capped memory")
+        _largest_models(suite)
     suite.write()
-    failed = [r for table in ("correctness", "performance") for r in suite.result[table]]
-    print(f"{sum('error' in row for row in failed)} of {len(failed)} rows have errors")
+    rows = [row for table in arguments.only for row in suite.result[table]]
+    print(f"{sum('error' in row for row in rows)} of {len(rows)} rows have errors")
 
 
 def _arguments(given: Sequence[str] | None) -> argparse.Namespace:
@@ -127,6 +139,7 @@ def _arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--size", choices=tuple(SIZES))
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--minutes", type=float, help="no new row after so many")
+    parser.add_argument("--only", nargs="+", choices=tuple(TABLES), default=tuple(TABLES))
     return parser.parse_args(given)
 
 
@@ -232,7 +245,7 @@ class Placer:
         """Place the step by `policy` within a budget, run it, and compare."""
         options = Options(
             policy=policy,
-            memory_budget=Size(nbytes=budget_bytes) if budget_bytes else None,
+            memory_budget=MemorySize(nbytes=budget_bytes) if budget_bytes else None,
             timeline=timed,
             poison=False,
             time_limit=10.0 if self.suite.quick else 20.0,
@@ -244,12 +257,13 @@ class Placer:
         run = Rehearsed(lambda limit, _: self._placed(options, limit), self.values)
         planned_s = time.monotonic() - started
         run(list(self.values))
-        seconds = self._seconds(run, 2 if self.suite.quick else 4)
-        return self._row(run.compiled, seconds, planned_s)
+        repeats = 2 if self.suite.quick else 4
+        timed_row = measured(lambda: run(list(self.values)), self.suite.device, repeats)
+        return self._row(run.compiled, planned_s) | timed_row
 
     def _placed(self, options: Options, limit: int | None) -> CompiledStep:
         if limit is not None:
-            options = replace(options, memory_budget=Size(nbytes=limit))
+            options = replace(options, memory_budget=MemorySize(nbytes=limit))
         budgets = options.budgets(self.machine)
         problem = formulate(self.dataflow, self.machine, budgets, self.profile)
         settings = SolveSettings(policy=options.policy, time_limit_s=options.time_limit)
@@ -259,30 +273,18 @@ class Placer:
         kernels = host_kernels(placed, options.host_kernels)
         return CompiledStep(problem, plan, placed, runtime_for(placed, problem, kernels, options))
 
-    def _seconds(self, run: Callable[[list[Any]], Any], repeats: int) -> list[float]:
-        found = []
-        for _ in range(repeats):
-            self.suite.synchronize()
-            started = time.perf_counter()
-            run(list(self.values))
-            self.suite.synchronize()
-            found.append(time.perf_counter() - started)
-        return found
-
-    def _row(self, compiled: CompiledStep, seconds: list[float], planned_s: float) -> Row:
-        plan, measured = compiled.plan, compiled.measured
-        assert measured is not None
+    def _row(self, compiled: CompiledStep, planned_s: float) -> Row:
+        plan, timeline = compiled.plan, compiled.measured
+        assert timeline is not None
         if self.profile is None and plan.placement.policy == "resident":
             self._take_profile(compiled)
         return {
             "policy": plan.placement.policy,
             "predicted_s": compiled.predict_steps().period_s,
-            "measured_s": statistics.median(seconds),
-            "seconds": seconds,
             "budget_bytes": plan.budgets[Tier.DEVICE],
             "predicted_peak_bytes": plan.predicted.peak_bytes[Tier.DEVICE],
-            "measured_peak_bytes": measured.peak_bytes[Tier.DEVICE],
-            "host_bytes": measured.peak_bytes[Tier.HOST],
+            "measured_peak_bytes": timeline.peak_bytes[Tier.DEVICE],
+            "host_bytes": timeline.peak_bytes[Tier.HOST],
             "offloaded_bytes": plan.bytes_moved("offload"),
             "fetched_bytes": plan.bytes_moved("prefetch"),
             "host_updates": len(plan.host_updates),
@@ -327,6 +329,36 @@ def _resident_bytes(placer: Placer) -> int:
     return solve(problem, SolveSettings(policy="resident")).predicted.peak_bytes[Tier.DEVICE]
 
 
+# Peers.
+
+
+def _peers(suite: Suite, size: str) -> None:
+    for peer in PEERS:
+        suite.add("peers", peer.name, partial(_peer, suite, peer, SIZES[size]))
+
+
+def _peer(suite: Suite, peer: Peer, size: Size) -> Row:
+    """A peer's step, timed; the second run has made all states."""
+    if reason := peer.missing(suite.device):
+        return {"error": reason}
+    torch._dynamo.reset()
+    with peer.session(size, suite.device) as step:
+        batch = size.batch(suite.device)
+        for _ in range(2):
+            step(*batch)
+        found = measured(lambda: step(*batch), suite.device, 2 if suite.quick else 4)
+    return {"remark": peer.remark, **found}
+
+
+def _largest_models(suite: Suite) -> None:
+    layers = LAYERS[:3] if suite.quick else LAYERS
+    for cap_bytes in CAPS_BYTES[:1] if suite.quick else CAPS_BYTES:
+        policy = "auto" if HAS_PULP else "streamed"
+        for name, session in ways(suite.device, cap_bytes, policy).items():
+            work = partial(largest_row, suite.device, cap_bytes, session, layers)
+            suite.add("largest", f"{name}, {cap_bytes // GIB} GiB", work)
+
+
 # What is printed.
 
 
@@ -341,6 +373,11 @@ def _line(row: Mapping[str, Any]) -> str:
     elif "bitwise" in row:
         same = "equal to the bit" if row["bitwise"] else f"differs by {row['worst_difference']:.2g}"
         rest = f"{same}, loss {row['loss']:.4f}"
+    elif "tried" in row:
+        rest = f"{row['parameters'] / 1e9:.1f} G parameters, {row['layers']} layers"
+    elif "predicted_s" not in row and "measured_s" in row:
+        peak = row.get("allocator_peak_bytes", 0) / GIB
+        rest = f"{row['measured_s']:8.3f} s  peak {peak:6.2f} GiB  {row['remark']}"
     elif "measured_s" in row:
         rest = (
             f"{row['measured_s']:8.3f} s (predicted {row['predicted_s']:8.3f})  peak "

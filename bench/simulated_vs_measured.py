@@ -47,7 +47,7 @@ from cotrain_compile.runtime.calibrate import calibrate
 from cotrain_compile.viz.timeline import kinds_of
 
 PROFILED = ("resident", "zero-offload")
-PLANS = ("resident", "zero-offload", "coarse", "fraction:0.5")
+PLANS = ("resident", "zero-offload", "coarse", "fraction:0.5", "streamed")
 LINKS_BYTES_PER_S = {"1 GB/s": 1e9, "4 GB/s": 4e9}
 # An emulated copy takes that much however small it is: its thread is woken, and waits for Python.
 LATENCY_S = 250e-6
