@@ -10,7 +10,7 @@ fused AdamW. The limit is a plain copy of as many bytes as the update has to tou
 median of the fastest fifth counts, since others may use the machine; all medians are there too.
 
 Peers that are not installed are left out, and the report says so:
-`pip install "cotrain-compile[peers]"`, with DS_BUILD_CPU_ADAM=1 in the environment.
+`DS_BUILD_CPU_ADAM=1 pip install --no-build-isolation ".[peers]"`, with torch and ninja there.
 
     python -m bench.host_update_peers -o bench/results/host_update_peers.json       about 10 minutes
 """
@@ -209,6 +209,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     question = (__doc__ or "").splitlines()[0]
     parser = argparse.ArgumentParser(description=question)
     parser.add_argument("-o", "--output", type=Path, required=True)
+    parser.add_argument("--threads", type=int, nargs="+", default=THREADS)
     parser.add_argument("--quick", action="store_true", help="tiny tensors, two rounds")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
@@ -216,7 +217,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         work_here(given.output, given.quick)
         return
     console, records = Console(soft_wrap=True), []
-    for threads in THREADS:
+    for threads in given.threads:
         records += records_in_process(threads, given.quick)
     for record in records:
         console.print(line(record))
