@@ -126,8 +126,8 @@ def _stock(r: Result) -> Sequence[str]:
 
 
 def _processor_ratio(record: Result) -> float:
-    ours, stock = (statistics.median(record["processor_s"][side]) for side in ("ours", "stock"))
-    return ours / stock
+    sides: Mapping[str, Sequence[float]] = record["processor_s"]
+    return statistics.median(sides["ours"]) / statistics.median(sides["stock"])
 
 
 def _long_run(r: Result) -> Sequence[str]:

@@ -10,13 +10,15 @@ from unittest import mock
 
 import pytest
 import torch
+import torch._functorch._activation_offloading.activation_offloading
+import torch._functorch.config
 from torch import Tensor
 
 from bench import gpu_largest, gpu_suite
 from bench.gpu_largest import LAYERS, cotrain, deep, is_out_of_memory, largest, runs
 from bench.gpu_measure import covered
 from bench.gpu_model import SIZES, Size, Training
-from bench.gpu_peers import PEERS, Peer, Step
+from bench.gpu_peers import PEERS, Peer, Step, compiled_offloading
 from cotrain_compile.errors import OutOfDeviceMemory
 
 TINY = SIZES["tiny"]
@@ -37,6 +39,21 @@ def test_a_peer_trains_the_same_model(peer: Peer) -> None:
     assert expected[2] < expected[0]
     # Weights in bfloat16, as some peers keep them, move the loss by less than a step of training.
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-2)
+
+
+def test_the_compiled_peer_really_offloads_what_it_saves() -> None:
+    """The switch is a private one of torch's: it may change its name or what it listens to."""
+    passes = torch._functorch._activation_offloading.activation_offloading
+    torch._dynamo.reset()
+    with (
+        mock.patch.object(passes, "offload_chosen_sets", wraps=passes.offload_chosen_sets) as spy,
+        torch._functorch.config.patch(enable_autograd_cache=False),
+        compiled_offloading(TINY, "cpu") as step,
+    ):
+        step(*TINY.batch("cpu"))
+    (forward, _), _ = spy.call_args
+    offloads = [node for node in forward.graph.nodes if node.name.startswith("cpu_offload")]
+    assert len(offloads) >= TINY.shape.layers
 
 
 def test_what_is_not_here_says_why() -> None:
