@@ -21,7 +21,7 @@ from typing import Any
 from rich.console import Console
 from rich.markdown import Markdown
 
-from bench import tables
+from bench import compiler_tables, tables
 from bench.figures import FIGURES, refreshed
 
 ROOT = Path(__file__).parents[1]
@@ -65,12 +65,15 @@ SECTIONS = (
         tables.coarse_against_zero_offload,
     ),
     Section("Overlapping steps", "overlap", tables.overlap),
-    Section("Against torch.compile", "against_torch_compile*", tables.against_torch_compile),
-    Section("What a placed step costs", "overhead", tables.overhead),
+    Section(
+        "Against torch.compile", "against_torch_compile*", compiler_tables.against_torch_compile
+    ),
+    Section("The first step", "compile_seconds", compiler_tables.compile_seconds),
+    Section("What a placed step costs", "overhead", compiler_tables.overhead),
     Section("On a card", "gpu_suite", tables.gpu_suite),
-    Section("A 7B step on a laptop", "large_step", tables.large_step),
-    Section("Growth", "growth", own_table("growth")),
-    Section("The report of a plan", "report_page", tables.report_page),
+    Section("A 7B step on a laptop", "large_step", compiler_tables.large_step),
+    Section("Growth", "growth", compiler_tables.growth),
+    Section("The report of a plan", "report_page", compiler_tables.report_page),
     Section("A long run", "long_run", tables.long_run),
     Section("Losses", "loss_curves", tables.loss_curves),
     Section("Loops that are captured", "matrix", tables.matrix),

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 
-from bench import compare, figures
+from bench import compare, compiler_tables, figures, tables
 from bench.compare import PAGE, RESULTS, SECTIONS, page
 from bench.figures import FIGURES, Figure, refreshed
 
@@ -63,3 +64,67 @@ def test_a_sentence_that_cannot_be_told_from_others_is_refused(count: int) -> No
 def test_a_page_without_results_has_only_its_head(tmp_path: Path) -> None:
     with mock.patch.object(compare, "RESULTS", tmp_path):
         assert page() == compare.HEAD
+
+
+def test_growth_has_a_column_for_each_size_and_its_exponent() -> None:
+    stage = {"sizes": [100, 200], "values": [1.0, 2.0], "exponent": 1.0}
+    found = compiler_tables.growth(
+        {
+            "nodes": [100, 200, 400],
+            "seconds": {"capture": stage},
+            "compiler_bytes": {**stage, "values": [2**30, 2**31]},
+            "seconds_a_step": {"resident": {"us_an_op": [5.0, 6.0]}},
+        }
+    )
+    assert "| stage | 100 nodes | 200 nodes | 400 nodes | exponent |" in found
+    assert "| capture | 1 | 2 | - | 1.00 |" in found
+    assert "| memory, GiB | 1 | 2 | - | 1.00 |" in found
+    assert "resident 5 to 6 µs" in found
+
+
+def test_first_steps_are_beside_each_other() -> None:
+    side = {"cold": {"processor_s": 30.2}, "warm": {"processor_s": 9.8}}
+    kinds = {"6": {"kinds": 8}, "24": {"kinds": 8}}
+    one = {"first_step": {"ours": side, "stock": side}, "kinds_by_layers": kinds}
+    found = compiler_tables.compile_seconds({"gpt2": one})
+    assert "| gpt2 | 30 s | 10 s | 30 s | 10 s | 8 / 8 |" in found
+
+
+def peers(ours: float, theirs: float) -> dict[str, Any]:
+    seconds = {"ours": ours, "torch fused": theirs, "limit": ours / 2}
+    return {
+        "peers": {"deepspeed": "1.0"},
+        "records": [
+            {
+                "parameters": 1_000_000,
+                "gradient": "float32",
+                "threads": 1,
+                "seconds": {name: {"quiet_median": value} for name, value in seconds.items()},
+                "ours_against": {"torch fused": theirs / ours, "limit": 0.5},
+            }
+        ],
+    }
+
+
+def test_where_a_peer_wins_the_text_says_why() -> None:
+    assert "Where torch fused wins" in tables.host_update_peers(peers(ours=2e-3, theirs=1e-3))
+    assert "wins" not in tables.host_update_peers(peers(ours=1e-3, theirs=2e-3))
+
+
+def test_a_rule_that_beats_auto_in_measurement_is_named() -> None:
+    def record(plan: str, seconds: float, nbytes: int) -> dict[str, Any]:
+        return {
+            "model": "mlp",
+            "link": "1 GB/s",
+            "plan": plan,
+            "predicted_s": 1.0,
+            "measured_s": {"median": seconds},
+            "time_error": 0.0,
+            "predicted_peak_bytes": nbytes,
+            "measured_peak_bytes": nbytes,
+        }
+
+    summary = {"time_error_median": 0.0, "time_error_worst": 0.0}
+    rows = [record("auto at 30%", 1.0, 100), record("coarse", 0.9, 100), record("fast", 0.5, 200)]
+    text = tables.simulated_vs_measured({"records": rows, "summary": summary})
+    assert "Faster than `auto` in no more memory: coarse for mlp." in text

@@ -1,0 +1,130 @@
+"""Tables of the results page about the compiler: what it costs beside others, and as steps grow.
+
+From the `result` of each benchmark's JSON to Markdown, as in `bench.tables`.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bench.tables import markdown, times
+from cotrain_compile.units import format_bytes, format_seconds
+
+Result = Mapping[str, Any]
+
+
+def against_torch_compile(result: Result) -> str:
+    """Ours to stock `torch.compile`, everything resident."""
+    rows = []
+    for model, r in result.items():
+        seconds = {side: statistics.median(r["processor_s"][side]) for side in ("ours", "stock")}
+        rows.append(
+            (
+                model,
+                *(format_seconds(seconds[side]) for side in ("ours", "stock")),
+                times(seconds["ours"] / seconds["stock"]),
+                *(format_bytes(r["peak_bytes"][side]) for side in ("ours", "stock")),
+                times(r["peak_ratio"]),
+                f"{r['segments']} ({r['kinds']} kinds)",
+            )
+        )
+    headings = (
+        "model",
+        "processor time of a step, ours",
+        "stock",
+        "ratio",
+        "peak, ours",
+        "stock",
+        "ratio",
+        "segments",
+    )
+    return markdown(headings, rows) + (
+        "\nStock, a compiled model and a compiled `optimizer.step`, is a little faster: it fuses "
+        "across the borders of layers, where our segments end.\n"
+    )
+
+
+def overhead(result: Result) -> str:
+    """Milliseconds a step of each side, and microseconds a call and a task."""
+    sides = result["sides"]
+    rows = [
+        (
+            side,
+            f"{r['step_ms']:.1f}",
+            *(f"{r[key]:.0f}" if key in r else "-" for key in ("us_a_call", "us_a_task")),
+        )
+        for side, r in sides.items()
+    ]
+    return markdown(("side", "ms a step", "µs a call", "µs a task"), rows) + (
+        "\nEager PyTorch wins on tensors this small: one fused call updates all parameters, the "
+        "captured step updates each on its own so that each can be placed.\n"
+    )
+
+
+def large_step(result: Result) -> str:
+    """Seconds of each stage."""
+    rows = [(stage, f"{seconds:.2f} s") for stage, seconds in result["seconds"].items()]
+    return markdown(("stage", "time"), rows) + (
+        f"\n`{result['job'].rpartition(':')[2]}`: {result['ops']:,} ops, whose step needs "
+        f"{format_bytes(result['step_peak_bytes'])}; the process takes at most "
+        f"{format_bytes(result['process_peak_bytes'])}.\n"
+    )
+
+
+def report_page(result: Result) -> str:
+    """Size of the page, and when a browser has painted it."""
+    rows = [
+        ("page", format_bytes(result["page_bytes"])),
+        ("written in", format_seconds(result["written_s"])),
+        ("first paint", format_seconds(result["first_paint_s"]["median"])),
+        ("drawn", format_seconds(result["drawn_s"]["median"])),
+        ("zoom", format_seconds(result["zoom_s"]["median"])),
+        (
+            f"{result['explain_alternatives']} alternatives explained in",
+            f"{result['explain_s']:.0f} s",
+        ),
+    ]
+    return markdown((f"{result['step']['ops']:,} ops, {result['spans']:,} spans", ""), rows)
+
+
+def compile_seconds(result: Result) -> str:
+    """Processor seconds of the first step of both sides, without and with a cache on disk."""
+    rows = []
+    for model, found in result.items():
+        first = found["first_step"]
+        seconds = [first[s][c]["processor_s"] for s in ("ours", "stock") for c in ("cold", "warm")]
+        counts = [found["kinds_by_layers"][layers]["kinds"] for layers in ("6", "24")]
+        rows.append((model, *(f"{s:.0f} s" for s in seconds), " / ".join(map(str, counts))))
+    headings = ("model", "ours, cold", "warm", "stock, cold", "warm", "kinds at 6 / 24 layers")
+    return markdown(headings, rows) + (
+        "\nProcessor time of the first step, compiling included. Ours also plans the step, and "
+        "compiles each kind of segment once: a deeper model has more segments, not more kinds.\n"
+    )
+
+
+def growth(result: Result) -> str:
+    """Seconds of each stage by nodes, with the exponent of a line through the logarithms."""
+    nodes = result["nodes"]
+    rows = [_by_nodes(stage, found, nodes) for stage, found in result["seconds"].items()]
+    rows.append(_by_nodes("memory, GiB", _in_gib(result["compiler_bytes"]), nodes))
+    headings = ("stage", *(f"{count:,} nodes" for count in nodes), "exponent")
+    step = [
+        f"{kind} {found['us_an_op'][0]:.0f} to {found['us_an_op'][-1]:.0f} µs"
+        for kind, found in result["seconds_a_step"].items()
+    ]
+    return markdown(headings, rows) + (
+        f"\nSeconds, and what the process takes. An exponent of 1 is linear. Run on tensors of "
+        f"almost no size, an op costs, from the shallowest to the deepest: {', '.join(step)}.\n"
+    )
+
+
+def _by_nodes(stage: str, found: Result, nodes: Sequence[int]) -> tuple[str, ...]:
+    values = dict(zip(found["sizes"], found["values"], strict=True))
+    cells = (f"{values[count]:.3g}" if count in values else "-" for count in nodes)
+    return stage, *cells, f"{found['exponent']:.2f}"
+
+
+def _in_gib(found: Result) -> Result:
+    return {**found, "values": [value / 2**30 for value in found["values"]]}
