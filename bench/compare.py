@@ -71,7 +71,7 @@ SECTIONS = (
     Section("The first step", "compile_seconds", compiler_tables.compile_seconds),
     Section("What a placed step costs", "overhead", compiler_tables.overhead),
     Section("On a card", "gpu_suite", tables.gpu_suite),
-    Section("A 7B step on a laptop", "large_step", compiler_tables.large_step),
+    Section("A 7B step without a card", "large_step", compiler_tables.large_step),
     Section("Growth", "growth", compiler_tables.growth),
     Section("The report of a plan", "report_page", compiler_tables.report_page),
     Section("A long run", "long_run", tables.long_run),

@@ -11,12 +11,13 @@ import contextlib
 import gc
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from bench.gpu_model import VOCABULARY, Size, Training
+from bench.gpu_model import SIZES, VOCABULARY, Size, Training
 from bench.gpu_peers import PEERS, Step
 from cotrain_compile.demo.model import Shape
 from cotrain_compile.errors import OutOfDeviceMemory, PlacementError
@@ -30,8 +31,13 @@ FOR_LIBRARIES = 0.05
 Session = Callable[[Size, str], contextlib.AbstractContextManager[Step]]
 
 
-def deep(layers: int) -> Size:
-    """A GPT of the width of a 7B model, 0.2 G parameters a layer, one row of 1024 tokens."""
+def deep(layers: int, device: str) -> Size:
+    """A GPT of the width of a 7B model, 0.2 G parameters a layer, and one row of 1024 tokens.
+
+    On the CPU a tiny one: there only the search itself can be tried.
+    """
+    if device == "cpu":
+        return Size(replace(SIZES["tiny"].shape, layers=layers), 1)
     return Size(Shape(VOCABULARY, 1024, 4096, layers, 32), 1)
 
 
@@ -109,10 +115,10 @@ def largest(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | None:
 def row(device: str, cap_bytes: int, session: Session, layers: Sequence[int]) -> dict[str, Any]:
     """The deepest model that `session` trains within the cap, and its parameters."""
     with capped(device, cap_bytes):
-        found = largest(layers, lambda count: runs(session, deep(count), device))
+        found = largest(layers, lambda count: runs(session, deep(count, device), device))
     return {
         "cap_bytes": cap_bytes,
         "layers": found,
-        "parameters": deep(found).parameters if found else 0,
+        "parameters": deep(found, device).parameters if found else 0,
         "tried": list(layers),
     }

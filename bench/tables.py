@@ -62,7 +62,7 @@ def placement(result: Result) -> str:
     count = len(result["rows"])
     fitting = count - result["summary"]["no_rule_fits"]
     return markdown(headings, rows) + (
-        f"\nOf {count} plans {result['summary']['bounds_beaten']} are below their certified bound. "
+        f"\n{result['summary']['bounds_beaten']} of {count} plans are below their certified bound. "
         f"At {fitting} budgets a simple rule fits at all; the fastest one that does takes "
         f"{result['summary']['speedup_median']:.2f} times as long in the median, and "
         f"{result['summary']['speedup_best']:.2f} times at best for us. Why some rows are far from "
@@ -228,14 +228,26 @@ def matrix(result: Result) -> str:
 
 
 def gpu_suite(result: Result) -> str:
-    """Rows of the card: ours and peers, with what failed."""
+    """Rows of the card: ours and peers, the largest models, and what failed."""
+    ours, peers = result.get("performance", []), result.get("peers", [])
     rows = [
         (
             row["name"],
             *(f"{row[key]:.3f} s" if key in row else "-" for key in ("predicted_s", "measured_s")),
-            format_bytes(row["measured_peak_bytes"]) if "measured_peak_bytes" in row else "-",
-            row.get("error", ""),
+            format_bytes(row["allocator_peak_bytes"]) if "allocator_peak_bytes" in row else "-",
+            percent(row["busy"]) if "busy" in row else "-",
+            row.get("error") or row.get("remark", ""),
         )
-        for row in [*result["performance"], *result.get("peers", [])]
+        for row in [*ours, *peers]
+        if row["name"] != "capture"
     ]
-    return markdown(("row", "predicted", "measured", "peak", "error"), rows)
+    largest = [
+        (row["name"], row.get("error") or f"{row['parameters'] / 1e9:.1f}")
+        for row in result.get("largest", [])
+    ]
+    timed = ("row", "predicted", "measured", "peak", "card computes", "")
+    return (
+        markdown(timed, rows)
+        + "\n"
+        + markdown(("way, memory of the card", "largest, G parameters"), largest)
+    )

@@ -120,7 +120,31 @@ def test_out_of_device_memory_is_a_lack_of_memory() -> None:
 
 def test_a_deep_model_has_the_parameters_it_says() -> None:
     # 12 width^2 a layer and two embeddings of 50304 x 4096.
-    assert deep(2).parameters == 24 * 4096**2 + 2 * 50304 * 4096
+    assert deep(2, "cuda").parameters == 24 * 4096**2 + 2 * 50304 * 4096
+
+
+def test_the_suite_searches_for_every_way_and_cap(tmp_path: Path) -> None:
+    def up_to(layers: int) -> gpu_largest.Session:
+        def session(size: Size, device: str) -> AbstractContextManager[Step]:
+            if size.shape.layers > layers:
+                raise torch.OutOfMemoryError("full")
+            return nullcontext(lambda *batch: None)
+
+        return session
+
+    def ways(device: str, cap_bytes: int, policy: str) -> dict[str, gpu_largest.Session]:
+        return {"one": up_to(cap_bytes // 2**33), "none": up_to(0)}
+
+    output = tmp_path / "suite.json"
+    with mock.patch.object(gpu_suite, "ways", ways):
+        gpu_suite.main(["--device", "cpu", "-o", str(output), "--only", "largest"])
+    rows = json.loads(output.read_text())["result"]["largest"]
+    assert {row["name"]: row["layers"] for row in rows} == {
+        "one, 24 GiB": 2,
+        "none, 24 GiB": None,
+        "one, 80 GiB": 8,
+        "none, 80 GiB": None,
+    }
 
 
 def test_time_in_which_two_kernels_run_counts_once() -> None:

@@ -128,3 +128,14 @@ def test_a_rule_that_beats_auto_in_measurement_is_named() -> None:
     rows = [record("auto at 30%", 1.0, 100), record("coarse", 0.9, 100), record("fast", 0.5, 200)]
     text = tables.simulated_vs_measured({"records": rows, "summary": summary})
     assert "Faster than `auto` in no more memory: coarse for mlp." in text
+
+
+def test_rows_of_a_card_have_their_peers_beside_them() -> None:
+    own = {"name": "resident", "predicted_s": 1.0, "measured_s": 1.5, "busy": 0.5}
+    peer = {"name": "eager", "measured_s": 2.0, "allocator_peak_bytes": 2**30, "remark": "plain"}
+    largest = [{"name": "eager, 24 GiB", "parameters": 1.3e9}, {"name": "x", "error": "no card"}]
+    found = tables.gpu_suite({"performance": [own], "peers": [peer], "largest": largest})
+    assert "| resident | 1.000 s | 1.500 s | - | 50.0 % |  |" in found
+    assert "| eager | - | 2.000 s | 1.0 GiB | - | plain |" in found
+    assert "| eager, 24 GiB | 1.3 |" in found
+    assert "| x | no card |" in found
