@@ -1,8 +1,8 @@
 """A graph run op by op on one tier, every result counted by the meter.
 
 In: a graph of ops and the tier they run on. Out: a function of its inputs. Unlike `fx.Interpreter`
-it is prepared once for many runs and does nothing for tracing: on small tensors that took ten times
-as long as the ops (bench/host_update_peers.py).
+it is prepared once for many runs and does nothing for tracing: for one update that took about 80 µs
+of 90, and takes 10 of 20 here.
 """
 
 from __future__ import annotations
