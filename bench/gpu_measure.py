@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 # What the profiler calls copies and fills: they do not compute.
@@ -49,7 +48,7 @@ def busy_of(run: Callable[[], Any]) -> float:
     kernels = [
         (event.time_range.start, event.time_range.end)
         for event in trace.events()
-        if event.device_type == DeviceType.CUDA and not event.name.startswith(COPIES)
+        if event.device_type.name == "CUDA" and not event.name.startswith(COPIES)
     ]
     return covered(kernels) / (1e6 * seconds)  # the profiler counts in microseconds
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -78,7 +79,7 @@ def save_on_cpu(size: Size, device: str) -> Iterator[Step]:
             logits: Tensor = forward(tokens)
         return logits
 
-    training.model.forward = saving  # type: ignore[method-assign]
+    training.model.forward = saving
     yield training.step
 
 
@@ -136,11 +137,12 @@ def _one_process(device: str) -> Iterator[None]:
     import torch.distributed as dist
 
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group(backend, f"file://{folder}/store", rank=0, world_size=1)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
 
 
 @contextlib.contextmanager
