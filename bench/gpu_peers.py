@@ -148,7 +148,7 @@ def _one_process(device: str) -> Iterator[None]:
 @contextlib.contextmanager
 def torchao_offload(size: Size, device: str) -> Iterator[Step]:
     """torchao's optimizer: states on the host, each gradient sent when it is there."""
-    from torchao.optim import CPUOffloadOptimizer  # type: ignore[import-not-found]
+    from torchao.optim import CPUOffloadOptimizer
 
     training = Training(size, device)
     optimizer: Any = CPUOffloadOptimizer(
@@ -161,7 +161,7 @@ def torchao_offload(size: Size, device: str) -> Iterator[Step]:
 @contextlib.contextmanager
 def zero_offload(size: Size, device: str) -> Iterator[Step]:
     """DeepSpeed's ZeRO stage 2 with optimizer states and updates on the host."""
-    import deepspeed  # type: ignore[import-not-found]
+    import deepspeed
 
     single = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     os.environ.update({**single, "MASTER_PORT": "29511"})

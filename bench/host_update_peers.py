@@ -36,8 +36,10 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from bench.host_update import Case, Update, Work, updates
+from bench.host_update import Case, Update, updates
 from bench.report import write_report
+
+Work = Callable[[], object]
 
 COLUMNS = 4096
 # 1M, 10M and 100M parameters.
