@@ -19,7 +19,8 @@ from cotrain_compile.runtime.metered import MeteredGraph
 
 # A piece stays in the cache until the fused loop reads it. The memory for a whole gradient at once
 # costs several times the update: bench/host_update.py.
-PIECE_ELEMENTS = 1 << 19
+# Twice as many in float32 are 2 MiB, which glibc gives back to the system after every piece.
+PIECE_ELEMENTS = 1 << 18
 
 # Arithmetic on each element by itself, though torch's tag does not say so.
 _TO_COPY = torch.ops.aten._to_copy.default
