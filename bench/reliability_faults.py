@@ -174,11 +174,11 @@ def main() -> None:
     signal.signal(signal.SIGALRM, bark)
     # Ignored in a process that a shell has put into the background.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    began_s = time.monotonic()
+    began_s, what = time.monotonic(), asked.only or "faults, signals and delays"
 
     def report(counts: Counter[str], broken: list[dict[str, str]]) -> None:
         result = {
-            "campaign": f"{asked.only or 'faults, signals and delays'} in steps of every mode of placement",
+            "campaign": f"{what} in steps of every mode of placement",
             "cases": counts.total(),
             "held": counts.total() - len(broken),
             "refused": 0,
