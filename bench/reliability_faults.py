@@ -1,6 +1,7 @@
 """Does a fault cost more than it must? Faults everywhere, signals at any time, delays anywhere.
 
 python -m bench.reliability_faults --minutes 60 -o bench/results/reliability_faults.json
+python -m bench.reliability_faults --only delays -o bench/results/reliability_delays.json
 
 Each case lets one fault, or one schedule, into steps, and holds if what is left is as documented
 and the next step is right or refused. What has to hold is said in the tests that the cases are of.
@@ -139,11 +140,13 @@ def broken_by(case: Case) -> str:
     return ""
 
 
-def campaign(seconds: float, report: Callable[[Counter[str], list[dict[str, str]]], None]) -> None:
+def campaign(
+    seconds: float, only: str, report: Callable[[Counter[str], list[dict[str, str]]], None]
+) -> None:
     """All kinds in turns of `TURN_S`, until the time is over; `report` after each turn."""
     counts, broken = Counter[str](), list[dict[str, str]]()
     end_s = time.monotonic() + seconds
-    left = {kind: cases() for kind, cases in KINDS.items()}
+    left = {kind: cases() for kind, cases in KINDS.items() if only in kind}
     while left and time.monotonic() < end_s:
         for kind, cases in list(left.items()):
             turn_ends_s = min(end_s, time.monotonic() + TURN_S)
@@ -164,17 +167,18 @@ def main() -> None:
     """Run a campaign and write its figures, also of one that is stopped."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--minutes", type=float, default=1.0)
+    parser.add_argument("--only", default="", help="part of the names of kinds to try")
     parser.add_argument("-o", "--output", type=Path, required=True)
     asked = parser.parse_args()
     torch.set_num_threads(1)
     signal.signal(signal.SIGALRM, bark)
     # Ignored in a process that a shell has put into the background.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    began_s = time.monotonic()
+    began_s, what = time.monotonic(), asked.only or "faults, signals and delays"
 
     def report(counts: Counter[str], broken: list[dict[str, str]]) -> None:
         result = {
-            "campaign": "faults, signals and delays in steps of every mode of placement",
+            "campaign": f"{what} in steps of every mode of placement",
             "cases": counts.total(),
             "held": counts.total() - len(broken),
             "refused": 0,
@@ -185,7 +189,7 @@ def main() -> None:
         }
         write_report(asked.output, (__doc__ or "").splitlines()[0], result)
 
-    campaign(60 * asked.minutes, report)
+    campaign(60 * asked.minutes, asked.only, report)
 
 
 def bark(*_: object) -> None:

@@ -144,8 +144,6 @@ class _Search:
         """The same with memory known exactly at the peaks, for the relaxed program."""
         return choices_of(self.problem, at_peaks=True)
 
-    # The ladder.
-
     def _climb(self, incumbents: Sequence[Plan]) -> None:
         if self._attempt("resident", lambda: rule("resident")(self.problem.dataflow)):
             return
@@ -352,8 +350,6 @@ class _Search:
         )
         self.left_s -= solution.seconds
         return solution
-
-    # The result.
 
     def _best(self) -> Plan:
         """The fastest plan, with a report of how it was found."""

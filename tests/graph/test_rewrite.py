@@ -159,7 +159,7 @@ def test_a_missing_wait_shows_as_a_wrong_number(with_wait: bool, slow_link: str)
     compiled = cotrain_compile.inspect(step)
     graph = compiled.graph.module.graph
     if not with_wait:
-        graph.erase_node(graph.find_nodes(op="call_function", target=ops.wait)[-1])
+        graph.find_nodes(op="call_function", target=ops.wait)[-1].args = ([], [])
     step(*CASES["mlp"].make_batch())
     seen = {n: v.clone() for n, v in all_tensors(model, optimizers).items()}
     compiled._device.drain()
