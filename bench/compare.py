@@ -64,6 +64,7 @@ SECTIONS = (
         "coarse_against_zero_offload",
         tables.coarse_against_zero_offload,
     ),
+    Section("Large parameters in pieces", "pieces", tables.pieces),
     Section("Overlapping steps", "overlap", tables.overlap),
     Section(
         "Against torch.compile", "against_torch_compile*", compiler_tables.against_torch_compile
@@ -78,6 +79,9 @@ SECTIONS = (
     Section("Losses", "loss_curves", tables.loss_curves),
     Section("Loops that are captured", "matrix", tables.matrix),
 )
+
+# Campaigns and the soak are on a page of their own, `docs/reliability.md` by `bench.reliability`.
+ELSEWHERE = ("reliability_*", "soak")
 
 
 def page() -> str:

@@ -201,6 +201,24 @@ def overlap(result: Result) -> str:
     return markdown(("machine, budget, policy", "one step", "period overlapped", "gain"), rows)
 
 
+def pieces(result: Result) -> str:
+    """One large parameter as a whole and in pieces, and what a tiny copy costs by itself."""
+    found = result["pieces"]
+    rows = [
+        ("its gradient crosses the link in", format_seconds(found["link_s"])),
+        ("a step with its tasks one after the other", format_seconds(found["whole_s"])),
+        ("a step with its tasks in pieces", format_seconds(found["in_pieces_s"])),
+    ]
+    rows += [
+        (f"processor time of a tiny copy, {name}", f"{microseconds:.0f} µs")
+        for name, microseconds in result["cpu_us_a_tiny_copy"].items()
+    ]
+    size = format_bytes(found["parameter_bytes"])
+    return markdown((f"a parameter of {size}", "time"), rows) + (
+        "\nWhat is cut and what is not: [decision 17](decisions/0017-pieces-and-bundles.md).\n"
+    )
+
+
 def long_run(result: Result) -> str:
     """Steps, memory and the largest difference of losses."""
     rows = [

@@ -118,7 +118,8 @@ def _kind_of(file: Path) -> str:
     """The kind of document in `file`. Raises `FormatError` when it is none of ours."""
     kind = files.kind_of(file)
     if kind not in _READERS:
-        raise FormatError(f"{file}: kind is {kind!r}; show reads {', '.join(_READERS)}")
+        found = f"kind is {kind!r}" if kind else "it does not say what kind it is"
+        raise FormatError(f"{file}: {found}; show reads {', '.join(_READERS)}")
     return kind
 
 

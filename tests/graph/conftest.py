@@ -20,6 +20,15 @@ def fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+@pytest.fixture(autouse=True)
+def grad_mode_stays_on() -> Iterator[None]:
+    """A step that fails or is interrupted leaves the user's grad mode as it was."""
+    yield
+    was_on = torch.is_grad_enabled()
+    torch.set_grad_enabled(True)
+    assert was_on
+
+
 @pytest.fixture
 def watchdog() -> Iterator[None]:
     """A step that hangs fails its test."""

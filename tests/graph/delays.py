@@ -49,13 +49,15 @@ def _sleeping(compiled: CompiledStep, *, on_device: Sleep, on_lanes: Sleep) -> I
     device: Any = compiled._device
 
     def submitting(submit: Callable[..., Any]) -> Callable[..., Any]:
-        def submit_late(name: str, work: Callable[[], object], after: Sequence[Any]) -> Any:
+        def submit_late(
+            name: str, work: Callable[[], object], after: Sequence[Any], *course: Any
+        ) -> Any:
             def work_late() -> None:
                 on_lanes(name)
                 work()
 
             on_device(name)
-            return submit(name, work_late, after)
+            return submit(name, work_late, after, *course)
 
         return submit_late
 

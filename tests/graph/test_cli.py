@@ -19,7 +19,7 @@ import cotrain_compile
 from cotrain_compile import __version__, files, presets
 from cotrain_compile.cli import app, main
 from cotrain_compile.dataflow import Buffer, Dataflow, Op, Phase, Role, UpdateGroup
-from cotrain_compile.errors import OptionError, PlanError
+from cotrain_compile.errors import FormatError, OptionError, PlanError
 from cotrain_compile.jobs import load_job
 from cotrain_compile.machine import Machine, Tier
 from cotrain_compile.plan import Lane, Placement, Plan, Span, Timeline, UpdateMode
@@ -106,7 +106,7 @@ def test_calibrate_saves_a_machine_that_show_reads(
     ("content", "problem"),
     [
         ("{", "not a whole JSON document"),
-        ("[1]", "kind is None"),
+        ("[1]", "it does not say what kind it is; show reads plan, dataflow"),
         ('{"kind": "recipe"}', "kind is 'recipe'; show reads plan, dataflow"),
         ('{"kind": "plan", "format_version": 0, "data": {}}', "format_version is 0"),
     ],
@@ -335,7 +335,7 @@ def test_a_plan_that_contradicts_itself_is_refused_like_any_other(mlp: Path) -> 
     path = mlp.with_name("plan.json")
     plan = files.load(path, Plan)
     files.save(replace(plan, tasks=plan.tasks[1:]), path)
-    with pytest.raises(PlanError):
+    with pytest.raises(FormatError, match=r"comes after '.*', which is no task; solve the step"):
         called(mlp, "build", plan=str(path))
 
 

@@ -83,9 +83,9 @@ def test_an_update_that_never_ends_is_named() -> None:
     let_go, update = threading.Event(), compiled.plan.host_updates[0].name
     kernel: HostKernel = compiled._device._kernels[update]
 
-    def hang(inputs: Sequence[Any], meter: Any) -> None:
+    def hang(inputs: Sequence[Any], meter: Any, course: Any) -> None:
         let_go.wait()
-        kernel(inputs, meter)
+        kernel(inputs, meter, course)
 
     kernels = {**compiled._device._kernels, update: hang}
     with (

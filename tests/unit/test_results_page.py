@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 
 from bench import compare, compiler_tables, figures, tables
-from bench.compare import PAGE, RESULTS, SECTIONS, page
+from bench.compare import ELSEWHERE, PAGE, RESULTS, SECTIONS, page
 from bench.figures import FIGURES, Figure, refreshed
 
 ROOT = Path(__file__).parents[2]
@@ -29,7 +29,8 @@ def test_the_sentences_of_a_page_quote_the_results(name: str) -> None:
 
 
 def test_every_result_has_a_section() -> None:
-    shown = {path for section in SECTIONS for path in RESULTS.glob(f"{section.pattern}.json")}
+    patterns = [*(section.pattern for section in SECTIONS), *ELSEWHERE]
+    shown = {path for pattern in patterns for path in RESULTS.glob(f"{pattern}.json")}
     assert sorted(RESULTS.glob("*.json")) == sorted(shown)
 
 
