@@ -9,6 +9,7 @@ evaluations in between; the same loop runs in eager beside it, on the same batch
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import io
 import math
@@ -153,6 +154,8 @@ def note(course: Course, compiled: Any) -> None:
     course.host_bytes.append(peaks[Tier.HOST])
     gc.collect()
     course.live_tensors.append(sum(issubclass(type(o), Tensor) for o in gc.get_objects()))
+    # What the C library has freed and keeps for later is nobody's.
+    ctypes.CDLL(None).malloc_trim(0)
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     course.resident_bytes.append(pages * resource.getpagesize())
 
