@@ -74,12 +74,17 @@ class EagerProgram:
         values = self.env = dict(zip(self._inputs, inputs, strict=True))
         mark = self._device.mark
         marks = self._marks = [mark()]
-        with torch.no_grad():
+        # `torch.no_grad` is Python: a Ctrl-C in its own lines would leave the mode as it is here.
+        was_on = torch.is_grad_enabled()
+        try:
+            torch._C._set_grad_enabled(False)
             for call in self._calls:
                 values[call.node] = self.run_call(call)
                 marks.append(mark())
                 for value in call.done_with:
                     del values[value]
+        finally:
+            torch._C._set_grad_enabled(was_on)
         outputs = fx.node.map_arg(self._output.args[0], values.__getitem__)
         self.forget()
         # A gradient is often a view of what the graph computed. Kept in `p.grad` as a view, its

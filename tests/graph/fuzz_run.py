@@ -135,6 +135,7 @@ def train(spec: Spec, compile_with: Compile | None, *, counts: bool = False) -> 
             check_nothing_changed(before, all_tensors(model, [optimizer]), error)
             raise
         if counts and i >= len(batches) - COUNTED:
+            cotrain_compile.synchronize()  # updates in flight hold tensors
             left.live_tensors.append(live_tensors() - len(tree_leaves(left.returned)))
     cotrain_compile.synchronize()
     left.tensors = all_tensors(model, [optimizer])
