@@ -50,8 +50,8 @@ def _summary(rows: Sequence[Row], host_budget: str) -> str:
     lines = [
         f"{len(planned)} plans, {host_budget} of host memory. In {len(fits)} everything fits and "
         "our plan moves nothing, even where moving a few updates were faster (by "
-        f"{max(overtaken, default=1.0) - 1:.0%} at the most; the updates simulated here are not fused, "
-        "which compiled ones are). "
+        f"{max(overtaken, default=1.0) - 1:.0%} at the most; the updates simulated here are not "
+        "fused, which compiled ones are). "
         f"In {len(moving) - len(beside)} something has to move and no simple rule fits.",
     ]
     if ratios:
