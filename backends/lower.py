@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import Progress
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from cotrain_compile.backends.cut import cut, sink_into_updates
 from cotrain_compile.backends.inductor import CUDA_GRAPHS, Code, compile_graph, unknown_settings
@@ -69,7 +70,8 @@ def segments_of(
     stretches = cut(placed.module.graph, layers(step, dataflow), _runs_alone)
     _refuse_unmatched(eager_segments, [stretch.name for stretch in stretches])
     compiled = [s for s in stretches if not any(fnmatch(s.name, p) for p in eager_segments)]
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    # All sizes are numbers, but without an environment for shapes Inductor leaves its cache alone.
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
     return segmented(placed, compiled, dataflow.symbols, mode)
 
 

@@ -13,8 +13,10 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.utils import fresh_cache
 
 import cotrain_compile
 from cotrain_compile.backends import lower as lowering
@@ -124,6 +126,16 @@ def test_segments_of_one_kind_share_their_code() -> None:
     with mock.patch.object(lowering, "compile_graph", count):
         lowered = lower(step, step, captured("llama").dataflow, {}, ())
     assert len(compiled) == lowered.kinds < len(lowered.code)
+
+
+def test_code_compiled_before_comes_from_the_cache_on_disk() -> None:
+    step = captured("clipped").step
+    with fresh_cache():
+        kinds = lower(step, step, captured("clipped").dataflow, {}, ()).kinds
+        compiled = counters["inductor"]["fxgraph_cache_miss"]
+        again = lower(step, step, captured("clipped").dataflow, {}, ()).kinds
+    assert again == kinds == compiled == counters["inductor"]["fxgraph_cache_hit"]
+    assert counters["inductor"]["fxgraph_cache_bypass"] == 0
 
 
 def test_a_failure_of_inductor_names_the_lines_and_the_way_on() -> None:
