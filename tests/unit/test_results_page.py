@@ -84,11 +84,11 @@ def test_growth_has_a_column_for_each_size_and_its_exponent() -> None:
 
 
 def test_first_steps_are_beside_each_other() -> None:
-    side = {"cold": {"processor_s": 30.2}, "warm": {"processor_s": 9.8}}
-    kinds = {"6": {"kinds": 8}, "24": {"kinds": 8}}
-    one = {"first_step": {"ours": side, "stock": side}, "kinds_by_layers": kinds}
+    cold, warm = {"processor_s": 30.2}, {"processor_s": 9.8}
+    ours = {"cold": {**cold, "segments": 40, "kinds": 8}, "warm": warm}
+    one = {"ours": ours, "stock": {"cold": {"processor_s": 50.0}, "warm": warm}}
     found = compiler_tables.compile_seconds({"gpt2": one})
-    assert "| gpt2 | 30 s | 10 s | 30 s | 10 s | 8 / 8 |" in found
+    assert "| gpt2 | 30 s | 10 s | 50 s | 10 s | 40 / 8 |" in found
 
 
 def peers(ours: float, theirs: float) -> dict[str, Any]:
