@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.graph.fuzz_layers import AGAIN, LAYERS
-from tests.graph.fuzz_run import Broken, Left, compare, run
+from tests.graph.fuzz_run import Broken, Left, allowed_graphs, compare, run
 from tests.graph.fuzz_specs import LoopSpec, ModelSpec, OptimizerSpec, Spec, random_spec, shrunk
 
 ROOT = Path(__file__).parents[2]
@@ -71,6 +71,21 @@ def test_a_difference_is_named(change: float | None, complaint: str) -> None:
     found = Left(tensors={} if change is None else {"w": w + change})
     with pytest.raises(Broken, match=complaint):
         compare(Left(tensors={"w": w}), found, "two runs", 0)
+
+
+@pytest.mark.parametrize(
+    ("loop", "graphs"),
+    [
+        (LoopSpec(rows=(4, 4)), 1),
+        (LoopSpec(rows=(6, 4, 8)), 2),
+        (LoopSpec(rows=(2, 2), micro_batches=2), 1),
+        (LoopSpec(rows=(6, 4, 8, 2), micro_batches=2), 3),
+        (LoopSpec(rows=(4, 8, 4), micro_batches=2), 2),
+        (LoopSpec(rows=(4, 8, 4), rates=(1e-3, 1e-2, 1e-3), clear="zeros"), 4),
+    ],
+)
+def test_a_batch_of_one_row_is_a_graph_of_its_own(loop: LoopSpec, graphs: int) -> None:
+    assert allowed_graphs(Spec(0, ModelSpec(()), loop=loop)) == graphs
 
 
 def test_parameters_in_one_storage_are_trained_under_any_policy() -> None:
