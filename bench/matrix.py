@@ -127,7 +127,7 @@ def evaluate(cell: Cell) -> Result:
     try:
         ours = run(cell, compiled)
     except CotrainError as error:
-        message = re.sub(r"/\S*/", "", str(error))  # no folders of the machine it was met on
+        message = re.sub(r"(?<!\w)/\S*/", "", str(error))  # no folders of the machine it was met on
         return Result(*cell, status="refused", message=f"{type(error).__name__}: {message}")
     graphs = int(counters["stats"]["unique_graphs"])
     losses, tensors = (differences(a, b) for a, b in zip(ours, eager, strict=True))

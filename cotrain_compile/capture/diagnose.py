@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import sysconfig
 import traceback
@@ -13,18 +14,23 @@ import torch._dynamo.exc as exc
 
 from cotrain_compile.errors import CaptureError, CotrainError
 
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_LIBRARIES = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), _PACKAGE})
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_INSTALLED = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
+_LIBRARIES = (*_INSTALLED, _OURS)
 _OPTIMIZERS = os.path.dirname(os.path.abspath(torch.optim.__file__))
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
+
+# How alike two sentences are, of 1, where the second says no more than the first.
+_ALIKE = 0.9
 
 # What a user can do, by a word in Dynamo's own description of what broke the graph.
 _WAYS_ON = (
     ("print", "move the print out of the step, or print what the step returns"),
     (
         "logg",
-        "log outside the step; where a library warns, settle what it warns about (Hugging Face: "
-        "model.loss_type), or compute the loss in the step",
+        "log outside the step; where a library warns, settle what it warns about (Hugging Face's "
+        'losses: model.loss_type = "ForCausalLM", or what the model is for), or compute the loss '
+        "in the step",
     ),
     ("requires_grad_", "freeze and unfreeze between steps, outside the step"),
     ("item", "return the tensor and call .item() outside the step"),
@@ -83,11 +89,14 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 def _what_broke(error: Exception) -> tuple[str, str]:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     what = lines[0] if lines else "unsupported code"
-    explanation = next((line for line in lines if line.startswith("Explanation:")), "")
+    explained = next((line for line in lines if line.startswith("Explanation:")), "")
+    explanation = explained.removeprefix("Explanation:").strip().rstrip(".")
     hint = next((line.removeprefix("Hint:").strip() for line in lines if "Hint:" in line), "")
-    if explanation:
-        what += f" ({explanation.removeprefix('Explanation:').strip().rstrip('.')})"
-    return what, hint.rstrip(".")
+    says_no_more = difflib.SequenceMatcher(None, what, explanation).ratio() > _ALIKE
+    if explanation and not says_no_more:
+        what += f" ({explanation})"
+    library = _library_line(error)
+    return what + (f" in {library}" if library else ""), hint.rstrip(".")
 
 
 def _way_on(error: Exception, what: str, hint: str) -> str:
@@ -108,6 +117,16 @@ def _user_line(error: BaseException, code: CodeType) -> str:
         return _first_line(code)
     frame = mine[-1]
     return f"{frame.filename}:{frame.lineno} in {frame.name}: `{(frame.line or '').strip()}`"
+
+
+def _library_line(error: BaseException) -> str:
+    """The line of an installed package that broke the graph, as `package/file:line`, or nothing."""
+    stack: Iterable[traceback.FrameSummary] = getattr(error, "real_stack", None) or ()
+    *_, last = stack or (None,)
+    folder = last and next((f for f in _INSTALLED if last.filename.startswith(f)), None)
+    if not last or not folder:
+        return ""
+    return f"{os.path.relpath(last.filename, folder)}:{last.lineno}"
 
 
 def _first_line(code: CodeType) -> str:

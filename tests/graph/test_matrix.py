@@ -44,7 +44,9 @@ def test_the_way_on_from_a_warning_of_hugging_face(monkeypatch: pytest.MonkeyPat
     cell = ("gpt2", "SGD", "own loss")
     refused = evaluate(cell)
     assert refused.status == "refused"
-    assert "model.loss_type" in refused.message
+    assert 'model.loss_type = "ForCausalLM"' in refused.message
+    assert "transformers/modeling_utils.py:" in refused.message  # where it warns
+    assert refused.message.count("logging.Logger") == 1
 
     def settled(*args: Any) -> Any:
         model: Any = make_model(*args)
