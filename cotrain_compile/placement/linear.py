@@ -5,9 +5,11 @@ All else plans without it, so where it cannot be imported, only what makes a pro
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from cotrain_compile.errors import OptionError
+
+__all__ = ["pulp"]
 
 
 class _Absent:
@@ -23,7 +25,6 @@ class _Absent:
         )
 
 
-pulp: Any
 try:
     import pulp
 except ImportError as error:

@@ -6,12 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pulp
 import pytest
 
 from cotrain_compile import files
 from cotrain_compile.errors import OptionError
-from cotrain_compile.placement import autotm, solvers
-from cotrain_compile.placement.autotm import Variant
+from cotrain_compile.machine import Tier
+from cotrain_compile.placement.autotm import autotm
+from cotrain_compile.placement.autotm_arcs import Variant
 from cotrain_compile.plan import Plan
 from tests.unit.test_solver_faults import PROBLEM
 
@@ -31,8 +33,8 @@ def solve_without_pulp(folder: Path, policy: str) -> subprocess.CompletedProcess
     files.save(PROBLEM.machine, folder / "machine.json")
     options = {
         "machine": folder / "machine.json",
-        "memory-budget": PROBLEM.budgets["device"],
-        "host-memory-budget": PROBLEM.budgets["host"],
+        "memory-budget": PROBLEM.budgets[Tier.DEVICE],
+        "host-memory-budget": PROBLEM.budgets[Tier.HOST],
         "policy": policy,
         "output": folder / "plan.json",
     }
@@ -70,6 +72,6 @@ def test_a_program_asked_for_is_refused_with_what_to_install(tmp_path: Path, pol
 def test_autotm_without_highs_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, variant: Variant
 ) -> None:
-    monkeypatch.setattr(solvers.pulp.HiGHS, "available", lambda self: False)
+    monkeypatch.setattr(pulp.HiGHS, "available", lambda self: False)
     with pytest.raises(OptionError, match=f"'autotm-{variant}' needs HiGHS: pip install highspy"):
-        autotm.autotm(PROBLEM, variant)
+        autotm(PROBLEM, variant)
