@@ -76,13 +76,8 @@ class Broken(Exception):
     """A promise that a case has shown to be broken."""
 
 
-def undisturbed(folder: Path) -> dict[str, list[str]]:
-    """The state after each step, by way, of trainings that nobody disturbs."""
-    return {way: _whole(Job(folder / "whole.pt", STEPS, way)) for way in WAYS}
-
-
-def _whole(job: Job) -> list[str]:
-    job.checkpoint.unlink(missing_ok=True)
+def undisturbed(job: Job) -> list[str]:
+    """The state after each step of a training that nobody disturbs; first, one of no step."""
     ours, theirs = SPAWN.Pipe()
     process = SPAWN.Process(target=run_whole, args=(job, theirs))
     process.start()
@@ -110,7 +105,7 @@ def kill_once(job: Job, kill: Kill, rng: random.Random, states: list[str], seen:
     finally:
         process.kill()
     _check_stopped(ours, states, seen)
-    _check_checkpoint(job, states)
+    check_checkpoint(job, states)
     return process.exitcode == 0
 
 
@@ -147,7 +142,8 @@ def _check_stopped(told: Connection, states: list[str], seen: Figures) -> None:
                 raise Broken(f"the exception left neither the state of step {done} nor the next")
 
 
-def _check_checkpoint(job: Job, states: list[str]) -> None:
+def check_checkpoint(job: Job, states: list[str]) -> None:
+    """The checkpoint, if there is one, is the state of the undisturbed training at its step."""
     if job.checkpoint.exists():
         saved = torch.load(job.checkpoint)
         if (
@@ -159,7 +155,8 @@ def _check_checkpoint(job: Job, states: list[str]) -> None:
 
 def campaign(seconds: float, folder: Path, report: Callable[[Figures], None]) -> None:
     """Kill processes until the time is over, of each training in turn; `report` after each."""
-    states, seen, end_s = undisturbed(folder), Figures(), time.monotonic() + seconds
+    states = {way: undisturbed(Job(folder / f"{way}.pt", STEPS, way)) for way in WAYS}
+    seen, end_s = Figures(), time.monotonic() + seconds
     jobs = cycle([Job(folder / f"{number}.pt", STEPS, way) for number, way in enumerate(WAYS)])
     for seed, job in zip(count(), jobs, strict=False):
         if time.monotonic() > end_s:
