@@ -2,6 +2,7 @@
 # make demo    the same set-up, then the demo
 # make check   lint, types and tests: what CI runs
 # make audit   looks for known vulnerabilities in what is installed
+# make lowest  unit tests with the lowest versions of all that is needed
 # make long    every test, the long ones too, with more hypothesis examples
 # make results write the tables and figures of the documentation from bench/results
 
@@ -15,7 +16,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-torch-$(TORCH)
 
-.PHONY: test long demo results lint types audit check install clean
+.PHONY: test long demo results lint types audit lowest check install clean
 
 # Files of tests are shared out over the cores.
 test: install
@@ -38,6 +39,9 @@ lint: install
 
 audit: install
 	$(BIN)/pip-audit --skip-editable
+
+lowest: install
+	.ci/lowest $(BIN)/python $(TORCH) $(TORCH_INDEX)
 
 types: install
 	$(BIN)/mypy

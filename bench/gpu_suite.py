@@ -22,45 +22,38 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib.util
-import sys
 import time
-import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-HAS_PULP = importlib.util.find_spec("pulp") is not None
-if not HAS_PULP:
-    # The package imports it for its integer programs, which are not run then.
-    sys.modules["pulp"] = types.ModuleType("pulp")
+import torch
 
-import torch  # noqa: E402
-
-from bench.gpu_largest import CAPS_BYTES, LAYERS, ways  # noqa: E402
-from bench.gpu_largest import row as largest_row  # noqa: E402
-from bench.gpu_measure import measured  # noqa: E402
-from bench.gpu_model import SIZES, Size, Training  # noqa: E402
-from bench.gpu_peers import PEERS, Peer  # noqa: E402
-from bench.report import write_report  # noqa: E402
-from cotrain_compile.analysis.costs import CostTable, measured_costs  # noqa: E402
-from cotrain_compile.backends.compiled_step import CompiledStep  # noqa: E402
-from cotrain_compile.backends.devices import runtime_for  # noqa: E402
-from cotrain_compile.backends.first_step import Rehearsed  # noqa: E402
-from cotrain_compile.extract import extract  # noqa: E402
-from cotrain_compile.machine import Machine, Tier  # noqa: E402
-from cotrain_compile.options import Options  # noqa: E402
-from cotrain_compile.options import Size as MemorySize  # noqa: E402
-from cotrain_compile.passes import run_passes  # noqa: E402
-from cotrain_compile.placement.check import check  # noqa: E402
-from cotrain_compile.placement.problem import formulate  # noqa: E402
-from cotrain_compile.placement.solve import SolveSettings, solve  # noqa: E402
-from cotrain_compile.plan import Lane  # noqa: E402
-from cotrain_compile.runtime.calibrate import calibrate  # noqa: E402
-from cotrain_compile.runtime.cuda_setup import within_free_memory  # noqa: E402
-from cotrain_compile.runtime.host_kernels import host_kernels  # noqa: E402
-from cotrain_compile.runtime.link_bench import Sizes  # noqa: E402
+from bench.gpu_largest import CAPS_BYTES, LAYERS, ways
+from bench.gpu_largest import row as largest_row
+from bench.gpu_measure import measured
+from bench.gpu_model import SIZES, Size, Training
+from bench.gpu_peers import PEERS, Peer
+from bench.report import write_report
+from cotrain_compile.analysis.costs import CostTable, measured_costs
+from cotrain_compile.backends.compiled_step import CompiledStep
+from cotrain_compile.backends.devices import runtime_for
+from cotrain_compile.backends.first_step import Rehearsed
+from cotrain_compile.extract import extract
+from cotrain_compile.machine import Machine, Tier
+from cotrain_compile.options import Options
+from cotrain_compile.options import Size as MemorySize
+from cotrain_compile.passes import run_passes
+from cotrain_compile.placement.check import check
+from cotrain_compile.placement.problem import formulate
+from cotrain_compile.placement.solve import SolveSettings, solve
+from cotrain_compile.plan import Lane
+from cotrain_compile.runtime.calibrate import calibrate
+from cotrain_compile.runtime.cuda_setup import within_free_memory
+from cotrain_compile.runtime.host_kernels import host_kernels
+from cotrain_compile.runtime.link_bench import Sizes
 
 RULES = ("resident", "streamed", "coarse", "fraction:0.5", "zero-offload")
 BUDGETS = (0.8, 0.6, 0.45)
@@ -68,6 +61,7 @@ BUDGETS = (0.8, 0.6, 0.45)
 TABLES = {"correctness": 0.15, "performance": 0.55, "peers": 0.7, "largest": 1.0}
 GIB = 2**30
 Row = dict[str, Any]
+HAS_PULP = importlib.util.find_spec("pulp") is not None
 
 
 class Suite:

@@ -3,8 +3,9 @@
 python -m bench.reliability --page docs/reliability.md
 
 A campaign is one JSON in bench/results, reliability_*.json, whose result has `campaign`, `cases`,
-`held`, `refused`, `faults`, `broken` (each with `what`) and `minutes`. What broke and was mended is
-in FOUND, with the test that keeps it mended.
+`held`, `refused`, `faults`, `broken` (each with `what`) and `minutes`; its `kinds`, if it has any,
+say how often each was tried. What broke and was mended is in FOUND, with the test that keeps it
+mended. Long runs of tests are in long_tests_*.json, see `bench.long_tests`.
 """
 
 from __future__ import annotations
@@ -57,15 +58,50 @@ FOUND = (
         "tests/unit/test_fuzz_files.py",
     ),
     Found(
+        "Where pulp could not be imported, `import cotrain_compile.compile` ended in a "
+        "ModuleNotFoundError, and `autotm` policies without HiGHS in an error of pulp's.",
+        "tests/unit/test_without_pulp.py",
+    ),
+    Found(
         "Names from a file reached the terminal with the commands in them.",
         "tests/unit/test_fuzz_files.py",
     ),
 )
 
 
-def page(campaigns: dict[str, dict[str, Any]], soak: dict[str, Any] | None) -> str:
-    """The page as Markdown; `campaigns` are results by the name of their file."""
-    return "\n".join([*_head(), *_table(campaigns), *_broken(campaigns), *_soak(soak), *_found()])
+def page(
+    campaigns: dict[str, dict[str, Any]],
+    soak: dict[str, Any] | None,
+    tests: dict[str, dict[str, Any]] | None = None,
+) -> str:
+    """The page as Markdown; `campaigns` and `tests` are figures by the name of a file."""
+    parts = (
+        _head(),
+        _table(campaigns),
+        _broken(campaigns),
+        _kinds(campaigns),
+        _soak(soak),
+        _tests(tests or {}),
+        _found(),
+    )
+    return "\n".join(line for part in parts for line in part)
+
+
+def campaigns_in(results: Path) -> dict[str, dict[str, Any]]:
+    """The results of all campaigns by the name of their file."""
+    files = sorted(results.glob("reliability_*.json"))
+    return {file.name: _result(file) for file in files}
+
+
+def tests_in(results: Path) -> dict[str, dict[str, Any]]:
+    """The figures of all files of tests that were run in full."""
+    found = [_result(file) for file in sorted(results.glob("long_tests_*.json"))]
+    return {name: figures for result in found for name, figures in result.items()}
+
+
+def _result(file: Path) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads(file.read_text())["result"]
+    return result
 
 
 def _head() -> Iterator[str]:
@@ -96,6 +132,22 @@ def _broken(campaigns: dict[str, dict[str, Any]]) -> Iterator[str]:
             yield f"- broke in {file}{seed}: {entry['what']}{then}"
 
 
+def _kinds(campaigns: dict[str, dict[str, Any]]) -> Iterator[str]:
+    tried = [(name, kinds) for name, result in campaigns.items() if (kinds := result.get("kinds"))]
+    if not tried:
+        return
+    yield "\n## What was tried how often\n"
+    yield "| campaign | kind | cases |"
+    yield "|---|---|---|"
+    for name, kinds in tried:
+        yield from (f"| {name} | {kind} | {number:,} |" for kind, number in sorted(kinds.items()))
+    yield ""
+    yield "A schedule with random delays: three steps, in which a third of all issues, waits and"
+    yield "beginnings come late, in memory poisoned until it is written, leave the very bits of"
+    yield "the graph without a plan. A signal to a process: the checkpoint that is there then is a"
+    yield "state of the undisturbed run, to the bit, and the next process goes on from it."
+
+
 def _soak(soak: dict[str, Any] | None) -> Iterator[str]:
     if soak is None:
         return
@@ -117,6 +169,22 @@ def _soak(soak: dict[str, Any] | None) -> Iterator[str]:
         yield f"| {name.replace('_', ' ')} | {numbers} | {flat} |"
 
 
+def _tests(tests: dict[str, dict[str, Any]]) -> Iterator[str]:
+    if not tests:
+        return
+    yield "\n## Tests in full\n"
+    yield "Files of tests that were run with all their long cases, and with 2,000 examples for each"
+    yield "test of hypothesis, by `python -m bench.long_tests`.\n"
+    yield "| file | tests | examples | skipped | failed | minutes |"
+    yield "|---|---|---|---|---|---|"
+    for name, figures in tests.items():
+        keys = ("tests", "examples", "skipped")
+        cells = " | ".join(f"{figures[key]:,}" for key in keys)
+        yield f"| `{name}` | {cells} | {len(figures['failed'])} | {figures['minutes']} |"
+    for name, figures in tests.items():
+        yield from (f"- failed in {name}: {test}" for test in figures["failed"])
+
+
 def _found() -> Iterator[str]:
     yield "\n## What broke, and is mended\n"
     for item in FOUND:
@@ -129,11 +197,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--page", type=Path, required=True)
     asked = parser.parse_args()
-    files = sorted(RESULTS.glob("reliability_*.json"))
-    campaigns = {file.name: json.loads(file.read_text())["result"] for file in files}
-    soak = RESULTS / "soak.json"
-    run = json.loads(soak.read_text())["result"] if soak.exists() else None
-    asked.page.write_text(page(campaigns, run), encoding="utf-8")
+    soak = _result(RESULTS / "soak.json")
+    text = page(campaigns_in(RESULTS), soak, tests_in(RESULTS))
+    asked.page.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -49,6 +50,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[WRITTEN] = []
+    # A shell lets what it puts into the background ignore Ctrl-C, which tests press.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_terminal_summary(

@@ -30,15 +30,15 @@ from dataclasses import dataclass
 from itertools import count, pairwise
 from typing import Any, Literal, NoReturn
 
-import pulp
-
 from cotrain_compile.dataflow import PERSISTENT_ROLES, UpdateGroup
-from cotrain_compile.errors import PlacementError, PlanError
+from cotrain_compile.errors import OptionError, PlacementError, PlanError
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.autotm_arcs import Arc, Place, Variant, arcs_of, homes_of, is_home
 from cotrain_compile.placement.autotm_step import Kind, Row, Step, Tensor
+from cotrain_compile.placement.linear import pulp
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.residency import HOST_MODES
+from cotrain_compile.placement.solvers import pick
 from cotrain_compile.plan import Lane, Placement, UpdateMode
 from cotrain_compile.units import format_bytes
 
@@ -70,7 +70,10 @@ def autotm(
         PlacementError: none fits the device's budget; `shortfall_bytes` is by how much the least
             feasible budget is larger, or the least one found within `time_limit_s`.
         PlanError: the step has more than `MAX_TENSORS` tensors, or no answer was found in time.
+        OptionError: HiGHS, or pulp, is not installed.
     """
+    if pick("highs") != "highs":
+        raise OptionError(f"policy 'autotm-{variant}' needs HiGHS: pip install highspy")
     step = Step(problem)
     if len(step.tensors) > MAX_TENSORS:
         raise PlanError(

@@ -13,9 +13,8 @@ Milliseconds and MiB throughout: bytes and seconds ruin the numerics.
 
 from __future__ import annotations
 
-import pulp
-
 from cotrain_compile.placement.choices import Choices
+from cotrain_compile.placement.linear import pulp
 from cotrain_compile.placement.program_flows import add_flows
 from cotrain_compile.placement.program_memory import add_device_memory, add_host_memory
 from cotrain_compile.placement.program_model import Model

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from math import log2
 from typing import Any
 
-import pulp
-
 from cotrain_compile.placement.choices import Way, Weights
+from cotrain_compile.placement.linear import pulp
 from cotrain_compile.placement.program_model import Flow, Model, in_mib
 from cotrain_compile.plan import UpdateMode
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import pulp
-
 from cotrain_compile.placement.choices import Way, Weights
+from cotrain_compile.placement.linear import pulp
 from cotrain_compile.placement.program_flows import Flows
 from cotrain_compile.placement.program_model import Model, in_mib
 from cotrain_compile.plan import UpdateMode

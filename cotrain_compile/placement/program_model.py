@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import pulp
-
 from cotrain_compile.placement.choices import Choices, Way, Weights
+from cotrain_compile.placement.linear import pulp
 
 MIB = float(1 << 20)
 # A parameter with this share of all is decided as a whole even for the bound.

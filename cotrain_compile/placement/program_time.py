@@ -5,8 +5,7 @@ In: a `Model` with its `Flows`. Out: constraints on the segments' lengths, in mi
 
 from __future__ import annotations
 
-import pulp
-
+from cotrain_compile.placement.linear import pulp
 from cotrain_compile.placement.program_flows import Flows
 from cotrain_compile.placement.program_model import Flow, Model, by_segment, in_mib
 from cotrain_compile.plan import UpdateMode

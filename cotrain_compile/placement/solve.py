@@ -17,7 +17,7 @@ from functools import cached_property
 from math import isfinite
 from typing import NoReturn
 
-from cotrain_compile.errors import PlacementError
+from cotrain_compile.errors import OptionError, PlacementError
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.autotm import autotm
 from cotrain_compile.placement.bound import certified_bound_s
@@ -32,7 +32,7 @@ from cotrain_compile.placement.program import Program
 from cotrain_compile.placement.program_model import MIB
 from cotrain_compile.placement.residency import HOST_MODES
 from cotrain_compile.placement.schedule import Draft, draft, finished
-from cotrain_compile.placement.solvers import Solution, pick, solve_program
+from cotrain_compile.placement.solvers import Solution, failed, pick, solve_program
 from cotrain_compile.plan import Placement, Plan, SolveReport
 
 # Rules that `auto` is never slower than, besides every fraction below.
@@ -333,14 +333,12 @@ class _Search:
         self.progress(f"solving the integer program (round {self.rounds})")
         # The rounding comes last: without it there may be no plan but the greedy's.
         least = 0.2 if whole else 0.5
-        program = Program(
-            choices,
-            device_bytes / MIB,
-            self.problem.budgets[Tier.HOST] / MIB,
-            relaxed=not careful,
-            whole=whole,
-            cyclic=cyclic,
-        )
+        budgets_mib = device_bytes / MIB, self.problem.budgets[Tier.HOST] / MIB
+        relaxed = not careful
+        try:
+            program = Program(choices, *budgets_mib, relaxed=relaxed, whole=whole, cyclic=cyclic)
+        except OptionError as absent:  # pulp cannot be imported
+            return failed(absent)
         solution = solve_program(
             program,
             self.settings.solver,

@@ -8,11 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import pulp
-
 from cotrain_compile.errors import OptionError
 from cotrain_compile.placement.choices import Decisions, Way
+from cotrain_compile.placement.linear import pulp
 from cotrain_compile.placement.program import Program
 
 # One thread: with more, HiGHS may return another of several equally good plans each time.
@@ -40,7 +38,7 @@ class Solution:
 def pick(solver: str) -> str:
     """The solver to use: "highs" or "cbc"; "highs" becomes "cbc" where it is not installed.
 
-    Raises `OptionError` when neither is there.
+    Raises `OptionError` when neither is there, or no pulp.
     """
     if solver == "highs" and pulp.HiGHS(msg=False).available():
         return "highs"
@@ -65,9 +63,7 @@ def solve_program(
     try:
         status, bound_ms = _SOLVE[pick(solver)](program, time_limit_s, gap, seed)
     except Exception as error:  # foreign code: pulp, numpy, a library, another program
-        told = " ".join(f"{type(error).__name__}: {error}".split())
-        nothing, seconds = float("inf"), time.monotonic() - began
-        return Solution("failed", None, nothing, nothing, 0.0, seconds, failure=told)
+        return failed(error, time.monotonic() - began)
     found = program.model.sol_status in (
         pulp.LpSolutionOptimal,
         pulp.LpSolutionIntegerFeasible,
@@ -82,6 +78,13 @@ def solve_program(
     )
 
 
+def failed(error: Exception, seconds: float = 0.0) -> Solution:
+    """No solution, because of `error`, after so many seconds."""
+    told = " ".join(f"{type(error).__name__}: {error}".split())
+    nothing = float("inf")
+    return Solution("failed", None, nothing, nothing, 0.0, seconds, failure=told)
+
+
 def decisions_of(program: Program) -> Decisions:
     """The decisions in a solved program; of a split bundle the way with the largest share."""
     ways: list[Way] = []
@@ -89,19 +92,6 @@ def decisions_of(program: Program) -> Decisions:
         shares = [variable.value() or 0.0 for variable in variables]
         ways.append(bundle.ways[shares.index(max(shares))])
     return Decisions(tuple(ways), tuple((x.value() or 0.0) > 0.5 for x in program.away))
-
-
-class _WarmHighs(pulp.HiGHS):  # type: ignore[misc]
-    """pulp's HiGHS, which has no way to pass a start: the values of some columns, by index."""
-
-    start: Sequence[tuple[int, float]] = ()
-
-    def callSolver(self, lp: Any) -> None:  # noqa: N802 (pulp's name)
-        if self.start:
-            columns = np.array([index for index, _ in self.start], dtype=np.int32)
-            values = np.array([value for _, value in self.start], dtype=np.float64)
-            lp.solverModel.setSolution(len(columns), columns, values)
-        super().callSolver(lp)
 
 
 def _highs(program: Program, time_limit_s: float, gap: float, seed: int) -> tuple[str, float]:
@@ -154,7 +144,10 @@ def _run_highs(
     *,
     whole: bool = True,
 ) -> Any:
-    solver = _WarmHighs(
+    # Its base is pulp's: it can be defined only where that is.
+    from cotrain_compile.placement.warm_highs import WarmHighs
+
+    solver = WarmHighs(
         mip=whole,
         msg=False,
         timeLimit=time_limit_s,

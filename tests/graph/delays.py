@@ -19,9 +19,7 @@ Sleep = Callable[[str], None]
 
 
 @contextmanager
-def random_delays(
-    compiled: CompiledStep, rng: random.Random, most_s: float = 2e-3
-) -> Iterator[None]:
+def random_delays(compiled: CompiledStep, rng: random.Random, most_s: float) -> Iterator[None]:
     """Within it, a third of all issues, waits and beginnings come up to `most_s` late."""
 
     def sleep(_: str) -> None:

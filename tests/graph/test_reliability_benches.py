@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 
 import pytest
+import torch
 
 from bench.fuzz import campaign
-from bench.reliability import FOUND, page
+from bench.killed_training import Job, digest
+from bench.long_tests import counts
+from bench.reliability import FOUND, campaigns_in, page, tests_in
+from bench.reliability_processes import (
+    KILLS,
+    Broken,
+    Figures,
+    check_checkpoint,
+    kill_once,
+    undisturbed,
+)
 from bench.soak import slope, soak
 
 ROOT = Path(__file__).parents[2]
@@ -51,10 +63,55 @@ def test_the_page_has_every_campaign_and_what_it_broke() -> None:
 
 def test_the_committed_page_is_the_one_of_the_committed_figures() -> None:
     results = ROOT / "bench" / "results"
-    read = {path.name: json.loads(path.read_text())["result"] for path in results.glob("*.json")}
-    campaigns = {name: read[name] for name in sorted(read) if name.startswith("reliability_")}
-    assert (ROOT / "docs" / "reliability.md").read_text() == page(campaigns, read["soak.json"])
+    run = json.loads((results / "soak.json").read_text())["result"]
+    expected = page(campaigns_in(results), run, tests_in(results))
+    assert (ROOT / "docs" / "reliability.md").read_text() == expected
 
 
 def test_what_was_found_has_a_test_that_is_there() -> None:
     assert all((ROOT / found.test).is_file() for found in FOUND)
+
+
+# Killed processes.
+
+
+@pytest.mark.long
+def test_a_killed_training_goes_on_from_a_state_of_the_undisturbed_run(tmp_path: Path) -> None:
+    states = undisturbed(Job(tmp_path / "whole.pt", 40, "overlapping steps"))
+    for seed, kill in enumerate(KILLS):
+        kill_once(
+            Job(tmp_path / "run.pt", 40, "overlapping steps"),
+            kill,
+            random.Random(seed),
+            states,
+            Figures(),
+        )
+
+
+def test_a_checkpoint_of_another_run_is_noticed(tmp_path: Path) -> None:
+    saved = {"model": {"weight": torch.ones(2)}, "optimizer": {}}
+    torch.save({**saved, "done": 1}, tmp_path / "run.pt")
+    job = Job(tmp_path / "run.pt", 2, "streamed")
+    check_checkpoint(job, ["", digest(saved)])
+    with pytest.raises(Broken, match="not the state after 1 steps"):
+        check_checkpoint(job, ["", digest({**saved, "model": {"weight": torch.zeros(2)}})])
+
+
+# Tests in full.
+
+
+def test_a_run_of_a_file_is_counted_with_what_hypothesis_has_tried() -> None:
+    junit = """<testsuites><testsuite tests="4" skipped="1" time="90.0">
+        <testcase name="one"/><testcase name="two"/><testcase name="three"><skipped/></testcase>
+        <testcase name="breaks"><failure/></testcase></testsuite></testsuites>"""
+    told = """
+      - during generate phase (0.50 seconds):
+        - Typical runtimes: < 1ms, of which < 1ms in data generation
+        - 1900 passing examples, 0 failing examples, 3 invalid examples
+      - during reuse phase (0.50 seconds):
+        - 100 passing examples, 0 failing examples, 0 invalid examples"""
+    figures = {"tests": 3, "skipped": 1, "failed": ["breaks"], "examples": 2000, "minutes": 1.5}
+    assert counts(junit, told) == figures
+    text = page({}, None, {"tests/unit/test_files.py": figures})
+    assert "| `tests/unit/test_files.py` | 3 | 2,000 | 1 | 1 | 1.5 |" in text
+    assert "- failed in tests/unit/test_files.py: breaks" in text
