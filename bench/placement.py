@@ -1,6 +1,6 @@
 """How good are the plans of `auto`? Simulated steps against the certified bound and simple rules.
 
-For every step and machine: eight budgets, spread geometrically from 5 % above the least that any
+For every step and machine: four budgets, spread geometrically from 5 % above the least that any
 plan needs to just below what `resident` needs (or what the device has, where that is less). Each
 is solved on its own; plans of other budgets do not help. The host has room for everything: its
 memory is given here, not by the machine. Nothing is run: times are those of the simulator.
@@ -52,7 +52,7 @@ STEPS = (
 )
 MACHINES = ("rtx4090", "a100-80", "h100", "gh200")
 RULES = (*SIMPLE_RULES, "fraction:auto")
-BUDGETS, QUICK_BUDGETS = 8, 2
+BUDGETS, QUICK_BUDGETS = 4, 2
 ABOVE_LEAST, BELOW_RESIDENT = 1.05, 0.98
 
 

@@ -96,7 +96,8 @@ class Machine:
     `duplex` is what both link directions together reach, as a multiple of the faster one: 2.0 when
     they do not disturb each other, 1.0 when they share one path. `issue_s` is how long the device
     stands still for each copy or host update that it starts and waits for: 0 where that is
-    asynchronous. `source` says where the figures come from.
+    asynchronous. `fuses_updates` says whether the device updates a parameter in one loop, as
+    compiled code does, or op by op. `source` says where the figures come from.
     """
 
     name: str
@@ -108,6 +109,7 @@ class Machine:
     duplex: float = 2.0
     source: str = ""
     issue_s: float = 0.0
+    fuses_updates: bool = False
 
     def __post_init__(self) -> None:
         if not 1.0 <= self.duplex <= 2.0:

@@ -68,6 +68,7 @@ def _machine(
         duplex=duplex,
         source=f"{source} Slowdown while copying: update and both links over the host's memory "
         "rate. Duplex, latencies and host flops: assumed; calibrate to replace them.",
+        fuses_updates=True,
     )
 
 

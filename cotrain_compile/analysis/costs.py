@@ -46,10 +46,15 @@ def roofline(dataflow: Dataflow, machine: Machine) -> CostTable:
 
     Views and other ops that neither compute nor move anything cost nothing. A host update reads and
     writes each of its group's buffers once, however many ops the step writes it with: it runs as
-    one fused loop, limited by the host's memory (Williams et al., CACM 2009).
+    one fused loop, limited by the host's memory (Williams et al., CACM 2009). So does an update on
+    a device that `fuses_updates`; its ops share the loop's time by the bytes that they move.
     """
+    device_s = {op.name: _op_s(op, machine.device) for op in dataflow.ops}
+    if machine.fuses_updates:
+        for group in dataflow.updates:
+            device_s |= _as_one_loop(dataflow, group, machine.device)
     return CostTable(
-        device_s={op.name: _op_s(op, machine.device) for op in dataflow.ops},
+        device_s=device_s,
         host_update_s={
             group.param: machine.host.launch_s
             + update_bytes(dataflow, group) / machine.host_update.bytes_per_s
@@ -153,6 +158,19 @@ def _op_s(op: Op, tier: TierSpec) -> float:
         op.bytes_moved / tier.bytes_per_s,
         tier.launch_s,
     )
+
+
+def _as_one_loop(dataflow: Dataflow, group: UpdateGroup, tier: TierSpec) -> dict[str, float]:
+    """Seconds by op of an update in one loop; empty where it multiplies matrices, as Muon's does.
+
+    Whatever goes element by element has at most a flop for each byte it moves.
+    """
+    ops = [dataflow.ops[dataflow.position[name]] for name in group.ops]
+    moved = sum(op.bytes_moved for op in ops)
+    if not moved or any(op.flops > op.bytes_moved for op in ops):
+        return {}
+    loop_s = max(update_bytes(dataflow, group) / tier.bytes_per_s, tier.launch_s)
+    return {op.name: loop_s * op.bytes_moved / moved for op in ops}
 
 
 def _covers(measured: Mapping[str, float], known: Mapping[str, float]) -> bool:

@@ -9,6 +9,7 @@ from math import isfinite
 
 from cotrain_compile.errors import OptionError
 from cotrain_compile.machine import Tier
+from cotrain_compile.placement.choices import Choices
 from cotrain_compile.placement.find_choices import choices_of
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.program import Program
@@ -24,17 +25,25 @@ def certified_bound_s(
 ) -> float:
     """The optimum of the relaxed program in seconds; `cyclic` where steps overlap.
 
-    Where time runs out, the solver's bound on it; 0 where there is none, or no solver.
+    Where time runs out, or there is no solver, the solver's bound so far, and at the least what
+    the device alone has to compute.
     """
+    choices = choices_of(problem, at_peaks=True, everything=True)
+    only_there_s = _only_on_device_s(choices)
     try:
         relaxed = Program(
-            choices_of(problem, at_peaks=True, everything=True),
+            choices,
             problem.budgets[Tier.DEVICE] / MIB,
             problem.budgets[Tier.HOST] / MIB,
             relaxed=True,
             cyclic=cyclic,
         )
     except OptionError:  # pulp cannot be imported
-        return 0.0
+        return only_there_s
     solution = solve_program(relaxed, solver, time_limit_s=time_limit_s, gap=GAP, seed=seed)
-    return max(0.0, solution.bound_s) if isfinite(solution.bound_s) else 0.0
+    return max(only_there_s, solution.bound_s) if isfinite(solution.bound_s) else only_there_s
+
+
+def _only_on_device_s(choices: Choices) -> float:
+    """Seconds of all that runs nowhere else: neither updates nor casts that the host can make."""
+    return max(0.0, sum(choices.seconds) - sum(b.device_cast_s for b in choices.weights))

@@ -89,6 +89,7 @@ def calibrate(
         source=f"calibrate on {bench.name}, torch {torch.__version__}, "
         f"{environment.usable_cores} cores, {environment.numa_nodes} NUMA node(s)",
         issue_s=_issue_s() if device == "cpu" else 0.0,
+        fuses_updates=device != "cpu",  # what runs on a card is compiled
     )
     remarks = (*environment_remarks(environment), copies.remark, _threads_remark(by_threads))
     return Calibration(machine, by_threads, tuple(filter(None, remarks)))

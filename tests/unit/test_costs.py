@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from cotrain_compile.analysis.costs import CostTable, roofline, update_bytes, with_measured
@@ -73,6 +75,23 @@ def test_a_low_precision_copy_made_by_the_update_counts_once() -> None:
     low = Buffer("w16", 2000, Role.TEMPORARY)
     dataflow = Dataflow("f", (*plain.ops, cast), (*plain.buffers, low), (group,))
     assert update_bytes(dataflow, group) == 7 * 4000 + 2000
+
+
+def test_a_device_that_fuses_updates_takes_one_loop_for_each() -> None:
+    dataflow = step()
+    costs = roofline(dataflow, replace(MACHINE, fuses_updates=True))
+    update = dataflow.updates[0]
+    assert sum(costs.device_s[name] for name in update.ops) == pytest.approx(28_000 / 1e9)
+    assert costs.device_s["root"] == pytest.approx(28e-6 * 8 / 48)  # shared by bytes moved
+    assert costs.device_s["add"] == roofline(dataflow, MACHINE).device_s["add"]
+
+
+def test_an_update_that_multiplies_matrices_is_no_loop() -> None:
+    plain = step()
+    product = Op("mm_w", "aten.mm", Phase.OPTIMIZER, ("g", "m"), ("t",), 10**7, 12_000)
+    group = replace(plain.updates[0], ops=(*plain.updates[0].ops, "mm_w"))
+    dataflow = replace(plain, ops=(*plain.ops, product), updates=(group,))
+    assert roofline(dataflow, replace(MACHINE, fuses_updates=True)) == roofline(dataflow, MACHINE)
 
 
 def test_measured_times_replace_computed_ones_and_the_table_says_so() -> None:

@@ -54,6 +54,9 @@ def test_without_any_solver_the_plan_is_that_of_a_rule(monkeypatch: pytest.Monke
     assert plan.report is not None
     assert plan.report.solver == "rules"
     assert plan.report.status == "failed"
+    updates = {name for group in PROBLEM.dataflow.updates for name in group.ops}
+    stays_s = sum(s for name, s in PROBLEM.costs.device_s.items() if name not in updates)
+    assert 0 < plan.report.lower_bound_s <= stays_s
 
 
 @pytest.mark.parametrize(
