@@ -29,7 +29,12 @@ def plan_for(
     """
     if options.plan is not None:
         return saved_plan(options.plan, problem, options)
-    settings = SolveSettings(
+    return solve(problem, solve_settings(options), progress=progress)
+
+
+def solve_settings(options: Options) -> SolveSettings:
+    """What `options` say of how to look for a plan."""
+    return SolveSettings(
         policy=options.policy,
         solver=options.solver,
         time_limit_s=options.time_limit,
@@ -37,7 +42,6 @@ def plan_for(
         seed=options.seed,
         overlap_steps=options.overlap_steps,
     )
-    return solve(problem, settings, progress=progress)
 
 
 def saved_plan(path: str, problem: Problem, options: Options) -> Plan:

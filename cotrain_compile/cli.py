@@ -252,8 +252,8 @@ def _answers(
     say: _Say,
 ) -> list[Plan | PlacementError]:
     """The plan for each of `asked`, checked and saved to its path, or why there is none."""
+    from cotrain_compile.choose_plan import solve_settings
     from cotrain_compile.placement.find_choices import choices_of
-    from cotrain_compile.placement.solve import SolveSettings
     from cotrain_compile.placement.solve import solve as choose
 
     say(f"{len(dataflow.ops)} ops on {machine.name}")
@@ -266,20 +266,12 @@ def _answers(
     )
     for options, path in order:
         own = replace(problem, budgets=options.budgets(machine))
-        settings = SolveSettings(
-            policy=options.policy,
-            solver=options.solver,
-            time_limit_s=options.time_limit,
-            gap=options.gap,
-            seed=options.seed,
-            overlap_steps=options.overlap_steps,
-        )
         say(str(path))
         tighter = [answer for answer in found.values() if isinstance(answer, Plan)]
         try:
             plan = choose(
                 own,
-                settings,
+                solve_settings(options),
                 progress=partial(say, str(path)),
                 incumbents=tighter,
                 choices=choices,

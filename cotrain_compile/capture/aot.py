@@ -18,6 +18,7 @@ from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._functorch import config as functorch_config
 from torch.utils._python_dispatch import _disable_current_modes
 
+from cotrain_compile.capture.float_inputs import floats_stay_inputs
 from cotrain_compile.capture.foreach import foreach_decompositions
 from cotrain_compile.capture.scalars import scalar_decompositions
 from cotrain_compile.capture.scaling import scaling_decompositions
@@ -61,7 +62,8 @@ def to_aten(
         keep_inference_input_mutations=True,
     )
     # Torch's own pass for checkpoints refuses random ops; `rematerialise` keeps their results.
-    with functorch_config.patch(remat_using_tags_for_fwd_loss_bwd_graph=False):
+    no_pass_for_checkpoints = functorch_config.patch(remat_using_tags_for_fwd_loss_bwd_graph=False)
+    with no_pass_for_checkpoints, floats_stay_inputs():
         return compile_graph(module, example_inputs)
 
 

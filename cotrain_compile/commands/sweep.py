@@ -15,6 +15,7 @@ from rich.table import Table
 
 from cotrain_compile import files, presets
 from cotrain_compile.analysis.symbolic import at
+from cotrain_compile.choose_plan import solve_settings
 from cotrain_compile.commands.terminal import console
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import OptionError
@@ -62,9 +63,7 @@ def sweep(
             "host_memory_budget": host_memory_budget,
         }
     )
-    settings = SolveSettings(
-        policy=options.policy, time_limit_s=options.time_limit, gap=options.gap
-    )
+    settings = solve_settings(options)
     dataflow = files.load(file, Dataflow)
     sizes = [_sizes(text, dataflow) for text in size or ()]
     output.mkdir(parents=True, exist_ok=True)

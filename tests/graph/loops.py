@@ -79,7 +79,9 @@ def make_clearing_first(model: nn.Module, optimizer: Optimizer) -> Step:
     return make_step(model, [optimizer], loss_of)
 
 
-def make_clearing_last(model: nn.Module, optimizer: Optimizer) -> Step:
+def make_clearing_last(
+    model: nn.Module, optimizer: Optimizer, loss_of: Callable[..., Tensor] = loss_of
+) -> Step:
     def step(x: Tensor, y: Tensor) -> Tensor:
         loss = loss_of(model, x, y)
         loss.backward()

@@ -101,19 +101,14 @@ def test_two_optimizers_take_turns_in_one_step() -> None:
 
 
 def test_autocast_to_bfloat16() -> None:
+    def in_bfloat16(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return loss_of(model, x, y)
+
     def make(model: nn.Module, optimizer: Optimizer) -> Step:
         # In bfloat16 eager's dropout rounds 1 / (1 - p), the captured one does not.
         model[3].p = 0.0  # type: ignore[index]
-
-        def step(x: Tensor, y: Tensor) -> Tensor:
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                loss = loss_of(model, x, y)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss
-
-        return step
+        return make_clearing_last(model, optimizer, in_bfloat16)
 
     assert_as_eager(make)
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
 
 import cotrain_compile
+from tests.graph.steps import cross_entropy, make_step
 
 LESS_THAN_RESIDENT = "900KiB"
 
@@ -28,17 +28,9 @@ def losses(options: dict[str, Any] | None) -> list[float]:
     layers = [nn.Sequential(nn.Linear(128, 128), nn.GELU(), nn.Dropout(0.1)) for _ in range(4)]
     model = nn.Sequential(*layers, nn.Linear(128, 8))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        return loss.detach()
-
+    step = make_step(model, [optimizer], cross_entropy)
     run = torch.compile(step, backend="cotrain", options=options) if options else step
-    found = [float(run(torch.randn(16, 128), torch.randint(0, 8, (16,)))) for _ in range(6)]
+    found = [run(torch.randn(16, 128), torch.randint(0, 8, (16,))).item() for _ in range(6)]
     if options:
         assert cotrain_compile.inspect(run).plan.tasks
         cotrain_compile.synchronize()

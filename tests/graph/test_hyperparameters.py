@@ -15,7 +15,9 @@ from torch._dynamo.utils import counters
 from torch.optim import Optimizer
 
 import cotrain_compile
+from cotrain_compile.capture import float_inputs
 from cotrain_compile.errors import CaptureError
+from cotrain_compile.graph import StepGraph
 from cotrain_compile.runtime import host_kernels as kernels
 from cotrain_compile.runtime.host_kernels import CapturedKernel, FusedKernel, host_kernels
 from tests.graph.captured_steps import make_plain_mlp
@@ -24,6 +26,7 @@ from tests.graph.steps import (
     SEED,
     Step,
     all_tensors,
+    compiling_with,
     cotrain,
     cross_entropy,
     make_step,
@@ -227,3 +230,23 @@ def test_an_optimizer_that_asks_the_device_is_refused_with_its_way_on(
         cotrain()(step)(*vectors())
     with_it = one(optimizer, lr=1e-3, capturable=True)(model)
     assert cotrain()(make_step(model, with_it, cross_entropy))(*vectors()).isfinite()
+
+
+def test_what_keeps_floats_inputs_on_older_versions_leaves_no_trace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[StepGraph] = []
+
+    def note(step: StepGraph, *_: object) -> Callable[[list[Any]], Any]:
+        seen.append(step)
+        return lambda inputs: step.module(*inputs)
+
+    monkeypatch.setattr(float_inputs, "IS_NEEDED", True)
+    with compiling_with(note):
+        train(OPTIMIZERS["sgd"], lambda o: ByHand(o, ["lr"]), cotrain())
+    first, second = seen
+    rates = [len(step.inputs) - len(first.inputs) for step in seen]
+    assert rates == [0, 1]
+    products = second.module.graph.find_nodes(op="call_function", target=torch.ops.aten.mul.Tensor)
+    assert products
+    assert all(product.users for product in products)
