@@ -101,14 +101,17 @@ def _reads_only_temporaries(node: fx.Node) -> bool:
 
 
 def _frees_no_more(node: fx.Node) -> bool:
-    freed = [base for base in map(base_of, node.all_input_nodes) if _last_use(base) <= node]
+    freed = [b for b in map(base_of, node.all_input_nodes) if not _is_used_behind(node, b)]
     return sum(map(_nbytes, freed)) <= _nbytes(node)
 
 
-def _last_use(node: fx.Node) -> fx.Node:
-    """The last node that uses `node` or a view of it."""
-    uses = [_last_use(user) if is_shown(user) else user for user in node.users]
-    return max([node, *uses])
+def _is_used_behind(place: fx.Node, node: fx.Node) -> bool:
+    """Whether anything behind `place` uses `node` or a view of it."""
+    # What uses it last mostly is behind `place`: all updates share the coefficient of clipping.
+    return any(
+        place < user or (is_shown(user) and _is_used_behind(place, user))
+        for user in reversed(node.users)
+    )
 
 
 def base_of(node: fx.Node) -> fx.Node:

@@ -23,6 +23,7 @@ from cotrain_compile.backends.cut import cut, sink_into_updates
 from cotrain_compile.backends.inductor import CUDA_GRAPHS, Code, compile_graph, unknown_settings
 from cotrain_compile.backends.layers import layers
 from cotrain_compile.backends.segments import Segment, SegmentedStep, segmented
+from cotrain_compile.collector import collector_off
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import LoweringError, OptionError
 from cotrain_compile.graph import StepGraph
@@ -61,6 +62,7 @@ def lower(
     return LoweredStep(whole, _compile_each_kind(whole.segments, settings))
 
 
+@collector_off()
 def segments_of(
     step: StepGraph, placed: StepGraph, dataflow: Dataflow, eager_segments: tuple[str, ...] = ()
 ) -> SegmentedStep:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from cotrain_compile.collector import collector_off
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.passes.insert_transfers import insert_transfers
 from cotrain_compile.passes.insert_waits import insert_waits
@@ -27,6 +28,7 @@ PASSES: tuple[Pass, ...] = (
 )
 
 
+@collector_off()
 def run_passes(step: StepGraph, plan: Plan, observer: Observer | None = None) -> StepGraph:
     """Apply `PASSES` to a copy of `step`.
 

@@ -20,7 +20,7 @@ from cotrain_compile.extract import buffer_names
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.passes.gaps import Gaps
 from cotrain_compile.passes.views import available_before
-from cotrain_compile.plan import HostRegion, Plan, Transfer
+from cotrain_compile.plan import HostRegion, Plan, Task, Transfer
 from cotrain_compile.runtime.ops import cotrain, host_region, task_name
 
 Target = Callable[..., Any]
@@ -33,8 +33,7 @@ def insert_transfers(step: StepGraph, plan: Plan) -> StepGraph:
     """
     gaps = Gaps(step)
     inserter = _Inserter(step)
-    fetches = [task for task in plan.transfers if task.is_fetch]
-    for task in [*(task for task in plan.tasks if task not in fetches), *fetches]:
+    for task in sorted(plan.tasks, key=_takes_memory):  # those alike keep their order
         place = gaps.after(task.issue_after)
         if isinstance(task, HostRegion):
             inserter.move_region(task, place)
@@ -42,6 +41,10 @@ def insert_transfers(step: StepGraph, plan: Plan) -> StepGraph:
             inserter.insert(task, place)
     step.module.recompile()
     return step
+
+
+def _takes_memory(task: Task) -> bool:
+    return isinstance(task, Transfer) and task.is_fetch
 
 
 class _Inserter:

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from cotrain_compile.extract import buffer_names
-from cotrain_compile.graph import StepGraph, writes
+from cotrain_compile.graph import StepGraph
 from cotrain_compile.lazy_module import graph_module
 from cotrain_compile.passes.views import COPY, viewed, written_by
 from cotrain_compile.plan import HostRegion, Plan
@@ -125,6 +125,7 @@ def _on_host(node: fx.Node) -> fx.Node:
 def _use_the_parameter_itself(members: list[fx.Node]) -> None:
     """Later readers of the written parameter read the parameter: the new value is moved there."""
     inside = set(members)
-    for node, parameter, _ in writes(members[0].graph):
-        for user in [user for user in node.users if node in inside and user not in inside]:
-            user.replace_input_with(node, parameter)
+    for node in members:
+        if node.target is COPY:
+            for user in [user for user in node.users if user not in inside]:
+                user.replace_input_with(node, written_by(node))

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from cotrain_compile.analysis.reuse import reuse_distances
+from cotrain_compile.collector import collector_off
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.alternatives import Alternative, alternatives, current
 from cotrain_compile.placement.choices import Way
@@ -58,6 +59,7 @@ class Explanation:
         return "\n".join(_lines(self))
 
 
+@collector_off()
 def explain(
     problem: Problem,
     plan: Plan,

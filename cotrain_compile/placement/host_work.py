@@ -7,6 +7,7 @@ may go on in the next step is carried, and waited for there before its first use
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
 
 from cotrain_compile.placement.clock import Clock
@@ -112,8 +113,7 @@ class HostWork:
         )
         self._clock.host(name, update.seconds, self._clock.ready(after))
         if update.returns:
-            self._returning.append(update)
-            self._returning.sort(key=self._done_s)
+            insort(self._returning, update, key=self._done_s)
 
     def _done_s(self, update: HostUpdate) -> float:
         return self._clock.end_s[_region(update)]

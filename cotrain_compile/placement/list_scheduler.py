@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.clock import Clock
@@ -208,7 +208,7 @@ class ListScheduler:
             self.fetched.append(pending)
         for fetch in fetches:
             self._issue_fetch(fetch)
-        pending.fetched += len(fetches)
+        pending.note_fetched(len(fetches))
         nbytes = sum(fetch.nbytes for fetch in fetches)
         pending.planned_bytes += nbytes
         if pending.counted:
@@ -282,7 +282,7 @@ class ListScheduler:
 
     def _unfetched(self) -> list[Pending]:
         """The next few updates whose states are still at home."""
-        waiting = (*self.pending, *self.upcoming)
+        waiting = chain(self.pending, self.upcoming)
         return list(islice((p for p in waiting if p.next_fetches), self.candidates))
 
     def _may_fetch(self, fetch: Fetch, until_s: float, reserved: int) -> bool:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
 
 import numpy as np
 
@@ -19,7 +20,11 @@ from cotrain_compile.placement.room import DoesNotFit, Room
 
 @dataclass(eq=False)
 class Pending:
-    """A device update between its gradient and its run."""
+    """A device update between its gradient and its run.
+
+    `next_fetches` are fetched together next: the states, then a gradient that was away.
+    `still_to_come_bytes` is the room that it needs to run, beyond what it holds already.
+    """
 
     update: DeviceUpdate
     deadline: int  # the first gap in which it is sure to fit
@@ -27,19 +32,19 @@ class Pending:
     planned_bytes: int  # what waits for it, planned up to its deadline
     fetched: int = 0  # how many of its fetches have been issued
     counted: bool = False  # whether that has become part of what is held
+    next_fetches: tuple[Fetch, ...] = field(init=False)
+    still_to_come_bytes: int = field(init=False)
 
-    @property
-    def next_fetches(self) -> tuple[Fetch, ...]:
-        """What is fetched together next: the states, then a gradient that was away."""
-        rest = self.update.fetches[self.fetched :]
-        free = tuple(fetch for fetch in rest if not fetch.after)
-        return free or rest
+    def __post_init__(self) -> None:
+        self.note_fetched(0)
 
-    @property
-    def still_to_come_bytes(self) -> int:
-        """Room that it needs to run, beyond what it holds already."""
+    def note_fetched(self, count: int) -> None:
+        """So many more of its fetches have been issued."""
+        self.fetched += count
         rest = self.update.fetches[self.fetched :]
-        return self.update.workspace_bytes + sum(fetch.nbytes for fetch in rest)
+        self.next_fetches = tuple(fetch for fetch in rest if not fetch.after) or rest
+        rest_bytes = sum(fetch.nbytes for fetch in rest)
+        self.still_to_come_bytes = self.update.workspace_bytes + rest_bytes
 
 
 def with_deadlines(updates: Sequence[DeviceUpdate], room: Room, end: int) -> list[Pending]:
@@ -66,21 +71,25 @@ def _last_moments(updates: Sequence[DeviceUpdate], room: Room, end: int) -> list
     Each run only frees memory, so nothing that fits in another order is missed.
     """
     found: list[Pending] = []
-    waiting: list[DeviceUpdate] = []
-    upcoming = deque(updates)
-    first_gap = upcoming[0].earliest + 1 if upcoming else end + 1
+    waiting: list[tuple[int, int, DeviceUpdate]] = []  # a heap: bytes to run, number, update
+    waiting_bytes = 0
+    upcoming = deque(enumerate(updates))
+    first_gap = updates[0].earliest + 1 if updates else end + 1
     for gap in range(first_gap, end + 1):
-        while upcoming and upcoming[0].earliest < gap:
-            waiting.append(upcoming.popleft())
+        while upcoming and upcoming[0][1].earliest < gap:
+            number, update = upcoming.popleft()
+            heappush(waiting, (_needed_to_run(update), number, update))
+            waiting_bytes += update.waiting_bytes
         while waiting:
-            update = min(waiting, key=_needed_to_run)
-            there = sum(other.waiting_bytes for other in waiting) + _needed_to_run(update)
+            needed_bytes, _, update = waiting[0]
+            there = waiting_bytes + needed_bytes
             short = room.short_of(gap, there)
-            if short > 0 and gap >= min(other.limit for other in waiting):
+            if short > 0 and gap >= min(other.limit for *_, other in waiting):
                 raise DoesNotFit(short)
             if short > 0:
                 break
-            waiting.remove(update)
+            heappop(waiting)
+            waiting_bytes -= update.waiting_bytes
             found.append(Pending(update, gap, len(found), update.waiting_bytes))
             room.reserve_bytes[gap] = max(int(room.reserve_bytes[gap]), there)
     return found

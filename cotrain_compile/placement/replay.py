@@ -81,12 +81,12 @@ def run_order(dataflow: Dataflow, plan: Plan) -> tuple[Op, ...]:
     for name in moved:
         require(name in position, f"{name} is moved, which the step has not")
         require(name not in on_host, f"{name} is moved, but it runs on the host")
+    elsewhere = on_host.union(moved)
     behind: dict[str, list[str]] = {}
     for entry in plan.moved:
-        stays = entry.after in position and entry.after not in on_host.union(moved)
+        stays = entry.after in position and entry.after not in elsewhere
         require(stays, f"ops are moved behind {entry.after}, which is not at its place")
         behind.setdefault(entry.after, []).extend(entry.ops)
-    elsewhere = on_host.union(moved)
     order = []
     for op in dataflow.ops:
         if op.name not in elsewhere:

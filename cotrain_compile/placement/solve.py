@@ -17,6 +17,7 @@ from functools import cached_property
 from math import isfinite
 from typing import NoReturn
 
+from cotrain_compile.collector import collector_off
 from cotrain_compile.errors import OptionError, PlacementError
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.autotm import autotm
@@ -70,6 +71,7 @@ class SolveSettings:
 Progress = Callable[[str], None]
 
 
+@collector_off()
 def solve(
     problem: Problem,
     settings: SolveSettings | None = None,
