@@ -24,18 +24,18 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from bench.matrix_causes import cause_of
+from bench.matrix_causes import Cause, as_traced, no_digit, other_way
 from bench.matrix_page import write_page
 from bench.matrix_steps import (
     ARCHITECTURES,
     IDIOMS,
     OPTIMIZERS,
     CompileWith,
+    LossOf,
     Step,
-    loss_of,
     make_batch,
     make_model,
-    own_loss_of,
+    objective_of,
 )
 from bench.report import write_report
 from cotrain_compile.errors import CotrainError
@@ -59,7 +59,7 @@ Parted = tuple[Kinds, Kinds]  # losses, tensors
 class Result:
     """A cell: what came of it, the graphs it took, and how far it is from eager.
 
-    "rounding" is equal but for elements whose gradient has no right digit in eager either.
+    "rounding" is equal but for what `matrix_causes` shows to be rounding.
     """
 
     architecture: str
@@ -70,6 +70,19 @@ class Result:
     loss_difference: float = 0.0
     tensor_difference: float = 0.0
     message: str = ""
+
+
+@dataclass(frozen=True)
+class Distance:
+    """How far two runs of a cell are apart: losses at most, and every element of its tensors."""
+
+    loss: float
+    tensors: dict[tuple[str, str], Tensor]
+
+    @property
+    def tensor(self) -> float:
+        """The largest difference of a tensor."""
+        return max(float(far.max()) for far in self.tensors.values())
 
 
 def cells() -> list[Cell]:
@@ -92,7 +105,14 @@ def sample(count: int, seed: int = 0) -> list[Cell]:
     return chosen
 
 
-def run(cell: Cell, compile_with: CompileWith) -> Parted:
+def in_eager(step: Step, **_: Any) -> Step:
+    """`step` as it is."""
+    return step
+
+
+def run(
+    cell: Cell, compile_with: CompileWith = in_eager, objective: LossOf | None = None
+) -> Parted:
     """Losses of every call; then changes of the model's tensors and the optimizer's states."""
     architecture, optimizer_name, idiom_name = cell
     idiom = IDIOMS[idiom_name]
@@ -100,8 +120,7 @@ def run(cell: Cell, compile_with: CompileWith) -> Parted:
     model = make_model(architecture, idiom.dtype)
     batches = [make_batch(architecture) for _ in range(CALLS)]
     optimizer = OPTIMIZERS[optimizer_name](model.parameters())
-    objective = (own_loss_of if idiom.own_loss else loss_of)(architecture)
-    step = idiom.make(model, optimizer, objective, compile_with)
+    step = idiom.make(model, optimizer, objective or objective_of(cell), compile_with)
     before = {name: value.double() for name, value in model.state_dict().items()}
     losses = {str(call): step(*batch).detach() for call, batch in enumerate(batches)}
     kinds = {
@@ -120,26 +139,44 @@ def compiled(step: Step, **options: Any) -> Step:
 
 def evaluate(cell: Cell) -> Result:
     """Run `cell` in eager and with our backend, and compare."""
-    idiom = IDIOMS[cell[2]]
     torch._dynamo.reset()
     counters.clear()
-    eager = run(cell, lambda step, **_: step)
+    eager = run(cell)
     try:
         ours = run(cell, compiled)
     except CotrainError as error:
         message = re.sub(r"(?<!\w)/\S*/", "", str(error))  # no folders of the machine it was met on
         return Result(*cell, status="refused", message=f"{type(error).__name__}: {message}")
     graphs = int(counters["stats"]["unique_graphs"])
-    losses, tensors = (differences(a, b) for a, b in zip(ours, eager, strict=True))
-    loss, tensor = (max(float(far.max()) for far in found.values()) for found in (losses, tensors))
-    loss_limit, tensor_limit = ROUNDING[idiom.half_precision]
-    beyond = {key: far > tensor_limit for key, far in tensors.items() if far.max() > tensor_limit}
-    expected = graphs_of(cell)
-    causes = [cause_of(cell, name, kind, far) for (name, kind), far in beyond.items()]
+    far = distance(ours, eager)
+    causes = [] if is_near(cell, far) else causes_of(cell, ours, far)
+    loss_limit, _ = limits(cell)
     explained = all(cause.is_rounding for cause in causes)
-    is_right = loss <= loss_limit and graphs == expected and explained
+    is_right = far.loss <= loss_limit and graphs == graphs_of(cell) and explained
     status = ("rounding" if causes else "equal") if is_right else "different"
-    return Result(*cell, status, graphs, loss, tensor, "; ".join(map(str, causes)))
+    return Result(*cell, status, graphs, far.loss, far.tensor, "; ".join(map(str, causes)))
+
+
+def causes_of(cell: Cell, ours: Parted, far: Distance) -> Sequence[Cause]:
+    """Why `ours` is so `far` from eager: the model's way in a trace, or else tensor by tensor."""
+    torch._dynamo.reset()
+    traced = distance(ours, run(cell, objective=as_traced(objective_of(cell))))
+    if is_near(cell, traced):
+        return [other_way(cell, traced.loss, traced.tensor)]
+    _, limit = limits(cell)
+    beyond = {key: apart > limit for key, apart in far.tensors.items() if apart.max() > limit}
+    return [no_digit(cell, name, kind, where) for (name, kind), where in beyond.items()]
+
+
+def limits(cell: Cell) -> tuple[float, float]:
+    """How far losses and tensors of equal runs of `cell` may be apart."""
+    return ROUNDING[IDIOMS[cell[2]].half_precision]
+
+
+def is_near(cell: Cell, far: Distance) -> bool:
+    """Whether runs that are so `far` apart count as equal."""
+    loss, tensor = limits(cell)
+    return far.loss <= loss and far.tensor <= tensor
 
 
 def graphs_of(cell: Cell) -> int:
@@ -148,6 +185,12 @@ def graphs_of(cell: Cell) -> int:
     # configuration, which the second one then finds there.
     writes_on_itself = cell[0] == "vit" and IDIOMS[cell[2]].own_loss
     return IDIOMS[cell[2]].graphs + writes_on_itself
+
+
+def distance(ours: Parted, eager: Parted) -> Distance:
+    """How far two runs of a cell are apart."""
+    losses, tensors = (differences(a, b) for a, b in zip(ours, eager, strict=True))
+    return Distance(max(float(far.max()) for far in losses.values()), tensors)
 
 
 def differences(ours: Kinds, eager: Kinds) -> dict[tuple[str, str], Tensor]:

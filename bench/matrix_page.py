@@ -16,7 +16,7 @@ trains {calls} calls in eager and with `policy="{policy}"` from the same start, 
 loss, parameter and optimizer state. Made by `python -m bench.matrix`
 ([JSON](../bench/results/matrix.json)); {ran} of {all} cells were run.
 
-**{equal} equal, {rounding} equal but for gradients that are rounding, {different} different,
+**{equal} equal, {rounding} equal but for rounding that is shown below, {different} different,
 {refused} refused.** Equal means: as many graphs as below, losses within {loss:g}; parameters
 within {tensor:g} of the largest change of one, states within {tensor:g} of the largest of their
 kind, in float64 (`GradScaler` in float32). Under bfloat16 autocast {half_loss:g} and
@@ -86,24 +86,35 @@ def _idioms(cells: Sequence[Cell]) -> str:
 
 
 _ROUNDING = """\
-**Rounding**: differences are in biases of attention keys, after as many graphs and with losses as
-eager's. A score is `q · (k + b)`; `q · b` is the same for all keys, softmax does not depend on it,
-so the gradient of `b` is zero: what a step computes there is rounding. Where positions are rotated
-(Qwen2, a part of GPT-NeoX) `q · R b` does depend on the key, but for the slowest rotation by so
-little that bfloat16 rounds it away. Adam, NAdam and Adagrad divide a gradient by its own size, and
-so make whole updates of that rounding, which any other order of the same operations changes. Beside
-each cell is its gradient in float64, and how far the one in its own precision is from it: a cell
-counts as rounding if that has no right digit, else as different.
+**Rounding**: as many graphs and losses as near as in any other cell, and one of two causes.
+
+*The model takes another way where it is traced.* Transformers looks in eager whether a batch holds
+packed sequences, which is a branch on data, and where it does not drops the mask; in a trace
+(`is_tracing` in its `masking_utils.py`) it keeps it. Without a mask, heads that share keys and
+values (`num_key_value_heads` below `num_attention_heads`) are summed within the attention's
+kernel, with one they are repeated before it, so that their gradients round to bfloat16 before the
+sum. Stock `torch.compile(backend="eager")` of the loss alone takes that way too, and then nothing
+is left to explain: each such cell is within the limits above of it. That both ways are right is
+seen from their gradients: where each is as near to the exact (float64) gradient as the other, they
+are at most two roundings apart; a cell where they are farther counts as different. Adagrad's first
+update of an element is the learning rate times the sign of its gradient, so one near zero turns a
+rounding into a whole update.
+
+*The gradient is rounding only.* A score of attention is `q · (k + b)`; `q · b` is the same for all
+keys, softmax does not depend on it, so the gradient of the keys' bias `b` is zero: what a step
+computes there is rounding. Adam, NAdam and Adagrad divide a gradient by its own size, and so make
+whole updates of that rounding, which any other order of the same operations changes. Beside each
+cell is its gradient in float64, and how far the one in its own precision is from it: a cell counts
+as rounding if that has no right digit, else as different.
 """
 _DIFFERENCES = """\
-**Different** is not explained. Mistral with Adagrad under autocast differs as much with everything
-on the device and the captured ops alone, so it comes from capture under autocast, not from the
-placement; a float32 ulp in the weights at the start does not move eager by as much.
+**Different** is not explained, and a bug until it is.
 """
 _REFUSALS = """\
 **Refused** is a `CaptureError` before anything has been updated. Hugging Face does not know by the
 name of GPT-2's class which loss it wants, and logs a warning in its forward. The way on is in the
-message: `model.loss_type = "ForCausalLM"`, or the loss in the step, as in the other columns.
+message: `model.loss_type = "ForCausalLM"`, with which these cells come out equal, or the loss in
+the step, as in the other columns.
 """
 
 

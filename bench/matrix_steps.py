@@ -281,3 +281,8 @@ IDIOMS: dict[str, Idiom] = {
     "GradScaler": Idiom(_scaler, dtype=torch.float32),
     "schedule": Idiom(_schedule, graphs=2),
 }
+
+
+def objective_of(cell: tuple[str, str, str]) -> LossOf:
+    """The loss that a cell trains on."""
+    return (own_loss_of if IDIOMS[cell[2]].own_loss else loss_of)(cell[0])

@@ -242,7 +242,7 @@ def loss_curves(result: Result) -> str:
 def matrix(result: Result) -> str:
     """How many cells came out equal; the whole of it is a page of its own."""
     count = Counter(cell["status"] for cell in result["cells"])
-    rows = [(status, count[status]) for status in ("equal", "different", "refused")]
+    rows = [(status, count[status]) for status in ("equal", "rounding", "different", "refused")]
     return markdown(("loops", "cells"), rows) + "\nCell by cell: [the matrix](matrix.md).\n"
 
 

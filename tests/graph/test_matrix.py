@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+from transformers import masking_utils
 
-from bench import matrix
+from bench import matrix, matrix_steps
 from bench.matrix import CALLS, Cell, cells, evaluate, sample
-from bench.matrix_causes import cause_of
+from bench.matrix_causes import no_digit, other_way
 from bench.matrix_steps import ARCHITECTURES, IDIOMS, OPTIMIZERS, make_model
 
 IN_CI = sample(4, seed=1)
@@ -33,10 +35,46 @@ def test_a_gradient_with_right_digits_explains_no_difference() -> None:
     """Of the biases of GPT-2's attention the keys' are rounding, those beside them are not."""
     cell, name = ("gpt2", "Adagrad", "GradScaler"), "transformer.h.0.attn.c_attn.bias"
     third = torch.arange(48) // 16
-    queries, keys, values = (cause_of(cell, name, "parameter", third == n) for n in range(3))
+    queries, keys, values = (no_digit(cell, name, "parameter", third == n) for n in range(3))
     assert keys.is_rounding
     assert not queries.is_rounding
     assert not values.is_rounding
+
+
+SHARED_KEYS = ("llama", "Adagrad", "autocast")
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:transformers.*")
+def test_a_model_that_takes_another_way_in_a_trace_differs_by_rounding() -> None:
+    result = evaluate(SHARED_KEYS)
+    assert result.tensor_difference > 0.5
+    assert result.status == "rounding"
+    assert "another way where it is traced" in result.message
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:transformers.*")
+def test_where_eager_takes_the_way_of_a_trace_the_two_are_equal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(masking_utils, "is_tracing", lambda *_: True)
+    result = evaluate(SHARED_KEYS)
+    assert result.status == "equal"
+    assert result.loss_difference < 1e-6
+    assert result.tensor_difference < 1e-5
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:transformers.*")
+def test_a_way_with_other_gradients_is_no_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = matrix_steps.loss_of("vit")
+
+    def halves_gradients_in_a_trace(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        loss = right(model, x, y)
+        return (loss + loss.detach()) / 2 if torch.compiler.is_compiling() else loss
+
+    monkeypatch.setattr(matrix_steps, "loss_of", lambda _: halves_gradients_in_a_trace)
+    cause = other_way(("vit", "SGD", "autocast"), loss=0.0, tensor=0.0)
+    assert cause.apart > 10
+    assert not cause.is_rounding
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:transformers.*")
