@@ -81,7 +81,7 @@ SECTIONS = (
 )
 
 # Campaigns and the soak are on a page of their own, `docs/reliability.md` by `bench.reliability`.
-ELSEWHERE = ("reliability_*", "soak")
+ELSEWHERE = ("reliability_*", "long_tests*", "soak")
 
 
 def page() -> str:

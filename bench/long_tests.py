@@ -46,7 +46,7 @@ def counts(junit: str, told: str) -> dict[str, Any]:
         "tests": number["tests"] - number["skipped"],
         "skipped": number["skipped"],
         "failed": list(_failed(suite)),
-        "examples": sum(map(int, re.findall(r"(\d+) passing examples", told))),
+        "examples": sum(map(int, re.findall(r"(\d+) passing(?: examples)?,", told))),
         "minutes": round(float(suite.attrib["time"]) / 60, 1),
     }
 

@@ -37,68 +37,69 @@ SMALL = ("unclipped", "autocast", "autocast-unclipped", "tied")
 
 Case = Callable[[], object]
 Cases = Iterator[Case]
+Report = Callable[[Counter[str], list[dict[str, str]]], None]
 
 
-def _at_allocations() -> Cases:
+def _at_allocations(_: int) -> Cases:
     for name in SETTINGS:
         for number in range(every.allocations(name)):
             yield functools.partial(every.run_out_of_memory, name, number)
 
 
-def _at_nodes() -> Cases:
+def _at_nodes(_: int) -> Cases:
     for name in SETTINGS:
         for number in range(len(every.nodes_that_run(compiled_setting(name)))):
             yield functools.partial(every.fail_at_node, name, number)
 
 
-def _at_workers() -> Cases:
+def _at_workers(_: int) -> Cases:
     for name in SETTINGS:
         for number in range(len(compiled_setting(name).plan.transfers)):
             yield functools.partial(every.kill_worker_at, name, number)
 
 
-def _at_copies() -> Cases:
+def _at_copies(_: int) -> Cases:
     for name in SETTINGS:
         for number in range(len(compiled_setting(name).plan.transfers)):
             yield functools.partial(watchdog.never_end, name, number)
 
 
-def _interrupts() -> Cases:
-    yield from _at_times(lambda name, rng, after_s: signals.press_ctrl_c(name, after_s))
+def _interrupts(first: int) -> Cases:
+    yield from _at_times(first, lambda name, rng, after_s: signals.press_ctrl_c(name, after_s))
 
 
-def _handlers() -> Cases:
+def _handlers(first: int) -> Cases:
     yield from _at_times(
-        lambda name, rng, after_s: signals.save_in_handler(name, rng.choice(HELD), after_s)
+        first, lambda name, rng, after_s: signals.save_in_handler(name, rng.choice(HELD), after_s)
     )
 
 
-def _at_times(send: Callable[[str, random.Random, float], object]) -> Cases:
+def _at_times(first: int, send: Callable[[str, random.Random, float], object]) -> Cases:
     most_s = {name: 1.2 * signals.seconds_of_a_step(name) for name in SETTINGS}
-    for seed in count():
+    for seed in count(first):
         rng = random.Random(seed)
         for name in SETTINGS:
             yield functools.partial(send, name, rng, rng.random() * most_s[name])
 
 
-def _delays() -> Cases:
-    for seed in count(10_000):
+def _delays(first: int) -> Cases:
+    for seed in count(10_000 + first):
         for name in SMALL:
             for overlap in (False, True):
                 test = races.test_delays_anywhere_change_no_bit
                 yield functools.partial(test, name, seed, overlap)
 
 
-def _checked_plans() -> Cases:
-    for seed in count(10_000):
+def _checked_plans(first: int) -> Cases:
+    for seed in count(10_000 + first):
         for name in TRAININGS:
             for overlap in (False, True):
                 yield functools.partial(races.test_a_random_plan_is_in_no_race, name, seed, overlap)
 
 
-def _edges_left_out() -> Cases:
+def _edges_left_out(first: int) -> Cases:
     """Each edge of random plans: refused, or the step runs right with its task late."""
-    for seed in count(10_000):
+    for seed in count(10_000 + first):
         for overlap in (False, True):
             compiled = races.place(
                 "unclipped", races.plan_at_random("unclipped", seed, overlap=overlap)
@@ -113,7 +114,8 @@ def _leave_out(compiled: Any, edge: Any) -> None:
             races.check_late(compiled, "unclipped", edge)
 
 
-KINDS: dict[str, Callable[[], Cases]] = {
+# The cases of a kind; random ones from a seed on.
+KINDS: dict[str, Callable[[int], Cases]] = {
     "out of memory at every allocation": _at_allocations,
     "an exception at every node": _at_nodes,
     "a worker killed at every copy": _at_workers,
@@ -141,12 +143,15 @@ def broken_by(case: Case) -> str:
 
 
 def campaign(
-    seconds: float, only: str, report: Callable[[Counter[str], list[dict[str, str]]], None]
+    seconds: float,
+    only: str,
+    first: int,
+    report: Callable[[Counter[str], list[dict[str, str]]], None],
 ) -> None:
     """All kinds in turns of `TURN_S`, until the time is over; `report` after each turn."""
     counts, broken = Counter[str](), list[dict[str, str]]()
     end_s = time.monotonic() + seconds
-    left = {kind: cases() for kind, cases in KINDS.items() if only in kind}
+    left = {kind: cases(first) for kind, cases in KINDS.items() if only in kind}
     while left and time.monotonic() < end_s:
         for kind, cases in list(left.items()):
             turn_ends_s = min(end_s, time.monotonic() + TURN_S)
@@ -168,6 +173,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--only", default="", help="part of the names of kinds to try")
+    parser.add_argument("--first", type=int, default=0, help="seed of the first random case")
     parser.add_argument("-o", "--output", type=Path, required=True)
     asked = parser.parse_args()
     torch.set_num_threads(1)
@@ -186,10 +192,11 @@ def main() -> None:
             "broken": broken,
             "minutes": round((time.monotonic() - began_s) / 60, 1),
             "kinds": dict(counts),
+            "first_seed": asked.first,
         }
         write_report(asked.output, (__doc__ or "").splitlines()[0], result)
 
-    campaign(60 * asked.minutes, asked.only, report)
+    campaign(60 * asked.minutes, asked.only, asked.first, report)
 
 
 def bark(*_: object) -> None:

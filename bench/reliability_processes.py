@@ -153,12 +153,12 @@ def check_checkpoint(job: Job, states: list[str]) -> None:
             raise Broken(f"the checkpoint is not the state after {saved['done']} steps")
 
 
-def campaign(seconds: float, folder: Path, report: Callable[[Figures], None]) -> None:
+def campaign(seconds: float, first: int, folder: Path, report: Callable[[Figures], None]) -> None:
     """Kill processes until the time is over, of each training in turn; `report` after each."""
     states = {way: undisturbed(Job(folder / f"{way}.pt", STEPS, way)) for way in WAYS}
     seen, end_s = Figures(), time.monotonic() + seconds
     jobs = cycle([Job(folder / f"{number}.pt", STEPS, way) for number, way in enumerate(WAYS)])
-    for seed, job in zip(count(), jobs, strict=False):
+    for seed, job in zip(count(first), jobs, strict=False):
         if time.monotonic() > end_s:
             return
         rng = random.Random(seed)
@@ -181,6 +181,7 @@ def main() -> None:
     """Run a campaign and write its figures, also of one that is stopped."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--minutes", type=float, default=1.0)
+    parser.add_argument("--first", type=int, default=0, help="seed of the first case")
     parser.add_argument("-o", "--output", type=Path, required=True)
     asked = parser.parse_args()
     torch.set_num_threads(1)
@@ -197,6 +198,7 @@ def main() -> None:
             "broken": seen.broken,
             "minutes": round((time.monotonic() - began_s) / 60, 1),
             "kinds": dict(seen.kinds),
+            "first_seed": asked.first,
             "while_compiling": seen.starting,
             "states_left_by_exceptions": seen.stopped_states,
             "trainings_finished": seen.trainings,
@@ -204,7 +206,7 @@ def main() -> None:
         write_report(asked.output, (__doc__ or "").splitlines()[0], result)
 
     with tempfile.TemporaryDirectory() as folder:
-        campaign(60 * asked.minutes, Path(folder), report)
+        campaign(60 * asked.minutes, asked.first, Path(folder), report)
 
 
 if __name__ == "__main__":

@@ -108,7 +108,8 @@ def _highs(program: Program, time_limit_s: float, gap: float, seed: int) -> tupl
     status = str(highs.modelStatusToString(highs.getModelStatus())).lower()
     objective = program.model.objective.value()
     bound = highs.getInfo().mip_dual_bound if choices else objective
-    return status, float(bound if bound is not None else 0.0)
+    # Stopped early, HiGHS may have no bound but minus infinity.
+    return status, max(0.0, float(bound or 0.0))
 
 
 def _round(

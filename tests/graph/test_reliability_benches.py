@@ -107,7 +107,7 @@ def test_a_run_of_a_file_is_counted_with_what_hypothesis_has_tried() -> None:
     told = """
       - during generate phase (0.50 seconds):
         - Typical runtimes: < 1ms, of which < 1ms in data generation
-        - 1900 passing examples, 0 failing examples, 3 invalid examples
+        - 1900 passing, 0 failing, and 3 invalid test cases
       - during reuse phase (0.50 seconds):
         - 100 passing examples, 0 failing examples, 0 invalid examples"""
     figures = {"tests": 3, "skipped": 1, "failed": ["breaks"], "examples": 2000, "minutes": 1.5}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pulp
@@ -95,3 +96,25 @@ def test_with_hardly_any_time_there_is_a_plan() -> None:
     plan = sound(solve(PROBLEM, SolveSettings("auto", time_limit_s=1e-6)))
     assert plan.report is not None
     assert plan.report.simulated_s
+
+
+def test_highs_without_a_bound_of_its_own_has_that_of_no_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Stopped early it says minus infinity, where it has a solution, too."""
+
+    class Stopped:
+        def __init__(self, highs: Any) -> None:
+            self.highs = highs
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.highs, name)
+
+        def getInfo(self) -> Any:  # noqa: N802 (HiGHS' name)
+            return SimpleNamespace(mip_dual_bound=float("-inf"))
+
+    run = solvers._run_highs
+    monkeypatch.setattr(solvers, "_run_highs", lambda *a, **k: Stopped(run(*a, **k)))
+    report = sound(solve(PROBLEM, SETTINGS)).report
+    assert report is not None
+    assert (report.objective_s is None, report.bound_s) == (False, 0.0)
