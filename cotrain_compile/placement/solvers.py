@@ -106,10 +106,11 @@ def _highs(program: Program, time_limit_s: float, gap: float, seed: int) -> tupl
     left_s = max(0.1, time_limit_s - (time.monotonic() - began))
     highs = _run_highs(program, left_s, gap, seed, known)
     status = str(highs.modelStatusToString(highs.getModelStatus())).lower()
-    objective = program.model.objective.value()
-    bound = highs.getInfo().mip_dual_bound if choices else objective
-    # Stopped early, HiGHS may have no bound but minus infinity.
-    return status, max(0.0, float(bound or 0.0))
+    if choices:
+        # Stopped early, HiGHS may have no bound but minus infinity.
+        return status, max(0.0, float(highs.getInfo().mip_dual_bound))
+    # A linear program that is stopped early is at a value that it may yet fall below.
+    return status, float(program.model.objective.value()) if status == "optimal" else 0.0
 
 
 def _round(
