@@ -11,14 +11,13 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
-from cotrain_compile.backends.calls import HELD
 from cotrain_compile.backends.eager import EagerProgram
 from cotrain_compile.backends.lower import LoweredStep
 from cotrain_compile.backends.measured import Measurement
 from cotrain_compile.backends.segmented import SegmentedProgram
 from cotrain_compile.backends.tails import Tail, wait_for_tails
 from cotrain_compile.backends.torn import GO_ON, few
-from cotrain_compile.dataflow import Role
+from cotrain_compile.dataflow import PERSISTENT_ROLES, Role
 from cotrain_compile.errors import StepFailed
 from cotrain_compile.graph import StepGraph, writes
 from cotrain_compile.machine import Tier
@@ -75,7 +74,7 @@ class CompiledStep:
         self._homed = [
             (position, tier)
             for position, (item, tier) in enumerate(zip(graph.inputs, self._tiers, strict=True))
-            if item.role in HELD
+            if item.role in PERSISTENT_ROLES
         ]
 
     @property

@@ -7,6 +7,8 @@ A view that an op needs and that comes later is made again.
 
 from __future__ import annotations
 
+from torch import fx
+
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.passes.views import available_before
 from cotrain_compile.plan import Plan
@@ -15,7 +17,7 @@ from cotrain_compile.plan import Plan
 def move_ops(step: StepGraph, plan: Plan) -> StepGraph:
     """A step graph with the ops of each `MovedOps` of `plan` right behind their anchor."""
     nodes = {node.name: node for node in step.nodes}
-    place = dict(nodes)
+    place: dict[str | None, fx.Node] = {None: _start(step), **nodes}
     for entry in plan.moved:
         for name in entry.ops:
             place[entry.after].append(nodes[name])
@@ -25,3 +27,8 @@ def move_ops(step: StepGraph, plan: Plan) -> StepGraph:
             nodes[name].replace_input_with(value, available_before(nodes[name], value))
     step.module.recompile()
     return step
+
+
+def _start(step: StepGraph) -> fx.Node:
+    """The node that the first op of the step comes after."""
+    return step.module.graph.find_nodes(op="placeholder")[-1]
