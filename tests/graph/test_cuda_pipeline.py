@@ -107,6 +107,7 @@ def test_a_gradient_that_stays_is_refused_where_its_parameter_rests_on_the_host(
     compiled: Any = SimpleNamespace(
         graph=SimpleNamespace(inputs=[item]),
         plan=SimpleNamespace(placement=SimpleNamespace(homes={"weight": Tier.HOST})),
+        problem=SimpleNamespace(dataflow=SimpleNamespace(kept_gradients={})),
     )
     with (
         mock.patch.object(devices, "runs_on_cuda", return_value=True),

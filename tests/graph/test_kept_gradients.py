@@ -185,3 +185,58 @@ def test_random_plans_leave_the_gradients_of_eager(make: MakeLoop, seed: int) ->
         ours = train(make, cotrain(keep_grads=True))
     assert_same_bits(ours, train(make))
     assert plans.gradients_on_host() > 0
+
+
+# The plans that the solver makes.
+
+# Of what each graph takes with everything on the device.
+SHARES = (0.5, 0.7)
+
+
+def within(share: float, peaks: dict[str, int], **options: Any) -> CompileWith:
+    """Compile for `share` of the peak that the graphs of a function have with all of it there."""
+
+    def compile_with(step: Step) -> Step:
+        compiled = cotrain(
+            keep_grads=True,
+            host_kernels="captured",
+            memory_budget=int(share * peaks[step.__name__]),
+            **options,
+        )(step)
+
+        def run(*args: Any) -> Any:
+            returned = compiled(*args)
+            check_peak(compiled)
+            return returned
+
+        return run
+
+    return compile_with
+
+
+def resident_peaks(make: MakeLoop) -> dict[str, int]:
+    """The peak of each function in a loop with everything on the device, of its largest graph."""
+    peaks: dict[str, int] = {}
+
+    def compile_with(step: Step) -> Step:
+        compiled = cotrain(keep_grads=True, policy="resident")(step)
+
+        def run(*args: Any) -> Any:
+            returned = compiled(*args)
+            peak = cotrain_compile.inspect(compiled).predicted.peak_bytes[Tier.DEVICE]
+            peaks[step.__name__] = max(peak, peaks.get(step.__name__, 0))
+            return returned
+
+        return run
+
+    train(make, compile_with)
+    torch._dynamo.reset()
+    return peaks
+
+
+@pytest.mark.parametrize("make", LOOPS)
+def test_plans_for_less_than_the_resident_peak_leave_the_gradients_of_eager(make: MakeLoop) -> None:
+    eager, peaks = train(make), resident_peaks(make)
+    for share in SHARES:
+        torch._dynamo.reset()
+        assert_same_bits(train(make, within(share, peaks, verify=2)), eager)
