@@ -22,6 +22,7 @@ from cotrain_compile.runtime.ops import TASKS, cotrain, host_region, task_name
 
 COPY = torch.ops.aten.copy_.default
 
+
 @dataclass(frozen=True)
 class Write:
     """A tensor of the user's is written: by `task`, or where that is None as the node runs."""
@@ -41,11 +42,11 @@ class Call:
     """A node and what running it takes.
 
     `writes` has the user's tensors that it writes, `updates` says whether one of them is a
-    parameter, state or kept gradient, `overwrites_input` whether all it does is to write one of the inputs. Of the
-    memory of its result, `is_new` says whether it is new, `may_be_spare` whether it may be larger
-    than the result. `last_readers` has the node that takes out each of several results last,
-    `takes` the node whose result at an index nobody takes out after this one; `done_with` are the
-    values that nobody needs after it.
+    parameter, state or kept gradient, `overwrites_input` whether all it does is to write one of the
+    inputs. Of the memory of its result, `is_new` says whether it is new, `may_be_spare` whether it
+    may be larger than the result. `last_readers` has the node that takes out each of several
+    results last, `takes` the node whose result at an index nobody takes out after this one;
+    `done_with` are the values that nobody needs after it.
     """
 
     node: fx.Node

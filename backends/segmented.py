@@ -40,7 +40,9 @@ class SegmentedProgram(EagerProgram):
     def _written_by(self, call: fx.Node, inputs: Any) -> list[Write]:
         written = self._segments[str(call.target)].written
         items = [inputs.get(call.args[position].name) for position in written]  # type: ignore[union-attr]
-        return [Write(i.name, i.role) for i in items if i is not None and i.role in PERSISTENT_ROLES]
+        return [
+            Write(i.name, i.role) for i in items if i is not None and i.role in PERSISTENT_ROLES
+        ]
 
     def _name(self, call: Call) -> str:
         is_segment = call.node.op == "call_module"

@@ -138,7 +138,9 @@ class Dataflow:
         known = set(names)
         for buffer in self.buffers:
             known_param = not buffer.param or buffer.param in known
-            _require(known_param, f"{buffer.name} is a gradient of {buffer.param}, which is unknown")
+            _require(
+                known_param, f"{buffer.name} is a gradient of {buffer.param}, which is unknown"
+            )
         for op in self.ops:
             unknown = {*op.reads, *op.writes} - known
             _require(not unknown, f"op {op.name} touches unknown buffers {sorted(unknown)[:3]}")

@@ -20,15 +20,15 @@ def gradients_kept(step: StepGraph, buffer_of: Mapping[str, str]) -> dict[str, s
     """The parameter of each buffer that is a gradient kept across calls, by buffer."""
     inputs = [buffer_of[item.node] for item in step.inputs if item.node in buffer_of]
     shared = {buffer for buffer, count in Counter(inputs).items() if count > 1}
-    params = {
-        item.name: buffer_of[item.node] for item in step.inputs if item.role is Role.PARAM
-    }
+    params = {item.name: buffer_of[item.node] for item in step.inputs if item.role is Role.PARAM}
     found = {
         buffer_of[item.node]: params[item.param]
         for item in step.inputs
         if item.role is Role.GRADIENT and item.param in params
     }
-    returned = Counter(buffer_of.get(node.name) for node in returned_values(step) if isinstance(node, fx.Node))
+    returned = Counter(
+        buffer_of.get(node.name) for node in returned_values(step) if isinstance(node, fx.Node)
+    )
     for node, param in step.kept.items():
         made = buffer_of.get(node)
         if made is not None and made not in inputs and returned[made] == 1 and param in params:

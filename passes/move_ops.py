@@ -17,7 +17,8 @@ from cotrain_compile.plan import Plan
 def move_ops(step: StepGraph, plan: Plan) -> StepGraph:
     """A step graph with the ops of each `MovedOps` of `plan` right behind their anchor."""
     nodes = {node.name: node for node in step.nodes}
-    place: dict[str | None, fx.Node] = {None: _start(step), **nodes}
+    place: dict[str | None, fx.Node] = dict(nodes)
+    place[None] = _start(step)
     for entry in plan.moved:
         for name in entry.ops:
             place[entry.after].append(nodes[name])
@@ -31,4 +32,6 @@ def move_ops(step: StepGraph, plan: Plan) -> StepGraph:
 
 def _start(step: StepGraph) -> fx.Node:
     """The node that the first op of the step comes after."""
-    return step.module.graph.find_nodes(op="placeholder")[-1]
+    *_, last_input = step.module.graph.find_nodes(op="placeholder")
+    assert isinstance(last_input, fx.Node)
+    return last_input

@@ -12,7 +12,14 @@ from itertools import accumulate
 from typing import Protocol, TypeVar
 
 from cotrain_compile.dataflow import Buffer, Role, UpdateGroup
-from cotrain_compile.placement.choices import Activations, KeptGradients, Way, Weights, is_large
+from cotrain_compile.placement.choices import (
+    NO_GRADIENTS,
+    Activations,
+    KeptGradients,
+    Way,
+    Weights,
+    is_large,
+)
 from cotrain_compile.placement.find_moves import longest_gap
 from cotrain_compile.placement.moved_updates import workspace_bytes
 from cotrain_compile.placement.segmented_step import SegmentedStep
@@ -85,7 +92,7 @@ class _Param:
     used: int = 0
     release: int = 0
     read_late: bool = False
-    kept: KeptGradients = KeptGradients()
+    kept: KeptGradients = NO_GRADIENTS
 
     @property
     def alike(self) -> tuple[object, ...]:
@@ -144,7 +151,7 @@ def _kept(step: SegmentedStep, param: str) -> KeptGradients:
     """What lies in the `.grad` of `param`; where it is two tensors, as if they were one."""
     gradients = [step.dataflow.buffer[n] for n in step.dataflow.kept_gradients.get(param, ())]
     if not gradients:
-        return KeptGradients()
+        return NO_GRADIENTS
     first, nbytes = gradients[0], sum(gradient.nbytes for gradient in gradients)
     touched = step.program.touches.get(first.name, [])
     written = step.program.last_write(first.name)

@@ -63,10 +63,12 @@ class KeptGradients:
         """(segment, bytes) that go home in `way`, once they have been written."""
         return [(self.written, self.nbytes)] if way.trips and self.written is not None else []
 
-
     def crossings(self, way: Way, tail: int) -> set[int]:
         """The segments in which some of it crosses in `way`."""
         return {segment for segment, _ in (*self.up(way, tail), *self.down(way))}
+
+
+NO_GRADIENTS = KeptGradients()
 
 
 @dataclass(frozen=True)
@@ -74,12 +76,13 @@ class Weights:
     """Parameters that are decided on together; bytes and seconds are sums over them.
 
     `fetched_bytes` cross the link when the weight is fetched: the low-precision copies where the
-    step `thin`ly uses nothing else, none where it uses nothing at all, else the parameters. `largest` is the share that the largest
-    parameter has in the bundle, `least_largest` the least share that the largest of any part of the
-    bundle has in that part. `cast_s` is what the host takes to make the low-precision copies,
-    `device_cast_s` what the device takes where it makes them. The rest are segments: of the first
-    use of the weight, the last in the forward, the first in the backward and the last, of the
-    gradient's making, its last use, and the release of the update. `kept` lies in `.grad`.
+    step `thin`ly uses nothing else, none where it uses nothing at all, else the parameters.
+    `largest` is the share that the largest parameter has in the bundle, `least_largest` the least
+    share that the largest of any part of the bundle has in that part. `cast_s` is what the host
+    takes to make the low-precision copies, `device_cast_s` what the device takes where it makes
+    them. The rest are segments: of the first use of the weight, the last in the forward, the first
+    in the backward and the last, of the gradient's making, its last use, and the release of the
+    update. `kept` lies in `.grad`.
     """
 
     params: tuple[str, ...]
@@ -104,7 +107,7 @@ class Weights:
     gradient_made: int
     gradient_used: int
     release: int
-    kept: KeptGradients = KeptGradients()
+    kept: KeptGradients = NO_GRADIENTS
 
     def streamed_bytes(self, way: Way) -> tuple[int, int]:
         """Bytes up before and down after the updates, where `way` streams them."""

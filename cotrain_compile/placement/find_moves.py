@@ -141,7 +141,9 @@ class _Finder:
             stays = [(touched[0], gap[0]), (gap[1], touched[-1])]
         group = self.updated_from.get(name)
         updates_here = group in self.moving
-        for number, (first, last) in enumerate(stays, start=1 if updates_here and not before else 0):
+        for number, (first, last) in enumerate(
+            stays, start=1 if updates_here and not before else 0
+        ):
             fetch = f"{'refetch' if number else 'fetch'}.{name}"
             self.fetches.append(Fetch(fetch, name, buffer.nbytes, first))
             if updates_here and group is not None and before and last == touched[-1]:

@@ -95,7 +95,7 @@ def device_program(
 
 
 def fetched_buffers(dataflow: Dataflow, placement: Placement) -> dict[str, str]:
-    """For each parameter or kept gradient at home on the host, what crosses the link for its uses."""
+    """What crosses the link for the uses of each parameter or kept gradient on the host."""
     on_host = [
         buffer.name
         for buffer in dataflow.buffers

@@ -105,7 +105,9 @@ def check_tasks(dataflow: Dataflow, plan: Plan) -> None:
     states = {s: group.param for group in dataflow.updates for s in group.states}
     for transfer in plan.transfers:
         _check_bytes(dataflow, transfer)
-        _check_direction(plan.placement, set(made), states, dataflow.buffer[transfer.buffer], transfer)
+        _check_direction(
+            plan.placement, set(made), states, dataflow.buffer[transfer.buffer], transfer
+        )
     found = {buffer.name for buffer in dataflow.buffers if buffer.param and buffer.is_input}
     _check_counts(plan, set(made), found)
 

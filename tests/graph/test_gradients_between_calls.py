@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 import cotrain_compile
 from cotrain_compile.dataflow import Role
 from cotrain_compile.machine import Tier
 from tests.graph.captured_steps import make_plain_mlp
-from tests.graph.steps import SEED, Batch, Step, check_peak, cotrain, cross_entropy, vectors
+from tests.graph.steps import SEED, Batch, Step, check_peak, cotrain, cross_entropy
 
 CALLS = 9
 MICRO_BATCHES = 3

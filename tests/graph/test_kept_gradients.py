@@ -177,7 +177,9 @@ class RandomPlans:
         )
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(n, marks=pytest.mark.long) for n in range(2, 40))])
+@pytest.mark.parametrize(
+    "seed", [0, 1, *(pytest.param(n, marks=pytest.mark.long) for n in range(2, 40))]
+)
 @pytest.mark.parametrize("make", LOOPS)
 def test_random_plans_leave_the_gradients_of_eager(make: MakeLoop, seed: int) -> None:
     plans = RandomPlans(f"{make.__name__} {seed}")
