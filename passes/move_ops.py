@@ -16,9 +16,8 @@ from cotrain_compile.plan import Plan
 
 def move_ops(step: StepGraph, plan: Plan) -> StepGraph:
     """A step graph with the ops of each `MovedOps` of `plan` right behind their anchor."""
-    nodes = {node.name: node for node in step.nodes}
-    place: dict[str | None, fx.Node] = dict(nodes)
-    place[None] = _start(step)
+    nodes: dict[str | None, fx.Node] = {node.name: node for node in step.nodes}
+    place = {None: _start(step), **nodes}
     for entry in plan.moved:
         for name in entry.ops:
             place[entry.after].append(nodes[name])
