@@ -14,16 +14,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from cotrain_compile.dataflow import Role
+from cotrain_compile.dataflow import PERSISTENT_ROLES, Role
 from cotrain_compile.extract import UNDECLARED_VIEWS
 from cotrain_compile.graph import StepGraph, returns_argument_memory, writes
 from cotrain_compile.runtime.metered import last_uses
 from cotrain_compile.runtime.ops import TASKS, cotrain, host_region, task_name
 
 COPY = torch.ops.aten.copy_.default
-
-# What a plan gives a home: a gradient that the user keeps is an output, and stays on the device.
-HELD = (Role.PARAM, Role.OPTIMIZER_STATE, Role.BUFFER)
 
 
 @dataclass(frozen=True)
@@ -45,11 +42,11 @@ class Call:
     """A node and what running it takes.
 
     `writes` has the user's tensors that it writes, `updates` says whether one of them is a
-    parameter or state, `overwrites_input` whether all it does is to write one of the inputs. Of the
-    memory of its result, `is_new` says whether it is new, `may_be_spare` whether it may be larger
-    than the result. `last_readers` has the node that takes out each of several results last,
-    `takes` the node whose result at an index nobody takes out after this one; `done_with` are the
-    values that nobody needs after it.
+    parameter, state or kept gradient, `overwrites_input` whether all it does is to write one of the
+    inputs. Of the memory of its result, `is_new` says whether it is new, `may_be_spare` whether it
+    may be larger than the result. `last_readers` has the node that takes out each of several
+    results last, `takes` the node whose result at an index nobody takes out after this one;
+    `done_with` are the values that nobody needs after it.
     """
 
     node: fx.Node
@@ -118,13 +115,13 @@ def _last_readers(graph: fx.Graph) -> dict[Any, dict[Any, fx.Node]]:
 
 
 def _persistent_writes(placed: StepGraph) -> dict[fx.Node, list[Write]]:
-    """What each node writes of the parameters, states and buffers that the user holds."""
+    """What each node writes of the parameters, states, gradients and buffers of the user's."""
     graph = placed.module.graph
     found: dict[fx.Node, list[Write]] = {}
 
     def note(node: fx.Node, destination: Any, task: str | None = None) -> None:
         item = placed.input_of_node.get(destination.name)
-        if item is not None and item.role in HELD:
+        if item is not None and item.role in PERSISTENT_ROLES:
             found.setdefault(node, []).append(Write(item.name, item.role, task))
 
     for node, destination, _ in writes(graph):

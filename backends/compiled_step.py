@@ -9,18 +9,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import fx
 from torch.profiler import record_function
 
-from cotrain_compile.backends.calls import HELD
 from cotrain_compile.backends.eager import EagerProgram
 from cotrain_compile.backends.lower import LoweredStep
 from cotrain_compile.backends.measured import Measurement
 from cotrain_compile.backends.segmented import SegmentedProgram
 from cotrain_compile.backends.tails import Tail, wait_for_tails
 from cotrain_compile.backends.torn import GO_ON, few
-from cotrain_compile.dataflow import Role
+from cotrain_compile.dataflow import PERSISTENT_ROLES, Role
 from cotrain_compile.errors import StepFailed
-from cotrain_compile.graph import StepGraph, writes
+from cotrain_compile.graph import StepGraph, returned_values, writes
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.engine import Periodic
 from cotrain_compile.placement.explain import Explanation, explain
@@ -29,7 +29,7 @@ from cotrain_compile.placement.problem import Problem
 from cotrain_compile.plan import STEP_BEGINS, Plan, Timeline
 from cotrain_compile.runtime.device import Device, rehearsing
 from cotrain_compile.runtime.interrupts import HeldSignals
-from cotrain_compile.runtime.ops import host_region, running_on
+from cotrain_compile.runtime.ops import cotrain, host_region, running_on
 
 
 class CompiledStep:
@@ -72,10 +72,15 @@ class CompiledStep:
             getattr(graph.module, str(node.target)) for node in graph.nodes if node.op == "get_attr"
         ]
         self._kept_values = _read_by_carried(graph, plan)
+        self._gradients_on_host = [
+            position
+            for position, value in enumerate(returned_values(graph))
+            if isinstance(value, fx.Node) and value.target is cotrain.offload
+        ]
         self._homed = [
             (position, tier)
             for position, (item, tier) in enumerate(zip(graph.inputs, self._tiers, strict=True))
-            if item.role in HELD
+            if item.role in PERSISTENT_ROLES
         ]
 
     @property
@@ -139,6 +144,8 @@ class CompiledStep:
             raise
         finally:
             self.last_run_s = time.monotonic()
+        for position in self._gradients_on_host:
+            device.is_at_home(outputs[position])
         self.steps += 1
         if self._carries:
             self.tail.step_returns(self._program.written, self._named(inputs))

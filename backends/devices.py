@@ -53,20 +53,24 @@ def refuse_gradients_of_hosted(
 ) -> None:
     """Raise `OptionError` where a parameter at home on the host would get a gradient on a card.
 
-    torch allows no such `.grad`. `keeping_gradient` are ids of those of the user's tensors `values`
-    that have a gradient after the step.
+    torch allows no such `.grad`. A plan keeps both together where the gradient is a tensor of its
+    own. `keeping_gradient` are ids of those of the user's tensors `values` that have a gradient
+    after the step.
     """
-    homes = compiled.plan.placement.homes
-    hosted = [
+    homes, kept = compiled.plan.placement.homes, compiled.problem.dataflow.kept_gradients
+    apart = [
         item.name
         for item, value in zip(compiled.graph.inputs, values, strict=True)
-        if id(value) in keeping_gradient and homes.get(item.name) is Tier.HOST
+        if id(value) in keeping_gradient
+        and homes.get(item.name) is Tier.HOST
+        and item.name not in kept
     ]
-    if hosted and runs_on_cuda(compiled.graph):
+    if apart and runs_on_cuda(compiled.graph):
         raise OptionError(
-            f"the step leaves gradients in .grad of {len(hosted)} parameters that rest on the host "
-            f"(first: {hosted[0]}); call zero_grad() at the start or the end of the step without "
-            "keep_grads, or raise memory_budget"
+            f"the step leaves gradients in .grad of {len(apart)} parameters that rest on the host, "
+            f"in memory that is not theirs alone (first: {apart[0]}): parts of one tensor, or "
+            "returned by the step as well; give each a tensor of its own, call zero_grad() at the "
+            "start or the end of the step without keep_grads, or raise memory_budget"
         )
 
 

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from cotrain_compile.backends.calls import HELD, Call, Write
+from cotrain_compile.backends.calls import Call, Write
 from cotrain_compile.backends.eager import EagerProgram
 from cotrain_compile.backends.lower import LoweredStep
+from cotrain_compile.dataflow import PERSISTENT_ROLES
 from cotrain_compile.machine import Tier
 from cotrain_compile.runtime.allocations import is_profiled, most_allocated
 from cotrain_compile.runtime.device import Device
@@ -39,7 +40,9 @@ class SegmentedProgram(EagerProgram):
     def _written_by(self, call: fx.Node, inputs: Any) -> list[Write]:
         written = self._segments[str(call.target)].written
         items = [inputs.get(call.args[position].name) for position in written]  # type: ignore[union-attr]
-        return [Write(i.name, i.role) for i in items if i is not None and i.role in HELD]
+        return [
+            Write(i.name, i.role) for i in items if i is not None and i.role in PERSISTENT_ROLES
+        ]
 
     def _name(self, call: Call) -> str:
         is_segment = call.node.op == "call_module"

@@ -47,7 +47,8 @@ class Buffer:
     """A storage. `nbytes` is its whole size, however little of it a view shows.
 
     `is_input` buffers exist before the first op; `is_output` buffers are still needed after the
-    last one (the user holds them, or they are returned).
+    last one (the user holds them, or they are returned). `param` is the parameter in whose `.grad`
+    a gradient is found before the step or kept after it, "" for all else.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Buffer:
     role: Role
     is_input: bool = False
     is_output: bool = False
+    param: str = ""
 
     def __post_init__(self) -> None:
         _require(self.nbytes >= 0, f"buffer {self.name} has a negative size")
@@ -134,6 +136,11 @@ class Dataflow:
         _require(len(set(names)) == len(names), "two buffers share a name")
         _require(len({op.name for op in self.ops}) == len(self.ops), "two ops share a name")
         known = set(names)
+        for buffer in self.buffers:
+            known_param = not buffer.param or buffer.param in known
+            _require(
+                known_param, f"{buffer.name} is a gradient of {buffer.param}, which is unknown"
+            )
         for op in self.ops:
             unknown = {*op.reads, *op.writes} - known
             _require(not unknown, f"op {op.name} touches unknown buffers {sorted(unknown)[:3]}")
@@ -155,6 +162,15 @@ class Dataflow:
     def update(self) -> Mapping[str, UpdateGroup]:
         """Update groups by the name of their parameter."""
         return {group.param: group for group in self.updates}
+
+    @cached_property
+    def kept_gradients(self) -> Mapping[str, tuple[str, ...]]:
+        """The buffers found or kept in the `.grad` of each parameter that has any."""
+        found: dict[str, tuple[str, ...]] = {}
+        for buffer in self.buffers:
+            if buffer.param:
+                found[buffer.param] = (*found.get(buffer.param, ()), buffer.name)
+        return found
 
     def total_bytes(self, *roles: Role) -> int:
         """Bytes of all buffers with one of `roles`."""

@@ -4,15 +4,16 @@ In: a Dataflow. Out: text, from which `parse` makes the same Dataflow again. One
 
     op mm_1 forward aten.mm.default (x w1) -> (h1) 4096 768 bfloat16 layers.1
 
-with its flops, its bytes moved, its dtype and its module. Names are percent-encoded where they
-hold a space, a parenthesis or anything else that is not plain, and an empty one is `-`.
+with its flops, its bytes moved, its dtype and its module; `kept` says in the `.grad` of which
+parameter a gradient is kept. Names are percent-encoded where they hold a space, a parenthesis or
+anything else that is not plain, and an empty one is `-`.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 from urllib.parse import quote, unquote
 
@@ -56,10 +57,11 @@ def parse(lines: str) -> Dataflow:
             f"found {len(parts['dataflow'])} lines 'dataflow FINGERPRINT', expected 1; "
             "give the text of one whole dataflow"
         )
+    kept = dict(parts["kept"])
     return Dataflow(
         fingerprint=parts["dataflow"][0],
         ops=tuple(parts["op"]),
-        buffers=tuple(parts["buffer"]),
+        buffers=tuple(replace(b, param=kept.get(b.name, "")) for b in parts["buffer"]),
         updates=tuple(parts["update"]),
         symbols=dict(parts["symbol"]),
         expressions=_expressions(parts["size"]),
@@ -78,6 +80,9 @@ def _lines(dataflow: Dataflow) -> Iterator[str]:
     for buffer in dataflow.buffers:
         flags = [flag for flag in ("input", "output") if getattr(buffer, f"is_{flag}")]
         yield f"buffer {_word(buffer.name)} {buffer.nbytes} {buffer.role} {_group(flags)}"
+    for buffer in dataflow.buffers:
+        if buffer.param:
+            yield f"kept {_word(buffer.name)} {_word(buffer.param)}"
     for kind in fields(SizeExpressions):
         for name, source in getattr(dataflow.expressions, kind.name).items():
             yield f"size {kind.name} {_word(name)} {_word(source)}"
@@ -170,6 +175,7 @@ _FORMS: dict[str, tuple[str, Callable[..., Any]]] = {
     "symbol": ("name value", lambda name, value: (name, int(value))),
     "op": ("name phase target (reads) -> (writes) flops bytes_moved dtype module", _read_op),
     "buffer": ("name nbytes role (flags)", _read_buffer),
+    "kept": ("gradient param", lambda gradient, param: (gradient, param)),
     "size": ("kind name expression", _read_size),
     "update": ("param gradient low_precision (states) (scalars) (ops)", _read_update),
 }

@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from cotrain_compile.capture.storages import storage_key
 from cotrain_compile.dataflow import Buffer, Dataflow, Op, Phase, Role, SizeExpressions
 from cotrain_compile.errors import ExtractError
+from cotrain_compile.extract_gradients import gradients_kept
 from cotrain_compile.extract_updates import update_groups
 from cotrain_compile.graph import StepGraph, returns_argument_memory
 
@@ -37,10 +38,16 @@ def extract(step: StepGraph) -> Dataflow:
     reader = _Reader(step)
     for node in step.nodes:
         reader.read(node)
+    kept = gradients_kept(step, reader.buffer_of)
     return Dataflow(
         fingerprint=step.fingerprint,
         ops=tuple(reader.ops),
-        buffers=tuple(reader.buffers.values()),
+        buffers=tuple(
+            replace(buffer, role=Role.GRADIENT, param=kept[buffer.name])
+            if buffer.name in kept
+            else buffer
+            for buffer in reader.buffers.values()
+        ),
         updates=update_groups(step, reader.buffer_of),
         symbols=reader.sizes(),
         expressions=reader.expressions(),
@@ -83,7 +90,7 @@ class _Namer:
         elif node.op == "output":
             for name in self._buffers_in(node):
                 held = self.buffers[name]
-                self.buffers[name] = Buffer(name, held.nbytes, held.role, held.is_input, True)
+                self.buffers[name] = replace(held, is_output=True)
 
     def read_call(self, node: fx.Node) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """The buffers that an op reads and writes."""

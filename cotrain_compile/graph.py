@@ -47,7 +47,8 @@ class StepGraph:
 
     `phases` and `modules` (dotted path of the calling module) are by node name; nodes that passes
     add have neither. `rules` says by parameter name which optimizer updates it; host kernels are
-    chosen from it.
+    chosen from it. `kept` says by the name of a returned node in which parameter's `.grad` it is
+    kept.
     """
 
     module: fx.GraphModule
@@ -55,6 +56,7 @@ class StepGraph:
     phases: Mapping[str, Phase]
     modules: Mapping[str, str] = field(default_factory=dict)
     rules: Mapping[str, OptimizerRule] = field(default_factory=dict)
+    kept: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def nodes(self) -> list[fx.Node]:
@@ -114,6 +116,13 @@ def writes(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node, fx.Node]]:
         destination, value = node.args[:2]
         assert isinstance(destination, fx.Node) and isinstance(value, fx.Node)
         yield node, destination, value
+
+
+def returned_values(step: StepGraph) -> list[Any]:
+    """What the step returns, in order: nodes, and what is none."""
+    (output,) = step.module.graph.find_nodes(op="output")
+    returned: Any = output.args[0]
+    return list(returned)
 
 
 def returns_argument_memory(node: fx.Node) -> bool:

@@ -141,11 +141,12 @@ Task = Transfer | HostRegion
 class MovedOps:
     """Ops that the device runs right after op `after`, not at their own place in the step.
 
-    `after` is an op that stays at its place. Ops moved to one place keep the order of the plan.
+    `after` is an op that stays at its place, None for the start of the step. Ops moved to one place
+    keep the order of the plan.
     """
 
     ops: tuple[str, ...]
-    after: str
+    after: str | None
 
 
 @dataclass(frozen=True)

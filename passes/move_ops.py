@@ -7,6 +7,8 @@ A view that an op needs and that comes later is made again.
 
 from __future__ import annotations
 
+from torch import fx
+
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.passes.views import available_before
 from cotrain_compile.plan import Plan
@@ -14,8 +16,8 @@ from cotrain_compile.plan import Plan
 
 def move_ops(step: StepGraph, plan: Plan) -> StepGraph:
     """A step graph with the ops of each `MovedOps` of `plan` right behind their anchor."""
-    nodes = {node.name: node for node in step.nodes}
-    place = dict(nodes)
+    nodes: dict[str | None, fx.Node] = {node.name: node for node in step.nodes}
+    place = {None: _start(step), **nodes}
     for entry in plan.moved:
         for name in entry.ops:
             place[entry.after].append(nodes[name])
@@ -25,3 +27,10 @@ def move_ops(step: StepGraph, plan: Plan) -> StepGraph:
             nodes[name].replace_input_with(value, available_before(nodes[name], value))
     step.module.recompile()
     return step
+
+
+def _start(step: StepGraph) -> fx.Node:
+    """The node that the first op of the step comes after."""
+    *_, last_input = step.module.graph.find_nodes(op="placeholder")
+    assert isinstance(last_input, fx.Node)
+    return last_input

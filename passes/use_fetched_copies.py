@@ -7,11 +7,12 @@
 A view made before the wait and used after it is made again from the copy. A write goes to the copy;
 so do offloads. A wait holds the memory on the device that its copies read or write, so that it is
 not freed before, and that of an offload not later. What the step returns of a buffer at home on the
-host shows the home.
+host shows the home: the user's tensor, or the copy there of a gradient that the step makes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -31,7 +32,8 @@ def use_fetched_copies(step: StepGraph, plan: Plan) -> StepGraph:
         for node in step.module.graph.find_nodes(op="placeholder")
         if homes.get(step.input_of_node[node.name].name) is Tier.HOST
     ]
-    walk = _Walk(hosted)
+    rests = {t.name for t in plan.transfers if homes.get(t.buffer) is Tier.HOST}
+    walk = _Walk(hosted, rests)
     for node in step.nodes:
         walk.visit(node)
     step.module.recompile()
@@ -49,8 +51,9 @@ class _Copy:
 class _Walk:
     """Visits the nodes of a graph in order, with the copy of each buffer that is current."""
 
-    def __init__(self, homes: list[fx.Node]) -> None:
+    def __init__(self, homes: list[fx.Node], to_homes: Set[str]) -> None:
         self.homes = homes
+        self.to_homes = to_homes  # tasks that move what is at home on the host
         self.on_host = set(homes)
         self.copies: dict[object, _Copy] = {}  # by storage
         self.fetched: dict[str, fx.Node] = {}  # by task
@@ -64,6 +67,8 @@ class _Walk:
         elif node.target is cotrain.offload:
             self._offload(node, 0)
             self.on_host.add(node)
+            if task_name(node) in self.to_homes:
+                self.homes.append(node)  # a gradient that the step makes and keeps there
         elif node.target is cotrain.offload_into:
             self._offload(node, 1)
         elif node.target is cotrain.host_cast:

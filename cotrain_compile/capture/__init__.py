@@ -30,6 +30,7 @@ from cotrain_compile.capture.half_steps import (
 )
 from cotrain_compile.capture.hook import install
 from cotrain_compile.capture.inputs import describe_inputs
+from cotrain_compile.capture.kept_gradients import kept_in, kept_outputs
 from cotrain_compile.capture.phases import phases
 from cotrain_compile.capture.prepare import prepare
 from cotrain_compile.capture.rematerialise import rematerialise
@@ -74,6 +75,7 @@ def capture(
     cleared = set[int]() if session.options.keep_grads else session.cleared_first
     drop_outputs(module, [node for param, node in stores if id(param) in cleared])
     session.keeping_gradient = {id(param) for param, _ in stores} - cleared
+    kept = kept_outputs(module, [(p, node) for p, node in stores if id(p) not in cleared])
 
     remat = session.options.remat_on(_device_type(placeholders))
 
@@ -81,6 +83,7 @@ def capture(
         rematerialise(aten_module.graph, saved_values if remat else None)
         prepare(aten_module)
         step = _step_graph(session, aten_module, inputs, example_inputs)
+        step = replace(step, kept=kept_in(step, kept, inputs, example_inputs))
         refuse_missing_updates(session, step, params, example_inputs)
         return compile_step(step, example_inputs)
 

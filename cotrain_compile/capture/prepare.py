@@ -50,6 +50,8 @@ def write_updates_early(graph: fx.Graph) -> None:
     last_reader: dict[object, fx.Node] = {}
     for node in graph.nodes:
         reads = node.args[1:] if node.target is aten.copy_.default else node.all_input_nodes
+        if node.op == "output":  # what it returns of a write, as a kept gradient, is the new value
+            reads = [source for source in reads if source.target is not aten.copy_.default]
         for source in reads:
             last_reader[storage_key(source)] = node
     for node, destination, value in list(writes(graph)):

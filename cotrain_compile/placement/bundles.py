@@ -7,12 +7,19 @@ not with the ops.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Protocol, TypeVar
 
 from cotrain_compile.dataflow import Buffer, Role, UpdateGroup
-from cotrain_compile.placement.choices import Activations, Way, Weights, is_large
+from cotrain_compile.placement.choices import (
+    NO_GRADIENTS,
+    Activations,
+    KeptGradients,
+    Way,
+    Weights,
+    is_large,
+)
 from cotrain_compile.placement.find_moves import longest_gap
 from cotrain_compile.placement.moved_updates import workspace_bytes
 from cotrain_compile.placement.segmented_step import SegmentedStep
@@ -85,6 +92,7 @@ class _Param:
     used: int = 0
     release: int = 0
     read_late: bool = False
+    kept: KeptGradients = NO_GRADIENTS
 
     @property
     def alike(self) -> tuple[object, ...]:
@@ -92,7 +100,8 @@ class _Param:
         states = len(self.group.states) if self.group else -1
         thin = self.fetched != self.name
         read = (thin, self.read_late, *self.uses)
-        return (*read, self.temporary, states, self.made, self.used, self.release)
+        kept = replace(self.kept, nbytes=0)
+        return (*read, self.temporary, states, self.made, self.used, self.release, kept)
 
 
 def bundled_weights(step: SegmentedStep, pieces: int) -> tuple[Weights, ...]:
@@ -110,7 +119,8 @@ def bundled_weights(step: SegmentedStep, pieces: int) -> tuple[Weights, ...]:
 
 def _frozen(step: SegmentedStep) -> Iterable[_Param]:
     for buffer in step.frozen:
-        yield _Param(buffer.name, buffer.nbytes, None, buffer.name, _uses(step, buffer.name))
+        uses, kept = _uses(step, buffer.name), _kept(step, buffer.name)
+        yield _Param(buffer.name, buffer.nbytes, None, buffer.name, uses, kept=kept)
 
 
 def _updated(step: SegmentedStep) -> Iterable[_Param]:
@@ -133,7 +143,30 @@ def _updated(step: SegmentedStep) -> Iterable[_Param]:
             used=step.segment(gradient[-1]),
             release=step.tail if at_the_end else step.segment(earliest),
             read_late=limit < step.program.end,
+            kept=_kept(step, group.param),
         )
+
+
+def _kept(step: SegmentedStep, param: str) -> KeptGradients:
+    """What lies in the `.grad` of `param`; where it is two tensors, as if they were one."""
+    gradients = [step.dataflow.buffer[n] for n in step.dataflow.kept_gradients.get(param, ())]
+    if not gradients:
+        return NO_GRADIENTS
+    first, nbytes = gradients[0], sum(gradient.nbytes for gradient in gradients)
+    touched = step.program.touches.get(first.name, [])
+    written = step.program.last_write(first.name)
+    if not first.is_input:
+        made = step.segment(touched[0])
+        return KeptGradients(nbytes, made, written=step.segment(written))
+    old = [slot for slot in touched if slot <= written] if written >= 0 else touched
+    gap = longest_gap(old, step.moves.elapsed_s)
+    uses = [*touched[:1], *([gap[1]] if gap is not None else [])]
+    return KeptGradients(
+        nbytes,
+        fetched=tuple(step.segment(slot) for slot in uses),
+        written=step.segment(written) if written >= 0 else None,
+        for_update=not touched,
+    )
 
 
 def _uses(step: SegmentedStep, fetched: str) -> Sequence[int]:
@@ -149,8 +182,8 @@ def _bundle(step: SegmentedStep, params: Sequence[_Param], maker: Mapping[str, s
     groups = [p.group for p in params if p.group is not None]
     states = [buffers[name] for group in groups for name in group.states]
     large_bytes = sum(s.nbytes for s in states if is_large(s))
-    thin = first.fetched != first.name
-    casts = [maker[p.fetched] for p in params] if thin else []
+    is_copy, is_used = first.fetched != first.name, bool(step.program.touches.get(first.fetched))
+    casts = [maker[p.fetched] for p in params] if is_copy else []
     sizes = sorted(p.nbytes for p in params)
     return Weights(
         params=tuple(p.name for p in params),
@@ -159,8 +192,8 @@ def _bundle(step: SegmentedStep, params: Sequence[_Param], maker: Mapping[str, s
         state_bytes=large_bytes,
         kept_state_bytes=sum(s.nbytes for s in states) - large_bytes,
         gradient_bytes=sum(buffers[g.gradient].nbytes for g in groups) * first.temporary,
-        fetched_bytes=sum(buffers[p.fetched].nbytes for p in params),
-        thin=thin,
+        fetched_bytes=sum(buffers[p.fetched].nbytes for p in params) * is_used,
+        thin=is_copy or not is_used,
         largest=sizes[-1] / max(1, sum(sizes)),
         least_largest=min(
             size / max(1, part) for size, part in zip(sizes, accumulate(sizes), strict=True)
@@ -177,6 +210,7 @@ def _bundle(step: SegmentedStep, params: Sequence[_Param], maker: Mapping[str, s
         gradient_made=first.made,
         gradient_used=first.used,
         release=first.release,
+        kept=replace(first.kept, nbytes=sum(p.kept.nbytes for p in params)),
     )
 
 

@@ -38,16 +38,51 @@ class Way:
 
 
 @dataclass(frozen=True)
+class KeptGradients:
+    """What lies in the `.grad` of the parameters of a bundle, before the step or after it.
+
+    It rests where the parameter does. Segments: `made` of its making, 0 where the step finds it;
+    `fetched` of each use that it is fetched for where it rests on the host, `written` of its last
+    write, None where there is none. With `for_update` only the update reads it.
+    """
+
+    nbytes: int = 0
+    made: int = 0
+    fetched: tuple[int, ...] = ()
+    written: int | None = None
+    for_update: bool = False
+
+    def up(self, way: Way, tail: int) -> list[tuple[int, int]]:
+        """(segment, bytes) that cross up in `way`: where it is used, or by the end of the step."""
+        if not way.trips:
+            return []
+        by_update = self.for_update and way.mode is UpdateMode.STREAMED
+        return [(segment, self.nbytes) for segment in (*self.fetched, *([tail] * by_update))]
+
+    def down(self, way: Way) -> list[tuple[int, int]]:
+        """(segment, bytes) that go home in `way`, once they have been written."""
+        return [(self.written, self.nbytes)] if way.trips and self.written is not None else []
+
+    def crossings(self, way: Way, tail: int) -> set[int]:
+        """The segments in which some of it crosses in `way`."""
+        return {segment for segment, _ in (*self.up(way, tail), *self.down(way))}
+
+
+NO_GRADIENTS = KeptGradients()
+
+
+@dataclass(frozen=True)
 class Weights:
     """Parameters that are decided on together; bytes and seconds are sums over them.
 
     `fetched_bytes` cross the link when the weight is fetched: the low-precision copies where the
-    step `thin`ly uses nothing else, else the parameters. `largest` is the share that the largest
-    parameter has in the bundle, `least_largest` the least share that the largest of any part of the
-    bundle has in that part. `cast_s` is what the host takes to make the low-precision copies,
-    `device_cast_s` what the device takes where it makes them. The rest are segments: of the first
-    use of the weight, the last in the forward, the first in the backward and the last, of the
-    gradient's making, its last use, and the release of the update.
+    step `thin`ly uses nothing else, none where it uses nothing at all, else the parameters.
+    `largest` is the share that the largest parameter has in the bundle, `least_largest` the least
+    share that the largest of any part of the bundle has in that part. `cast_s` is what the host
+    takes to make the low-precision copies, `device_cast_s` what the device takes where it makes
+    them. The rest are segments: of the first use of the weight, the last in the forward, the first
+    in the backward and the last, of the gradient's making, its last use, and the release of the
+    update. `kept` lies in `.grad`.
     """
 
     params: tuple[str, ...]
@@ -72,6 +107,7 @@ class Weights:
     gradient_made: int
     gradient_used: int
     release: int
+    kept: KeptGradients = NO_GRADIENTS
 
     def streamed_bytes(self, way: Way) -> tuple[int, int]:
         """Bytes up before and down after the updates, where `way` streams them."""
@@ -148,8 +184,12 @@ class Kept:
 
 
 def keep(dataflow: Dataflow, param: str, fetched: str, way: Way) -> Kept:
-    """`param` and its states kept and updated in `way`; `fetched` is what crosses for its uses."""
-    homes = {param: Tier.HOST if way.trips else Tier.DEVICE}
+    """`param` and its states kept and updated in `way`; `fetched` is what crosses for its uses.
+
+    A gradient in its `.grad` rests where it does, as everywhere in torch.
+    """
+    home = Tier.HOST if way.trips else Tier.DEVICE
+    homes = dict.fromkeys((param, *dataflow.kept_gradients.get(param, ())), home)
     away = [fetched] if way.trips == 2 else []
     group = dataflow.update.get(param)
     if group is None or way.mode is None:

@@ -56,7 +56,8 @@ def _checkpoints(
     leaving = {name for bundle in activations for name in bundle.buffers}
     kept, bare = _undecided_bytes(step), _undecided_bytes(step, without=leaving)
     for number, (start, end) in enumerate(zip(step.starts, step.ends, strict=True), start=1):
-        slots = range(start, start + 1 if step.at_peaks else end)
+        # A step that does nothing but update has no slot but the end.
+        slots = range(start, start + 1 if step.at_peaks else max(end, start + 1))
         peaks = {max(slots, key=kept.__getitem__), max(slots, key=bare.__getitem__)}
         for slot in sorted(peaks):
             yield number, kept[slot]
@@ -69,6 +70,8 @@ def _undecided_bytes(step: SegmentedStep, without: Iterable[str] = ()) -> list[i
     left_out = {name for group in updates for name in (group.param, *group.states)}
     left_out |= {g.gradient for g in updates if step.is_made_and_used_up(g.gradient)}
     left_out |= {buffer.name for buffer in step.frozen}
+    kept = step.dataflow.kept_gradients
+    left_out |= {gradient for param in left_out for gradient in kept.get(param, ())}
     left_out.update(without)
     curve = Curve(step.program.end + 1)
     for held in step.moves.instances:

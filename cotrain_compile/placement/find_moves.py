@@ -16,7 +16,7 @@ from cotrain_compile.machine import Tier
 from cotrain_compile.placement.moved_updates import Support, movable, workspace_bytes
 from cotrain_compile.placement.moves import Cast, DeviceUpdate, Fetch, HostUpdate, Moves, Send
 from cotrain_compile.placement.problem import Problem
-from cotrain_compile.placement.residency import Instance, device_program
+from cotrain_compile.placement.residency import Instance, device_program, gradients_at_home
 from cotrain_compile.plan import Placement
 
 
@@ -49,6 +49,8 @@ class _Finder:
         self.backward = [i for i, op in enumerate(staying) if op.phase is Phase.BACKWARD]
         self.elapsed_s = list(accumulate((seconds[op.name] for op in staying), initial=0.0))
         self.away = set(placement.away)
+        self.at_home = set(gradients_at_home(self.dataflow, placement))
+        self.updated_from = {group.gradient: group for group in self.dataflow.updates}
         self.windows = {group.param: self._window(group) for group in self.dataflow.updates}
         # What moved updates read must stay until they run, however early the others are done.
         self.read_by_moved = {group.gradient: group for group in self.moving}
@@ -65,10 +67,14 @@ class _Finder:
         self._casts()
         fetched = {copy: param for param, copy in self.program.fetched.items()}
         for buffer in self.dataflow.buffers:
-            if buffer.name in fetched:
+            if buffer.name in self.at_home:
+                self._gradient_at_home(buffer)
+            elif buffer.name in fetched:
                 self._weight(buffer, fetched[buffer.name])
             elif self.placement.homes.get(buffer.name) is not Tier.HOST:
                 self._buffer(buffer)
+            elif buffer.param:
+                self._new_gradient(buffer)
         device_updates = [self._device_update(group) for group in self.moving]
         host_updates = [self._host_update(group) for group in self.program.host_groups]
         return Moves(
@@ -119,6 +125,49 @@ class _Finder:
             if group in self.moving and buffer.name == param and last == touched[-1]:
                 last = max(last, self.windows[param][0])
             self.instances.append(Instance(buffer, first, last + 1))
+
+    def _gradient_at_home(self, buffer: Buffer) -> None:
+        """A kept gradient at home on the host: fetched for its uses, and sent back if written.
+
+        It is away in the longest gap before it is written and its update may run. Where that runs
+        on the device, it reads what is fetched here, and then sends it back itself.
+        """
+        name, touched = buffer.name, self.program.touches.get(buffer.name, [])
+        before, written = self._before_update(buffer), self._writes_of(name)
+        old = [slot for slot in before if slot <= min(written, default=self.program.end)]
+        gap = longest_gap(old, self.elapsed_s) if old else None
+        stays = [(touched[0], touched[-1])] if touched else []
+        if gap is not None:
+            stays = [(touched[0], gap[0]), (gap[1], touched[-1])]
+        group = self.updated_from.get(name)
+        updates_here = group in self.moving
+        for number, (first, last) in enumerate(
+            stays, start=1 if updates_here and not before else 0
+        ):
+            fetch = f"{'refetch' if number else 'fetch'}.{name}"
+            self.fetches.append(Fetch(fetch, name, buffer.nbytes, first))
+            if updates_here and group is not None and before and last == touched[-1]:
+                last = max(last, self.windows[group.param][0])
+            self.instances.append(Instance(buffer, first, last + 1))
+        if written and not (updates_here and written[-1] in before):
+            store = Send(f"store.{name}", name, buffer.nbytes, written[-1], touched[-1] + 1, name)
+            self.sends[store.name] = store
+
+    def _before_update(self, gradient: Buffer) -> list[int]:
+        """The slots that touch a gradient before the op that needs the result of its update."""
+        group = self.updated_from.get(gradient.name)
+        limit = self.windows[group.param][1] if group is not None else self.program.end
+        return [slot for slot in self.program.touches.get(gradient.name, ()) if slot < limit]
+
+    def _writes_of(self, name: str) -> list[int]:
+        touched = self.program.touches.get(name, ())
+        return [slot for slot in touched if name in self.program.ops[slot].writes]
+
+    def _new_gradient(self, buffer: Buffer) -> None:
+        """A gradient that the step makes and keeps on the host: sent there after its last use."""
+        touched = self.program.touches[buffer.name]
+        self._send(buffer, self.program.last_write(buffer.name), touched[-1] + 1)
+        self.instances.append(Instance(buffer, touched[0], touched[-1] + 1))
 
     def _buffer(self, buffer: Buffer) -> None:
         """Any other buffer: on the device from its first use to its last, or in two stays."""
@@ -171,16 +220,20 @@ class _Finder:
         sources = [group.gradient, *_on_device(self.dataflow, group.scalars)]
         sources = [group.param, *sources] if returns else sources
         next_use = self._next_use(group)
+        earliest, limit = self.windows[group.param]
         inputs = []
         for name in sources:
+            if name in self.at_home:  # the host reads it there, after what the device has written
+                written = [slot for slot in self._writes_of(name) if slot < limit]
+                inputs += [f"store.{name}"] if written else []
+                continue
             buffer = self.dataflow.buffer[name]
             stays = buffer.is_input or buffer.is_output
             holds_from = None if stays else self.program.touches[name][-1] + 1
-            ready = self.program.last_write(name)
+            ready = max((slot for slot in self._writes_of(name) if slot < limit), default=-1)
             if name == group.param and next_use is not None:
                 ready = max(ready, next_use)  # there is a wait for the weight before that op
             inputs.append(self._send(buffer, ready, holds_from).name)
-        earliest, limit = self.windows[group.param]
         if not self.placement.early_updates:
             before = bisect_left(self.backward, limit)
             earliest = max([earliest, *self.backward[max(before - 1, 0) : before]])
@@ -198,12 +251,14 @@ class _Finder:
     def _next_use(self, group: UpdateGroup) -> int | None:
         """The slot of the next step up to which an update on the host may go on; None: no further.
 
-        None too where this step uses or returns what the update writes.
+        None too where this step uses or returns what the update writes, and where the update reads
+        what lies in `.grad`: that is the user's when the step returns.
         """
         param, program = group.param, self.program
         touched = program.touches.get(program.fetched.get(param, param), [])
         written = [self.dataflow.buffer[name] for name in (param, *group.states)]
         in_step = self.windows[param][1] < program.end or any(b.is_output for b in written)
+        in_step = in_step or self.placement.homes.get(group.gradient) is Tier.HOST
         if in_step or not touched or not self.placement.overlap_steps:
             return None
         return touched[0]
@@ -228,13 +283,13 @@ class _Finder:
                 fetched = [*states, param]
         fetches = [Fetch(f"fetch.{s}", s, buffers[s].nbytes, earliest) for s in fetched]
         gradient = buffers[group.gradient]
-        stays = gradient.is_input or gradient.is_output
-        gradient_away = gradient.name in self.away and not stays
-        if gradient_away:
-            last = self.program.touches[gradient.name][-1]
-            send = self._send(gradient, last, last + 1)
-            name = f"fetch.{gradient.name}"
-            fetches.append(Fetch(name, gradient.name, gradient.nbytes, earliest, (send.name,)))
+        fetched_gradient, held_bytes = self._gradient_for(group)
+        fetches += fetched_gradient
+        if gradient.name in self.at_home and held_bytes:
+            written = set(self._writes_of(gradient.name)).intersection(
+                self._before_update(gradient)
+            )
+            stores = [*stores, gradient.name] if written else stores
         ops = (*self.support[param], *group.ops)
         return DeviceUpdate(
             group,
@@ -243,11 +298,25 @@ class _Finder:
             limit,
             tuple(fetches),
             tuple(stores),
-            0 if stays or gradient_away else gradient.nbytes,
+            held_bytes,
             kept_bytes,
             workspace_bytes(self.dataflow, group),
             sum(self.problem.costs.device_s[name] for name in ops),
         )
+
+    def _gradient_for(self, group: UpdateGroup) -> tuple[list[Fetch], int]:
+        """How an update on the device gets its gradient: fetched, or so many bytes held for it."""
+        gradient = self.dataflow.buffer[group.gradient]
+        name, earliest = gradient.name, self.windows[group.param][0]
+        on_host = self.placement.homes.get(name) is Tier.HOST
+        if name in self.at_home and not self._before_update(gradient):
+            return [Fetch(f"fetch.{name}", name, gradient.nbytes, earliest)], 0
+        stays = (gradient.is_input or gradient.is_output) and not on_host
+        if not gradient.is_input and (on_host or (name in self.away and not stays)):
+            last = self.program.touches[name][-1]
+            send = self._send(gradient, last, last + 1)
+            return [Fetch(f"fetch.{name}", name, gradient.nbytes, earliest, (send.name,))], 0
+        return [], 0 if stays else gradient.nbytes
 
     def _window(self, group: UpdateGroup) -> tuple[int, int]:
         """The slot after which the update may run, and the slot of the op that needs its result.
@@ -256,15 +325,15 @@ class _Finder:
         """
         position, program = self.dataflow.position, self.program
         write = max(position[name] for name in group.ops)
-        touched = [
-            slot
-            for name in (group.param, *group.states, program.fetched.get(group.param, group.param))
-            for slot in program.touches.get(name, ())
-        ]
+        own = {group.param, *group.states, program.fetched.get(group.param, group.param)}
+        inputs = {group.gradient, *group.scalars}
+        if self.dataflow.buffer[group.gradient].is_input:  # the step may write it after the update
+            own, inputs = own | {group.gradient}, inputs - {group.gradient}
+        touched = [slot for name in own for slot in program.touches.get(name, ())]
         before = [slot for slot in touched if position[program.ops[slot].name] < write]
         later = [slot for slot in touched if position[program.ops[slot].name] > write]
-        inputs = [program.last_write(name) for name in (group.gradient, *group.scalars)]
-        return max([-1, *before, *inputs]), min([program.end, *later])
+        made = [program.last_write(name) for name in inputs]
+        return max([-1, *before, *made]), min([program.end, *later])
 
 
 def _on_device(dataflow: Dataflow, scalars: Iterable[str]) -> list[str]:

@@ -126,6 +126,8 @@ class _State:
             resident = way.mode is UpdateMode.RESIDENT
             everywhere += bundle.kept_state_bytes + bundle.state_bytes * resident
         profile = np.full(len(self.segments), everywhere)
+        if way.trips == 0:
+            profile += bundle.kept.nbytes * self._within(bundle.kept.made, self.choices.tail)
         if way.trips and not bundle.thin:
             profile += bundle.fetched_bytes * self._within(bundle.first, bundle.last)
         if way.trips == 2:
@@ -146,6 +148,8 @@ class _State:
             down += bundle.state_bytes + bundle.param_bytes * (way.trips > 0)
         if way.mode is UpdateMode.HOST:
             up, down = up + bundle.param_bytes, down + bundle.param_bytes
+        up += sum(nbytes for _, nbytes in bundle.kept.up(way, self.choices.tail))
+        down += sum(nbytes for _, nbytes in bundle.kept.down(way))
         link_s = max(up / machine.h2d.bytes_per_s, down / machine.d2h.bytes_per_s)
         if way.on_host:
             return max(bundle.host_s, link_s)

@@ -188,7 +188,8 @@ class ListScheduler:
         self.clock.now_s += update.seconds
         ops = tuple(name for name in update.ops if name not in self.moved_ops)
         self.moved_ops.update(ops)
-        self.moved.append(MovedOps(ops, self.program.ops[self.clock.gap - 1].name))
+        gap = self.clock.gap
+        self.moved.append(MovedOps(ops, self.program.ops[gap - 1].name if gap else None))
         self.tasks.run(ops)
         self.room.held_bytes -= pending.planned_bytes if pending.counted else 0
         for name in update.stores:

@@ -21,9 +21,12 @@ SHARE = 0.25
 
 @dataclass(frozen=True)
 class Peak:
-    """`kinds` has bytes by kind, largest first; `largest` the three largest buffers."""
+    """`kinds` has bytes by kind, largest first; `largest` the three largest buffers.
 
-    op: Op
+    `op` is None in a step that does nothing but update.
+    """
+
+    op: Op | None
     kinds: Mapping[str, int]
     largest: tuple[Buffer, ...]
 
@@ -35,6 +38,8 @@ class Peak:
     @property
     def where(self) -> str:
         """The op and its module."""
+        if self.op is None:
+            return "at an update"
         return f"at {self.op.target}" + (f" in {self.op.module}" if self.op.module else "")
 
     def of_it(self, *kinds: str) -> str:
@@ -55,7 +60,7 @@ class Peak:
 
 def peak_of(dataflow: Dataflow, moves: Moves) -> Peak:
     """The first op at which most is alive, by the least that `moves` need."""
-    used = moves.slot_bytes
+    used, ops = moves.slot_bytes, moves.program.ops
     slot = max(range(len(used)), key=used.__getitem__)
     alive = [held.buffer for held in moves.instances if held.first <= slot < held.last]
     kinds: Counter[str] = Counter()
@@ -63,7 +68,7 @@ def peak_of(dataflow: Dataflow, moves: Moves) -> Peak:
     for buffer in alive:
         kinds[_kind(buffer, gradients)] += buffer.nbytes
     return Peak(
-        op=moves.program.ops[min(slot, moves.program.end - 1)],
+        op=ops[min(slot, len(ops) - 1)] if ops else None,
         kinds={kind: nbytes for kind, nbytes in kinds.most_common() if nbytes},
         largest=tuple(sorted(alive, key=lambda buffer: -buffer.nbytes)[:3]),
     )

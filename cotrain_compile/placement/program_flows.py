@@ -41,7 +41,8 @@ class Flows:
 
     Down: activations, gradients and `masters` (parameters) for updates on the host. Up:
     activations, new weights `back`, weights for the forward and again for the backward. `late_work`
-    and `late_back` are what the step before has left to do, none where steps do not overlap.
+    and `late_back` are what the step before has left to do, none where steps do not overlap. Both
+    ways go gradients that are `kept` in `.grad`.
     """
 
     act_out: Flow
@@ -55,19 +56,22 @@ class Flows:
     casting: Flow
     late_work: Sequence[Flow]
     late_back: Sequence[Flow]
+    kept_up: Flow
+    kept_down: Flow
     streams: Sequence[Stream]
 
     @property
     def down(self) -> tuple[Flow, ...]:
         """All that passes from the device to the host."""
         stored = (stream.stored for stream in self.streams)
-        return self.act_out, self.gradients, self.masters, *stored
+        return self.act_out, self.gradients, self.masters, self.kept_down, *stored
 
     @property
     def up(self) -> tuple[Flow, ...]:
         """All that passes from the host to the device."""
         states = (stream.up for stream in self.streams)
-        return self.act_in, self.back, *self.late_back, self.forward, self.backward, *states
+        weights = (self.back, *self.late_back, self.forward, self.backward)
+        return self.act_in, *weights, self.kept_up, *states
 
     @property
     def host(self) -> tuple[Flow, ...]:
@@ -85,6 +89,7 @@ def add_flows(model: Model) -> Flows:
     work, casting = _add_host_updates(model, gradients, masters, back, late)
     streams = _add_streams(model)
     _add_weight_trips(model, forward, backward)
+    kept_up, kept_down = _add_kept_gradients(model)
     return Flows(
         act_out=act_out,
         act_in=act_in,
@@ -97,6 +102,8 @@ def add_flows(model: Model) -> Flows:
         casting=casting,
         late_work=late[:1],
         late_back=late[1:],
+        kept_up=kept_up,
+        kept_down=kept_down,
         streams=streams,
     )
 
@@ -223,6 +230,24 @@ def _add_weight_trips(model: Model, forward: Flow, backward: Flow) -> None:
     first = min((b.leaves for b, w, _ in fetched if w.trips == 2), default=0)
     for k in range(first):
         model.add(backward.by(k) == 0)
+
+
+def _add_kept_gradients(model: Model) -> tuple[Flow, Flow]:
+    """What lies in `.grad` on the host is there for its uses, and goes home when it is written.
+
+    Relaxed: one way up is enough for all uses.
+    """
+    up, down = Flow("kept_up", model), Flow("kept_down", model)
+    arriving, leaving = [], []
+    for bundle, way, z in model.options():
+        fetched = bundle.kept.up(way, model.tail)
+        arriving += [(k, in_mib(n) * z) for k, n in (fetched[:1] if model.relaxed else fetched)]
+        leaving += [(k, in_mib(nbytes) * z) for k, nbytes in bundle.kept.down(way)]
+    up.at_least(arriving)
+    down.at_most(leaving)
+    model.add(up.total == _sum(arriving))
+    model.add(down.total == _sum(leaving))
+    return up, down
 
 
 def _sum(terms: Iterable[tuple[int, Any]]) -> Any:

@@ -52,7 +52,7 @@ def add_host_memory(model: Model, budget_mib: float) -> None:
 def _host_bytes(bundle: Weights, way: Way) -> int:
     nbytes = bundle.gradient_bytes * (way.on_host or way.gradient_away)
     if way.trips:
-        nbytes += bundle.param_bytes + bundle.fetched_bytes * bundle.thin
+        nbytes += bundle.param_bytes + bundle.fetched_bytes * bundle.thin + bundle.kept.nbytes
     if way.mode is UpdateMode.HOST:
         nbytes += bundle.param_bytes
     if way.mode not in (UpdateMode.RESIDENT, None):
@@ -85,6 +85,7 @@ def _changes(model: Model) -> Iterable[tuple[int, Any]]:
 def _weight_changes(bundle: Weights, way: Way, lag: int) -> Iterable[tuple[int, int]]:
     if way.trips == 0:
         yield 0, bundle.param_bytes
+        yield bundle.kept.made + 1 - lag if bundle.kept.made else 0, bundle.kept.nbytes
     elif bundle.thin:
         # The copy is part of what stays; where it is fetched it flows instead.
         yield bundle.first + lag, -bundle.fetched_bytes
@@ -129,7 +130,12 @@ def _workspaces(model: Model) -> dict[int, Any]:
         elif way.mode is UpdateMode.STREAMED:
             up, _ = bundle.streamed_bytes(way)
             model.add(streamed >= (need + in_mib(up)) * z)
+        for segment in bundle.kept.crossings(way, model.tail):
+            # One on its way up, the one before on its way down.
+            crossing = 2 * bundle.largest * in_mib(bundle.kept.nbytes)
+            by_segment.setdefault(segment, []).append(crossing * z)
     first = min((b.release for b, way, _ in model.options() if not way.on_host), default=0)
+    first = min([first, *by_segment])
     result: dict[int, Any] = {}
     for k in model.segments[first:]:
         room = result[k] = model.variable(f"room_{k}")

@@ -82,12 +82,13 @@ def run_order(dataflow: Dataflow, plan: Plan) -> tuple[Op, ...]:
         require(name in position, f"{name} is moved, which the step has not")
         require(name not in on_host, f"{name} is moved, but it runs on the host")
     elsewhere = on_host.union(moved)
-    behind: dict[str, list[str]] = {}
+    behind: dict[str | None, list[str]] = {}
     for entry in plan.moved:
-        stays = entry.after in position and entry.after not in elsewhere
+        known = entry.after is None or entry.after in position
+        stays = known and entry.after not in elsewhere
         require(stays, f"ops are moved behind {entry.after}, which is not at its place")
         behind.setdefault(entry.after, []).extend(entry.ops)
-    order = []
+    order = [*behind.get(None, ())]
     for op in dataflow.ops:
         if op.name not in elsewhere:
             order += [op.name, *behind.get(op.name, ())]
@@ -181,9 +182,11 @@ class _Replay:
 
     def _begin(self) -> None:
         for buffer in self.dataflow.buffers:
+            if not buffer.is_input:
+                continue  # a gradient that the step makes is sent home
             if self.plan.placement.homes.get(buffer.name) is Tier.HOST:
                 self.homes[buffer.name] = self._new_on_host(buffer.name, "at its home on the host")
-            elif buffer.is_input:
+            else:
                 self.device[buffer.name] = self._new_on_device(buffer.name)
 
     def _take_over(self) -> None:
@@ -291,7 +294,9 @@ class _Replay:
             target = self.homes[task.buffer]
         else:
             place = f"where {task.name} leaves it on the host"
-            target = self.sent[task.buffer] = self._new_on_host(task.buffer, place)
+            target = self._new_on_host(task.buffer, place)
+            rests = self.plan.placement.homes.get(task.buffer) is Tier.HOST
+            (self.homes if rests else self.sent)[task.buffer] = target
         self._writes(task, target, source.value)
 
     def _prefetch(self, task: Transfer) -> None:
@@ -341,10 +346,12 @@ class _Replay:
                 used.last = self.tick
         for buffer in self.dataflow.buffers:
             name, final = buffer.name, self.values.final[buffer.name]
-            copy = self.homes.get(name) or self.device.get(name)
+            rests = self.plan.placement.homes.get(name) is Tier.HOST
+            copy = self.homes.get(name) if rests else self.device.get(name)
             is_kept = buffer.role in PERSISTENT_ROLES or buffer.is_output
             if is_kept and (buffer.is_input or final):
-                require(copy is not None, f"{name} is not on the device at the end of the step")
+                where = "at its home on the host" if rests else "on the device"
+                require(copy is not None, f"{name} is not {where} at the end of the step")
             if copy is not None and is_kept:
                 copy.expect(Actor("what comes after the step", self.done), final)
             if copy is not None and buffer.is_output:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-from cotrain_compile.dataflow import PERSISTENT_ROLES, Buffer, Dataflow, Op, Role, UpdateGroup
+from cotrain_compile.dataflow import Buffer, Dataflow, Op, Role, UpdateGroup
 from cotrain_compile.machine import Tier
 from cotrain_compile.plan import MovedOps, Placement, Task, Transfer, UpdateMode
 
@@ -26,7 +26,8 @@ class DeviceProgram:
     """The ops that the device runs, in order, when `host_groups` are updated on the host.
 
     `fetched` names, for each parameter at home on the host, the buffer that is fetched for its
-    uses: itself, or its low-precision copy, which the host then makes.
+    uses: itself, or its low-precision copy, which the host then makes. A kept gradient at home
+    there is fetched itself.
     """
 
     dataflow: Dataflow
@@ -81,10 +82,10 @@ def device_program(
     fetched = fetched_buffers(dataflow, placement)
     casts = {copy for param, copy in fetched.items() if copy != param}
     staying = {name for entry in moved for name in entry.ops}
-    behind: dict[str, list[str]] = {}
+    behind: dict[str | None, list[str]] = {}
     for entry in moved:
         behind.setdefault(entry.after, []).extend(entry.ops)
-    ops: list[Op] = []
+    ops = [dataflow.ops[dataflow.position[name]] for name in behind.get(None, ())]
     for op in dataflow.ops:
         if op.name in away or op.name in staying or not casts.isdisjoint(op.writes):
             continue
@@ -94,14 +95,24 @@ def device_program(
 
 
 def fetched_buffers(dataflow: Dataflow, placement: Placement) -> dict[str, str]:
-    """For each parameter at home on the host, the buffer that crosses the link for its uses."""
+    """What crosses the link for the uses of each parameter or kept gradient on the host."""
     on_host = [
         buffer.name
         for buffer in dataflow.buffers
         if buffer.role is Role.PARAM and placement.homes.get(buffer.name) is Tier.HOST
     ]
     thin = thin_copies(dataflow) if on_host else {}
-    return {param: thin.get(param, param) for param in on_host}
+    fetched = {param: thin.get(param, param) for param in on_host}
+    return fetched | {name: name for name in gradients_at_home(dataflow, placement)}
+
+
+def gradients_at_home(dataflow: Dataflow, placement: Placement) -> list[str]:
+    """The kept gradients that the step finds at home on the host."""
+    return [
+        buffer.name
+        for buffer in dataflow.buffers
+        if buffer.param and buffer.is_input and placement.homes.get(buffer.name) is Tier.HOST
+    ]
 
 
 def thin_copies(dataflow: Dataflow) -> dict[str, str]:
@@ -169,13 +180,14 @@ def _spans(
     waits = [wait for wait, _ in fetches]
     limits = [*waits, end]
     on_host = placement.homes.get(buffer.name) is Tier.HOST
-    if on_host:
+    if on_host and buffer.is_input:
         spans = [(0, 0)]
-    elif not fetches and (buffer.role in PERSISTENT_ROLES or buffer.is_input):
+    elif not fetches and buffer.is_input:
         spans = [(0, end)]
     else:
         before = touched[: bisect_left(touched, limits[0])]
-        last = end if buffer.is_output and not fetches else (before[-1] + 1 if before else 0)
+        stays = buffer.is_output and not (fetches or on_host)
+        last = end if stays else (before[-1] + 1 if before else 0)
         spans = [(before[0] if before else 0, last)]
     for number, (wait, first) in enumerate(fetches):
         inside = touched[bisect_left(touched, wait) : bisect_left(touched, limits[number + 1])]
@@ -205,7 +217,8 @@ def host_bytes(program: DeviceProgram, placement: Placement, tasks: Sequence[Tas
     carried = set(_read_by_carried(dataflow, tasks))
     for task in tasks:
         if isinstance(task, Transfer):
-            copied = task.direction == "offload" and not task.destination
+            rests = placement.homes.get(task.buffer) is Tier.HOST
+            copied = task.direction == "offload" and not (task.destination or rests)
             copies += task.nbytes * copied * (2 if task.buffer in carried else 1)
         elif task.makes:
             copies += dataflow.buffer[task.makes].nbytes

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from cotrain_compile.dataflow import PERSISTENT_ROLES, Dataflow, Role, UpdateGroup
+from cotrain_compile.dataflow import PERSISTENT_ROLES, Buffer, Dataflow, Role, UpdateGroup
 from cotrain_compile.errors import PlanError
 from cotrain_compile.machine import Tier
 from cotrain_compile.plan import HostRegion, Lane, Placement, Plan, Transfer, UpdateMode
@@ -43,11 +43,18 @@ def check_placement(dataflow: Dataflow, placement: Placement) -> None:
     for group in dataflow.updates:
         movable.update(group.states)
         _check_homes(placement, group)
+    for param, gradients in dataflow.kept_gradients.items():
+        movable.update(gradients)
+        for name in gradients:
+            require(
+                placement.homes[name] is placement.homes[param],
+                f"{name}, which lies in the .grad of {param}, is not at home where that is",
+            )
     for name, home in placement.homes.items():
         require(
             home is Tier.DEVICE or name in movable,
-            f"{name} is at home on the host, but it is neither a parameter nor a state of one "
-            "that has an update group",
+            f"{name} is at home on the host, but it is neither a parameter, nor a state of one "
+            "that has an update group, nor a gradient kept in .grad",
         )
     _check_away(dataflow, placement)
 
@@ -98,8 +105,11 @@ def check_tasks(dataflow: Dataflow, plan: Plan) -> None:
     states = {s: group.param for group in dataflow.updates for s in group.states}
     for transfer in plan.transfers:
         _check_bytes(dataflow, transfer)
-        _check_direction(plan.placement, set(made), states, transfer)
-    _check_counts(plan, set(made))
+        _check_direction(
+            plan.placement, set(made), states, dataflow.buffer[transfer.buffer], transfer
+        )
+    found = {buffer.name for buffer in dataflow.buffers if buffer.param and buffer.is_input}
+    _check_counts(plan, set(made), found)
 
 
 def _check_updates(dataflow: Dataflow, plan: Plan) -> None:
@@ -162,20 +172,21 @@ def _check_bytes(dataflow: Dataflow, task: Transfer) -> None:
 
 
 def _check_direction(
-    placement: Placement, made: set[str], states: dict[str, str], task: Transfer
+    placement: Placement, made: set[str], states: dict[str, str], buffer: Buffer, task: Transfer
 ) -> None:
     """The placement has a reason for this kind of transfer of this buffer."""
-    name = task.buffer
+    name = buffer.name
     param = states.get(name, name)
     mode = placement.updates.get(param)
     on_host = placement.homes.get(name) is Tier.HOST
     is_streamed = on_host and mode is UpdateMode.STREAMED
+    is_kept = on_host and bool(buffer.param)
     if task.direction == "offload" and task.destination:
-        require(is_streamed, f"{task.name} writes {name} back, but it is not streamed")
+        returns = is_streamed or (is_kept and buffer.is_input)
+        require(returns, f"{task.name} writes {name} back, but it is not streamed")
     elif task.direction == "offload":
-        require(
-            not on_host and name not in made, f"{task.name} copies {name}, which is on the host"
-        )
+        leaves = not on_host or (is_kept and not buffer.is_input)
+        require(leaves and name not in made, f"{task.name} copies {name}, which is on the host")
     elif task.destination:
         moves_back = mode is UpdateMode.HOST and name == param
         require(moves_back, f"{task.name} overwrites {name}, which the host does not update")
@@ -187,13 +198,16 @@ def _check_direction(
         )
 
 
-def _check_counts(plan: Plan, made: set[str]) -> None:
-    """Nothing moves twice the same way, but what is fetched for the forward and the backward."""
+def _check_counts(plan: Plan, made: set[str], found: set[str]) -> None:
+    """Nothing moves twice the same way, but what is fetched for the forward and the backward.
+
+    And what the step `found` in `.grad`, which may be read some time before it is written.
+    """
     fetched = Counter(t.buffer for t in plan.transfers if t.is_fetch)
     for name in {*fetched, *plan.placement.away}:
         away = name in plan.placement.away
         twice = away and (name in made or name in plan.placement.homes)
-        most = 2 if twice else 1
+        most = 2 if twice or name in found else 1
         require(
             fetched[name] <= most and (fetched[name] == most or not away),
             f"{name} is fetched {fetched[name]} times, the placement asks for {most}"

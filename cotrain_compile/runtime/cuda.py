@@ -146,6 +146,9 @@ class CudaDevice(Device):
     def bring_home(self, tensors: Sequence[tuple[torch.Tensor, Tier]]) -> None:
         homes.bring_home(tensors, self._card, self._pool)
 
+    def is_at_home(self, made: torch.Tensor) -> None:
+        homes.rests_on_host(made, self._card)
+
     def run_region(self, region: fx.GraphModule, inputs: Sequence[Any], launch: Launch) -> None:
         # A hyper-parameter or constant may live on the device; it is a few bytes.
         at_hand = [v.cpu() if isinstance(v, torch.Tensor) else v for v in inputs]

@@ -180,6 +180,9 @@ class Device(ABC, Runtime):
     def bring_home(self, tensors: Sequence[tuple[torch.Tensor, Tier]]) -> None:
         """Move persistent tensors of the user's to the tiers where the plan wants them."""
 
+    def is_at_home(self, made: torch.Tensor) -> None:
+        """Note that `made`, which a step has left on the host for the user, rests there."""
+
     @abstractmethod
     def mark(self) -> Any:
         """This moment of the device's own work, None where it is not timed."""

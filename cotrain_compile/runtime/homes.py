@@ -36,6 +36,11 @@ def bring_home(tensors: Sequence[tuple[torch.Tensor, Tier]], card: Card, pool: P
                 _move(members, wanted, card, pool)
 
 
+def rests_on_host(tensor: torch.Tensor, card: Card) -> None:
+    """Let traces see `tensor`, which is on the host, on the device: its uses are there."""
+    resting_on_host[tensor] = card.device
+
+
 def _is_home(tensor: torch.Tensor, tier: Tier, card: Card, pool: PinnedPool) -> bool:
     if not tensor.untyped_storage().nbytes():
         return tensor.device.type == ("cpu" if tier is Tier.HOST else card.device.type)
@@ -56,6 +61,6 @@ def _move(members: Sequence[torch.Tensor], tier: Tier, card: Card, pool: PinnedP
     for tensor in members:
         tensor.data = moved.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
         if tier is Tier.HOST:
-            resting_on_host[tensor] = card.device
+            rests_on_host(tensor, card)
         else:
             resting_on_host.pop(tensor, None)

@@ -107,7 +107,7 @@ def _ops_named_by(plan: Plan) -> Iterator[str]:
         if isinstance(task, HostRegion):
             yield from task.ops
     for entry in plan.moved:
-        yield from (*entry.ops, entry.after)
+        yield from (*entry.ops, *([entry.after] if entry.after is not None else []))
 
 
 def _some(names: Set[str]) -> str:

@@ -91,6 +91,8 @@ def _random_placement(dataflow: Dataflow, rng: random.Random) -> Placement:
         is_frozen = buffer.role is Role.PARAM and buffer.name not in written
         if is_frozen and rng.random() < 0.5:
             homes[buffer.name] = Tier.HOST
+    for param, gradients in dataflow.kept_gradients.items():
+        homes.update(dict.fromkeys(gradients, homes[param]))
     return Placement("random", homes, updates)
 
 
@@ -122,7 +124,7 @@ class _Mover:
         anchors = {}
         for group in self.groups:
             earliest, limit = self._window(group)
-            if 0 <= earliest < limit:
+            if earliest < limit:
                 anchors[group.param] = self.rng.choice(
                     (earliest, self.rng.randrange(earliest, limit))
                 )
@@ -133,12 +135,15 @@ class _Mover:
                 first[name] = min(anchors[group.param], first.get(name, len(self.staying)))
         position = self.dataflow.position
         support = [
-            MovedOps((name,), self.staying[slot].name)
+            MovedOps((name,), self._anchor(slot))
             for name, slot in sorted(first.items(), key=lambda item: position[item[0]])
-            if position[self.staying[slot].name] < position[name]
+            if slot < 0 or position[self.staying[slot].name] < position[name]
         ]
-        updates = [MovedOps(g.ops, self.staying[anchors[g.param]].name) for g in groups]
+        updates = [MovedOps(g.ops, self._anchor(anchors[g.param])) for g in groups]
         return (*support, *updates)
+
+    def _anchor(self, slot: int) -> str | None:
+        return self.staying[slot].name if slot >= 0 else None
 
     def _window(self, group: UpdateGroup) -> tuple[int, int]:
         """The slot behind which the update may run first, and the one it must come before."""
@@ -215,12 +220,17 @@ class _TaskPlacer:
         for buffer in self.dataflow.buffers:
             if buffer.role is Role.PARAM and self._is_on_host(buffer.name):
                 self._place_weight(buffer.name)
+            if buffer.param and buffer.is_input and self._is_on_host(buffer.name):
+                self._place_found_gradient(buffer.name)
         for group in self.dataflow.updates:
             mode = self.placement.updates[group.param]
             if mode is UpdateMode.STREAMED:
                 self._place_streamed_update(group)
             elif mode in HOST_MODES:
                 self._place_host_update(group)
+        for buffer in self.dataflow.buffers:
+            if buffer.param and not buffer.is_input and self._is_on_host(buffer.name):
+                self._place_offload(buffer.name, self.end)
         for buffer in self.dataflow.buffers:
             is_sent = f"offload.{buffer.name}" in self.placed
             moves = not (buffer.is_input or buffer.is_output or is_sent)
@@ -257,6 +267,35 @@ class _TaskPlacer:
         if fetched != param:
             self._place_own_fetch(param)
 
+    def _place_found_gradient(self, name: str) -> None:
+        """The fetches of a kept gradient at home on the host, and its way back where it is written.
+
+        The steps here write none after the update that reads it.
+        """
+        touches, written = self.program.touches.get(name, []), self.program.last_write(name)
+        splits = [i for i in range(1, len(touches)) if not 0 <= written <= touches[i - 1]]
+        split = self.rng.choice(splits) if splits and self._is_sent_away() else len(touches)
+        free_from = 0
+        for number, stay in enumerate(s for s in (touches[:split], touches[split:]) if s):
+            fetch = f"{'refetch' if number else 'fetch'}.{name}"
+            self._place_fetch(fetch, name, 0, free_from, stay[0], ())
+            free_from = stay[-1] + 1
+        if written >= 0:
+            issue = self._between(written + 1, self._use_of_home(name))
+            store = replace(self._transfer(f"store.{name}", "offload", name, ()), destination=name)
+            self._place(store, issue, self._between(issue, self.end))
+
+    def _use_of_home(self, gradient: str) -> int:
+        """The gap in which the home of a kept gradient is needed: by an update on the host."""
+        return min(
+            [
+                self._window(group)[1]
+                for group in self.program.host_groups
+                if group.gradient == gradient
+            ],
+            default=self.end,
+        )
+
     def _place_own_fetch(self, name: str) -> None:
         """The one fetch of a buffer at home on the host."""
         touches = self.program.touches.get(name)
@@ -289,14 +328,18 @@ class _TaskPlacer:
         returns = not self._is_on_host(group.param)
         host_side = (Role.HYPERPARAMETER, Role.CONSTANT)
         scalars = [n for n in group.scalars if self.dataflow.buffer[n].role not in host_side]
-        sent = [group.gradient, *scalars, *([group.param] if returns else [])]
+        found = self.dataflow.buffer[group.gradient].is_input and not returns
+        gradient = [] if found and self._is_on_host(group.gradient) else [group.gradient]
+        sent = [*gradient, *scalars, *([group.param] if returns else [])]
         old_use, limit = self._window(group)
         after = [self._place_offload(name, limit) for name in sent]
+        after += [task for task in (f"store.{group.gradient}",) if task in self.placed]
         # A home is overwritten when what reads it is done.
         fetched = self.program.fetched.get(group.param, "")
         readers = [f"cast.{group.param}", f"fetch.{group.param}", f"refetch.{group.param}"]
         after += [task for task in readers if fetched and task in self.placed]
-        ready = max(self.placed[task].gap + self.placed[task].order[1] for task in after)
+        gaps = [self.placed[task].gap + self.placed[task].order[1] for task in after]
+        ready = max(gaps, default=0)
         issue = self._between(ready, limit)
         region = HostRegion(
             f"update.{group.param}", group.param, group.ops, None, None, tuple(after)

@@ -28,6 +28,13 @@ from cotrain_compile.runtime.cuda_setup import machine_like
 from cotrain_compile.runtime.host_kernels import HostKernel
 from cotrain_compile.runtime.pinned import PinnedPool
 from tests.graph.steps import CASES, OPTIMIZERS, all_tensors, cotrain, make_step, train
+from tests.graph.test_gradients_between_calls import (
+    CALLS,
+    MICRO_BATCHES,
+    Loop,
+    OnTheHost,
+    gradients,
+)
 from tests.graph.thread_card import ThreadCard
 
 
@@ -101,12 +108,34 @@ def test_homes_of_the_first_plan_stay_for_other_batch_sizes(cuda: ThreadCuda) ->
             step(torch.randn(rows, 12), torch.randint(0, 4, (rows,)))
 
 
+def test_kept_gradients_rest_where_their_parameters_do_and_compile_nothing_again(
+    cuda: ThreadCuda,
+) -> None:
+    ours, eager = Loop(OnTheHost(meters=False)), Loop()
+    places: list[tuple[bool, bool]] = []
+
+    def look(loop: Loop) -> list[torch.Tensor]:
+        for param in loop.model.parameters():
+            assert param.grad is not None
+            places.append((cuda.pool.holds(param), cuda.pool.holds(param.grad)))
+        return gradients(loop)
+
+    cycle, all_calls = range(MICRO_BATCHES), range(CALLS)
+    found, expected = ours.run(cycle, look), eager.run(all_calls, gradients)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        found += ours.run(all_calls[MICRO_BATCHES:], look)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    torch.testing.assert_close(ours.tensors(), eager.tensors(), rtol=0, atol=0)
+    assert set(places) == {(True, True), (False, False)}
+
+
 def test_a_gradient_that_stays_is_refused_where_its_parameter_rests_on_the_host() -> None:
     param = torch.nn.Parameter(torch.zeros(2))
     item = SimpleNamespace(name="weight")
     compiled: Any = SimpleNamespace(
         graph=SimpleNamespace(inputs=[item]),
         plan=SimpleNamespace(placement=SimpleNamespace(homes={"weight": Tier.HOST})),
+        problem=SimpleNamespace(dataflow=SimpleNamespace(kept_gradients={})),
     )
     with (
         mock.patch.object(devices, "runs_on_cuda", return_value=True),

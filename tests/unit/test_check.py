@@ -225,7 +225,10 @@ def test_nothing_can_be_sent_before_its_value_is_complete(case: Sound, data: st.
 def test_no_update_can_run_before_its_gradient(case: Sound, data: st.DataObject) -> None:
     which = data.draw(st.integers(0, len(case.plan.moved) - 1))
     moved = list(case.plan.moved)
-    anchor = case.dataflow.position[moved[which].after]
+    after = moved[which].after
+    assume(after is not None)
+    assert after is not None
+    anchor = case.dataflow.position[after]
     sooner = data.draw(st.sampled_from(case.dataflow.ops[:anchor])).name
     assume(sooner in slots(case) and not any(sooner in entry.ops for entry in moved))
     moved[which] = replace(moved[which], after=sooner)
