@@ -42,7 +42,7 @@ class Flows:
     Down: activations, gradients and `masters` (parameters) for updates on the host. Up:
     activations, new weights `back`, weights for the forward and again for the backward. `late_work`
     and `late_back` are what the step before has left to do, none where steps do not overlap. Both
-    ways go gradients that are `kept` in `.grad`.
+    ways go gradients that are `kept` in `.grad`, if there are any.
     """
 
     act_out: Flow
@@ -56,22 +56,22 @@ class Flows:
     casting: Flow
     late_work: Sequence[Flow]
     late_back: Sequence[Flow]
-    kept_up: Flow
-    kept_down: Flow
+    kept_up: Sequence[Flow]
+    kept_down: Sequence[Flow]
     streams: Sequence[Stream]
 
     @property
     def down(self) -> tuple[Flow, ...]:
         """All that passes from the device to the host."""
         stored = (stream.stored for stream in self.streams)
-        return self.act_out, self.gradients, self.masters, self.kept_down, *stored
+        return self.act_out, self.gradients, self.masters, *self.kept_down, *stored
 
     @property
     def up(self) -> tuple[Flow, ...]:
         """All that passes from the host to the device."""
         states = (stream.up for stream in self.streams)
         weights = (self.back, *self.late_back, self.forward, self.backward)
-        return self.act_in, *weights, self.kept_up, *states
+        return self.act_in, *weights, *self.kept_up, *states
 
     @property
     def host(self) -> tuple[Flow, ...]:
@@ -232,11 +232,13 @@ def _add_weight_trips(model: Model, forward: Flow, backward: Flow) -> None:
         model.add(backward.by(k) == 0)
 
 
-def _add_kept_gradients(model: Model) -> tuple[Flow, Flow]:
+def _add_kept_gradients(model: Model) -> tuple[Sequence[Flow], Sequence[Flow]]:
     """What lies in `.grad` on the host is there for its uses, and goes home when it is written.
 
     Relaxed: one way up is enough for all uses.
     """
+    if not any(bundle.kept.nbytes for bundle in model.choices.weights):
+        return (), ()
     up, down = Flow("kept_up", model), Flow("kept_down", model)
     arriving, leaving = [], []
     for bundle, way, z in model.options():
@@ -247,7 +249,7 @@ def _add_kept_gradients(model: Model) -> tuple[Flow, Flow]:
     down.at_most(leaving)
     model.add(up.total == _sum(arriving))
     model.add(down.total == _sum(leaving))
-    return up, down
+    return (up,), (down,)
 
 
 def _sum(terms: Iterable[tuple[int, Any]]) -> Any:
