@@ -43,7 +43,7 @@ from tests.graph.steps import (
     vectors,
 )
 
-CYCLES = 3
+CYCLES = 2
 MICRO_BATCHES = 3
 
 CompileWith = Callable[[Step], Step]
@@ -191,8 +191,8 @@ def test_random_plans_leave_the_gradients_of_eager(make: MakeLoop, seed: int) ->
 
 # The plans that the solver makes.
 
-# Of what each graph takes with everything on the device.
-SHARES = (0.5, 0.7)
+# Of what the largest graph of each function takes with everything on the device.
+SHARES = (0.5, pytest.param(0.7, marks=pytest.mark.long))
 
 
 def within(share: float, peaks: dict[str, int], **options: Any) -> CompileWith:
@@ -236,9 +236,10 @@ def resident_peaks(make: MakeLoop) -> dict[str, int]:
     return peaks
 
 
+@pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("make", LOOPS)
-def test_plans_for_less_than_the_resident_peak_leave_the_gradients_of_eager(make: MakeLoop) -> None:
+def test_plans_for_less_than_the_resident_peak_leave_the_gradients_of_eager(
+    make: MakeLoop, share: float
+) -> None:
     eager, peaks = train(make), resident_peaks(make)
-    for share in SHARES:
-        torch._dynamo.reset()
-        assert_same_bits(train(make, within(share, peaks, verify=2)), eager)
+    assert_same_bits(train(make, within(share, peaks, verify=2)), eager)
