@@ -20,8 +20,8 @@ from cotrain_compile.placement.choices import (
     Weights,
     is_large,
 )
-from cotrain_compile.placement.find_moves import longest_gap
 from cotrain_compile.placement.moved_updates import workspace_bytes
+from cotrain_compile.placement.residency import longest_gap
 from cotrain_compile.placement.segmented_step import SegmentedStep
 from cotrain_compile.plan import UpdateMode
 

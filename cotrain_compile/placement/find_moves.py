@@ -7,28 +7,28 @@ which it must be done, and the stays of every buffer on the device at the least.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 from cotrain_compile.dataflow import PERSISTENT_ROLES, Buffer, Dataflow, Phase, Role, UpdateGroup
 from cotrain_compile.machine import Tier
+from cotrain_compile.placement.gradient_uses import GradientUses, gradient_uses
 from cotrain_compile.placement.moved_updates import Support, movable, workspace_bytes
 from cotrain_compile.placement.moves import Cast, DeviceUpdate, Fetch, HostUpdate, Moves, Send
 from cotrain_compile.placement.problem import Problem
-from cotrain_compile.placement.residency import Instance, device_program, gradients_at_home
+from cotrain_compile.placement.residency import (
+    Instance,
+    device_program,
+    gradients_at_home,
+    longest_gap,
+)
 from cotrain_compile.plan import Placement
 
 
 def moves_of(problem: Problem, placement: Placement) -> Moves:
     """The moves of `placement`."""
     return _Finder(problem, placement).moves()
-
-
-def longest_gap(touched: Sequence[int], elapsed_s: Sequence[float]) -> tuple[int, int] | None:
-    """The neighbouring touches with the most device time between them, None if there is none."""
-    gaps = [(a, b) for a, b in pairwise(touched) if b > a + 1]
-    return max(gaps, key=lambda gap: elapsed_s[gap[1]] - elapsed_s[gap[0] + 1], default=None)
 
 
 class _Finder:
@@ -132,36 +132,26 @@ class _Finder:
         It is away in the longest gap before it is written and its update may run. Where that runs
         on the device, it reads what is fetched here, and then sends it back itself.
         """
-        name, touched = buffer.name, self.program.touches.get(buffer.name, [])
-        before, written = self._before_update(buffer), self._writes_of(name)
-        old = [slot for slot in before if slot <= min(written, default=self.program.end)]
-        gap = longest_gap(old, self.elapsed_s) if old else None
-        stays = [(touched[0], touched[-1])] if touched else []
-        if gap is not None:
-            stays = [(touched[0], gap[0]), (gap[1], touched[-1])]
+        name, uses = buffer.name, self._uses_of(buffer.name)
         group = self.updated_from.get(name)
-        updates_here = group in self.moving
-        for number, (first, last) in enumerate(
-            stays, start=1 if updates_here and not before else 0
-        ):
+        updates_here = group if group in self.moving else None
+        # Where the update is the first to touch it, that has a fetch of its own.
+        first_number = 1 if updates_here and not uses.before else 0
+        for number, (first, last) in enumerate(uses.stays, start=first_number):
             fetch = f"{'refetch' if number else 'fetch'}.{name}"
             self.fetches.append(Fetch(fetch, name, buffer.nbytes, first))
-            if updates_here and group is not None and before and last == touched[-1]:
-                last = max(last, self.windows[group.param][0])
+            if updates_here and uses.before and (first, last) == uses.stays[-1]:
+                last = max(last, self.windows[updates_here.param][0])
             self.instances.append(Instance(buffer, first, last + 1))
-        if written and not (updates_here and written[-1] in before):
-            store = Send(f"store.{name}", name, buffer.nbytes, written[-1], touched[-1] + 1, name)
+        if uses.written and (uses.written_late or not updates_here):
+            ready, last = uses.written[-1], uses.stays[-1][1]
+            store = Send(f"store.{name}", name, buffer.nbytes, ready, last + 1, name)
             self.sends[store.name] = store
 
-    def _before_update(self, gradient: Buffer) -> list[int]:
-        """The slots that touch a gradient before the op that needs the result of its update."""
-        group = self.updated_from.get(gradient.name)
+    def _uses_of(self, name: str) -> GradientUses:
+        group = self.updated_from.get(name)
         limit = self.windows[group.param][1] if group is not None else self.program.end
-        return [slot for slot in self.program.touches.get(gradient.name, ()) if slot < limit]
-
-    def _writes_of(self, name: str) -> list[int]:
-        touched = self.program.touches.get(name, ())
-        return [slot for slot in touched if name in self.program.ops[slot].writes]
+        return gradient_uses(self.program, self.elapsed_s, name, limit)
 
     def _new_gradient(self, buffer: Buffer) -> None:
         """A gradient that the step makes and keeps on the host: sent there after its last use."""
@@ -224,13 +214,14 @@ class _Finder:
         inputs = []
         for name in sources:
             if name in self.at_home:  # the host reads it there, after what the device has written
-                written = [slot for slot in self._writes_of(name) if slot < limit]
-                inputs += [f"store.{name}"] if written else []
+                inputs += [f"store.{name}"] if self._uses_of(name).written_before else []
                 continue
             buffer = self.dataflow.buffer[name]
             stays = buffer.is_input or buffer.is_output
             holds_from = None if stays else self.program.touches[name][-1] + 1
-            ready = max((slot for slot in self._writes_of(name) if slot < limit), default=-1)
+            touched = self.program.touches.get(name, ())
+            writes = [t for t in touched if t < limit and name in self.program.ops[t].writes]
+            ready = max(writes, default=-1)
             if name == group.param and next_use is not None:
                 ready = max(ready, next_use)  # there is a wait for the weight before that op
             inputs.append(self._send(buffer, ready, holds_from).name)
@@ -285,11 +276,8 @@ class _Finder:
         gradient = buffers[group.gradient]
         fetched_gradient, held_bytes = self._gradient_for(group)
         fetches += fetched_gradient
-        if gradient.name in self.at_home and held_bytes:
-            written = set(self._writes_of(gradient.name)).intersection(
-                self._before_update(gradient)
-            )
-            stores = [*stores, gradient.name] if written else stores
+        if gradient.name in self.at_home and self._uses_of(gradient.name).written_before:
+            stores = [*stores, gradient.name]
         ops = (*self.support[param], *group.ops)
         return DeviceUpdate(
             group,
@@ -309,7 +297,7 @@ class _Finder:
         gradient = self.dataflow.buffer[group.gradient]
         name, earliest = gradient.name, self.windows[group.param][0]
         on_host = self.placement.homes.get(name) is Tier.HOST
-        if name in self.at_home and not self._before_update(gradient):
+        if name in self.at_home and not self._uses_of(name).before:
             return [Fetch(f"fetch.{name}", name, gradient.nbytes, earliest)], 0
         stays = (gradient.is_input or gradient.is_output) and not on_host
         if not gradient.is_input and (on_host or (name in self.away and not stays)):

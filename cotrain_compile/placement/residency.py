@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from cotrain_compile.dataflow import Buffer, Dataflow, Op, Role, UpdateGroup
 from cotrain_compile.machine import Tier
@@ -130,6 +130,12 @@ def thin_copies(dataflow: Dataflow) -> dict[str, str]:
         if name in copy_of and (op.writes != (copy_of[name],) or op.reads != (name,))
     }
     return {param: copy for param, copy in copy_of.items() if param not in used_otherwise}
+
+
+def longest_gap(touched: Sequence[int], elapsed_s: Sequence[float]) -> tuple[int, int] | None:
+    """The neighbouring touches with the most device time between them, None if there is none."""
+    gaps = [(a, b) for a, b in pairwise(touched) if b > a + 1]
+    return max(gaps, key=lambda gap: elapsed_s[gap[1]] - elapsed_s[gap[0] + 1], default=None)
 
 
 @dataclass(frozen=True)
