@@ -98,7 +98,7 @@ def campaigns_in(results: Path) -> dict[str, dict[str, Any]]:
     return {file.name: _result(file) for file in files}
 
 
-def tests_in(results: Path) -> dict[str, dict[str, Any]]:
+def long_tests_in(results: Path) -> dict[str, dict[str, Any]]:
     """The figures of all files of tests that were run in full."""
     found = [_result(file) for file in sorted(results.glob("long_tests*.json"))]
     return {name: figures for result in found for name, figures in result.items()}
@@ -203,7 +203,7 @@ def main() -> None:
     parser.add_argument("--page", type=Path, required=True)
     asked = parser.parse_args()
     soak = _result(RESULTS / "soak.json")
-    text = page(campaigns_in(RESULTS), soak, tests_in(RESULTS))
+    text = page(campaigns_in(RESULTS), soak, long_tests_in(RESULTS))
     asked.page.write_text(text, encoding="utf-8")
 
 

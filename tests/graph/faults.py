@@ -118,8 +118,13 @@ class Trial:
             self.inputs[position] = value
         # As AOTAutograd does before it calls a step.
         torch.autograd.graph.increment_version(v for v in self.inputs if isinstance(v, Tensor))
-        with torch.no_grad():
+        # `torch.no_grad` is Python: a Ctrl-C in its own lines would leave the mode off.
+        was_on = torch.is_grad_enabled()
+        try:
+            torch._C._set_grad_enabled(False)
             self.run(list(self.inputs))
+        finally:
+            torch._C._set_grad_enabled(was_on)
 
     def changed_since(self, before: list[Any]) -> set[str]:
         items = [self.step.step.inputs[position] for position in differences(self.inputs, before)]
