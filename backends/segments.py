@@ -140,6 +140,7 @@ class _Builder:
         self._sizes = sizes
         self._ops = set(stretch.ops)
         self._values: dict[fx.Node, fx.Node] = {}
+        self._shown: dict[fx.Node, list[fx.Node]] = {}  # views with a value here, by their base
         self._placeholders: dict[fx.Node, fx.Node] = {}
         for op in stretch.ops:
             if op.target is COPY:
@@ -163,7 +164,8 @@ class _Builder:
             new = self.graph.call_function(torch.ops.aten.copy.default, (old, new))
         self.written[base] = new
         # From here on, what shows the written memory shows the new value.
-        self._values = {n: v for n, v in self._values.items() if base_of(n) is not base}
+        for shown in self._shown.pop(base, ()):
+            del self._values[shown]
         self._values[base] = new
 
     def _value(self, node: fx.Node) -> Any:
@@ -174,8 +176,11 @@ class _Builder:
             return self._value(base_of(node))
         if node not in self._values:
             is_item = node.target is operator.getitem and node.args[0] in self._ops
-            is_view = base_of(node) is not node
-            self._values[node] = self._copy(node) if is_item or is_view else self._input(node)
+            base = base_of(node)
+            is_copied = is_item or base is not node
+            self._values[node] = self._copy(node) if is_copied else self._input(node)
+            if base is not node:
+                self._shown.setdefault(base, []).append(node)
         return self._values[node]
 
     def _copy(self, node: fx.Node) -> fx.Node:

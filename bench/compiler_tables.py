@@ -111,6 +111,10 @@ def growth(result: Result) -> str:
     rows = [_by_nodes(stage, found, nodes) for stage, found in result["seconds"].items()]
     rows.append(_by_nodes("memory, GiB", _in_gib(result["compiler_bytes"]), nodes))
     headings = ("stage", *(f"{count:,} nodes" for count in nodes), "exponent")
+    if calls := result.get("calls"):  # results from before calls were counted have none
+        exponents = {stage: f"{found['exponent']:.2f}" for stage, found in calls.items()}
+        rows = [(*row, exponents.get(row[0], "-")) for row in rows]
+        headings += ("of calls",)
     step = [
         f"{kind} {found['us_an_op'][0]:.0f} to {found['us_an_op'][-1]:.0f} µs"
         for kind, found in result["seconds_a_step"].items()

@@ -4,7 +4,8 @@ A Llama of 7B's width with 6 to 96 layers is traced under fake tensors and goes 
 in a process of its own; one more process runs a step of a GPT of width 8. An exponent is the slope
 of a line through the logarithms of nodes and seconds, by least squares; that of the two largest
 sizes is beside it, since constant costs flatten the line. The integer programs stop at their time
-limit, so that `solve` says little. Seconds are of the processor, compilers included.
+limit, so that `solve` says little. Seconds are of the processor, compilers included; calls of
+functions, up to 24 layers, grow as the work does, whatever caches and the allocator make of it.
 
     python -m bench.growth -o bench/results/growth.json
 
@@ -89,14 +90,7 @@ def summary(
 ) -> dict[str, Any]:
     """Every measure over the sizes, with its exponents."""
     nodes = [found["nodes"] for found in stages.values()]
-    seconds = {}
-    names = {name: None for found in stages.values() for name in found["seconds"]}
-    for name in names:
-        timed = [found for found in stages.values() if name in found["seconds"]]
-        sizes = [found["nodes"] for found in timed]
-        if len(sizes) < 2:
-            continue  # one size has no slope
-        seconds[name] = growth(sizes, [found["seconds"][name] for found in timed])
+    measures = {measure: _by_stage(stages, measure) for measure in ("seconds", "calls")}
     memory = [s["process_bytes"]["all"] - s["process_bytes"]["imports"] for s in stages.values()]
     steps = {}
     for kind in next(iter(overhead.values())):
@@ -108,7 +102,7 @@ def summary(
         "layers": list(stages),
         "nodes": nodes,
         "tasks": [found["tasks"] for found in stages.values()],
-        "seconds": seconds,
+        **measures,
         "compiler_bytes": growth(nodes, memory),
         "segments": [found["segments"] for found in stages.values()],
         "kinds": [found["kinds"] for found in stages.values()],
@@ -116,10 +110,22 @@ def summary(
     }
 
 
+def _by_stage(stages: Mapping[int, Mapping[str, Any]], measure: str) -> dict[str, Any]:
+    """The growth of one measure of each stage, over the sizes that have it."""
+    names = {name: None for found in stages.values() for name in found[measure]}
+    grown = {}
+    for name in names:
+        having = [found for found in stages.values() if name in found[measure]]
+        if len(having) > 1:  # one size has no slope
+            values = [found[measure][name] for found in having]
+            grown[name] = growth([found["nodes"] for found in having], values)
+    return grown
+
+
 def show(found: Mapping[str, Any]) -> None:
     """One line a stage."""
     table = Table(title="seconds by nodes")
-    for heading in ("stage", *map(str, found["nodes"]), "exponent", "last two"):
+    for heading in ("stage", *map(str, found["nodes"]), "exponent", "last two", "of calls"):
         table.add_column(heading, justify="left" if heading == "stage" else "right")
     rows = {**found["seconds"], "compiler memory, bytes": found["compiler_bytes"]}
     rows |= {f"a step, {kind}": row for kind, row in found["seconds_a_step"].items()}
@@ -130,7 +136,8 @@ def show(found: Mapping[str, Any]) -> None:
             values = [f"{value:.3g}" for value in row["values"]]
             values += [""] * (len(found["nodes"]) - len(values))
         exponents = (f"{row[key]:.2f}" for key in ("exponent", "exponent_of_the_largest_two"))
-        table.add_row(name, *values, *exponents)
+        calls = found["calls"].get(name)
+        table.add_row(name, *values, *exponents, f"{calls['exponent']:.2f}" if calls else "")
     console = Console(soft_wrap=True)
     console.print(table)
     console.print("kinds of segments", found["kinds"])

@@ -1,12 +1,14 @@
 """The stages of one compilation, timed one after the other in this process.
 
-In: how many layers a Llama of 7B's width has. Out: seconds of every stage, nodes, and how much
-memory the process has taken. Nothing of the model is allocated: it is traced under fake tensors.
+In: how many layers a Llama of 7B's width has. Out: seconds of every stage, how many functions it
+calls, nodes, and how much memory the process has taken. Nothing of the model is allocated: it is
+traced under fake tensors.
 """
 
 from __future__ import annotations
 
 import cProfile
+import multiprocessing
 import os
 import pstats
 import resource
@@ -15,6 +17,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
@@ -30,6 +33,8 @@ from cotrain_compile.analysis.cut import offload_cuts
 from cotrain_compile.analysis.liveness import liveness
 from cotrain_compile.analysis.reuse import reuse_distances
 from cotrain_compile.backends import lower
+from cotrain_compile.backends.segments import SegmentedStep
+from cotrain_compile.collector import collector_off
 from cotrain_compile.compile import trace_graph
 from cotrain_compile.demo.model import CharacterGPT, Shape
 from cotrain_compile.errors import PlacementError
@@ -56,6 +61,14 @@ BUDGET_SHARE = 0.5
 """What the device may take of the peak with everything resident."""
 TIME_LIMIT_S = 5.0
 STEPS, ROUNDS = 3, 3
+MOST_LAYERS_COUNTED = 24
+"""Calls are counted up to this depth: to count them each stage runs once more, much slower."""
+UNCOUNTED = (
+    "capture",
+    "explain a parameter",
+    "solve, with integer programs",
+    "compile, nothing moved",
+)
 DEPTHS_COMPILED = (6, 24)
 """Numbers of layers at which Inductor compiles: there are as many kinds of segments at all."""
 
@@ -92,10 +105,15 @@ def llama(layers: int) -> Callable[[], tuple[Callable[[Tensor], Tensor], tuple[T
 
 @dataclass
 class Stages:
-    """Runs work and notes its seconds; `profiled` names the stage whose profile is printed."""
+    """Runs work and notes its seconds; `profiled` names the stage whose profile is printed.
+
+    Where `counts` is set the work runs once more, and its `calls` are counted.
+    """
 
     profiled: str = ""
+    counts: bool = False
     seconds: dict[str, float] = field(default_factory=dict)
+    calls: dict[str, int] = field(default_factory=dict)
 
     def __call__(self, stage: str, work: Callable[[], Any]) -> Any:
         """What `work` returns."""
@@ -106,7 +124,36 @@ class Stages:
         print(f"{stage:30}{self.seconds[stage]:8.2f} s", file=sys.stderr, flush=True)
         if profile:
             pstats.Stats(profile).sort_stats("tottime").print_stats(30)
+        if self.counts and stage not in UNCOUNTED:
+            self.calls[stage] = _calls_in(work)
         return result
+
+
+def _calls_in(work: Callable[[], Any]) -> int:
+    """How many functions `work` calls; in a copy of this process, whose memory is measured."""
+    forked = multiprocessing.get_context("fork")
+    found = forked.SimpleQueue()
+    copy = forked.Process(target=lambda: found.put(_counted(work)))
+    copy.start()
+    copy.join()
+    assert copy.exitcode == 0, "what ran once failed in a copy of the process"
+    return int(found.get())
+
+
+def _counted(work: Callable[[], Any]) -> int:
+    """How many functions `work` calls, those written in C included."""
+    count = 0
+
+    def note(frame: FrameType, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(note)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return count
 
 
 def stages_of(layers: int, profiled: str = "") -> Mapping[str, Any]:
@@ -115,9 +162,23 @@ def stages_of(layers: int, profiled: str = "") -> Mapping[str, Any]:
     One is the greedy's, with updates on the device; the other has every update on the host.
     """
     before_bytes = _most_bytes()
-    timed = Stages(profiled)
+    timed = Stages(profiled, counts=layers <= MOST_LAYERS_COUNTED)
     step: StepGraph = timed("capture", lambda: trace_graph(llama(layers)))
     captured_bytes = _most_bytes()
+    with collector_off():  # as it is while a step is placed
+        found, resident = _placed(timed, step)
+    if layers in DEPTHS_COMPILED:
+        timed("compile, nothing moved", lambda: lower._compile_each_kind(resident.segments, {}))
+    found["process_bytes"] |= {
+        "imports": before_bytes,
+        "capture": captured_bytes,
+        "all": _most_bytes(),
+    }
+    return {"nodes": len(step.nodes), "seconds": timed.seconds, "calls": timed.calls, **found}
+
+
+def _placed(timed: Stages, step: StepGraph) -> tuple[dict[str, Any], SegmentedStep]:
+    """What all but capturing and compiling gives, and the segments where nothing moves."""
     dataflow = timed("extract", lambda: extract(step))
     problem = _analysed(timed, dataflow)
     plan = _planned(timed, problem)
@@ -128,18 +189,9 @@ def stages_of(layers: int, profiled: str = "") -> Mapping[str, Any]:
     settings = SolveSettings(time_limit_s=TIME_LIMIT_S)
     solved = timed("solve, with integer programs", lambda: solve(problem, settings))
     resident = lower.segments_of(step, step, dataflow)
-    if layers in DEPTHS_COMPILED:
-        timed("compile, nothing moved", lambda: lower._compile_each_kind(resident.segments, {}))
-    return {
-        "nodes": len(step.nodes),
+    found = {
         "tasks": len(plan.tasks),
-        "seconds": timed.seconds,
-        "process_bytes": {
-            "imports": before_bytes,
-            "capture": captured_bytes,
-            "up to segments": planned_bytes,
-            "all": _most_bytes(),
-        },
+        "process_bytes": {"up to segments": planned_bytes},
         "segments": {"resident": len(resident.segments), "placed": len(whole.segments)},
         "kinds": {
             "resident": len({s.key for s in resident.segments.values()}),
@@ -147,6 +199,7 @@ def stages_of(layers: int, profiled: str = "") -> Mapping[str, Any]:
         },
         "step_s": {"greedy": plan.predicted.makespan_s, "auto": solved.predicted.makespan_s},
     }
+    return found, resident
 
 
 def _analysed(timed: Stages, dataflow: Any) -> Problem:

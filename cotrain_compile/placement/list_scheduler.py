@@ -166,6 +166,8 @@ class ListScheduler:
         return (0 if arrival_s <= self.clock.now_s else 2), arrival_s
 
     def _arrival_s(self, pending: Pending) -> float:
+        if pending.next_fetches:
+            return math.inf
         return self.clock.ready([fetch.name for fetch in pending.update.fetches])
 
     def _run_update(self, pending: Pending) -> None:

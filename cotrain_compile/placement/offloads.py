@@ -7,7 +7,7 @@ for those that are done or whose memory is needed. A source that is kept for its
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ from cotrain_compile.placement.task_list import TaskList
 from cotrain_compile.plan import Lane, Transfer
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Flight:
     """An issued offload whose wait has not been placed; `held_bytes` go with it."""
 
@@ -36,8 +36,9 @@ class Offloads:
     ) -> None:
         self._machine, self._moves = machine, moves
         self._clock, self._room, self._tasks = clock, room, tasks
-        self._urgent: deque[Send] = deque()  # most urgent first
-        self._weights: deque[Send] = deque()  # not urgent: they free no memory
+        # By name; `_weights` are not urgent: they free no memory.
+        self._urgent: OrderedDict[str, Send] = OrderedDict()  # most urgent first
+        self._weights: OrderedDict[str, Send] = OrderedDict()
         self._flights: list[_Flight] = []
 
     @property
@@ -57,28 +58,30 @@ class Offloads:
         """Send a fetched `buffer` back over its home; its copy is held until it is there."""
         gap = self._clock.gap
         self._room.held_bytes += nbytes
-        self._urgent.append(Send(f"store.{buffer}", buffer, nbytes, gap - 1, gap, buffer))
+        send = Send(f"store.{buffer}", buffer, nbytes, gap - 1, gap, buffer)
+        self._urgent[send.name] = send
 
     def feed(self, until_s: float) -> None:
         """Give the lane work until `until_s`."""
         free_s = self._clock.free_s
         while self._urgent and free_s[Lane.D2H] < until_s:
-            if self._would_hold_up_a_scalar(self._urgent[0]):
+            if self._would_hold_up_a_scalar(next(iter(self._urgent.values()))):
                 break
-            self._issue(self._urgent.popleft())
+            self._issue(self._urgent.popitem(last=False)[1])
         while self._weights and free_s[Lane.D2H] < until_s:
-            self._issue(self._weights.popleft())
+            self._issue(self._weights.popitem(last=False)[1])
 
     def urge(self, names: Collection[str]) -> None:
         """Issue those of `names` now that have not been yet: something waits for them."""
         for queue in (self._urgent, self._weights):
-            for send in [send for send in queue if send.name in names]:
-                queue.remove(send)
-                self._issue(send)
+            found = {name for name in names if name in queue}
+            # Only several have an order to keep; to look for it takes the whole queue.
+            for name in [name for name in queue if name in found] if len(found) > 1 else found:
+                self._issue(queue.pop(name))
 
     def all_urged(self, names: Collection[str]) -> bool:
         """Whether none of `names` waits among the urgent."""
-        return {send.name for send in self._urgent}.isdisjoint(names)
+        return self._urgent.keys().isdisjoint(names)
 
     def take_back(self) -> None:
         """Wait for the flights that are done."""
@@ -91,18 +94,17 @@ class Offloads:
         if due := self._due():
             self._wait_for(min(due, key=lambda flight: self._clock.end_s[flight.name]))
         elif self._urgent:
-            self._issue(self._urgent.popleft())
+            self._issue(self._urgent.popitem(last=False)[1])
         else:
             return False
         return True
 
     def _add(self, send: Send) -> None:
+        is_urgent = send.is_small or send.holds_from is not None
+        queue = self._urgent if is_urgent else self._weights
+        queue[send.name] = send
         if send.is_small:
-            self._urgent.appendleft(send)
-        elif send.holds_from is not None:
-            self._urgent.append(send)
-        else:
-            self._weights.append(send)
+            queue.move_to_end(send.name, last=False)
 
     def _issue(self, send: Send) -> None:
         self._tasks.issue(

@@ -72,14 +72,16 @@ def test_growth_has_a_column_for_each_size_and_its_exponent() -> None:
     found = compiler_tables.growth(
         {
             "nodes": [100, 200, 400],
-            "seconds": {"capture": stage},
+            "seconds": {"capture": stage, "check": stage},
+            "calls": {"check": {**stage, "exponent": 1.02}},
             "compiler_bytes": {**stage, "values": [2**30, 2**31]},
             "seconds_a_step": {"resident": {"us_an_op": [5.0, 6.0]}},
         }
     )
-    assert "| stage | 100 nodes | 200 nodes | 400 nodes | exponent |" in found
-    assert "| capture | 1 | 2 | - | 1.00 |" in found
-    assert "| memory, GiB | 1 | 2 | - | 1.00 |" in found
+    assert "| stage | 100 nodes | 200 nodes | 400 nodes | exponent | of calls |" in found
+    assert "| capture | 1 | 2 | - | 1.00 | - |" in found
+    assert "| check | 1 | 2 | - | 1.00 | 1.02 |" in found
+    assert "| memory, GiB | 1 | 2 | - | 1.00 | - |" in found
     assert "resident 5 to 6 µs" in found
 
 
