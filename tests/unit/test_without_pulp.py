@@ -55,7 +55,8 @@ def test_the_plan_is_that_of_a_rule_and_one_line_says_why(tmp_path: Path) -> Non
     assert "integer programs need pulp, which cannot be imported" in note
     assert note.endswith(f"pip install pulp highspy); the plan is that of {plan.placement.policy}")
     assert plan.report is not None
-    assert (plan.report.solver, plan.report.lower_bound_s) == ("rules", 0.0)
+    assert plan.report.solver == "rules"
+    assert 0 < plan.report.lower_bound_s < plan.predicted.makespan_s  # what no program is asked for
 
 
 @pytest.mark.parametrize("policy", ["ilp", "lp-round", "autotm-synchronous"])
