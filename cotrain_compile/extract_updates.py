@@ -96,7 +96,7 @@ def _group(
     outside = _outside_inputs(nodes, set(inputs), derived, buffer_of)
     if not outside:
         return None
-    gradient = max(outside, key=lambda name: outside[name])
+    gradient = max(outside, key=lambda name: _like_a_gradient(step, outside[name], params[0]))
     return UpdateGroup(
         param=buffer_of[params[0].name],
         gradient=gradient,
@@ -109,10 +109,10 @@ def _group(
 
 def _outside_inputs(
     nodes: list[fx.Node], own: set[fx.Node], derived: set[fx.Node], buffer_of: Mapping[str, str]
-) -> dict[str, int]:
-    """Buffers that the group reads but neither makes nor owns, with their sizes in elements."""
+) -> dict[str, fx.Node]:
+    """Buffers that the group reads but neither makes nor owns, each with a node that shows it."""
     seen = {*nodes, *own}
-    found: dict[str, int] = {}
+    found: dict[str, fx.Node] = {}
     queue = [source for node in nodes for source in node.all_input_nodes]
     for source in queue:  # grows while it is read
         name = buffer_of.get(source.name)
@@ -122,8 +122,18 @@ def _outside_inputs(
         if source in derived:
             queue += source.all_input_nodes
         elif name is not None:
-            found[name] = int(source.meta["val"].numel())
+            found[name] = source
     return found
+
+
+def _like_a_gradient(step: StepGraph, node: fx.Node, param: fx.Node) -> tuple[bool, bool, int]:
+    """Larger for what is more like the gradient of `param`: its shape, computed, of many elements.
+
+    A parameter may have as few elements as a learning rate, or none at all.
+    """
+    value = node.meta["val"]
+    has_its_shape = tuple(map(int, value.shape)) == tuple(map(int, param.meta["val"].shape))
+    return has_its_shape, not _is_hyperparameter(step, node), int(value.numel())
 
 
 def _from_hyperparameters(step: StepGraph) -> set[fx.Node]:

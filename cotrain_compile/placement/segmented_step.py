@@ -62,12 +62,15 @@ class SegmentedStep:
 
     @cached_property
     def frozen(self) -> list[Buffer]:
-        """Parameters without an update that the step uses."""
-        updated, touches = self.dataflow.update, self.program.touches
+        """Parameters that the step uses and does not write."""
+        updated, program = self.dataflow.update, self.program
         return [
             b
             for b in self.dataflow.buffers
-            if b.role is Role.PARAM and b.name not in updated and touches.get(b.name)
+            if b.role is Role.PARAM
+            and b.name not in updated
+            and program.touches.get(b.name)
+            and program.last_write(b.name) < 0
         ]
 
     def segment(self, slot: int) -> int:

@@ -100,3 +100,12 @@ def test_a_parameter_that_is_part_of_a_larger_storage_is_counted_whole() -> None
     """The meter counts storages, and `run` compares it with the plan."""
     spec = Spec(1, ModelSpec(("strided",)), options={**TIGHT, "policy": "resident"})
     assert run(spec).status == "equal"
+
+
+def test_the_gradient_of_an_empty_parameter_is_not_its_learning_rate() -> None:
+    """The rate is a tensor once it changes: of one element, where the gradient has none."""
+    model = ModelSpec(("bfloat16", "empty parameter"))
+    adamw = OptimizerSpec("AdamW", {"eps": 1e-2}, flags={"fused": True})
+    loop = LoopSpec(rows=(4, 4, 4), rates=(1e-3, 5e-3, 2e-3))
+    spec = Spec(1, model, adamw, loop, options={**TIGHT, "policy": "zero-offload"})
+    assert run(spec).status == "equal"
