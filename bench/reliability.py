@@ -68,6 +68,16 @@ FOUND = (
         "tests/unit/test_solver_faults.py",
     ),
     Found(
+        "A parameter without elements, beside a learning rate that changes: the rate, a tensor then, "
+        "was taken for its gradient, and the plan was refused as unsound.",
+        "tests/graph/test_fuzz_steps.py",
+    ),
+    Found(
+        "One of two parameters in one storage was taken for frozen, to rest on the host though the "
+        "step writes it, and the plan was refused as unsound.",
+        "tests/unit/test_choices.py",
+    ),
+    Found(
         "Names from a file reached the terminal with the commands in them.",
         "tests/unit/test_fuzz_files.py",
     ),
