@@ -68,8 +68,8 @@ FOUND = (
         "tests/unit/test_solver_faults.py",
     ),
     Found(
-        "A parameter without elements, beside a learning rate that changes: the rate, a tensor then, "
-        "was taken for its gradient, and the plan was refused as unsound.",
+        "A parameter without elements, beside a learning rate that changes: the rate, a tensor "
+        "then, was taken for its gradient, and the plan was refused as unsound.",
         "tests/graph/test_fuzz_steps.py",
     ),
     Found(
