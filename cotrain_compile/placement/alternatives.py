@@ -23,6 +23,8 @@ from cotrain_compile.placement.schedule import Draft, draft
 from cotrain_compile.placement.solve import TACTICS
 from cotrain_compile.plan import Placement, Plan, Transfer
 
+STAYS = Way(mode=None, trips=0)
+
 
 @dataclass(frozen=True)
 class Alternative:
@@ -68,10 +70,15 @@ def alternatives(
 
 
 def ways_of(problem: Problem, param: str) -> tuple[Way, ...]:
-    """The ways in which a plan can keep `param`; raises `PlanError` when there is no such one."""
+    """The ways in which a plan can keep `param`; raises `PlanError` when there is no such one.
+
+    There is none but to stay for what the step does not use, or writes without an update group.
+    """
     for bundle in choices_of(problem).weights:
         if param in bundle.params:
             return bundle.ways
+    if any(b.name == param and b.role is Role.PARAM for b in problem.dataflow.buffers):
+        return (STAYS,)
     raise PlanError(_unknown(problem, param))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import signal
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from types import ModuleType
 import pytest
 import torch
 
-EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "plain_loop.py"
+from bench.killed_training import EXAMPLE, load_example
 
 # The example with one more line: the third update of the sixth step never returns.
 KILLED_RUN = """
@@ -34,12 +33,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 @pytest.fixture(scope="module")
 def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("plain_loop", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_example()
 
 
 def test_a_killed_run_goes_on_from_its_last_checkpoint(example: ModuleType, tmp_path: Path) -> None:

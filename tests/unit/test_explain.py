@@ -147,6 +147,15 @@ def test_an_unknown_parameter_names_its_neighbours() -> None:
         explain(PROBLEM, plan_of(PROBLEM), "w_1")
 
 
+def test_a_parameter_without_an_update_group_stays_and_is_explained() -> None:
+    """Such as one of two in one storage; it is written, so that it is no frozen one either."""
+    without = replace(STEP, updates=tuple(g for g in STEP.updates if g.param != "w1"))
+    problem = with_budget(replace(PROBLEM, dataflow=without), PLENTY)
+    said = explain(problem, plan_of(problem), "w1")
+    assert (said.current.way.mode, said.current.way.trips) == (None, 0)
+    assert said.alternatives == ()
+
+
 def test_what_limits_a_step_is_what_makes_it_faster() -> None:
     """With all on the device the step is the device's work; behind a slow link it is the link."""
     free = with_budget(PROBLEM, PLENTY)
