@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from cotrain_compile.capture.storages import UNDECLARED_VIEWS
 from cotrain_compile.dataflow import PERSISTENT_ROLES, Role
-from cotrain_compile.extract import UNDECLARED_VIEWS
 from cotrain_compile.graph import StepGraph, returns_argument_memory, writes
 from cotrain_compile.runtime.metered import last_uses
 from cotrain_compile.runtime.ops import TASKS, cotrain, host_region, task_name

@@ -17,8 +17,8 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_map_only
 
+from cotrain_compile.capture.storages import UNDECLARED_VIEWS
 from cotrain_compile.dataflow import PERSISTENT_ROLES
-from cotrain_compile.extract import UNDECLARED_VIEWS
 from cotrain_compile.graph import StepGraph, returns_argument_memory, writes
 
 HOST = torch.device("cpu")

@@ -13,6 +13,7 @@ from cotrain_compile.backends.calls import Call, Write
 from cotrain_compile.backends.eager import EagerProgram
 from cotrain_compile.backends.lower import LoweredStep
 from cotrain_compile.dataflow import PERSISTENT_ROLES
+from cotrain_compile.errors import LoweringError
 from cotrain_compile.machine import Tier
 from cotrain_compile.runtime.allocations import is_profiled, most_allocated
 from cotrain_compile.runtime.device import Device
@@ -62,6 +63,7 @@ class SegmentedProgram(EagerProgram):
         if node.op == "call_module":
             if not self._rehearses:
                 return self._run_segment(call)
+            self._refuse_other_dtypes(call)
             written: Any = [node.args[p] for p in self._segments[str(node.target)].written]
             with _put_back([self.env[place] for place in written if place.op == "placeholder"]):
                 return self._run_segment(call)
@@ -69,6 +71,20 @@ class SegmentedProgram(EagerProgram):
         if self._is_recording:
             return self._record(call, super().run_call)
         return super().run_call(call)
+
+    def _refuse_other_dtypes(self, call: Call) -> None:
+        """Compiled code reads memory as the trace says it is, whatever is there."""
+        segment = self._segments[str(call.node.target)]
+        for source, traced in zip(call.node.args, segment.inputs, strict=True):
+            value = self.env[source]  # type: ignore[index]
+            if value.dtype != traced.dtype:
+                raise LoweringError(
+                    f"{source} is {value.dtype}, but its op told the trace {traced.dtype}, for "
+                    f"which segment {segment.name!r} was compiled: it would read the memory "
+                    "wrongly. Correct what is registered as the op's fake kernel, or run the step "
+                    'with lowering="eager"',
+                    segment=segment.name,
+                )
 
     def _run_segment(self, call: Call) -> Any:
         self._note_writes(call)

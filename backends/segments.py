@@ -22,6 +22,8 @@ from cotrain_compile.graph import StepGraph, shape
 from cotrain_compile.lazy_module import graph_module
 from cotrain_compile.passes.views import COPY
 
+aten = torch.ops.aten
+
 Sizes = Mapping[str, int]
 
 
@@ -150,18 +152,23 @@ class _Builder:
 
     def finish(self, results: Sequence[fx.Node]) -> fx.GraphModule:
         """The segment that returns `results`, with placeholders first and writes last."""
-        outputs = [self._value(result) for result in results]
+        outputs = [self._in_traced_dtype(result) for result in results]
         for base, value in self.written.items():
             self.graph.call_function(COPY, (self._placeholders[base], value))
         self.graph.output(tuple(outputs))
         return graph_module({}, self.graph)
+
+    def _in_traced_dtype(self, result: fx.Node) -> fx.Node:
+        """What others get of `result`: Inductor may make norms from ops that keep another dtype."""
+        dtype = result.meta["val"].dtype
+        return self.graph.call_function(aten.to.dtype, (self._value(result), dtype))
 
     def _write(self, op: fx.Node) -> None:
         base, value = op.args[:2]
         assert isinstance(base, fx.Node) and isinstance(value, fx.Node)
         old, new = self._value(base), self._value(value)
         if shape(base) != shape(value):
-            new = self.graph.call_function(torch.ops.aten.copy.default, (old, new))
+            new = self.graph.call_function(aten.copy.default, (old, new))
         self.written[base] = new
         # From here on, what shows the written memory shows the new value.
         for shown in self._shown.pop(base, ()):

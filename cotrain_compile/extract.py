@@ -17,7 +17,7 @@ from torch import fx
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from cotrain_compile.capture.storages import storage_key
+from cotrain_compile.capture.storages import UNDECLARED_VIEWS, storage_key
 from cotrain_compile.dataflow import Buffer, Dataflow, Op, Phase, Role, SizeExpressions
 from cotrain_compile.errors import ExtractError
 from cotrain_compile.extract_gradients import gradients_kept
@@ -25,9 +25,6 @@ from cotrain_compile.extract_updates import update_groups
 from cotrain_compile.graph import StepGraph, returns_argument_memory
 
 aten = torch.ops.aten
-
-# Returns its input's storage though its schema does not say so.
-UNDECLARED_VIEWS = frozenset({aten._unsafe_view.default})
 
 
 def extract(step: StepGraph) -> Dataflow:

@@ -1,7 +1,8 @@
 """Capture: the user's step function becomes one functional ATen graph, a `StepGraph`.
 
 torch.compile(step) --Dynamo, changed by `hook`--> graph of torch calls
-  --`aot`--> ATen graph --`rematerialise`--> --`prepare`--> --`inputs`, `phases`--> StepGraph
+  --`aot`--> ATen graph --`kernel_values`--> --`rematerialise`--> --`prepare`-->
+  --`inputs`, `phases`--> StepGraph
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from cotrain_compile.capture.half_steps import (
 from cotrain_compile.capture.hook import install
 from cotrain_compile.capture.inputs import describe_inputs
 from cotrain_compile.capture.kept_gradients import kept_in, kept_outputs
+from cotrain_compile.capture.kernel_values import use_kernel_values
 from cotrain_compile.capture.phases import phases
 from cotrain_compile.capture.prepare import prepare
 from cotrain_compile.capture.rematerialise import rematerialise
@@ -80,6 +82,7 @@ def capture(
     remat = session.options.remat_on(_device_type(placeholders))
 
     def compile_aten(aten_module: fx.GraphModule) -> Callable[..., Any]:
+        use_kernel_values(aten_module.graph)
         rematerialise(aten_module.graph, saved_values if remat else None)
         prepare(aten_module)
         step = _step_graph(session, aten_module, inputs, example_inputs)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from cotrain_compile.capture.storages import view_again
+from cotrain_compile.capture.storages import read_instead
 
 aten = torch.ops.aten
 
@@ -35,6 +35,5 @@ def keep_values_early(graph: fx.Graph) -> None:
         latest.append(choice)
         for user in list(new.users):
             if user is not choice and order[user] > order[latest]:
-                user.replace_input_with(new, choice)
-                view_again(user)
+                read_instead(user, new, choice)
     graph.eliminate_dead_code()

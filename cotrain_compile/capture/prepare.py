@@ -12,7 +12,7 @@ from torch import fx
 
 from cotrain_compile.capture.kept_values import keep_values_early
 from cotrain_compile.capture.phases import PHASE_ANNOTATION, phases
-from cotrain_compile.capture.storages import storage_key, view_again
+from cotrain_compile.capture.storages import read_instead, storage_key
 from cotrain_compile.dataflow import Phase
 from cotrain_compile.graph import writes
 
@@ -33,7 +33,8 @@ def drop_redundant_copies(graph: fx.Graph) -> None:
         if returned or not _same_layout(destination, source):
             continue
         if storage_key(source) not in inputs:
-            node.replace_all_uses_with(source)
+            for user in list(node.users):
+                read_instead(user, node, source)
             graph.erase_node(node)
     graph.eliminate_dead_code()
 
@@ -67,8 +68,7 @@ def write_updates_early(graph: fx.Graph) -> None:
         order[node] = order[position] + 0.5
         for user in list(value.users):
             if user is not node and order[user] > order[node]:
-                user.replace_input_with(value, node)
-                view_again(user)
+                read_instead(user, value, node)
 
 
 def reduce_gradients_early(graph: fx.Graph) -> None:
@@ -103,7 +103,7 @@ def give_updates_their_own_casts(graph: fx.Graph) -> None:
                 own = graph.call_function(cast.target, cast.args, cast.kwargs)
             own.meta = {"val": torch.empty_like(cast.meta["val"])}  # fake, with its own storage
             for user in updates:
-                user.replace_input_with(cast, own)
+                read_instead(user, cast, own)
     graph.eliminate_dead_code()
 
 

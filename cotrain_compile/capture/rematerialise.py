@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import CheckpointPolicy
 
 from cotrain_compile.capture.phases import phases
+from cotrain_compile.capture.storages import read_instead
 from cotrain_compile.dataflow import Phase
 
 RECOMPUTE = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
@@ -82,7 +83,7 @@ class _Rewriter:
     def use_copies(self, node: fx.Node) -> None:
         for source in node.all_input_nodes:
             if source in self._free:
-                node.replace_input_with(source, self._copy(source, node))
+                read_instead(node, source, self._copy(source, node))
 
     def _copy(self, node: fx.Node, place: fx.Node) -> fx.Node:
         if node not in self._free:

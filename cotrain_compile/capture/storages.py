@@ -10,6 +10,9 @@ from torch.utils._pytree import tree_map
 
 from cotrain_compile.graph import returns_argument_memory
 
+# Return their input's storage though their schemas do not say so.
+UNDECLARED_VIEWS = frozenset({torch.ops.aten._unsafe_view.default})
+
 
 def storage_key(node: object) -> object:
     """Equal for two values that share memory; the node itself for what is not one tensor.
@@ -22,14 +25,26 @@ def storage_key(node: object) -> object:
     return node
 
 
-def view_again(node: fx.Node) -> None:
+def read_instead(user: fx.Node, old: fx.Node, new: fx.Node) -> None:
+    """Let `user` read `new` in place of `old`; a view then shows the storage of `new`."""
+    user.replace_input_with(old, new)
+    _view_again(user)
+
+
+def _view_again(node: fx.Node) -> None:
     """Give `node`, if it is a view, and views of it the storage of what they view now."""
-    is_view = returns_argument_memory(node) and not node.target._schema.is_mutable  # type: ignore[union-attr]
-    if node.target is operator.getitem or is_view:
+    if is_view(node):
         args, kwargs = tree_map(
             lambda arg: arg.meta["val"] if isinstance(arg, fx.Node) else arg,
             (node.args, node.kwargs),
         )
         node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
         for user in node.users:
-            view_again(user)
+            _view_again(user)
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether `node` shows memory of its argument, or is an item of a tuple."""
+    if node.target is operator.getitem or node.target in UNDECLARED_VIEWS:
+        return True
+    return returns_argument_memory(node) and not node.target._schema.is_mutable  # type: ignore[union-attr]
