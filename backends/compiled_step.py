@@ -37,8 +37,10 @@ class CompiledStep:
 
     `problem` is what had to be decided, `plan` what was, `graph` the placed step graph, `predicted`
     the simulator's timeline and `measured` that of the last step (None before the first). `lowered`
-    has the segments that Inductor compiled, None where ATen's kernels run one by one. `step_ended`
-    is called with the step's peak bytes by tier after each one, when all is in order again.
+    has the segments that Inductor compiled, None where ATen's kernels run one by one.
+    `rehearsed_device_bytes` is the peak of the device in the last rehearsal (None before it): no
+    step takes more. `step_ended` is called with the step's peak bytes by tier after each one, when
+    all is in order again.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class CompiledStep:
         self.plan = plan
         self.graph = graph
         self.steps = 0
+        self.rehearsed_device_bytes: int | None = None
         self.step_ended: Callable[[Mapping[Tier, int]], None] = _ignore
         self.last_run_s = 0.0
         self._device = device
@@ -190,6 +193,7 @@ class CompiledStep:
                 with rehearsing(device):
                     self._program.run_step(inputs, rehearse=True)
                 device.finish_step()
+            self.rehearsed_device_bytes = device.peak_bytes()[Tier.DEVICE]
         finally:
             device.drain()
             device.forget()

@@ -1,8 +1,9 @@
 """First step: before a plan's first step everything runs once without writing anything.
 
 Where that runs out of device memory, no parameter or state has changed, and the step is planned
-again with the measured overshoot taken off its budget, as AutoTM does (Hildebrand et al., ASPLOS
-2020, section 4.3), then rehearsed again.
+again for less by the measured overshoot, as AutoTM does (Hildebrand et al., ASPLOS 2020, section
+4.3), then rehearsed again within the whole budget. What a rehearsal took beyond its plan, and had,
+is noted in the plan.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,16 +22,17 @@ from cotrain_compile.machine import Tier
 from cotrain_compile.units import format_bytes
 
 ROUNDS = 3
-# The least part of a budget that a new round takes off: where a card's memory is in pieces, an
-# allocation fails though the sum of all is below the budget.
+# The part of a plan that a new round takes off at least, if what is left is enough: where a card's
+# memory is in pieces, an allocation fails though the sum of all is below the budget.
 LEAST_STEP = 0.05
 
 
 class Rehearsed:
     """Runs a `CompiledStep`, the first time after a rehearsal.
 
-    `compile_within(device_bytes, inputs)` compiles it for that budget, None: for the user's. Where
-    `replans` is false a rehearsal that fails is the end.
+    `compile_within(device_bytes, inputs)` compiles it, planned for so much, None: for the budget.
+    Where `replans` is false a rehearsal that fails is the end. `tell` is called with a step that
+    took more of the device than planned, when its plan's last note says so.
     """
 
     def __init__(
@@ -38,8 +41,10 @@ class Rehearsed:
         inputs: Sequence[Any],
         *,
         replans: bool = True,
+        tell: Callable[[CompiledStep], None] = lambda compiled: None,
     ) -> None:
         self._compile_within = compile_within
+        self._tell = tell
         self._rounds = ROUNDS if replans else 0
         self._rehearsed = False
         self.compiled = compile_within(None, inputs)
@@ -58,10 +63,28 @@ class Rehearsed:
             if left and self._plans_again(over_bytes, error, inputs):
                 continue
             if error is not None:
-                error.add_note("No parameter or optimizer state was changed by this step.")
+                error.add_note(
+                    "No parameter or optimizer state was changed by this step. Raise memory_budget "
+                    f"by {format_bytes(over_bytes)} or more, or free memory on the device."
+                )
                 raise error
             break  # above the budget by what no plan can spare; the memory was there
         self._rehearsed = True
+        self._note_surplus()
+
+    def _note_surplus(self) -> None:
+        """Note in the plan what the rehearsal took of the device beyond it."""
+        compiled, plan = self.compiled, self.compiled.plan
+        peak_bytes = compiled.peak_bytes[Tier.DEVICE]
+        surplus_bytes = peak_bytes - self._planned_bytes()
+        if surplus_bytes > 0:
+            told = (
+                f"a rehearsal took {format_bytes(peak_bytes)} on the device, "
+                f"{format_bytes(surplus_bytes)} more than planned op by op: what compiled code and "
+                "libraries hold"
+            )
+            compiled.plan = replace(plan, notes=(*plan.notes, told))
+            self._tell(compiled)
 
     def _out_of_memory(self, inputs: Sequence[Any]) -> Exception | None:
         """The error of a rehearsal that ran out of device memory; raises every other."""
@@ -81,13 +104,13 @@ class Rehearsed:
         An emulated device fails above its budget; a card fails below the plan, with what it had.
         """
         peak_bytes = self.compiled.peak_bytes[Tier.DEVICE]
-        if error is None:
-            return max(0, peak_bytes - self.compiled.allowed_bytes)
-        planned_bytes = self._planned_bytes()
-        return max(abs(peak_bytes - planned_bytes), int(LEAST_STEP * planned_bytes), 1)
+        over_bytes = peak_bytes - self.compiled.allowed_bytes
+        if error is None or over_bytes > 0:
+            return max(0, over_bytes)
+        return max(1, self._planned_bytes() - peak_bytes)
 
     def _plans_again(self, over_bytes: int, error: Exception | None, inputs: Sequence[Any]) -> bool:
-        """Plan for less; False where there was an `error` and nothing fits into what is left."""
+        """Plan for less by `over_bytes` at least; False where nothing fits into what is left."""
         peak_bytes, planned_bytes = self.compiled.peak_bytes[Tier.DEVICE], self._planned_bytes()
         told = (
             f"a rehearsal of the step took {format_bytes(peak_bytes)} on the device, where "
@@ -95,20 +118,23 @@ class Rehearsed:
         )
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        budget_bytes = planned_bytes - over_bytes
-        try:
-            compiled = self._compile_within(max(1, budget_bytes), inputs)
-        except PlacementError as infeasible:
-            if error is not None:
-                error.add_note(f"{told[:1].upper()}{told[1:]}. Less does not fit: {infeasible}")
-            return False
-        warnings.warn(
-            f"cotrain: {told}; nothing was changed, and it is planned again for "
-            f"{format_bytes(budget_bytes)}",
-            stacklevel=2,
-        )
-        self.compiled = compiled
-        return True
+        least_bytes = int(LEAST_STEP * planned_bytes) if error is not None else 0
+        for less_bytes in dict.fromkeys((max(over_bytes, least_bytes), over_bytes)):
+            plan_bytes = max(1, planned_bytes - less_bytes)
+            try:
+                self.compiled = self._compile_within(plan_bytes, inputs)
+            except PlacementError as refusal:
+                infeasible = refusal
+                continue
+            warnings.warn(
+                f"cotrain: {told}; nothing was changed, and it is planned again for "
+                f"{format_bytes(plan_bytes)}",
+                stacklevel=2,
+            )
+            return True
+        if error is not None:
+            error.add_note(f"{told[:1].upper()}{told[1:]}. Less does not fit: {infeasible}")
+        return False
 
     def _planned_bytes(self) -> int:
         """What the plan needs, which is at most what it was allowed."""

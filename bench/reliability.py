@@ -78,6 +78,16 @@ FOUND = (
         "tests/unit/test_choices.py",
     ),
     Found(
+        "A step compiled with Inductor took more of the device than its plan said, though no more "
+        "than the budget. What its rehearsal took is told now, and no step exceeds that.",
+        "tests/graph/test_inductor.py",
+    ),
+    Found(
+        "A step that was planned again after a rehearsal was held to what it was planned for, "
+        "failed again, and was refused though it had room.",
+        "tests/graph/test_first_step.py",
+    ),
+    Found(
         "Names from a file reached the terminal with the commands in them.",
         "tests/unit/test_fuzz_files.py",
     ),

@@ -45,11 +45,12 @@ from cotrain_compile.errors import CaptureError, CotrainError, OptionError
 from cotrain_compile.extract import extract
 from cotrain_compile.files import load
 from cotrain_compile.graph import StepGraph
-from cotrain_compile.options import Options, Size, as_option_error
+from cotrain_compile.machine import Tier
+from cotrain_compile.options import Options, as_option_error
 from cotrain_compile.passes import run_passes
 from cotrain_compile.placement.check import check
 from cotrain_compile.placement.keep import keep
-from cotrain_compile.placement.problem import formulate
+from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.plan import Placement
 from cotrain_compile.runtime.cuda_setup import within_free_memory
 from cotrain_compile.runtime.host_kernels import host_kernels
@@ -79,9 +80,14 @@ def cotrain(
         refuse_other_devices(step, session.options)
         dataflow, origin = extract(step), _origin(session, owners)
 
+        def tell_surplus(compiled: CompiledStep) -> None:
+            Narrator(verbosity(origin.options)).tell_surplus(compiled.plan)
+            _dump(step, compiled, origin.options)
+
         def compile_for(sizes: Mapping[str, int], tensors: Sequence[Any]) -> Callable[..., Any]:
             compile_within = _compiler(origin, step, at(dataflow, sizes))
-            run = Rehearsed(compile_within, tensors, replans=origin.options.plan is None)
+            replans = origin.options.plan is None
+            run = Rehearsed(compile_within, tensors, replans=replans, tell=tell_surplus)
             return VerifiedStep(run, step, origin.options) if origin.options.verify else run
 
         if not dataflow.symbols:
@@ -129,7 +135,7 @@ def _origin(session: Session, owners: Sequence[Owner]) -> _Origin:
 def _compiler(
     origin: _Origin, step: StepGraph, dataflow: Dataflow
 ) -> Callable[[int | None, Sequence[Any]], CompiledStep]:
-    """What compiles `step` for a device budget in bytes (None: the options') and for its inputs.
+    """What compiles `step` for its inputs, planned for so many bytes (None: the device budget).
 
     On a CUDA device it moves the inputs that are the user's to their homes. While the backend is
     called that costs no new trace: what Dynamo checks of a tensor is noted after it.
@@ -141,9 +147,8 @@ def _compiler(
         if cuda:
             options = within_free_memory(options, inputs, compute_device_of(step))
             before = _last_placement(origin) if options.plan is None else None
-        if budget_bytes is not None:
-            options = replace(options, memory_budget=Size(nbytes=budget_bytes))
-        compiled = compile_step(step, dataflow, options, *([before] if before else ()))
+        less: dict[str, Any] = {} if budget_bytes is None else {"plan_bytes": budget_bytes}
+        compiled = compile_step(step, dataflow, options, *([before] if before else ()), **less)
         if cuda:
             refuse_gradients_of_hosted(compiled, inputs, origin.keeping_gradient)
             compiled.bring_home(inputs)
@@ -209,30 +214,49 @@ class _Traced(CotrainError):
 
 
 def compile_step(
-    step: StepGraph, dataflow: Dataflow, options: Options, before: Placement | None = None
+    step: StepGraph,
+    dataflow: Dataflow,
+    options: Options,
+    before: Placement | None = None,
+    plan_bytes: int | None = None,
 ) -> CompiledStep:
     """Place, rewrite and lower `step`, whose `dataflow` has the sizes to plan for.
 
-    Where the placement `before`, of the same training, fits it is kept.
+    Where the placement `before`, of the same training, fits it is kept. The plan keeps to
+    `plan_bytes` on the device, if any; the step may take all of the budget.
     """
     machine = machine_for(step, options)
-    problem = formulate(dataflow, machine, options.budgets(machine), _profile(options))
+    allowed = formulate(dataflow, machine, options.budgets(machine), _profile(options))
+    problem = allowed if plan_bytes is None else _within(allowed, plan_bytes)
     narrator = Narrator(verbosity(options))
     with narrator.progress() as progress:
         plan = (before and keep(problem, before)) or plan_for(problem, options, progress)
     check(problem, plan)
+    if problem is not allowed:
+        plan = replace(plan, budgets=allowed.budgets)
     placed = run_passes(step, plan, narrator.observer)
     if options.verify:
         refuse_race(placed)
     narrator.tell(problem, plan)
     kernels = host_kernels(placed, options.host_kernels)
-    device = runtime_for(placed, problem, kernels, options)
+    device = runtime_for(placed, allowed, kernels, options)
     lowered = _lowered(step, placed, dataflow, options)
     compiled = CompiledStep(problem, plan, placed, device, lowered)
+    _dump(step, compiled, options)
+    return compiled
+
+
+def _dump(step: StepGraph, compiled: CompiledStep, options: Options) -> None:
+    """Write what the option `dump` asks for."""
     if options.dump is not None:
         with as_option_error("dump", options.dump):
-            dump_step(Path(options.dump), step, problem, compiled.plan, placed)
-    return compiled
+            folder = Path(options.dump)
+            dump_step(folder, step, compiled.problem, compiled.plan, compiled.graph)
+
+
+def _within(problem: Problem, device_bytes: int) -> Problem:
+    """`problem` with less of the device to plan with."""
+    return replace(problem, budgets={**problem.budgets, Tier.DEVICE: device_bytes})
 
 
 def _lowered(

@@ -82,6 +82,11 @@ class Narrator:
             for line in task_lines(plan):
                 self.console.print(line)
 
+    def tell_surplus(self, plan: Plan) -> None:
+        """Say what the rehearsal of `plan` has added to its notes."""
+        if self.level >= SUMMARY:
+            self.console.print(Text.assemble((f"{'rehearsed':11}", "bold"), plan.notes[-1]))
+
 
 def summary_rows(plan: Plan, *, bars: bool) -> Iterator[tuple[str, str]]:
     """Heading and words of each line of the summary; `bars` draws how full the tiers are."""

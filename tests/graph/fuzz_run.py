@@ -25,7 +25,7 @@ import cotrain_compile
 from cotrain_compile.analysis.liveness import liveness
 from cotrain_compile.backends.compiled_step import CompiledStep
 from cotrain_compile.dataflow import PERSISTENT_ROLES
-from cotrain_compile.errors import CaptureError, CotrainError, PlacementError
+from cotrain_compile.errors import CaptureError, CotrainError, OutOfDeviceMemory, PlacementError
 from cotrain_compile.extract import extract
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.machine import Tier
@@ -101,11 +101,19 @@ def rounding(spec: Spec) -> float:
 
 def checked_refusal(error: CotrainError) -> str:
     """The message of a refusal; `Broken` where it is one that nothing in a program explains."""
+    if isinstance(error, OutOfDeviceMemory) and has_no_smaller_plan(error):
+        return f"{type(error).__name__}: {error}"
     if not isinstance(error, CaptureError | PlacementError):
         raise Broken(f"refused by {type(error).__name__}: {error}") from error
     if isinstance(error, PlacementError) and error.shortfall_bytes <= 0:
         raise Broken(f"a refusal that lacks nothing: {error}") from error
     return f"{type(error).__name__}: {error}"
+
+
+def has_no_smaller_plan(error: OutOfDeviceMemory) -> bool:
+    """Whether less was tried after a rehearsal, does not fit, and the error says the way on."""
+    told = " ".join(getattr(error, "__notes__", []))
+    return all(words in told for words in ("Less does not fit", "Raise memory_budget by"))
 
 
 # The three runs.
@@ -206,14 +214,20 @@ def train_placed(spec: Spec, whole: Mapping[Tier, int]) -> Left:
 
 
 def check_meter(compiled: CompiledStep, *, is_exact: bool) -> None:
-    """No tier held more than its budget; `is_exact`: the device held just what was predicted."""
-    measured, plan = compiled.measured, compiled.plan
+    """No tier held more than its budget, nor the device more than in the rehearsal.
+
+    `is_exact`: it held just what was predicted.
+    """
+    measured, plan, rehearsed = compiled.measured, compiled.plan, compiled.rehearsed_device_bytes
     assert measured is not None
+    assert rehearsed is not None
     for tier, budget in plan.budgets.items():
         if measured.peak_bytes[tier] > budget:
             raise Broken(f"{measured.peak_bytes[tier]} bytes on {tier}, {budget} allowed")
     found, planned = (t.peak_bytes[Tier.DEVICE] for t in (measured, compiled.predicted))
-    if found > planned or (is_exact and found != planned):
+    if found > rehearsed:
+        raise Broken(f"{found} bytes on the device, {rehearsed} in the rehearsal")
+    if is_exact and found != planned:
         raise Broken(f"{found} bytes on the device, {planned} predicted")
 
 

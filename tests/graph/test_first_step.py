@@ -16,7 +16,8 @@ from torch import Tensor, nn
 import cotrain_compile
 from cotrain_compile import compile as pipeline
 from cotrain_compile.backends.compiled_step import CompiledStep
-from cotrain_compile.errors import OutOfDeviceMemory
+from cotrain_compile.backends.first_step import LEAST_STEP
+from cotrain_compile.errors import OutOfDeviceMemory, PlacementError
 from cotrain_compile.machine import Tier
 from cotrain_compile.runtime.meter import Meter
 
@@ -75,8 +76,8 @@ def noting_plans() -> Iterator[list[CompiledStep]]:
     found: list[CompiledStep] = []
     compile_step = pipeline.compile_step
 
-    def note(*arguments: Any) -> CompiledStep:
-        found.append(compile_step(*arguments))
+    def note(*arguments: Any, **named: Any) -> CompiledStep:
+        found.append(compile_step(*arguments, **named))
         return found[-1]
 
     with mock.patch.object(pipeline, "compile_step", note):
@@ -108,13 +109,40 @@ def test_a_step_that_takes_more_than_planned_is_planned_again_and_exact() -> Non
         ):
             found = surprised.run(step)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
-    budgets = [compiled.plan.budgets[Tier.DEVICE] for compiled in plans]
+    budgets = [compiled.problem.budgets[Tier.DEVICE] for compiled in plans]
     assert 2 <= len(budgets) <= 4
     assert budgets == sorted(set(budgets), reverse=True)
     last = cotrain_compile.inspect(step)
     assert last is plans[-1]
+    assert last.plan.budgets[Tier.DEVICE] == budget
     assert last.measured is not None
-    assert last.measured.peak_bytes[Tier.DEVICE] <= budget
+    peak = last.measured.peak_bytes[Tier.DEVICE]
+    assert peak == last.rehearsed_device_bytes
+    assert last.predicted.peak_bytes[Tier.DEVICE] < peak <= budget
+    assert "a rehearsal took" in last.plan.notes[-1]
+
+
+def test_a_plan_for_less_may_take_the_whole_budget() -> None:
+    """Held to what it was planned for, each plan would fail by what no plan knows of."""
+    training, budget = Training(), resident_peak_bytes() // 2
+    with hidden_memory(10_000), noting_plans() as plans, pytest.warns(match="planned again"):
+        training.run(training.compiled(memory_budget=budget))
+    last = plans[-1]
+    assert last.rehearsed_device_bytes is not None
+    assert last.problem.budgets[Tier.DEVICE] < last.rehearsed_device_bytes <= budget
+
+
+def test_where_a_twentieth_less_does_not_fit_only_what_is_missing_comes_off() -> None:
+    training = Training()
+    with pytest.raises(PlacementError) as refusal:
+        training.compiled(memory_budget=1)(torch.randn(BATCH, WIDTH))
+    budget = 1 + refusal.value.shortfall_bytes + 1200
+    with hidden_memory(1000), noting_plans() as plans, pytest.warns(match="planned again"):
+        training.run(training.compiled(memory_budget=budget))
+    last = plans[-1]
+    assert last.problem.budgets[Tier.DEVICE] > (1 - LEAST_STEP) * budget
+    assert last.rehearsed_device_bytes is not None
+    assert last.rehearsed_device_bytes <= budget
 
 
 def test_a_card_that_has_less_than_planned_is_planned_for_with_what_it_had() -> None:
@@ -136,7 +164,7 @@ def test_a_card_that_has_less_than_planned_is_planned_for_with_what_it_had() -> 
     ):
         training.run(training.compiled(memory_budget=budget))
     assert len(plans) == 2
-    assert plans[-1].plan.budgets[Tier.DEVICE] == limit - 1000
+    assert plans[-1].problem.budgets[Tier.DEVICE] == limit - 1000
 
 
 def test_without_a_smaller_plan_the_error_reaches_the_user_and_nothing_has_changed() -> None:
@@ -152,6 +180,7 @@ def test_without_a_smaller_plan_the_error_reaches_the_user_and_nothing_has_chang
     assert len(plans) == 1
     assert any("No parameter" in note for note in failure.value.__notes__)
     assert any("Less does not fit" in note for note in failure.value.__notes__)
+    assert any("Raise memory_budget by" in note for note in failure.value.__notes__)
     assert all(torch.equal(a, b) for a, b in zip(before, training.tensors(), strict=True))
 
 

@@ -109,3 +109,12 @@ def test_the_gradient_of_an_empty_parameter_is_not_its_learning_rate() -> None:
     loop = LoopSpec(rows=(4, 4, 4), rates=(1e-3, 5e-3, 2e-3))
     spec = Spec(1, model, adamw, loop, options={**TIGHT, "policy": "zero-offload"})
     assert run(spec).status == "equal"
+
+
+@pytest.mark.parametrize("layer", ["convolution", "prelu"])
+def test_compiled_code_takes_no_more_than_in_the_rehearsal(layer: str) -> None:
+    """A kernel with memory of its own, and ops fused to one that holds what all of them need."""
+    loop = LoopSpec(rows=(4, 4, 4), micro_batches=2)
+    options = {**TIGHT, "lowering": "inductor"}
+    spec = Spec(1, ModelSpec((layer,), reads_tokens=True), loop=loop, options=options)
+    assert run(replace(spec, device_share=1.0)).status == "equal"

@@ -7,6 +7,7 @@ stay below 1e-4 of a value, and 1e-5 where it is small; under bfloat16 autocast 
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -84,6 +85,7 @@ def test_a_resident_step_with_dropout_trains_as_in_eager() -> None:
     torch.testing.assert_close(losses, eager.losses, rtol=1e-4, atol=1e-5)
     assert step.lowered is not None
     assert step.measured is not None
+    assert step.measured.peak_bytes[Tier.DEVICE] == step.rehearsed_device_bytes
     assert step.measured.peak_bytes[Tier.DEVICE] <= step.predicted.peak_bytes[Tier.DEVICE]
 
 
@@ -95,6 +97,26 @@ def test_what_is_allocated_inside_a_segment_counts_against_the_budget() -> None:
     values = [node.meta["val"] for node in placeholders]
     with pytest.raises((OutOfDeviceMemory, StepFailed), match="out of memory on the device at"):
         step([torch.zeros(v.shape, dtype=v.dtype) for v in values])
+
+
+def test_what_code_holds_beyond_the_plan_is_told_after_the_rehearsal(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A convolution in float64 unfolds its input, inside a kernel: no plan knows of that."""
+    model = nn.Sequential(nn.Conv1d(2, 2, 3, padding=1), nn.Flatten(), nn.Linear(16, 4)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = make_step(model, [optimizer], lambda model, x: model(x).square().mean())
+    compiled = cotrain(policy="resident", lowering="inductor", dump=str(tmp_path))(step)
+    for _ in range(3):
+        compiled(torch.randn(4, 2, 8, dtype=torch.float64))
+        found = cotrain_compile.inspect(compiled)
+        assert found.measured is not None
+        assert found.measured.peak_bytes[Tier.DEVICE] == found.rehearsed_device_bytes
+        assert found.measured.peak_bytes[Tier.DEVICE] > found.predicted.peak_bytes[Tier.DEVICE]
+    told = "a rehearsal took"
+    assert [told in note for note in found.plan.notes] == [True]
+    assert told in (tmp_path / "summary.txt").read_text()
+    assert told in capfd.readouterr().err
 
 
 def test_deeper_models_have_more_segments_but_no_more_kinds() -> None:
