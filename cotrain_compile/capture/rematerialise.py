@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import CheckpointPolicy
 
 from cotrain_compile.capture.phases import phases
+from cotrain_compile.capture.storages import view_again
 from cotrain_compile.dataflow import Phase
 
 RECOMPUTE = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
@@ -80,9 +81,11 @@ class _Rewriter:
         self._copies: dict[fx.Node, fx.Node] = {}
 
     def use_copies(self, node: fx.Node) -> None:
-        for source in node.all_input_nodes:
-            if source in self._free:
-                node.replace_input_with(source, self._copy(source, node))
+        copied = [source for source in node.all_input_nodes if source in self._free]
+        for source in copied:
+            node.replace_input_with(source, self._copy(source, node))
+        if copied:
+            view_again(node)  # the backward's own view of a value shows the copy's memory
 
     def _copy(self, node: fx.Node, place: fx.Node) -> fx.Node:
         if node not in self._free:
