@@ -33,7 +33,8 @@ def drop_redundant_copies(graph: fx.Graph) -> None:
         if returned or not _same_layout(destination, source):
             continue
         if storage_key(source) not in inputs:
-            node.replace_all_uses_with(source)
+            for user in node.replace_all_uses_with(source):
+                view_again(user)
             graph.erase_node(node)
     graph.eliminate_dead_code()
 

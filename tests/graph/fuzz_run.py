@@ -28,9 +28,10 @@ from cotrain_compile.backends.compiled_step import CompiledStep
 from cotrain_compile.dataflow import PERSISTENT_ROLES
 from cotrain_compile.errors import CaptureError, CotrainError, PlacementError
 from cotrain_compile.extract import extract
-from cotrain_compile.graph import StepGraph
+from cotrain_compile.graph import StepGraph, returns_argument_memory
 from cotrain_compile.machine import Tier
 from cotrain_compile.options import Options
+from cotrain_compile.passes.views import storage
 from tests.graph.fuzz_compare import Broken, Left, compare, distances, nudge, same_bits
 from tests.graph.fuzz_layers import CLASSES, Net
 from tests.graph.fuzz_specs import OptimizerSpec, Spec
@@ -168,6 +169,7 @@ def train_unplaced(spec: Spec) -> tuple[Left, dict[Tier, int]]:
     whole = dict.fromkeys(Tier, 1)
 
     def as_captured(step: StepGraph, values: Sequence[Any], options: Options) -> Step:
+        check_views(step)
         dataflow = extract(step)
         if not dataflow.symbols:
             whole[Tier.DEVICE] = max(whole[Tier.DEVICE], liveness(dataflow).peak_bytes)
@@ -220,7 +222,14 @@ def train_placed(spec: Spec, whole: Mapping[Tier, int]) -> Left:
     return left
 
 
-# What holds after each step, and at the end.
+# What holds of the graph, after each step, and at the end.
+
+
+def check_views(step: StepGraph) -> None:
+    """What shows the memory of a value in the run shows it in the trace, too."""
+    for node in step.nodes:
+        if returns_argument_memory(node) and storage(node) != storage(node.all_input_nodes[0]):
+            raise Broken(f"{node} does not show the memory of its argument in the trace")
 
 
 def check_meter(compiled: CompiledStep, *, is_exact: bool) -> None:

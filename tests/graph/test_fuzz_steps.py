@@ -147,6 +147,12 @@ def test_a_parameter_that_is_part_of_a_larger_storage_is_counted_whole() -> None
     assert run(spec).status == "equal"
 
 
+def test_a_view_of_a_gradient_that_is_no_longer_copied_shows_the_gradient() -> None:
+    """`run` looks at every view of the captured graph."""
+    spec = Spec(1, ModelSpec(("in place",)), options={**TIGHT, "policy": "resident"})
+    assert run(spec).status == "equal"
+
+
 def test_the_gradient_of_an_empty_parameter_is_not_its_learning_rate() -> None:
     """The rate is a tensor once it changes: of one element, where the gradient has none."""
     model = ModelSpec(("bfloat16", "empty parameter"))
