@@ -4,10 +4,11 @@
     cotrain.wait(['fetch.w'], [])                 ->  cotrain.wait(['fetch.w'], [%d])
     %mm(%x, %t(%w))                                   %mm(%x, %t_1(%d))
 
-A view made before the wait and used after it is made again from the copy. A write goes to the copy;
-so do offloads. A wait holds the memory on the device that its copies read or write, so that it is
-not freed before, and that of an offload not later. What the step returns of a buffer at home on the
-host shows the home: the user's tensor, or the copy there of a gradient that the step makes.
+A view made before the wait and used after it is made again from the copy; an item of a tuple that
+is taken after it becomes a view of the copy. A write goes to the copy; so do offloads. A wait holds
+the memory on the device that its copies read or write, so that it is not freed before, and that of
+an offload not later. What the step returns of a buffer at home on the host shows the home: the
+user's tensor, or the copy there of a gradient that the step makes.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Set
 from dataclasses import dataclass, field
 
+import torch
 from torch import fx
 
 from cotrain_compile.graph import StepGraph, shape
@@ -22,6 +24,8 @@ from cotrain_compile.machine import Tier
 from cotrain_compile.passes.views import COPY, storage, viewed, written_by
 from cotrain_compile.plan import Plan
 from cotrain_compile.runtime.ops import TASKS, cotrain, task_name
+
+ALIAS = torch.ops.aten.alias.default
 
 
 def use_fetched_copies(step: StepGraph, plan: Plan) -> StepGraph:
@@ -79,9 +83,18 @@ class _Walk:
         elif node.op == "call_function" and node.target not in TASKS:
             self._update_inputs(node)
             self._check_inputs(node)
-            # What makes a buffer may come after its copy is there: an item of a tuple taken late.
-            if storage(node) in self.copies and viewed(node) is not None:
-                self.copies[storage(node)].shown[node] = node
+            if storage(node) in self.copies:
+                self._show(node, self.copies[storage(node)])
+
+    def _show(self, node: fx.Node, copy: _Copy) -> None:
+        """What `node` is on `copy`, which is there already.
+
+        An item of a tuple may be taken that late; as it is, it would keep the first one alive.
+        """
+        if viewed(node) is None:
+            node.args = (self._current(node, node),)
+            node.target = ALIAS
+        copy.shown[node] = node
 
     def _wait(self, wait: fx.Node) -> None:
         tasks: list[str] = wait.args[0]  # type: ignore[assignment]

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
 
 from cotrain_compile.backends.compiled_step import CompiledStep
 from cotrain_compile.dataflow import Dataflow, Role
@@ -50,6 +51,19 @@ def make_plain_mlp() -> nn.Module:
     return nn.Sequential(
         nn.Linear(12, 24), nn.GELU(), nn.Linear(24, 24), nn.GELU(), nn.Linear(24, 4)
     )
+
+
+class Checkpointed(nn.Sequential):
+    """Layers whose values are made again for the backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def make_checkpointed_mlp() -> nn.Module:
+    """With GroupNorm, which has three results: made again, two of them are taken late."""
+    block = Checkpointed(nn.GroupNorm(2, 24), nn.GELU(), nn.Linear(24, 24), nn.Softmax(-1))
+    return nn.Sequential(nn.Linear(12, 24), block, nn.Linear(24, 4))
 
 
 def autocast_cross_entropy(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -99,12 +113,14 @@ class Training:
 
 
 AUTOCAST = Case(make_plain_mlp, CASES["mlp"].make_batch, autocast_cross_entropy)
+CHECKPOINTED = Case(make_checkpointed_mlp, CASES["mlp"].make_batch, CASES["mlp"].loss_of)
 TRAININGS = {
     "clipped": Training(CASES["mlp"], OPTIMIZERS["adamw"]),
     "unclipped": Training(CASES["mlp"], OPTIMIZERS["sgd"], make_unclipped_step),
     "autocast": Training(AUTOCAST, OPTIMIZERS["adamw"]),
     "autocast-unclipped": Training(AUTOCAST, OPTIMIZERS["adam"], make_unclipped_step),
     "accumulating": Training(CASES["mlp"], OPTIMIZERS["adamw-groups"], make_accumulating_step),
+    "checkpointed": Training(CHECKPOINTED, OPTIMIZERS["adam"], make_accumulating_step),
     "frozen": Training(CASES["frozen"], OPTIMIZERS["rmsprop"]),
     "tied": Training(CASES["tied"], OPTIMIZERS["adamw"]),
     "conv": Training(CASES["conv"], OPTIMIZERS["nadam"]),

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.graph.fuzz_compare import Broken, Left, compare, distance, nudge
 from tests.graph.fuzz_layers import AGAIN, LAYERS
-from tests.graph.fuzz_run import Broken, Left, allowed_graphs, compare, run
+from tests.graph.fuzz_run import allowed_graphs, run
 from tests.graph.fuzz_specs import LoopSpec, ModelSpec, OptimizerSpec, Spec, random_spec, shrunk
 
 ROOT = Path(__file__).parents[2]
@@ -73,6 +74,50 @@ def test_a_difference_is_named(change: float | None, complaint: str) -> None:
         compare(Left(tensors={"w": w}), found, "two runs", 0)
 
 
+@pytest.mark.parametrize("allowed", [0.0, 0.1, float("inf")])
+def test_a_difference_is_broken_unless_eager_itself_is_as_far_apart(allowed: float) -> None:
+    eager, captured = Left(tensors={"w": torch.ones(2)}), Left(tensors={"w": torch.full((2,), 1.3)})
+
+    def check() -> None:
+        compare(eager, captured, "two runs", 1e-3, lambda: {"w": allowed})
+
+    if allowed > 0.3:
+        check()
+    else:
+        with pytest.raises(Broken, match=r"w is .* are 0\.1 apart, rounding explains"):
+            check()
+
+
+def test_what_is_a_number_in_one_run_only_is_infinitely_far_away() -> None:
+    inf, nan = float("inf"), float("nan")
+    assert distance(torch.tensor([nan, inf, 3.0]), torch.tensor([nan, inf, 5.0])) == 2 / 4
+    assert distance(torch.tensor([nan, 1.0]), torch.tensor([0.0, 1.0])) == inf
+    assert distance(torch.tensor([inf]), torch.tensor([-inf])) == inf
+    assert distance(torch.tensor([]), torch.tensor([])) == 0
+
+
+def test_a_nudged_parameter_is_its_own_neighbour() -> None:
+    model = torch.nn.Linear(40, 1)
+    before = model.weight.detach().clone()
+    nudge(model, seed=0)
+    steps = (model.weight.detach().view(torch.int32) - before.view(torch.int32)).abs()
+    assert set(steps.flatten().tolist()) == {0, 1}
+
+
+@pytest.mark.usefixtures("one_thread", "watchdog")
+def test_a_program_that_leans_on_roundings_is_measured_by_its_own() -> None:
+    """Behind a batch norm over two equal rows a gradient is the rounding of two that cancel."""
+    layers = ("batch norm", "unused parameter", "group norm", "linear", "linear")
+    model = ModelSpec(layers, width=64, dtype="float32", reads_tokens=True, tied=True)
+    adadelta = OptimizerSpec(
+        "Adadelta",
+        {"eps": 0.01, "rho": 0.5, "maximize": True},
+        groups=({}, {"lr": 0.02, "weight_decay": 0.0}, {"lr": 0.0001, "weight_decay": 0.2}),
+    )
+    loop = LoopSpec((4,) * 6, micro_batches=2)
+    assert run(Spec(20255, model, adadelta, loop, options=TIGHT)).status == "equal"
+
+
 @pytest.mark.parametrize(
     ("loop", "graphs"),
     [
@@ -99,6 +144,12 @@ def test_parameters_in_one_storage_are_trained_under_any_policy() -> None:
 def test_a_parameter_that_is_part_of_a_larger_storage_is_counted_whole() -> None:
     """The meter counts storages, and `run` compares it with the plan."""
     spec = Spec(1, ModelSpec(("strided",)), options={**TIGHT, "policy": "resident"})
+    assert run(spec).status == "equal"
+
+
+def test_a_view_of_a_gradient_that_is_no_longer_copied_shows_the_gradient() -> None:
+    """`run` looks at every view of the captured graph."""
+    spec = Spec(1, ModelSpec(("in place",)), options={**TIGHT, "policy": "resident"})
     assert run(spec).status == "equal"
 
 

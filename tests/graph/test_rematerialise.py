@@ -17,16 +17,18 @@ from torch.utils.checkpoint import (
 )
 
 import cotrain_compile
+from cotrain_compile.capture.storages import storage_key
 from cotrain_compile.compile import trace_graph
 from cotrain_compile.dataflow import Phase
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.machine import Tier
 from cotrain_compile.runtime.allocations import most_allocated
-from tests.graph.captured_steps import TRAININGS
+from tests.graph.captured_steps import TRAININGS, captured
 from tests.graph.steps import CASES, OPTIMIZERS, Step, cotrain, train_placed, train_unplaced
 from tests.graph.test_exactness import assert_bitwise_equal
 
 aten = torch.ops.aten
+VIEWS = (aten.detach.default, aten.t.default, aten.view.default)
 WIDTH, ROWS, LAYERS = 32, 256, 6
 
 
@@ -120,6 +122,13 @@ def test_values_of_each_micro_batch_are_made_again_from_its_own() -> None:
         return [step(*batch) for _ in range(3)]
 
     assert run(remat=True) == run(remat=False)
+
+
+def test_a_view_in_the_backward_shows_the_value_made_again() -> None:
+    """Else the plan would count the first one to the backward, of which nothing is left there."""
+    views = [node for node in captured("checkpointed").step.nodes if node.target in VIEWS]
+    assert views
+    assert all(storage_key(view) == storage_key(view.args[0]) for view in views)
 
 
 def test_a_checkpointed_model_keeps_its_saving() -> None:

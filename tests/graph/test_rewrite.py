@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,15 @@ from cotrain_compile.graph import StepGraph
 from cotrain_compile.machine import Link
 from cotrain_compile.options import Options
 from cotrain_compile.passes import PASSES, run_passes
+from cotrain_compile.placement.policies import resident
 from cotrain_compile.placement.problem import formulate
 from cotrain_compile.placement.solve import SolveSettings, solve
 from cotrain_compile.plan import Plan
 from cotrain_compile.presets import find
 from cotrain_compile.runtime.ops import cotrain as ops
 from cotrain_compile.runtime.ops import host_region
+from tests.graph.captured_steps import captured
+from tests.graph.random_plans import last_moment_plan
 from tests.graph.steps import CASES, OPTIMIZERS, Step, all_tensors, cotrain, make_step
 
 TASKS = (ops.offload, ops.prefetch_into, host_region)
@@ -112,6 +116,16 @@ def test_the_updates_ops_are_gone_from_the_device() -> None:
     assert not moved & names
     regions = placed.module.graph.find_nodes(op="call_function", target=host_region)
     assert len(regions) == len(plan.host_regions)
+
+
+def test_no_item_of_a_tuple_is_taken_after_its_copy_is_there() -> None:
+    """Nobody would use it, and until it is taken it takes memory beside the copy."""
+    step = captured("checkpointed")
+    plan = last_moment_plan(step.problem(), resident(step.dataflow), away=True)
+    placed = run_passes(step.step, plan)
+    items = placed.module.graph.find_nodes(op="call_function", target=operator.getitem)
+    assert items
+    assert all(item.users for item in items)
 
 
 def test_passes_leave_the_captured_graph_as_it_was() -> None:

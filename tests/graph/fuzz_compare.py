@@ -1,0 +1,105 @@
+"""Compares what two runs of a random program leave, by their roundings.
+
+In: two `Left`. Nothing comes out where they are near enough, else a `Broken` that names the tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+
+class Broken(AssertionError):
+    """A promise that a program breaks."""
+
+
+@dataclass
+class Left:
+    """What a program leaves: results, its tensors, tensors alive after the last steps, tasks."""
+
+    returned: list[Any] = field(default_factory=list)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    live_tensors: list[int] = field(default_factory=list)
+    tasks: int = 0
+
+
+# How far apart two runs of eager may be in each tensor that only roundings tell apart.
+Spread = Callable[[], Mapping[str, float]]
+
+
+def compare(
+    expected: Left, found: Left, who: str, relative: float, spread: Spread | None = None
+) -> None:
+    """Raise `Broken` where two runs are further apart than `relative`; 0 means in any bit.
+
+    Distances are relative to 1 plus the largest element of a tensor. A tensor that is further away
+    may be as far as `spread` says.
+    """
+    for name, a, b in _pairs(expected, found, who):
+        if a.dtype != b.dtype or a.shape != b.shape:
+            raise Broken(f"{name} is {b.dtype} {b.shape}, not {a.dtype} {a.shape}: {who}")
+        if relative == 0 and not same_bits(a, b):
+            raise Broken(f"{name} differs in some bit: {who}")
+        if relative and not distance(a, b) <= relative:
+            allowed = spread().get(name, 0.0) if spread else 0.0
+            if not distance(a, b) <= allowed:
+                raise Broken(
+                    f"{name} is {b.flatten()[:4]}..., not {a.flatten()[:4]}...: {who} are "
+                    f"{distance(a, b):.1g} apart, rounding explains {max(relative, allowed):.1g}"
+                )
+
+
+def distances(expected: Left, found: Left) -> dict[str, float]:
+    """How far two runs are apart, by the name of each tensor."""
+    return {name: distance(a, b) for name, a, b in _pairs(expected, found, "two runs")}
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    """The largest difference of two elements, relative to 1 plus the largest element of `a`.
+
+    Infinite where one is a number and the other is not, or is another infinity.
+    """
+    a, b = a.double(), b.double()
+    differ = (a != b) & ~(a.isnan() & b.isnan())
+    if not differ.any():
+        return 0.0
+    if not (a[differ].isfinite() & b[differ].isfinite()).all():
+        return math.inf
+    largest = float(a[a.isfinite()].abs().max())
+    return float((a - b)[differ].abs().max()) / (1 + largest)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have one dtype and the same bits."""
+    return a.dtype == b.dtype and torch.equal(_bits(a), _bits(b))
+
+
+def nudge(model: nn.Module, seed: int) -> None:
+    """Round the parameters of `model` once more: each element stays, or goes to a neighbour."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for param in model.parameters():
+            up_or_down = torch.randint(-1, 2, param.shape, generator=generator)
+            towards = param + up_or_down.to(param.dtype) * (1 + param.abs())
+            param.copy_(torch.nextafter(param, towards))
+
+
+def _pairs(expected: Left, found: Left, who: str) -> Iterator[tuple[str, Tensor, Tensor]]:
+    if expected.tensors.keys() != found.tensors.keys():
+        raise Broken(f"{who} have other tensors: {expected.tensors.keys() ^ found.tensors.keys()}")
+    one, other = tree_leaves(expected.returned), tree_leaves(found.returned)
+    for i, (a, b) in enumerate(zip(one, other, strict=True)):
+        if a is not None or b is not None:
+            yield f"result {i}", torch.as_tensor(a), torch.as_tensor(b)
+    for name, a in expected.tensors.items():
+        yield name, a, found.tensors[name]
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().flatten().view(torch.uint8)
