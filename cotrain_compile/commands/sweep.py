@@ -28,6 +28,7 @@ from cotrain_compile.placement.sweep import (
     Sweep,
     carried,
     device_budgets,
+    refuse_if_nothing_fits,
     try_case,
 )
 
@@ -82,6 +83,7 @@ def sweep(
     found.sort(key=lambda p: (p.machine, *p.sizes.items()))
     result = Sweep(dataflow.fingerprint, carried(found))
     _write(result, output)
+    refuse_if_nothing_fits(result.points)
 
 
 def _cases(

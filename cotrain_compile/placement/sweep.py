@@ -18,8 +18,9 @@ from cotrain_compile.machine import Machine, Tier
 from cotrain_compile.placement.problem import formulate
 from cotrain_compile.placement.sensitivity import limits
 from cotrain_compile.placement.solve import SolveSettings, solve
+from cotrain_compile.units import format_bytes
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 # The regime of a plan in which nothing moves; otherwise it is the lane the step hangs on most.
 FITS = "fits"
@@ -39,8 +40,9 @@ class Point:
     """What came of a case.
 
     `step_s`, `lower_bound_s` (the certified bound, 0 where there is none), `peak_bytes` on the
-    device and `traffic_bytes` both ways are those of its plan; None and 0 where nothing fits, and
-    `shortfall_bytes` are missing then. `regime` is `FITS`, the lane the step hangs on, or "".
+    device and `traffic_bytes` both ways are those of its plan; None and 0 where nothing fits. Then
+    `shortfall_bytes` are missing, and `refusal` says on which tier and what would help. `regime` is
+    `FITS`, the lane the step hangs on, or "".
     """
 
     machine: str
@@ -54,6 +56,7 @@ class Point:
     peak_bytes: int = 0
     traffic_bytes: int = 0
     shortfall_bytes: int = 0
+    refusal: str = ""
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,7 @@ def try_case(dataflow: Dataflow, case: Case, settings: SolveSettings) -> Point:
     try:
         plan = solve(problem, settings)
     except PlacementError as refusal:
-        return replace(empty, shortfall_bytes=refusal.shortfall_bytes)
+        return replace(empty, shortfall_bytes=refusal.shortfall_bytes, refusal=str(refusal))
     return replace(
         empty,
         step_s=plan.predicted.makespan_s,
@@ -88,6 +91,17 @@ def try_case(dataflow: Dataflow, case: Case, settings: SolveSettings) -> Point:
         peak_bytes=plan.predicted.peak_bytes[Tier.DEVICE],
         traffic_bytes=plan.bytes_moved("offload") + plan.bytes_moved("prefetch"),
     )
+
+
+def refuse_if_nothing_fits(points: Sequence[Point]) -> None:
+    """Raise `PlacementError` where no case has a plan; it says what the nearest one lacks."""
+    if points and all(point.step_s is None for point in points):
+        least = min(points, key=lambda point: point.shortfall_bytes)
+        raise PlacementError(
+            f"nothing fits in any of these budgets; nearest is {least.machine} with "
+            f"{format_bytes(least.device_budget_bytes)} on the device: {least.refusal}",
+            shortfall_bytes=least.shortfall_bytes,
+        )
 
 
 def device_budgets(

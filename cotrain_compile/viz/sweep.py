@@ -125,6 +125,9 @@ def _draw(axes: Axes, points: Sequence[Point], symbol: str | None) -> None:
         Line2D([], [], color=_COLOURS[n % len(_COLOURS)], label=machine)
         for n, machine in enumerate(machines)
     ]
+    if not fitting:
+        axes.text(0.5, 0.5, "nothing fits", transform=axes.transAxes, ha="center", color=_INK)
+        return
     seen = {point.regime for point in fitting}
     handles += [
         Line2D(

@@ -158,6 +158,32 @@ def test_the_command_leaves_table_pictures_and_points(tmp_path: Path) -> None:
     assert (out / "sweep.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_where_nothing_fits_the_command_says_what_is_missing(tmp_path: Path) -> None:
+    """A host that is too small, as no device budget can help; what was tried is written."""
+    files.save(STEP, tmp_path / "step.json")
+    out = tmp_path / "out"
+    step = ["sweep", str(tmp_path / "step.json"), "-o", str(out), "--machine", "rtx4090"]
+    tried = [
+        "--memory-budget",
+        "100",
+        "--memory-budget",
+        "200",
+        "--policy",
+        "greedy",
+        "--jobs",
+        "1",
+    ]
+    run = CliRunner().invoke(app, [*step, *tried])
+    found = files.load(out / "sweep.json", Sweep)
+    assert isinstance(run.exception, PlacementError)
+    assert run.exception.shortfall_bytes == found.points[-1].shortfall_bytes > 0
+    assert "nearest is rtx4090 with 200 B on the device" in str(run.exception)
+    assert found.points[-1].refusal in str(run.exception)
+    (axes,) = draw_sweep(found).axes
+    assert [text.get_text() for text in axes.texts] == ["nothing fits"]
+    assert axes.get_legend() is None
+
+
 @pytest.mark.parametrize("size", ["seq=8", "batch=many", "batch=0"])
 def test_a_size_that_makes_no_sense_is_refused_before_anything_is_solved(
     tmp_path: Path, size: str
