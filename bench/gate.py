@@ -142,7 +142,7 @@ def problem_of(question: Question, dataflow: Dataflow) -> Problem:
     """The placement problem of a saved step within its share of the device and on any host."""
     problem = formulate(dataflow, presets.find(question.machine), UNLIMITED)
     budget_bytes = int(question.share * needed_bytes(problem))
-    return replace(problem, budgets={**problem.budgets, Tier.DEVICE: budget_bytes})
+    return problem.with_budget(Tier.DEVICE, budget_bytes)
 
 
 def needed_bytes(problem: Problem) -> int:

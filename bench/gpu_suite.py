@@ -256,16 +256,16 @@ class Placer:
         return self._row(run.compiled, planned_s) | timed_row
 
     def _placed(self, options: Options, limit: int | None) -> CompiledStep:
-        if limit is not None:
-            options = replace(options, memory_budget=MemorySize(nbytes=limit))
         budgets = options.budgets(self.machine)
-        problem = formulate(self.dataflow, self.machine, budgets, self.profile)
+        allowed = formulate(self.dataflow, self.machine, budgets, self.profile)
+        problem = allowed if limit is None else allowed.with_budget(Tier.DEVICE, limit)
         settings = SolveSettings(policy=options.policy, time_limit_s=options.time_limit)
         plan = solve(problem, settings)
         check(problem, plan)
         placed = run_passes(self.step, plan)
         kernels = host_kernels(placed, options.host_kernels)
-        return CompiledStep(problem, plan, placed, runtime_for(placed, problem, kernels, options))
+        device = runtime_for(placed, allowed, kernels, options)
+        return CompiledStep(problem, replace(plan, budgets=allowed.budgets), placed, device)
 
     def _row(self, compiled: CompiledStep, planned_s: float) -> Row:
         plan, timeline = compiled.plan, compiled.measured

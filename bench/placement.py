@@ -15,7 +15,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +90,7 @@ def cell(model: str, dataflow: Dataflow, machine: Machine, host_bytes: int, coun
 
 def needed_bytes(problem: Problem, placement: Placement) -> int:
     """The least device budget that `placement` can be scheduled in."""
-    nothing = replace(problem, budgets={**problem.budgets, Tier.DEVICE: 0})
+    nothing = problem.with_budget(Tier.DEVICE, 0)
     return shortfall_bytes(nothing, moves_of(nothing, placement))
 
 
@@ -98,7 +98,7 @@ def rows(cell: Cell, settings: SolveSettings) -> Iterator[Row]:
     """One row for each budget of `cell`, from tight to roomy. Every plan is checked."""
     for budget_bytes in cell.budgets_bytes:
         given = cell.choices.problem
-        problem = replace(given, budgets={**given.budgets, Tier.DEVICE: budget_bytes})
+        problem = given.with_budget(Tier.DEVICE, budget_bytes)
         began = time.perf_counter()
         try:
             plan = solve(problem, settings, choices=cell.choices)

@@ -117,7 +117,7 @@ def rows(cell: Cell, settings: SolveSettings) -> Iterator[Row]:
     plans: list[Plan] = []
     for budget_bytes in cell.budgets_bytes:
         given = cell.choices.problem
-        problem = replace(given, budgets={**given.budgets, Tier.DEVICE: budget_bytes})
+        problem = given.with_budget(Tier.DEVICE, budget_bytes)
         began = time.perf_counter()
         try:
             plan = solve(problem, settings, choices=cell.choices, incumbents=plans)

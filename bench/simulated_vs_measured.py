@@ -156,7 +156,7 @@ def part_way(resident: CompiledStep, profile: Path, share: float) -> int:
     """Bytes on the device: `share` of the way from what the step needs at the least to resident."""
     problem = with_profile(resident, load(profile, CostTable))
     try:
-        solve(replace(problem, budgets={**problem.budgets, Tier.DEVICE: 1}))
+        solve(problem.with_budget(Tier.DEVICE, 1))
     except PlacementError as error:
         least = 1 + error.shortfall_bytes
     return least + int(share * (resident.predicted.peak_bytes[Tier.DEVICE] - least))

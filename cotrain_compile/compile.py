@@ -50,7 +50,7 @@ from cotrain_compile.options import Options, as_option_error
 from cotrain_compile.passes import run_passes
 from cotrain_compile.placement.check import check
 from cotrain_compile.placement.keep import keep
-from cotrain_compile.placement.problem import Problem, formulate
+from cotrain_compile.placement.problem import formulate
 from cotrain_compile.plan import Placement
 from cotrain_compile.runtime.cuda_setup import within_free_memory
 from cotrain_compile.runtime.host_kernels import host_kernels
@@ -227,7 +227,7 @@ def compile_step(
     """
     machine = machine_for(step, options)
     allowed = formulate(dataflow, machine, options.budgets(machine), _profile(options))
-    problem = allowed if plan_bytes is None else _within(allowed, plan_bytes)
+    problem = allowed if plan_bytes is None else allowed.with_budget(Tier.DEVICE, plan_bytes)
     narrator = Narrator(verbosity(options))
     with narrator.progress() as progress:
         plan = (before and keep(problem, before)) or plan_for(problem, options, progress)
@@ -252,11 +252,6 @@ def _dump(step: StepGraph, compiled: CompiledStep, options: Options) -> None:
         with as_option_error("dump", options.dump):
             folder = Path(options.dump)
             dump_step(folder, step, compiled.problem, compiled.plan, compiled.graph)
-
-
-def _within(problem: Problem, device_bytes: int) -> Problem:
-    """`problem` with less of the device to plan with."""
-    return replace(problem, budgets={**problem.budgets, Tier.DEVICE: device_bytes})
 
 
 def _lowered(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NoReturn
 
 from cotrain_compile.dataflow import PERSISTENT_ROLES
@@ -42,7 +41,7 @@ def refuse(problem: Problem, cuts: Sequence[Choices], failure: str = "") -> NoRe
             f"short; raise memory_budget, or {_advice(peak)}",
             shortfall_bytes=short,
         )
-    plenty = replace(problem, budgets={**problem.budgets, Tier.HOST: 1 << 62})
+    plenty = problem.with_budget(Tier.HOST, 1 << 62)
     needed = _host_bytes(plenty, choices)
     host = problem.budgets[Tier.HOST]
     if needed <= host and failure:
@@ -77,7 +76,7 @@ def refuse_rule(
 
 def _least(problem: Problem, cuts: Sequence[Choices]) -> tuple[Choices, Moves, int]:
     """The cut in which least has to stay, what moves then, and the device bytes it needs."""
-    without = replace(problem, budgets={**problem.budgets, Tier.DEVICE: 0})
+    without = problem.with_budget(Tier.DEVICE, 0)
     found = [(choices, moves_of(problem, _frugal(choices))) for choices in cuts]
     needs = [(choices, moves, shortfall_bytes(without, moves)) for choices, moves in found]
     return min(needs, key=lambda need: need[2])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cotrain_compile.analysis.costs import CostTable, roofline, with_measured
 from cotrain_compile.dataflow import Dataflow
@@ -20,6 +20,10 @@ class Problem:
     machine: Machine
     costs: CostTable
     budgets: Mapping[Tier, int]
+
+    def with_budget(self, tier: Tier, budget_bytes: int) -> Problem:
+        """The same with another budget on one tier."""
+        return replace(self, budgets={**self.budgets, tier: budget_bytes})
 
     def host_cast_s(self, ops: Sequence[str]) -> float:
         """Seconds in which the host makes a low-precision copy with `ops`: it streams bytes."""

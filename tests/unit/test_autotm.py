@@ -47,7 +47,7 @@ def problem_of(dataflow: Dataflow, budget_bytes: int, milliseconds: int = 5) -> 
 
 
 def within(problem: Problem, budget_bytes: int) -> Problem:
-    return replace(problem, budgets={**problem.budgets, Tier.DEVICE: budget_bytes})
+    return problem.with_budget(Tier.DEVICE, budget_bytes)
 
 
 def least_bytes(problem: Problem, variant: Variant) -> int:

@@ -158,7 +158,7 @@ def test_without_room_on_the_host_steps_do_not_overlap() -> None:
     problem = problem_of(step)
     alone = schedule(problem, rule("zero-offload")(step))
     host_bytes = alone.predicted.peak_bytes[Tier.HOST]
-    tight = replace(problem, budgets={**problem.budgets, Tier.HOST: host_bytes})
+    tight = problem.with_budget(Tier.HOST, host_bytes)
     plan = solve(tight, SolveSettings("zero-offload", overlap_steps=True))
     assert not plan.carried
     with pytest.raises(PlacementError, match="host_memory_budget"):
