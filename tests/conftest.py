@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -49,6 +50,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Workers share the cores, as do the processes that they start; torch reads it when it loads.
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
     config.stash[WRITTEN] = []
     # A shell lets what it puts into the background ignore Ctrl-C, which tests press.
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -130,18 +130,23 @@ SMALL = LlamaConfig(
 )
 
 
-def llama_7b() -> LlamaConfig:
-    """The one of the documentation's example."""
+def llama_7b(**changes: int) -> LlamaConfig:
+    """The one of the documentation's example, with other settings where they are given."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(EXAMPLES)
         config: LlamaConfig = importlib.import_module("llama").LLAMA_7B
-    return config
+    return LlamaConfig.from_dict({**config.to_dict(), **changes})
 
 
 @pytest.mark.parametrize(
     ("config", "batch", "length"),
-    [(SMALL, 2, 32), (SMALL, 3, 48), (llama_7b(), 4, 2048)],
-    ids=["small", "small, other shape", "7B"],
+    [
+        (SMALL, 2, 32),
+        (SMALL, 3, 48),
+        (llama_7b(num_hidden_layers=4), 4, 2048),
+        pytest.param(llama_7b(), 4, 2048, marks=pytest.mark.long),
+    ],
+    ids=["small", "small, other shape", "four layers of 7B", "7B"],
 )
 def test_a_llama_step_has_the_bytes_that_hand_arithmetic_gives(
     config: LlamaConfig, batch: int, length: int

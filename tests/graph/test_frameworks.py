@@ -174,7 +174,7 @@ def mean_of_batch(trainer: Any, model: Any, inputs: Any, *args: Any, **kwargs: A
     return model(**inputs).loss
 
 
-@pytest.mark.parametrize("is_scaled", [True, False])
+@pytest.mark.parametrize("is_scaled", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_accumulated_micro_batches_are_one_step(
     is_scaled: bool, example: Callable[[str], ModuleType], tmp_path: Path
 ) -> None:
@@ -212,7 +212,8 @@ class InFloat16:
 
 
 @pytest.mark.parametrize(
-    ("optim", "max_grad_norm"), [("adamw_torch", 0.0), ("adamw_torch_fused", 1.0)]
+    ("optim", "max_grad_norm"),
+    [pytest.param("adamw_torch", 0.0, marks=pytest.mark.long), ("adamw_torch_fused", 1.0)],
 )
 def test_a_trainer_in_float16_skips_as_in_eager(
     optim: str, max_grad_norm: float, example: Callable[[str], ModuleType], tmp_path: Path

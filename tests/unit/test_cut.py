@@ -6,11 +6,12 @@ from dataclasses import replace
 from itertools import chain as joined
 from itertools import combinations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cotrain_compile.analysis.cut import Cut, offload_cuts
 from cotrain_compile.dataflow import Buffer, Dataflow, Op, Phase, Role
+from tests.examples import examples
 from tests.unit.dataflows import chain, mixed_precision_step
 
 LAYERS, PARAMS = 3, 1000
@@ -113,7 +114,7 @@ def _traffic_bytes(step: Dataflow, host: frozenset[str]) -> int:
     return total
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(st.lists(st.integers(0, 50), min_size=8, max_size=8))
 def test_no_way_to_split_the_step_moves_less(sizes: list[int]) -> None:
     """Against every split of a one-parameter step with buffers of any sizes."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cotrain_compile.errors import PlanError
@@ -17,6 +17,7 @@ from cotrain_compile.placement.engine import (
     steady_state,
 )
 from cotrain_compile.plan import Timeline
+from tests.examples import examples
 
 DEVICE, HOST, COPY = LaneSpec("device"), LaneSpec("host"), LaneSpec("copy")
 
@@ -255,7 +256,7 @@ def test_slowing_lanes_never_shortens_a_work(
 
 
 @given(random_works())
-@settings(max_examples=25)
+@examples(25)
 def test_the_same_works_give_the_same_timeline(
     case: tuple[list[Work], list[LaneSpec]],
 ) -> None:

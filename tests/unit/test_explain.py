@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from cotrain_compile.errors import PlacementError, PlanError
@@ -28,6 +28,7 @@ from cotrain_compile.placement.slack import slacks
 from cotrain_compile.placement.solve import TACTICS, SolveSettings, solve
 from cotrain_compile.plan import Lane, Placement, Plan, UpdateMode
 from cotrain_compile.presets import find
+from tests.examples import examples
 from tests.unit.dataflows import chain
 from tests.unit.random_problems import PLENTY, fits, problems, with_budget
 
@@ -65,7 +66,7 @@ def test_keeping_one_parameter_on_the_device_costs_what_that_plan_takes() -> Non
 
 
 @given(problems(most=2), st.data())
-@settings(max_examples=25)
+@examples(25)
 def test_every_alternative_costs_what_an_independent_simulation_says(
     problem: Problem, data: st.DataObject
 ) -> None:
@@ -87,7 +88,7 @@ def test_every_alternative_costs_what_an_independent_simulation_says(
 
 
 @given(problems(most=2), st.data())
-@settings(max_examples=40)
+@examples(40)
 def test_changing_one_parameter_changes_nothing_else(problem: Problem, data: st.DataObject) -> None:
     dataflow = problem.dataflow
     plan = plan_of(with_budget(problem, PLENTY), "resident")

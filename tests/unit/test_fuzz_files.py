@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
@@ -24,6 +24,7 @@ from cotrain_compile.errors import FormatError, OptionError
 from cotrain_compile.machine import Machine, Tier
 from cotrain_compile.options import Options
 from cotrain_compile.plan import Plan
+from tests.examples import examples
 from tests.unit.fuzz_commands import CASES, CONTROL, PROBLEM, STEP, TEXTS, case, run, with_files
 from tests.unit.fuzz_files import NAMES
 
@@ -33,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return with_files(tmp_path_factory.mktemp("files"))
 
 
-@settings(max_examples=150)
+@examples(100)
 @given(st.integers(0, 1 << 60))
 def test_a_bent_or_damaged_file_is_answered_or_refused(folder: Path, seed: int) -> None:
     case(folder, seed)

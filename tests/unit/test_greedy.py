@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from cotrain_compile.errors import PlacementError
 from cotrain_compile.machine import Machine, Tier
@@ -15,6 +15,7 @@ from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.schedule import draft
 from cotrain_compile.placement.solve import SolveSettings, solve
 from cotrain_compile.plan import UpdateMode
+from tests.examples import examples
 from tests.unit.dataflows import mixed_precision_step
 from tests.unit.nets import KIB, STEPS
 from tests.unit.random_problems import (
@@ -72,7 +73,7 @@ def test_states_leave_before_activations() -> None:
 
 
 @given(problems())
-@settings(max_examples=100)
+@examples(50)
 def test_no_decision_needs_less_than_the_most_frugal_ones(problem: Problem) -> None:
     choices = choices_of(problem)
     least = needed(choices, least_memory(choices))
@@ -82,7 +83,7 @@ def test_no_decision_needs_less_than_the_most_frugal_ones(problem: Problem) -> N
 
 
 @given(problems())
-@settings(max_examples=40)
+@examples(20)
 def test_greedy_finds_a_plan_wherever_there_is_one(problem: Problem) -> None:
     plan = solve(problem, SolveSettings("greedy"))
     check(problem, plan)

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cotrain_compile.placement.engine import Work, lower_bound, repeat, simulate, steady_state
 from cotrain_compile.presets import ADAMW_BYTES_PER_PARAMETER
+from tests.examples import examples
 from tests.unit.cotrain_schedules import LANES, Layers, cotrain, zero_offload
 
 DATA = Path(__file__).parents[1] / "data" / "harmony_bert_large.json"
@@ -121,7 +122,7 @@ def random_layers(draw: st.DrawFn) -> Layers:
 
 
 @given(random_layers())
-@settings(max_examples=500)
+@examples(500)
 def test_the_laws_hold_on_random_layers(layers: Layers) -> None:
     """T is the makespan of several steps: what a training run takes, transient and all."""
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
@@ -26,6 +26,7 @@ from cotrain_compile.placement.schedule import schedule
 from cotrain_compile.placement.solve import SolveSettings, solve
 from cotrain_compile.plan import Lane, Plan, Task, Transfer, UpdateMode
 from cotrain_compile.presets import find
+from tests.examples import examples
 from tests.unit.dataflows import chain, mixed_precision_step
 from tests.unit.random_problems import PLENTY, fits, problems
 from tests.unit.sound_plans import chain_that_reads_a_weight_late, clipped_chain
@@ -69,7 +70,7 @@ CASES = st.sampled_from(sorted(PLANS)).map(PLANS.__getitem__)
 
 
 @given(problems(most=2))
-@settings(max_examples=25)
+@examples(12)
 def test_to_overlap_is_never_slower_and_never_beats_its_bound(problem: Problem) -> None:
     assume(not fits(problem, problem.budgets[Tier.DEVICE]))
     alone, plan = (

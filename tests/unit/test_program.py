@@ -14,7 +14,7 @@ import highspy
 import numpy as np
 import pulp
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cotrain_compile.dataflow import PERSISTENT_ROLES
@@ -30,6 +30,7 @@ from cotrain_compile.placement.program_model import MIB
 from cotrain_compile.placement.schedule import draft, schedule
 from cotrain_compile.placement.solvers import Solution, solve_program
 from cotrain_compile.plan import Placement
+from tests.examples import examples
 from tests.unit.random_problems import PLENTY, problems, resident_bytes, with_budget
 
 # Milliseconds: what the solvers' tolerances leave open.
@@ -130,14 +131,14 @@ def small_choices(draw: st.DrawFn, most: int = 200) -> Choices:
 
 
 @given(small_choices())
-@settings(max_examples=300)
+@examples(120)
 def test_the_optimum_is_the_best_of_all_decisions(choices: Choices) -> None:
     program = program_of(choices)
     assert optimum_ms(program) == pytest.approx(best_of_all(program), rel=1e-6, abs=TOLERANCE)
 
 
 @given(small_choices(most=20))
-@settings(max_examples=40)
+@examples(40)
 def test_cbc_finds_the_same_optimum(choices: Choices) -> None:
     highs, cbc = (optimum_ms(program_of(choices), solver) for solver in ("highs", "cbc"))
     assert cbc == pytest.approx(highs, rel=1e-5, abs=1e-5)
@@ -161,7 +162,7 @@ def better(machine: Machine, data: st.DataObject) -> Machine:
 
 
 @given(small_choices(), st.data())
-@settings(max_examples=100)
+@examples(100)
 def test_more_of_anything_never_makes_the_optimum_worse(
     choices: Choices, data: st.DataObject
 ) -> None:
@@ -181,7 +182,7 @@ def test_more_of_anything_never_makes_the_optimum_worse(
 
 
 @given(problems(), st.sampled_from([3, 5, 8]))
-@settings(max_examples=40)
+@examples(20)
 def test_relaxations_are_below_what_they_relax(problem: Problem, segments: int) -> None:
     careful = choices_of(problem, segments, 3)
     whole, split = solved(program_of(careful)), solved(program_of(careful, whole=False))
@@ -206,7 +207,7 @@ def placed(draw: st.DrawFn) -> tuple[Problem, Placement]:
 
 
 @given(placed(), st.sampled_from([0.0, 0.0, 0.1, 1.0]), st.sampled_from([96, 96, 20, 5]))
-@settings(max_examples=100)
+@examples(50)
 def test_no_plan_beats_the_certified_bound_at_its_own_peaks(
     case: tuple[Problem, Placement], slack: float, segments: int
 ) -> None:

@@ -26,6 +26,7 @@ from cotrain_compile.placement.solve import FRACTIONS, RULES, SolveSettings, sol
 from cotrain_compile.plan import Plan, SolveReport, UpdateMode
 from cotrain_compile.presets import find
 from cotrain_compile.units import format_bytes
+from tests.examples import examples
 from tests.unit import nets
 from tests.unit.dataflows import chain, mixed_precision_step
 from tests.unit.nets import KIB, every_small_step
@@ -75,7 +76,7 @@ def steps_s(problem: Problem) -> dict[str, float]:
 
 
 @given(problems(most=2))
-@settings(max_examples=60)
+@examples(25)
 def test_what_has_to_move_moves_no_slower_than_by_any_rule(problem: Problem) -> None:
     assume(not fits(problem, problem.budgets[Tier.DEVICE]))
     solve_and_compare(problem)
@@ -100,7 +101,7 @@ def solve_and_compare(problem: Problem) -> None:
 
 
 @given(problems(most=2), st.lists(st.floats(0, 1), min_size=2, max_size=3))
-@settings(max_examples=30)
+@examples(12)
 def test_more_memory_is_never_slower_when_solved_again(
     problem: Problem, shares: list[float]
 ) -> None:
@@ -122,7 +123,7 @@ def test_more_memory_is_never_slower_when_solved_again(
 
 
 @given(problems())
-@settings(max_examples=80)
+@examples(40)
 def test_nothing_moves_that_need_not(problem: Problem) -> None:
     plan = solve(with_budget(problem, resident_bytes(problem)))
     assert set(plan.placement.updates.values()) <= {UpdateMode.RESIDENT}
@@ -135,7 +136,7 @@ def test_nothing_moves_that_need_not(problem: Problem) -> None:
 
 
 @given(problems(most=2))
-@settings(max_examples=40)
+@examples(15)
 def test_the_least_budget_is_exact(problem: Problem) -> None:
     least = least_bytes(problem)
     enough = with_budget(problem, least)
@@ -164,7 +165,7 @@ def test_the_least_budget_is_that_of_every_cut_of_the_step() -> None:
 
 
 @given(problems(most=2))
-@settings(max_examples=8)
+@examples(4)
 def test_autotms_variants_are_nested(problem: Problem) -> None:
     """A static answer is a synchronous one, and that one that does not use its overlap."""
     seconds = []
@@ -326,7 +327,7 @@ def test_a_refusal_says_what_is_needed_where_and_what_to_do() -> None:
 
 
 @given(problems(most=2))
-@settings(max_examples=25)
+@examples(12)
 def test_a_refusal_for_want_of_host_memory_says_how_much_is_enough(problem: Problem) -> None:
     """At the least device budget nothing fits without the host, unless nothing at all can move."""
     device_bytes = least_bytes(problem)
