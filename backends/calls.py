@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from cotrain_compile.capture.storages import UNDECLARED_VIEWS
 from cotrain_compile.dataflow import PERSISTENT_ROLES, Role
 from cotrain_compile.graph import StepGraph, returns_argument_memory, writes
 from cotrain_compile.runtime.metered import last_uses
@@ -80,18 +79,14 @@ def calls_of(placed: StepGraph, more_writes: Mapping[fx.Node, Sequence[Write]]) 
                 updates=any(write.is_update for write in written.get(node, ())),
                 overwrites_input=node.target is COPY and node.args[0].op == "placeholder",
                 is_new=not (is_task or shows_argument or node.op == "get_attr"),
-                may_be_spare=_may_be_spare(node) and not shows_argument,
+                # An op may leave a small result in a large storage.
+                may_be_spare=not shows_argument and isinstance(node.target, torch._ops.OpOverload),
                 last_readers=readers.get(node, {}),
                 takes=_takes(node, readers),
                 done_with=done_with.get(node, ()),
             )
         )
     return calls
-
-
-def _may_be_spare(node: fx.Node) -> bool:
-    """Whether the op of `node` may leave a small result in a large storage."""
-    return isinstance(node.target, torch._ops.OpOverload) and node.target not in UNDECLARED_VIEWS
 
 
 def _takes(

@@ -17,7 +17,6 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_map_only
 
-from cotrain_compile.capture.storages import UNDECLARED_VIEWS
 from cotrain_compile.dataflow import PERSISTENT_ROLES
 from cotrain_compile.graph import StepGraph, returns_argument_memory, writes
 
@@ -105,8 +104,7 @@ class _Reference(fx.Interpreter):
 
 def _shows_its_argument(node: fx.Node) -> bool:
     """Whether a node's result is memory of an argument's: then it stays where that rests."""
-    shows = node.target is operator.getitem or node.target in UNDECLARED_VIEWS
-    return shows or returns_argument_memory(node)
+    return node.target is operator.getitem or returns_argument_memory(node)
 
 
 def on(device: torch.device, tensor: torch.Tensor, *, copy: bool = False) -> torch.Tensor:

@@ -44,7 +44,10 @@ class FormatError(CotrainError, ValueError):
 
 
 class LoweringError(CotrainError, RuntimeError):
-    """A segment of the step cannot be compiled by Inductor; `segment` is its name."""
+    """Inductor cannot compile a segment, or it would read what the trace is wrong about.
+
+    `segment` is its name.
+    """
 
     def __init__(self, message: str, *, segment: str) -> None:
         super().__init__(message)

@@ -17,7 +17,7 @@ from torch import fx
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from cotrain_compile.capture.storages import UNDECLARED_VIEWS, storage_key
+from cotrain_compile.capture.storages import storage_key
 from cotrain_compile.dataflow import Buffer, Dataflow, Op, Phase, Role, SizeExpressions
 from cotrain_compile.errors import ExtractError
 from cotrain_compile.extract_gradients import gradients_kept
@@ -207,8 +207,7 @@ def _nodes_in(argument: Any) -> list[fx.Node]:
 
 
 def _refuse_undeclared_view(node: fx.Node) -> None:
-    has_schema = hasattr(node.target, "_schema")
-    if has_schema and not returns_argument_memory(node) and node.target not in UNDECLARED_VIEWS:
+    if hasattr(node.target, "_schema") and not returns_argument_memory(node):
         raise ExtractError(
             f"op {node.target} (node {node.name}) returns memory of its input though its schema "
             "says it does not, so its effects on memory are unknown. Declare the alias in the "

@@ -19,6 +19,9 @@ from torch import fx
 from cotrain_compile.dataflow import Phase, Role
 from cotrain_compile.lazy_module import graph_module
 
+# Returns its argument's memory though its schema does not say so.
+_UNDECLARED_VIEWS = frozenset({torch.ops.aten._unsafe_view.default})
+
 
 @dataclass(frozen=True)
 class StepInput:
@@ -126,7 +129,9 @@ def returned_values(step: StepGraph) -> list[Any]:
 
 
 def returns_argument_memory(node: fx.Node) -> bool:
-    """Whether the schema of a node's op says that its result shares memory with an argument."""
+    """Whether the result of a node's op is known to share memory with an argument."""
+    if node.target in _UNDECLARED_VIEWS:
+        return True
     schema = getattr(node.target, "_schema", None)
     return schema is not None and any(r.alias_info is not None for r in schema.returns)
 

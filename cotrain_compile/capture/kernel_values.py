@@ -8,8 +8,6 @@ in torch 2.11.0, 2.13.0 and 2.15.0:
   dtype for the former and, of a group norm, the weight's for the latter.
 - `aten.copy` into a view makes all of the storage that is viewed again. A fake tensor out of the
   cache of its mode, which does not look at storages, has the part that is shown.
-
-Private torch API used: `disable_fake_tensor_cache`. Tried on the same versions.
 """
 
 from __future__ import annotations
@@ -19,10 +17,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor, disable_fake_tensor_cache
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from cotrain_compile.capture.storages import is_view
+from cotrain_compile.capture.traced_again import traced_again
 
 aten = torch.ops.aten
 
@@ -43,8 +41,8 @@ def use_kernel_values(graph: fx.Graph) -> None:
     corrected: set[fx.Node] = set()
     for node in graph.nodes:
         traced = value = node.meta.get("val")
-        if not corrected.isdisjoint(node.all_input_nodes):
-            value = _made_again(node)
+        if _is_op(node) and not corrected.isdisjoint(node.all_input_nodes):
+            value = traced_again(node)
         value = _as_kernels_do(node, value)
         shows_corrected = is_view(node) and value is not traced
         if shows_corrected or _copies_into_view(node) or _dtypes(value) != _dtypes(traced):
@@ -55,7 +53,7 @@ def use_kernel_values(graph: fx.Graph) -> None:
 def _as_kernels_do(node: fx.Node, value: Any) -> Any:
     """`value`, what fake tensors say of `node`, as its kernel makes it."""
     if _copies_into_view(node):
-        return _made_again(node)
+        return traced_again(node)
     if node.target in _NORMS:
         weight = _argument(node, _NORMS[node.target])
         if _on_cpu(value[0]) and isinstance(weight, torch.Tensor):
@@ -67,20 +65,13 @@ def _as_kernels_do(node: fx.Node, value: Any) -> Any:
     return value
 
 
+def _is_op(node: fx.Node) -> bool:
+    """Whether `node` can be made again: it is no operator of higher order, nor the output."""
+    return isinstance(node.target, torch._ops.OpOverload) or is_view(node)
+
+
 def _copies_into_view(node: fx.Node) -> bool:
     return node.target is aten.copy.default and is_view(node.all_input_nodes[0])
-
-
-def _made_again(node: fx.Node) -> Any:
-    """What fake tensors say of `node` with the values that its inputs have now."""
-    if not (isinstance(node.target, torch._ops.OpOverload) or is_view(node)):
-        return node.meta.get("val")
-    args, kwargs = tree_map(
-        lambda arg: arg.meta["val"] if isinstance(arg, fx.Node) else arg, (node.args, node.kwargs)
-    )
-    fake = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, FakeTensor))
-    with disable_fake_tensor_cache(fake.fake_mode):
-        return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def _argument(node: fx.Node, position: int) -> Any:

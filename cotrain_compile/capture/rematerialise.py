@@ -10,21 +10,20 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection
-from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import CheckpointPolicy
 
 from cotrain_compile.capture.phases import phases
 from cotrain_compile.capture.storages import read_instead
+from cotrain_compile.capture.traced_again import traced_again
 from cotrain_compile.dataflow import Phase
 
 RECOMPUTE = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
 # What a copied node must not take along: it would be taken for a part of the forward.
-_OF_THE_FORWARD = ("nn_module_stack", "recompute", "ac_graph_id", "val")
+_OF_THE_FORWARD = ("nn_module_stack", "recompute", "ac_graph_id")
 
 Saved = Callable[[fx.Graph, Collection[fx.Node]], Collection[fx.Node]]
 
@@ -94,20 +93,7 @@ class _Rewriter:
             with place.graph.inserting_before(place):
                 copy = place.graph.node_copy(node, lambda source: self._copies.get(source, source))
             copy.meta = {k: v for k, v in node.meta.items() if k not in _OF_THE_FORWARD}
-            copy.meta |= {"autograd_backward": True, "val": _value_again(copy, node.meta["val"])}
+            copy.meta["autograd_backward"] = True
+            copy.meta["val"] = traced_again(copy)  # with storages of its own, or of the copies
             self._copies[node] = copy
         return self._copies[node]
-
-
-def _value_again(node: fx.Node, like: Any) -> Any:
-    """The traced value of `node` with storages of its own: what memory it shows depends on them."""
-    fake = next((v for v in (like if isinstance(like, list | tuple) else [like])), None)
-    args, kwargs = tree_map(
-        lambda value: value.meta["val"] if isinstance(value, fx.Node) else value,
-        (node.args, node.kwargs),
-    )
-    assert callable(node.target)
-    if not isinstance(fake, torch.Tensor):
-        return node.target(*args, **kwargs)
-    with fake.fake_mode:  # type: ignore[attr-defined]
-        return node.target(*args, **kwargs)

@@ -6,12 +6,9 @@ import operator
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_map
 
+from cotrain_compile.capture.traced_again import traced_again
 from cotrain_compile.graph import returns_argument_memory
-
-# Return their input's storage though their schemas do not say so.
-UNDECLARED_VIEWS = frozenset({torch.ops.aten._unsafe_view.default})
 
 
 def storage_key(node: object) -> object:
@@ -34,17 +31,13 @@ def read_instead(user: fx.Node, old: fx.Node, new: fx.Node) -> None:
 def _view_again(node: fx.Node) -> None:
     """Give `node`, if it is a view, and views of it the storage of what they view now."""
     if is_view(node):
-        args, kwargs = tree_map(
-            lambda arg: arg.meta["val"] if isinstance(arg, fx.Node) else arg,
-            (node.args, node.kwargs),
-        )
-        node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
+        node.meta["val"] = traced_again(node)
         for user in node.users:
             _view_again(user)
 
 
 def is_view(node: fx.Node) -> bool:
     """Whether `node` shows memory of its argument, or is an item of a tuple."""
-    if node.target is operator.getitem or node.target in UNDECLARED_VIEWS:
+    if node.target is operator.getitem:
         return True
     return returns_argument_memory(node) and not node.target._schema.is_mutable  # type: ignore[union-attr]
