@@ -5,9 +5,9 @@ what the emulated device with throttled links measures. Op and update times come
 the same model (resident and zero-offload, links not throttled); links, contention and the rest of
 the machine from calibration. One plan of each model is that of the integer program, solved with
 such a profile for a budget between the least feasible one and what resident needs. All steps of a
-model are run in turn, when the machine is quiet or has not been for a while, and of each the
-fastest fifth counts, so that prediction and measurement see the same machine even when others use
-it too. One thread for each side, so that two cores are a device and a host.
+model are run in rounds, each in another order, when the machine is quiet or has not been for a
+while, and of each the fastest fifth counts, so that prediction and measurement see the same machine
+even when others use it too. One thread for each side, so that two cores are a device and a host.
 
     python -m bench.simulated_vs_measured -o bench/results/simulated_vs_measured.json
 """
@@ -15,6 +15,7 @@ it too. One thread for each side, so that two cores are a device and a host.
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
 import tempfile
 import time
@@ -165,12 +166,17 @@ def part_way(resident: CompiledStep, profile: Path, share: float) -> int:
 def run_in_turn(
     steps: dict[tuple[str, str], Callable[[], CompiledStep]], repeats: int
 ) -> dict[tuple[str, str], list[Timeline]]:
-    """What each of `steps` measures in the fastest fifth of `repeats` rounds after a warm-up."""
+    """What each of `steps` measures in the fastest fifth of `repeats` rounds after a warm-up.
+
+    Each round goes in an order of its own: the first after a pause finds cold caches, and each one
+    those that the one before has left.
+    """
+    order = random.Random(0)
     timelines: dict[tuple[str, str], list[Timeline]] = {key: [] for key in steps}
     for round_ in range(WARM_UP + repeats):
         await_quiet()
-        for key, step in steps.items():
-            measured = step().measured
+        for key in order.sample(list(steps), len(steps)):
+            measured = steps[key]().measured
             assert measured is not None
             if round_ >= WARM_UP:
                 timelines[key].append(measured)
