@@ -300,6 +300,19 @@ FIGURES = (
         _page,
     ),
     Figure(
+        "docs/decisions/0017-pieces-and-bundles.md",
+        "takes {} s in pieces and {} s whole",
+        "pieces",
+        lambda r: [f"{r['pieces'][name]:.2f}" for name in ("in_pieces_s", "whole_s")],
+    ),
+    Figure(
+        "docs/decisions/0017-pieces-and-bundles.md",
+        "takes {} µs of the processor as a task of its own, {} as one of four that a task makes "
+        "and {} as one of sixteen",
+        "pieces",
+        lambda r: [f"{us:.0f}" for us in r["cpu_us_a_tiny_copy"].values()],
+    ),
+    Figure(
         "docs/decisions/0010-overlap-steps.md",
         "{} to {} % of a Llama 1B step with every update on the host, simulated, and {} % of a "
         "clipped MLP on the emulated device, measured, where {} % were predicted",
