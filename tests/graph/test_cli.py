@@ -64,6 +64,13 @@ def test_the_version_is_the_package_s() -> None:
     assert run("--version") == f"cotrain-compile {__version__}\n"
 
 
+def test_the_command_line_is_there_where_its_script_is_not_on_the_path() -> None:
+    command = [sys.executable, "-m", "cotrain_compile", "show", "absent.json"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: absent.json")
+
+
 def test_a_plan_is_told_in_words_and_drawn(tmp_path: Path) -> None:
     files.save(PLAN, tmp_path / "plan.json")
     files.save(DATAFLOW, tmp_path / "step.json")
