@@ -1,7 +1,8 @@
 """Cut: a placed graph becomes stretches of ops that are compiled as one, in between the tasks.
 
-A stretch ends at every task of the plan, where the layer changes, and at an op that is to run on
-its own. The order of tasks and ops stays as planned.
+A stretch ends at every task of the plan, where the layer changes, at an op that is to run on its
+own, and behind one whose result others must not share a loop with. The order of tasks and ops stays
+as planned.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from cotrain_compile.backends.scatters import ends_a_segment
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.passes.views import COPY, viewed
 from cotrain_compile.runtime.ops import TASKS
@@ -64,6 +66,9 @@ def _runs(
         if not ends:
             current = layer
             run.append(node)
+        if run and ends_a_segment(node):
+            yield current, run
+            run = []
     if run:
         yield current, run
 

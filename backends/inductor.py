@@ -21,6 +21,8 @@ from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from cotrain_compile.backends.scatters import settings_for
+
 Code = Callable[[list[Any]], Sequence[Any]]
 
 # Records the calls of a kernel with their addresses, and these change: see decision 18.
@@ -49,7 +51,8 @@ def compile_graph(
         output = next(iter(decomposed.graph.find_nodes(op="output")))
         # What a segment returns is read by others, which were compiled for these strides.
         output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
-        code: Code = compile_fx_inner(decomposed, list(inputs))
+        with config.patch(settings_for(decomposed.graph)):
+            code: Code = compile_fx_inner(decomposed, list(inputs))
     return code
 
 

@@ -109,9 +109,11 @@ def _compile(equal: Sequence[Segment], settings: Settings) -> Code:
 
 
 def _runs_alone(node: fx.Node) -> bool:
-    """Whether an op can be in no segment: it takes a subgraph or a number that may change."""
+    """Whether an op can be in no segment: it takes a subgraph, or takes or makes a number."""
     given = [source.meta.get("val") for source in node.all_input_nodes]
-    return any(value is None or isinstance(value, torch.SymFloat | float) for value in given)
+    if any(value is None for value in given):
+        return True
+    return any(isinstance(v, torch.SymFloat | float) for v in (*given, node.meta.get("val")))
 
 
 def _refuse_settings(settings: Settings) -> None:

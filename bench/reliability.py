@@ -113,6 +113,30 @@ FOUND = (
         "tests/graph/test_kernel_values.py",
     ),
     Found(
+        "With Inductor on torch before 2.15, as in plain `torch.compile`, a loop could read what a "
+        "scatter in it had yet to write: wrong numbers, without an error.",
+        "tests/graph/test_scatters.py",
+    ),
+    Found(
+        "A float32 parameter with gaps in its memory was updated on the host by a fused loop that "
+        "knows none: wrong numbers. The comparison with the captured ops was made without gaps.",
+        "tests/graph/test_fuzz_steps.py",
+    ),
+    Found(
+        "With Inductor, a step that returns a number failed with an AttributeError.",
+        "tests/graph/test_fuzz_steps.py",
+    ),
+    Found(
+        "A low-precision copy that the step reads once, some ops after it is made, was to be "
+        "fetched twice, and the plan was refused as unsound.",
+        "tests/graph/test_fuzz_steps.py",
+    ),
+    Found(
+        "A view that was made for an update moved to an earlier place kept a gradient on the "
+        "device beside its fetched copy.",
+        "tests/graph/test_races.py",
+    ),
+    Found(
         "Names from a file reached the terminal with the commands in them.",
         "tests/unit/test_fuzz_files.py",
     ),

@@ -40,8 +40,20 @@ def use_fetched_copies(step: StepGraph, plan: Plan) -> StepGraph:
     walk = _Walk(hosted, rests)
     for node in step.nodes:
         walk.visit(node)
+    _erase_views_of_passes(step)
     step.module.recompile()
     return step
+
+
+def _erase_views_of_passes(step: StepGraph) -> None:
+    """Take out the views that a pass has made for an op which has the same of a copy now.
+
+    They would keep alive what they show, and no plan knows of them.
+    """
+    for node in reversed(step.module.graph.nodes):
+        is_view = node.op == "call_function" and node.target is not COPY and viewed(node)
+        if is_view and not node.users and node.name not in step.phases:
+            step.module.graph.erase_node(node)
 
 
 @dataclass

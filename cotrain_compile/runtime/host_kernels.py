@@ -179,11 +179,15 @@ def _kind(
     rule = _rule(inputs, rules)
     ops = tuple(str(node.target) for node in region.graph.nodes if node.op == "call_function")
     values = [node.meta.get("val") for node in region.graph.find_nodes(op="placeholder")]
-    layouts = tuple(
-        (str(value.dtype), value.is_contiguous()) if isinstance(value, torch.Tensor) else None
-        for value in values
-    )
+    layouts = tuple(_layout(value) if isinstance(value, torch.Tensor) else None for value in values)
     return ops, layouts, rule.optimizer, str(sorted(rule.settings.items()))
+
+
+def _layout(value: torch.Tensor) -> object:
+    """Equal for tensors that a loop goes through alike: of any size where they are contiguous."""
+    if value.is_contiguous():
+        return str(value.dtype)
+    return str(value.dtype), tuple(map(int, value.shape)), tuple(map(int, value.stride()))
 
 
 def _agree(fused: FusedKernel, captured: CapturedKernel, region: fx.GraphModule) -> bool:
@@ -203,7 +207,7 @@ def _agree_on(before: Sequence[Any], fused: FusedKernel, captured: CapturedKerne
     meter = Meter(dict.fromkeys(Tier, 1 << 62))
     results = []
     for kernel in (captured, fused):
-        inputs = [v.clone() if isinstance(v, torch.Tensor) else v for v in before]
+        inputs = [_copied(v) if isinstance(v, torch.Tensor) else v for v in before]
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
@@ -230,9 +234,13 @@ def _sample(node: fx.Node) -> Any:
     sample = torch.rand(shape, generator=generator, dtype=torch.float64) * 1e-7 + 1e-9
     if not shape:
         sample = sample * 0 + 7.0  # a step count or a coefficient
-    return torch.empty_strided(
-        shape, [int(stride) for stride in value.stride()], dtype=value.dtype
-    ).copy_(sample)
+    strides = [int(stride) for stride in value.stride()]
+    return torch.empty_strided(shape, strides, dtype=value.dtype).copy_(sample)
+
+
+def _copied(value: torch.Tensor) -> torch.Tensor:
+    """With the strides of `value`, which `clone` does not keep where they leave gaps."""
+    return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype).copy_(value)
 
 
 def _close(old: torch.Tensor, exact: torch.Tensor, fast: torch.Tensor) -> bool:

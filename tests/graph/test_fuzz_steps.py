@@ -169,3 +169,28 @@ def test_compiled_code_takes_no_more_than_in_the_rehearsal(layer: str) -> None:
     options = {**TIGHT, "lowering": "inductor"}
     spec = Spec(1, ModelSpec((layer,), reads_tokens=True), loop=loop, options=options)
     assert run(replace(spec, device_share=1.0)).status == "equal"
+
+
+@pytest.mark.parametrize("optimizer", ["Adam", "AdamW", "Adagrad", "SGD"])
+def test_the_host_updates_a_parameter_with_gaps_in_its_memory(optimizer: str) -> None:
+    """ATen's fused loops go through memory as if there were none."""
+    settings = {"momentum": 0.9} if optimizer == "SGD" else {}
+    options = {**TIGHT, "policy": "zero-offload", "host_kernels": "fused"}
+    model = ModelSpec(("strided",), dtype="float32")
+    spec = Spec(1, model, OptimizerSpec(optimizer, settings), options=options)
+    assert run(spec).status == "equal"
+
+
+def test_a_step_that_returns_a_number_is_compiled() -> None:
+    options = {**TIGHT, "policy": "resident", "lowering": "inductor"}
+    spec = Spec(1, ModelSpec(()), loop=LoopSpec((4, 4), returns="item"), options=options)
+    assert run(spec).status == "equal"
+
+
+def test_a_copy_that_the_host_makes_and_the_step_reads_once_is_fetched_once() -> None:
+    """The bias of the head in bfloat16: autocast makes it some ops before it is read."""
+    model = ModelSpec(("group norm",), width=64, dtype="float32", reads_tokens=True)
+    loop = LoopSpec((4, 4), autocast=True, clear="zeros")
+    options = {**TIGHT, "policy": "greedy"}
+    spec = Spec(1, model, OptimizerSpec("Adam"), loop, options=options, device_share=0.6)
+    assert run(spec).status == "equal"

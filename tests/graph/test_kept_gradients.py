@@ -28,8 +28,9 @@ from cotrain_compile.options import Options
 from cotrain_compile.passes import run_passes
 from cotrain_compile.passes.find_accesses import find_race_in
 from cotrain_compile.placement.check import check
-from cotrain_compile.placement.problem import formulate
+from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.replay import replay
+from cotrain_compile.plan import Plan
 from cotrain_compile.presets import find
 from cotrain_compile.runtime.emulated import EmulatedDevice
 from cotrain_compile.runtime.host_kernels import host_kernels
@@ -153,7 +154,7 @@ class RandomPlans:
         machine = find("this-machine")
         problem = formulate(dataflow, machine, Options().budgets(machine))
         assert parse(text(dataflow)) == dataflow
-        plan = random_plan(problem, self.rng)
+        plan = self._plan(problem)
         check(problem, plan)
         placed = run_passes(step, plan)
         assert find_race_in(placed) is None
@@ -172,13 +173,22 @@ class RandomPlans:
 
         return run
 
+    def _plan(self, problem: Problem) -> Plan:
+        """At random, but with a gradient on the host where the graph keeps any."""
+        plan = random_plan(problem, self.rng)
+        while problem.dataflow.kept_gradients and not _gradients_on_host(problem.dataflow, plan):
+            plan = random_plan(problem, self.rng)
+        return plan
+
     def gradients_on_host(self) -> int:
-        homes = [(c.problem.dataflow.buffer, c.plan.placement.homes) for c in self.compiled]
-        return sum(
-            buffer[name].role is Role.GRADIENT and tier is Tier.HOST
-            for buffer, tiers in homes
-            for name, tier in tiers.items()
-        )
+        return sum(_gradients_on_host(c.problem.dataflow, c.plan) for c in self.compiled)
+
+
+def _gradients_on_host(dataflow: Dataflow, plan: Plan) -> int:
+    return sum(
+        dataflow.buffer[name].role is Role.GRADIENT and tier is Tier.HOST
+        for name, tier in plan.placement.homes.items()
+    )
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,15 @@ def test_verify_refuses_a_race_in_words_before_the_step_runs() -> None:
 # Under delays.
 
 
+@pytest.mark.usefixtures("watchdog", "one_thread")
+def test_a_view_of_what_is_away_keeps_nothing_alive() -> None:
+    """This plan takes a view of a gradient between its way out and its way back."""
+    compiled = place("autocast-unclipped", plan_at_random("autocast-unclipped", 477, overlap=False))
+    assert not differences(
+        train_to_the_end("autocast-unclipped", compiled), reference("autocast-unclipped")
+    )
+
+
 def train_to_the_end(name: str, run: Any) -> list[Any]:
     left = captured(name).train(run)
     wait_for_tails()
