@@ -41,8 +41,11 @@ EACH_OP_ALONE = {"max_fusion_size": 1}
 
 
 def ends_a_segment(op: fx.Node) -> bool:
-    """Whether what reads the result of `op`, before it is lowered, goes into another segment."""
-    return ARE_FUSED and _packet(op) in (*SCATTERS, *MADE_OF_SCATTERS)
+    """Whether what reads the result of `op`, before it is lowered, goes into another segment.
+
+    So on every torch, for equal segments: no loop may read that result anyway.
+    """
+    return _packet(op) in (*SCATTERS, *MADE_OF_SCATTERS)
 
 
 def settings_for(graph: fx.Graph) -> dict[str, Any]:
