@@ -172,12 +172,13 @@ def _kept(step: SegmentedStep, param: str) -> KeptGradients:
 def _uses(step: SegmentedStep, fetched: str) -> Sequence[int]:
     """The segments of the first use, the last before and the first after the gap, and the last.
 
-    What is fetched is there before the step, or made by the host: the op that makes it is no use.
+    A low-precision copy is made in its first use. It is in no gap before the next: where the copy
+    is fetched, the host has made it.
     """
-    touches = step.program.touches.get(fetched, ())
+    uses = step.program.touches.get(fetched) or [step.program.end]
     made = -1 if step.dataflow.buffer[fetched].is_input else step.program.last_write(fetched)
-    uses = [slot for slot in touches if slot != made] or [step.program.end]
-    gap = longest_gap(uses, step.moves.elapsed_s) or (uses[-1], uses[-1])
+    reads = [slot for slot in uses if slot != made]
+    gap = longest_gap(reads, step.moves.elapsed_s) or (uses[-1], uses[-1])
     return [step.segment(slot) for slot in (uses[0], *gap, uses[-1])]
 
 
