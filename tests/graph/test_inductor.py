@@ -38,15 +38,15 @@ from tests.graph.steps import CASES, OPTIMIZERS, Case, Step, cotrain, make_step,
 
 # (relative, absolute)
 ROUNDING = {"clipped": (1e-4, 1e-5), "autocast": (2e-2, 2e-3)}
-# What the device has, in parts of what the plan needs op by op. Code with products of bfloat16
-# matrices takes as much again on the CPU; the rehearsal tells.
-ROOM = {"clipped": 1.0, "autocast": 2.0}
+# Bytes that the device has beyond what the plan needs op by op: oneDNN's scratch for a product of
+# two bfloat16 matrices, some 6 KiB however small they are. No plan knows of it.
+SCRATCH_BYTES = {"clipped": 0, "autocast": 8 << 10}
 
 
-def place_lowered(name: str, plan: Plan, room: float = 1.0) -> CompiledStep:
+def place_lowered(name: str, plan: Plan) -> CompiledStep:
     problem, step = captured(name).problem(), captured(name).step
     placed = run_passes(step, plan)
-    budgets = {**plan.budgets, Tier.DEVICE: int(room * plan.budgets[Tier.DEVICE])}
+    budgets = {**plan.budgets, Tier.DEVICE: plan.budgets[Tier.DEVICE] + SCRATCH_BYTES[name]}
     device = EmulatedDevice(problem.machine, budgets, host_kernels(placed, "captured"))
     lowered = lower(step, placed, problem.dataflow, {}, ())
     return CompiledStep(problem, plan, placed, device, lowered)
@@ -62,7 +62,7 @@ def place_lowered(name: str, plan: Plan, room: float = 1.0) -> CompiledStep:
 )
 def test_a_random_plan_trains_the_same_in_the_memory_of_its_rehearsal(name: str, seed: int) -> None:
     plan = random_plan(captured(name).problem(), random.Random(f"{name} {seed}"))
-    step = place_lowered(name, plan, ROOM[name])
+    step = place_lowered(name, plan)
 
     def run(inputs: list[Any]) -> Any:
         if step.rehearsed_device_bytes is None:
