@@ -243,6 +243,8 @@ def _soak(soak: dict[str, Any] | None) -> Iterator[str]:
         flat = "yes" if slope["is_flat"] else "no"
         numbers = f"{growth[name]:,} | {slope['per_step']:.3g} | {slope['error']:.2g}"
         yield f"| {name.replace('_', ' ')} | {numbers} | {flat} |"
+    yield "\nAllocated is what the C library has given out, resident what the process has:"
+    yield "freed memory in a thread's arena stays resident, in one jump at some step of the run."
 
 
 def _tests(tests: dict[str, dict[str, Any]]) -> Iterator[str]:

@@ -16,6 +16,7 @@ import math
 import resource
 import statistics
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -73,13 +74,34 @@ class Loop:
 
 @dataclass
 class Course:
-    """What was measured after each step, or each evaluation."""
+    """What was measured after each step, or each evaluation.
 
-    cpu_s: list[float] = field(default_factory=list)
+    What each step took has its memory from the beginning, so that none of it counts as growth.
+    """
+
+    cpu_s: array[float]
     device_bytes: list[int] = field(default_factory=list)
     host_bytes: list[int] = field(default_factory=list)
+    allocated_bytes: list[int] = field(default_factory=list)
     resident_bytes: list[int] = field(default_factory=list)
     live_tensors: list[int] = field(default_factory=list)
+
+
+class Mallinfo2(ctypes.Structure):
+    """What glibc (2.33 or newer) tells of its memory, by glibc's names."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    )
+
+
+# Made once: every one has a class of its own, which would count as growth.
+C_LIBRARY = ctypes.CDLL(None)
+C_LIBRARY.mallinfo2.restype = Mallinfo2
 
 
 @dataclass(frozen=True)
@@ -129,13 +151,13 @@ def soak(steps: int) -> dict[str, Any]:
     ours = make_loop(lambda step: torch.compile(step, backend="cotrain", options=OPTIONS))
     eager = make_loop(None)
     draw = torch.Generator().manual_seed(1)
-    course, farthest = Course(), 0.0
+    course, farthest = Course(array("d", [0.0]) * steps), 0.0
     for i in range(steps):
         x = torch.randn(ROWS[i % len(ROWS)], WIDTH, dtype=torch.float64, generator=draw)
         y = x[:, :CLASSES].argmax(1)
         start_s = time.process_time()  # of all threads: what else runs here does not count
         loss = ours.step(x, y)
-        course.cpu_s.append(time.process_time() - start_s)
+        course.cpu_s[i] = time.process_time() - start_s
         farthest = max(farthest, float((loss - eager.step(x, y)).abs()))
         if i % EVALUATE_EVERY == EVALUATE_EVERY - 1:
             farthest = max(farthest, float((ours.evaluate(x) - eager.evaluate(x)).abs().max()))
@@ -154,19 +176,26 @@ def note(course: Course, compiled: Any) -> None:
     course.host_bytes.append(peaks[Tier.HOST])
     gc.collect()
     course.live_tensors.append(sum(issubclass(type(o), Tensor) for o in gc.get_objects()))
-    # What the C library has freed and keeps for later is nobody's.
-    ctypes.CDLL(None).malloc_trim(0)
+    course.allocated_bytes.append(allocated_bytes())
+    # What the C library has freed and keeps for later is nobody's; but a thread's arena it keeps.
+    C_LIBRARY.malloc_trim(0)
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     course.resident_bytes.append(pages * resource.getpagesize())
+
+
+def allocated_bytes() -> int:
+    """What the C library has given out, to Python and to torch, and not got back."""
+    told = C_LIBRARY.mallinfo2()
+    return int(told.uordblks + told.hblkhd)
 
 
 def verdict(course: Course, steps: int, farthest: float, ours: Loop, eager: Loop) -> dict[str, Any]:
     """Figures of the second half for memory, as the first is where caches fill; all for time."""
     half = len(course.resident_bytes) // 2
     fifth = max(1, steps // 5)
-    kept = [course.device_bytes, course.host_bytes, course.live_tensors, course.resident_bytes]
-    names = ("device_bytes", "host_bytes", "live_tensors", "resident_bytes")
-    slopes = {n: slope(k[half:], EVALUATE_EVERY) for n, k in zip(names, kept, strict=True)}
+    names = ("device_bytes", "host_bytes", "live_tensors", "allocated_bytes", "resident_bytes")
+    kept = {name: getattr(course, name)[half:] for name in names}
+    slopes = {name: slope(values, EVALUATE_EVERY) for name, values in kept.items()}
     first, last = course.cpu_s[fifth : 2 * fifth], course.cpu_s[-fifth:]
     pairs = zip(ours.model.parameters(), eager.model.parameters(), strict=True)
     return {
@@ -176,7 +205,7 @@ def verdict(course: Course, steps: int, farthest: float, ours: Loop, eager: Loop
         "evaluations": len(course.resident_bytes),
         "checkpoints": steps // CHECKPOINT_EVERY,
         "slopes_per_step": {n: asdict(s) | {"is_flat": s.is_flat} for n, s in slopes.items()},
-        "growth_of_second_half": {n: k[-1] - k[half] for n, k in zip(names, kept, strict=True)},
+        "growth_of_second_half": {name: values[-1] - values[0] for name, values in kept.items()},
         "median_step_cpu_s": statistics.median(course.cpu_s),
         "last_fifth_over_second": statistics.median(last) / statistics.median(first),
         "largest_difference_of_losses": farthest,
