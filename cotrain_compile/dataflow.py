@@ -15,6 +15,9 @@ from cotrain_compile.machine import LARGEST
 
 FORMAT_VERSION = 1
 
+# Of all buffers: sums of it, and of what is copied, fit a 64-bit integer.
+MOST_BYTES = 1 << 60
+
 
 class Role(StrEnum):
     """What a buffer is to the training step."""
@@ -60,7 +63,7 @@ class Buffer:
 
     def __post_init__(self) -> None:
         _require(self.nbytes >= 0, f"buffer {self.name} has a negative size")
-        _require(self.nbytes <= LARGEST, f"buffer {self.name} has more bytes than there are")
+        _require(self.nbytes <= MOST_BYTES, f"buffer {self.name} has more bytes than there are")
 
 
 @dataclass(frozen=True)
@@ -133,20 +136,28 @@ class Dataflow:
 
     def __post_init__(self) -> None:
         names = [buffer.name for buffer in self.buffers]
+        ops = {op.name for op in self.ops}
         _require(len(set(names)) == len(names), "two buffers share a name")
-        _require(len({op.name for op in self.ops}) == len(self.ops), "two ops share a name")
+        _require(len(ops) == len(self.ops), "two ops share a name")
         known = set(names)
+        params = {buffer.name for buffer in self.buffers if buffer.role is Role.PARAM}
         for buffer in self.buffers:
-            known_param = not buffer.param or buffer.param in known
-            _require(
-                known_param, f"{buffer.name} is a gradient of {buffer.param}, which is unknown"
-            )
+            of_param = not buffer.param or buffer.param in params
+            _require(of_param, f"{buffer.name} is a gradient of {buffer.param}, no parameter here")
+        nbytes = sum(buffer.nbytes for buffer in self.buffers)
+        _require(nbytes <= MOST_BYTES, f"the buffers have {nbytes} bytes, more than there are")
         for op in self.ops:
             unknown = {*op.reads, *op.writes} - known
             _require(not unknown, f"op {op.name} touches unknown buffers {sorted(unknown)[:3]}")
         for group in self.updates:
             unknown = {group.param, group.gradient, *group.states, *group.scalars} - known
+            unknown |= {group.low_precision} - known - {""}
+            unknown |= set(group.ops) - ops
             _require(not unknown, f"the update of {group.param} names {sorted(unknown)[:3]}")
+            _require(bool(group.ops), f"the update of {group.param} has no ops")
+        _require(len(self.update) == len(self.updates), "two updates are of one parameter")
+        in_updates = [name for group in self.updates for name in group.ops]
+        _require(len(set(in_updates)) == len(in_updates), "two updates, or one, name an op twice")
 
     @cached_property
     def buffer(self) -> Mapping[str, Buffer]:

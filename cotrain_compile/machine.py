@@ -125,4 +125,5 @@ class Machine:
 def _refuse_absurd(*figures: float) -> None:
     for figure in figures:
         if not 1 / LARGEST <= figure <= LARGEST:
-            raise ValueError(f"no computer has {figure:.3g}; figures go from 1e-30 to 1e30")
+            # Not as a float: a whole number in a file may be more than one can hold.
+            raise ValueError(f"no computer has {figure}; figures go from 1e-30 to 1e30")

@@ -15,10 +15,24 @@ from cotrain_compile.placement.moves import Moves
 from cotrain_compile.placement.peak import ACTIVATIONS, GRADIENTS, Peak, peak_of
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.refuse import refuse_device
-from cotrain_compile.placement.residency import device_program, host_bytes
+from cotrain_compile.placement.residency import device_program, host_bytes, thin_copies
 from cotrain_compile.placement.schedule import draft, shortfall_bytes
 from cotrain_compile.plan import Placement
 from cotrain_compile.units import format_bytes
+
+
+def floor_bytes(problem: Problem) -> int:
+    """Device bytes that every plan needs: the most that one op touches which no plan moves away.
+
+    Known without looking for a plan. `refuse` tells of as much or more: the least with everything
+    away that can be.
+    """
+    dataflow = problem.dataflow
+    copies = set(thin_copies(dataflow).values())
+    on_host = {name for group in dataflow.updates for name in group.ops}
+    on_host |= {op.name for op in dataflow.ops if copies.intersection(op.writes)}
+    touched = ({*op.reads, *op.writes} for op in dataflow.ops if op.name not in on_host)
+    return max((sum(dataflow.buffer[b].nbytes for b in each) for each in touched), default=0)
 
 
 def refuse(problem: Problem, cuts: Sequence[Choices], failure: str = "") -> NoReturn:

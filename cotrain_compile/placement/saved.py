@@ -49,14 +49,20 @@ def _absurd_in_plan(plan: Plan) -> Iterator[str]:
     yield from _absurd_bytes("predicted.peak_bytes", plan.predicted.peak_bytes)
     yield from _absurd_in_timeline(plan.predicted)
     names = {task.name for task in plan.tasks}
+    timed = {span.name for span in plan.predicted.spans}
+    ops = {span.name for span in plan.predicted.lane(Lane.DEVICE)}
     if len(names) < len(plan.tasks):
         yield "tasks: two have one name"
     for task in plan.tasks:
         if unknown := {*task.after, *task.after_previous} - names:
             yield f"tasks: {task.name} comes after {min(unknown)!r}, which is no task"
+        if task.name not in timed:
+            yield f"tasks: {task.name} has no span in predicted"
+        if task.wait_before is not None and task.wait_before not in ops:
+            yield f"tasks: {task.wait_before!r} waits for {task.name} and has no span on the device"
     for transfer in plan.transfers:
         if not 0 <= transfer.nbytes <= LARGEST:
-            yield f"tasks: {transfer.name} moves {transfer.nbytes:.3} bytes"
+            yield f"tasks: {transfer.name} moves {transfer.nbytes} bytes"
     for param in plan.placement.updates.keys() - plan.placement.homes.keys():
         yield f"placement: {param!r} is updated and has no home"
     if plan.report is not None:

@@ -25,7 +25,7 @@ from cotrain_compile.placement.bound import certified_bound_s
 from cotrain_compile.placement.choices import Choices, Decisions
 from cotrain_compile.placement.find_choices import choices_of
 from cotrain_compile.placement.greedy import greedy, least_memory
-from cotrain_compile.placement.infeasible import refuse, refuse_rule
+from cotrain_compile.placement.infeasible import floor_bytes, refuse, refuse_rule
 from cotrain_compile.placement.list_scheduler import EAGER, Tactics
 from cotrain_compile.placement.policies import fraction, rule
 from cotrain_compile.placement.problem import Problem
@@ -113,6 +113,8 @@ class _Search:
 
     def run(self, incumbents: Sequence[Plan]) -> Plan:
         policy = self.settings.policy
+        if policy in CERTIFIED and floor_bytes(self.problem) > self.problem.budgets[Tier.DEVICE]:
+            self._refuse()
         # HiGHS lets other threads run: the bound is certified beside the search.
         with ThreadPoolExecutor(1) as beside:
             if policy in CERTIFIED:

@@ -12,6 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cotrain_compile.dataflow import (
+    MOST_BYTES,
     Buffer,
     Dataflow,
     Op,
@@ -74,7 +75,6 @@ def odd_dataflows(draw: st.DrawFn, names: st.SearchStrategy[str] = names) -> Dat
     buffers = draw(st.lists(names, min_size=1, max_size=3, unique=True))
     some = st.sampled_from(buffers)
     several = st.lists(some, max_size=3).map(tuple)
-    free = st.lists(names, max_size=3).map(tuple)
     sizes = st.dictionaries(names, names, max_size=2)
     ops = [
         Op(
@@ -89,13 +89,21 @@ def odd_dataflows(draw: st.DrawFn, names: st.SearchStrategy[str] = names) -> Dat
         )
         for name in draw(st.lists(names, max_size=3, unique=True))
     ]
-    any_buffer = st.tuples(counts, st.sampled_from(Role), st.booleans(), st.booleans())
-    update = st.builds(UpdateGroup, some, some, several, several, free, names)
+    any_buffer = st.tuples(
+        st.integers(0, MOST_BYTES // 3), st.sampled_from(Role), st.booleans(), st.booleans()
+    )
+    low_precision = st.just("") | some
+    updates = [
+        UpdateGroup(
+            param, draw(some), draw(several), draw(several), (op.name,), draw(low_precision)
+        )
+        for param, op in zip(buffers, ops, strict=False)
+    ]
     return Dataflow(
         draw(names),
         tuple(ops),
         tuple(Buffer(name, *draw(any_buffer)) for name in buffers),
-        draw(st.lists(update, max_size=2).map(tuple)),
+        tuple(updates[: draw(st.integers(0, 3))]),
         draw(st.dictionaries(names, st.integers(), max_size=2)),
         draw(st.builds(SizeExpressions, sizes, sizes, sizes)),
     )

@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from typer.testing import CliRunner
 
 from cotrain_compile import files, presets
 from cotrain_compile.cli import app
+from cotrain_compile.dataflow import MOST_BYTES, Buffer, Dataflow, Role
 from cotrain_compile.errors import FormatError, OptionError
 from cotrain_compile.machine import Machine, Tier
 from cotrain_compile.options import Options
@@ -114,6 +116,9 @@ def test_a_file_that_no_step_can_have_is_not_read(tmp_path: Path) -> None:
     [
         ('"budgets":{"device"', '"budgets":{"host"', "budgets has nothing for the device"),
         ('"wait_before":', '"after":["ghost"],"wait_before":', "comes after 'ghost', which is no"),
+        ('"wait_before":"', '"wait_before":"x', "waits for .* and has no span on the device"),
+        ('{"lane":"h2d","name":"', '{"lane":"h2d","name":"x', "has no span in predicted"),
+        ('"nbytes":', '"nbytes":-', "moves -[0-9]+ bytes"),
         ('"source":"predicted"', '"source":"measured"', "its timeline is a measured one"),
         ('"lane":"device"', '"lane":"moon"', "is on lane 'moon'"),
         ('"start_s":0.0', '"start_s":1e300', r"goes from 1e\+300 s to"),
@@ -127,6 +132,34 @@ def test_a_plan_that_contradicts_itself_is_refused(
     assert old in text
     (tmp_path / "plan.json").write_text(text.replace(old, new, 1))
     assert re.search(complaint, run(tmp_path, "show plan.json"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "old", "new", "complaint"),
+    [
+        ("step", '"ops":["', '"ops":["x', r"the update of w0 names \['x"),
+        ("step", '"ops":["u_w0"]', '"ops":[]', "the update of w0 has no ops"),
+        ("step", '"ops":["u_w1"]', '"ops":["u_w0"]', "name an op twice"),
+        ("step", '{"param":"w1"', '{"param":"w0"', "two updates are of one parameter"),
+        ("step", '"low_precision":"', '"low_precision":"ghost', r"of w0 names \['ghost"),
+        ("step", '"param":""', '"param":"coefficient"', "of coefficient, no parameter here"),
+        ("step", '"nbytes":', '"nbytes":99999999999999999999', "more bytes than there are"),
+        ("machine", '"workers":1', f'"workers":{10**400}', "no computer has 10000"),
+    ],
+)
+def test_a_step_or_machine_that_cannot_be_is_refused(
+    tmp_path: Path, kind: str, old: str, new: str, complaint: str
+) -> None:
+    assert old in TEXTS[kind]
+    (tmp_path / f"{kind}.json").write_text(TEXTS[kind].replace(old, new, 1))
+    assert re.search(complaint, run(tmp_path, f"show {kind}.json"))
+
+
+def test_all_buffers_together_have_no_more_bytes_than_there_are() -> None:
+    half = Buffer("half", MOST_BYTES // 2, Role.BATCH, is_input=True)
+    assert Dataflow("whole", (), (half, replace(half, name="other"))).buffers
+    with pytest.raises(ValueError, match="bytes, more than there are"):
+        Dataflow("more", (), (half, replace(half, name="other", nbytes=MOST_BYTES // 2 + 1)))
 
 
 def test_a_plan_with_the_fingerprint_of_a_step_and_other_names_is_refused(folder: Path) -> None:

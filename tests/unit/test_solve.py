@@ -7,6 +7,7 @@ with the program that chose.
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -14,15 +15,17 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from cotrain_compile.dataflow import Dataflow, Role
-from cotrain_compile.errors import PlacementError
+from cotrain_compile.errors import PlacementError, PlanError
 from cotrain_compile.machine import HostUpdate, Link, Machine, Tier, TierSpec
 from cotrain_compile.placement.autotm import autotm
 from cotrain_compile.placement.check import check
 from cotrain_compile.placement.find_choices import choices_of
+from cotrain_compile.placement.infeasible import floor_bytes
 from cotrain_compile.placement.policies import rule
 from cotrain_compile.placement.problem import Problem, formulate
+from cotrain_compile.placement.replay import replay
 from cotrain_compile.placement.schedule import draft
-from cotrain_compile.placement.solve import FRACTIONS, RULES, SolveSettings, solve
+from cotrain_compile.placement.solve import CERTIFIED, FRACTIONS, RULES, SolveSettings, solve
 from cotrain_compile.plan import Plan, SolveReport, UpdateMode
 from cotrain_compile.presets import find
 from cotrain_compile.units import format_bytes
@@ -324,6 +327,28 @@ def test_a_refusal_says_what_is_needed_where_and_what_to_do() -> None:
     for part in ("the step needs at least", "on the device (at test.", "(4,096 bytes) short"):
         assert part in message
     assert "raise memory_budget" in message
+
+
+@given(problems())
+@examples(100)
+def test_no_plan_gets_by_with_less_than_one_op_touches(problem: Problem) -> None:
+    """On the least budget that is told, where a plan is found in it, and on more."""
+    least, floor = least_bytes(problem), floor_bytes(problem)
+    assert 0 < floor <= least
+    for budget in (least, least + (resident_bytes(problem) - least) // 8):
+        with suppress(PlanError):
+            plan = solve(with_budget(problem, budget), SolveSettings("greedy"))
+            assert floor <= replay(problem.dataflow, plan)[Tier.DEVICE].nbytes
+
+
+@pytest.mark.parametrize("policy", CERTIFIED)
+def test_less_than_one_op_touches_is_refused_before_a_plan_is_looked_for(policy: str) -> None:
+    problem = problem_of(STEPS["tied"])
+    told: list[str] = []
+    little = with_budget(problem, floor_bytes(problem) - 1)
+    with pytest.raises(PlacementError, match="the step needs at least"):
+        solve(little, SolveSettings(policy), progress=told.append)
+    assert told == ["looking for what can be decided"]
 
 
 @given(problems(most=2))
