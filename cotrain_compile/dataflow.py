@@ -141,6 +141,7 @@ class Dataflow:
         _require(len(ops) == len(self.ops), "two ops share a name")
         known = set(names)
         params = {buffer.name for buffer in self.buffers if buffer.role is Role.PARAM}
+        kept = {buffer.name for buffer in self.buffers if buffer.role in PERSISTENT_ROLES}
         for buffer in self.buffers:
             of_param = not buffer.param or buffer.param in params
             _require(of_param, f"{buffer.name} is a gradient of {buffer.param}, no parameter here")
@@ -154,6 +155,8 @@ class Dataflow:
             unknown |= {group.low_precision} - known - {""}
             unknown |= set(group.ops) - ops
             _require(not unknown, f"the update of {group.param} names {sorted(unknown)[:3]}")
+            _require(group.param in params, f"{group.param} is updated and no parameter")
+            _require(kept.issuperset(group.states), f"the step does not keep {group.states}")
             _require(bool(group.ops), f"the update of {group.param} has no ops")
         _require(len(self.update) == len(self.updates), "two updates are of one parameter")
         in_updates = [name for group in self.updates for name in group.ops]

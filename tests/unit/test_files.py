@@ -72,8 +72,14 @@ expressions = st.dictionaries(names, names, max_size=2)
 @st.composite
 def odd_dataflows(draw: st.DrawFn, names: st.SearchStrategy[str] = names) -> Dataflow:
     """Dataflows whose names fit together and whose other fields take any value of their type."""
-    buffers = draw(st.lists(names, min_size=1, max_size=3, unique=True))
-    some = st.sampled_from(buffers)
+    any_buffer = st.tuples(
+        st.integers(0, MOST_BYTES // 3), st.sampled_from(Role), st.booleans(), st.booleans()
+    )
+    buffers = [
+        Buffer(name, *draw(any_buffer))
+        for name in draw(st.lists(names, min_size=1, max_size=3, unique=True))
+    ]
+    some = st.sampled_from([buffer.name for buffer in buffers])
     several = st.lists(some, max_size=3).map(tuple)
     sizes = st.dictionaries(names, names, max_size=2)
     ops = [
@@ -89,21 +95,17 @@ def odd_dataflows(draw: st.DrawFn, names: st.SearchStrategy[str] = names) -> Dat
         )
         for name in draw(st.lists(names, max_size=3, unique=True))
     ]
-    any_buffer = st.tuples(
-        st.integers(0, MOST_BYTES // 3), st.sampled_from(Role), st.booleans(), st.booleans()
-    )
+    params = [buffer.name for buffer in buffers if buffer.role is Role.PARAM]
     low_precision = st.just("") | some
     updates = [
-        UpdateGroup(
-            param, draw(some), draw(several), draw(several), (op.name,), draw(low_precision)
-        )
-        for param, op in zip(buffers, ops, strict=False)
+        UpdateGroup(param, draw(some), (param,), draw(several), (op.name,), draw(low_precision))
+        for param, op in zip(params, ops, strict=False)
     ]
     return Dataflow(
         draw(names),
         tuple(ops),
-        tuple(Buffer(name, *draw(any_buffer)) for name in buffers),
-        tuple(updates[: draw(st.integers(0, 3))]),
+        tuple(buffers),
+        tuple(updates),
         draw(st.dictionaries(names, st.integers(), max_size=2)),
         draw(st.builds(SizeExpressions, sizes, sizes, sizes)),
     )

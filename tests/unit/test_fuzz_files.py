@@ -138,6 +138,8 @@ def test_a_plan_that_contradicts_itself_is_refused(
     ("kind", "old", "new", "complaint"),
     [
         ("step", '"ops":["', '"ops":["x', r"the update of w0 names \['x"),
+        ("step", '"states":["m_w0"', '"states":["g_w0"', "does not keep"),
+        ("step", '{"param":"w1"', '{"param":"coefficient"', "coefficient is updated and no param"),
         ("step", '"ops":["u_w0"]', '"ops":[]', "the update of w0 has no ops"),
         ("step", '"ops":["u_w1"]', '"ops":["u_w0"]', "name an op twice"),
         ("step", '{"param":"w1"', '{"param":"w0"', "two updates are of one parameter"),
