@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from cotrain_compile.analysis.reuse import reuse_distances
-from cotrain_compile.dataflow import Op, Phase
+from cotrain_compile.dataflow import Buffer, Op, Phase, Role
 from tests.unit.dataflows import chain, mixed_precision_step
 
 
@@ -53,8 +53,11 @@ def test_the_seconds_are_never_below_zero_for_rounding() -> None:
 def test_a_parameter_without_a_gradient_or_a_use_has_no_window() -> None:
     step = chain(2)
     first, second = step.updates
+    spare = Buffer("spare", 4, Role.PARAM, is_input=True)
     lost = replace(
-        step, updates=(replace(first, gradient="x"), replace(second, param="m1", states=("w1",)))
+        step,
+        buffers=(*step.buffers, spare),
+        updates=(replace(first, gradient="x"), replace(second, param="spare")),
     )
     assert reuse_distances(lost, {op.name: 1.0 for op in step.ops}) == {}
 

@@ -108,7 +108,7 @@ def test_an_op_is_kept_when_a_term_of_the_other_may_be_negative() -> None:
 def test_a_step_with_fixed_sizes_has_a_number_as_its_peak() -> None:
     step = chain(3)
     assert peak_expression(step) == liveness(step).peak_bytes
-    assert peak_expression(replace(step, ops=())) == 0
+    assert peak_expression(replace(step, ops=(), updates=())) == 0
 
 
 @given(st.integers(1, 300))
