@@ -44,8 +44,10 @@ class Size:
             match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*|%)\s*", value)
             if match and match[2] == "%" and 0 < float(match[1]) <= 100:
                 return cls(fraction=float(match[1]) / 100)
-            if match and match[2].lower() in _UNITS and 0 < float(match[1]) <= LARGEST:
-                return cls(nbytes=int(float(match[1]) * _UNITS[match[2].lower()]))
+            if match and match[2].lower() in _UNITS and float(match[1]) <= LARGEST:
+                nbytes = int(float(match[1]) * _UNITS[match[2].lower()])
+                if nbytes > 0:
+                    return cls(nbytes=nbytes)
         raise ValueError('a number of bytes, a size such as "20GiB", or a percentage such as "80%"')
 
     def of(self, capacity_bytes: int) -> int:
@@ -53,7 +55,7 @@ class Size:
         if self.nbytes is not None:
             return self.nbytes
         assert self.fraction is not None
-        return int(self.fraction * capacity_bytes)
+        return max(1, int(self.fraction * capacity_bytes))
 
 
 @dataclass(frozen=True)

@@ -176,7 +176,20 @@ def test_a_plan_with_the_fingerprint_of_a_step_and_other_names_is_refused(folder
 
 
 ODD: list[Any] = [*NAMES, 10**400, -1, 0, 1.5, float("nan"), float("inf"), None, [], {}, [None]]
-ODD += ["9" * 400 + "GiB", "1e5", "0%", "101%", {"a": 1}, {1: 2}, ("x",), b"x", object, 2**31]
+ODD += [
+    "9" * 400 + "GiB",
+    "1e5",
+    "0.1",
+    "0%",
+    "0.000000000001%",
+    "101%",
+    {"a": 1},
+    {1: 2},
+    ("x",),
+    b"x",
+    object,
+    2**31,
+]
 
 
 def understood(name: str, value: Any) -> bool:

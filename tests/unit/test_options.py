@@ -43,7 +43,24 @@ def test_a_percentage_is_of_the_capacity_rounded_down(text: str, nbytes: int) ->
 
 @pytest.mark.parametrize(
     "bad",
-    [0, -1, True, 1.5, None, "", "GiB", "20 bananas", "-3GiB", "0", "0%", "101%", "1e9", "1,5GiB"],
+    [
+        0,
+        -1,
+        True,
+        1.5,
+        None,
+        "",
+        "GiB",
+        "20 bananas",
+        "-3GiB",
+        "0",
+        "0.1",
+        "0.0001KiB",
+        "0%",
+        "101%",
+        "1e9",
+        "1,5GiB",
+    ],
 )
 def test_what_is_not_a_size_is_refused_with_examples(bad: object) -> None:
     with pytest.raises(ValueError, match=r'"20GiB", or a percentage such as "80%"'):
