@@ -12,6 +12,7 @@ paints itself into a corner: what fits when everything moves at the last moment,
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -90,17 +91,28 @@ def list_schedule(
 
 
 def shortfall_bytes(problem: Problem, moves: Moves) -> int:
-    """How much more than its budget the device needs for `moves`; 0 where they fit."""
-    budget = problem.budgets[Tier.DEVICE]
-    more = 0
-    while True:
-        budgets = {**problem.budgets, Tier.DEVICE: budget + more}
-        try:
-            ListScheduler(replace(problem, budgets=budgets), moves, EAGER)
-        except DoesNotFit as error:
-            more += error.nbytes
-        else:
-            return more
+    """How much more than its budget the device needs for `moves`; 0 where they fit.
+
+    With less memory updates have other deadlines, so that what is said to be missing there may be
+    more than is: then the least that does is between.
+    """
+    enough = 0
+    while missing := _missing_bytes(problem, moves, enough):
+        enough += missing
+    if not enough or _missing_bytes(problem, moves, enough - 1):
+        return enough
+    less = range(enough)
+    return bisect_left(less, True, 1, key=lambda more: not _missing_bytes(problem, moves, more))
+
+
+def _missing_bytes(problem: Problem, moves: Moves, more: int) -> int:
+    """What `moves` lack on a device with so many bytes `more`, 0 where they fit."""
+    larger = problem.with_budget(Tier.DEVICE, problem.budgets[Tier.DEVICE] + more)
+    try:
+        ListScheduler(larger, moves, EAGER)
+    except DoesNotFit as error:
+        return error.nbytes
+    return 0
 
 
 def with_latest_waits(
