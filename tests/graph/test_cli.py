@@ -29,7 +29,7 @@ DATAFLOW = Dataflow(
     fingerprint="f1",
     ops=(Op("mm", "aten.mm.default", Phase.FORWARD, ("w",), ("h",), flops=8_000_000_000),),
     buffers=(Buffer("w", 1024, Role.PARAM, is_input=True), Buffer("h", 2048, Role.TEMPORARY)),
-    updates=(UpdateGroup("w", gradient="h", states=(), scalars=(), ops=()),),
+    updates=(UpdateGroup("w", gradient="h", states=(), scalars=(), ops=("mm",)),),
 )
 PLAN = Plan(
     fingerprint="f1",
