@@ -13,12 +13,14 @@ import ctypes
 import gc
 import io
 import math
+import os
 import resource
 import statistics
+import sys
 import time
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,9 @@ from cotrain_compile.machine import Tier
 ROWS = (8, 16, 12)
 WIDTH, CLASSES = 32, 8
 EVALUATE_EVERY, CHECKPOINT_EVERY = 51, 200
+# glibc counts as given out what each thread keeps for its next request, and gives each thread
+# memory that it never returns: neither is anybody's, both grow for thousands of steps.
+WITHOUT_CACHES = "glibc.malloc.tcache_count=0:glibc.malloc.arena_max=1"
 # Of 100 slopes of a flat run, 5 lie outside this many standard errors.
 CONFIDENCE = 1.96
 OPTIONS: dict[str, Any] = {
@@ -76,15 +81,21 @@ class Loop:
 class Course:
     """What was measured after each step, or each evaluation.
 
-    What each step took has its memory from the beginning, so that none of it counts as growth.
+    All has its memory from the beginning, so that none of it counts as growth.
     """
 
     cpu_s: array[float]
-    device_bytes: list[int] = field(default_factory=list)
-    host_bytes: list[int] = field(default_factory=list)
-    allocated_bytes: list[int] = field(default_factory=list)
-    resident_bytes: list[int] = field(default_factory=list)
-    live_tensors: list[int] = field(default_factory=list)
+    device_bytes: array[int]
+    host_bytes: array[int]
+    live_tensors: array[int]
+    allocated_bytes: array[int]
+    resident_bytes: array[int]
+
+
+def blank_course(steps: int) -> Course:
+    """Room for what `steps` steps are measured by."""
+    evaluations = steps // EVALUATE_EVERY
+    return Course(array("d", [0.0]) * steps, *(array("q", [0]) * evaluations for _ in range(5)))
 
 
 class Mallinfo2(ctypes.Structure):
@@ -151,7 +162,7 @@ def soak(steps: int) -> dict[str, Any]:
     ours = make_loop(lambda step: torch.compile(step, backend="cotrain", options=OPTIONS))
     eager = make_loop(None)
     draw = torch.Generator().manual_seed(1)
-    course, farthest = Course(array("d", [0.0]) * steps), 0.0
+    course, farthest = blank_course(steps), 0.0
     for i in range(steps):
         x = torch.randn(ROWS[i % len(ROWS)], WIDTH, dtype=torch.float64, generator=draw)
         y = x[:, :CLASSES].argmax(1)
@@ -161,26 +172,27 @@ def soak(steps: int) -> dict[str, Any]:
         farthest = max(farthest, float((loss - eager.step(x, y)).abs()))
         if i % EVALUATE_EVERY == EVALUATE_EVERY - 1:
             farthest = max(farthest, float((ours.evaluate(x) - eager.evaluate(x)).abs().max()))
-            note(course, cotrain_compile.inspect(ours.step))
+            note(course, i // EVALUATE_EVERY, cotrain_compile.inspect(ours.step))
         if i % CHECKPOINT_EVERY == CHECKPOINT_EVERY - 1:
             ours.save_and_load()
             eager.save_and_load()
     return verdict(course, steps, farthest, ours, eager)
 
 
-def note(course: Course, compiled: Any) -> None:
+def note(course: Course, evaluation: int, compiled: Any) -> None:
     """The bytes and tensors alive now."""
     cotrain_compile.synchronize()
     peaks = compiled.measured.peak_bytes
-    course.device_bytes.append(peaks[Tier.DEVICE])
-    course.host_bytes.append(peaks[Tier.HOST])
+    course.device_bytes[evaluation] = peaks[Tier.DEVICE]
+    course.host_bytes[evaluation] = peaks[Tier.HOST]
     gc.collect()
-    course.live_tensors.append(sum(issubclass(type(o), Tensor) for o in gc.get_objects()))
-    course.allocated_bytes.append(allocated_bytes())
-    # What the C library has freed and keeps for later is nobody's; but a thread's arena it keeps.
+    live = sum(issubclass(type(o), Tensor) for o in gc.get_objects())
+    course.live_tensors[evaluation] = live
+    course.allocated_bytes[evaluation] = allocated_bytes()
+    # What the C library has freed and keeps for later is nobody's.
     C_LIBRARY.malloc_trim(0)
     pages = int(Path("/proc/self/statm").read_text().split()[1])
-    course.resident_bytes.append(pages * resource.getpagesize())
+    course.resident_bytes[evaluation] = pages * resource.getpagesize()
 
 
 def allocated_bytes() -> int:
@@ -221,6 +233,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5000)
     parser.add_argument("-o", "--output", type=Path, required=True)
     asked = parser.parse_args()
+    if os.environ.get("GLIBC_TUNABLES") != WITHOUT_CACHES:
+        environment = {**os.environ, "GLIBC_TUNABLES": WITHOUT_CACHES}
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
     start_s = time.monotonic()
     result = soak(asked.steps)
     result["minutes"] = round((time.monotonic() - start_s) / 60, 1)
