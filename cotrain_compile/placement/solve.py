@@ -9,12 +9,11 @@ Its report has the certified bound of the relaxed program.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import isfinite
 from typing import NoReturn
 
 from cotrain_compile.collector import collector_off
@@ -33,8 +32,9 @@ from cotrain_compile.placement.program import Program
 from cotrain_compile.placement.program_model import MIB
 from cotrain_compile.placement.residency import HOST_MODES
 from cotrain_compile.placement.schedule import Draft, draft, finished
-from cotrain_compile.placement.solvers import Solution, failed, pick, solve_program
-from cotrain_compile.plan import Placement, Plan, SolveReport
+from cotrain_compile.placement.solve_report import notes_on, report_of
+from cotrain_compile.placement.solvers import Solution, failed, solve_program
+from cotrain_compile.plan import Placement, Plan
 
 # Rules that `auto` is never slower than, besides every fraction below.
 RULES = ("resident", "zero-offload", "coarse", "streamed")
@@ -148,6 +148,16 @@ class _Search:
         """The same with memory known exactly at the peaks, for the relaxed program."""
         return choices_of(self.problem, at_peaks=True)
 
+    @property
+    def _is_late(self) -> bool:
+        """Whether hardly any time is left for the integer programs."""
+        return self.left_s <= 0.1 * self.settings.time_limit_s
+
+    @property
+    def _failure(self) -> str:
+        """How the solver failed, in words."""
+        return self.solution.failure if self.solution else ""
+
     def _climb(self, incumbents: Sequence[Plan]) -> None:
         if self._attempt("resident", lambda: rule("resident")(self.problem.dataflow)):
             return
@@ -173,6 +183,8 @@ class _Search:
             self._greedy()
         elif policy in ("ilp", "lp-round"):
             self._programs(whole=policy == "ilp")
+            if not self.drafts and not self._is_late and not self._failure:
+                self._least()
         elif kind.startswith("autotm-"):
             variant = kind.removeprefix("autotm-")
             limit_s, seed = self.settings.time_limit_s, self.settings.seed
@@ -184,8 +196,7 @@ class _Search:
             self._refuse()
 
     def _refuse(self) -> NoReturn:
-        failure = self.solution.failure if self.solution else ""
-        refuse(self.problem, (self.choices, self.peak_choices), failure)
+        refuse(self.problem, (self.choices, self.peak_choices), self._failure)
 
     def _follow(self, placement: Placement) -> Draft:
         """Schedule what a simple rule says; its refusal says what `auto` would need."""
@@ -248,6 +259,10 @@ class _Search:
             if short == 0:
                 return
             target -= 1.05 * short
+        self._least()
+
+    def _least(self) -> None:
+        """Everything that can be away, in the first cut in which that fits."""
         for choices in (self.choices, self.peak_choices):
             if self._decide("greedy", least_memory(choices), choices) == 0:
                 return
@@ -314,11 +329,10 @@ class _Search:
             found = self.drafts.get(name)
             if self.solution is None or found is not before:
                 self.solution = solution  # the claim that belongs to the plan
-            late = self.left_s <= 0.1 * self.settings.time_limit_s
             trusted = found is not None and found.step_s <= TRUST * solution.step_s
-            if not short and (trusted or late or not careful):
+            if not short and (trusted or self._is_late or not careful):
                 return
-            if late:
+            if self._is_late:
                 versions = versions[-1:]  # the rounding takes a second
             elif short and short == missing:
                 margin *= 2  # what is missing is not what the program counts
@@ -358,41 +372,17 @@ class _Search:
         name = min(self.drafts, key=lambda name: self.drafts[name].step_s)
         self.progress("simulating the plan")
         plan = finished(self.problem, self.drafts[name])
-        return replace(plan, report=self._report(name, plan), notes=self._notes(name))
-
-    def _report(self, name: str, plan: Plan) -> SolveReport:
-        simulated: Mapping[str, float] = {n: d.step_s for n, d in self.drafts.items()}
-        step_s = plan.predicted.makespan_s
         self.progress("certifying the bound")
-        bound_s = self.bound.result() if self.bound else 0.0
-        solution = self.solution
-        claim = solution if solution is not None and solution.decisions is not None else None
-        return SolveReport(
-            solver="rules" if solution is None or solution.failure else pick(self.settings.solver),
-            status=solution.status if solution else "not needed",
-            seed=self.settings.seed,
+        settings = self.settings
+        report = report_of(
+            plan,
+            self.solution,
+            solver=settings.solver,
+            seed=settings.seed,
             seconds=time.monotonic() - self.began,
-            objective_s=_finite(claim.step_s) if claim else None,
-            bound_s=_finite(claim.bound_s) if claim else None,
-            lower_bound_s=min(bound_s, step_s),
-            gap=step_s / bound_s - 1.0 if bound_s else 0.0,
+            bound_s=self.bound.result() if self.bound else 0.0,
             rounds=self.rounds,
-            simulated_s=simulated,
+            simulated_s={name: found.step_s for name, found in self.drafts.items()},
         )
-
-    def _notes(self, name: str) -> tuple[str, ...]:
-        solution, asked = self.solution, self.settings.solver
-        if solution is None:
-            return ()
-        if solution.failure:
-            return (f"the solver {asked} failed ({solution.failure}); the plan is that of {name}",)
-        notes = []
-        if pick(asked) != asked:
-            notes.append(f"the solver {asked} is not installed; {pick(asked)} has taken its place")
-        if "time" in solution.status:
-            notes.append(f"the solver stopped at its time limit; the plan is that of {name}")
-        return tuple(notes)
-
-
-def _finite(seconds: float) -> float | None:
-    return seconds if isfinite(seconds) else None
+        notes = notes_on(name, self.solution, asked=settings.policy, solver=settings.solver)
+        return replace(plan, report=report, notes=notes)

@@ -151,6 +151,19 @@ def test_the_least_budget_is_exact(problem: Problem) -> None:
     assert refusal.value.shortfall_bytes == 1
 
 
+@given(problems(most=2), st.sampled_from(["ilp", "lp-round"]), st.sampled_from(["highs", "cbc"]))
+@examples(12)
+def test_what_a_program_decides_is_a_plan_wherever_there_is_one(
+    problem: Problem, policy: str, solver: str
+) -> None:
+    """Where nothing it decides fits in the least budget, the plan is another's, and says so."""
+    least = with_budget(problem, least_bytes(problem))
+    plan = solve(least, SolveSettings(policy, solver=solver, time_limit_s=30))
+    check(least, plan)
+    told = f"nothing that {policy} decided fits in the budget; the plan is that of greedy"
+    assert plan.placement.policy == ("greedy" if told in plan.notes else policy)
+
+
 def test_the_least_budget_is_that_of_every_cut_of_the_step() -> None:
     """The weight of this step can be away over its loss, wherever segments happen to end."""
     machine = Machine(

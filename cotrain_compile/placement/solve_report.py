@@ -1,0 +1,63 @@
+"""Solve report: how a plan was found, in figures and in words.
+
+In: the plan, and what the solver of the integer program came back with, if one ran.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import isfinite
+
+from cotrain_compile.placement.solvers import Solution, pick
+from cotrain_compile.plan import Plan, SolveReport
+
+
+def report_of(
+    plan: Plan,
+    solution: Solution | None,
+    *,
+    solver: str,
+    seed: int,
+    seconds: float,
+    bound_s: float,
+    rounds: int,
+    simulated_s: Mapping[str, float],
+) -> SolveReport:
+    """The figures of a plan. `bound_s` is certified, 0 where there is none.
+
+    `solver` is the one that was asked for, `simulated_s` the step time of each way that fits.
+    """
+    step_s = plan.predicted.makespan_s
+    claim = solution if solution is not None and solution.decisions is not None else None
+    return SolveReport(
+        solver="rules" if solution is None or solution.failure else pick(solver),
+        status=solution.status if solution else "not needed",
+        seed=seed,
+        seconds=seconds,
+        objective_s=_finite(claim.step_s) if claim else None,
+        bound_s=_finite(claim.bound_s) if claim else None,
+        lower_bound_s=min(bound_s, step_s),
+        gap=step_s / bound_s - 1.0 if bound_s else 0.0,
+        rounds=rounds,
+        simulated_s=simulated_s,
+    )
+
+
+def notes_on(name: str, solution: Solution | None, *, asked: str, solver: str) -> tuple[str, ...]:
+    """Where the plan, by the way called `name`, is not by the policy or the solver asked for."""
+    if solution is None:
+        return ()
+    if solution.failure:
+        return (f"the solver {solver} failed ({solution.failure}); the plan is that of {name}",)
+    notes = []
+    if asked in ("ilp", "lp-round") and name != asked:
+        notes.append(f"nothing that {asked} decided fits in the budget; the plan is that of {name}")
+    if pick(solver) != solver:
+        notes.append(f"the solver {solver} is not installed; {pick(solver)} has taken its place")
+    if "time" in solution.status:
+        notes.append(f"the solver stopped at its time limit; the plan is that of {name}")
+    return tuple(notes)
+
+
+def _finite(seconds: float) -> float | None:
+    return seconds if isfinite(seconds) else None
