@@ -249,8 +249,8 @@ def _soak(soak: dict[str, Any] | None) -> Iterator[str]:
         numbers = f"{growth[name]:,} | {slope['per_step']:.3g} | {slope['error']:.2g}"
         yield f"| {name.replace('_', ' ')} | {numbers} | {flat} |"
     yield "\nAllocated is what the C library has given out, resident what the process has. It runs"
-    yield "without glibc's caches for each thread, which count as given out and fill up for thousands"
-    yield "of steps: 10 to 15 bytes a step in this run, on which the program has no hold."
+    yield "without glibc's caches for each thread, which count as given out and fill up for"
+    yield "thousands of steps: 10 to 15 bytes a step in this run, on which the program has no hold."
 
 
 def _tests(tests: dict[str, dict[str, Any]]) -> Iterator[str]:
