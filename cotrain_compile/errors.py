@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cotrain_compile.machine import Tier
 from cotrain_compile.units import printable
 
 
@@ -28,11 +29,12 @@ class ExtractError(CotrainError, RuntimeError):
 
 
 class PlacementError(CotrainError, RuntimeError):
-    """No placement fits the budgets; `shortfall_bytes` is how much is missing."""
+    """No placement fits the budgets; `shortfall_bytes` is how much is missing on `tier`."""
 
-    def __init__(self, message: str, *, shortfall_bytes: int) -> None:
+    def __init__(self, message: str, *, shortfall_bytes: int, tier: Tier = Tier.DEVICE) -> None:
         super().__init__(message)
         self.shortfall_bytes = shortfall_bytes
+        self.tier = tier
 
 
 class PlanError(CotrainError, ValueError):

@@ -114,6 +114,17 @@ class Weights:
         param = self.param_bytes if way.trips else 0
         return self.state_bytes + (param if self.thin else 0), self.state_bytes + param
 
+    def host_bytes(self, way: Way) -> int:
+        """What is on the host in `way`, at home or as a copy, as if all at once."""
+        nbytes = self.gradient_bytes * (way.on_host or way.gradient_away)
+        if way.trips:
+            nbytes += self.param_bytes + self.fetched_bytes * self.thin + self.kept.nbytes
+        if way.mode is UpdateMode.HOST:
+            nbytes += self.param_bytes
+        if way.mode not in (UpdateMode.RESIDENT, None):
+            nbytes += self.state_bytes
+        return nbytes
+
     def keeps_weight(self, way: Way) -> bool:
         """Whether the weight fetched for the backward stays for the update, which rewrites it."""
         return way.mode is UpdateMode.STREAMED and way.trips > 0 and not self.thin

@@ -74,6 +74,7 @@ def refuse(problem: Problem, cuts: Sequence[Choices], failure: str = "") -> NoRe
         f"{format_bytes(needed)} on the host: raise host_memory_budget by up to "
         f"{format_bytes(needed - host)}, or {_less_on_the_host(problem, choices)}",
         shortfall_bytes=needed - host,
+        tier=Tier.HOST,
     )
 
 

@@ -43,21 +43,10 @@ def add_host_memory(model: Model, budget_mib: float) -> None:
     """
     activations = zip(model.choices.activations, model.away, strict=True)
     used = [in_mib(bundle.nbytes) * x for bundle, x in activations]
-    used += [in_mib(_host_bytes(bundle, way)) * z for bundle, way, z in model.options()]
+    used += [in_mib(bundle.host_bytes(way)) * z for bundle, way, z in model.options()]
     if model.cyclic and not model.relaxed:
         used += [in_mib(_sent_bytes(bundle, way)) * z for bundle, way, z in model.options()]
     model.add(pulp.lpSum(used) <= budget_mib)
-
-
-def _host_bytes(bundle: Weights, way: Way) -> int:
-    nbytes = bundle.gradient_bytes * (way.on_host or way.gradient_away)
-    if way.trips:
-        nbytes += bundle.param_bytes + bundle.fetched_bytes * bundle.thin + bundle.kept.nbytes
-    if way.mode is UpdateMode.HOST:
-        nbytes += bundle.param_bytes
-    if way.mode not in (UpdateMode.RESIDENT, None):
-        nbytes += bundle.state_bytes
-    return nbytes
 
 
 def _sent_bytes(bundle: Weights, way: Way) -> int:

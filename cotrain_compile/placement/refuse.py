@@ -61,4 +61,5 @@ def refuse_host(problem: Problem, placement: Placement, needed: int) -> NoReturn
         f"{format_bytes(budget)}: {format_bytes(needed - budget)} short; raise host_memory_budget, "
         "or use policy='auto', which leaves on the device what memory_budget has room for",
         shortfall_bytes=needed - budget,
+        tier=Tier.HOST,
     )

@@ -9,7 +9,7 @@ Its report has the certified bound of the relaxed program.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -184,7 +184,7 @@ class _Search:
         elif policy in ("ilp", "lp-round"):
             self._programs(whole=policy == "ilp")
             if not self.drafts and not self._is_late and not self._failure:
-                self._least()
+                self._greedy()
         elif kind.startswith("autotm-"):
             variant = kind.removeprefix("autotm-")
             limit_s, seed = self.settings.time_limit_s, self.settings.seed
@@ -252,31 +252,30 @@ class _Search:
                 self.drafts[plan.placement.policy] = found
 
     def _greedy(self) -> None:
-        """Aim lower by what was missing until it fits."""
-        target = float(self.problem.budgets[Tier.DEVICE])
+        """Aim lower by what was missing until it fits; at last with everything away that can be."""
+        targets: dict[Tier, float] = dict(self.problem.budgets)
         for _ in range(3):
-            short = self._decide("greedy", greedy(self.choices, target))
-            if short == 0:
+            decisions = greedy(self.choices, targets[Tier.DEVICE], targets[Tier.HOST])
+            refusal = self._decide("greedy", decisions)
+            if refusal is None:
                 return
-            target -= 1.05 * short
-        self._least()
-
-    def _least(self) -> None:
-        """Everything that can be away, in the first cut in which that fits."""
+            targets[refusal.tier] -= 1.05 * refusal.shortfall_bytes
         for choices in (self.choices, self.peak_choices):
-            if self._decide("greedy", least_memory(choices), choices) == 0:
+            if self._decide("greedy", least_memory(choices), choices) is None:
                 return
 
-    def _decide(self, name: str, decisions: Decisions, choices: Choices | None = None) -> int:
-        """Schedule decisions; returns the bytes that were missing, 0 where they fit."""
+    def _decide(
+        self, name: str, decisions: Decisions, choices: Choices | None = None
+    ) -> PlacementError | None:
+        """Schedule decisions; returns what is missing where they do not fit."""
         placement = (choices or self.choices).placement(name, decisions.ways, decisions.away)
         self.progress(f"scheduling {name}")
         try:
             drafts = [draft(self.problem, placement, tactics=tactics) for tactics in TACTICS]
-        except PlacementError as error:
-            return error.shortfall_bytes
+        except PlacementError as refusal:
+            return refusal
         self._keep(name, min(drafts, key=lambda found: found.step_s))
-        return 0
+        return None
 
     def _programs(self, *, whole: bool = True) -> None:
         """The program of a single step; where steps overlap that of many, too."""
@@ -288,17 +287,16 @@ class _Search:
         """Decisions for overlapping steps; the simulation of many says what they are worth."""
         name = "ilp" if whole else "lp-round"
         self.left_s = max(self.left_s, 0.3 * self.settings.time_limit_s)
-        budget = self.problem.budgets[Tier.DEVICE]
+        targets: dict[Tier, float] = dict(self.problem.budgets)
         before = self.drafts.get(name)
-        margin = 0.0
         for _ in range(2):
-            solution = self._solve(self.choices, budget - margin, True, whole, cyclic=True)
+            solution = self._solve(self.choices, targets, True, whole, cyclic=True)
             if solution.decisions is None:
                 return
-            short = self._decide(name, solution.decisions)
-            if not short:
+            refusal = self._decide(name, solution.decisions)
+            if refusal is None:
                 break
-            margin += 1.05 * short
+            targets[refusal.tier] -= 1.05 * refusal.shortfall_bytes
         if self.drafts.get(name) is not before:
             self.solution = solution
 
@@ -310,14 +308,15 @@ class _Search:
         only time is at stake.
         """
         name = "ilp" if whole else "lp-round"
-        budget = self.problem.budgets[Tier.DEVICE]
+        budgets = self.problem.budgets
         versions = [(True, whole), (False, whole), (False, False)]
-        margin, missing = 0.0, 0
+        margins, before_short = dict.fromkeys(Tier, 0.0), 0
         for number in range(1, ROUNDS + 1):
             self.rounds = number
             careful, in_one = versions[0]
             choices = self.choices if careful else self.peak_choices
-            solution = self._solve(choices, budget - margin, careful, in_one)
+            targets = {tier: budgets[tier] - margins[tier] for tier in Tier}
+            solution = self._solve(choices, targets, careful, in_one)
             if solution.decisions is None:
                 self.solution = self.solution or solution  # its status is to be told
                 del versions[0]
@@ -325,24 +324,25 @@ class _Search:
                     return
                 continue
             before = self.drafts.get(name)
-            short = self._decide(name, solution.decisions, choices)
+            refusal = self._decide(name, solution.decisions, choices)
             found = self.drafts.get(name)
             if self.solution is None or found is not before:
                 self.solution = solution  # the claim that belongs to the plan
             trusted = found is not None and found.step_s <= TRUST * solution.step_s
-            if not short and (trusted or self._is_late or not careful):
+            if refusal is None and (trusted or self._is_late or not careful):
                 return
+            tier, short = (refusal.tier, refusal.shortfall_bytes) if refusal else (Tier.DEVICE, 0)
             if self._is_late:
                 versions = versions[-1:]  # the rounding takes a second
-            elif short and short == missing:
-                margin *= 2  # what is missing is not what the program counts
-            missing = short
-            margin += 1.05 * short + 0.01 * budget
+            elif short and short == before_short:
+                margins[tier] *= 2  # what is missing is not what the program counts
+            before_short = short
+            margins[tier] += 1.05 * short + 0.01 * budgets[tier]
 
     def _solve(
         self,
         choices: Choices,
-        device_bytes: float,
+        targets: Mapping[Tier, float],
         careful: bool,
         whole: bool,
         *,
@@ -351,7 +351,7 @@ class _Search:
         self.progress(f"solving the integer program (round {self.rounds})")
         # The rounding comes last: without it there may be no plan but the greedy's.
         least = 0.2 if whole else 0.5
-        budgets_mib = device_bytes / MIB, self.problem.budgets[Tier.HOST] / MIB
+        budgets_mib = targets[Tier.DEVICE] / MIB, targets[Tier.HOST] / MIB
         relaxed = not careful
         try:
             program = Program(choices, *budgets_mib, relaxed=relaxed, whole=whole, cyclic=cyclic)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 from cotrain_compile.errors import PlacementError
 from cotrain_compile.machine import Machine, Tier
@@ -70,6 +71,25 @@ def test_states_leave_before_activations() -> None:
     assert not any(little.away)
     assert {way.mode for way in more.ways} == {UpdateMode.STREAMED}
     assert sum(more.away) == 1
+
+
+@given(problems(), st.floats(0, 1), st.floats(0, 1))
+@examples(50)
+def test_no_decision_takes_the_host_beyond_its_share(
+    problem: Problem, device_share: float, host_share: float
+) -> None:
+    choices = choices_of(problem)
+    everything = on_host(choices, least_memory(choices))
+    bytes_left = host_share * everything
+    decisions = greedy(choices, device_share * resident_bytes(problem), bytes_left)
+    assert on_host(choices, decisions) <= bytes_left
+
+
+def on_host(choices: Choices, decisions: Decisions) -> int:
+    """Bytes that leave the device under `decisions`, as if all at once."""
+    weights = zip(choices.weights, decisions.ways, strict=True)
+    away = zip(choices.activations, decisions.away, strict=True)
+    return sum(b.host_bytes(way) for b, way in weights) + sum(b.nbytes * x for b, x in away)
 
 
 @given(problems())

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from cotrain_compile.dataflow import Dataflow, Role
+from cotrain_compile.dataflow import PERSISTENT_ROLES, Dataflow, Role
 from cotrain_compile.errors import PlacementError, PlanError
 from cotrain_compile.machine import HostUpdate, Link, Machine, Tier, TierSpec
 from cotrain_compile.placement.autotm import autotm
@@ -162,6 +162,18 @@ def test_what_a_program_decides_is_a_plan_wherever_there_is_one(
     check(least, plan)
     told = f"nothing that {policy} decided fits in the budget; the plan is that of greedy"
     assert plan.placement.policy == ("greedy" if told in plan.notes else policy)
+
+
+@given(problems(most=2), st.sampled_from(["ilp", "lp-round", "greedy"]), st.floats(0, 1))
+@examples(20)
+def test_a_host_that_is_too_small_leaves_more_on_the_device(
+    problem: Problem, policy: str, share: float
+) -> None:
+    """There is room for all of it: what moves does to be faster, where the host has room."""
+    everything = with_budget(problem, resident_bytes(problem))
+    host_bytes = int(share * problem.dataflow.total_bytes(*PERSISTENT_ROLES))
+    small = everything.with_budget(Tier.HOST, host_bytes)
+    check(small, solve(small, SolveSettings(policy, time_limit_s=30)))
 
 
 def test_the_least_budget_is_that_of_every_cut_of_the_step() -> None:
