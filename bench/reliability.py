@@ -137,6 +137,11 @@ FOUND = (
         "tests/unit/test_solve.py",
     ),
     Found(
+        "What a plan lacked on the host was taken off the device's budget when it was looked for "
+        "again: `ilp`, `lp-round` and `greedy` were refused though there is a plan.",
+        "tests/unit/test_solve.py",
+    ),
+    Found(
         "A view that was made for an update moved to an earlier place kept a gradient on the "
         "device beside its fetched copy.",
         "tests/graph/test_races.py",

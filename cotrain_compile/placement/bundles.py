@@ -21,7 +21,7 @@ from cotrain_compile.placement.choices import (
     is_large,
 )
 from cotrain_compile.placement.moved_updates import workspace_bytes
-from cotrain_compile.placement.residency import longest_gap
+from cotrain_compile.placement.residency import longest_gap, made_by
 from cotrain_compile.placement.segmented_step import SegmentedStep
 from cotrain_compile.plan import UpdateMode
 
@@ -205,6 +205,7 @@ def _bundle(step: SegmentedStep, params: Sequence[_Param], maker: Mapping[str, s
             size / max(1, part) for size, part in zip(sizes, accumulate(sizes), strict=True)
         ),
         workspace_bytes=max((workspace_bytes(step.dataflow, g) for g in groups), default=0),
+        made_bytes=max((made_by(step.dataflow, g) for g in groups), default=0),
         device_s=sum(costs.device_s[name] for g in groups for name in g.ops),
         host_s=sum(costs.host_update_s[g.param] for g in groups),
         cast_s=sum(step.problem.host_cast_s((op,)) for op in casts),

@@ -78,11 +78,12 @@ class Weights:
     `fetched_bytes` cross the link when the weight is fetched: the low-precision copies where the
     step `thin`ly uses nothing else, none where it uses nothing at all, else the parameters.
     `largest` is the share that the largest parameter has in the bundle, `least_largest` the least
-    share that the largest of any part of the bundle has in that part. `cast_s` is what the host
-    takes to make the low-precision copies, `device_cast_s` what the device takes where it makes
-    them. The rest are segments: of the first use of the weight, the last in the forward, the first
-    in the backward and the last, of the gradient's making, its last use, and the release of the
-    update. `kept` lies in `.grad`.
+    share that the largest of any part of the bundle has in that part. The values made inside the
+    largest update take `made_bytes`, `workspace_bytes` beyond its gradient. `cast_s` is what the
+    host takes to make the low-precision copies, `device_cast_s` what the device takes where it
+    makes them. The rest are segments: of the first use of the weight, the last in the forward, the
+    first in the backward and the last, of the gradient's making, its last use, and the release of
+    the update. `kept` lies in `.grad`.
     """
 
     params: tuple[str, ...]
@@ -96,6 +97,7 @@ class Weights:
     largest: float
     least_largest: float
     workspace_bytes: int
+    made_bytes: int
     device_s: float
     host_s: float
     cast_s: float

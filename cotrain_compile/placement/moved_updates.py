@@ -7,7 +7,7 @@ and the room in which it runs.
 from __future__ import annotations
 
 from cotrain_compile.dataflow import Dataflow, Op, Phase, Role, UpdateGroup
-from cotrain_compile.placement.residency import HOST_MODES, Curve
+from cotrain_compile.placement.residency import HOST_MODES, Curve, made_in, spans_in
 from cotrain_compile.plan import Placement, UpdateMode
 
 
@@ -46,15 +46,9 @@ class Support:
 
 def workspace_bytes(dataflow: Dataflow, group: UpdateGroup) -> int:
     """The most bytes that the values made inside an update take at once beyond its gradient."""
-    ops = [dataflow.ops[dataflow.position[name]] for name in group.ops]
-    spans: dict[str, tuple[int, int]] = {}
-    for index, op in enumerate(ops):
-        for name in (*op.reads, *op.writes):
-            spans[name] = (spans.get(name, (index, index))[0], index + 1)
-    gradient = dataflow.buffer[group.gradient]
-    made = {n for op in ops for n in op.writes if not dataflow.buffer[n].is_input}
-    curve = Curve(len(ops))
-    for name in made - {gradient.name}:
+    spans, gradient = spans_in(dataflow, group), dataflow.buffer[group.gradient]
+    curve = Curve(len(group.ops))
+    for name in made_in(dataflow, group) - {gradient.name}:
         curve.add(dataflow.buffer[name].nbytes, *spans[name])
     if gradient.is_input or gradient.is_output:
         return max(curve.values(), default=0)

@@ -39,14 +39,34 @@ def add_device_memory(model: Model, flows: Flows, budget_mib: float) -> None:
 def add_host_memory(model: Model, budget_mib: float) -> None:
     """Homes, copies and all that is away, as if all at once.
 
-    Careful and cyclic: what updates read of the step before is there as well.
+    Careful: what the largest update makes is there as well; cyclic, what updates read of the step
+    before, too.
     """
     activations = zip(model.choices.activations, model.away, strict=True)
     used = [in_mib(bundle.nbytes) * x for bundle, x in activations]
     used += [in_mib(bundle.host_bytes(way)) * z for bundle, way, z in model.options()]
     if model.cyclic and not model.relaxed:
         used += [in_mib(_sent_bytes(bundle, way)) * z for bundle, way, z in model.options()]
+    if not model.relaxed and _most_mib(model) > budget_mib:
+        used.append(_host_workspace(model))
     model.add(pulp.lpSum(used) <= budget_mib)
+
+
+def _most_mib(model: Model) -> float:
+    """With all on the host that can be there; in more than that the largest update has room."""
+    most = sum(bundle.nbytes for bundle in model.choices.activations)
+    for bundle in model.choices.weights:
+        most += max(bundle.host_bytes(way) + _sent_bytes(bundle, way) for way in bundle.ways)
+    return in_mib(most + max((b.made_bytes for b in model.choices.weights), default=0))
+
+
+def _host_workspace(model: Model) -> Any:
+    """Room for what is made in the largest update on the host."""
+    room = model.variable("host_workspace")
+    for bundle, way, z in model.options():
+        if way.on_host:
+            model.add(room >= in_mib(bundle.made_bytes) * z)
+    return room
 
 
 def _sent_bytes(bundle: Weights, way: Way) -> int:

@@ -314,8 +314,9 @@ class _Replay:
     def _run_region(self, region: HostRegion) -> None:
         """The ops of `region` on what is on the host; what it makes on the way is its own."""
         own: dict[str, Copy] = {}
-        for op_name in region.ops:
-            op = self.dataflow.ops[self.dataflow.position[op_name]]
+        ops = [self.dataflow.ops[self.dataflow.position[name]] for name in region.ops]
+        last_use = {name: op for op in ops for name in touched(op)}
+        for op in ops:
             for name in touched(op):
                 copy = own.get(name) or self.sent.get(name) or self.homes.get(name)
                 if copy is None and name in self.known and name not in op.writes:
@@ -323,10 +324,11 @@ class _Replay:
                 if copy is None:
                     copy = self._made_by(region, op, name, own)
                 self._reads(region, copy)
-                copy.expect(self._actor(region), self.values.needed[op_name][name])
+                copy.expect(self._actor(region), self.values.needed[op.name][name])
                 if name in op.writes:
-                    self._writes(region, copy, op_name)
-        self.region_bytes = max(self.region_bytes, sum(copy.nbytes for copy in own.values()))
+                    self._writes(region, copy, op.name)
+            self.region_bytes = max(self.region_bytes, sum(copy.nbytes for copy in own.values()))
+            own = {name: copy for name, copy in own.items() if last_use[name] is not op}
 
     def _made_by(self, region: HostRegion, op: Op, name: str, own: dict[str, Copy]) -> Copy:
         is_new = name not in op.reads and not self.dataflow.buffer[name].is_input

@@ -213,7 +213,7 @@ def host_bytes(program: DeviceProgram, placement: Placement, tasks: Sequence[Tas
     """Most bytes the plan can hold on the host: homes, every copy left there, one update's values.
 
     Host copies are counted to the end of the step, those that a carried update reads once more for
-    the next one. Updates run one after the other; the values inside one are counted without reuse.
+    the next one. Updates run one after the other, and free the values inside them at the last use.
     """
     dataflow = program.dataflow
     homes = sum(
@@ -244,14 +244,27 @@ def _read_by_carried(dataflow: Dataflow, tasks: Sequence[Task]) -> Iterator[str]
 
 
 def made_by(dataflow: Dataflow, group: UpdateGroup) -> int:
-    """Bytes of the values that the ops of `group` make, without reuse."""
-    made = {
-        name
-        for op in group.ops
-        for name in dataflow.ops[dataflow.position[op]].writes
-        if not dataflow.buffer[name].is_input
-    }
-    return sum(dataflow.buffer[name].nbytes for name in made)
+    """Most bytes that the values made inside the update of `group` take at once."""
+    spans, curve = spans_in(dataflow, group), Curve(len(group.ops))
+    for name in made_in(dataflow, group):
+        curve.add(dataflow.buffer[name].nbytes, *spans[name])
+    return max(curve.values(), default=0)
+
+
+def made_in(dataflow: Dataflow, group: UpdateGroup) -> set[str]:
+    """The buffers that ops of `group` make."""
+    ops = (dataflow.ops[dataflow.position[name]] for name in group.ops)
+    return {name for op in ops for name in op.writes if not dataflow.buffer[name].is_input}
+
+
+def spans_in(dataflow: Dataflow, group: UpdateGroup) -> dict[str, tuple[int, int]]:
+    """The ops [first, last) of `group` from the first to the last that touches each buffer."""
+    spans: dict[str, tuple[int, int]] = {}
+    for index, op_name in enumerate(group.ops):
+        op = dataflow.ops[dataflow.position[op_name]]
+        for name in (*op.reads, *op.writes):
+            spans[name] = (spans.get(name, (index, index))[0], index + 1)
+    return spans
 
 
 class Curve:

@@ -265,6 +265,8 @@ def check_views(step: StepGraph) -> None:
 def check_meter(compiled: CompiledStep, *, is_exact: bool) -> None:
     """No tier held more than its budget, nor the device more than in the rehearsal.
 
+    Nor the host more than was predicted.
+
     `is_exact`: it held just what was predicted.
     """
     measured, plan, rehearsed = compiled.measured, compiled.plan, compiled.rehearsed_device_bytes
@@ -273,6 +275,9 @@ def check_meter(compiled: CompiledStep, *, is_exact: bool) -> None:
     for tier, budget in plan.budgets.items():
         if measured.peak_bytes[tier] > budget:
             raise Broken(f"{measured.peak_bytes[tier]} bytes on {tier}, {budget} allowed")
+    found, planned = (t.peak_bytes[Tier.HOST] for t in (measured, compiled.predicted))
+    if found > planned:
+        raise Broken(f"{found} bytes on the host, at most {planned} predicted")
     found, planned = (t.peak_bytes[Tier.DEVICE] for t in (measured, compiled.predicted))
     if found > rehearsed:
         raise Broken(f"{found} bytes on the device, {rehearsed} in the rehearsal")

@@ -182,7 +182,32 @@ def test_a_host_budget_that_is_too_small_says_what_is_missing() -> None:
     with pytest.raises(PlacementError, match=r"on the host .*raise host_memory_budget") as refusal:
         plan_of(problem)
     enough = problem_of(chain(3), host_bytes=1000 + refusal.value.shortfall_bytes)
+    assert refusal.value.tier is Tier.HOST
     check(enough, plan_of(enough))
+
+
+def test_the_values_inside_an_update_on_the_host_are_there_to_their_last_use() -> None:
+    """Of three values, each made of the one before, two are there at once."""
+    step = chain(1)
+    *others, update = step.ops
+    weight = step.buffer["g0"]
+    inside = ["g0", "scaled", "squared", "rooted"]
+    ops = [
+        replace(update, name=f"make_{made}", reads=(read,), writes=(made,))
+        for read, made in pairwise(inside)
+    ]
+    last = replace(update, reads=("rooted", *update.reads[1:]))
+    group = replace(step.updates[0], ops=tuple(op.name for op in (*ops, last)))
+    step = replace(
+        step,
+        ops=(*others, *ops, last),
+        buffers=(*step.buffers, *(replace(weight, name=name) for name in inside[1:])),
+        updates=(group,),
+    )
+    plan, in_one = plan_of(problem_of(step)), plan_of(problem_of(chain(1)))
+    more = plan.predicted.peak_bytes[Tier.HOST] - in_one.predicted.peak_bytes[Tier.HOST]
+    assert more == 2 * weight.nbytes
+    check(problem_of(step), plan)
 
 
 def test_a_refusal_says_what_is_where_when_memory_runs_out() -> None:
