@@ -373,6 +373,7 @@ class _Search:
         self.progress("simulating the plan")
         plan = finished(self.problem, self.drafts[name])
         self.progress("certifying the bound")
+        bound_s = self.bound.result() if self.bound else 0.0
         settings = self.settings
         report = report_of(
             plan,
@@ -380,7 +381,7 @@ class _Search:
             solver=settings.solver,
             seed=settings.seed,
             seconds=time.monotonic() - self.began,
-            bound_s=self.bound.result() if self.bound else 0.0,
+            bound_s=bound_s,
             rounds=self.rounds,
             simulated_s={name: found.step_s for name, found in self.drafts.items()},
         )

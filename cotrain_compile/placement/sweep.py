@@ -41,8 +41,8 @@ class Point:
 
     `step_s`, `lower_bound_s` (the certified bound, 0 where there is none), `peak_bytes` on the
     device and `traffic_bytes` both ways are those of its plan; None and 0 where nothing fits. Then
-    `shortfall_bytes` are missing, and `refusal` says on which tier and what would help. `regime` is
-    `FITS`, the lane the step hangs on, or "".
+    `shortfall_bytes` are missing on `shortfall_tier`, and `refusal` says what would help. `regime`
+    is `FITS`, the lane the step hangs on, or "".
     """
 
     machine: str
@@ -56,6 +56,7 @@ class Point:
     peak_bytes: int = 0
     traffic_bytes: int = 0
     shortfall_bytes: int = 0
+    shortfall_tier: Tier = Tier.DEVICE
     refusal: str = ""
 
 
@@ -81,7 +82,12 @@ def try_case(dataflow: Dataflow, case: Case, settings: SolveSettings) -> Point:
     try:
         plan = solve(problem, settings)
     except PlacementError as refusal:
-        return replace(empty, shortfall_bytes=refusal.shortfall_bytes, refusal=str(refusal))
+        return replace(
+            empty,
+            shortfall_bytes=refusal.shortfall_bytes,
+            shortfall_tier=refusal.tier,
+            refusal=str(refusal),
+        )
     return replace(
         empty,
         step_s=plan.predicted.makespan_s,
@@ -101,6 +107,7 @@ def refuse_if_nothing_fits(points: Sequence[Point]) -> None:
             f"nothing fits in any of these budgets; nearest is {least.machine} with "
             f"{format_bytes(least.device_budget_bytes)} on the device: {least.refusal}",
             shortfall_bytes=least.shortfall_bytes,
+            tier=least.shortfall_tier,
         )
 
 

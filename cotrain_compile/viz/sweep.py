@@ -46,7 +46,8 @@ def sweep_rows(sweep: Sweep) -> Iterator[tuple[str, ...]]:
         sizes = ", ".join(f"{name}={size}" for name, size in point.sizes.items())
         budget = format_bytes(point.device_budget_bytes)
         if point.step_s is None:
-            missing = f"does not fit: {format_bytes(point.shortfall_bytes)} missing"
+            lacks = f"{format_bytes(point.shortfall_bytes)} missing on the {point.shortfall_tier}"
+            missing = f"does not fit: {lacks}"
             yield point.machine, sizes, budget, "", "", missing, ""
             continue
         bound_s = point.lower_bound_s

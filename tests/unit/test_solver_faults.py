@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +13,9 @@ import pytest
 from cotrain_compile.errors import PlanError
 from cotrain_compile.placement import solvers
 from cotrain_compile.placement.check import check
+from cotrain_compile.placement.program import Program
 from cotrain_compile.placement.solve import SolveSettings, solve
+from cotrain_compile.placement.solvers import Solution
 from cotrain_compile.plan import Plan
 from tests.unit.dataflows import mixed_precision_step
 from tests.unit.test_solve import problem_of
@@ -84,6 +88,28 @@ def test_the_program_alone_says_that_its_solver_failed(monkeypatch: pytest.Monke
     fails_with(monkeypatch, RuntimeError("HiGHS returned kError"))
     with pytest.raises(PlanError, match=r"solver failed \(RuntimeError: HiGHS .* policy 'auto'"):
         solve(PROBLEM, SolveSettings("ilp", time_limit_s=1.0))
+
+
+def test_the_program_alone_says_that_its_time_was_too_short(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def stopped(program: Program, solver: str, *, time_limit_s: float, **_: object) -> Solution:
+        return Solution("time limit reached", None, math.inf, math.inf, 0.0, time_limit_s)
+
+    monkeypatch.setattr("cotrain_compile.placement.solve.solve_program", stopped)
+    with pytest.raises(PlanError, match=r"no plan in its time limit.*time_limit.*policy 'auto'"):
+        solve(PROBLEM, SolveSettings("ilp", time_limit_s=1.0))
+
+
+def test_a_search_takes_as_long_as_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(*_: object, **__: object) -> float:
+        time.sleep(0.5)
+        return 0.0
+
+    monkeypatch.setattr("cotrain_compile.placement.solve.certified_bound_s", slow)
+    report = sound(solve(PROBLEM, SolveSettings("greedy"))).report
+    assert report is not None
+    assert report.seconds >= 0.5
 
 
 def test_ctrl_c_ends_a_search(monkeypatch: pytest.MonkeyPatch) -> None:

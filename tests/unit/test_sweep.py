@@ -25,6 +25,7 @@ from cotrain_compile.placement.sweep import (
     Sweep,
     carried,
     device_budgets,
+    refuse_if_nothing_fits,
     try_case,
 )
 from cotrain_compile.plan import Lane
@@ -66,6 +67,17 @@ def test_where_all_fits_nothing_limits_and_where_nothing_does_bytes_are_missing(
     tight = try_case(STEP, Case(MACHINE, {Tier.DEVICE: 1000, Tier.HOST: PLENTY}), QUICK)
     assert tight.step_s is None
     assert tight.shortfall_bytes > 0
+
+
+def test_what_is_missing_on_the_host_is_said_to_be_missing_there() -> None:
+    budgets = {Tier.DEVICE: PLENTY, Tier.HOST: 0}
+    missing = try_case(STEP, Case(MACHINE, budgets), SolveSettings("zero-offload"))
+    assert missing.shortfall_tier is Tier.HOST
+    (row,) = sweep_rows(Sweep(STEP.fingerprint, (missing,)))
+    assert row[5].endswith("missing on the host")
+    with pytest.raises(PlacementError) as refusal:
+        refuse_if_nothing_fits((missing,))
+    assert refusal.value.tier is Tier.HOST
 
 
 def test_a_size_is_that_of_the_step() -> None:
@@ -130,7 +142,7 @@ def test_a_row_for_each_point_and_a_line_for_each_machine() -> None:
     missing = point(1, None, regime="", shortfall_bytes=2048)
     points = (missing, point(1 << 30, 2.0, lower_bound_s=1.6), point(2, 3.0, machine="n"))
     rows = list(sweep_rows(Sweep("f", points)))
-    assert rows[0][5] == "does not fit: 2.0 KiB missing"
+    assert rows[0][5] == "does not fit: 2.0 KiB missing on the device"
     assert rows[1][2:6] == ("1.0 GiB", "2.00 s", "25.0%", "link up")
     (axes,) = draw_sweep(Sweep("f", points)).axes
     times_s = [
@@ -179,6 +191,7 @@ def test_where_nothing_fits_the_command_says_what_is_missing(tmp_path: Path) -> 
     assert run.exception.shortfall_bytes == found.points[-1].shortfall_bytes > 0
     assert "nearest is rtx4090 with 200 B on the device" in str(run.exception)
     assert found.points[-1].refusal in str(run.exception)
+    assert run.exception.tier is found.points[-1].shortfall_tier
     (axes,) = draw_sweep(found).axes
     assert [text.get_text() for text in axes.texts] == ["nothing fits"]
     assert axes.get_legend() is None
