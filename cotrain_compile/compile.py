@@ -39,11 +39,11 @@ from cotrain_compile.backends.verify import VerifiedStep, refuse_race
 from cotrain_compile.capture import Session, capture, current_session, install
 from cotrain_compile.capture.aot import traced_modules
 from cotrain_compile.capture.hook import frame_objects
+from cotrain_compile.check_options import check_options, load_profile
 from cotrain_compile.choose_plan import plan_for
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import CaptureError, CotrainError, OptionError
 from cotrain_compile.extract import extract
-from cotrain_compile.files import load
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.machine import Tier
 from cotrain_compile.options import Options, as_option_error
@@ -72,7 +72,10 @@ def cotrain(
     if session is None:
         raise CaptureError('call it as torch.compile(step, backend="cotrain")')
     if mode is not None:
-        raise OptionError(f"backend 'cotrain' has no mode {mode!r}; see docs/options.md")
+        raise OptionError(
+            f"backend 'cotrain' has no mode {mode!r}; leave it out, and give settings of Inductor "
+            'as options, such as options={"inductor": {"max_autotune": True}}'
+        )
 
     def compile_captured(step: StepGraph, values: Sequence[Any]) -> Callable[..., Any]:
         if _trace_only.get():
@@ -264,10 +267,7 @@ def _lowered(
 
 
 def _profile(options: Options) -> CostTable | None:
-    if options.profile is None:
-        return None
-    with as_option_error("profile", options.profile):
-        return load(options.profile, CostTable)
+    return None if options.profile is None else load_profile(options.profile)
 
 
 def inspect(step: Callable[..., Any]) -> CompiledStep:
@@ -333,4 +333,4 @@ def _our_options(compiler_fn: object) -> Mapping[str, Any] | None:
     return None
 
 
-install(_our_options)
+install(_our_options, check_options)

@@ -23,6 +23,8 @@ _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 # How alike two sentences are, of 1, where the second says no more than the first.
 _ALIKE = 0.9
 
+_IN_EAGER = '; or set options={"on_break": "warn"} to run it in eager. Nothing was updated.'
+
 # What a user can do, by a word in Dynamo's own description of what broke the graph.
 _WAYS_ON = (
     ("print", "move the print out of the step, or print what the step returns"),
@@ -39,12 +41,13 @@ _WAYS_ON = (
 
 
 def diagnose(
-    error: BaseException, refusal: CaptureError | None, code: CodeType
+    error: BaseException, refusal: CaptureError | None, code: CodeType, suggests_eager: bool = True
 ) -> CotrainError | None:
     """The user's error behind `error`: ours if one of ours is its cause, or what broke the graph.
 
-    Returns None when it is neither, so that a real fault in the step (a shape mismatch) reaches the
-    user as it is.
+    With `suggests_eager` it names the option that runs the step in eager as a last way on. Returns
+    None when it is neither, so that a real fault in the step (a shape mismatch) reaches the user as
+    it is.
     """
     location = _user_line(error, code)
     if refusal is not None:
@@ -61,10 +64,10 @@ def diagnose(
     # A branch on a number that the trace read from a tensor is a UserError.
     if isinstance(error, exc.Unsupported | exc.UserError):
         what, hint = _what_broke(error)
+        eager = _IN_EAGER if suggests_eager else "."
         return CaptureError(
             f"{location}: the step cannot be captured as one graph: {what}. "
-            f"{_way_on(error, what, hint)}; "
-            'or set options={"on_break": "warn"} to run it in eager. Nothing was updated.'
+            f"{_way_on(error, what, hint)}{eager}"
         )
     if isinstance(error, exc.FailOnRecompileLimitHit):
         return CaptureError(

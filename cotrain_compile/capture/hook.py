@@ -1,10 +1,13 @@
 """Hook: Dynamo compiles a frame for this backend as one whole training step, or not at all.
 
-One pass-through hook stays in `convert_frame._compile`; what else changes, changes while a step is
+Two pass-through hooks stay: in `eval_frame.get_compiler_fn`, which `torch.compile` calls with what
+the user asked for, and in `convert_frame._compile`. What else changes, changes while a step is
 traced for us (`dynamo_patches`) and is put back before the hook returns.
 
-Private torch API used: `torch._dynamo.convert_frame._compile`, `torch._dynamo.types`. Reason: the
-backend is called after the trace, too late to change it. Tried on torch 2.11.0, 2.13.0 and 2.15.0.
+Private torch API used: `torch._dynamo.convert_frame._compile`, `torch._dynamo.types`,
+`torch._dynamo.eval_frame.get_compiler_fn`, `exc.ShortenTraceback`. Reason: the backend is called
+after the trace, too late to change it or to check options before it. Tried on torch 2.11.0, 2.13.0
+and 2.15.0, `get_compiler_fn` on 2.13.0 alone; without it options are checked in the first call.
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ from types import CodeType
 from typing import Any
 
 import torch._dynamo.convert_frame as convert_frame
+from torch._dynamo import config, eval_frame
+from torch._dynamo.exc import ShortenTraceback
 from torch._dynamo.types import (  # type: ignore[attr-defined]
     ConvertFrameReturn,
     FrameAction,
@@ -27,19 +32,25 @@ from cotrain_compile.capture.compute_device import chosen_device, seen_on_comput
 from cotrain_compile.capture.diagnose import diagnose
 from cotrain_compile.capture.dynamo_patches import whole_step_tracing
 from cotrain_compile.capture.session import Session, active
-from cotrain_compile.errors import CaptureError
+from cotrain_compile.errors import CaptureError, CotrainError
 from cotrain_compile.options import Options
 
 
-def install(is_ours: Callable[[object], Mapping[str, Any] | None]) -> None:
-    """Hook Dynamo's frame compiler, once per process.
+def install(
+    is_ours: Callable[[object], Mapping[str, Any] | None],
+    check: Callable[[Mapping[str, Any]], Options],
+) -> None:
+    """Hook `torch.compile` and Dynamo's frame compiler, once per process.
 
     `is_ours` gets the compiler function of a frame and returns the user's options when the frame is
-    to be compiled by this backend, None otherwise; other frames pass through untouched.
+    to be compiled by this backend, None otherwise; other frames pass through untouched. `check`
+    gets these options when `torch.compile` is called and before a trace; it raises where they, or
+    files that they name, are wrong.
     """
     original = convert_frame._compile
     if getattr(original, "_cotrain_hook", False):
         return
+    _check_at_compile(is_ours, check)
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -50,18 +61,61 @@ def install(is_ours: Callable[[object], Mapping[str, Any] | None]) -> None:
             return original(*args, **kwargs)
         # A graph break must be an error with the user's line, not two graphs.
         bound.arguments["one_graph"] = True
-        return _trace_step(lambda: original(*bound.args, **bound.kwargs), bound.arguments, options)
+        try:
+            parsed = check(options)
+            return _trace_step(
+                lambda: original(*bound.args, **bound.kwargs), bound.arguments, parsed
+            )
+        except CotrainError as error:
+            if config.verbose:  # TORCHDYNAMO_VERBOSE=1 keeps the frames and the cause.
+                raise
+            raise _Refused(error) from None
 
     compile_frame._cotrain_hook = True  # type: ignore[attr-defined]
     convert_frame._compile = compile_frame
 
 
+def _check_at_compile(
+    is_ours: Callable[[object], Mapping[str, Any] | None],
+    check: Callable[[Mapping[str, Any]], object],
+) -> None:
+    """Have options checked when `torch.compile` is called."""
+    original = getattr(eval_frame, "get_compiler_fn", None)
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def get_compiler_fn(compiler_fn: Any) -> Any:
+        options = is_ours(compiler_fn)
+        if options is not None:
+            try:
+                check(options)
+            except CotrainError as error:
+                raise error.with_traceback(None) from None
+        return original(compiler_fn)
+
+    eval_frame.get_compiler_fn = get_compiler_fn
+
+
+class _Refused(ShortenTraceback):
+    """Brings an error of ours up to the call of the compiled function, which raises it there.
+
+    So neither Dynamo's frames nor ours stand between the user's line and the message.
+    """
+
+    def __init__(self, error: CotrainError) -> None:
+        super().__init__(str(error), first_useful_frame=None)
+        self.error = error
+
+    def remove_dynamo_frames(self) -> Any:
+        return self.error.with_traceback(None)
+
+
 def _trace_step(
-    trace: Callable[[], ConvertFrameReturn], frame: Mapping[str, Any], options: Mapping[str, Any]
+    trace: Callable[[], ConvertFrameReturn], frame: Mapping[str, Any], options: Options
 ) -> ConvertFrameReturn:
-    parsed, code = Options.parse(options), frame["code"]
-    device = chosen_device(parsed.device)
-    session = Session(parsed, code, frame_objects(code, frame["closure"]), device)
+    code, device = frame["code"], chosen_device(options.device)
+    session = Session(options, code, frame_objects(code, frame["closure"]), device)
     try:
         with active(session), whole_step_tracing(session), seen_on_compute_device(session):
             result = trace()
@@ -73,11 +127,13 @@ def _trace_step(
             )
     except Exception as error:
         session.undo()
-        known = diagnose(error, session.refusal, session.code)
+        warns = options.on_break == "warn"
+        known = diagnose(error, session.refusal, session.code, suggests_eager=not warns)
         if known is None:
             raise
-        if isinstance(known, CaptureError) and session.options.on_break == "warn":
-            warnings.warn(f"cotrain: the step runs in eager. {known}", stacklevel=2)
+        if isinstance(known, CaptureError) and warns:
+            told = f"cotrain: the step runs in eager, without a budget. {known}"
+            warnings.warn(told, stacklevel=2)
             return ConvertFrameReturn(
                 frame_exec_strategy=FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
             )

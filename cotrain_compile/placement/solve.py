@@ -32,7 +32,7 @@ from cotrain_compile.placement.program import Program
 from cotrain_compile.placement.program_model import MIB
 from cotrain_compile.placement.residency import HOST_MODES
 from cotrain_compile.placement.schedule import Draft, draft, finished
-from cotrain_compile.placement.solve_report import notes_on, report_of
+from cotrain_compile.placement.solve_report import note_on_budget, notes_on, report_of
 from cotrain_compile.placement.solvers import Solution, failed, solve_program
 from cotrain_compile.plan import Placement, Plan
 
@@ -386,4 +386,4 @@ class _Search:
             simulated_s={name: found.step_s for name, found in self.drafts.items()},
         )
         notes = notes_on(name, self.solution, asked=settings.policy, solver=settings.solver)
-        return replace(plan, report=report, notes=notes)
+        return replace(plan, report=report, notes=(*note_on_budget(self.problem), *notes))

@@ -8,8 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import isfinite
 
+from cotrain_compile.machine import Tier
+from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.solvers import Solution, pick
 from cotrain_compile.plan import Plan, SolveReport
+from cotrain_compile.units import format_bytes
 
 
 def report_of(
@@ -57,6 +60,17 @@ def notes_on(name: str, solution: Solution | None, *, asked: str, solver: str) -
     if "time" in solution.status:
         notes.append(f"the solver stopped at its time limit; the plan is that of {name}")
     return tuple(notes)
+
+
+def note_on_budget(problem: Problem) -> tuple[str, ...]:
+    """Where the device was given more memory than it has."""
+    allowed, has = problem.budgets[Tier.DEVICE], problem.machine.device.capacity_bytes
+    if allowed <= has:
+        return ()
+    return (
+        f"memory_budget is {format_bytes(allowed)}, above the {format_bytes(has)} that the device "
+        f"of {problem.machine.name} has",
+    )
 
 
 def _finite(seconds: float) -> float | None:

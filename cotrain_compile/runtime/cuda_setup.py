@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from cotrain_compile import presets
-from cotrain_compile.errors import PlacementError
+from cotrain_compile.errors import OptionError, PlacementError
 from cotrain_compile.machine import Machine, Tier
 from cotrain_compile.options import Options, Size
 from cotrain_compile.runtime.card import CudaCard
@@ -71,9 +71,14 @@ def within_free_memory(options: Options, values: Sequence[Any], device: torch.de
     """`options` with budgets of what is free on both tiers, where the user set none.
 
     What the step's own tensors `values` take already is theirs to use. Raises `PlacementError`
-    where nothing is left.
+    where nothing is left, `OptionError` where the user's budget is above what the card has.
     """
     free, total = torch.cuda.mem_get_info(device)
+    if options.memory_budget is not None and options.memory_budget.of(total) > total:
+        raise OptionError(
+            f"option 'memory_budget' is {format_bytes(options.memory_budget.of(total))}, but the "
+            f"card has {format_bytes(total)}; lower it, or leave it out for what is free"
+        )
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     reserve = max(RESERVE_LEAST_BYTES, int(RESERVE_FRACTION * total))
     device_bytes = free + cached + _storage_bytes(values, device.type) - reserve

@@ -10,6 +10,7 @@ import inspect
 import re
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,12 +24,15 @@ from cotrain_compile.capture.prepare import prepare
 from cotrain_compile.errors import (
     CaptureError,
     CotrainError,
+    FormatError,
     OptionError,
     OutOfDeviceMemory,
     PlacementError,
 )
+from cotrain_compile.files import save
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.machine import Tier
+from cotrain_compile.presets import find
 from tests.graph.steps import Step, cotrain, make_step, vectors
 
 
@@ -203,7 +207,10 @@ def test_on_break_warn_says_so_once_and_runs_in_eager(capsys: pytest.CaptureFixt
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         ours = losses(cotrain(on_break="warn"))
-    assert [str(w.message).partition(".")[0] for w in caught] == ["cotrain: the step runs in eager"]
+    (told,) = [str(warning.message) for warning in caught]
+    assert told.startswith("cotrain: the step runs in eager, without a budget. ")
+    assert "on_break" not in told
+    assert "Nothing was updated" not in told
     torch.testing.assert_close(ours, eager, rtol=0, atol=0)
     printed = capsys.readouterr().out.splitlines()
     assert printed[:3] == printed[3:]
@@ -230,22 +237,51 @@ def test_a_graph_without_an_update_that_eager_makes_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "error", "says"),
     [
-        ({"memory_buget": 1}, r"did you mean 'memory_budget'.*options are .*policy"),
-        ({"policy": "magic"}, "one of auto, resident, zero-offload"),
-        ({"memory_budget": "20 bananas"}, "20GiB"),
-        ({"keep_grads": 1}, "True or False"),
-        ({"machine": "no-such-machine"}, "this-machine"),
+        ({"memory_buget": 1}, OptionError, r"did you mean 'memory_budget'.*options are .*policy"),
+        ({"policy": "magic"}, OptionError, "one of auto, resident, zero-offload"),
+        ({"memory_budget": "20 bananas"}, OptionError, "20GiB"),
+        ({"machine": "no-such-machine"}, OptionError, "this-machine"),
+        ({"machine": __file__}, FormatError, "not a whole JSON document"),
+        ({"plan": "no-such-plan"}, OptionError, "'plan' is 'no-such-plan': No such file"),
+        ({"plan": __file__}, FormatError, "not a whole JSON document"),
+        ({"profile": "no-such-profile"}, OptionError, "'profile' is .*: No such file"),
+        pytest.param(
+            {"device": "cuda"},
+            OptionError,
+            "torch sees no CUDA device",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one here"),
+        ),
     ],
 )
-def test_bad_options_say_what_exists(options: dict[str, Any], says: str) -> None:
-    model = nn.Linear(12, 4)
-    optimizer = adamw(model)
-    before = everything(model, optimizer)
-    with pytest.raises(OptionError, match=says):
-        cotrain(**options)(make_plain(model, optimizer))(*vectors())
-    torch.testing.assert_close(everything(model, optimizer), before, rtol=0, atol=0)
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_options_and_the_files_they_name_are_checked_when_torch_compile_is_called(
+    options: dict[str, Any], error: type[CotrainError], says: str, fullgraph: bool
+) -> None:
+    with pytest.raises(error, match=says):
+        torch.compile(never_called, backend="cotrain", options=options, fullgraph=fullgraph)
+
+
+def test_options_that_went_bad_are_refused_before_tracing(tmp_path: Path) -> None:
+    machine = tmp_path / "machine.json"
+    save(find("rtx4090"), machine)
+    step = cotrain(machine=str(machine))(never_called)
+    machine.unlink()
+    with pytest.raises(OptionError, match="no machine named"):
+        step()
+
+
+def never_called() -> None:
+    raise AssertionError("this step was traced or called")
+
+
+def test_a_mode_of_inductor_is_refused_with_the_option_that_takes_its_place() -> None:
+    step = torch.compile(
+        make_plain(model := nn.Linear(12, 4), adamw(model)), backend="cotrain", mode="max-autotune"
+    )
+    with pytest.raises(OptionError, match=r'options=\{"inductor": \{"max_autotune": True\}\}'):
+        step(*vectors())
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import os
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,6 +30,12 @@ GIB = 2**30
         ("1 TiB", 2**40),
         ("77", 77),
         ("77 B", 77),
+        ("20G", 20 * 10**9),
+        ("20 Gi", 20 * GIB),
+        ("2e9", 2 * 10**9),
+        (20e9, 20 * 10**9),
+        (np.int64(GIB), GIB),
+        (np.float32(1024), 1024),
     ],
 )
 def test_a_size_in_bytes_does_not_depend_on_the_capacity(text: object, nbytes: int) -> None:
@@ -58,13 +65,33 @@ def test_a_percentage_is_of_the_capacity_rounded_down(text: str, nbytes: int) ->
         "0.0001KiB",
         "0%",
         "101%",
-        "1e9",
         "1,5GiB",
+        float("nan"),
+        float("inf"),
+        2**61,
+        "10 PiBs",
     ],
 )
 def test_what_is_not_a_size_is_refused_with_examples(bad: object) -> None:
     with pytest.raises(ValueError, match=r'"20GiB", or a percentage such as "80%"'):
         Size.parse(bad)
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        ("0", "is '0', but must be above 0"),
+        (-1, "is -1, but must be above 0"),
+        ("0.2", "must be a whole number of bytes"),
+        (0.8, "must be a whole number of bytes"),
+        ("150%", "must be above 0% and at most 100% of what the tier has"),
+        (10 * 2**60, "must be at most 1 EiB, which is more than any tier has"),
+        ("20 bananas", "'bananas' is no unit"),
+    ],
+)
+def test_a_size_that_cannot_be_says_what_is_wrong_with_it(value: object, says: str) -> None:
+    with pytest.raises(OptionError, match=re.escape(says)):
+        Options.parse({"memory_budget": value})
 
 
 @given(st.integers(1, 2**53))

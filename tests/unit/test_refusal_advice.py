@@ -62,3 +62,11 @@ def test_short_of_host_memory_what_most_of_it_is_for_comes_first(
     said = refusal_of(with_budget(problem, least_bytes(problem), 4096), "greedy")
     assert "raise host_memory_budget by up to" in said
     assert 0 < said.index(first) < said.index(second)
+
+
+def test_a_budget_above_what_the_device_has_is_noted() -> None:
+    problem = problem_of(MADE_OF_WEIGHTS)
+    has = problem.machine.device.capacity_bytes
+    assert solve(with_budget(problem, has), SolveSettings("resident")).notes == ()
+    (note,) = solve(with_budget(problem, 2 * has), SolveSettings("resident")).notes
+    assert note == ("memory_budget is 48.0 GiB, above the 24.0 GiB that the device of rtx4090 has")

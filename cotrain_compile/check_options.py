@@ -1,0 +1,39 @@
+"""Check options: what a user passed to `torch.compile`, with the files it names, becomes `Options`.
+
+It runs when `torch.compile` is called, before anything is traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from cotrain_compile import presets
+from cotrain_compile.analysis.costs import CostTable
+from cotrain_compile.capture.compute_device import chosen_device
+from cotrain_compile.files import load
+from cotrain_compile.options import Options, as_option_error
+from cotrain_compile.placement.saved import load_plan
+
+
+def check_options(options: Mapping[str, Any]) -> Options:
+    """`options` parsed, where they are right and the device and files they name are there.
+
+    Raises `OptionError` naming the option, and `FormatError` where a file is not what it should be.
+    """
+    parsed = Options.parse(options)
+    chosen_device(parsed.device)
+    with as_option_error("machine", parsed.machine):
+        presets.find(parsed.machine)
+    if parsed.plan is not None:
+        with as_option_error("plan", parsed.plan):
+            load_plan(parsed.plan)
+    if parsed.profile is not None:
+        load_profile(parsed.profile)
+    return parsed
+
+
+def load_profile(path: str) -> CostTable:
+    """The measured costs saved at `path`; raises as `check_options` does."""
+    with as_option_error("profile", path):
+        return load(path, CostTable)
