@@ -124,7 +124,8 @@ class Dataflow:
 
     `symbols` gives each dynamic dimension the value that the integers in `ops` and `buffers` were
     computed for; `expressions` holds the sizes that change with them. `fingerprint` identifies the
-    step graph: a plan made for one fingerprint is refused for another.
+    step graph: a plan made for one fingerprint is refused for another. `notes` say in words what of
+    the step costs more than it has to.
     """
 
     fingerprint: str
@@ -133,6 +134,7 @@ class Dataflow:
     updates: tuple[UpdateGroup, ...] = ()
     symbols: Mapping[str, int] = field(default_factory=dict)
     expressions: SizeExpressions = field(default_factory=SizeExpressions)
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         names = [buffer.name for buffer in self.buffers]

@@ -21,6 +21,7 @@ from cotrain_compile.capture.storages import storage_key
 from cotrain_compile.dataflow import Buffer, Dataflow, Op, Phase, Role, SizeExpressions
 from cotrain_compile.errors import ExtractError
 from cotrain_compile.extract_gradients import gradients_kept
+from cotrain_compile.extract_notes import masked_attention
 from cotrain_compile.extract_updates import update_groups
 from cotrain_compile.graph import StepGraph, returns_argument_memory
 
@@ -48,6 +49,7 @@ def extract(step: StepGraph) -> Dataflow:
         updates=update_groups(step, reader.buffer_of),
         symbols=reader.sizes(),
         expressions=reader.expressions(),
+        notes=masked_attention(step),
     )
 
 

@@ -26,6 +26,7 @@ from torch._dynamo.variables import builder
 from torch._dynamo.variables.tensor import TensorVariable
 from torch.fx.traceback import annotate, preserve_node_meta
 
+from cotrain_compile.capture.causal_masks import known_in_trace, not_exporting
 from cotrain_compile.capture.optimizers import build_optimizer_variable
 from cotrain_compile.capture.phases import PHASE_ANNOTATION
 from cotrain_compile.capture.scaling import scalers_traced, traced_instead
@@ -42,6 +43,7 @@ def whole_step_tracing(session: Session) -> Iterator[None]:
     """
     with ExitStack() as stack:
         stack.enter_context(scalers_traced())
+        stack.enter_context(not_exporting())
         stack.enter_context(settings_traced(session.function))
         stack.enter_context(
             config.patch(
@@ -156,7 +158,7 @@ _inline_call = InliningInstructionTranslator.inline_call
 def _inline_for_us(
     session: Session, parent: Any, func: Any, args: list[Any], *rest: Any, **options: Any
 ) -> Any:
-    """Trace a call, of a loss scaler's method another way.
+    """Trace a call, of a loss scaler's method another way, where its result is not known already.
 
     Notes a `module.zero_grad()` before any backward, as an optimizer's is noted.
     """
@@ -165,4 +167,6 @@ def _inline_for_us(
         if isinstance(module, nn.Module):
             after_backward = bool(parent.output.autograd_grad_consumed_grad_fns)
             session.note_cleared(module.parameters(), after_backward)
+    if rest and (known := known_in_trace(parent, func, args, rest[0])) is not None:
+        return known
     return _inline_call(parent, traced_instead(session, func, args), args, *rest, **options)

@@ -386,4 +386,5 @@ class _Search:
             simulated_s={name: found.step_s for name, found in self.drafts.items()},
         )
         notes = notes_on(name, self.solution, asked=settings.policy, solver=settings.solver)
-        return replace(plan, report=report, notes=(*note_on_budget(self.problem), *notes))
+        notes = (*note_on_budget(self.problem), *notes, *self.problem.dataflow.notes)
+        return replace(plan, report=report, notes=notes)

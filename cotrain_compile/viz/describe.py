@@ -50,6 +50,7 @@ def describe_step(dataflow: Dataflow) -> str:
             f"peak         {format_bytes(alive.peak_bytes)} if all is on the device, {where}"
         )
     lines.append(f"updates      {len(dataflow.updates)} parameters can be updated on the host")
+    lines += [f"note         {note}" for note in dataflow.notes]
     return "\n".join(lines)
 
 

@@ -97,8 +97,8 @@ def llama_activation_bytes(config: LlamaConfig, batch: int, length: int) -> int:
     tokens = batch * length
     # Of each of the two norms: its input, the inverse deviation, the normed and the scaled value.
     norm = tokens * (3 * hidden + 1)
-    # Rotated query and key, value and output of the attention; its log-sum-exp; its mask.
-    attention = tokens * (4 * hidden + heads) + batch * length * length
+    # Rotated query and key, value and output of the attention; its log-sum-exp; no mask.
+    attention = tokens * (4 * hidden + heads)
     # The gate before and after its activation, the other projection, and their product.
     perceptron = tokens * 4 * inner
     layers = config.num_hidden_layers * (2 * norm + attention + perceptron)
