@@ -33,6 +33,7 @@ from cotrain_compile.capture.hook import install
 from cotrain_compile.capture.inputs import describe_inputs
 from cotrain_compile.capture.kept_gradients import kept_in, kept_outputs
 from cotrain_compile.capture.kernel_values import use_kernel_values
+from cotrain_compile.capture.leaves import run_and_make_leaves
 from cotrain_compile.capture.phases import phases
 from cotrain_compile.capture.prepare import prepare
 from cotrain_compile.capture.rematerialise import rematerialise
@@ -93,7 +94,7 @@ def capture(
     compiled = to_aten(module, example_inputs, compile_aten)
     for record in session.optimizers:
         _note_step_for_schedulers(record.optimizer)
-    return compiled
+    return run_and_make_leaves(compiled, module, session.leaves_made)
 
 
 def _device_type(placeholders: Sequence[fx.Node]) -> str:

@@ -68,12 +68,16 @@ def to_aten(
 
 
 def detach_outputs(module: fx.GraphModule) -> None:
-    """Detach returned tensors whose graph `backward()` has consumed; eager frees it as well."""
+    """Detach returned tensors whose graph `backward()` has consumed; eager frees it as well.
+
+    So are tensors that the step has made leaves of: nothing that it returns requires a gradient.
+    """
     output = next(node for node in module.graph.nodes if node.op == "output")
     results = []
     for node in output.args[0]:
         value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
-        if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+        computed = isinstance(node, fx.Node) and node.op != "placeholder"
+        if isinstance(value, torch.Tensor) and computed and value.requires_grad:
             with module.graph.inserting_before(output):
                 detached = module.graph.call_method("detach", (node,))
             detached.meta["example_value"] = value.detach()
@@ -119,11 +123,18 @@ def params_with_gradient(
     found: dict[int, torch.Tensor] = {}
     for call in module.graph.nodes:
         if call.op == "call_function" and call.target is torch.autograd.grad:
+            leaves = _differentiated(call)
             for item in call.users:
-                leaf = call.args[1][item.args[1]]
+                leaf = leaves[item.args[1]]
                 if isinstance(item.meta.get("example_value"), torch.Tensor) and leaf in real:
                     found[id(real[leaf])] = real[leaf]
     return list(found.values())
+
+
+def _differentiated(call: fx.Node) -> Sequence[Any]:
+    """What a call of `torch.autograd.grad` differentiates by: one tensor or several."""
+    inputs: Any = call.args[1] if len(call.args) > 1 else call.kwargs["inputs"]
+    return [inputs] if isinstance(inputs, fx.Node) else inputs
 
 
 def traced_modules() -> list[tuple[str, nn.Module]]:

@@ -3,7 +3,8 @@
 Stock Dynamo never sees a whole training step (`docs/decisions/0001-whole-step-capture.md`).
 
 Private torch API used: `config.trace_autograd_ops`, `variables.builder.OptimizerVariable`,
-`OutputGraph._validate_outputs_safe_for_autograd_nodes`, `TensorVariable.method_backward` and
+`OutputGraph._validate_outputs_safe_for_autograd_nodes` and
+`._check_requires_grad_intermediate_outputs`, `TensorVariable.method_backward` and
 `.var_getattr`, `InliningInstructionTranslator.inline_call`, `guards.is_from_optimizer_source` and
 `guards.match_on_id_for_tensor`, `OutputGraph.remove_tensorify_specialized_graphargs`.
 Reason: there is no public way to keep `backward()` and `optimizer.step()` in one graph. Tried on
@@ -27,11 +28,18 @@ from torch._dynamo.variables.tensor import TensorVariable
 from torch.fx.traceback import annotate, preserve_node_meta
 
 from cotrain_compile.capture.causal_masks import known_in_trace, not_exporting
+from cotrain_compile.capture.leaves import leaves_traced
 from cotrain_compile.capture.optimizers import build_optimizer_variable
 from cotrain_compile.capture.phases import PHASE_ANNOTATION
 from cotrain_compile.capture.scaling import scalers_traced, traced_instead
 from cotrain_compile.capture.session import Session
 from cotrain_compile.capture.settings import settings_traced
+
+# The second is not in every torch: tried with 2.13.0.
+_CHECKS_OF_OUTPUTS = {
+    "_validate_outputs_safe_for_autograd_nodes",
+    "_check_requires_grad_intermediate_outputs",
+}
 
 
 @contextmanager
@@ -45,6 +53,7 @@ def whole_step_tracing(session: Session) -> Iterator[None]:
         stack.enter_context(scalers_traced())
         stack.enter_context(not_exporting())
         stack.enter_context(settings_traced(session.function))
+        stack.enter_context(leaves_traced(session.leaves_made))
         stack.enter_context(
             config.patch(
                 trace_autograd_ops=True,
@@ -61,13 +70,10 @@ def whole_step_tracing(session: Session) -> Iterator[None]:
                 functools.partial(build_optimizer_variable, session),
             )
         )
-        # It breaks the graph when a returned tensor went through backward(); `to_aten` detaches
-        # such outputs instead.
-        stack.enter_context(
-            mock.patch.object(
-                OutputGraph, "_validate_outputs_safe_for_autograd_nodes", lambda *_: None
-            )
-        )
+        # They break the graph when a returned tensor went through backward(), or depends on one
+        # that the step has made a leaf of; `to_aten` detaches such outputs instead.
+        for name in _CHECKS_OF_OUTPUTS & vars(OutputGraph).keys():
+            stack.enter_context(mock.patch.object(OutputGraph, name, lambda *_: None))
         stack.enter_context(
             mock.patch.object(TensorVariable, "method_backward", _annotated_backward)
         )

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from types import CodeType
 
 import torch
+from torch import fx
 from torch.amp.grad_scaler import GradScaler
 
 from cotrain_compile.capture.optimizer_state import OptimizerRecord
@@ -32,6 +33,8 @@ class Session:
     cleared_first: set[int] = field(default_factory=set)
     # Ids of parameters that have a gradient in `.grad` after the step.
     keeping_gradient: set[int] = field(default_factory=set)
+    # Placeholders of inputs that the step makes leaves.
+    leaves_made: set[fx.Node] = field(default_factory=set)
     refusal: CaptureError | None = None
     graph_was_compiled: bool = False
 

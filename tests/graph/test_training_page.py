@@ -17,13 +17,13 @@ def test_the_page_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S)
-    assert len(blocks) == 5
+    assert len(blocks) == 6
     names: dict[str, Any] = {"__name__": "page"}
     losses = []
     for block in blocks:
         exec(compile(block, str(PAGE), "exec"), names)
         losses.append(float(names["loss"]))
     assert losses == sorted(losses, reverse=True)
-    # One graph, one more when the scheduler first changes the learning rate, and the step that
-    # accumulates.
-    assert counters["stats"]["unique_graphs"] == 3
+    # One graph, one more when the scheduler first changes the learning rate, the step that
+    # accumulates, and the one with a gradient penalty.
+    assert counters["stats"]["unique_graphs"] == 4
