@@ -9,7 +9,7 @@ the backward and descriptions of the outputs. Tried on torch 2.11.0, 2.13.0 and 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import fx
@@ -26,7 +26,57 @@ COPY = torch.ops.aten.copy_.default
 
 def saved_values(graph: fx.Graph, checkpointed: Collection[fx.Node]) -> Collection[fx.Node]:
     """The forward values that the backward should keep; `checkpointed` ones are not among them."""
-    joint, original, forward_outputs = _joint(graph, checkpointed)
+    phase = phases(graph)
+    return [
+        node
+        for forward in _rounds(graph, phase)
+        if (backward := _backward_of(graph, forward, phase))
+        for node in _saved_in_round(graph, forward, backward, checkpointed)
+    ]
+
+
+def _rounds(graph: fx.Graph, phase: Mapping[str, Phase]) -> list[set[fx.Node]]:
+    """The forward nodes of `graph`, by how often a backward comes before what they need.
+
+    A forward may depend on a gradient (an adversarial batch, an adapted parameter). To the
+    partitioner a forward comes before the whole backward, so each round is one of its own.
+    """
+    number: dict[fx.Node, int] = {}
+    after_backward: set[fx.Node] = set()
+    rounds: dict[int, set[fx.Node]] = {}
+    for node in graph.nodes:
+        sources, of = node.all_input_nodes, phase.get(node.name)
+        is_forward = of is Phase.FORWARD
+        number[node] = max(
+            (number[n] + (is_forward and n in after_backward) for n in sources), default=0
+        )
+        if is_forward:
+            rounds.setdefault(number[node], set()).add(node)
+        elif of is Phase.BACKWARD or any(n in after_backward for n in sources):
+            after_backward.add(node)
+    return list(rounds.values())
+
+
+def _backward_of(
+    graph: fx.Graph, forward: Collection[fx.Node], phase: Mapping[str, Phase]
+) -> set[fx.Node]:
+    """The backward nodes that need a value of `forward`, directly or by other backward nodes."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if phase.get(node.name) is Phase.BACKWARD and any(
+            source in forward or source in found for source in node.all_input_nodes
+        ):
+            found.add(node)
+    return found
+
+
+def _saved_in_round(
+    graph: fx.Graph,
+    forward_nodes: Collection[fx.Node],
+    backward_nodes: Collection[fx.Node],
+    checkpointed: Collection[fx.Node],
+) -> list[fx.Node]:
+    joint, original, forward_outputs = _joint(graph, forward_nodes, backward_nodes, checkpointed)
     # Merging equal ops would leave the merged ones with no value to be made from.
     with config.patch(cse=False):
         forward, _ = min_cut_rematerialization_partition(joint, (), num_fwd_outputs=forward_outputs)
@@ -36,25 +86,26 @@ def saved_values(graph: fx.Graph, checkpointed: Collection[fx.Node]) -> Collecti
 
 
 def _joint(
-    graph: fx.Graph, checkpointed: Collection[fx.Node]
+    graph: fx.Graph,
+    forward: Collection[fx.Node],
+    backward: Collection[fx.Node],
+    checkpointed: Collection[fx.Node],
 ) -> tuple[fx.GraphModule, dict[str, fx.Node], int]:
-    """Forward and backward of `graph` as one graph; its nodes by name; the number of results of
+    """`forward` and `backward` of `graph` as one graph; its nodes by name; the number of results of
     the forward, which come first."""
-    phase = phases(graph)
-    parts = {Phase.FORWARD, Phase.BACKWARD}
-    inside = [n for n in graph.nodes if phase.get(n.name) in parts and n.target is not COPY]
+    members = {n for n in (*forward, *backward) if n.target is not COPY}
+    inside = [n for n in graph.nodes if n in members]
     copies: dict[fx.Node, fx.Node] = {}
     joint = fx.Graph()
-    members = set(inside)
     for number, node in enumerate(_inputs(graph, members)):
         copies[node] = joint.placeholder(f"primals_{number + 1}")
         copies[node].meta = {"val": node.meta["val"]}
     for node in inside:
         copies[node] = joint.node_copy(node, copies.__getitem__)
-        copies[node].meta = _tagged(node, phase[node.name], node in checkpointed)
+        copies[node].meta = _tagged(node, node in backward, node in checkpointed)
     results = [n for n in inside if any(user not in members for user in n.users)]
-    of_forward = [node for node in results if phase[node.name] is Phase.FORWARD]
-    of_backward = [node for node in results if phase[node.name] is Phase.BACKWARD]
+    of_forward = [node for node in results if node in forward]
+    of_backward = [node for node in results if node in backward]
     output = joint.output(tuple(copies[node] for node in (*of_forward, *of_backward)))
     output.meta["desc"] = [None] * len(results)
     original = {copy.name: node for node, copy in copies.items()}
@@ -65,9 +116,9 @@ def _inputs(graph: fx.Graph, members: set[fx.Node]) -> list[fx.Node]:
     return [n for n in graph.nodes if n not in members and any(u in members for u in n.users)]
 
 
-def _tagged(node: fx.Node, phase: Phase, is_checkpointed: bool) -> dict[str, object]:
+def _tagged(node: fx.Node, is_backward: bool, is_checkpointed: bool) -> dict[str, object]:
     meta = {"val": node.meta["val"]}
-    if phase is Phase.BACKWARD:
+    if is_backward:
         return {**meta, "partitioner_tag": "must_be_in_backward"}
     if is_checkpointed:
         return {**meta, "recompute": CheckpointPolicy.MUST_RECOMPUTE, "ac_graph_id": 0}
