@@ -103,13 +103,27 @@ def _joint(
     for node in inside:
         copies[node] = joint.node_copy(node, copies.__getitem__)
         copies[node].meta = _tagged(node, node in backward, node in checkpointed)
-    results = [n for n in inside if any(user not in members for user in n.users)]
-    of_forward = [node for node in results if node in forward]
-    of_backward = [node for node in results if node in backward]
+    results = {n for n in inside if any(user not in members for user in n.users)}
+    of_forward = [
+        n for n in inside if n in forward and (n in results or _is_a_loss(n, forward, backward))
+    ]
+    of_backward = [node for node in inside if node in backward and node in results]
     output = joint.output(tuple(copies[node] for node in (*of_forward, *of_backward)))
-    output.meta["desc"] = [None] * len(results)
+    output.meta["desc"] = [None] * len(output.args[0])
     original = {copy.name: node for node, copy in copies.items()}
     return fx.GraphModule({}, joint), original, len(of_forward)
+
+
+def _is_a_loss(node: fx.Node, forward: Collection[fx.Node], backward: Collection[fx.Node]) -> bool:
+    """Whether a backward starts from `node` of the forward, where it ends.
+
+    It is a result also where the step does not return it: to the partitioner what leads to no result
+    of the forward is no part of it, and all of that would be moved to the backward, and kept there.
+    """
+    return not any(user in forward for user in node.users) and any(
+        user in backward and not any(source in backward for source in user.all_input_nodes)
+        for user in node.users
+    )
 
 
 def _inputs(graph: fx.Graph, members: set[fx.Node]) -> list[fx.Node]:

@@ -41,7 +41,7 @@ def make_sharpness_aware(model: nn.Module, optimizer: Optimizer) -> Step:
         optimizer.zero_grad()
         loss = loss_of(model, x, y)
         loss.backward()
-        params = [param for param in model.parameters() if param.grad is not None]
+        params: list[Tensor] = [param for param in model.parameters() if param.grad is not None]
         norm = torch.stack([p.grad.norm() for p in params if p.grad is not None]).norm()
         with torch.no_grad():
             climbs = [0.05 * p.grad / norm for p in params if p.grad is not None]
