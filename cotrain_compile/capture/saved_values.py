@@ -117,8 +117,8 @@ def _joint(
 def _is_a_loss(node: fx.Node, forward: Collection[fx.Node], backward: Collection[fx.Node]) -> bool:
     """Whether a backward starts from `node` of the forward, where it ends.
 
-    It is a result also where the step does not return it: to the partitioner what leads to no result
-    of the forward is no part of it, and all of that would be moved to the backward, and kept there.
+    It is a result also where the step does not return it: to the partitioner, what leads to no
+    result of the forward is no part of it; all of that would be moved to the backward, to be kept.
     """
     return not any(user in forward for user in node.users) and any(
         user in backward and not any(source in backward for source in user.all_input_nodes)
