@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from multiprocessing import get_context
+from contextlib import contextmanager
+from multiprocessing import get_context, resource_tracker
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Annotated
 
@@ -131,20 +135,48 @@ def _sizes(text: str, dataflow: Dataflow) -> tuple[str, Sequence[int]]:
 def _in_parallel(
     file: Path, cases: Sequence[Case], settings: SolveSettings, jobs: int
 ) -> Iterator[Point]:
-    """The points of `cases` as they are done. Each process reads the step once."""
+    """The points of `cases` as they are done. Each process reads the step once.
+
+    The processes end with this one, however that ends, and before it where it is interrupted.
+    """
     workers = min(jobs, len(cases))
     context = get_context("spawn")  # a fork would copy the threads of solver and progress bar
-    with ProcessPoolExecutor(workers, context, initializer=_read, initargs=(file,)) as pool:
-        futures = [pool.submit(_try, case, settings) for case in cases]
-        for future in as_completed(futures):
-            yield future.result()
+    ours, theirs = context.Pipe()
+    resource_tracker.ensure_running()  # else the first submit starts it, and unblocks Ctrl-C
+    with ProcessPoolExecutor(workers, context, initializer=_begin, initargs=(file, theirs)) as pool:
+        try:
+            with _interrupts_later():
+                futures = [pool.submit(_try, case, settings) for case in cases]
+            for future in as_completed(futures):
+                yield future.result()
+        except BaseException:
+            ours.close()  # nobody waits for plans that nobody will see
+            theirs.close()
+            raise
+
+
+@contextmanager
+def _interrupts_later() -> Iterator[None]:
+    """Hold Ctrl-C back. A process that is started meanwhile never sees it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 _steps: list[Dataflow] = []
 
 
-def _read(file: Path) -> None:
+def _begin(file: Path, theirs: Connection) -> None:
+    """Of a process that solves: read the step, and end when the other end of `theirs` is closed."""
+    threading.Thread(target=_end_with, args=(theirs,), daemon=True).start()
     _steps.append(files.load(file, Dataflow))
+
+
+def _end_with(theirs: Connection) -> None:
+    wait([theirs])
+    os._exit(1)
 
 
 def _try(case: Case, settings: SolveSettings) -> Point:

@@ -218,7 +218,10 @@ class _Program:
         self, time_limit_s: float, seed: int
     ) -> Literal["optimal", "time limit", "infeasible"]:
         """Raises PlanError when the time limit passes without any answer."""
-        solver = pulp.HiGHS(
+        # Its base is pulp's: it can be defined only where that is.
+        from cotrain_compile.placement.warm_highs import WarmHighs
+
+        solver = WarmHighs(
             msg=False,
             timeLimit=time_limit_s,
             gapRel=1e-4,

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NoReturn
@@ -20,6 +19,7 @@ from cotrain_compile.collector import collector_off
 from cotrain_compile.errors import OptionError, PlacementError
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.autotm import autotm
+from cotrain_compile.placement.beside import Beside
 from cotrain_compile.placement.bound import certified_bound_s
 from cotrain_compile.placement.choices import Choices, Decisions
 from cotrain_compile.placement.find_choices import choices_of
@@ -109,16 +109,15 @@ class _Search:
         self.solution: Solution | None = None
         self.rounds = 0
         self.left_s = settings.time_limit_s
-        self.bound: Future[float] | None = None
+        self.bound: Beside[float] | None = None
 
     def run(self, incumbents: Sequence[Plan]) -> Plan:
         policy = self.settings.policy
         if policy in CERTIFIED and floor_bytes(self.problem) > self.problem.budgets[Tier.DEVICE]:
             self._refuse()
-        # HiGHS lets other threads run: the bound is certified beside the search.
-        with ThreadPoolExecutor(1) as beside:
-            if policy in CERTIFIED:
-                self.bound = beside.submit(self._certify)
+        # HiGHS has processes of its own: the bound is certified beside the search, and with it.
+        self.bound = Beside(self._certify) if policy in CERTIFIED else None
+        with self.bound or nullcontext():
             if policy == "auto":
                 self._climb(incumbents)
             else:

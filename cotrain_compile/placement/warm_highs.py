@@ -1,4 +1,4 @@
-"""HiGHS with a start: pulp's solver, given values that some columns can take together.
+"""HiGHS with a start, in a process of its own: pulp's solver, but for how it is run.
 
 Apart from `solvers`, which is there without pulp, too.
 """
@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
+from cotrain_compile.placement.highs_process import solve_elsewhere
 from cotrain_compile.placement.linear import pulp
 
 
@@ -19,8 +18,14 @@ class WarmHighs(pulp.HiGHS):  # type: ignore[misc]
     start: Sequence[tuple[int, float]] = ()
 
     def callSolver(self, lp: Any) -> None:  # noqa: N802 (pulp's name)
-        if self.start:
-            columns = np.array([index for index, _ in self.start], dtype=np.int32)
-            values = np.array([value for _, value in self.start], dtype=np.float64)
-            lp.solverModel.setSolution(len(columns), columns, values)
-        super().callSolver(lp)
+        options = {
+            "mip_rel_gap": self.gapRel,
+            "threads": self.threads,
+            "time_limit": self.timeLimit,
+            **self.optionsDict,
+        }
+        lp.solverModel = solve_elsewhere(
+            lp.solverModel.getLp(),
+            {name: value for name, value in options.items() if value is not None},
+            self.start,
+        )

@@ -1,0 +1,125 @@
+"""HiGHS at work: the script of a process that solves one program after the other.
+
+Programs come on standard input, answers go to standard output. Each message is two lengths in eight
+bytes each, then so much JSON and so many bytes of arrays. The process ends with the one that
+started it, whatever HiGHS is at, and when nothing has come for a while. It imports nothing of this
+package.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Mapping
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import numpy as np
+
+IDLE_S = 60.0
+
+Message = Mapping[str, Any]
+
+
+def packed(message: Message) -> bytes:
+    """`message` as bytes: arrays of one dimension, and what JSON can say."""
+    arrays = {name: value for name, value in message.items() if isinstance(value, np.ndarray)}
+    kinds = {name: (array.dtype.str, len(array)) for name, array in arrays.items()}
+    others = {name: value for name, value in message.items() if name not in arrays}
+    head = json.dumps([kinds, others]).encode()
+    body = b"".join(array.tobytes() for array in arrays.values())
+    return len(head).to_bytes(8, "little") + len(body).to_bytes(8, "little") + head + body
+
+
+def received(stream: Any) -> dict[str, Any] | None:
+    """The next message of `stream`, a file; None where it ends before the message does."""
+    sizes = stream.read(16)
+    head_bytes, body_bytes = (
+        int.from_bytes(sizes[:8], "little"),
+        int.from_bytes(sizes[8:], "little"),
+    )
+    data = stream.read(head_bytes + body_bytes)
+    if len(sizes) < 16 or len(data) < head_bytes + body_bytes:
+        return None
+    kinds, message = json.loads(data[:head_bytes])
+    at = head_bytes
+    for name, (dtype, length) in kinds.items():
+        message[name] = np.frombuffer(data, dtype, length, at)
+        at += message[name].nbytes
+    return dict(message)
+
+
+def solved(program: Message) -> dict[str, Any]:
+    """What HiGHS finds for `program`, whose fields are those of `highs_process.solve_elsewhere`."""
+    import highspy
+
+    highs: Any = highspy.Highs()  # type: ignore[no-untyped-call]
+    highs.setOptionValue("output_flag", False)
+    for name, value in program["options"].items():
+        highs.setOptionValue(name, value)
+    highs.passModel(_model(program))
+    if len(program["start_index"]):
+        highs.setSolution(
+            len(program["start_index"]), program["start_index"], program["start_value"]
+        )
+    highs.run()
+    status, solution, info = highs.getModelStatus(), highs.getSolution(), highs.getInfo()
+    return {
+        "status": status.value,
+        "status_text": highs.modelStatusToString(status),
+        "objective": highs.getObjectiveValue(),
+        "dual_bound": info.mip_dual_bound,
+        "col_value": np.array(solution.col_value, dtype=np.float64),
+        "col_dual": np.array(solution.col_dual, dtype=np.float64),
+        "row_value": np.array(solution.row_value, dtype=np.float64),
+        "row_dual": np.array(solution.row_dual, dtype=np.float64),
+    }
+
+
+def _model(program: Message) -> Any:
+    import highspy
+
+    lp = highspy.HighsLp()
+    lp.num_col_, lp.num_row_ = len(program["col_cost"]), len(program["row_lower"])
+    lp.offset_ = program["offset"]
+    for name in ("col_cost", "col_lower", "col_upper", "row_lower", "row_upper"):
+        setattr(lp, f"{name}_", program[name])
+    lp.integrality_ = [highspy.HighsVarType(int(kind)) for kind in program["integrality"]]
+    matrix = lp.a_matrix_
+    matrix.format_ = highspy.MatrixFormat(program["format"])
+    matrix.num_col_, matrix.num_row_ = lp.num_col_, lp.num_row_
+    matrix.start_, matrix.index_ = program["start"], program["index"]
+    matrix.value_ = program["value"]
+    return lp
+
+
+def _listen(programs: SimpleQueue[dict[str, Any]]) -> None:
+    """Pass on what comes; the end of it is that of the process that sent it."""
+    with os.fdopen(0, "rb") as stream:
+        while (program := received(stream)) is not None:
+            programs.put(program)
+        os._exit(0)
+
+
+def main() -> None:
+    """Solve what comes, until nothing does."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # a library that prints must not come between two answers
+    programs: SimpleQueue[dict[str, Any]] = SimpleQueue()
+    threading.Thread(target=_listen, args=(programs,), daemon=True).start()
+    while True:
+        try:
+            program = programs.get(timeout=IDLE_S)
+        except Empty:
+            os._exit(0)
+        try:
+            answer = solved(program)
+        except Exception as error:  # told by the process that asked
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        answers.write(packed(answer))
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()
