@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from cotrain_compile.analysis.costs import CostTable
@@ -39,6 +38,7 @@ from cotrain_compile.backends.verify import VerifiedStep, refuse_race
 from cotrain_compile.capture import Session, capture, current_session, install
 from cotrain_compile.capture.aot import traced_modules
 from cotrain_compile.capture.hook import frame_objects
+from cotrain_compile.capture.offline import offline
 from cotrain_compile.check_options import check_options, load_profile
 from cotrain_compile.choose_plan import plan_for
 from cotrain_compile.dataflow import Dataflow
@@ -183,7 +183,7 @@ def trace_graph(
     build: Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]], *, dynamic: bool = False
 ) -> StepGraph:
     """As `trace`, the step graph itself."""
-    with FakeTensorMode():
+    with offline():
         step, arguments = build()
         token = _trace_only.set(True)
         try:

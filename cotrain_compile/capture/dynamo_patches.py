@@ -29,7 +29,7 @@ from torch.fx.traceback import annotate, preserve_node_meta
 
 from cotrain_compile.capture.causal_masks import known_in_trace, not_exporting
 from cotrain_compile.capture.leaves import leaves_traced
-from cotrain_compile.capture.optimizers import build_optimizer_variable
+from cotrain_compile.capture.optimizers import build_optimizer_variable, update_itself
 from cotrain_compile.capture.phases import PHASE_ANNOTATION
 from cotrain_compile.capture.scaling import scalers_traced, traced_instead
 from cotrain_compile.capture.session import Session
@@ -164,7 +164,7 @@ _inline_call = InliningInstructionTranslator.inline_call
 def _inline_for_us(
     session: Session, parent: Any, func: Any, args: list[Any], *rest: Any, **options: Any
 ) -> Any:
-    """Trace a call, of a loss scaler's method another way, where its result is not known already.
+    """Trace a call whose result is not known already; of a scaler or an update, another way.
 
     Notes a `module.zero_grad()` before any backward, as an optimizer's is noted.
     """
@@ -175,4 +175,5 @@ def _inline_for_us(
             session.note_cleared(module.parameters(), after_backward)
     if rest and (known := known_in_trace(parent, func, args, rest[0])) is not None:
         return known
-    return _inline_call(parent, traced_instead(session, func, args), args, *rest, **options)
+    func = update_itself(traced_instead(session, func, args))
+    return _inline_call(parent, func, args, *rest, **options)

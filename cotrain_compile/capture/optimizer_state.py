@@ -7,12 +7,13 @@ torch's optimizers make their state. Tried on torch 2.11.0, 2.13.0 and 2.15.0.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -45,6 +46,11 @@ class OptimizerRecord:
                 if flag in group:
                     self._flags.append((group, flag, group[flag]))
                     group[flag] = False
+            # Only so they have no branch on the value of a tensor. torch asks for a card where it
+            # runs such an update in eager, not where it is traced.
+            if isinstance(self.optimizer, torch.optim.ASGD | torch.optim.RAdam):
+                self._flags.append((group, "capturable", group["capturable"]))
+                group["capturable"] = True
         # A fused optimizer takes the scale into its kernel; one op per parameter is traced.
         settings = vars(self.optimizer)
         if "_step_supports_amp_scaling" in settings:
@@ -110,12 +116,26 @@ def create_state(
     return created
 
 
-def _made_on_host() -> AbstractContextManager[Any]:
+@contextmanager
+def _made_on_host() -> Iterator[None]:
     """Within it, new tensors are made on the host: all states together may not fit on the device.
 
     The plan then brings each one to its home.
     """
-    return _OnHost()  # type: ignore[no-untyped-call]
+    with _FromDataOnHost(), _OnHost():  # type: ignore[no-untyped-call]
+        yield
+
+
+class _FromDataOnHost(TorchFunctionMode):
+    """Replaces the device of what makes a tensor of data, which no mode of ops sees."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in (torch.tensor, torch.as_tensor):
+            kwargs["device"] = torch.device("cpu")
+        return func(*args, **kwargs)
 
 
 class _OnHost(TorchDispatchMode):

@@ -5,8 +5,9 @@ a whole-step trace would silently update nothing. Here the optimizer is a plain 
 `step`, `zero_grad` and `_init_group` are the functions under torch's decorators (profiling, hooks,
 `graph_break`). No class and no method of the user's is changed.
 
-Private torch API used: `UserDefinedObjectVariable`, `VariableTracker`, the hooks of an optimizer
-and of all optimizers. Tried on torch 2.11.0, 2.13.0 and 2.15.0.
+Private torch API used: `UserDefinedObjectVariable`, `UserFunctionVariable`, `VariableTracker`, the
+hooks of an optimizer and of all optimizers, `_disable_dynamo_if_unsupported`. Tried on torch
+2.11.0, 2.13.0 and 2.15.0.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch._dynamo.exc import unimplemented
 from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.functions import UserFunctionVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch.fx.traceback import annotate
 from torch.optim import optimizer as torch_optimizer
@@ -141,6 +143,23 @@ def _run_zero_grad(method: Callable[..., Any], optimizer: Any, set_to_none: bool
 
 def _run_as_written(method: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
     return method(optimizer, *args, **kwargs)
+
+
+# What torch puts around the update of `adam` and most others: under Dynamo it runs the update in
+# eager where the step count is on a card and the group is not `capturable`.
+_CHECK_OF_CAPTURABLE = torch_optimizer._disable_dynamo_if_unsupported()(lambda: None).__code__
+
+
+def update_itself(func: Any) -> Any:
+    """What to trace for a call of `func`: where that is torch's check of `capturable`, the update.
+
+    The check keeps step counts on a card out of eager's fused ops; a captured step has one op per
+    parameter. So the graph is the same on every device, and the user's flag stays as it is.
+    """
+    function = getattr(func, "fn", None)
+    if getattr(function, "__code__", None) is not _CHECK_OF_CAPTURABLE:
+        return func
+    return UserFunctionVariable(function.__wrapped__)  # type: ignore[union-attr]
 
 
 _METHODS: dict[str, Callable[..., Any]] = {

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
+from cotrain_compile.capture.offline import made_as_traced
+
 
 @dataclass
 class ScalerRecord:
@@ -24,7 +26,8 @@ class ScalerRecord:
     def start_tracing(self) -> None:
         """Create scale and growth tracker, which eager does at the first `scale(loss)`."""
         if self.scaler.is_enabled() and self.scaler._scale is None:
-            self.scaler._lazy_init_scale_growth_tracker(torch.device(self.scaler._device))
+            with made_as_traced():
+                self.scaler._lazy_init_scale_growth_tracker(torch.device(self.scaler._device))
             self.created = True
 
     def undo(self) -> None:

@@ -176,6 +176,16 @@ def test_loaded_states_find_their_homes() -> None:
     assert all(tensor.is_pinned() for tensor in training.hosted().values())
 
 
+def test_eager_goes_on_from_compiled_steps_with_the_same_numbers() -> None:
+    """Step counts are on the card then, where eager has them on the host."""
+    training, eager = CudaTraining("mlp", policy="resident"), CudaTraining("mlp")
+    training.run(steps=2)
+    eager.run(eager.eager, steps=2)
+    assert not training.optimizer.param_groups[0]["capturable"]
+    found = training.run(training.eager, steps=2)
+    torch.testing.assert_close(found, eager.run(eager.eager, steps=2), rtol=2e-3, atol=2e-4)
+
+
 # Safety.
 
 

@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 
 import cotrain_compile
 from cotrain_compile.capture import float_inputs
-from cotrain_compile.errors import CaptureError
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.runtime import host_kernels as kernels
 from cotrain_compile.runtime.host_kernels import CapturedKernel, FusedKernel, host_kernels
@@ -218,18 +217,6 @@ def test_a_rate_in_a_tensor_costs_no_compile() -> None:
     ours = train(make, SCHEDULES[lr.CosineAnnealingLR], cotrain())
     torch.testing.assert_close(ours, eager)
     assert graphs() == 1
-
-
-@pytest.mark.parametrize("optimizer", [torch.optim.RAdam, torch.optim.ASGD])
-def test_an_optimizer_that_asks_the_device_is_refused_with_its_way_on(
-    optimizer: type[Optimizer],
-) -> None:
-    model = make_plain_mlp()
-    step = make_step(model, one(optimizer, lr=1e-3)(model), cross_entropy)
-    with pytest.raises(CaptureError, match=r"`optimizer.step\(\)`.*capturable=True"):
-        cotrain()(step)(*vectors())
-    with_it = one(optimizer, lr=1e-3, capturable=True)(model)
-    assert cotrain()(make_step(model, with_it, cross_entropy))(*vectors()).isfinite()
 
 
 def test_what_keeps_floats_inputs_on_older_versions_leaves_no_trace(

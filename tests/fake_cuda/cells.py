@@ -1,0 +1,166 @@
+"""Cells of the matrix: a training on the card that is not there, all the way to its segments.
+
+A `Cell` in, a `Result` out: traced, planned, checked, rewritten, cut, and looked at.
+"""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import fx
+
+from cotrain_compile.backends.lower import segments_of
+from cotrain_compile.compile import trace_graph
+from cotrain_compile.dataflow import Dataflow, Role
+from cotrain_compile.extract import extract
+from cotrain_compile.graph import StepGraph, writes
+from cotrain_compile.machine import Tier
+from cotrain_compile.passes import run_passes
+from cotrain_compile.placement.check import check
+from cotrain_compile.placement.problem import Problem, formulate
+from cotrain_compile.placement.solve import SolveSettings, solve
+from cotrain_compile.plan import Plan
+from cotrain_compile.presets import find
+from cotrain_compile.runtime.host_kernels import host_kernels
+from tests.fake_cuda.card import choose_attention, there
+from tests.fake_cuda.trainings import CARD, Job, every_optimizer_job, job, llama_job, readme_job
+
+aten = torch.ops.aten
+
+ATTENTION_OPS = {
+    "flash": aten._scaled_dot_product_flash_attention.default,
+    "efficient": aten._scaled_dot_product_efficient_attention.default,
+    "cudnn": aten._scaled_dot_product_cudnn_attention.default,
+}
+POLICIES = ("resident", "zero-offload", "streamed", "auto")
+SHARE = 0.6  # of what the resident step needs, for "auto"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One training and how it is placed; `training` is "matrix" or a step of its own."""
+
+    optimizer: str = "AdamW"
+    precision: str = "bfloat16 autocast"
+    attention: str = "flash"
+    policy: str = "zero-offload"
+    micro_batches: int = 1
+    training: str = "matrix"
+
+    @property
+    def name(self) -> str:
+        if self.training != "matrix":
+            return f"{self.training}, {self.policy}"
+        batches = f"{self.micro_batches} micro-batches"
+        return ", ".join((self.optimizer, self.precision, self.attention, batches, self.policy))
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of a cell: nothing in `error` where all went well."""
+
+    name: str
+    error: str = ""
+    fingerprint: str = ""
+    ops: int = 0
+    tasks: int = 0
+    segments: int = 0
+
+
+def run(cell: Cell) -> Result:
+    """Take a cell as far as it goes."""
+    try:
+        step, dataflow = traced(replace(cell, policy=""))
+        _look_at_trace(step, cell)
+        plan = planned(dataflow, cell.policy)
+        placed = run_passes(step, plan)
+        host_kernels(placed, "fused")
+        cut = segments_of(step, placed, dataflow)
+        _look_at_segments(cut.segments)
+    except Exception as error:
+        where = "".join(traceback.format_tb(error.__traceback__)[-3:])
+        return Result(cell.name, f"{type(error).__name__}: {error}\n{where}")
+    counts = (len(dataflow.ops), len(plan.tasks), len(cut.segments))
+    return Result(cell.name, "", step.fingerprint, *counts)
+
+
+def job_of(cell: Cell) -> Job:
+    """The step of a cell and its arguments."""
+    if cell.training == "every optimizer":
+        return every_optimizer_job()
+    if cell.training == "readme":
+        return readme_job()
+    if cell.training == "llama":
+        return llama_job(cell.optimizer)
+    return job(cell.optimizer, cell.precision, micro_batches=cell.micro_batches)
+
+
+@lru_cache(maxsize=1)
+def traced(cell: Cell) -> tuple[StepGraph, Dataflow]:
+    """The step of a cell, traced once for all its policies."""
+    torch._dynamo.reset()
+    choose_attention(cell.attention)
+    with there():
+        step = trace_graph(lambda: job_of(cell))
+        return step, extract(step)
+
+
+def planned(dataflow: Dataflow, policy: str) -> Plan:
+    """A plan for an H100, or for `SHARE` of what the step needs on one."""
+    machine = find("h100")
+    plenty = dict.fromkeys(Tier, 1 << 40)
+    problem = formulate(dataflow, machine, plenty)
+    settings = SolveSettings(policy=policy, time_limit_s=2.0)
+    if policy == "auto":
+        whole = solve(problem, SolveSettings(policy="resident")).predicted.peak_bytes[Tier.DEVICE]
+        return _checked(problem.with_budget(Tier.DEVICE, int(SHARE * whole)), settings)
+    return _checked(problem, settings)
+
+
+def _checked(problem: Problem, settings: SolveSettings) -> Plan:
+    plan = solve(problem, settings)
+    check(problem, plan)
+    return plan
+
+
+def _look_at_trace(step: StepGraph, cell: Cell) -> None:
+    """What a step on a card has: everything on it, its attention, every parameter updated."""
+    nodes = step.module.graph.find_nodes(op="placeholder")
+    values = {item.name: node.meta["val"] for node, item in zip(nodes, step.inputs, strict=True)}
+    elsewhere = [n for n, v in values.items() if _is_tensor(v) and v.device.type != CARD]
+    assert not elsewhere, f"not on the card: {elsewhere}"
+    params = {item.node for item in step.inputs if item.role is Role.PARAM}
+    written = {destination.name for _, destination, _ in writes(step.module.graph)}
+    assert params <= written, f"not updated: {sorted(params - written)}"
+    if cell.training == "matrix":
+        _look_at_attention(step, cell)
+
+
+def _look_at_attention(step: StepGraph, cell: Cell) -> None:
+    targets = [node.target for node in step.nodes]
+    found = {name for name, op in ATTENTION_OPS.items() if op in targets}
+    assert found == {cell.attention} - {"math"}, f"attention by {found or 'math'}"
+    low = {"float32": torch.float32, "float16 scaled": torch.float16}
+    expected = low.get(cell.precision, torch.bfloat16)
+    products = [node for node in step.nodes if node.target is aten.mm.default]
+    other = [node.name for node in products if node.meta["val"].dtype != expected]
+    assert products, "no product of matrices"
+    assert not other or cell.optimizer == "Muon", f"not {expected}: {other}"
+
+
+def _look_at_segments(segments: Any) -> None:
+    """Segments are pure but for their writes at the end, and each holds tensors of one device."""
+    assert segments
+    for segment in segments.values():
+        devices = {v.device.type for v in segment.inputs if _is_tensor(v) and v.dim()}
+        assert len(devices) <= 1, f"{segment.name} reads from {devices}"
+        graph: fx.Graph = segment.module.graph
+        graph.lint()
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor)
