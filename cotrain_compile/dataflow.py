@@ -73,7 +73,8 @@ class Op:
     `reads` and `writes` are buffer names; a buffer that is both was updated in place. A view has
     neither flops nor bytes and writes nothing. `flops` counts a multiply-add as two; `bytes_moved`
     is what the op reads and writes. `dtype` is the one its flops run in. `module` is the dotted
-    path of the module that called it, empty outside any.
+    path of the module that called it, empty outside any. Where not `cost_is_known` nobody knows the
+    flops: they are 0 here, and its bytes say the least that it can take.
     """
 
     name: str
@@ -85,6 +86,7 @@ class Op:
     bytes_moved: int = 0
     dtype: str = "float32"
     module: str = ""
+    cost_is_known: bool = True
 
     def __post_init__(self) -> None:
         known = 0 <= self.flops <= LARGEST and 0 <= self.bytes_moved <= LARGEST

@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils._pytree import tree_leaves
 
 from cotrain_compile.capture.storages import storage_key
 from cotrain_compile.dataflow import Buffer, Dataflow, Op, Phase, Role, SizeExpressions
@@ -24,8 +23,8 @@ from cotrain_compile.extract_gradients import gradients_kept
 from cotrain_compile.extract_notes import masked_attention
 from cotrain_compile.extract_updates import update_groups
 from cotrain_compile.graph import StepGraph, returns_argument_memory
-
-aten = torch.ops.aten
+from cotrain_compile.op_bytes import nbytes_of
+from cotrain_compile.op_costs import OpCost, computing_dtype, cost_of
 
 
 def extract(step: StepGraph) -> Dataflow:
@@ -117,7 +116,7 @@ class _Namer:
             name += "~"
         storage = value.untyped_storage()
         # A batch is often a slice of a data set; what it is a slice of is not the step's memory.
-        nbytes = _shown_bytes(value) if role is Role.BATCH else storage.nbytes()
+        nbytes = nbytes_of(value) if role is Role.BATCH else storage.nbytes()
         size = _integer(self.nbytes_expressions, name, nbytes)
         self._by_storage[storage._cdata] = name
         self.buffers[name] = Buffer(name, size, role, is_input)
@@ -164,6 +163,8 @@ class _Reader(_Namer):
 
     def read_call(self, node: fx.Node) -> tuple[tuple[str, ...], tuple[str, ...]]:
         reads, writes = super().read_call(node)
+        # A view, which writes nothing, costs nothing.
+        cost = cost_of(node) if writes else OpCost(0, 0)
         self.ops.append(
             Op(
                 name=node.name,
@@ -171,12 +172,10 @@ class _Reader(_Namer):
                 phase=self.step.phases.get(node.name, Phase.FORWARD),
                 reads=reads,
                 writes=writes,
-                # A view, which writes nothing, costs nothing.
-                flops=_integer(self.flops_expressions, node.name, _flops(node)) if writes else 0,
-                bytes_moved=(
-                    _integer(self.moved_expressions, node.name, _moved(node)) if writes else 0
-                ),
-                dtype=_dtype(node),
+                flops=_integer(self.flops_expressions, node.name, cost.flops),
+                bytes_moved=_integer(self.moved_expressions, node.name, cost.bytes_moved),
+                dtype=computing_dtype(node, cost.flops),
+                cost_is_known=cost.is_known,
                 module=self.step.modules.get(node.name, ""),
             )
         )
@@ -215,50 +214,6 @@ def _refuse_undeclared_view(node: fx.Node) -> None:
             "says it does not, so its effects on memory are unknown. Declare the alias in the "
             "op's schema, or return a copy."
         )
-
-
-def _flops(node: fx.Node) -> Any:
-    """Flops by torch's own formulas; 0 for an op without one (it is bound by memory).
-
-    Torch registers none for the CPU's fused attention, which a step traced without a GPU has.
-    """
-    packet = getattr(node.target, "overloadpacket", None)
-    args, kwargs = tree_map(_value, (node.args, node.kwargs))
-    if packet is aten._scaled_dot_product_flash_attention_for_cpu:
-        return sdpa_flop_count(*(tensor.shape for tensor in args[:3]))
-    if packet is aten._scaled_dot_product_flash_attention_for_cpu_backward:
-        return sdpa_backward_flop_count(*(tensor.shape for tensor in args[:4]))
-    formula = flop_registry.get(packet)
-    return 0 if formula is None else formula(*args, **kwargs, out_val=node.meta.get("val"))
-
-
-def _moved(node: fx.Node) -> Any:
-    """Bytes that the op reads and writes: the elements of its tensor arguments and results."""
-    total: Any = 0
-    for source in node.all_input_nodes:
-        for _, value in _tensors(source.meta.get("val")):
-            total += _shown_bytes(value)
-    for _, value in _tensors(node.meta.get("val")):
-        total += _shown_bytes(value)
-    return total
-
-
-def _shown_bytes(value: torch.Tensor) -> Any:
-    elements: Any = 1
-    for size, stride in zip(value.shape, value.stride(), strict=True):
-        if stride != 0:  # an expanded dimension is read once
-            elements = elements * size
-    return elements * value.element_size()
-
-
-def _dtype(node: fx.Node) -> str:
-    for _, value in _tensors(node.meta.get("val")):
-        return str(value.dtype).removeprefix("torch.")
-    return "float32"
-
-
-def _value(argument: Any) -> Any:
-    return argument.meta.get("val") if isinstance(argument, fx.Node) else argument
 
 
 __all__ = ["buffer_names", "extract", "storage_key"]

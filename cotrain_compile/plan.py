@@ -201,7 +201,8 @@ class SolveReport:
     with its small price on bytes moved; `lower_bound_s` is the certified bound: no plan within
     these budgets takes less. `gap` is how far the plan's simulated time lies above it, as a
     fraction. `simulated_s` has the simulated step time of every candidate that fits, by policy;
-    `seconds` is what solving took.
+    `seconds` is what solving took. `unknown_ops` counts the ops whose cost nobody knows. They move
+    `unknown_bytes`; plans and bound count no more of them than that, so that no gap is certified.
     """
 
     solver: str
@@ -214,6 +215,15 @@ class SolveReport:
     gap: float
     rounds: int = 0
     simulated_s: Mapping[str, float] = field(default_factory=dict)
+    unknown_ops: int = 0
+    unknown_bytes: int = 0
+
+    @property
+    def bound_name(self) -> str:
+        """What `lower_bound_s` may be called: certified only where all of the step is counted."""
+        if not self.unknown_ops:
+            return "certified bound"
+        return f"bound without the cost of {self.unknown_ops} ops, which is unknown"
 
 
 @dataclass(frozen=True)

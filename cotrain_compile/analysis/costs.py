@@ -15,6 +15,7 @@ from cotrain_compile.dataflow import Dataflow, Op, UpdateGroup
 from cotrain_compile.errors import PlanError
 from cotrain_compile.machine import LARGEST, Machine, Tier, TierSpec
 from cotrain_compile.plan import Lane, Timeline
+from cotrain_compile.units import format_bytes
 
 FORMAT_VERSION = 1
 
@@ -24,12 +25,14 @@ class CostTable:
     """`device_s` by op name, `host_update_s` by parameter name.
 
     `source` is "roofline", "measured" when every op and update that does any work was measured,
-    "mixed" when some were.
+    "mixed" when some were. `unknown` names the ops whose cost nobody knows or has measured: their
+    seconds are those of their bytes, the least that they can take.
     """
 
     device_s: Mapping[str, float]
     host_update_s: Mapping[str, float]
     source: Literal["roofline", "measured", "mixed"] = "roofline"
+    unknown: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name, seconds in (*self.device_s.items(), *self.host_update_s.items()):
@@ -60,6 +63,7 @@ def roofline(dataflow: Dataflow, machine: Machine) -> CostTable:
             + update_bytes(dataflow, group) / machine.host_update.bytes_per_s
             for group in dataflow.updates
         },
+        unknown=tuple(op.name for op in dataflow.ops if not op.cost_is_known),
     )
 
 
@@ -112,7 +116,16 @@ def with_measured(
         device_s={**costs.device_s, **device_s},
         host_update_s={**costs.host_update_s, **host_update_s},
         source="measured" if everything else "mixed",
+        unknown=tuple(name for name in costs.unknown if name not in device_s),
     )
+
+
+def unknown_words(ops: Sequence[Op]) -> str:
+    """How many ops have an unknown cost, what they are, and the bytes that they move."""
+    kinds = list(dict.fromkeys(op.target for op in ops))
+    more = f" and {len(kinds) - 3} more" if len(kinds) > 3 else ""
+    moved = format_bytes(sum(op.bytes_moved for op in ops))
+    return f"{len(ops)} ops of unknown cost ({', '.join(kinds[:3])}{more}) move {moved}"
 
 
 def measured_costs(timelines: Sequence[Timeline]) -> CostTable:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from cotrain_compile.analysis.costs import CostTable, roofline, with_measured
-from cotrain_compile.dataflow import Dataflow
+from cotrain_compile.dataflow import Dataflow, Op
 from cotrain_compile.machine import Machine, Tier
 
 FORMAT_VERSION = 1
@@ -24,6 +24,12 @@ class Problem:
     def with_budget(self, tier: Tier, budget_bytes: int) -> Problem:
         """The same with another budget on one tier."""
         return replace(self, budgets={**self.budgets, tier: budget_bytes})
+
+    @property
+    def unknown_ops(self) -> tuple[Op, ...]:
+        """The ops whose cost nobody knows: no plan's time, and no bound, has counted it in full."""
+        dataflow = self.dataflow
+        return tuple(dataflow.ops[dataflow.position[name]] for name in self.costs.unknown)
 
     def host_cast_s(self, ops: Sequence[str]) -> float:
         """Seconds in which the host makes a low-precision copy with `ops`: it streams bytes."""

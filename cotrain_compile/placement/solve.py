@@ -32,7 +32,12 @@ from cotrain_compile.placement.program import Program
 from cotrain_compile.placement.program_model import MIB
 from cotrain_compile.placement.residency import HOST_MODES
 from cotrain_compile.placement.schedule import Draft, draft, finished
-from cotrain_compile.placement.solve_report import note_on_budget, notes_on, report_of
+from cotrain_compile.placement.solve_report import (
+    note_on_budget,
+    notes_on,
+    notes_on_step,
+    report_of,
+)
 from cotrain_compile.placement.solvers import Solution, failed, solve_program
 from cotrain_compile.plan import Placement, Plan
 
@@ -375,6 +380,7 @@ class _Search:
         bound_s = self.bound.result() if self.bound else 0.0
         settings = self.settings
         report = report_of(
+            self.problem,
             plan,
             self.solution,
             solver=settings.solver,
@@ -385,5 +391,5 @@ class _Search:
             simulated_s={name: found.step_s for name, found in self.drafts.items()},
         )
         notes = notes_on(name, self.solution, asked=settings.policy, solver=settings.solver)
-        notes = (*note_on_budget(self.problem), *notes, *self.problem.dataflow.notes)
+        notes = (*note_on_budget(self.problem), *notes, *notes_on_step(self.problem))
         return replace(plan, report=report, notes=notes)

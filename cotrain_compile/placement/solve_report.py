@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import isfinite
 
+from cotrain_compile.analysis.costs import unknown_words
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.solvers import Solution, pick
@@ -16,6 +17,7 @@ from cotrain_compile.units import format_bytes
 
 
 def report_of(
+    problem: Problem,
     plan: Plan,
     solution: Solution | None,
     *,
@@ -43,6 +45,21 @@ def report_of(
         gap=step_s / bound_s - 1.0 if bound_s else 0.0,
         rounds=rounds,
         simulated_s=simulated_s,
+        unknown_ops=len(problem.unknown_ops),
+        unknown_bytes=sum(op.bytes_moved for op in problem.unknown_ops),
+    )
+
+
+def notes_on_step(problem: Problem) -> tuple[str, ...]:
+    """What of the step costs more than it has to, and what of its cost is not known."""
+    unknown = problem.unknown_ops
+    if not unknown:
+        return problem.dataflow.notes
+    return (
+        *problem.dataflow.notes,
+        f"{unknown_words(unknown)}: their seconds are those of their bytes, the least that they "
+        "can take. Measure them (option `profile`), or register a formula with "
+        "torch.utils.flop_counter",
     )
 
 

@@ -42,7 +42,7 @@ class Point:
     `step_s`, `lower_bound_s` (the certified bound, 0 where there is none), `peak_bytes` on the
     device and `traffic_bytes` both ways are those of its plan; None and 0 where nothing fits. Then
     `shortfall_bytes` are missing on `shortfall_tier`, and `refusal` says what would help. `regime`
-    is `FITS`, the lane the step hangs on, or "".
+    is `FITS`, the lane the step hangs on, or "". With `unknown_ops` the bound is not certified.
     """
 
     machine: str
@@ -58,6 +58,7 @@ class Point:
     shortfall_bytes: int = 0
     shortfall_tier: Tier = Tier.DEVICE
     refusal: str = ""
+    unknown_ops: int = 0
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,7 @@ def try_case(dataflow: Dataflow, case: Case, settings: SolveSettings) -> Point:
         regime=str(limits(problem, plan).first) if plan.tasks else FITS,
         peak_bytes=plan.predicted.peak_bytes[Tier.DEVICE],
         traffic_bytes=plan.bytes_moved("offload") + plan.bytes_moved("prefetch"),
+        unknown_ops=len(problem.unknown_ops),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Set
 
+from cotrain_compile.analysis.costs import unknown_words
 from cotrain_compile.analysis.liveness import liveness
 from cotrain_compile.dataflow import PERSISTENT_ROLES, Dataflow, Phase
 from cotrain_compile.machine import Link, Machine, TierSpec
@@ -50,6 +51,8 @@ def describe_step(dataflow: Dataflow) -> str:
             f"peak         {format_bytes(alive.peak_bytes)} if all is on the device, {where}"
         )
     lines.append(f"updates      {len(dataflow.updates)} parameters can be updated on the host")
+    if unknown := [op for op in dataflow.ops if not op.cost_is_known]:
+        lines.append(f"unknown      {unknown_words(unknown)}; a profile has their times")
     lines += [f"note         {note}" for note in dataflow.notes]
     return "\n".join(lines)
 

@@ -97,7 +97,7 @@ def summary_rows(plan: Plan, *, bars: bool) -> Iterator[tuple[str, str]]:
     bound = ""
     if plan.tasks and plan.report and plan.report.lower_bound_s:
         least = format_seconds(plan.report.lower_bound_s)
-        bound = f", {plan.report.gap:.1%} above the certified bound of {least}"
+        bound = f", {plan.report.gap:.1%} above the {plan.report.bound_name}, {least}"
     yield "a step", f"{format_seconds(step_s)} predicted{bound}"
     for tier in Tier:
         peak, budget = plan.predicted.peak_bytes[tier], plan.budgets[tier]

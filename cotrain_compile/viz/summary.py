@@ -168,6 +168,8 @@ def _report(report: SolveReport) -> Iterator[str]:
             f"bound       no plan takes less than {format_seconds(report.lower_bound_s)}: "
             f"this one is {report.gap:.1%} above"
         )
+        if report.unknown_ops:
+            yield f"{'':11} not certified: it is a {report.bound_name}"
     if report.simulated_s:
         ranked = sorted(report.simulated_s.items(), key=lambda item: item[1])
         told = ", ".join(f"{policy} {format_seconds(seconds)}" for policy, seconds in ranked)

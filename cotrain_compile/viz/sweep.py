@@ -81,6 +81,7 @@ def write_pictures(sweep: Sweep, folder: Path) -> None:
     page = environment.get_template("sweep.html").render(
         fingerprint=sweep.fingerprint,
         headings=HEADINGS,
+        bound=bound_name(sweep.points),
         rows=list(sweep_rows(sweep)),
         picture=Markup(svg.getvalue()[svg.getvalue().index("<svg") :]),
     )
@@ -137,8 +138,14 @@ def _draw(axes: Axes, points: Sequence[Point], symbol: str | None) -> None:
         for regime, shape in _SHAPES.items()
         if regime in seen
     ]
-    handles.append(Line2D([], [], color=_INK, linestyle=":", label="certified bound"))
+    handles.append(Line2D([], [], color=_INK, linestyle=":", label=bound_name(fitting)))
     axes.legend(handles=handles, frameon=False, labelcolor=_INK)
+
+
+def bound_name(points: Sequence[Point]) -> str:
+    """What the bound of these points may be called, of one step all."""
+    unknown = max((point.unknown_ops for point in points), default=0)
+    return f"bound without {unknown} ops of unknown cost" if unknown else "certified bound"
 
 
 def _along(point: Point, symbol: str | None) -> float:

@@ -115,8 +115,10 @@ def llama_flops(config: LlamaConfig, batch: int, length: int) -> int:
     hidden, inner = config.hidden_size, config.intermediate_size
     layer = 4 * hidden * hidden + 3 * hidden * inner
     weights = config.num_hidden_layers * layer + config.vocab_size * hidden
-    # Fused attention: two products forward; in the backward one again and four gradients.
-    attention = config.num_hidden_layers * (2 + 5) * 2 * batch * length * length * hidden
+    # Fused attention: two products forward; in the backward one again and four gradients. It is
+    # causal: each position meets itself and those before it.
+    pairs = batch * length * (length + 1) // 2
+    attention = config.num_hidden_layers * (2 + 5) * 2 * pairs * hidden
     return 6 * weights * batch * length + attention
 
 

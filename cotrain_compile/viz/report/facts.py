@@ -82,6 +82,8 @@ def sentences(problem: Problem, plan: Plan) -> Iterator[str]:
             f"No plan within these budgets takes less than "
             f"{format_seconds(report.lower_bound_s)}: this one is {report.gap:.1%} above."
         )
+        if report.unknown_ops:
+            yield f"That is not certified: it is a {report.bound_name}."
     modes = Counter(mode.value.replace("_", " ") for mode in plan.placement.updates.values())
     if plan.tasks and modes:
         told = ", ".join(f"{count} {mode}" for mode, count in modes.items())

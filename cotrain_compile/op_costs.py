@@ -1,0 +1,116 @@
+"""Op costs: flops and bytes of one op of the graph, and whether anybody knows its flops.
+
+In: a node with its fake values. Out: an `OpCost`. Flops are those of matrix products, convolutions,
+attention and transforms, by torch's registry where its formula is right, else by one of ours; any
+other known op is limited by the bytes it moves. Unknown is the work of an op that is not torch's
+own and has no formula, and of the few of torch's that compute much and have none (`linalg_*`,
+recurrent networks of cuDNN). Users give theirs one by `torch.utils.flop_counter`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import flop_registry
+
+from cotrain_compile.op_bytes import BYTES_OF, nbytes_of
+from cotrain_compile.op_flops import FLOPS_OF
+
+Bound = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class OpCost:
+    """`flops` and `bytes_moved` may be symbolic; where not `is_known`, `flops` is 0."""
+
+    flops: Any
+    bytes_moved: Any
+    is_known: bool = True
+
+
+def cost_of(node: fx.Node) -> OpCost:
+    """What a call that writes something costs."""
+    name, args = op_name(node.target), _arguments(node)
+    out = node.meta.get("val")
+    bytes_of = BYTES_OF.get(name)
+    moved = bytes_of(args, out) if bytes_of else _all_bytes(node)
+    flops_of = FLOPS_OF.get(name)
+    if flops_of is not None:
+        return OpCost(flops_of(args, out), moved)
+    formula = flop_registry.get(getattr(node.target, "overloadpacket", node.target))
+    if formula is not None:
+        positional, named = tree_map(_value, (node.args, node.kwargs))
+        return OpCost(formula(*positional, **named, out_val=out), moved)
+    return OpCost(0, moved, _is_limited_by_memory(node.target, name))
+
+
+def op_name(target: Any) -> str:
+    """As "aten::mm": without the overload, which says nothing about cost."""
+    schema = getattr(target, "_schema", None)
+    return str(schema.name if schema is not None else getattr(target, "_name", target))
+
+
+def computing_dtype(node: fx.Node, flops: Any) -> str:
+    """The dtype in which an op computes: of a product that of its factors, else of its result."""
+    from_factors = isinstance(flops, torch.SymInt) or flops > 0
+    for value in _tensors(_arguments(node) if from_factors else node.meta.get("val")):
+        return str(value.dtype).removeprefix("torch.")
+    return "float32"
+
+
+# torch's own ops; ours only move what is there.
+_OWN = ("aten", "prims", "cotrain")
+# One of these words in its name, and the op computes more than it reads and writes.
+_HARD = frozenset(
+    [
+        *("mm", "addmm", "bmm", "baddbmm", "addbmm", "hspmm", "sspaddmm", "matmul", "linear"),
+        *("einsum", "trilinear", "attention", "transformer", "rnn", "lstm", "gru", "ctc"),
+        *("linalg", "cholesky", "lu", "lstsq", "geqrf", "ormqr", "triangular", "svd", "spsolve"),
+    ]
+)
+# Of these the hard word says whose they are: norms, a product of three, what follows a product.
+_EASY = frozenset(
+    [
+        *("aten::linalg_vector_norm", "aten::linalg__powsum", "aten::linalg_cross"),
+        *("aten::_thnn_fused_lstm_cell", "aten::_thnn_fused_lstm_cell_backward_impl"),
+        *("aten::_thnn_fused_gru_cell", "aten::_thnn_fused_gru_cell_backward"),
+    ]
+)
+
+
+def _is_limited_by_memory(target: Any, name: str) -> bool:
+    if torch.Tag.pointwise in getattr(target, "tags", ()) or name in _EASY:
+        return True
+    namespace, _, plain = name.partition("::")
+    words = plain.split("_")
+    return namespace in _OWN and not any(w in _HARD or w.startswith("conv") for w in words)
+
+
+def _arguments(node: fx.Node) -> Bound:
+    """Values of the arguments, by the names of the schema."""
+    schema = getattr(node.target, "_schema", None)
+    names = [a.name for a in schema.arguments] if schema is not None else []
+    names += [str(index) for index in range(len(names), len(node.args))]
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return {name: tree_map(_value, argument) for name, argument in given.items()}
+
+
+def _all_bytes(node: fx.Node) -> Any:
+    """The elements of tensor arguments and results, each once."""
+    total: Any = 0
+    for source in node.all_input_nodes:
+        total += sum(map(nbytes_of, _tensors(source.meta.get("val"))))
+    return total + sum(map(nbytes_of, _tensors(node.meta.get("val"))))
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    return (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
+
+
+def _value(argument: Any) -> Any:
+    return argument.meta.get("val") if isinstance(argument, fx.Node) else argument
