@@ -25,7 +25,6 @@ from cotrain_compile.capture.aot import (
     traced_modules,
 )
 from cotrain_compile.capture.half_steps import (
-    params_with_kept_gradient,
     refuse_half_a_step,
     refuse_missing_updates,
 )
@@ -65,7 +64,7 @@ def capture(
     refuse_half_a_step(session, params)
     refuse_unseen_hooks(params)
     # Eager creates no state for a parameter that never gets a gradient.
-    used = frozenset(id(param) for param in (*params, *params_with_kept_gradient(session)))
+    used = session.updated or frozenset(map(id, params))
     changed = [record.create_state_only_for(used) for record in session.optimizers]
     if any(changed):
         raise TensorifyScalarRestartAnalysis(restart_reason="optimizer state of unused parameters")
@@ -88,7 +87,7 @@ def capture(
         prepare(aten_module)
         step = _step_graph(session, aten_module, inputs, example_inputs)
         step = replace(step, kept=kept_in(step, kept, inputs, example_inputs))
-        refuse_missing_updates(session, step, params, example_inputs)
+        refuse_missing_updates(session, step, example_inputs)
         return compile_step(step, example_inputs)
 
     compiled = to_aten(module, example_inputs, compile_aten)

@@ -16,18 +16,6 @@ from cotrain_compile.errors import CaptureError
 from cotrain_compile.graph import StepGraph, writes
 
 
-def params_with_kept_gradient(session: Session) -> list[torch.Tensor]:
-    """Parameters that the optimizers of the step update from a gradient of an earlier call."""
-    return [
-        param
-        for record in session.optimizers
-        if record.steps
-        for group in record.optimizer.param_groups
-        for param in group["params"]
-        if param.grad is not None and id(param) not in session.cleared_first
-    ]
-
-
 def refuse_half_a_step(session: Session, params: Sequence[torch.Tensor]) -> None:
     """Raise `CaptureError` where nothing is trained, or gradients would be lost.
 
@@ -35,7 +23,7 @@ def refuse_half_a_step(session: Session, params: Sequence[torch.Tensor]) -> None
     """
     where = f"{session.code.co_filename}:{session.code.co_firstlineno} in {session.code.co_name}"
     whole = "compile the function that calls the model, backward() and optimizer.step()"
-    if not params and not params_with_kept_gradient(session):
+    if not params and not session.updated:
         raise session.refuse(
             f"{where}: the step has no backward() and no parameter has a gradient, so it is not "
             f"training; {whole}, or call this one after a backward()"
@@ -48,25 +36,16 @@ def refuse_half_a_step(session: Session, params: Sequence[torch.Tensor]) -> None
         )
 
 
-def refuse_missing_updates(
-    session: Session, step: StepGraph, params: Sequence[torch.Tensor], values: Sequence[Any]
-) -> None:
-    """A parameter that eager would update must be written by the graph.
+def refuse_missing_updates(session: Session, step: StepGraph, values: Sequence[Any]) -> None:
+    """A parameter that eager would update must be written by the graph, or it is a `CaptureError`.
 
-    `params` are those with a gradient from a backward of the step. Raises `CaptureError`.
+    `values` are what the inputs of `step` stand for.
     """
-    expected = {
-        id(param)
-        for record in session.optimizers
-        if record.steps
-        for group in record.optimizer.param_groups
-        for param in group["params"]
-    } & {id(param) for param in params or params_with_kept_gradient(session)}
     written = {destination.name for _, destination, _ in writes(step.module.graph)}
     missing = [
         item.name
         for item, value in zip(step.inputs, values, strict=True)
-        if id(value) in expected and item.node not in written
+        if id(value) in session.updated and item.node not in written
     ]
     if missing:
         raise CaptureError(

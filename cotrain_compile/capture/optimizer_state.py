@@ -23,6 +23,8 @@ class OptimizerRecord:
 
     optimizer: torch.optim.Optimizer
     steps: int = 0
+    # Ids of the parameters whose gradient its step finds: those that it updates.
+    updated: set[int] = field(default_factory=set)
     _flags: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)
     _created: list[torch.Tensor] = field(default_factory=list)
     _stateless: set[int] = field(default_factory=set)
@@ -34,6 +36,7 @@ class OptimizerRecord:
         Dynamo may restart a trace, also after it has called the backend: each attempt begins here.
         """
         self.steps = 0
+        self.updated = set()
         self._created += create_state(self.optimizer, frozenset(self._stateless))
         self._owners = {
             id(value): param

@@ -8,6 +8,8 @@ a whole-step trace would silently update nothing. Here the optimizer is a plain 
 Private torch API used: `UserDefinedObjectVariable`, `UserFunctionVariable`, `VariableTracker`, the
 hooks of an optimizer and of all optimizers, `_disable_dynamo_if_unsupported`. Tried on torch
 2.11.0, 2.13.0 and 2.15.0.
+Private torch API used: `UserDefinedObjectVariable`, `VariableTracker`, the hooks of an optimizer
+and of all optimizers, `SideEffects.store_attr_mutations`. Tried on torch 2.11.0, 2.13.0 and 2.15.0.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import fx
 from torch._dynamo.exc import unimplemented
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.functions import UserFunctionVariable
@@ -71,6 +74,7 @@ class CapturedOptimizer(UserDefinedObjectVariable):
         if name == "step":
             self._refuse_unsupported_step(args, kwargs)
             record.steps += 1
+            found = _with_gradient(tx, self.value)
         if name == "zero_grad" and not args and not kwargs:
             params = (p for group in self.value.param_groups for p in group["params"])
             self.session.note_cleared(params, bool(tx.output.autograd_grad_consumed_grad_fns))
@@ -79,6 +83,8 @@ class CapturedOptimizer(UserDefinedObjectVariable):
             [VariableTracker.build(tx, method), self, *args],
             kwargs,
         )
+        if name == "step":
+            record.updated |= found | _with_gradient(tx, self.value)
         return result
 
     def _refuse_unsupported_step(self, args: list[Any], kwargs: dict[str, Any]) -> None:
@@ -125,6 +131,31 @@ class CapturedMethod(VariableTracker):
         self, tx: Any, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> VariableTracker:
         return self.owner.call_captured(tx, self.name, list(args), kwargs)
+
+
+def _with_gradient(tx: Any, optimizer: torch.optim.Optimizer) -> set[int]:
+    """Ids of the parameters that have a gradient at this point of the trace.
+
+    It is a tensor that the trace has stored in `.grad`, or what the parameter really has there.
+    """
+    stored = {
+        id(node.meta["grapharg"].example): attributes["grad"].is_tensor()
+        for variable, attributes in tx.output.side_effects.store_attr_mutations.items()
+        if "grad" in attributes and (node := _placeholder(variable)) is not None
+    }
+    return {
+        id(param)
+        for group in optimizer.param_groups
+        for param in group["params"]
+        if stored.get(id(param), param.grad is not None)
+    }
+
+
+def _placeholder(variable: VariableTracker) -> fx.Node | None:
+    """The input of the graph that `variable` stands for, if it is one."""
+    node = getattr(getattr(variable, "proxy", None), "node", None)
+    is_input = isinstance(node, fx.Node) and node.op == "placeholder" and "grapharg" in node.meta
+    return node if is_input else None
 
 
 def _run_step(method: Callable[..., Any], optimizer: Any) -> Any:

@@ -55,7 +55,9 @@ def write_updates_early(graph: fx.Graph) -> None:
             reads = [source for source in reads if source.target is not aten.copy_.default]
         for source in reads:
             last_reader[storage_key(source)] = node
-    for node, destination, value in list(writes(graph)):
+    for node, destination, _ in list(writes(graph)):
+        value = node.args[1]  # as it is now: two inputs may get one value
+        assert isinstance(value, fx.Node)
         reader = last_reader.get(storage_key(destination), value)
         if (
             reader.op == "output"

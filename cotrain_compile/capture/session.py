@@ -43,6 +43,11 @@ class Session:
         """Tells step functions apart, also two that one factory has made."""
         return self.code, self.frame_objects
 
+    @property
+    def updated(self) -> frozenset[int]:
+        """Ids of the parameters that some optimizer of the step updates."""
+        return frozenset(param for record in self.optimizers for param in record.updated)
+
     def record_of(self, optimizer: torch.optim.Optimizer) -> OptimizerRecord:
         """The record of `optimizer`, made on the first call."""
         for record in self.optimizers:
