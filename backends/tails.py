@@ -130,6 +130,8 @@ _hooks = weakref.WeakKeyDictionary()
 
 
 def _hooks_on(item: Owner) -> list[Removable]:
+    if isinstance(item, Optimizer) and not hasattr(item, "_optimizer_state_dict_pre_hooks"):
+        return []  # a wrapper that never calls `super().__init__()`; what it wraps has hooks
     handles: list[Removable] = [
         item.register_state_dict_pre_hook(_wait_first),
         item.register_load_state_dict_pre_hook(_wait_first),

@@ -5,7 +5,8 @@ Stock Dynamo never sees a whole training step (`docs/decisions/0001-whole-step-c
 Private torch API used: `config.trace_autograd_ops`, `variables.builder.OptimizerVariable`,
 `OutputGraph._validate_outputs_safe_for_autograd_nodes` and
 `._check_requires_grad_intermediate_outputs`, `TensorVariable.method_backward` and
-`.var_getattr`, `InliningInstructionTranslator.inline_call`, `guards.is_from_optimizer_source` and
+`.var_getattr`, `SymNodeVariable.nb_true_divide_impl` (2.13 alone),
+`InliningInstructionTranslator.inline_call`, `guards.is_from_optimizer_source` and
 `guards.match_on_id_for_tensor`, `OutputGraph.remove_tensorify_specialized_graphargs`.
 Reason: there is no public way to keep `backward()` and `optimizer.step()` in one graph. Tried on
 torch 2.11.0, 2.13.0 and 2.15.0.
@@ -21,10 +22,11 @@ from unittest import mock
 
 from torch import nn
 from torch._dynamo import config, guards
+from torch._dynamo.exc import raise_observed_exception
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.symbolic_convert import InliningInstructionTranslator
 from torch._dynamo.variables import builder
-from torch._dynamo.variables.tensor import TensorVariable
+from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch.fx.traceback import annotate, preserve_node_meta
 
 from cotrain_compile.capture.causal_masks import known_in_trace, not_exporting
@@ -98,7 +100,30 @@ def whole_step_tracing(session: Session) -> Iterator[None]:
             if name in vars(TensorVariable):
                 look_up = _attribute_as_traced(vars(TensorVariable)[name])
                 stack.enter_context(mock.patch.object(TensorVariable, name, look_up))
+        if hasattr(SymNodeVariable, _DIVIDE):
+            divide = _divide_as_python(getattr(SymNodeVariable, _DIVIDE))
+            stack.enter_context(mock.patch.object(SymNodeVariable, _DIVIDE, divide))
         yield
+
+
+_DIVIDE = "nb_true_divide_impl"
+
+
+def _divide_as_python(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`original` but for a number that is 0: dividing by it raises what the step may catch.
+
+    Dynamo computes `0 / 0` of inputs in its fake tensors, where the ZeroDivisionError is its end.
+    """
+
+    @functools.wraps(original)
+    def divide(self: Any, tx: Any, other: Any, reverse: bool = False) -> Any:
+        divisor = getattr(self if reverse else other, "sym_num", None)
+        node = getattr(divisor, "node", None)
+        if node is not None and node.has_hint() and divisor == 0:
+            raise_observed_exception(ZeroDivisionError, tx)
+        return original(self, tx, other, reverse)
+
+    return divide
 
 
 def _remove_inputs_only(original: Callable[..., None]) -> Callable[[OutputGraph], None]:

@@ -91,11 +91,12 @@ class CapturedOptimizer(UserDefinedObjectVariable):
         name = type(self.value).__name__
         if isinstance(self.value, torch.optim.LBFGS | torch.optim.SparseAdam):
             self._refuse(f"{name} cannot be captured; use an optimizer without closure or sparsity")
-        if args or kwargs:
+        if any(not _is_none(value) for value in (*args, *kwargs.values())):
             self._refuse(f"{name}.step(closure) evaluates the loss inside; call step() without it")
+        # A wrapper that never calls `super().__init__()` has no hooks of its own.
+        own = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
         hooks = (
-            self.value._optimizer_step_pre_hooks,
-            self.value._optimizer_step_post_hooks,
+            *(getattr(self.value, name, None) for name in own),
             torch_optimizer._global_optimizer_pre_hooks,
             torch_optimizer._global_optimizer_post_hooks,
         )
@@ -113,6 +114,10 @@ class CapturedOptimizer(UserDefinedObjectVariable):
     def _refuse(self, message: str) -> None:
         self.session.refuse(message)
         unimplemented(gb_type="cotrain", context="optimizer.step", explanation=message, hints=[])
+
+
+def _is_none(value: VariableTracker) -> bool:
+    return value.is_python_constant() and value.as_python_constant() is None
 
 
 class CapturedMethod(VariableTracker):
@@ -158,9 +163,9 @@ def _placeholder(variable: VariableTracker) -> fx.Node | None:
     return node if is_input else None
 
 
-def _run_step(method: Callable[..., Any], optimizer: Any) -> Any:
+def _run_step(method: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
     with torch.no_grad(), annotate({PHASE_ANNOTATION: "optimizer"}):
-        return method(optimizer)
+        return method(optimizer, *args, **kwargs)
 
 
 def _run_zero_grad(method: Callable[..., Any], optimizer: Any, set_to_none: bool = True) -> None:

@@ -44,9 +44,12 @@ def write_updates_early(graph: fx.Graph) -> None:
 
     That is after the value exists and the last reader of the old one has run. Later users of the
     value then read the input, so that the value itself is freed: no second copy of a parameter or
-    state outlives its own update.
+    state outlives its own update. A value that the step returns too, as a state that it starts from
+    a new parameter, stays: the user's tensors share no memory.
     """
     inputs = _input_storages(graph)
+    (output,) = graph.find_nodes(op="output")
+    returned = {storage_key(node) for node in output.all_input_nodes}
     order: dict[fx.Node, float] = {node: index for index, node in enumerate(graph.nodes)}
     last_reader: dict[object, fx.Node] = {}
     for node in graph.nodes:
@@ -68,8 +71,10 @@ def write_updates_early(graph: fx.Graph) -> None:
         position = max(value, reader, key=order.__getitem__)
         position.append(node)
         order[node] = order[position] + 0.5
+        if storage_key(value) in returned:
+            continue
         for user in list(value.users):
-            if user is not node and order[user] > order[node]:
+            if user.target is not aten.copy_.default and order[user] > order[node]:
                 read_instead(user, value, node)
 
 

@@ -77,14 +77,17 @@ class Session:
         return self.refusal
 
     def trace_ended(self) -> None:
-        """Put the optimizers' flags back. Guards are built later, from the values found then."""
-        for record in self.optimizers:
+        """Put the optimizers' flags back. Guards are built later, from the values found then.
+
+        Last first: an optimizer and a wrapper of it have the same groups.
+        """
+        for record in reversed(self.optimizers):
             record.restore_flags()
 
     def undo(self) -> None:
         """Leave every optimizer as it was before this tracing."""
+        self.trace_ended()
         for record in self.optimizers:
-            record.restore_flags()
             record.remove_created_state()
         for scaler in self.scalers:
             scaler.undo()

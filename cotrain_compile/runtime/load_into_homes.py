@@ -28,9 +28,10 @@ class _Landing:
 def load_into_homes(optimizer: torch.optim.Optimizer) -> None:
     """From now on, loaded states go into the tensors that `optimizer.state` holds at that time.
 
-    Nothing is written if `load_state_dict` refuses what it is given.
+    Nothing is written if `load_state_dict` refuses what it is given. A wrapper of an optimizer that
+    never calls `super().__init__()` has no hooks, nor torch's `load_state_dict`, which runs them.
     """
-    if optimizer not in _hooked:
+    if optimizer not in _hooked and hasattr(optimizer, "_optimizer_load_state_dict_pre_hooks"):
         _hooked.add(optimizer)
         optimizer.register_load_state_dict_pre_hook(_name_homes)
         optimizer.register_load_state_dict_post_hook(_land)

@@ -228,7 +228,7 @@ def test_what_keeps_floats_inputs_on_older_versions_leaves_no_trace(
         seen.append(step)
         return lambda inputs: step.module(*inputs)
 
-    monkeypatch.setattr(float_inputs, "IS_NEEDED", True)
+    monkeypatch.setattr(float_inputs, "INPUTS_ARE_HIDDEN", True)
     with compiling_with(note):
         train(OPTIMIZERS["sgd"], lambda o: ByHand(o, ["lr"]), cotrain())
     first, second = seen

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from tests.graph.captured_steps import make_plain_mlp
 from tests.graph.steps import SEED, Step, all_tensors, cotrain, cross_entropy, make_step, vectors
 
 POLICIES = ("resident", "zero-offload")
+STEPS = 8
 
 
 class SignDescent(Optimizer):
@@ -63,6 +65,70 @@ class WarmedMomentum(Optimizer):
                 param.add_(state["velocity"], alpha=-group["lr"])
 
 
+class ScheduleFree(Optimizer):
+    """Keeps what changes in every step among its settings, as optimizers without schedules do.
+
+    The rate is 0 in the first two steps, whose mean has then no weights.
+    """
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr, "k": 0, "weights": 0.0, "largest": -1.0})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            rate = group["lr"] * (1 - 0.9 ** (group["k"] - 1)) if group["k"] > 1 else 0.0
+            group["largest"] = max(rate, group["largest"])
+            weight = (group["k"] + 1) / 2 * group["largest"] ** 2.0
+            group["weights"] = group["weights"] + weight
+            try:
+                share = weight / group["weights"]
+            except ZeroDivisionError:
+                share = 0
+            for param in group["params"]:
+                if param.grad is not None:
+                    state = self.state[param]
+                    if "z" not in state:
+                        state["z"] = torch.clone(param)
+                    param.lerp_(state["z"], weight=share)
+                    param.add_(param.grad, alpha=rate * (0.9 * (1 - share) - 1))
+                    state["z"].sub_(param.grad, alpha=rate)
+            group["k"] += 1
+
+
+class Lookahead(Optimizer):
+    """Around another optimizer, with its groups; never calls `super().__init__()`."""
+
+    def __init__(self, params: Any) -> None:
+        self.optimizer = torch.optim.SGD(params, lr=0.05, momentum=0.9, foreach=True)
+        self.param_groups = self.optimizer.param_groups
+        self.state = defaultdict(dict)
+        for group in self.param_groups:
+            group["counter"] = 0
+
+    def zero_grad(self) -> None:  # type: ignore[override]
+        self.optimizer.zero_grad()
+
+    def state_dict(self) -> Any:
+        slow = [self.state[param]["slow"] for param in self.param_groups[0]["params"]]
+        return {**self.optimizer.state_dict(), "slow": slow}
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        self.optimizer.step(closure)
+        for group in self.param_groups:
+            if group["counter"] == 0:
+                for param in group["params"]:
+                    self.pull(param)
+            group["counter"] = (group["counter"] + 1) % 3
+
+    def pull(self, param: Any) -> None:
+        if "slow" not in self.state[param]:
+            self.state[param]["slow"] = param.data.clone()
+        slow = self.state[param]["slow"]
+        slow += (param.data - slow) * 0.5
+        param.data.copy_(slow)
+
+
 class CountingSteps(Optimizer):
     """Keeps the number of steps as a Python int, as many do."""
 
@@ -93,7 +159,7 @@ def train(
     optimizer = make_optimizer(model.parameters())
     step = compile_with(make_step(model, [optimizer], cross_entropy))
     losses = []
-    for _ in range(6):
+    for _ in range(STEPS):
         x, y = vectors()
         losses.append(step(x.double(), y))
     return losses, all_tensors(model, [optimizer])
@@ -103,9 +169,16 @@ def train(
 @pytest.mark.parametrize(
     ("make_optimizer", "graphs"),
     # State that the first step makes is there in the second one, which is then another graph. A
-    # Python float that is written back is a constant of each graph: every step compiles again.
-    # An int becomes an input with the third.
-    [(SignDescent, 2), (CountingSteps, 3), (WarmedMomentum, 6), (lion, 2)],
+    # Python number that is written back becomes an input with the third. The rate that is first 0
+    # is one more.
+    [
+        (SignDescent, 2),
+        (CountingSteps, 3),
+        (WarmedMomentum, 3),
+        (ScheduleFree, 4),
+        (Lookahead, 3),
+        (lion, 2),
+    ],
 )
 def test_a_plain_subclass_is_captured(
     make_optimizer: Callable[[Any], Optimizer], graphs: int, policy: str
@@ -146,3 +219,19 @@ def test_one_that_decides_by_data_is_refused_with_a_reason() -> None:
     step = make_step(model, [AskingTheDevice(model.parameters())], cross_entropy)
     with pytest.raises(CaptureError, match=r"norm\(\) > 1.*torch.where"):
         cotrain()(step)(*vectors())
+
+
+def test_states_that_start_from_new_parameters_share_no_memory_with_them() -> None:
+    model = make_plain_mlp()
+    optimizer = Lookahead(model.parameters())
+    cotrain()(make_step(model, [optimizer], cross_entropy))(*vectors())
+    for param in model.parameters():
+        assert optimizer.state[param]["slow"].data_ptr() != param.data_ptr()
+        assert torch.equal(optimizer.state[param]["slow"], param)
+
+
+def test_a_wrapper_leaves_the_flags_of_the_groups_it_shares() -> None:
+    model = make_plain_mlp()
+    optimizer = Lookahead(model.parameters())
+    cotrain()(make_step(model, [optimizer], cross_entropy))(*vectors())
+    assert optimizer.param_groups[0]["foreach"] is True
