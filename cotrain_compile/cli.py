@@ -21,6 +21,7 @@ from rich.table import Table
 from cotrain_compile import __version__, files, presets
 from cotrain_compile.commands import look
 from cotrain_compile.commands.graph import graph
+from cotrain_compile.commands.machines import DeviceMemory, HostMemory, LinkRate, changed, machines
 from cotrain_compile.commands.sweep import sweep
 from cotrain_compile.commands.terminal import console
 from cotrain_compile.dataflow import Dataflow
@@ -31,7 +32,6 @@ from cotrain_compile.placement.check import check
 from cotrain_compile.placement.policies import SIMPLE_RULES
 from cotrain_compile.placement.problem import formulate
 from cotrain_compile.plan import Plan
-from cotrain_compile.units import format_bytes
 from cotrain_compile.viz.analysis import describe_analysis
 from cotrain_compile.viz.describe import describe_machine, describe_step
 from cotrain_compile.viz.summary import candidates, comparison, summary
@@ -43,7 +43,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Training steps that need more memory than the device has.",
 )
-for _command in (look.show, look.explain, look.diff, graph, sweep):
+for _command in (look.show, look.explain, look.diff, graph, sweep, machines):
     app.command()(_command)
 _stderr = PlainConsole(stderr=True)
 
@@ -120,19 +120,6 @@ def calibrate(
 
 
 @app.command()
-def machines() -> None:
-    """The machines that a step can be planned for, and where their figures come from."""
-    table = Table(box=None, pad_edge=False, show_lines=True)
-    for heading in ("name", "device", "host", "source"):
-        table.add_column(heading, no_wrap=heading != "source", overflow="fold")
-    for name in (*presets.PRESETS, presets.THIS_MACHINE):
-        machine = presets.find(name)
-        sizes = [format_bytes(machine.tier(tier).capacity_bytes) for tier in Tier]
-        table.add_row(name, *sizes, machine.source)
-    console.print(table, soft_wrap=False)
-
-
-@app.command()
 def trace(
     job: Annotated[str, typer.Argument(help="FILE.py:FUNCTION; its source is executed.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="File to write.")],
@@ -175,6 +162,9 @@ def solve(
         typer.Option(help='Device memory: bytes, "20GiB" or "80%". Once for each plan to make.'),
     ] = None,
     host_memory_budget: Annotated[str, typer.Option(help="The same on the host.")] = "100%",
+    device_memory: DeviceMemory = None,
+    host_memory: HostMemory = None,
+    link: LinkRate = None,
     policy: Annotated[str, typer.Option(help="See docs/options.md.")] = "auto",
     solver: Annotated[str, typer.Option(help="'highs' or 'cbc'.")] = "highs",
     time_limit: Annotated[float, typer.Option(help="Seconds for each plan.")] = 10.0,
@@ -199,7 +189,7 @@ def solve(
     budgets = list(dict.fromkeys(memory_budget or ["100%"]))
     asked = [Options.parse({**shared, "memory_budget": budget}) for budget in budgets]
     paths = _plan_paths(output, budgets)
-    target = presets.find(machine)
+    target = presets.find(changed(machine, device_memory, host_memory, link))
     with _stages() as say:
         say(f"reading {file}")
         dataflow = files.load(file, Dataflow)

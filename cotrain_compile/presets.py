@@ -1,9 +1,7 @@
 """Presets: machines that a step can be planned for without owning one. Names in, `Machine` out.
 
-Rates are achieved, not advertised. Where no measurement is published they are the data sheet's
-figure times a fraction, and `source` says which. The common fractions: tensor-core matmul of a
-training step 0.43 to 0.73, float32 matmul 0.7, device memory 0.85 to 0.9, PCIe 0.76 of its raw
-16 lanes, host memory 0.75.
+The figures and their sources are rows of `preset_tables`. A name may be followed by what is
+otherwise: "rtx4090 host-memory=192GiB".
 
 An AdamW update with float32 gradient, parameter and two moments reads 4 x 4 bytes and writes
 3 x 4: 28 bytes per parameter. A bfloat16 gradient with a float32 master and a bfloat16 copy moves
@@ -14,11 +12,14 @@ An AdamW update with float32 gradient, parameter and two moments reads 4 x 4 byt
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from cotrain_compile.errors import OptionError
 from cotrain_compile.machine import HostUpdate, Link, Machine, TierSpec
+from cotrain_compile.options import Size
+from cotrain_compile.preset_tables import CARDS, HOSTS, Card, Host
 
 ADAMW_BYTES_PER_PARAMETER = 28
 THIS_MACHINE = "this-machine"
@@ -34,190 +35,43 @@ _COPY_LATENCY_S = 10e-6
 _HOST_LAUNCH_S = 10e-6
 
 
-def _machine(
-    name: str,
-    *,
-    device: TierSpec,
-    host_capacity_bytes: int,
-    host_bytes_per_s: float,
-    host_flops_per_s: float,
-    h2d_bytes_per_s: float,
-    d2h_bytes_per_s: float,
-    updated_parameters_per_s: float,
-    duplex: float,
-    source: str,
-) -> Machine:
+def _machine(card: Card, host: Host) -> Machine:
     """A GPU and its host. Updates and copies share the host's memory in proportion to demand."""
-    update_bytes_per_s = updated_parameters_per_s * ADAMW_BYTES_PER_PARAMETER
-    demand = update_bytes_per_s + h2d_bytes_per_s + d2h_bytes_per_s
+    update = host.adam * ADAMW_BYTES_PER_PARAMETER
+    demand = update + host.up + host.down
     return Machine(
-        name=name,
-        device=device,
+        name=card.name,
+        device=TierSpec(round(card.gib * _GIB), card.memory * _GB, _rates(card), _LAUNCH_S),
         host=TierSpec(
-            capacity_bytes=host_capacity_bytes,
-            bytes_per_s=host_bytes_per_s,
-            flops_per_s={"float32": host_flops_per_s},
-            launch_s=_HOST_LAUNCH_S,
+            host.gb * _GB, host.memory * _GB, {"float32": host.tflops * _TERA}, _HOST_LAUNCH_S
         ),
-        h2d=Link(h2d_bytes_per_s, _COPY_LATENCY_S),
-        d2h=Link(d2h_bytes_per_s, _COPY_LATENCY_S),
-        host_update=HostUpdate(
-            bytes_per_s=update_bytes_per_s,
-            slowdown_while_copying=max(1.0, demand / host_bytes_per_s),
-        ),
-        duplex=duplex,
-        source=f"{source} Slowdown while copying: update and both links over the host's memory "
-        "rate. Duplex, latencies and host flops: assumed; calibrate to replace them.",
+        h2d=Link(host.up * _GB, _COPY_LATENCY_S),
+        d2h=Link(host.down * _GB, _COPY_LATENCY_S),
+        host_update=HostUpdate(update * _GB, slowdown_while_copying=max(1.0, demand / host.memory)),
+        duplex=1.8,
+        source=f"{card.source} {host.source} Slowdown while copying: update and both links over "
+        "the host's memory rate. Duplex, latencies and host flops: assumed; calibrate to replace "
+        "them.",
         fuses_updates=True,
     )
 
 
-def _gpu(
-    capacity_bytes: int, bytes_per_s: float, low_precision_flops: float, float32_flops: float
-) -> TierSpec:
-    rates = {
-        "bfloat16": low_precision_flops,
-        "float16": low_precision_flops,
-        "float32": float32_flops,
-    }
-    return TierSpec(capacity_bytes, bytes_per_s, rates, _LAUNCH_S)
+def _rates(card: Card) -> dict[str, float]:
+    """By dtype. What the card has no cores for is left out: it runs at the lowest rate."""
+    eight = dict.fromkeys(("float8_e4m3fn", "float8_e5m2"), card.float8)
+    known = {"bfloat16": card.bfloat16, "float16": card.float16, **eight, "float32": card.float32}
+    return {dtype: rate * _TERA for dtype, rate in known.items() if rate}
 
 
-def _v100_dgx2() -> Machine:
-    return _machine(
-        "v100-dgx2",
-        # No bfloat16 here: the card has no such tensor cores, so it runs at the float32 rate.
-        device=TierSpec(
-            32 * _GIB, 750 * _GB, {"float16": 75 * _TERA, "float32": 11 * _TERA}, _LAUNCH_S
-        ),
-        host_capacity_bytes=1_500 * _GB,
-        host_bytes_per_s=192 * _GB,
-        host_flops_per_s=1.5 * _TERA,
-        h2d_bytes_per_s=12 * _GB,
-        d2h_bytes_per_s=12 * _GB,
-        updated_parameters_per_s=10e9 / 2.57,
-        duplex=1.8,
-        source="V100 SXM3 data sheet: 125 TFLOP/s fp16 x 0.6, 15.7 fp32 x 0.7. Memory 750 GB/s: "
-        "measured by Jia et al. 2018 (arXiv 1804.06826). PCIe 3 x16 15.75 GB/s x 0.76. Host: "
-        "DGX-2, 1.5 TB, 12 channels DDR4-2666 = 256 GB/s x 0.75. Host update: ZeRO-Offload "
-        "(USENIX ATC 2021) table 4, CPU-Adam 10 B parameters in 2.57 s on a DGX-2, x 28 bytes.",
-    )
-
-
-def _rtx_3090() -> Machine:
-    return _machine(
-        "rtx3090",
-        device=_gpu(24 * _GIB, 842 * _GB, 52 * _TERA, 25 * _TERA),
-        host_capacity_bytes=64 * _GB,
-        host_bytes_per_s=67 * _GB,
-        host_flops_per_s=0.5 * _TERA,
-        h2d_bytes_per_s=22 * _GB,
-        d2h_bytes_per_s=22 * _GB,
-        updated_parameters_per_s=1.0e9,
-        duplex=1.8,
-        source="RTX 3090 data sheet: 71 TFLOP/s bf16 with fp32 sums x 0.73, 35.6 fp32 x 0.7, "
-        "936 GB/s x 0.9. Same desktop as rtx4090: PCIe 4 x16 22 GB/s each way, host Adam 1.0 G "
-        "parameters/s x 28 bytes (design assumptions), 64 GB of two channels DDR5-5600 = "
-        "89.6 GB/s x 0.75.",
-    )
-
-
-def _rtx_4090() -> Machine:
-    return _machine(
-        "rtx4090",
-        device=_gpu(24 * _GIB, 907 * _GB, 120 * _TERA, 58 * _TERA),
-        host_capacity_bytes=64 * _GB,
-        host_bytes_per_s=67 * _GB,
-        host_flops_per_s=0.5 * _TERA,
-        h2d_bytes_per_s=22 * _GB,
-        d2h_bytes_per_s=22 * _GB,
-        updated_parameters_per_s=1.0e9,
-        duplex=1.8,
-        source="RTX 4090 data sheet: 165 TFLOP/s bf16 with fp32 sums x 0.73 = 120, 82.6 fp32 x "
-        "0.7, 1008 GB/s x 0.9. PCIe 4 x16 22 GB/s each way, host Adam 1.0 G parameters/s x 28 "
-        "bytes (design assumptions). Host: 64 GB of two channels DDR5-5600 = 89.6 GB/s x 0.75.",
-    )
-
-
-def _a100_80() -> Machine:
-    return _machine(
-        "a100-80",
-        device=_gpu(80 * _GIB, 1_770 * _GB, 218 * _TERA, 13.6 * _TERA),
-        host_capacity_bytes=256 * _GB,
-        host_bytes_per_s=154 * _GB,
-        host_flops_per_s=1.5 * _TERA,
-        h2d_bytes_per_s=24 * _GB,
-        d2h_bytes_per_s=24 * _GB,
-        updated_parameters_per_s=3.1e9,
-        duplex=1.8,
-        source="A100 SXM 80 GB data sheet: 312 TFLOP/s bf16 x 0.7, 19.5 fp32 x 0.7 (no TF32), "
-        "2039 GB/s x 0.87. PCIe 4 x16 31.5 GB/s x 0.76. Host: the socket beside the GPU of a DGX "
-        "A100 2 TB, 8 channels DDR4-3200 = 204.8 GB/s x 0.75, an eighth of the capacity. Host "
-        "update: 204.8 GB/s x 0.43, the fraction that CPU-Adam reaches on v100-dgx2.",
-    )
-
-
-def _hopper(name: str, capacity_bytes: int, memory_bytes_per_s: float, memory: str) -> Machine:
-    return _machine(
-        name,
-        device=_gpu(capacity_bytes, memory_bytes_per_s, 420 * _TERA, 47 * _TERA),
-        host_capacity_bytes=256 * _GB,
-        host_bytes_per_s=230 * _GB,
-        host_flops_per_s=2 * _TERA,
-        h2d_bytes_per_s=48 * _GB,
-        d2h_bytes_per_s=48 * _GB,
-        updated_parameters_per_s=1.6e9,
-        duplex=1.8,
-        source=f"{memory} 420 TFLOP/s bf16 (0.43 of the data sheet's 989), 48 GB/s each way "
-        "(PCIe 5 x16 63 GB/s x 0.76), host Adam 1.6 G parameters/s x 28 bytes: design "
-        "assumptions for an H200; the H100 has the same die. fp32: 67 TFLOP/s x 0.7 (no TF32). "
-        "Host: the socket beside the GPU of a DGX H100/H200 2 TB, 8 channels DDR5-4800 = 307 GB/s "
-        "x 0.75, an eighth of the capacity.",
-    )
-
-
-def _gh200() -> Machine:
-    return _machine(
-        "gh200",
-        device=_gpu(96 * _GIB, 3_400 * _GB, 420 * _TERA, 47 * _TERA),
-        host_capacity_bytes=480 * _GB,
-        host_bytes_per_s=486 * _GB,
-        host_flops_per_s=3 * _TERA,
-        h2d_bytes_per_s=375 * _GB,
-        d2h_bytes_per_s=297 * _GB,
-        updated_parameters_per_s=7.8e9,
-        duplex=1.8,
-        source="GH200 96 GB + 480 GB: HBM3 3.4 TB/s, LPDDR5X 486 GB/s, NVLink-C2C 375 GB/s up and "
-        "297 GB/s down, all measured by Schieffer et al. 2024 (arXiv 2407.07850). 420 TFLOP/s bf16 "
-        "as h200 (same die), fp32 67 TFLOP/s x 0.7 (no TF32). Host update: data sheet 512 GB/s x "
-        "0.43, the fraction that CPU-Adam reaches on v100-dgx2.",
-    )
-
-
-PRESETS: Mapping[str, Machine] = {
-    machine.name: machine
-    for machine in (
-        _v100_dgx2(),
-        _rtx_3090(),
-        _rtx_4090(),
-        _a100_80(),
-        _hopper("h100", 80 * _GIB, 3_015 * _GB, "H100 SXM data sheet: 3.35 TB/s x 0.9."),
-        _hopper(
-            "h200",
-            139 * _GIB,
-            4_320 * _GB,
-            "H200 SXM data sheet: 141 GB, of which 139 GiB are usable; 4.8 TB/s x 0.9.",
-        ),
-        _gh200(),
-    )
-}
+_HOSTS = {host.name: host for host in HOSTS}
+PRESETS: Mapping[str, Machine] = {card.name: _machine(card, _HOSTS[card.host]) for card in CARDS}
 
 
 def find(name_or_path: str) -> Machine:
-    """The machine of that name, or the one in that JSON file.
+    """The machine of that name, or the one in that JSON file; changed as the words after it say.
 
     Raises:
-        OptionError: neither a known name nor a file.
+        OptionError: neither a known name nor a file, or a change that is none.
         FormatError: the file is not a machine.
     """
     if name_or_path in PRESETS:
@@ -228,10 +82,55 @@ def find(name_or_path: str) -> Machine:
         from cotrain_compile.files import load  # needed for files only; presets stay plain data
 
         return load(name_or_path, Machine)
+    base, *changes = name_or_path.split()
+    if changes:
+        return replace(_changed(find(base), changes), name=name_or_path)
     raise OptionError(
         f"no machine named {name_or_path!r} and no such file; known are "
         f"{', '.join([*PRESETS, THIS_MACHINE])}, or a file written by `cotrain-compile calibrate`"
     )
+
+
+def with_changes(name: str, **sizes: str | None) -> str:
+    """`name` followed by those of `CHANGES` that are given, for `find`."""
+    told = [f"{key.replace('_', '-')}={''.join(s.split())}" for key, s in sizes.items() if s]
+    return " ".join([name, *told])
+
+
+def _changed(machine: Machine, changes: Sequence[str]) -> Machine:
+    for change in changes:
+        key, equals, size = change.partition("=")
+        if key not in CHANGES or not equals:
+            raise OptionError(
+                f"{change!r} after a machine's name is none of {', '.join(CHANGES)} with =SIZE"
+            )
+        machine = CHANGES[key](machine, _bytes(key, size))
+    source = f"{machine.source} Changed by hand: {', '.join(changes)}.".strip()
+    return replace(machine, source=source)
+
+
+def _bytes(what: str, size: str) -> int:
+    try:
+        nbytes = Size.parse(size).nbytes
+    except ValueError as error:
+        raise OptionError(f"{what} is {size!r}, but must be {error}") from None
+    if nbytes is None:
+        raise OptionError(f"{what} is {size!r}, but must be bytes, as '192GiB'")
+    return nbytes
+
+
+def _link(machine: Machine, bytes_per_s: int) -> Machine:
+    """Both directions at that rate."""
+    h2d, d2h = (replace(way, bytes_per_s=bytes_per_s) for way in (machine.h2d, machine.d2h))
+    return replace(machine, h2d=h2d, d2h=d2h)
+
+
+# What may follow a machine's name. A rate is a size a second.
+CHANGES: Mapping[str, Callable[[Machine, int], Machine]] = {
+    "device-memory": lambda m, size: replace(m, device=replace(m.device, capacity_bytes=size)),
+    "host-memory": lambda m, size: replace(m, host=replace(m.host, capacity_bytes=size)),
+    "link": _link,
+}
 
 
 def this_machine() -> Machine:

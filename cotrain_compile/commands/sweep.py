@@ -20,6 +20,7 @@ from rich.table import Table
 from cotrain_compile import files, presets
 from cotrain_compile.analysis.symbolic import at
 from cotrain_compile.choose_plan import solve_settings
+from cotrain_compile.commands.machines import DeviceMemory, HostMemory, LinkRate, changed
 from cotrain_compile.commands.terminal import console
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import OptionError
@@ -48,6 +49,9 @@ def sweep(
         list[str] | None, typer.Option(help="Budgets to try, in place of --points.")
     ] = None,
     host_memory_budget: Annotated[str, typer.Option(help="On the host.")] = "100%",
+    device_memory: DeviceMemory = None,
+    host_memory: HostMemory = None,
+    link: LinkRate = None,
     size: Annotated[
         list[str] | None,
         typer.Option(help="SYMBOL=8,16,32: sizes to try, at the largest budget (analyze names)."),
@@ -77,7 +81,8 @@ def sweep(
         cases = [
             case
             for name in dict.fromkeys(machine or [presets.THIS_MACHINE])
-            for case in _cases(dataflow, presets.find(name), options, memory_budget, points, sizes)
+            for target in [presets.find(changed(name, device_memory, host_memory, link))]
+            for case in _cases(dataflow, target, options, memory_budget, points, sizes)
         ]
         bar.update(task, description="solving", total=len(cases))
         found = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -19,10 +20,14 @@ from cotrain_compile.presets import (
     this_machine,
     usable_cores,
     usable_memory_bytes,
+    with_changes,
 )
 
 DATA = Path(__file__).parents[1] / "data" / "zero_offload_tables.json"
-NAMES = {"v100-dgx2", "rtx3090", "rtx4090", "a100-80", "h100", "h200", "gh200"}
+NAMES = {
+    *("v100-dgx2", "rtx3090", "rtx4080", "rtx4090", "rtx5090", "a6000", "l40s"),
+    *("a100-40", "a100-80", "h100-pcie", "h100", "h200", "gh200", "b200", "gb200"),
+}
 
 
 def test_every_promised_machine_is_there_under_its_name() -> None:
@@ -64,6 +69,45 @@ def test_the_v100_updates_at_the_rate_that_zero_offload_measured() -> None:
 def test_bfloat16_on_a_card_without_it_runs_at_the_float32_rate() -> None:
     v100 = PRESETS["v100-dgx2"].device
     assert v100.flops_per_s_of("bfloat16") == v100.flops_per_s_of("float32")
+
+
+@pytest.mark.parametrize("name", ["rtx4080", "rtx4090", "rtx5090", "l40s", "h100", "h200", "b200"])
+def test_float8_runs_at_twice_the_rate_where_the_card_has_it(name: str) -> None:
+    device = PRESETS[name].device
+    for dtype in ("float8_e4m3fn", "float8_e5m2"):
+        assert device.flops_per_s_of(dtype) == pytest.approx(
+            2 * device.flops_per_s_of("bfloat16"), rel=0.03
+        )
+    for older in ("rtx3090", "a6000", "a100-80"):
+        spec = PRESETS[older].device
+        assert spec.flops_per_s_of("float8_e4m3fn") == spec.flops_per_s_of("float32")
+
+
+def test_what_follows_a_name_is_changed_and_found_again() -> None:
+    plain = PRESETS["rtx4090"]
+    name = with_changes("rtx4090", host_memory="192 GiB", device_memory=None, link="48GB")
+    assert name == "rtx4090 host-memory=192GiB link=48GB"
+    found = find(name)
+    assert found.name == name
+    assert found.host.capacity_bytes == 192 * 2**30
+    assert found.device == plain.device
+    assert (found.h2d.bytes_per_s, found.d2h.bytes_per_s) == (48e9, 48e9)
+    assert found.source.endswith("Changed by hand: host-memory=192GiB, link=48GB.")
+    assert find("rtx4090 device-memory=48GiB").device.capacity_bytes == 48 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("h999 host-memory=1GiB", "no machine named 'h999'"),
+        ("h100 memory=1GiB", "'memory=1GiB' after a machine's name is none of device-memory"),
+        ("h100 host-memory=80%", "host-memory is '80%', but must be bytes"),
+        ("h100 link=fast", "link is 'fast', but must be"),
+    ],
+)
+def test_a_change_that_is_none_is_refused(name: str, told: str) -> None:
+    with pytest.raises(OptionError, match=re.escape(told)):
+        find(name)
 
 
 def test_a_machine_is_found_by_name_or_in_a_file(tmp_path: Path) -> None:
