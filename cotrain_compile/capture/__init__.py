@@ -24,6 +24,7 @@ from cotrain_compile.capture.aot import (
     to_aten,
     traced_modules,
 )
+from cotrain_compile.capture.data_sizes import refuse_sizes_from_data
 from cotrain_compile.capture.half_steps import (
     refuse_half_a_step,
     refuse_missing_updates,
@@ -60,6 +61,7 @@ def capture(
     """
     session.trace_ended()
     session.graph_was_compiled = True
+    refuse_sizes_from_data(module)
     params = params_with_gradient(module, example_inputs)
     refuse_half_a_step(session, params)
     refuse_unseen_hooks(params)

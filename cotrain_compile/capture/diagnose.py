@@ -115,7 +115,7 @@ def _way_on(error: Exception, what: str, hint: str) -> str:
 def _user_line(error: BaseException, code: CodeType) -> str:
     """The deepest line outside installed packages, as `file:line in function: source`."""
     stack: Iterable[traceback.FrameSummary] = getattr(error, "real_stack", None) or ()
-    mine = [frame for frame in stack if not _in_library(frame.filename)]
+    mine = [frame for frame in stack if not in_library(frame.filename)]
     if not mine:
         return _first_line(code)
     frame = mine[-1]
@@ -136,6 +136,7 @@ def _first_line(code: CodeType) -> str:
     return f"{code.co_filename}:{code.co_firstlineno} in {code.co_name}"
 
 
-def _in_library(filename: str) -> bool:
+def in_library(filename: str) -> bool:
+    """Whether a file is an installed package's, ours or Python's own, and not the user's."""
     path = os.path.abspath(filename)
     return path.startswith(_LIBRARIES) or path.startswith(_STANDARD_LIBRARY)

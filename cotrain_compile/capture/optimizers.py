@@ -6,10 +6,8 @@ a whole-step trace would silently update nothing. Here the optimizer is a plain 
 `graph_break`). No class and no method of the user's is changed.
 
 Private torch API used: `UserDefinedObjectVariable`, `UserFunctionVariable`, `VariableTracker`, the
-hooks of an optimizer and of all optimizers, `_disable_dynamo_if_unsupported`. Tried on torch
-2.11.0, 2.13.0 and 2.15.0.
-Private torch API used: `UserDefinedObjectVariable`, `VariableTracker`, the hooks of an optimizer
-and of all optimizers, `SideEffects.store_attr_mutations`. Tried on torch 2.11.0, 2.13.0 and 2.15.0.
+hooks of an optimizer and of all optimizers, `_disable_dynamo_if_unsupported`,
+`SideEffects.store_attr_mutations`. Tried on torch 2.11.0, 2.13.0 and 2.15.0.
 """
 
 from __future__ import annotations
