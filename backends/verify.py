@@ -3,7 +3,7 @@
 In: a `CompiledStep`, the graph it was made from, the options. Out: a callable in its place that
 raises `VerifyError` at the first tensor that differs, in the order in which the step computes them.
 What a fused kernel updates on the host, and what follows from it, may differ by `TOLERANCE` of the
-update's largest change (`docs/decisions/0005-trusted-fused-kernels.md`).
+update's largest change (`docs/decisions/0005-fused-loops-by-structure.md`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from cotrain_compile.machine import Tier
 from cotrain_compile.options import Options
 from cotrain_compile.passes.find_accesses import find_race_in
 from cotrain_compile.plan import Plan, Task, Transfer
-from cotrain_compile.runtime.host_kernels import TOLERANCE
+from cotrain_compile.runtime.trial import TOLERANCE
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ def _rounded(step: StepGraph, plan: Plan) -> set[fx.Node]:
 
 
 def _rounding(right: torch.Tensor, change: float | None) -> float:
-    """By how much a rounded result may differ: see `host_kernels.TOLERANCE`."""
+    """By how much a rounded result may differ: see `trial.TOLERANCE`."""
     if not right.numel() or not right.is_floating_point():
         return 0.0
     largest = float(right.double().abs().max())

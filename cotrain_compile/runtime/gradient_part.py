@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from cotrain_compile.capture.phases import PHASE_ANNOTATION
-from cotrain_compile.graph import StepInput, returns_argument_memory, writes
+from cotrain_compile.graph import returns_argument_memory
 from cotrain_compile.machine import Tier
+from cotrain_compile.runtime.match_update import ancestors, is_random
 from cotrain_compile.runtime.metered import MeteredGraph
 
 # A piece stays in the cache until the fused loop reads it. The memory for a whole gradient at once
@@ -23,8 +23,11 @@ from cotrain_compile.runtime.metered import MeteredGraph
 # Twice as many in float32 are 2 MiB, which glibc gives back to the system after every piece.
 PIECE_ELEMENTS = 1 << 18
 
+# What computes something in a graph; a constant is fetched by an op of its own.
+OPS = ("call_function", "get_attr")
+
 # Arithmetic on each element by itself, though torch's tag does not say so.
-_TO_COPY = torch.ops.aten._to_copy.default
+_ELEMENTWISE = frozenset({torch.ops.aten._to_copy.default})
 
 
 @dataclass(frozen=True)
@@ -43,34 +46,18 @@ class GradientPart:
     shown: int | None
 
 
-def gradient_part(
-    region: fx.GraphModule, inputs: Sequence[StepInput | None]
-) -> GradientPart | None:
-    """That part of `region`, None where it does not end in one tensor of the parameter's size.
-
-    The optimizer's own are the ops traced in its step and those that depend on the parameter, a
-    state or a hyper-parameter; before them a gradient may be viewed, widened or clipped.
-    """
-    before = _before_the_optimizer(region, inputs)
-    crossing = {
-        source
-        for node in region.graph.nodes
-        if node.op == "call_function" and node not in before
-        for source in node.all_input_nodes
-        if source in before and _is_large(source, _elements(region))
-    }
-    if len(crossing) != 1:
-        return None
-    (gradient,) = crossing
+def gradient_part(region: fx.GraphModule, gradient: fx.Node) -> GradientPart:
+    """What `region` computes `gradient` from: its values before any write, and its own ops."""
+    before = ancestors(gradient)
     source, chain = _elementwise_chain(gradient)
     needed = [source, *(value for op in chain for value in op.all_input_nodes)]
     given = [value for value in dict.fromkeys(needed) if value not in chain]
     inputs_of_region = region.graph.find_nodes(op="placeholder")
-    first = [node for node in region.graph.nodes if node in before and node.op == "call_function"]
-    begin = _graph_of(region, inputs_of_region, first, given)
+    first = [node for node in region.graph.nodes if node in before and node.op in OPS]
+    begin = graph_of(region, inputs_of_region, first, given)
     return GradientPart(
         begin=MeteredGraph(begin, Tier.HOST),
-        finish=MeteredGraph(_graph_of(region, given, chain, [gradient]), Tier.HOST),
+        finish=MeteredGraph(graph_of(region, given, chain, [gradient]), Tier.HOST),
         ops=len(chain),
         shown=_shown(begin.graph) if source.meta["val"].is_contiguous() else None,
     )
@@ -102,57 +89,40 @@ def in_pieces(
         yield piece, source[here]
 
 
-def _is_large(source: fx.Node, elements: int) -> bool:
-    """Whether it can be the gradient of so many elements; the flag of a skipped update cannot."""
-    value = source.meta["val"]
-    return bool(value.numel() == elements and value.is_floating_point())
-
-
-def _before_the_optimizer(
-    region: fx.GraphModule, inputs: Sequence[StepInput | None]
-) -> set[fx.Node]:
-    own: set[fx.Node] = set()
-    before: set[fx.Node] = set()
-    described = iter(inputs)
-    for node in region.graph.nodes:
-        if node.op == "placeholder":
-            (before if next(described) is None else own).add(node)
-        elif node.op == "call_function":
-            optimizers = _traced_in_step(node) or any(n in own for n in node.all_input_nodes)
-            (own if optimizers else before).add(node)
-    return before
-
-
-def _traced_in_step(node: fx.Node) -> bool:
-    return (node.meta.get("custom") or {}).get(PHASE_ANNOTATION) == "optimizer"
-
-
-def _elements(region: fx.GraphModule) -> int:
-    """Elements of what the region writes: those of its parameter."""
-    return max(int(to.meta["val"].numel()) for _, to, _ in writes(region.graph))
-
-
 def _elementwise_chain(gradient: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
     """The ops that end in `gradient`, each arithmetic on the one before, and where they begin."""
     chain: list[fx.Node] = []
     node = gradient
-    while _is_elementwise(node) and (large := _large_input(node)) is not None:
+    while is_elementwise(node) and (large := _large_input(node)) is not None:
         chain.insert(0, node)
         node = large
     return node, chain
 
 
-def _is_elementwise(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and (
-        node.target is _TO_COPY or torch.Tag.pointwise in node.target.tags
-    )
+def has_ops(graph: fx.Graph) -> bool:
+    """Whether `graph` computes or writes anything."""
+    return any(node.op == "call_function" for node in graph.nodes)
+
+
+def is_elementwise(node: fx.Node) -> bool:
+    """Whether each element of the result follows from the same elements of the inputs."""
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.is_mutable:
+        return False
+    is_tagged = torch.Tag.pointwise in node.target.tags and not is_random(node)
+    return node.target in _ELEMENTWISE or is_tagged
 
 
 def _large_input(node: fx.Node) -> fx.Node | None:
     """The input of the same shape, None where there is not one, with all others single values."""
     shape = node.meta["val"].shape
-    large = [n for n in node.all_input_nodes if n.meta["val"].numel() != 1]
+    large = [n for n in node.all_input_nodes if not is_single(n)]
     return large[0] if len(large) == 1 and large[0].meta["val"].shape == shape else None
+
+
+def is_single(node: fx.Node) -> bool:
+    """Whether a value is a single number."""
+    value = node.meta.get("val")
+    return not isinstance(value, Tensor) or value.numel() == 1
 
 
 def _shown(begin: fx.Graph) -> int | None:
@@ -173,12 +143,13 @@ def _is_only_viewed(node: fx.Node) -> bool:
     )
 
 
-def _graph_of(
+def graph_of(
     root: fx.GraphModule,
     inputs: Sequence[fx.Node],
     ops: Iterable[fx.Node],
     results: Sequence[fx.Node],
 ) -> fx.GraphModule:
+    """`ops` of `root` alone, from `inputs` to `results`; those that nobody needs are left out."""
     graph = fx.Graph()
     values = {node: graph.placeholder(node.name) for node in inputs}
     for node in ops:

@@ -1,12 +1,12 @@
-"""Host kernels: what runs a host region: ATen's fused optimizer loops where they match it.
+"""Host kernels: what runs a host region.
 
-A fused kernel is used only where it gives the captured ops' result on random data: what matches is
-measured, not assumed. The captured ops themselves are the exact alternative.
+A fused loop of ATen's, where every op between the gradient and the new parameter and states is
+accounted for by the rule that the loop computes (`match_update`): the ops before and behind run as
+captured. Else the captured ops, in parts that stay in the cache if they can (`captured_kernels`).
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -17,24 +17,26 @@ from torch import fx
 from cotrain_compile.dataflow import Role
 from cotrain_compile.graph import OptimizerRule, StepGraph, StepInput
 from cotrain_compile.machine import Tier
+from cotrain_compile.runtime.after_update import after_update
+from cotrain_compile.runtime.captured_kernels import CapturedKernel, chunked_kernel
 from cotrain_compile.runtime.course import WHOLE, Course
 from cotrain_compile.runtime.fused_loops import FUSED_LOOPS, Update
 from cotrain_compile.runtime.gradient_part import (
     GradientPart,
     cache_rows,
     gradient_part,
+    has_ops,
     in_pieces,
 )
 from cotrain_compile.runtime.live_settings import live_settings, value_of, with_settings
+from cotrain_compile.runtime.match_update import match_update
 from cotrain_compile.runtime.meter import Meter
 from cotrain_compile.runtime.metered import MeteredGraph
 from cotrain_compile.runtime.ops import host_region
-from cotrain_compile.runtime.skipped_updates import skip_input
+from cotrain_compile.runtime.trial import agree
 
-# Largest difference allowed between a fused kernel and the captured ops, relative to the largest
-# change the update makes: torch's compiled optimizers take bias corrections in float32, the fused
-# kernels in float64.
-TOLERANCE = 1e-3
+# States that are sums of squares.
+NEVER_NEGATIVE = frozenset({"exp_avg_sq", "max_exp_avg_sq", "sum"})
 
 
 class HostKernel(Protocol):
@@ -44,24 +46,13 @@ class HostKernel(Protocol):
 
 
 @dataclass(frozen=True)
-class CapturedKernel:
-    """Runs the captured ops one by one."""
-
-    ops: MeteredGraph
-
-    def __call__(self, inputs: Sequence[Any], meter: Meter, course: Course = WHOLE) -> None:
-        for _ in course.pieces():
-            self.ops(inputs, meter)
-
-
-@dataclass(frozen=True)
 class FusedKernel:
-    """Runs what happens to the gradient before the optimizer, then a fused loop of ATen's.
+    """Runs what happens to the gradient before the optimizer, a fused loop, and what comes after.
 
-    It goes piece by piece, unless the gradient is ready as it is. `positions` says at which input
-    the parameter ("param") and each state are; `settings` are the optimizer's, `live` those of them
-    that are inputs (`lr`, `betas.0`, ...), with their positions; `skip` is the input that says
-    whether all stays as it is, None where there is none.
+    The loop goes piece by piece, unless the gradient is ready as it is. `positions` says at which
+    input the parameter ("param") and each state are; `settings` are the optimizer's, `live` those
+    of them that are inputs (`lr`, `betas.0`, ...), with their positions; `skip` is the input that
+    says whether the loop is left out, `after` the ops behind it, None where there are none.
     """
 
     gradient: GradientPart
@@ -70,10 +61,15 @@ class FusedKernel:
     settings: Mapping[str, Any]
     live: Mapping[str, int]
     skip: int | None = None
+    after: MeteredGraph | None = None
 
     def __call__(self, inputs: Sequence[Any], meter: Meter, course: Course = WHOLE) -> None:
-        if self.skip is not None and bool(inputs[self.skip]):
-            return
+        if self.skip is None or not bool(inputs[self.skip]):
+            self._update(inputs, meter, course)
+        if self.after is not None:
+            self.after(inputs, meter)
+
+    def _update(self, inputs: Sequence[Any], meter: Meter, course: Course) -> None:
         source, *small = self.gradient.begin(inputs, meter)
         tensors = {name: inputs[position] for name, position in self.positions.items()}
         live = {name: float(inputs[position]) for name, position in self.live.items()}
@@ -83,9 +79,7 @@ class FusedKernel:
         for _, (part, part_source) in cut:
             for piece, piece_source in self._pieces(part, part_source):
                 (gradient,) = self.gradient.finish((piece_source, *small), meter)
-                # The loops go through memory in order, whatever the strides say.
-                in_order = gradient.contiguous() if piece["param"].is_contiguous() else gradient
-                self.update(piece, in_order, settings)
+                self.update(piece, _laid_out_as(piece["param"], gradient), settings)
 
     def _pieces(
         self, tensors: Mapping[str, torch.Tensor], source: torch.Tensor
@@ -100,31 +94,54 @@ def _all_rows(source: torch.Tensor) -> int:
     return source.shape[0] if source.dim() else 1
 
 
+def _laid_out_as(param: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """`gradient` with the strides of `param`: the loops go through memory in order."""
+    if param.is_contiguous() or gradient.stride() == param.stride():
+        return gradient.contiguous() if param.is_contiguous() else gradient
+    return torch.empty_like(param).copy_(gradient)
+
+
 def host_kernels(placed: StepGraph, choice: str) -> dict[str, HostKernel]:
     """A kernel for every host region of `placed`, by task name.
 
-    `choice` is "fused" (where it matches) or "captured".
+    `choice` is "fused" (as the module says) or "captured" (the captured ops as they are).
     """
     kernels: dict[str, HostKernel] = {}
-    trusted: dict[object, bool] = {}
+    checked: dict[object, bool] = {}
     for call in _smallest_first(placed):
         name = str(call.args[0].target)  # type: ignore[union-attr]
         region = placed.module.get_submodule(name)
         assert isinstance(region, fx.GraphModule)
-        captured = CapturedKernel(MeteredGraph(region, Tier.HOST))
-        inputs = _described_inputs(region, placed)
-        fused = _fused(region, inputs, placed.rules) if choice == "fused" else None
-        if fused is not None:
-            kind = _kind(region, inputs, placed.rules)
-            if kind not in trusted:
-                trusted[kind] = _agree(fused, captured, region)
-            fused = fused if trusted[kind] else None
-        kernels[str(call.args[1])] = fused or captured
+        found: HostKernel = CapturedKernel(MeteredGraph(region, Tier.HOST))
+        if choice == "fused":
+            found = _fast(region, _described_inputs(region, placed), placed, checked) or found
+        kernels[str(call.args[1])] = found
     return kernels
 
 
+def _fast(
+    region: fx.GraphModule,
+    inputs: Sequence[StepInput | None],
+    placed: StepGraph,
+    checked: dict[object, bool],
+) -> HostKernel | None:
+    """A fused kernel, if the region's update is one, else captured ops in parts.
+
+    `checked` has which kinds of kernels have passed their trial, each on its smallest region.
+    """
+    rule = _rule(inputs, placed.rules)
+    fused = _fused(region, inputs, rule) if rule is not None else None
+    if rule is not None and fused is not None:
+        kind = _kind(region, rule)
+        if kind not in checked:
+            checked[kind] = _passes_trial(region, fused)
+        if checked[kind]:
+            return fused
+    return chunked_kernel(region)
+
+
 def _smallest_first(placed: StepGraph) -> list[fx.Node]:
-    """Region calls by size: the comparison of a kind then runs on its smallest parameter."""
+    """Region calls by size: the trial of a kind then runs on its smallest parameter."""
     calls = placed.module.graph.find_nodes(op="call_function", target=host_region)
 
     def size(call: fx.Node) -> int:
@@ -140,23 +157,19 @@ def _described_inputs(region: fx.GraphModule, placed: StepGraph) -> list[StepInp
     return [placed.input_of_node.get(name) for name in names]
 
 
-def _rule(inputs: Sequence[StepInput | None], rules: Mapping[str, OptimizerRule]) -> Any:
+def _rule(
+    inputs: Sequence[StepInput | None], rules: Mapping[str, OptimizerRule]
+) -> OptimizerRule | None:
     param = next((i.name for i in inputs if i is not None and i.role is Role.PARAM), "")
     return rules.get(param)
 
 
 def _fused(
-    region: fx.GraphModule,
-    inputs: Sequence[StepInput | None],
-    rules: Mapping[str, OptimizerRule],
+    region: fx.GraphModule, inputs: Sequence[StepInput | None], rule: OptimizerRule
 ) -> FusedKernel | None:
-    """A fused kernel for the region, None where there is none for its optimizer or its shape."""
-    rule = _rule(inputs, rules)
-    maker = FUSED_LOOPS.get(rule.optimizer) if rule is not None else None
-    gradient = gradient_part(region, inputs)
-    if maker is None or gradient is None:
-        return None
-    if any(isinstance(value, torch.Tensor) for value in rule.settings.values()):
+    """A fused kernel for the region, None where some op of it is not accounted for."""
+    maker = FUSED_LOOPS.get(rule.optimizer)
+    if maker is None or any(isinstance(value, torch.Tensor) for value in rule.settings.values()):
         return None
     positions = {
         "param" if item.role is Role.PARAM else item.name.removeprefix(f"{item.param}."): position
@@ -165,88 +178,78 @@ def _fused(
     }
     live = live_settings(inputs, rule.settings)
     update = maker(rule.settings, frozenset(positions))
-    if update is None or live is None:
+    nodes = list(region.graph.find_nodes(op="placeholder"))
+    tensors = {name: nodes[position] for name, position in positions.items()}
+    if update is None or live is None or not _are_alike(tensors):
         return None
-    return FusedKernel(gradient, update, positions, rule.settings, live, skip_input(region))
-
-
-def _kind(
-    region: fx.GraphModule,
-    inputs: Sequence[StepInput | None],
-    rules: Mapping[str, OptimizerRule],
-) -> object:
-    """Regions of one kind run the same ops with the same settings."""
-    rule = _rule(inputs, rules)
-    ops = tuple(str(node.target) for node in region.graph.nodes if node.op == "call_function")
-    values = [node.meta.get("val") for node in region.graph.find_nodes(op="placeholder")]
-    layouts = tuple(_layout(value) if isinstance(value, torch.Tensor) else None for value in values)
-    return ops, layouts, rule.optimizer, str(sorted(rule.settings.items()))
-
-
-def _layout(value: torch.Tensor) -> object:
-    """Equal for tensors that a loop goes through alike: of any size where they are contiguous."""
-    if value.is_contiguous():
-        return str(value.dtype)
-    return str(value.dtype), tuple(map(int, value.shape)), tuple(map(int, value.stride()))
-
-
-def _agree(fused: FusedKernel, captured: CapturedKernel, region: fx.GraphModule) -> bool:
-    """Whether both kernels turn the same random inputs into the same parameter and states."""
-    inputs = [_sample(node) for node in region.graph.find_nodes(op="placeholder")]
-    for name, position in fused.live.items():
-        # Of the size it has, and not as it was when the step was traced.
-        inputs[position] = torch.tensor(0.7 * value_of(fused.settings, name), dtype=torch.float64)
-    if fused.skip is None:
-        return _agree_on(inputs, fused, captured)
-    skipped, taken = list(inputs), list(inputs)
-    skipped[fused.skip], taken[fused.skip] = torch.tensor(True), torch.tensor(False)
-    return all(_agree_on(values, fused, captured) for values in (skipped, taken))
-
-
-def _agree_on(before: Sequence[Any], fused: FusedKernel, captured: CapturedKernel) -> bool:
-    meter = Meter(dict.fromkeys(Tier, 1 << 62))
-    results = []
-    for kernel in (captured, fused):
-        inputs = [_copied(v) if isinstance(v, torch.Tensor) else v for v in before]
-        with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            try:
-                kernel(inputs, meter)
-            except RuntimeError:
-                if kernel is captured:
-                    raise
-                return False  # ATen's loop refuses such tensors, as states in another precision
-        results.append(inputs)
-    return all(
-        _close(old, exact, fast)
-        for old, exact, fast in zip(before, *results, strict=True)
-        if isinstance(old, torch.Tensor)
+    settings = {name: nodes[position] for name, position in live.items()}
+    match = match_update(region, rule, tensors, settings)
+    after = after_update(region, match) if match is not None else None
+    if match is None or after is None:
+        return None
+    return FusedKernel(
+        gradient_part(region, match.gradient),
+        update,
+        positions,
+        rule.settings,
+        live,
+        nodes.index(match.skip) if match.skip is not None else None,
+        MeteredGraph(after, Tier.HOST) if has_ops(after.graph) else None,
     )
 
 
-def _sample(node: fx.Node) -> Any:
-    value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor):
-        return 0.01
-    shape = [int(size) for size in value.shape]
-    generator = torch.Generator().manual_seed(0)
-    # Small enough that the epsilon of a denominator shows; positive, as second moments are.
-    sample = torch.rand(shape, generator=generator, dtype=torch.float64) * 1e-7 + 1e-9
-    if not shape:
-        sample = sample * 0 + 7.0  # a step count or a coefficient
-    strides = [int(stride) for stride in value.stride()]
-    return torch.empty_strided(shape, strides, dtype=value.dtype).copy_(sample)
+def _are_alike(tensors: Mapping[str, fx.Node]) -> bool:
+    """Whether a loop through memory in order meets the same element of all, and no gaps.
+
+    A step count has one element and is no part of the loop.
+    """
+    param = tensors["param"].meta["val"]
+    own = [node.meta["val"] for name, node in tensors.items() if name != "step"]
+    same = all((v.dtype, v.shape, v.stride()) == _layout(param) for v in own)
+    return same and _is_dense(param)
 
 
-def _copied(value: torch.Tensor) -> torch.Tensor:
-    """With the strides of `value`, which `clone` does not keep where they leave gaps."""
-    return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype).copy_(value)
+def _layout(value: torch.Tensor) -> tuple[torch.dtype, torch.Size, tuple[int, ...]]:
+    return value.dtype, value.shape, value.stride()
 
 
-def _close(old: torch.Tensor, exact: torch.Tensor, fast: torch.Tensor) -> bool:
-    if not old.numel():
-        return True
-    change = (exact.double() - old.double()).abs().max()
-    difference = (exact.double() - fast.double()).abs().max()
-    rounding = exact.double().abs().max() * torch.finfo(torch.float32).eps * 4
-    return bool(difference <= TOLERANCE * change + rounding)
+def _is_dense(value: torch.Tensor) -> bool:
+    """Whether the elements lie side by side in some order of the dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return not value.numel()
+        expected *= size
+    return True
+
+
+def _kind(region: fx.GraphModule, rule: OptimizerRule) -> object:
+    """Kernels of one kind run the same loop with the same settings, between the same ops."""
+    ops = tuple(str(node.target) for node in region.graph.nodes if node.op == "call_function")
+    values = [node.meta.get("val") for node in region.graph.find_nodes(op="placeholder")]
+    layouts = tuple(_traits(value) if isinstance(value, torch.Tensor) else None for value in values)
+    return ops, layouts, rule.optimizer, str(sorted(rule.settings.items()))
+
+
+def _traits(value: torch.Tensor) -> object:
+    """Equal for tensors that a loop goes through alike: of any size where they are contiguous."""
+    return str(value.dtype) if value.is_contiguous() else str(_layout(value))
+
+
+def _passes_trial(region: fx.GraphModule, fused: FusedKernel) -> bool:
+    captured = CapturedKernel(MeteredGraph(region, Tier.HOST))
+    # Settings are of the size they have, and not as they were when the step was traced.
+    settings = {
+        position: torch.tensor(0.7 * value_of(fused.settings, name), dtype=torch.float64)
+        for name, position in fused.live.items()
+    }
+    squares = [place for name, place in fused.positions.items() if name in NEVER_NEGATIVE]
+    return agree(
+        region,
+        captured,
+        fused,
+        param=fused.positions["param"],
+        fixed=settings,
+        never_negative=squares,
+        skip=fused.skip,
+    )

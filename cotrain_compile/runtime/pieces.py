@@ -32,8 +32,8 @@ def cuts(placed: StepGraph, kernels: Mapping[str, HostKernel]) -> dict[str, Cut]
         name = str(call.args[1])
         kernel = kernels[name]
         inputs: Any = call.args[3]
-        if not isinstance(kernel, FusedKernel):
-            continue
+        if not isinstance(kernel, FusedKernel) or kernel.after is not None:
+            continue  # what runs behind the loop needs all of it
         param = inputs[kernel.positions["param"]]
         states = [inputs[position].meta["val"] for position in kernel.positions.values()]
         cut = _cut(param.meta["val"])

@@ -9,16 +9,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import cotrain_compile
+from cotrain_compile.graph import StepGraph
 from cotrain_compile.machine import Tier
 from cotrain_compile.passes import run_passes
 from cotrain_compile.placement.policies import zero_offload
 from cotrain_compile.placement.schedule import schedule
-from cotrain_compile.runtime import gradient_part
-from cotrain_compile.runtime.host_kernels import CapturedKernel, FusedKernel, host_kernels
+from cotrain_compile.runtime import captured_kernels, gradient_part
+from cotrain_compile.runtime.captured_kernels import CapturedKernel
+from cotrain_compile.runtime.host_kernels import FusedKernel, host_kernels
 from cotrain_compile.runtime.meter import Meter
 from cotrain_compile.runtime.metered import MeteredGraph
 from cotrain_compile.runtime.ops import host_region, task_name
 from tests.graph.captured_steps import captured
+from tests.graph.steps import cotrain, make_step
 
 
 def kernels_of(training: str) -> list[tuple[CapturedKernel, FusedKernel, list[Any]]]:
@@ -112,3 +116,57 @@ def test_states_in_another_precision_are_updated_by_the_captured_ops() -> None:
         expected_model(x).square().mean().backward()
         expected_optimizer.step()
     torch.testing.assert_close(model.state_dict(), expected_model.state_dict())
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "RMSprop", "NAdam", "Adadelta"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_captured_ops_in_parts_leave_the_same_bits(
+    optimizer: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No loop of ATen's rounds as the ops do in bfloat16, and most optimizers have none at all."""
+    monkeypatch.setattr(captured_kernels, "CHUNK_ELEMENTS", 64)
+    torch.manual_seed(0)
+    model = nn.Linear(40, 13, dtype=dtype)
+    maker = getattr(torch.optim, optimizer)
+    step = make_step(model, [maker(model.parameters())], lambda model, x: model(x).square().mean())
+    compiled = cotrain(policy="zero-offload", host_kernels="captured")(step)
+    compiled(torch.randn(4, 40, dtype=dtype))
+    placed = cotrain_compile.inspect(compiled).graph
+    region: Any = placed.module.get_submodule(region_of(placed, "update.weight"))
+    kernel = captured_kernels.chunked_kernel(region)
+    assert kernel is not None
+    values = [node.meta["val"] for node in region.graph.find_nodes(op="placeholder")]
+    inputs = [random_like(value) for value in values]
+    exact, whole_bytes = updated(CapturedKernel(MeteredGraph(region, Tier.HOST)), inputs)
+    found, part_bytes = updated(kernel, inputs)
+    assert all(map(torch.equal, found, exact))
+    assert part_bytes < whole_bytes
+    if dtype is torch.bfloat16 or optimizer != "AdamW":
+        chosen = host_kernels(placed, "fused")["update.weight"]
+        assert isinstance(chosen, captured_kernels.ChunkedKernel)
+
+
+def region_of(placed: StepGraph, task: str) -> str:
+    calls = placed.module.graph.find_nodes(op="call_function", target=host_region)
+    return next(str(call.args[0].target) for call in calls if task_name(call) == task)
+
+
+def test_a_parameter_that_is_not_only_worked_on_element_by_element_is_not_cut(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A norm over the new parameter needs all of it."""
+    monkeypatch.setattr(captured_kernels, "CHUNK_ELEMENTS", 8)
+    optimizer = torch.optim.RMSprop((weight := nn.Parameter(torch.ones(4, 8)),))
+
+    def step(x: Tensor) -> None:
+        optimizer.zero_grad()
+        (x @ weight).square().sum().backward()
+        optimizer.step()
+        with torch.no_grad():
+            weight.div_(weight.norm())
+
+    compiled = cotrain(policy="zero-offload")(step)
+    compiled(torch.randn(2, 4))
+    (kernel,) = host_kernels(cotrain_compile.inspect(compiled).graph, "fused").values()
+    assert isinstance(kernel, CapturedKernel)
+    torch.testing.assert_close(weight.norm().item(), 1.0)

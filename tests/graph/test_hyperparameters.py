@@ -18,7 +18,8 @@ import cotrain_compile
 from cotrain_compile.capture import float_inputs
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.runtime import host_kernels as kernels
-from cotrain_compile.runtime.host_kernels import CapturedKernel, FusedKernel, host_kernels
+from cotrain_compile.runtime.captured_kernels import CapturedKernel
+from cotrain_compile.runtime.host_kernels import FusedKernel, host_kernels
 from tests.graph.captured_steps import make_plain_mlp
 from tests.graph.steps import (
     OPTIMIZERS,
@@ -203,7 +204,7 @@ def test_fused_loops_take_settings_that_are_inputs(optimizer: str) -> None:
     assert kernels_with_changed_settings(optimizer) == {FusedKernel}
 
 
-def test_a_fused_loop_with_old_settings_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fused_loop_with_old_settings_fails_its_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "with_settings", lambda settings, live: settings)
     assert kernels_with_changed_settings("sgd") == {CapturedKernel}
 

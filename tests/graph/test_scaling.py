@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,7 +23,9 @@ import cotrain_compile
 from cotrain_compile.errors import CaptureError
 from cotrain_compile.plan import UpdateMode
 from cotrain_compile.runtime import host_kernels as kernels
-from cotrain_compile.runtime.host_kernels import CapturedKernel, FusedKernel, host_kernels
+from cotrain_compile.runtime.captured_kernels import CapturedKernel
+from cotrain_compile.runtime.host_kernels import FusedKernel, host_kernels
+from cotrain_compile.runtime.match_update import Match, match_update
 from tests.graph.captured_steps import make_plain_mlp
 from tests.graph.steps import OPTIMIZERS, SEED, Batch, Step, all_tensors, check_peak, cotrain
 
@@ -283,12 +286,16 @@ def test_scaled_updates_on_the_host_run_fused_loops(optimizer: str) -> None:
     assert kernels_of(optimizer) == {FusedKernel}
 
 
-def test_a_fused_loop_that_does_not_skip_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "skip_input", lambda region: None)
+def test_a_fused_loop_that_does_not_skip_fails_its_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never_skips(*given: Any) -> Match | None:
+        match = match_update(*given)
+        return replace(match, skip=None) if match is not None else None
+
+    monkeypatch.setattr(kernels, "match_update", never_skips)
     assert kernels_of("adamw") == {CapturedKernel}
 
 
-def test_a_fused_loop_that_always_skips_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fused_loop_that_always_skips_fails_its_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(self: FusedKernel, inputs: Sequence[Any], meter: Any) -> None: ...
 
     monkeypatch.setattr(FusedKernel, "__call__", never)
