@@ -2,8 +2,8 @@
 
 Private torch API used: `torch._inductor.compile_fx.compile_fx_inner` (compiles a graph as it is and
 returns a function that takes a list and empties it, so that an input is freed at its last use),
-`select_decomp_table`, `joint_graph_passes`, the fake tensors' modes and `TracingContext`. Tried on
-torch 2.11.0, 2.13.0 and 2.15.0.
+`select_decomp_table`, `joint_graph_passes`, the fake tensors' modes, `TracingContext` and
+`fx_passes.post_grad._chain_random_ops_for_ordering`. Tried on torch 2.11.0, 2.13.0 and 2.15.0.
 """
 
 from __future__ import annotations
@@ -17,11 +17,15 @@ from torch._guards import TracingContext, tracing
 from torch._inductor import config
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.fx_passes import post_grad
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from cotrain_compile.backends.scatters import settings_for
+from cotrain_compile.random_ops import is_random
+
+aten = torch.ops.aten
 
 Code = Callable[[list[Any]], Sequence[Any]]
 
@@ -30,6 +34,9 @@ CUDA_GRAPHS = "triton.cudagraphs"
 # Random numbers are eager's unless the user asks for Inductor's own, which are faster. No CUDA
 # graphs, though they may be on for what else the process compiles.
 DEFAULTS: Mapping[str, Any] = {"fallback_random": True, CUDA_GRAPHS: False}
+# Whether torch ties the random ops of a graph together in their order. A result that nobody uses is
+# tied to nothing, though.
+_TIES_RANDOM_OPS = hasattr(post_grad, "_chain_random_ops_for_ordering")
 
 
 def compile_graph(
@@ -47,6 +54,7 @@ def compile_graph(
     ):
         with fake_mode_of(inputs):
             decomposed = make_fx(module, decomposition_table=select_decomp_table())(*inputs)
+        scale_before_adding(decomposed.graph)
         joint_graph_passes(decomposed)
         output = next(iter(decomposed.graph.find_nodes(op="output")))
         # What a segment returns is read by others, which were compiled for these strides.
@@ -54,6 +62,26 @@ def compile_graph(
         with config.patch(settings_for(decomposed.graph)):
             code: Code = compile_fx_inner(decomposed, list(inputs))
     return code
+
+
+def scale_before_adding(graph: fx.Graph) -> None:
+    """Write `add(mm, c, alpha=k)` as `add(mm, mul(c, k))`.
+
+    Inductor makes one product with a sum of the former, and forgets the factor (2.11 to 2.15).
+    """
+    for node in list(graph.find_nodes(op="call_function", target=aten.add.Tensor)):
+        first, second = node.args
+        products = [v for v in (first, second) if getattr(v, "target", None) is aten.mm.default]
+        if products and node.kwargs.get("alpha", 1) != 1:
+            with graph.inserting_before(node):
+                scaled = graph.call_function(aten.mul.Tensor, (second, node.kwargs["alpha"]))
+            scaled.meta["val"] = second.meta["val"] * node.kwargs["alpha"]
+            node.args, node.kwargs = (first, scaled), {}
+
+
+def may_draw_out_of_order(node: fx.Node) -> bool:
+    """Whether code for a graph with `node` and other random ops may draw in another order."""
+    return is_random(node) and not (_TIES_RANDOM_OPS and node.users)
 
 
 def fake_mode_of(inputs: Sequence[Any]) -> Any:

@@ -20,7 +20,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from cotrain_compile.backends.cut import cut, sink_into_updates
-from cotrain_compile.backends.inductor import CUDA_GRAPHS, Code, compile_graph, unknown_settings
+from cotrain_compile.backends.inductor import (
+    CUDA_GRAPHS,
+    Code,
+    compile_graph,
+    may_draw_out_of_order,
+    unknown_settings,
+)
 from cotrain_compile.backends.layers import layers
 from cotrain_compile.backends.segments import Segment, SegmentedStep, segmented
 from cotrain_compile.collector import collector_off
@@ -109,7 +115,12 @@ def _compile(equal: Sequence[Segment], settings: Settings) -> Code:
 
 
 def _runs_alone(node: fx.Node) -> bool:
-    """Whether an op can be in no segment: it takes a subgraph, or takes or makes a number."""
+    """Whether an op can be in no segment: it takes a subgraph, or takes or makes a number.
+
+    Or it would draw random numbers before or behind others.
+    """
+    if may_draw_out_of_order(node):
+        return True
     given = [source.meta.get("val") for source in node.all_input_nodes]
     if any(value is None for value in given):
         return True

@@ -13,7 +13,8 @@ from functools import cached_property
 
 from cotrain_compile.machine import LARGEST
 
-FORMAT_VERSION = 1
+# 2: random ops touch the state of their generator.
+FORMAT_VERSION = 2
 
 # Of all buffers: sums of it, and of what is copied, fit a 64-bit integer.
 MOST_BYTES = 1 << 60
@@ -51,7 +52,8 @@ class Buffer:
 
     `is_input` buffers exist before the first op; `is_output` buffers are still needed after the
     last one (the user holds them, or they are returned). `param` is the parameter in whose `.grad`
-    a gradient is found before the step or kept after it, "" for all else.
+    a gradient is found before the step or kept after it, "" for all else. With role RNG it is the
+    state of a random generator, which every op that draws from it reads and writes.
     """
 
     name: str
@@ -162,9 +164,20 @@ class Dataflow:
             _require(group.param in params, f"{group.param} is updated and no parameter")
             _require(kept.issuperset(group.states), f"the step does not keep {group.states}")
             _require(bool(group.ops), f"the update of {group.param} has no ops")
+        self._require_draws_in_order()
         _require(len(self.update) == len(self.updates), "two updates are of one parameter")
         in_updates = [name for group in self.updates for name in group.ops]
         _require(len(set(in_updates)) == len(in_updates), "two updates, or one, name an op twice")
+
+    def _require_draws_in_order(self) -> None:
+        """No op of an update, which may run elsewhere and at another time, draws random numbers."""
+        generators = {buffer.name for buffer in self.buffers if buffer.role is Role.RNG}
+        in_updates = {name: group.param for group in self.updates for name in group.ops}
+        for op in self.ops if generators else ():
+            if op.name in in_updates:
+                draws = not generators.isdisjoint((*op.reads, *op.writes))
+                where = f"the update of {in_updates[op.name]}"
+                _require(not draws, f"op {op.name} of {where} draws random numbers")
 
     @cached_property
     def buffer(self) -> Mapping[str, Buffer]:

@@ -25,6 +25,7 @@ from cotrain_compile.extract_updates import update_groups
 from cotrain_compile.graph import StepGraph, returns_argument_memory
 from cotrain_compile.op_bytes import nbytes_of
 from cotrain_compile.op_costs import OpCost, computing_dtype, cost_of
+from cotrain_compile.random_ops import generators_of
 
 
 def extract(step: StepGraph) -> Dataflow:
@@ -92,8 +93,9 @@ class _Namer:
 
     def read_call(self, node: fx.Node) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """The buffers that an op reads and writes."""
-        reads = tuple(dict.fromkeys(self._buffers_in(node)))
-        written = self._written_arguments(node)
+        generators = [self._name_generator(device) for device in generators_of(node)]
+        reads = tuple(dict.fromkeys([*self._buffers_in(node), *generators]))
+        written = [*self._written_arguments(node), *generators]
         for suffix, value in _tensors(node.meta.get("val")):
             known = self._by_storage.get(value.untyped_storage()._cdata)
             name = known or self._name_storage(value, node.name + suffix, Role.TEMPORARY)
@@ -105,6 +107,15 @@ class _Namer:
                 self.buffer_of[node.name] = name
         return reads, tuple(dict.fromkeys(written))
 
+    def _name_generator(self, device: str) -> str:
+        """The state of a random generator: none of the step's bytes, and the user's afterwards."""
+        key = "generator", device
+        if key not in self._by_storage:
+            name = self._new_name(f"generator.{device}")
+            self._by_storage[key] = name
+            self.buffers[name] = Buffer(name, 0, Role.RNG, is_input=True, is_output=True)
+        return self._by_storage[key]
+
     def _name_input(self, node: fx.Node, value: torch.Tensor, name: str, role: Role) -> None:
         known = self._by_storage.get(value.untyped_storage()._cdata)
         self.buffer_of[node.name] = known or self._name_storage(value, name, role, is_input=True)
@@ -112,14 +123,18 @@ class _Namer:
     def _name_storage(
         self, value: torch.Tensor, name: str, role: Role, is_input: bool = False
     ) -> str:
-        while name in self.buffers:  # a node may be called like a user's parameter
-            name += "~"
+        name = self._new_name(name)
         storage = value.untyped_storage()
         # A batch is often a slice of a data set; what it is a slice of is not the step's memory.
         nbytes = nbytes_of(value) if role is Role.BATCH else storage.nbytes()
         size = _integer(self.nbytes_expressions, name, nbytes)
         self._by_storage[storage._cdata] = name
         self.buffers[name] = Buffer(name, size, role, is_input)
+        return name
+
+    def _new_name(self, name: str) -> str:
+        while name in self.buffers:  # a node may be called like a user's parameter
+            name += "~"
         return name
 
     def _buffers_in(self, node: fx.Node) -> Iterator[str]:

@@ -3,18 +3,23 @@
 An op belongs to a parameter when everything that uses its result does. What several parameters
 share (a clipping coefficient) stays outside and is an input of each group; what follows from
 hyper-parameters alone costs nothing to repeat, so there the group's input is the hyper-parameter.
+
+A random op belongs to no update: it stays in the order of the step, with what it reads, and so does
+the op that adds its numbers to a gradient. The update begins behind it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import fx
 
 from cotrain_compile.dataflow import Phase, Role, UpdateGroup
 from cotrain_compile.graph import StepGraph, writes
+from cotrain_compile.random_ops import is_random
 
 aten = torch.ops.aten
 
@@ -26,7 +31,8 @@ def update_groups(step: StepGraph, buffer_of: Mapping[str, str]) -> tuple[Update
     update, or that shares its storage with another input, has no group: it cannot be updated
     anywhere but on the device.
     """
-    owner = _owners(step)
+    draws = _draws(step)
+    owner = _owners(step, draws)
     members: dict[str, list[fx.Node]] = {}
     for node in step.nodes:
         if node in owner:
@@ -38,7 +44,7 @@ def update_groups(step: StepGraph, buffer_of: Mapping[str, str]) -> tuple[Update
             inputs.setdefault(item.param or item.name, []).append(node)
     derived = _from_hyperparameters(step)
     groups = [
-        _group(step, nodes, inputs.get(param, []), derived, buffer_of)
+        _group(step, nodes, inputs.get(param, []), derived, draws, buffer_of)
         for param, nodes in members.items()
     ]
     placeholders = step.module.graph.find_nodes(op="placeholder")
@@ -50,7 +56,41 @@ def update_groups(step: StepGraph, buffer_of: Mapping[str, str]) -> tuple[Update
     )
 
 
-def _owners(step: StepGraph) -> dict[fx.Node, str]:
+@dataclass(frozen=True)
+class _Draws:
+    """What random ops leave to the device, of the nodes that are not forward or backward.
+
+    `noise` are random ops, and what follows from them and hyper-parameters alone; `staying` are
+    these, and the ops in which they meet a gradient.
+    """
+
+    noise: frozenset[fx.Node]
+    staying: frozenset[fx.Node]
+
+
+def _draws(step: StepGraph) -> _Draws:
+    noise, staying, of_states = set[fx.Node](), set[fx.Node](), set[fx.Node]()
+    for node in step.nodes:
+        if step.phases.get(node.name) is not Phase.OPTIMIZER:
+            continue
+        sources = node.all_input_nodes
+        if any(source in of_states or _is_updated(step, source) for source in sources):
+            of_states.add(node)
+        drawn = noise.intersection(sources)
+        known = all(source in noise or _is_hyperparameter(step, source) for source in sources)
+        if is_random(node) or (drawn and known):
+            noise.add(node)
+        if node in noise or (drawn and node not in of_states):
+            staying.add(node)
+    return _Draws(frozenset(noise), frozenset(staying))
+
+
+def _is_updated(step: StepGraph, node: fx.Node) -> bool:
+    item = step.input_of_node.get(node.name)
+    return item is not None and item.role in (Role.PARAM, Role.OPTIMIZER_STATE)
+
+
+def _owners(step: StepGraph, draws: _Draws) -> dict[fx.Node, str]:
     """The parameter that each node of the optimizer phase works for, where it is a single one."""
     owner: dict[fx.Node, str] = {}
     written: dict[fx.Node, str] = {}
@@ -63,6 +103,8 @@ def _owners(step: StepGraph) -> dict[fx.Node, str]:
             owner[node] = written[destination]
     for node in reversed(step.nodes):
         if node.op != "call_function" or node.target is aten.copy_.default:
+            continue
+        if node in draws.staying:
             continue
         if step.phases.get(node.name) is Phase.OPTIMIZER:
             users = {owner.get(user) for user in node.users}
@@ -79,6 +121,7 @@ def _group(
     nodes: list[fx.Node],
     inputs: list[fx.Node],
     derived: set[fx.Node],
+    draws: _Draws,
     buffer_of: Mapping[str, str],
 ) -> UpdateGroup | None:
     """The group of one parameter: `nodes` work for it, `inputs` are it and its states."""
@@ -96,7 +139,9 @@ def _group(
     outside = _outside_inputs(nodes, set(inputs), derived, buffer_of)
     if not outside:
         return None
-    gradient = max(outside, key=lambda name: _like_a_gradient(step, outside[name], params[0]))
+    gradient = max(
+        outside, key=lambda name: _like_a_gradient(step, outside[name], params[0], draws)
+    )
     return UpdateGroup(
         param=buffer_of[params[0].name],
         gradient=gradient,
@@ -126,21 +171,26 @@ def _outside_inputs(
     return found
 
 
-def _like_a_gradient(step: StepGraph, node: fx.Node, param: fx.Node) -> tuple[bool, bool, int]:
+def _like_a_gradient(
+    step: StepGraph, node: fx.Node, param: fx.Node, draws: _Draws
+) -> tuple[bool, bool, bool, int]:
     """Larger for what is more like the gradient of `param`: its shape, computed, of many elements.
 
     A parameter may have as few elements as a learning rate, or none at all.
     """
     value = node.meta["val"]
     has_its_shape = tuple(map(int, value.shape)) == tuple(map(int, param.meta["val"].shape))
-    return has_its_shape, not _is_hyperparameter(step, node), int(value.numel())
+    is_computed = not _is_hyperparameter(step, node)
+    return has_its_shape, is_computed, node not in draws.noise, int(value.numel())
 
 
 def _from_hyperparameters(step: StepGraph) -> set[fx.Node]:
-    """Nodes of the optimizer phase that no parameter, state, batch or gradient reaches."""
+    """Nodes of the optimizer phase that no parameter, state, batch, gradient or draw reaches."""
     found: set[fx.Node] = set()
     for node in step.nodes:
-        if step.phases.get(node.name) is Phase.OPTIMIZER and all(
+        if step.phases.get(node.name) is not Phase.OPTIMIZER or is_random(node):
+            continue
+        if all(
             source in found or _is_hyperparameter(step, source) for source in node.all_input_nodes
         ):
             found.add(node)

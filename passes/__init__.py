@@ -1,13 +1,16 @@
 """Passes: StepGraph and Plan in, StepGraph out. A pass decides nothing; every choice is the plan's.
 
-`PASSES` is the whole list, in order. `run_passes` verifies after each and tells one observer.
+`PASSES` is the whole list, in order. `run_passes` verifies after each, and that random ops are in
+their order, and tells one observer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import zip_longest
 
 from cotrain_compile.collector import collector_off
+from cotrain_compile.errors import PlanError
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.passes.insert_transfers import insert_transfers
 from cotrain_compile.passes.insert_waits import insert_waits
@@ -15,6 +18,7 @@ from cotrain_compile.passes.move_ops import move_ops
 from cotrain_compile.passes.outline_host_regions import outline_host_regions
 from cotrain_compile.passes.use_fetched_copies import use_fetched_copies
 from cotrain_compile.plan import Plan
+from cotrain_compile.random_ops import is_random
 
 Pass = Callable[[StepGraph, Plan], StepGraph]
 Observer = Callable[[str, StepGraph, StepGraph], None]
@@ -36,9 +40,26 @@ def run_passes(step: StepGraph, plan: Plan, observer: Observer | None = None) ->
     it every pass rewrites a copy of its own; otherwise one copy does for all.
     """
     step = step.copy()
+    drawn = _random_ops(step)
     for rewrite in PASSES:
         before, step = step, step.copy() if observer is not None else step
         step = rewrite(step, plan).verify()
+        _check_draws(drawn, step, rewrite.__name__)
         if observer is not None:
             observer(rewrite.__name__, before, step)
     return step
+
+
+def _random_ops(step: StepGraph) -> list[str]:
+    return [node.name for node in step.nodes if is_random(node)]
+
+
+def _check_draws(drawn: list[str], step: StepGraph, rewrite: str) -> None:
+    """Random ops are where they were, one behind the other: each would draw other numbers."""
+    found = _random_ops(step)
+    for before, after in zip_longest(drawn, found):
+        if before != after:
+            raise PlanError(
+                f"{rewrite} puts random op {after} where the step has {before}, so that both would "
+                "draw other numbers; make a new plan, and report this with the plan's file"
+            )

@@ -6,7 +6,8 @@ the other tier is a buffer of its own, a view is none.
 
 Memory that the device makes in the step is freed, and may be used again, right after the last node
 that has it; nothing else holds it while a copy reads it. Memory on the host is held by what uses
-it, so that freeing it needs no order.
+it, so that freeing it needs no order. A random generator is a buffer, too, which ops that draw from
+it read and write.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from cotrain_compile.analysis.races import Event, Race, find_race
 from cotrain_compile.graph import StepGraph, writes
 from cotrain_compile.passes.views import COPY, viewed
 from cotrain_compile.plan import Lane
+from cotrain_compile.random_ops import generators_in, generators_of
 from cotrain_compile.runtime.ops import TASKS, cotrain, host_region, task_name
 
 LANES: Mapping[Any, Lane] = {
@@ -37,8 +39,7 @@ ON_HOST = (cotrain.offload, cotrain.host_cast)
 
 def find_race_in(placed: StepGraph) -> Race | None:
     """The first race of a placed step that runs again and again, None where there is none."""
-    persistent = {item.name for item in placed.inputs}
-    return find_race(list(find_accesses(placed)), persistent)
+    return find_race(list(find_accesses(placed)), {*_outliving(placed)})
 
 
 def find_accesses(placed: StepGraph) -> Iterator[Event]:
@@ -52,8 +53,17 @@ def find_accesses(placed: StepGraph) -> Iterator[Event]:
             yield from _events_of(node, placed, names)
         if node in freed:
             yield Event(f"freeing memory after {node.name}", Lane.DEVICE, writes=freed[node])
-    inputs = tuple(item.name for item in placed.inputs)
-    yield Event("the end of the step", Lane.DEVICE, writes=inputs, ends_step=True)
+    yield Event("the end of the step", Lane.DEVICE, writes=_outliving(placed), ends_step=True)
+
+
+def _outliving(placed: StepGraph) -> tuple[str, ...]:
+    """What is the user's between two steps: inputs, and the generators that are drawn from."""
+    inputs = (item.name for item in placed.inputs)
+    return (*inputs, *_generators(generators_in(placed.module.graph)))
+
+
+def _generators(devices: Iterable[str]) -> tuple[str, ...]:
+    return tuple(f"generator.{device}" for device in devices)
 
 
 def _events_of(node: fx.Node, placed: StepGraph, names: Mapping[fx.Node, str]) -> Iterator[Event]:
@@ -67,7 +77,9 @@ def _events_of(node: fx.Node, placed: StepGraph, names: Mapping[fx.Node, str]) -
         yield _task(node, placed, names)
     elif _computes(node):
         written = _named(_destinations(node), names)
-        yield Event(node.name, Lane.DEVICE, _named(node.all_input_nodes, names), (*made, *written))
+        drawn = _generators(generators_of(node))
+        read = (*_named(node.all_input_nodes, names), *drawn)
+        yield Event(node.name, Lane.DEVICE, read, (*made, *written, *drawn))
 
 
 def _task(node: fx.Node, placed: StepGraph, names: Mapping[fx.Node, str]) -> Event:
@@ -91,11 +103,12 @@ def _task(node: fx.Node, placed: StepGraph, names: Mapping[fx.Node, str]) -> Eve
         tensors, written = [source], [node]
     reads = [value for value in tensors if isinstance(value, fx.Node)]
     earlier = _texts(previous[0]) if previous else ()
+    drawn = _generators(generators_of(node))
     return Event(
         str(task),
         LANES[node.target],
-        _named(reads, names),
-        _named(written, names),
+        (*_named(reads, names), *drawn),
+        (*_named(written, names), *drawn),
         _texts(after),
         earlier,
     )

@@ -7,9 +7,9 @@ Private torch API used: `config.trace_autograd_ops`, `variables.builder.Optimize
 `._check_requires_grad_intermediate_outputs`, `TensorVariable.method_backward` and
 `.var_getattr`, `SymNodeVariable.nb_true_divide_impl` (2.13 alone),
 `InliningInstructionTranslator.inline_call`, `guards.is_from_optimizer_source` and
-`guards.match_on_id_for_tensor`, `OutputGraph.remove_tensorify_specialized_graphargs`.
-Reason: there is no public way to keep `backward()` and `optimizer.step()` in one graph. Tried on
-torch 2.11.0, 2.13.0 and 2.15.0.
+`guards.match_on_id_for_tensor`, `OutputGraph.remove_tensorify_specialized_graphargs`,
+`_inductor.config.fallback_random`. Reason: there is no public way to keep `backward()` and
+`optimizer.step()` in one graph. Tried on torch 2.11.0, 2.13.0 and 2.15.0.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.symbolic_convert import InliningInstructionTranslator
 from torch._dynamo.variables import builder
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
+from torch._inductor import config as inductor_config
 from torch.fx.traceback import annotate, preserve_node_meta
 
 from cotrain_compile.capture.causal_masks import known_in_trace, not_exporting
@@ -65,6 +66,9 @@ def whole_step_tracing(session: Session) -> Iterator[None]:
                 recompile_limit=max(config.recompile_limit, 64),
             )
         )
+        # Numbers that nobody reads are drawn all the same: what comes after hangs on them. torch
+        # drops such ops while it traces, unless random numbers are to be eager's.
+        stack.enter_context(inductor_config.patch(fallback_random=True))
         stack.enter_context(
             mock.patch.object(
                 builder,

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from cotrain_compile.capture.kept_values import keep_values_early
+from cotrain_compile.capture.like_ops import take_shapes_alone
 from cotrain_compile.capture.phases import PHASE_ANNOTATION, phases
 from cotrain_compile.capture.storages import read_instead, storage_key
 from cotrain_compile.dataflow import Phase
@@ -115,6 +116,7 @@ def give_updates_their_own_casts(graph: fx.Graph) -> None:
 
 
 PREPARATIONS: tuple[Callable[[fx.Graph], None], ...] = (
+    take_shapes_alone,
     drop_redundant_copies,
     keep_values_early,
     write_updates_early,

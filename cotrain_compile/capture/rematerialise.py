@@ -11,7 +11,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Collection
 
-import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -19,6 +18,7 @@ from cotrain_compile.capture.phases import phases
 from cotrain_compile.capture.storages import read_instead
 from cotrain_compile.capture.traced_again import traced_again
 from cotrain_compile.dataflow import Phase
+from cotrain_compile.random_ops import is_random
 
 RECOMPUTE = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
@@ -43,18 +43,17 @@ def rematerialise(graph: fx.Graph, saved_values: Saved | None) -> None:
     if saved_values is not None:
         kept = set(saved_values(graph, checkpointed))
     free = forward - kept
-    rewriter = _Rewriter({node for node in free if not is_random(node)})
+    rewriter = _Rewriter({node for node in free if not is_drawn(node)})
     for node in list(graph.nodes):
         if phase.get(node.name) is Phase.BACKWARD:
             rewriter.use_copies(node)
     graph.eliminate_dead_code()
 
 
-def is_random(node: fx.Node) -> bool:
-    """Whether running `node` again gives another result."""
+def is_drawn(node: fx.Node) -> bool:
+    """Whether `node` is what a random op makes, or an item of it."""
     source = node.args[0] if node.target is operator.getitem else node
-    tags = getattr(getattr(source, "target", None), "tags", ())
-    return torch.Tag.nondeterministic_seeded in tags
+    return isinstance(source, fx.Node) and is_random(source)
 
 
 def _is_checkpointed(node: fx.Node, forward: Collection[fx.Node]) -> bool:
@@ -62,7 +61,7 @@ def _is_checkpointed(node: fx.Node, forward: Collection[fx.Node]) -> bool:
 
     What leaves the checkpoint is kept, as in eager; from it the next one starts.
     """
-    if node.meta.get("recompute") not in RECOMPUTE or is_random(node):
+    if node.meta.get("recompute") not in RECOMPUTE or is_drawn(node):
         return False
     return all(
         user.meta.get("recompute") is not None

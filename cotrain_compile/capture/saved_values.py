@@ -18,8 +18,9 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils.checkpoint import CheckpointPolicy
 
 from cotrain_compile.capture.phases import phases
-from cotrain_compile.capture.rematerialise import is_random
+from cotrain_compile.capture.rematerialise import is_drawn
 from cotrain_compile.dataflow import Phase
+from cotrain_compile.random_ops import has_random_tag
 
 COPY = torch.ops.aten.copy_.default
 
@@ -82,7 +83,8 @@ def _saved_in_round(
         forward, _ = min_cut_rematerialization_partition(joint, (), num_fwd_outputs=forward_outputs)
     (output,) = forward.graph.find_nodes(op="output")
     names = [value.name for value in output.args[0] if isinstance(value, fx.Node)]
-    return [original[name] for name in names if name in original]
+    saved = [original[name] for name in names if name in original]
+    return [node for node in saved if node not in checkpointed]
 
 
 def _joint(
@@ -134,8 +136,10 @@ def _tagged(node: fx.Node, is_backward: bool, is_checkpointed: bool) -> dict[str
     meta = {"val": node.meta["val"]}
     if is_backward:
         return {**meta, "partitioner_tag": "must_be_in_backward"}
+    if is_checkpointed and has_random_tag(node):
+        return meta  # the partitioner would save a generator's state for it
     if is_checkpointed:
         return {**meta, "recompute": CheckpointPolicy.MUST_RECOMPUTE, "ac_graph_id": 0}
-    if is_random(node) or "recompute" in node.meta:
+    if is_drawn(node) or "recompute" in node.meta:
         return {**meta, "recompute": CheckpointPolicy.MUST_SAVE}
     return meta
