@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from cotrain_compile.backends.scatters import settings_for
+from cotrain_compile.graph import returns_argument_memory
 from cotrain_compile.random_ops import is_random
 
 aten = torch.ops.aten
@@ -71,12 +72,18 @@ def scale_before_adding(graph: fx.Graph) -> None:
     """
     for node in list(graph.find_nodes(op="call_function", target=aten.add.Tensor)):
         first, second = node.args
-        products = [v for v in (first, second) if getattr(v, "target", None) is aten.mm.default]
-        if products and node.kwargs.get("alpha", 1) != 1:
+        if node.kwargs.get("alpha", 1) != 1 and (_is_product(first) or _is_product(second)):
             with graph.inserting_before(node):
                 scaled = graph.call_function(aten.mul.Tensor, (second, node.kwargs["alpha"]))
             scaled.meta["val"] = second.meta["val"] * node.kwargs["alpha"]
             node.args, node.kwargs = (first, scaled), {}
+
+
+def _is_product(value: Any) -> bool:
+    """Whether `value` is a product of matrices, or a view of one, which may be left out."""
+    while isinstance(value, fx.Node) and returns_argument_memory(value):
+        value = value.args[0]
+    return isinstance(value, fx.Node) and value.target is aten.mm.default
 
 
 def may_draw_out_of_order(node: fx.Node) -> bool:

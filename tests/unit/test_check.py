@@ -12,7 +12,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from cotrain_compile.dataflow import Buffer, Phase, Role
+from cotrain_compile.dataflow import Buffer, Dataflow, Op, Phase, Role
 from cotrain_compile.errors import PlanError
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.check import check
@@ -29,7 +29,8 @@ from tests.unit.broken_plans import (
     with_task,
     without,
 )
-from tests.unit.sound_plans import SOUND, Sound
+from tests.unit.dataflows import chain
+from tests.unit.sound_plans import SOUND, Sound, sound
 
 BROKEN = {**BROKEN_RULES, **BROKEN_ORDERS}
 ACTIVATION = 4 * 8 * 64  # bytes, of a chain
@@ -269,3 +270,34 @@ def test_no_transfer_can_move_other_bytes_or_elsewhere(case: Sound, data: st.Dat
 def test_no_budget_below_the_peak_is_enough(case: Sound, tier: Tier, data: st.DataObject) -> None:
     budget = data.draw(st.integers(-1, case.plan.budgets[tier] - 1))
     refuse(case, replace(case.plan, budgets={**case.plan.budgets, tier: budget}))
+
+
+def test_random_ops_keep_their_order() -> None:
+    """Two ops that share nothing but the generator that both draw from."""
+    dataflow = Dataflow(
+        "draws",
+        tuple(
+            Op(name, "aten.rand.default", Phase.FORWARD, ("generator",), ("generator", made))
+            for name, made in (("first", "a"), ("second", "b"))
+        ),
+        (
+            Buffer("generator", 0, Role.RNG, is_input=True, is_output=True),
+            *(Buffer(made, 4, Role.TEMPORARY, is_output=True) for made in ("a", "b")),
+        ),
+    )
+    whole = sound(dataflow, {}, ())
+    check(whole.problem, whole.plan)
+    swapped = replace(whole.plan, moved=(MovedOps(("second",), None),))
+    with pytest.raises(PlanError, match="second needs generator as first left it"):
+        replay(dataflow, swapped)
+
+
+def test_an_update_that_draws_is_no_update_group() -> None:
+    dataflow = chain(1)
+    generator = Buffer("generator", 0, Role.RNG, is_input=True, is_output=True)
+    drawing = tuple(
+        replace(op, reads=(*op.reads, "generator")) if op.name == "update_0" else op
+        for op in dataflow.ops
+    )
+    with pytest.raises(ValueError, match="update_0 of the update of w0 draws random numbers"):
+        replace(dataflow, ops=drawing, buffers=(*dataflow.buffers, generator))

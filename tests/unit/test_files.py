@@ -69,6 +69,12 @@ counts = st.integers(0, 1 << 70)
 expressions = st.dictionaries(names, names, max_size=2)
 
 
+def without_draws(ops: list[Op], buffers: list[Buffer]) -> list[Op]:
+    """Those that may be part of an update."""
+    generators = {buffer.name for buffer in buffers if buffer.role is Role.RNG}
+    return [op for op in ops if generators.isdisjoint((*op.reads, *op.writes))]
+
+
 @st.composite
 def odd_dataflows(draw: st.DrawFn, names: st.SearchStrategy[str] = names) -> Dataflow:
     """Dataflows whose names fit together and whose other fields take any value of their type."""
@@ -99,7 +105,7 @@ def odd_dataflows(draw: st.DrawFn, names: st.SearchStrategy[str] = names) -> Dat
     low_precision = st.just("") | some
     updates = [
         UpdateGroup(param, draw(some), (param,), draw(several), (op.name,), draw(low_precision))
-        for param, op in zip(params, ops, strict=False)
+        for param, op in zip(params, without_draws(ops, buffers), strict=False)
     ]
     return Dataflow(
         draw(names),
