@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -120,3 +120,31 @@ def test_random_edits_leave_what_the_captured_ops_do(edits: Any, optimizer: str)
         found = updated(fused[task_name(call)], inputs)
         expected = updated(captured[task_name(call)], inputs)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
+def test_what_needs_the_old_weight_after_the_update_finds_it() -> None:
+    """Half a step back: a loop would have overwritten the weight that it goes back to."""
+
+    def trained(compile_with: Callable[[Any], Any]) -> tuple[Tensor, Any]:
+        torch.manual_seed(0)
+        weight = torch.nn.Parameter(torch.randn(4, 6))
+        optimizer = torch.optim.AdamW([weight], lr=0.1)
+
+        def step(x: Tensor) -> None:
+            optimizer.zero_grad()
+            (x @ weight).square().mean().backward()
+            before = weight.detach().clone()
+            optimizer.step()
+            with torch.no_grad():
+                weight.lerp_(before, 0.5)
+
+        run = compile_with(step)
+        for _ in range(3):
+            run(torch.randn(8, 4))
+        return weight.detach(), run
+
+    expected, _ = trained(lambda step: step)
+    found, compiled = trained(cotrain(policy="zero-offload"))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    kernels = host_kernels(cotrain_compile.inspect(compiled).graph, "fused")
+    assert not any(isinstance(kernel, FusedKernel) for kernel in kernels.values())

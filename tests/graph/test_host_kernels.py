@@ -170,3 +170,30 @@ def test_a_parameter_that_is_not_only_worked_on_element_by_element_is_not_cut(
     (kernel,) = host_kernels(cotrain_compile.inspect(compiled).graph, "fused").values()
     assert isinstance(kernel, CapturedKernel)
     torch.testing.assert_close(weight.norm().item(), 1.0)
+
+
+def test_every_setting_of_a_fused_optimizer_keeps_its_loop() -> None:
+    """What torch's own implementation computes is what the loop's rule says."""
+    settings: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
+        (torch.optim.AdamW, {"capturable": True}),
+        (torch.optim.Adam, {"capturable": True, "amsgrad": True, "weight_decay": 0.1}),
+        (torch.optim.AdamW, {"maximize": True, "amsgrad": True, "fused": True}),
+        (torch.optim.SGD, {"momentum": 0.9, "dampening": 0.1, "maximize": True}),
+        (torch.optim.SGD, {"weight_decay": 0.1}),
+        (torch.optim.Adagrad, {"lr_decay": 0.1, "weight_decay": 0.1, "maximize": True}),
+    ]
+    model = nn.ParameterList(nn.Parameter(torch.randn(4, 6)) for _ in settings)
+    optimizers = [
+        maker([param], lr=0.1, **kept)  # type: ignore[call-arg]
+        for param, (maker, kept) in zip(model, settings, strict=True)
+    ]
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return torch.stack([(x @ param.t()).square().mean() for param in model.parameters()]).sum()
+
+    compiled = cotrain(policy="zero-offload")(make_step(model, optimizers, loss))
+    for _ in range(2):  # with dampening, the first step of SGD is another one
+        compiled(torch.randn(8, 6))
+    kernels = host_kernels(cotrain_compile.inspect(compiled).graph, "fused")
+    assert len(kernels) == len(settings)
+    assert all(isinstance(kernel, FusedKernel) for kernel in kernels.values())
