@@ -9,35 +9,20 @@ import traceback
 from collections.abc import Iterable, Iterator
 from types import CodeType
 
-import torch
 import torch._dynamo.exc as exc
 
+from cotrain_compile.capture.ways_on import way_on
 from cotrain_compile.errors import CaptureError, CotrainError
 
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _INSTALLED = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
 _LIBRARIES = (*_INSTALLED, _OURS)
-_OPTIMIZERS = os.path.dirname(os.path.abspath(torch.optim.__file__))
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 
 # How alike two sentences are, of 1, where the second says no more than the first.
 _ALIKE = 0.9
 
 _IN_EAGER = '; or set options={"on_break": "warn"} to run it in eager. Nothing was updated.'
-
-# What a user can do, by a word in Dynamo's own description of what broke the graph.
-_WAYS_ON = (
-    ("print", "move the print out of the step, or print what the step returns"),
-    (
-        "logg",
-        "log outside the step; where a library warns, settle what it warns about (Hugging Face's "
-        'losses: model.loss_type = "ForCausalLM", or what the model is for), or compute the loss '
-        "in the step",
-    ),
-    ("requires_grad_", "freeze and unfreeze between steps, outside the step"),
-    ("item", "return the tensor and call .item() outside the step"),
-    ("data-dependent", "decide outside the step, or with torch.where inside it"),
-)
 
 
 def diagnose(
@@ -64,10 +49,10 @@ def diagnose(
     # A branch on a number that the trace read from a tensor is a UserError.
     if isinstance(error, exc.Unsupported | exc.UserError):
         what, hint = _what_broke(error)
+        way = way_on(_library_frames(error), what) or hint or "Move that line out of the step"
         eager = _IN_EAGER if suggests_eager else "."
         return CaptureError(
-            f"{location}: the step cannot be captured as one graph: {what}. "
-            f"{_way_on(error, what, hint)}{eager}"
+            f"{location}: the step cannot be captured as one graph: {what}. {way}{eager}"
         )
     if isinstance(error, exc.FailOnRecompileLimitHit):
         return CaptureError(
@@ -102,16 +87,6 @@ def _what_broke(error: Exception) -> tuple[str, str]:
     return what + (f" in {library}" if library else ""), hint.rstrip(".")
 
 
-def _way_on(error: Exception, what: str, hint: str) -> str:
-    stack = getattr(error, "real_stack", None) or ()
-    if stack and os.path.abspath(stack[-1].filename).startswith(_OPTIMIZERS):
-        return "Create the optimizer with capturable=True where it has that, or use another one"
-    for word, way in _WAYS_ON:
-        if word in what:
-            return way[0].upper() + way[1:]
-    return hint or "Move that line out of the step"
-
-
 def _user_line(error: BaseException, code: CodeType) -> str:
     """The deepest line outside installed packages, as `file:line in function: source`."""
     stack: Iterable[traceback.FrameSummary] = getattr(error, "real_stack", None) or ()
@@ -120,6 +95,15 @@ def _user_line(error: BaseException, code: CodeType) -> str:
         return _first_line(code)
     frame = mine[-1]
     return f"{frame.filename}:{frame.lineno} in {frame.name}: `{(frame.line or '').strip()}`"
+
+
+def _library_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """The lines of installed packages that the trace went through below the user's last one."""
+    stack: Iterable[traceback.FrameSummary] = getattr(error, "real_stack", None) or ()
+    below: list[traceback.FrameSummary] = []
+    for frame in stack:
+        below = [*below, frame] if in_library(frame.filename) else []
+    return below
 
 
 def _library_line(error: BaseException) -> str:

@@ -1,0 +1,99 @@
+"""Ways on: what a user can do about code that breaks the graph, by where and how it does.
+
+In: the lines of installed packages from the user's last line to the code that broke the graph, and
+Dynamo's words for it. Out: a sentence, or None where nothing is known that is better than Dynamo's
+own hint.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import traceback
+from collections.abc import Sequence
+
+import torch
+
+_OPTIMIZERS = os.path.dirname(os.path.abspath(torch.optim.__file__))
+
+# By a part of the path of a file that the trace has gone through.
+_FRAMEWORKS = (
+    (
+        "/accelerate/",
+        "Accelerate's wrapper of the optimizer skips and counts steps, which a captured step "
+        "cannot: call optimizer.optimizer.step() and optimizer.optimizer.zero_grad(), without "
+        "accelerator.accumulate(); run the micro-batches of an update in one step",
+    ),
+    (
+        "/lightning_fabric/",
+        "Fabric's wrappers look at values: call model.module under fabric.autocast(), "
+        "optimizer.optimizer.step() and optimizer.optimizer.zero_grad(), and "
+        "fabric.clip_gradients(..., error_if_nonfinite=False)",
+    ),
+    (
+        "/lightning/pytorch/",
+        "with manual optimization, compile a function of your own that calls the model, "
+        "loss.backward() in place of manual_backward(), and step() and zero_grad() of the "
+        "optimizer inside Lightning's wrapper, optimizer.optimizer",
+    ),
+    (
+        "torch/nn/modules/transformer.py",
+        "say whether the mask is causal, so that nobody looks into it: is_causal=True (or False) "
+        "to an encoder, tgt_is_causal=True (or False) to nn.Transformer and a decoder",
+    ),
+    (
+        "torch/nn/utils/clip_grad.py",
+        "clip with error_if_nonfinite=False, and look at the norm that the step returns",
+    ),
+)
+
+# By a word in Dynamo's own description, or in the source that broke the graph.
+_WORDS = (
+    ("print", "move the print out of the step, or print what the step returns"),
+    (
+        "use_cache",
+        "set model.config.use_cache = False: with gradient checkpointing there is no cache, and "
+        "the warning about it breaks the graph",
+    ),
+    (
+        "logg",
+        "log outside the step; where a library warns, settle what it warns about (Hugging Face's "
+        'losses: model.loss_type = "ForCausalLM", or what the model is for), or compute the loss '
+        "in the step",
+    ),
+    (
+        "`lock` context manager",
+        "call the model once before, in eager (with torch.no_grad(): model(...)): what it sets up "
+        "under the lock in its first call is there then",
+    ),
+    (
+        "labels.max()",
+        "leave out the labels, whose values the model looks at, and compute the loss in the step "
+        "from the model's logits",
+    ),
+    ("requires_grad_", "freeze and unfreeze between steps, outside the step"),
+    ("item", "return the tensor and call .item() outside the step"),
+    ("data-dependent", "decide outside the step, or with torch.where inside it"),
+)
+
+
+def way_on(stack: Sequence[traceback.FrameSummary], what: str) -> str | None:
+    """What to do about `what`, Dynamo's description of what the last line of `stack` does."""
+    if stack and os.path.abspath(stack[-1].filename).startswith(_OPTIMIZERS):
+        return "Create the optimizer with capturable=True where it has that, or use another one"
+    paths = [frame.filename.replace(os.sep, "/") for frame in stack]
+    source = _source(stack[-1]) if stack else ""
+    found = [way for part, way in _FRAMEWORKS if any(part in path for path in paths)]
+    found += [way for word, way in _WORDS if word in what or _is_in_source(word, source)]
+    return found[0][0].upper() + found[0][1:] if found else None
+
+
+def _is_in_source(word: str, source: str) -> bool:
+    return word in ("use_cache", "labels.max()") and word in source
+
+
+def _source(frame: traceback.FrameSummary) -> str:
+    """The source of the statement at `frame`, all its lines."""
+    last = getattr(frame, "end_lineno", None) or (frame.lineno or 0) + 2
+    lines = (linecache.getline(frame.filename, n) for n in range(frame.lineno or 1, last + 1))
+    return "".join(lines)
