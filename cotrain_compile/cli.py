@@ -95,6 +95,7 @@ def demo(
     """Train a small GPT on Python's own sources in less memory than the step needs."""
     from cotrain_compile.demo.run import Settings, run
 
+    files.refuse_unwritable_folder(output)
     settings = Settings(steps, output, budget, machine, resume)
     raise typer.Exit(run(settings, console))
 
@@ -107,6 +108,7 @@ def calibrate(
     """Measure this computer, for better predictions: options={"machine": "machine.json"}."""
     from cotrain_compile.runtime.calibrate import calibrate as measure
 
+    files.refuse_unwritable(output)
     with Progress(console=console, transient=True) as bar:
         task = bar.add_task("", total=1.0)
         result = measure(
@@ -129,6 +131,7 @@ def trace(
     from cotrain_compile.compile import trace as capture
     from cotrain_compile.jobs import load_job
 
+    files.refuse_unwritable(output)
     with console.status("tracing"):
         dataflow = capture(load_job(job), dynamic=dynamic)
     files.save(dataflow, output)
@@ -190,6 +193,8 @@ def solve(
     asked = [Options.parse({**shared, "memory_budget": budget}) for budget in budgets]
     paths = _plan_paths(output, budgets)
     target = presets.find(changed(machine, device_memory, host_memory, link))
+    for path in paths:
+        files.refuse_unwritable(path)
     with _stages() as say:
         say(f"reading {file}")
         dataflow = files.load(file, Dataflow)

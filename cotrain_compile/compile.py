@@ -39,6 +39,7 @@ from cotrain_compile.capture import Session, capture, current_session, install
 from cotrain_compile.capture.aot import traced_modules
 from cotrain_compile.capture.hook import frame_objects
 from cotrain_compile.capture.offline import offline
+from cotrain_compile.capture.skip_initialisation import skip_initialisation
 from cotrain_compile.check_options import check_options, load_profile
 from cotrain_compile.choose_plan import plan_for
 from cotrain_compile.dataflow import Dataflow
@@ -172,9 +173,9 @@ def trace(
     """The `Dataflow` of a step of any size, without allocating it or running it.
 
     `build()` returns the step function and its example arguments. It runs under fake tensors, so a
-    model of any size can be built in it, on any machine. With `dynamic`, sizes of the arguments
-    (batch, sequence length) are symbols: see `analysis.symbolic`. Raises `CaptureError` as
-    compiling does.
+    model of any size can be built in it, on any machine; `torch.nn.init` draws no values there.
+    With `dynamic`, sizes of the arguments (batch, sequence length) are symbols: see
+    `analysis.symbolic`. Raises `CaptureError` as compiling does.
     """
     return extract(trace_graph(build, dynamic=dynamic))
 
@@ -184,7 +185,8 @@ def trace_graph(
 ) -> StepGraph:
     """As `trace`, the step graph itself."""
     with offline():
-        step, arguments = build()
+        with skip_initialisation():
+            step, arguments = build()
         token = _trace_only.set(True)
         try:
             if dynamic:

@@ -179,6 +179,37 @@ class Dataflow:
                 where = f"the update of {in_updates[op.name]}"
                 _require(not draws, f"op {op.name} of {where} draws random numbers")
 
+    def verify_read(self) -> None:
+        """Raise ValueError where this cannot be what `extract` has made: for one from a file."""
+        self._require_made()
+        for group in self.updates:
+            self._require_read(group)
+            places = [self.position[name] for name in group.ops]
+            _require(places == sorted(places), f"ops of the update of {group.param} are shuffled")
+
+    def _require_made(self) -> None:
+        """Whatever an op reads is an input of the step, or was made before."""
+        made = {buffer.name for buffer in self.buffers if buffer.is_input}
+        for op in self.ops:
+            early = [name for name in op.reads if name not in made]
+            _require(
+                not early,
+                f"op {op.name} reads {', '.join(early[:3])}, which no op before it has made; the "
+                "ops are in another order than the step's",
+            )
+            made.update(op.writes)
+
+    def _require_read(self, group: UpdateGroup) -> None:
+        """The gradient of an update is another buffer than what it writes, and is read by it."""
+        own = {group.param, *group.states}
+        _require(group.gradient not in own, f"the update of {group.param} is its own gradient")
+        if not self.buffer[group.gradient].is_input:  # else by what follows from it alone
+            reads = {name for op in group.ops for name in self.ops[self.position[op]].reads}
+            _require(
+                group.gradient in reads,
+                f"the update of {group.param} does not read {group.gradient}, its gradient",
+            )
+
     @cached_property
     def buffer(self) -> Mapping[str, Buffer]:
         """Buffers by name."""

@@ -155,8 +155,11 @@ def _group(
 def _outside_inputs(
     nodes: list[fx.Node], own: set[fx.Node], derived: set[fx.Node], buffer_of: Mapping[str, str]
 ) -> dict[str, fx.Node]:
-    """Buffers that the group reads but neither makes nor owns, each with a node that shows it."""
-    seen = {*nodes, *own}
+    """Buffers that the group reads but neither makes nor owns, each with a node that shows it.
+
+    A view of its parameter that others read, too, is made outside, and shows what the group owns.
+    """
+    seen, owned = {*nodes, *own}, {buffer_of[node.name] for node in own}
     found: dict[str, fx.Node] = {}
     queue = [source for node in nodes for source in node.all_input_nodes]
     for source in queue:  # grows while it is read
@@ -166,7 +169,7 @@ def _outside_inputs(
         seen.add(source)
         if source in derived:
             queue += source.all_input_nodes
-        elif name is not None:
+        elif name is not None and name not in owned:
             found[name] = source
     return found
 

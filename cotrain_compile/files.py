@@ -20,7 +20,7 @@ import pydantic_core
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from pydantic_core import ErrorDetails, PydanticSerializationError
 
-from cotrain_compile.errors import FormatError
+from cotrain_compile.errors import FormatError, OptionError
 
 T = TypeVar("T")
 
@@ -130,6 +130,11 @@ def from_json(text: str, type_: type[T], where: str = "the text") -> T:
         details = error.errors(include_url=False, include_context=False)
         raise FormatError(_complaint(details, type_, where)) from None
     value: T = document.data  # type: ignore[attr-defined]
+    if verify := getattr(value, "verify_read", None):
+        try:
+            verify()
+        except ValueError as error:
+            raise FormatError(f"{where}: data: {error}; make the file again") from None
     return value
 
 
@@ -213,3 +218,37 @@ def _field_path(location: Sequence[int | str]) -> str:
         else:
             path += f"[{part!r}]"
     return path.lstrip(".") or "data"
+
+
+def refuse_unwritable(path: str | os.PathLike[str], option: str = "--output") -> None:
+    """Raise `OptionError` where `save` could not write `path`, before there is anything to save.
+
+    It makes the file beside it that a save would begin with, and takes it away.
+    """
+    target = Path(os.path.realpath(path))
+    try:
+        if target.is_dir():
+            raise IsADirectoryError(0, "it is a folder")
+        if target.exists() and not target.is_file():  # to open a pipe would wait for its reader
+            if not os.access(target, os.W_OK):
+                raise PermissionError(0, "you may not write to it")
+            return
+        beside = target.with_name(f".{uuid4().hex}.tmp")
+        beside.touch(exist_ok=False)
+        beside.unlink()
+    except (OSError, ValueError) as error:
+        told = getattr(error, "strerror", None) or error
+        raise OptionError(
+            f"{option} {path} cannot be written ({told}); give a file in a folder that is there "
+            "and that you may write to"
+        ) from None
+
+
+def refuse_unwritable_folder(folder: Path, option: str = "--output") -> None:
+    """Make `folder` where it is not there; `OptionError` where nothing could be saved in it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        told = getattr(error, "strerror", None) or error
+        raise OptionError(f"{option} {folder} cannot be made ({told}); give another") from None
+    refuse_unwritable(folder / f"{uuid4().hex}.json", option)

@@ -13,6 +13,8 @@ FORMAT_VERSION = 1
 
 # No bytes, seconds, flops or rates of anything real are more, and their products are still floats.
 LARGEST = 10**30
+# About thirty years: no latency is longer.
+LONGEST_S = 1e9
 
 
 class Tier(StrEnum):
@@ -43,8 +45,11 @@ class TierSpec:
             )
         if not self.flops_per_s or min(self.flops_per_s.values()) <= 0:
             raise ValueError("flops_per_s needs at least one dtype, every rate positive")
-        _refuse_absurd(self.capacity_bytes, *self.flops_per_s.values(), self.bytes_per_s)
-        _refuse_absurd(1 + self.launch_s)
+        _refuse_absurd("capacity_bytes", self.capacity_bytes)
+        _refuse_absurd("bytes_per_s", self.bytes_per_s)
+        for dtype, rate in self.flops_per_s.items():
+            _refuse_absurd(f"flops_per_s of {dtype}", rate)
+        _refuse_long("launch_s", self.launch_s)
 
     def flops_per_s_of(self, dtype: str) -> float:
         """The rate for `dtype`, or the lowest known one."""
@@ -61,7 +66,8 @@ class Link:
     def __post_init__(self) -> None:
         if self.bytes_per_s <= 0 or self.latency_s < 0:
             raise ValueError("bytes_per_s must be positive, latency_s not negative")
-        _refuse_absurd(self.bytes_per_s, 1 + self.latency_s)
+        _refuse_absurd("bytes_per_s", self.bytes_per_s)
+        _refuse_long("latency_s", self.latency_s)
 
     def seconds(self, nbytes: int) -> float:
         """Time of one copy of `nbytes` that has the link to itself."""
@@ -86,7 +92,8 @@ class HostUpdate:
             raise ValueError(
                 "bytes_per_s must be positive, workers and slowdown_while_copying at least 1"
             )
-        _refuse_absurd(self.bytes_per_s, self.workers, self.slowdown_while_copying)
+        for name in ("bytes_per_s", "workers", "slowdown_while_copying"):
+            _refuse_absurd(name, getattr(self, name))
 
 
 @dataclass(frozen=True)
@@ -116,14 +123,19 @@ class Machine:
             raise ValueError("duplex must lie between 1.0 (shared) and 2.0 (independent)")
         if self.issue_s < 0:
             raise ValueError("issue_s must not be negative")
-        _refuse_absurd(1 + self.issue_s)
+        _refuse_long("issue_s", self.issue_s)
 
     def tier(self, tier: Tier) -> TierSpec:
         return self.device if tier is Tier.DEVICE else self.host
 
 
-def _refuse_absurd(*figures: float) -> None:
-    for figure in figures:
-        if not 1 / LARGEST <= figure <= LARGEST:
-            # Not as a float: a whole number in a file may be more than one can hold.
-            raise ValueError(f"no computer has {figure}; figures go from 1e-30 to 1e30")
+def _refuse_absurd(name: str, figure: float) -> None:
+    """At one byte a second all bytes that there are take a time that can still be added up."""
+    if not 1 <= figure <= LARGEST:
+        # Not as a float: a whole number in a file may be more than one can hold.
+        raise ValueError(f"{name}: no computer has {figure}; figures go from 1 to 1e30")
+
+
+def _refuse_long(name: str, seconds: float) -> None:
+    if not seconds <= LONGEST_S:
+        raise ValueError(f"{name}: no computer takes {seconds} s; seconds go from 0 to 1e9")

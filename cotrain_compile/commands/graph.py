@@ -35,6 +35,8 @@ def graph(
     ] = None,
 ) -> None:
     """Draw a step: ops folded by layer, with offloads, prefetches and waits of a plan."""
+    if output is not None:
+        files.refuse_unwritable(output)
     placed = load_plan(plan) if plan else None
     dataflow = read_step(placed, plan, file) if placed and plan else files.load(file, Dataflow)
     drawn = picture(dataflow, placed, level=level.value, layer=layer)

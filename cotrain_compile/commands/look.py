@@ -58,6 +58,9 @@ def show(
     profile: Profile = None,
 ) -> None:
     """Say in words what a file holds; draw it, or write a report."""
+    for path, option in ((timeline, "--timeline"), (html, "--html"), (perfetto, "--perfetto")):
+        if path is not None:
+            files.refuse_unwritable(path, option)
     value: object = _READERS[_kind_of(file)](file)
     console.print(_describe(value, file))
     if timeline is not None:

@@ -73,9 +73,9 @@ def sweep(
         }
     )
     settings = solve_settings(options)
+    files.refuse_unwritable_folder(output)
     dataflow = files.load(file, Dataflow)
     sizes = [_sizes(text, dataflow) for text in size or ()]
-    output.mkdir(parents=True, exist_ok=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("looking for the least budget", total=None)
         cases = [

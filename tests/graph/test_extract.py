@@ -311,3 +311,23 @@ def test_an_op_that_hides_an_alias_is_refused_by_name() -> None:
 
     with pytest.raises(cotrain_compile.errors.ExtractError, match=r"extract_test\.sly.*alias"):
         cotrain_compile.trace(build)
+
+
+def test_a_model_whose_initialisation_looks_at_its_values_is_built_without_them() -> None:
+    draw = nn.init.trunc_normal_  # as a library keeps it under another name
+
+    def build() -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        weight = nn.Parameter(draw(torch.empty(8, 4), std=0.02))
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss: torch.Tensor = (x @ weight.t()).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return step, (torch.randn(2, 4),)
+
+    assert len(cotrain_compile.trace(build).updates) == 1
+    assert nn.init.trunc_normal_(torch.empty(64)).std() > 0.5  # outside, values are drawn

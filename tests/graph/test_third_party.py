@@ -145,6 +145,28 @@ class CountingSteps(Optimizer):
                     param.add_(param.grad / (1 + state["step"]), alpha=-group["lr"])
 
 
+class ThroughData(Optimizer):
+    """Reads and writes parameters by one view of them, from which it makes its state, too.
+
+    As RAdam does in torch_optimizer: in the first step, what the update reads of the parameter is
+    made outside of it, and so is the state that it goes by.
+    """
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                weights, state = param.data.to(param.dtype), self.state[param]
+                if not state:
+                    state["average"] = torch.zeros_like(weights)
+                state["average"].mul_(0.9).add_(param.grad.data)
+                weights.add_(state["average"], alpha=-group["lr"])
+                param.data.copy_(weights)
+
+
 def lion(params: Any) -> Optimizer:
     package = pytest.importorskip("lion_pytorch")
     made: Optimizer = package.Lion(params, lr=1e-3, weight_decay=0.01)
@@ -177,6 +199,7 @@ def train(
         (WarmedMomentum, 3),
         (ScheduleFree, 4),
         (Lookahead, 3),
+        (ThroughData, 2),
         (lion, 2),
     ],
 )

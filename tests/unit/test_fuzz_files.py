@@ -134,6 +134,9 @@ def test_a_plan_that_contradicts_itself_is_refused(
     assert re.search(complaint, run(tmp_path, "show plan.json"))
 
 
+RATE = re.findall(r'"bytes_per_s":[^,}]+', TEXTS["machine"])[0]
+
+
 @pytest.mark.parametrize(
     ("kind", "old", "new", "complaint"),
     [
@@ -146,7 +149,15 @@ def test_a_plan_that_contradicts_itself_is_refused(
         ("step", '"low_precision":"', '"low_precision":"ghost', r"of w0 names \['ghost"),
         ("step", '"param":""', '"param":"coefficient"', "of coefficient, no parameter here"),
         ("step", '"nbytes":', '"nbytes":99999999999999999999', "more bytes than there are"),
+        (
+            "step",
+            '"gradient":"g_w1"',
+            '"gradient":"g_w0"',
+            "of w1 does not read g_w0, its gradient",
+        ),
+        ("step", '"gradient":"g_w1"', '"gradient":"w1"', "update of w1 is its own gradient"),
         ("machine", '"workers":1', f'"workers":{10**400}', "no computer has 10000"),
+        ("machine", RATE, '"bytes_per_s":1e-25', "bytes_per_s: no computer has 1e-25"),
     ],
 )
 def test_a_step_or_machine_that_cannot_be_is_refused(
@@ -155,6 +166,40 @@ def test_a_step_or_machine_that_cannot_be_is_refused(
     assert old in TEXTS[kind]
     (tmp_path / f"{kind}.json").write_text(TEXTS[kind].replace(old, new, 1))
     assert re.search(complaint, run(tmp_path, f"show {kind}.json"))
+
+
+def test_ops_in_another_order_are_refused_by_name(tmp_path: Path) -> None:
+    """And not as a plan that is unsound, when it has been solved."""
+    document = json.loads(TEXTS["step"])
+    ops = document["data"]["ops"]
+    ops.append(ops.pop(0))
+    (tmp_path / "step.json").write_text(json.dumps(document))
+    assert re.search(
+        r"op f\S* reads \S+, which no op before it has made; the ops are in another order",
+        run(tmp_path, "show step.json"),
+    )
+
+
+UNWRITABLE = [
+    "trace job.py:build -o absent/step.json",
+    "solve step.json -o absent/plan.json",
+    "solve step.json -o absent/plan.json --memory-budget 1GiB --memory-budget 2GiB",
+    "solve step.json -o .",
+    "sweep step.json -o taken/swept.d",
+    "calibrate -o absent/machine.json",
+    "graph step.json -o absent/step.svg",
+    "show plan.json --html absent/page.html",
+    "show plan.json --perfetto absent/trace.json",
+    "show plan.json --timeline absent/plan.png",
+    "demo --output taken/demo.d",
+]
+
+
+@pytest.mark.parametrize("command", UNWRITABLE)
+def test_what_cannot_be_written_is_refused_before_any_work(tmp_path: Path, command: str) -> None:
+    """There is nothing to read either: whoever reads first complains of that."""
+    (tmp_path / "taken").touch()
+    assert re.search(r"--\w+ \S+ cannot be (written|made) \(", run(tmp_path, command))
 
 
 def test_all_buffers_together_have_no_more_bytes_than_there_are() -> None:
