@@ -1,7 +1,7 @@
 """Calls: the nodes of a placed graph in their order, with what it takes to run each.
 
-In: a placed step graph. Out: a `Call` for every node that is neither input nor output. All that is
-the same in every step is looked up here, once.
+In: a placed step graph. Out: a `Call` for every node that does something. All that is the same in
+every step is looked up here, once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,15 @@ from torch import fx
 from cotrain_compile.dataflow import PERSISTENT_ROLES, Role
 from cotrain_compile.graph import StepGraph, returns_argument_memory, writes
 from cotrain_compile.runtime.metered import last_uses
-from cotrain_compile.runtime.ops import TASKS, cotrain, host_region, task_name
+from cotrain_compile.runtime.ops import (
+    COPIES,
+    TASKS,
+    Carry,
+    carrying_out,
+    cotrain,
+    host_region,
+    task_name,
+)
 
 COPY = torch.ops.aten.copy_.default
 
@@ -40,21 +48,24 @@ class Write:
 class Call:
     """A node and what running it takes.
 
-    `writes` has the user's tensors that it writes, `updates` says whether one of them is a
-    parameter, state or kept gradient, `overwrites_input` whether all it does is to write one of the
-    inputs. Of the memory of its result, `is_new` says whether it is new, `may_be_spare` whether it
-    may be larger than the result. `last_readers` has the node that takes out each of several
-    results last, `takes` the node whose result at an index nobody takes out after this one;
-    `done_with` are the values that nobody needs after it.
+    `carry` is what starts or waits for a task, None for an op. `writes` has the user's tensors that
+    it writes, `updates` says whether one of them is a parameter, state or kept gradient,
+    `overwrites_input` whether all it does is to write one of the inputs. Of the memory of its
+    result, `is_new` says whether it is new, `may_be_spare` whether it may be larger than the
+    result. `items` has, of a segment, the nodes that take out its results, with their places among
+    them. `last_readers` has the node that takes out each of several results last, `takes` the node
+    whose result at an index nobody takes out after this one; `done_with` are the values that nobody
+    needs after it.
     """
 
     node: fx.Node
-    is_task: bool
+    carry: Carry | None
     writes: Sequence[Write]
     updates: bool
     overwrites_input: bool
     is_new: bool
     may_be_spare: bool
+    items: Sequence[tuple[fx.Node, int]]
     last_readers: Mapping[Any, fx.Node]
     takes: tuple[fx.Node, Any] | None
     done_with: Sequence[fx.Node]
@@ -65,28 +76,42 @@ def calls_of(placed: StepGraph, more_writes: Mapping[fx.Node, Sequence[Write]]) 
     written = {**_persistent_writes(placed), **more_writes}
     graph = placed.module.graph
     readers, done_with = _last_readers(graph), last_uses(graph)
-    calls = []
+    calls: list[Call] = []
+    alongside = False
     for node in graph.nodes:
-        if node.op in ("placeholder", "output"):
+        if node.op in ("placeholder", "get_attr", "output") or _is_item_of_a_segment(node):
             continue
-        is_task = node.target in TASKS
+        is_task, is_segment = node.target in TASKS, node.op == "call_module"
         shows_argument = node.target is operator.getitem or returns_argument_memory(node)
         calls.append(
             Call(
                 node=node,
-                is_task=is_task,
+                carry=carrying_out(node, alongside=alongside) if is_task else None,
                 writes=written.get(node, ()),
                 updates=any(write.is_update for write in written.get(node, ())),
                 overwrites_input=node.target is COPY and node.args[0].op == "placeholder",
-                is_new=not (is_task or shows_argument or node.op == "get_attr"),
+                is_new=not (is_task or shows_argument),
                 # An op may leave a small result in a large storage.
                 may_be_spare=not shows_argument and isinstance(node.target, torch._ops.OpOverload),
-                last_readers=readers.get(node, {}),
+                items=[(user, user.args[1]) for user in node.users] if is_segment else (),
+                last_readers={} if is_segment else readers.get(node, {}),
                 takes=_takes(node, readers),
-                done_with=done_with.get(node, ()),
+                done_with=[n for n in done_with.get(node, ()) if not (is_segment and n is node)],
             )
         )
+        alongside = node.target in COPIES or (alongside and not _is_work_for_the_device(node))
     return calls
+
+
+def _is_item_of_a_segment(node: fx.Node) -> bool:
+    """Whether it is there as soon as the segment has run: no call of its own takes it out."""
+    source = node.args[0] if node.target is operator.getitem else None
+    return isinstance(source, fx.Node) and source.op == "call_module"
+
+
+def _is_work_for_the_device(node: fx.Node) -> bool:
+    on_host = node.target in (host_region, cotrain.host_cast)
+    return not on_host
 
 
 def _takes(

@@ -70,7 +70,6 @@ class CompiledStep:
         )
         self._last: Measurement | None = None
         self._carries = bool(plan.carried)
-        self._tiers = [plan.placement.homes.get(item.name, Tier.DEVICE) for item in graph.inputs]
         self._constants = [
             getattr(graph.module, str(node.target)) for node in graph.nodes if node.op == "get_attr"
         ]
@@ -80,11 +79,12 @@ class CompiledStep:
             for position, value in enumerate(returned_values(graph))
             if isinstance(value, fx.Node) and value.target is cotrain.offload
         ]
-        self._homed = [
-            (position, tier)
-            for position, (item, tier) in enumerate(zip(graph.inputs, self._tiers, strict=True))
-            if item.role in PERSISTENT_ROLES
-        ]
+        tiers = [plan.placement.homes.get(item.name, Tier.DEVICE) for item in graph.inputs]
+        is_homed = [item.role in PERSISTENT_ROLES for item in graph.inputs]
+        self._homed = [(p, tier) for p, tier in enumerate(tiers) if is_homed[p]]
+        self._given = [(p, tier) for p, tier in enumerate(tiers) if not is_homed[p]]
+        self._left_at: list[int] = []  # where the homed were when they were last at home
+        self._is_remembered = False
 
     @property
     def measured(self) -> Timeline | None:
@@ -126,7 +126,8 @@ class CompiledStep:
         self._refuse_torn(inputs)
         inputs = self._with_own_values(inputs)
         device = self._device
-        self.bring_home(inputs)
+        if self._have_moved(inputs):
+            self.bring_home(inputs)
         with record_function(STEP_BEGINS):
             device.start_step()
         self._program.begin_step()
@@ -203,6 +204,20 @@ class CompiledStep:
         """Move the step's parameters, states and buffers to where the plan has their homes."""
         persistent = [(inputs[position], tier) for position, tier in self._homed]
         self._device.bring_home([(v, t) for v, t in persistent if isinstance(v, torch.Tensor)])
+        self._left_at = self._addresses(inputs)
+        self._is_remembered = False
+
+    def _have_moved(self, inputs: Sequence[Any]) -> bool:
+        """Whether a persistent tensor is elsewhere than where the last step found it at home.
+
+        To ask each whether it is at home, and how large, takes milliseconds in a large model.
+        """
+        return self._left_at != self._addresses(inputs)
+
+    def _addresses(self, inputs: Sequence[Any]) -> list[int]:
+        values = [inputs[position] for position, _ in self._homed]
+        at = [value.data_ptr() for value in values if isinstance(value, torch.Tensor)]
+        return [self._device.memory_version, *at]
 
     @property
     def allowed_bytes(self) -> int:
@@ -216,7 +231,14 @@ class CompiledStep:
 
     def _count_inputs(self, inputs: Sequence[Any]) -> None:
         meter = self._device.meter
-        for value, tier, item in zip(inputs, self._tiers, self.graph.inputs, strict=True):
+        if not (self._is_remembered and meter.recall()):
+            homed = [(p, t) for p, t in self._homed if isinstance(inputs[p], torch.Tensor)]
+            for position, tier in homed:
+                meter.track(inputs[position], tier, self.graph.inputs[position].name)
+            meter.remember(inputs[position] for position, _ in homed)
+            self._is_remembered = True
+        for position, tier in self._given:
+            value, item = inputs[position], self.graph.inputs[position]
             if item.role is Role.BATCH and isinstance(value, torch.Tensor):
                 meter.track_batch(value, item.name)
             else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from cotrain_compile.graph import StepGraph
 from cotrain_compile.machine import Tier
 from cotrain_compile.plan import Lane, Span
 from cotrain_compile.runtime.device import Device
+from cotrain_compile.runtime.ops import Runtime, current_runtime
 
 
 class EagerProgram:
@@ -35,13 +37,17 @@ class EagerProgram:
         graph = placed.module.graph
         self.written: list[Write] = []
         self.env: dict[fx.Node, Any] = {}
-        self._module = placed.module
+        self._constants = {
+            node: attrgetter(str(node.target))(placed.module)
+            for node in graph.find_nodes(op="get_attr")
+        }
         self._inputs = list(graph.find_nodes(op="placeholder"))
         self._calls = calls_of(placed, more_writes or {})
         (self._output,) = graph.find_nodes(op="output")
         self._marks: list[Any] = []
         self._device = device
         self._rehearses = False
+        self._runtime: Runtime = device
         self._before_update = before_update
 
     def timing(self) -> Callable[[], list[Span]]:
@@ -54,7 +60,7 @@ class EagerProgram:
             return [
                 Span(Lane.DEVICE, self._name(call), seconds(start), seconds(end))
                 for call, start, end in zip(calls, marks, marks[1:], strict=False)
-                if end is not None and not call.is_task and call.node.op != "get_attr"
+                if end is not None and call.carry is None
             ]
 
         return spans
@@ -71,16 +77,19 @@ class EagerProgram:
         """
         self.begin_step()
         self._rehearses = rehearse
-        values = self.env = dict(zip(self._inputs, inputs, strict=True))
-        mark = self._device.mark
+        values = self.env = {**self._constants, **dict(zip(self._inputs, inputs, strict=True))}
+        self._runtime = current_runtime()
+        mark, run_call = self._device.mark, self.run_call
         marks = self._marks = [mark()]
+        is_timed = marks[0] is not None
         # `torch.no_grad` is Python: a Ctrl-C in its own lines would leave the mode as it is here.
         was_on = torch.is_grad_enabled()
         try:
             torch._C._set_grad_enabled(False)
             for call in self._calls:
-                values[call.node] = self.run_call(call)
-                marks.append(mark())
+                values[call.node] = run_call(call)
+                if is_timed:
+                    marks.append(mark())
                 for value in call.done_with:
                     del values[value]
         finally:
@@ -97,15 +106,12 @@ class EagerProgram:
 
     def run_call(self, call: Call) -> Any:
         """The value of one node: what later nodes need of it."""
-        node = call.node
-        if node.op == "get_attr":
-            return getattr(self._module, str(node.target))
         if self._rehearses and call.overwrites_input:
-            return self.env[node.args[0]]  # type: ignore[index]
+            return self.env[call.node.args[0]]  # type: ignore[index]
         if call.writes:
             self._note_writes(call)
-        if call.is_task:
-            return self._carry_out(node)
+        if call.carry is not None:
+            return call.carry(self._runtime, self.env.__getitem__)
         result = self._run_op(call)
         if call.takes is not None:  # items of a tuple go one by one
             source, index = call.takes

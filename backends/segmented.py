@@ -62,11 +62,13 @@ class SegmentedProgram(EagerProgram):
         node = call.node
         if node.op == "call_module":
             if not self._rehearses:
-                return self._run_segment(call)
+                self._run_segment(call)
+                return None
             self._refuse_other_dtypes(call)
             written: Any = [node.args[p] for p in self._segments[str(node.target)].written]
             with _put_back([self.env[place] for place in written if place.op == "placeholder"]):
-                return self._run_segment(call)
+                self._run_segment(call)
+            return None
         # The end of what was allocated while nothing was recorded goes unnoticed later.
         if self._is_recording:
             return self._record(call, super().run_call)
@@ -86,7 +88,7 @@ class SegmentedProgram(EagerProgram):
                     segment=segment.name,
                 )
 
-    def _run_segment(self, call: Call) -> Any:
+    def _run_segment(self, call: Call) -> None:
         self._note_writes(call)
         segment = self._segments[str(call.node.target)]
         try:
@@ -101,9 +103,9 @@ class SegmentedProgram(EagerProgram):
             if segment.stack_trace:
                 error.add_note(f"in {segment.name}, which begins with\n{segment.stack_trace}")
             raise
-        if call.last_readers:
-            return [item if i in call.last_readers else None for i, item in enumerate(results)]
-        return results
+        env = self.env
+        for item, index in call.items:
+            env[item] = results[index]
 
     def _call(self, call: Call) -> list[Any]:
         arguments = [self.env[node] for node in call.node.args]  # type: ignore[index]

@@ -7,6 +7,7 @@ a card of their own that keeps its promises on CPU threads.
 from __future__ import annotations
 
 import resource
+import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -29,6 +30,9 @@ class Card(Protocol):
 
     def start_step(self) -> None:
         """Note the stream that this thread computes on, and count peaks from here."""
+
+    def bind_thread(self) -> None:
+        """Let this thread work on the card: a new one would work on the first card there is."""
 
     def stream(self) -> Stream:
         """A new stream for copies."""
@@ -65,6 +69,10 @@ class Card(Protocol):
         ...
 
 
+# The card that `bind_thread` was last called for on each thread; lanes call nothing else there.
+_this_thread = threading.local()
+
+
 class CudaCard:
     """A CUDA device."""
 
@@ -75,6 +83,11 @@ class CudaCard:
     def start_step(self) -> None:
         self._compute = torch.cuda.current_stream(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
+
+    def bind_thread(self) -> None:
+        if getattr(_this_thread, "device", None) != self.device:
+            torch.cuda.set_device(self.device)
+            _this_thread.device = self.device
 
     def stream(self) -> torch.cuda.Stream:
         return torch.cuda.Stream(self.device)
@@ -91,8 +104,17 @@ class CudaCard:
     def copy(
         self, stream: torch.cuda.Stream, destination: torch.Tensor, source: torch.Tensor
     ) -> None:
-        with torch.cuda.stream(stream):
+        if torch.cuda.current_device() != self.device.index:
+            with torch.cuda.stream(stream):
+                destination.copy_(source, non_blocking=True)
+            return
+        # As `torch.cuda.stream` does, which asks for more than is needed here.
+        before = torch.cuda.current_stream(self.device)
+        torch.cuda.set_stream(stream)
+        try:
             destination.copy_(source, non_blocking=True)
+        finally:
+            torch.cuda.set_stream(before)
 
     def seconds_between(self, start: Any, end: Any) -> float:
         return float(start.elapsed_time(end)) / 1e3
@@ -106,7 +128,8 @@ class CudaCard:
             _call(torch.cuda.cudart().cudaHostRegister, row.data_ptr(), row.nbytes, _PORTABLE)
 
     def unpin(self, row: torch.Tensor) -> None:
-        torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(row.data_ptr()))
+        with torch.cuda.device(self.device):
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(row.data_ptr()))
 
     def allocated_bytes(self) -> int:
         return int(torch.cuda.memory_allocated(self.device))

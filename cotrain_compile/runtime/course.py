@@ -55,11 +55,17 @@ class Course:
         self._arrive = arrive
         self._error: BaseException | None = None
         self._come = [threading.Event() for _ in range(cut.count if cut is not None else 0)]
+        self._tell: list[Callable[[], None]] = []
 
     @property
     def follows(self) -> str:
         """The task that it follows, "" for none."""
         return self.cut.follows if self.cut is not None else ""
+
+    @property
+    def count(self) -> int:
+        """In how many pieces it goes."""
+        return self.cut.count if self.cut is not None else 1
 
     def pieces(self) -> Iterator[int]:
         """The number of each piece, when it may be worked on; asking for the next one ends it.
@@ -75,6 +81,8 @@ class Course:
             self.waited_s += time.perf_counter() - began_s
             yield number
             come.set()
+            for tell in self._tell:
+                tell()
 
     def slices(self, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
         """As `pieces`, with what each of these dense tensors has of the piece."""
@@ -95,6 +103,15 @@ class Course:
             raise FollowedFailed(self._ahead._error)
         if self._arrive is not None:
             self._arrive(number)
+
+    def tell(self, call: Callable[[], None]) -> None:
+        """`call()` after each further piece, on the thread that works on it; it must not raise."""
+        if self.cut is not None:  # `WHOLE` is everybody's
+            self._tell.append(call)
+
+    def next_may_begin(self, number: int) -> bool:
+        """Whether piece `number` of what is followed is done, so that nobody would wait for it."""
+        return self._ahead is None or self._ahead._come[number].is_set()
 
     def end(self, error: BaseException | None) -> None:
         """The task has ended, well or with `error`: nobody is to wait for it any longer."""

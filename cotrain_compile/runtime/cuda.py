@@ -1,26 +1,37 @@
 """The CUDA runtime: the tasks of a placed step on streams of a card and on threads of the host.
 
-Each direction of the link has a stream, fed by the thread of its lane. A copy is issued by the
-thread when the host tasks it comes after are done; its stream waits for the copies it comes after,
-and for the event that the step's thread recorded on the compute stream at the copy's place in the
-graph. A task of the host waits for copies by their events. So a lane's task is done when it is
-issued (a copy) or when its work is (the host), and the compute stream waits for the rest.
+Each direction of the link has a stream. A copy is given to it by the step's thread, at the copy's
+place in the graph; where it comes after work of the host that is not done, by the thread that ends
+that work (`issued`). The stream waits for the copies that this one comes after, and for the event
+that the step's thread recorded on the compute stream at the copy's place. A task of the host waits
+for copies by their events. So a copy is done when it is issued, a task of the host when its work
+is, and the compute stream waits for the rest. Copies on one stream come in the order in which they
+were issued, which is not the plan's where one had to wait for the host. No stream waits for itself
+by that: before the step's thread comes to the place of a copy, all that the compute stream waited
+for up to there has been issued, so what is ahead of a copy on its stream never waits for what comes
+after it in the graph.
 
 Why no tensor is freed too early. Device tensors are all allocated and freed by the step's thread,
 in the order of the compute stream, which is the order the caching allocator knows. (1) A fetch
-writes to memory allocated before its event was recorded, so what that memory was used for before
-comes before the copy. (2) The source of an offload and the destination of a fetch are alive until
-the compute stream waits for the copy (`kept` of the wait, first use of the fetched tensor), so what
-the memory is used for next comes after it. (3) A slab of the host goes back to the pool with the
-events of its copies, and the next writer waits for those. (4) A step that fails keeps its tensors
-until `drain` has synchronised the card. Nothing is left to `record_stream`.
+writes to memory that the compute stream had done with at its event: between the event and the
+allocation nothing is given to that stream. (2) The source of an offload and the destination of a
+fetch are alive until the compute stream waits for the copy (`kept` of the wait, first use of the
+fetched tensor), so what the memory is used for next comes after it. Whoever issues a copy lets go
+of it before the copy is done, so the last reference dies on the step's thread. (3) A slab of the
+host goes back to the pool with the events of its copies, and the next writer waits for those. (4) A
+step that fails keeps its tensors until `drain` has synchronised the card. Nothing is left to
+`record_stream`.
+
+What a step has left on the card when it returns is ordered by the compute stream, as always in
+CUDA. No stream orders what the user does on the host: a step returns when the copies to and from
+homes there are done, and does not wait for the others.
 """
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,28 +43,19 @@ from cotrain_compile.plan import Lane as LaneName
 from cotrain_compile.plan import Span
 from cotrain_compile.runtime import homes
 from cotrain_compile.runtime.card import Card
-from cotrain_compile.runtime.course import Course, Cut
+from cotrain_compile.runtime.course import WHOLE, Course, Cut
 from cotrain_compile.runtime.device import Device
 from cotrain_compile.runtime.host_kernels import HostKernel
+from cotrain_compile.runtime.issued import IssuedCopy, LateCopy
+from cotrain_compile.runtime.lanes import Task
 from cotrain_compile.runtime.meter import Meter
 from cotrain_compile.runtime.ops import Launch
 from cotrain_compile.runtime.pinned import Event, PinnedPool
 
 _UNLIMITED = 1 << 62
+LINK = (LaneName.D2H, LaneName.H2D)
 # How often the end of a copy is asked for: as late as a blocking wait would wake up.
 POLL_S = 5e-5
-
-
-@dataclass
-class _Copy:
-    """The events of a copy, from when it is issued; `start` only where copies are timed.
-
-    `pieces` has the end of each piece, of which `end` is the last.
-    """
-
-    start: Event | None = None
-    end: Event | None = None
-    pieces: list[Event] = field(default_factory=list)
 
 
 class CudaDevice(Device):
@@ -81,19 +83,22 @@ class CudaDevice(Device):
         timed: bool = False,
     ) -> None:
         meter = Meter({Tier.DEVICE: _UNLIMITED, Tier.HOST: host_budget_bytes})
-        super().__init__(meter, kernels, cuts or {}, host_workers, host_cores)
+        super().__init__(meter, kernels, cuts or {}, host_workers, host_cores, link_threads=False)
         self._card = card
         self._pool = pool
         self._timed = timed
-        self._streams = {lane: card.stream() for lane in (LaneName.D2H, LaneName.H2D)}
-        self._copies: dict[str, _Copy] = {}
-        self._previous_copies: dict[str, _Copy] = {}
+        self._streams: dict[str, Any] = {lane: card.stream() for lane in LINK}
+        self._issuing: dict[str, threading.Lock] = {lane: threading.Lock() for lane in LINK}
+        self._issued: dict[str, int] = dict.fromkeys(LINK, 0)  # copies on each stream so far
+        self._at_homes: list[Task] = []  # copies to or from memory of the host that the user knows
+        self._host_homes: Collection[int] = ()
+        self._place: Event | None = None  # of the last copy in the graph
         self._origin: Event | None = None
         self._before_bytes = self._others_bytes = 0
 
     def start_step(self) -> None:
         super().start_step()
-        self._previous_copies, self._copies = self._copies, {}
+        self._at_homes, self._place = [], None
         self._card.start_step()
         self._before_bytes = self._card.allocated_bytes()
         if self._timed:
@@ -108,14 +113,12 @@ class CudaDevice(Device):
     def finish_step(self) -> None:
         if self._timed:
             self._card.synchronize()  # what is timed has to have come
-        # The user may read a home on the host at once, and no stream orders that. What has not
-        # been issued yet goes on under the next step, and writes to no home on the host.
-        for name, copy in self._copies.items():
-            if copy.end is not None:
-                self._end_of_copy(name, copy.end)
+        # What has not been issued yet goes on under the next step, and is at no home on the host.
+        for copy in _last_on_each_stream(self._at_homes):
+            self._end_of_copy(copy.name, copy.end)
 
     def _end_of_copy(self, name: str, end: Event) -> None:
-        if self.watchdog_s is None:
+        if self.watchdog_s is None or end.query():
             end.synchronize()
             return
         late_s = time.monotonic() + self.watchdog_s
@@ -136,33 +139,50 @@ class CudaDevice(Device):
 
     @property
     def is_busy(self) -> bool:
-        ends = [copy.end for copy in self._copies.values()]
-        return super().is_busy or not all(end is not None and end.query() for end in ends)
-
-    def forget(self) -> None:
-        super().forget()
-        self._previous_copies, self._copies = {}, {}
+        last = _last_on_each_stream(self._tasks.values())
+        return super().is_busy or not all(copy.end.query() for copy in last)
 
     def bring_home(self, tensors: Sequence[tuple[torch.Tensor, Tier]]) -> None:
         homes.bring_home(tensors, self._card, self._pool)
+        hosted = [tensor for tensor, tier in tensors if tier is Tier.HOST]
+        self._host_homes = {tensor.untyped_storage()._cdata for tensor in hosted}
+
+    @property
+    def memory_version(self) -> int:  # type: ignore[override]
+        return self._pool.unpinned
 
     def is_at_home(self, made: torch.Tensor) -> None:
         homes.rests_on_host(made, self._card)
+        for event in self._pool.pending(made):
+            self._end_of_copy("the copy of a gradient to the host", event)
 
     def run_region(self, region: fx.GraphModule, inputs: Sequence[Any], launch: Launch) -> None:
         # A hyper-parameter or constant may live on the device; it is a few bytes.
-        at_hand = [v.cpu() if isinstance(v, torch.Tensor) else v for v in inputs]
+        at_hand = [v.cpu() if isinstance(v, torch.Tensor) and not v.is_cpu else v for v in inputs]
         super().run_region(region, at_hand, launch)
 
     def wait(self, tasks: Sequence[str]) -> None:
         super().wait(tasks)
-        for end in self._ends(tasks, ()):
-            self._card.hold(None, end)
+        self._hold(None, [self._tasks[task] for task in tasks])
 
     def wait_previous(self, tasks: Sequence[str]) -> None:
         super().wait_previous(tasks)
-        for end in self._ends((), tasks):
-            self._card.hold(None, end)
+        self._hold(None, [self._previous[task] for task in tasks if task in self._previous])
+
+    def _hold(self, lane: str | None, tasks: Sequence[Task]) -> None:
+        """Make the stream of `lane`, None: the compute stream, wait for the copies in `tasks`.
+
+        They have been issued. Of each stream the last one is enough, on their own none.
+        """
+        stream = self._streams[lane] if lane is not None else None
+        for copy in _last_on_each_stream(tasks):
+            if copy.lane != lane:
+                self._card.hold(stream, copy.end)
+
+    def skip(self, launch: Launch) -> None:
+        super().skip(launch)
+        if not launch.alongside:
+            self._place = None
 
     def mark(self) -> Event | None:
         return self._card.record(None, timed=True) if self._timed else None
@@ -181,11 +201,11 @@ class CudaDevice(Device):
         card, origin_s, seconds = self._card, self.origin_s, self.clock()
         ran = [task for task in self._tasks.values() if task.ran]
         timed = [
-            (self._tasks[name].lane, name, copy.start, copy.end)
-            for name, copy in self._copies.items()
-            if copy.start is not None and copy.end is not None
+            (task.lane, task.name, task.start, task.end)
+            for task in ran
+            if isinstance(task, IssuedCopy) and task.start is not None
         ]
-        on_host = [task for task in ran if task.name not in self._copies]
+        on_host = [task for task in ran if not isinstance(task, IssuedCopy)]
 
         def spans() -> list[Span]:
             if timed:
@@ -212,25 +232,82 @@ class CudaDevice(Device):
     def _start_copy(
         self, lane: LaneName, destination: torch.Tensor, source: torch.Tensor, launch: Launch
     ) -> None:
-        card, stream = self._card, self._streams[lane]
+        place = self._event_of_place(launch)
+        after = self._known(launch) if launch.after or launch.after_previous else ()
+        course = self._course(launch)
+        copy: IssuedCopy
+        if not course.follows and all(task.done.is_set() for task in after):
+            copy = self._tasks[launch.task] = IssuedCopy(launch.task, lane, course)
+            self._issue_now(copy, place, after, destination, source)
+        else:
+            after = [task for task in after if task.name != course.follows]
+            copy = self._tasks[launch.task] = LateCopy(launch.task, lane, course, after)
+            followed = self._tasks[course.follows] if course.follows else None
+            copy.begin(self._issue(copy, place, after, destination, source), followed)
         on_host = destination if lane is LaneName.D2H else source
-        issued = card.record(None)
-        before = self._copies_of(launch.after, launch.after_previous)
-        copy, course = _Copy(), self._course(launch)
-        self._copies[launch.task] = copy
+        if on_host.untyped_storage()._cdata in self._host_homes:
+            self._at_homes.append(copy)
 
-        def issue() -> None:
-            card.hold(stream, issued)
-            for event in (*_ends(before), *self._pool.pending(destination)):
-                card.hold(stream, event)
-            copy.start = card.record(stream, timed=True) if self._timed else None
-            for to, piece in course.slices(destination, source):
-                card.copy(stream, to, piece)
-                copy.pieces.append(card.record(stream, timed=self._timed))
-            copy.end = copy.pieces[-1]
-            self._pool.note(on_host, copy.end)
+    def _issue_now(
+        self,
+        copy: IssuedCopy,
+        place: Event,
+        after: Sequence[Task],
+        destination: torch.Tensor,
+        source: torch.Tensor,
+    ) -> None:
+        failed = next((task.error for task in after if task.error is not None), None)
+        if failed is not None:
+            copy.refused(failed)
+            return
+        try:
+            for _ in self._issue(copy, place, after, destination, source):
+                pass
+        except BaseException as error:
+            copy.refused(error)
+            if not isinstance(error, Exception):
+                raise
 
-        self._submit(lane, launch, issue, course)
+    def _issue(
+        self,
+        copy: IssuedCopy,
+        place: Event,
+        after: Sequence[Task],
+        destination: torch.Tensor,
+        source: torch.Tensor,
+    ) -> Iterator[None]:
+        """Give `copy` to its stream, piece by piece; what it comes after has been issued."""
+        card, lane = self._card, copy.lane
+        stream = self._streams[lane]
+        card.hold(stream, place)
+        if after:
+            self._hold(lane, after)
+        for event in self._pool.pending(destination):
+            card.hold(stream, event)
+        copy.start = card.record(stream, timed=True) if self._timed else None
+        if copy.course is WHOLE:
+            self._give(copy, stream, destination, source)
+        else:
+            for to, piece in copy.course.slices(destination, source):
+                self._give(copy, stream, to, piece)
+                yield
+        self._pool.note(destination if lane == LaneName.D2H else source, copy.end)
+
+    def _give(
+        self, copy: IssuedCopy, stream: Any, destination: torch.Tensor, source: torch.Tensor
+    ) -> None:
+        """Give a piece of `copy` to its stream; numbers are in the order of the stream."""
+        card, lane = self._card, copy.lane
+        with self._issuing[lane]:
+            card.copy(stream, destination, source)
+            copy.pieces.append(card.record(stream, timed=self._timed))
+            copy.number = self._issued[lane] = self._issued[lane] + 1
+
+    def _event_of_place(self, launch: Launch) -> Event:
+        """When the compute stream has done what the graph has before this copy."""
+        if self._place is None or not launch.alongside:
+            self._place = self._card.record(None)
+        return self._place
 
     def _start_work(
         self,
@@ -239,32 +316,48 @@ class CudaDevice(Device):
         course: Course,
         fresh: torch.Tensor | None = None,
     ) -> None:
-        after = [task for task in launch.after if task != course.follows]
-        before = self._copies_of(after, launch.after_previous)
+        before = [task for task in self._known(launch) if task.name != course.follows]
+        copies = [task for task in before if isinstance(task, IssuedCopy)]
         # Copies that its slab was used for, when it belonged to something else.
-        busy = self._pool.pending(fresh) if fresh is not None else []
+        busy = self._pool.pending(fresh) if fresh is not None else ()
+        card = self._card
 
         def wait_and_work() -> None:
-            for event in (*_ends(before), *busy):
+            card.bind_thread()
+            for event in (*_ends(copies), *busy):
                 event.synchronize()
             work()
 
         self._submit(LaneName.HOST, launch, wait_and_work, course)
 
     def _arrival(self, task: str) -> Callable[[int], None] | None:
-        copy = self._copies.get(task)
+        copy = self._tasks[task]
+        if not isinstance(copy, IssuedCopy):
+            return None
         # That a copy has been issued is not enough: its event has to come.
-        return (lambda number: copy.pieces[number].synchronize()) if copy is not None else None
+        pieces = copy.pieces
+        return lambda number: pieces[number].synchronize()
 
-    def _ends(self, tasks: Sequence[str], previous: Sequence[str]) -> list[Event]:
-        return _ends(self._copies_of(tasks, previous))
+    def _known(self, launch: Launch) -> list[Task]:
+        """What `launch` comes after, of this step and of the one before."""
+        ours = [self._tasks[task] for task in launch.after]
+        if launch.after_previous:
+            previous = self._previous
+            ours += [previous[task] for task in launch.after_previous if task in previous]
+        return ours
 
-    def _copies_of(self, tasks: Sequence[str], previous: Sequence[str]) -> list[_Copy]:
-        """Those of `tasks`, of this step and of the one before, that are copies."""
-        ours = [self._copies[task] for task in tasks if task in self._copies]
-        return ours + [self._previous_copies[t] for t in previous if t in self._previous_copies]
+
+def _ends(tasks: Iterable[Task]) -> list[Event]:
+    """When each copy among `tasks` is done, of those that have been issued."""
+    return [task.end for task in tasks if isinstance(task, IssuedCopy) and task.ran]
 
 
-def _ends(copies: Sequence[_Copy]) -> list[Event]:
-    """When each copy is done; all have been issued."""
-    return [copy.end for copy in copies if copy.end is not None]
+def _last_on_each_stream(tasks: Iterable[Task]) -> Collection[IssuedCopy]:
+    """Of the copies among `tasks` that have been issued, those that the others come before."""
+    last: dict[str, IssuedCopy] = {}
+    for task in tasks:
+        if isinstance(task, IssuedCopy) and task.ran:
+            known = last.setdefault(task.lane, task)
+            if known.number < task.number:
+                last[task.lane] = task
+    return last.values()

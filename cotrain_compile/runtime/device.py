@@ -35,14 +35,16 @@ class Device(ABC, Runtime):
 
     `meter` counts the bytes of live tensors; on the device, `slack_bytes` more than a plan says may
     be taken. By task name, `kernels` has a host kernel for each region, `cuts` what works in
-    pieces. Work on the host keeps to `host_cores`, if any. Times are perf_counter seconds;
-    `origin_s` is when the step began. What kinds of devices differ in is how they allocate, start a
-    copy and start work on the host.
+    pieces. Work on the host keeps to `host_cores`, if any; without `link_threads` no thread runs
+    copies. Times are perf_counter seconds; `origin_s` is when the step began. What kinds of devices
+    differ in is how they allocate, start a copy and start work on the host.
     """
 
     slack_bytes = 0
     # Whether `peak_bytes` has what compiled code takes inside, too.
     sees_all_memory = False
+    # Changes when addresses that homes had may have become those of other memory.
+    memory_version: int = 0
     # After how many seconds of work a task that has not ended is given up; None: never.
     watchdog_s: float | None = None
 
@@ -53,16 +55,16 @@ class Device(ABC, Runtime):
         cuts: Mapping[str, Cut],
         host_workers: int,
         host_cores: Collection[int] = (),
+        *,
+        link_threads: bool = True,
     ) -> None:
         self.meter = meter
         self._kernels = kernels
         self._cuts = cuts
         self.origin_s = 0.0
-        self._lanes = {
-            LaneName.D2H: Lane(LaneName.D2H),
-            LaneName.H2D: Lane(LaneName.H2D),
-            LaneName.HOST: Lane(LaneName.HOST, host_workers, host_cores),
-        }
+        self._lanes = {LaneName.HOST: Lane(LaneName.HOST, host_workers, host_cores)}
+        if link_threads:
+            self._lanes |= {name: Lane(name) for name in (LaneName.D2H, LaneName.H2D)}
         self._tasks: dict[str, Task] = {}
         self._previous: dict[str, Task] = {}
         self._given_up = ""
@@ -227,10 +229,13 @@ class Device(ABC, Runtime):
         self, lane: LaneName, tier: Tier, source: torch.Tensor, launch: Launch
     ) -> torch.Tensor:
         """A new tensor on `tier` that gets the whole storage of `source`, so that any view fits."""
-        row = whole_storage(source)
+        is_whole = source.is_contiguous() and source.untyped_storage().nbytes() == source.nbytes
+        row = source if is_whole else whole_storage(source)
         copied = self._allocate(tier, row, row.dtype)
         self.meter.track(copied, tier, launch.task)
         self._start_copy(lane, copied, row, launch)
+        if is_whole:
+            return copied
         return copied.as_strided(source.size(), source.stride(), source.storage_offset())
 
     def _course(self, launch: Launch) -> Course:

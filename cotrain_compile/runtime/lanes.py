@@ -7,6 +7,7 @@ that is forked has the lanes without their threads: it is told so, and goes no f
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import threading
 import time
@@ -49,7 +50,19 @@ class Task:
         self._state = threading.Lock()
         self._work: Callable[[], object] | None = work
         self._after: Sequence[Task] = after
+        self._then: list[Callable[[], None]] = []
         self.course = course
+
+    def when_done(self, call: Callable[[], None]) -> None:
+        """`call()` when the task has ended, on the thread that ends it, or now where it has.
+
+        It may be called more than once, and must not raise.
+        """
+        with self._state:
+            if not self.done.is_set():
+                self._then.append(call)
+                return
+        call()
 
     def run(self) -> None:
         """Do the work when what comes before it is done; nothing where it has been given up."""
@@ -85,23 +98,26 @@ class Task:
             return self._work
 
     def _fail(self, error: BaseException) -> None:
-        # The frames would keep their tensors as long as the error lives: their lines will do.
-        if error.__traceback__ is not None:
-            error.add_note("".join(traceback.format_tb(error.__traceback__)))
+        error = without_frames(error)
         with self._state:
             if not self.done.is_set():
-                self.error = error.with_traceback(None)
+                self.error = error
 
     def _end(self) -> None:
         with self._state:
-            if self.done.is_set():
-                return
-            self.end_s = time.perf_counter()
-            # The tensors the work holds are freed now, not when the next step starts.
-            self._work = None
-            self._after = ()
-            self.course.end(self.error)
-            self.done.set()
+            if not self.done.is_set():
+                self.end_s = time.perf_counter()
+                # The tensors the work holds are freed now, not when the next step starts.
+                self._work = None
+                self._after = ()
+                self.course.end(self.error)
+                self.done.set()
+        # One is taken out when it has been called: an exception from outside leaves it for the
+        # thread's end, which comes here again.
+        for call in list(self._then):
+            call()
+            with contextlib.suppress(ValueError):
+                self._then.remove(call)
 
     @property
     def ran(self) -> bool:
@@ -124,6 +140,13 @@ class Task:
         end_s = min(self.end_s, now_s) if self.done.is_set() else now_s
         start_s = min(self.start_s + self.course.waited_s, end_s)
         return Span(self.lane, self.name, max(0.0, start_s - origin_s), end_s - origin_s)
+
+
+def without_frames(error: BaseException) -> BaseException:
+    """`error` with the lines it came through as a note: frames would keep their tensors alive."""
+    if error.__traceback__ is not None:
+        error.add_note("".join(traceback.format_tb(error.__traceback__)))
+    return error.with_traceback(None)
 
 
 class Lane:

@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -41,6 +41,7 @@ class Meter:
         # What has died and is still counted. No function of Python's is called when a storage dies:
         # a Ctrl-C that came in it would be lost.
         self._gone: deque[_Counted] = deque()
+        self._remembered: dict[int, _Counted] = {}
         self._lock = threading.RLock()
 
     @property
@@ -98,10 +99,41 @@ class Meter:
             self.peak_bytes = dict(self._used_bytes)
             self._curve = {tier: [] for tier in Tier}
 
+    def remember(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Keep in mind that these are counted, for `recall` in later steps."""
+        with self._lock:
+            self._settle()
+            keys = {tensor.untyped_storage()._cdata for tensor in tensors}
+            self._remembered = {key: self._storages[key] for key in keys}
+
+    def recall(self) -> bool:
+        """Count all that was kept in mind at once; False, and nothing, where some of it has died.
+
+        To count the inputs of a step one by one takes milliseconds. False as well where a budget
+        does not allow it: counted one by one, the error says where.
+        """
+        with self._lock:
+            self._settle()
+            more = dict.fromkeys(Tier, 0)
+            for key, counted in self._remembered.items():
+                if key not in self._storages:
+                    more[counted.tier] += counted.nbytes
+            fits = all(self._used_bytes[tier] + more[tier] <= self.budgets[tier] for tier in Tier)
+            if not self._remembered or not fits:
+                return False
+            self._storages = {**self._remembered, **self._storages}
+            for tier, nbytes in more.items():
+                if nbytes:
+                    self._change(tier, nbytes)
+                used = self._used_bytes[tier]
+                self.peak_bytes[tier] = max(self.peak_bytes[tier], used)
+        return True
+
     def _count(self, storage: torch.UntypedStorage, tier: Tier, where: str, nbytes: int) -> None:
         key = storage._cdata
         with self._lock:
-            self._settle()
+            if self._gone:
+                self._settle()
             if key in self._storages:
                 return
             counted = self._storages[key] = _Counted(storage, self._gone.append)
@@ -126,6 +158,8 @@ class Meter:
         """Take off what has died, under the lock."""
         while self._gone:
             counted = self._gone.popleft()
+            if self._remembered.get(counted.key) is counted:
+                self._remembered = {}
             # What was let go at the start of a step counts no more.
             if self._storages.get(counted.key) is counted:
                 del self._storages[counted.key]

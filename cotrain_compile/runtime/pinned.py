@@ -9,6 +9,7 @@ What pins a slab, and what an event is, is given; nothing here knows of CUDA.
 from __future__ import annotations
 
 import mmap
+import threading
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable
@@ -46,6 +47,16 @@ class Slab:
     events: list[Event] = field(default_factory=list)
 
 
+class _Lent(weakref.ref[torch.UntypedStorage]):
+    """A storage that lies on a slab of `nbytes`."""
+
+    __slots__ = ("key", "nbytes", "slab")
+
+    key: int
+    nbytes: int
+    slab: Slab
+
+
 class PinnedPool:
     """Hands out tensors on pinned slabs.
 
@@ -61,55 +72,73 @@ class PinnedPool:
         available_bytes: Callable[[], int] | None = None,
     ) -> None:
         self.held_bytes = 0
+        self.unpinned = 0  # slabs so far
         self._pin, self._unpin = pin, unpin
         self._available_bytes = available_bytes or available_host_bytes
         self._free: dict[int, deque[Slab]] = defaultdict(deque)
-        self._in_use: dict[int, Slab] = {}
+        self._lent: dict[int, _Lent] = {}
+        # Whose storage has died. No function of Python's is called then, at any moment and on any
+        # thread: it might stop between two lines, or lose a Ctrl-C.
+        self._died: deque[_Lent] = deque()
+        self._noting = threading.Lock()
 
     def empty(self, nbytes: int) -> torch.Tensor:
         """A row of `nbytes` bytes on a slab of that size.
 
         Raises `HostMemoryError` where this computer has not so much left.
         """
-        if nbytes == 0:
-            return torch.empty(0, dtype=torch.uint8)
-        slab = self._take_back(nbytes) or self._new(nbytes)
-        row = torch.frombuffer(slab.memory, dtype=torch.uint8, count=nbytes)
-        storage = row.untyped_storage()
-        self._in_use[storage._cdata] = slab
-        # A finalizer may run at any moment, on any thread: both steps of `_give_back` are atomic.
-        weakref.finalize(storage, self._give_back, storage._cdata, nbytes).atexit = False
-        return row
+        return self._row(nbytes, torch.uint8)
 
     def empty_like(self, row: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """As `torch.empty_like`, for a dense tensor."""
-        dtype = dtype or row.dtype
-        made = self.empty(row.numel() * dtype.itemsize).view(dtype)
-        return made.as_strided(row.size(), row.stride())
+        made = self._row(row.numel(), dtype or row.dtype)
+        return made if row.dim() == 1 else made.as_strided(row.size(), row.stride())
+
+    def _row(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
+        nbytes = elements * dtype.itemsize
+        if nbytes == 0:
+            return torch.empty(0, dtype=dtype)
+        self._take_what_died()
+        slab = self._take_back(nbytes) or self._new(nbytes)
+        row = torch.frombuffer(slab.memory, dtype=dtype, count=elements)
+        storage = row.untyped_storage()
+        lent = _Lent(storage, self._died.append)
+        lent.key, lent.slab, lent.nbytes = storage._cdata, slab, nbytes
+        # A storage that has died meanwhile may have had this key: it must not take the slab along.
+        self._lent[lent.key] = lent
+        return row
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies on a slab of this pool."""
-        return tensor.untyped_storage()._cdata in self._in_use
+        return self._slab_of(tensor) is not None
 
     def note(self, tensor: torch.Tensor, event: Event) -> None:
         """A copy that reads or writes `tensor` ends with `event`."""
-        slab = self._in_use.get(tensor.untyped_storage()._cdata)
+        slab = self._slab_of(tensor)
         if slab is not None:
-            slab.events = [event, *(other for other in slab.events if not other.query())]
+            with self._noting:  # the step's thread and one of the host may issue copies of one slab
+                slab.events = [event, *(other for other in slab.events if not other.query())]
 
     def pending(self, tensor: torch.Tensor) -> list[Event]:
         """What a writer to `tensor` has to let pass first."""
-        slab = self._in_use.get(tensor.untyped_storage()._cdata)
+        slab = self._slab_of(tensor)
         return list(slab.events) if slab is not None else []
+
+    def _slab_of(self, tensor: torch.Tensor) -> Slab | None:
+        lent = self._lent.get(tensor.untyped_storage()._cdata)
+        # Of a storage that has died, another may have the place in memory, which is the key.
+        return lent.slab if lent is not None and lent() is not None else None
 
     def release(self) -> None:
         """Unpin and free the slabs that nobody uses, when the copies on them are done."""
+        self._take_what_died()
         for nbytes in list(self._free):
             while (slab := self._take_back(nbytes)) is not None:
                 for event in slab.events:
                     event.synchronize()
                 self._unpin(torch.frombuffer(slab.memory, dtype=torch.uint8))
                 self.held_bytes -= nbytes
+                self.unpinned += 1
 
     def _take_back(self, nbytes: int) -> Slab | None:
         try:
@@ -117,8 +146,15 @@ class PinnedPool:
         except IndexError:
             return None
 
-    def _give_back(self, key: int, nbytes: int) -> None:
-        self._free[nbytes].append(self._in_use.pop(key))
+    def _take_what_died(self) -> None:
+        while True:
+            try:
+                lent = self._died.popleft()
+            except IndexError:
+                return
+            if self._lent.get(lent.key) is lent:
+                del self._lent[lent.key]
+            self._free[lent.nbytes].append(lent.slab)
 
     def _new(self, nbytes: int) -> Slab:
         if nbytes >= 2**20:

@@ -21,9 +21,9 @@ from cotrain_compile.machine import Tier
 from cotrain_compile.passes import run_passes
 from cotrain_compile.placement.policies import streamed, zero_offload
 from cotrain_compile.plan import Lane, Plan
+from cotrain_compile.runtime import cuda
 from cotrain_compile.runtime.cuda import CudaDevice
 from cotrain_compile.runtime.host_kernels import host_kernels
-from cotrain_compile.runtime.ops import cotrain as ops
 from cotrain_compile.runtime.pinned import PinnedPool
 from tests.graph import thread_card
 from tests.graph.captured_steps import TRAININGS, Captured, captured, differences, reference
@@ -130,10 +130,8 @@ def test_slabs_are_used_again_in_every_step() -> None:
 def test_memory_that_is_freed_before_its_copy_is_waited_for_is_noticed() -> None:
     step = captured("clipped")
     placed = Placed("clipped", streamed_plan("clipped"))
-    for node in placed.step.graph.nodes:
-        if node.target is ops.wait:
-            node.args = ([], [])
     with (
+        mock.patch.object(placed.device, "wait"),
         mock.patch.object(placed.device, "finish_step", placed.card.synchronize),
         # Copies that are slower than a step's thread on a busy machine.
         mock.patch.object(thread_card, "LONGEST_DELAY_S", 2e-2),
@@ -146,7 +144,7 @@ def test_a_task_that_does_not_wait_for_what_it_comes_after_shows() -> None:
     step = captured("clipped")
     plan = host_plan("clipped")
     placed = Placed("clipped", plan)
-    with mock.patch.object(placed.device, "_ends", return_value=[]):
+    with mock.patch.object(cuda, "_ends", return_value=[]):
         found = step.train(placed.step)
     assert differences(found, reference("clipped"))
 

@@ -69,12 +69,16 @@ class ThreadCard:
     def __init__(self, seed: int = 0) -> None:
         self.faults: list[str] = []
         self.pinned: dict[int, int] = {}  # bytes by address
+        self.bound: set[int] = set()  # threads that work for the card
         self._random = random.Random(seed)
         self._streams: list[ThreadStream] = []
 
     def start_step(self) -> None:
         for stream in self._streams:
             stream.copies = []
+
+    def bind_thread(self) -> None:
+        self.bound.add(threading.get_ident())
 
     def stream(self) -> ThreadStream:
         self._streams.append(ThreadStream())
