@@ -26,6 +26,7 @@ from cotrain_compile.placement.engine import Periodic
 from cotrain_compile.placement.explain import Explanation, explain
 from cotrain_compile.placement.predict import predict_steady_state
 from cotrain_compile.placement.problem import Problem
+from cotrain_compile.placement.reserved import Reserved, reserved
 from cotrain_compile.plan import STEP_BEGINS, Plan, Timeline
 from cotrain_compile.runtime.device import Device, rehearsing
 from cotrain_compile.runtime.interrupts import HeldSignals
@@ -95,6 +96,16 @@ class CompiledStep:
     def predicted(self) -> Timeline:
         """The simulator's timeline of one step."""
         return self.plan.predicted
+
+    @property
+    def predicted_reserved(self) -> Reserved:
+        """What torch's caching allocator takes from a card for the plan, op by op, and uses."""
+        return reserved(self.problem.dataflow, self.plan)
+
+    @property
+    def measured_reserved_bytes(self) -> int | None:
+        """The most that was reserved on the card in the last step; None without a card."""
+        return self._device.reserved_bytes
 
     def predict_steps(self, count: int = 8) -> Periodic:
         """The step repeated: predicted seconds of the first one, and from one to the next."""

@@ -19,6 +19,7 @@ import torch
 from cotrain_compile.backends.compiled_step import CompiledStep
 from cotrain_compile.errors import OutOfDeviceMemory, PlacementError
 from cotrain_compile.machine import Tier
+from cotrain_compile.runtime.card import is_out_of_memory
 from cotrain_compile.units import format_bytes
 
 ROUNDS = 3
@@ -90,8 +91,9 @@ class Rehearsed:
         """The error of a rehearsal that ran out of device memory; raises every other."""
         try:
             self.compiled.rehearse(inputs)
-        except (OutOfDeviceMemory, torch.OutOfMemoryError) as error:
-            if isinstance(error, OutOfDeviceMemory) and error.tier != Tier.DEVICE:
+        except RuntimeError as error:
+            of_the_plan = isinstance(error, OutOfDeviceMemory) and error.tier == Tier.DEVICE
+            if not (of_the_plan or is_out_of_memory(error)):
                 raise
             # The tensors in the frames that it came through would live as long as the error.
             traceback.clear_frames(error.__traceback__)

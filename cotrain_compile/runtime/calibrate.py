@@ -17,6 +17,9 @@ import torch
 from cotrain_compile import presets
 from cotrain_compile.errors import OptionError
 from cotrain_compile.machine import HostUpdate, Machine, Tier, TierSpec
+from cotrain_compile.runtime.card import CudaCard
+from cotrain_compile.runtime.cuda import CudaDevice
+from cotrain_compile.runtime.device import Device
 from cotrain_compile.runtime.emulated import EmulatedDevice
 from cotrain_compile.runtime.environment import (
     Environment,
@@ -31,11 +34,16 @@ from cotrain_compile.runtime.link_bench import (
     median_s,
     wall_s,
 )
-from cotrain_compile.runtime.ops import cotrain, running_on
+from cotrain_compile.runtime.ops import Launch
+from cotrain_compile.runtime.pinned import PinnedPool
 
 Progress = Callable[[str, float], None]
 
 _DTYPES = (torch.float32, torch.bfloat16)
+# The host computes nothing in half precision, and would take very long to.
+_CARD_DTYPES = (*_DTYPES, torch.float16)
+# A matmul of the host's size takes a card microseconds, most of them to begin and to end.
+_LARGER_ON_A_CARD = 4
 _CALLS_PER_LAUNCH_SAMPLE = 100
 
 
@@ -88,7 +96,7 @@ def calibrate(
         duplex=copies.duplex,
         source=f"calibrate on {bench.name}, torch {torch.__version__}, "
         f"{environment.usable_cores} cores, {environment.numa_nodes} NUMA node(s)",
-        issue_s=_issue_s() if device == "cpu" else 0.0,
+        issue_s=issue_s(_device_for(bench)),
         fuses_updates=device != "cpu",  # what runs on a card is compiled
     )
     remarks = (*environment_remarks(environment), copies.remark, _threads_remark(by_threads))
@@ -106,9 +114,10 @@ def _bench(device: str, environment: Environment) -> Bench:
 
 
 def _tier(bench: Bench, device: torch.device, capacity_bytes: int, sizes: Sizes) -> TierSpec:
-    side = sizes.matmul_side
+    on_host = device.type == "cpu"
+    side = sizes.matmul_side if on_host else _LARGER_ON_A_CARD * sizes.matmul_side
     flops_per_s = {}
-    for dtype in _DTYPES:
+    for dtype in _DTYPES if on_host else _CARD_DTYPES:
         a, b, product = (torch.ones(side, side, dtype=dtype, device=device) for _ in range(3))
         work = partial(torch.mm, a, b, out=product)
         seconds = median_s(partial(bench.seconds, work), sizes.repeats)
@@ -154,25 +163,34 @@ def _slowdown_while_copying(bench: Bench, sizes: Sizes) -> float:
     return max(1.0, disturbed_s / alone_s)
 
 
-def _issue_s() -> float:
-    """Seconds for which the emulated device stands still to start a copy and to wait for it.
-
-    Measured between matmuls, as in a step: the copy's thread competes for the interpreter.
-    """
+def _device_for(bench: Bench) -> Device:
+    """The runtime whose calls are measured."""
+    if isinstance(bench, CudaBench):
+        card = CudaCard(bench.device)
+        return CudaDevice(card, PinnedPool(card.pin, card.unpin), 2**62, {})
     budgets = dict.fromkeys(Tier, 2**62)
-    device = EmulatedDevice(presets.find(presets.THIS_MACHINE), budgets, {}, poison=False)
-    a, product = torch.ones(256, 256), torch.ones(256, 256)
+    return EmulatedDevice(presets.find(presets.THIS_MACHINE), budgets, {}, poison=False)
+
+
+def issue_s(device: Device) -> float:
+    """Seconds that the step's thread takes to start a copy on `device` and to wait for it.
+
+    Measured between matmuls, as in a step: on the emulated device the copy's thread competes for
+    the interpreter. A card goes on meanwhile with what it has been given, so there it is the most
+    that a task can cost.
+    """
+    place = device.compute_device
+    a, product = torch.ones(256, 256, device=place), torch.ones(256, 256, device=place)
 
     def start_one_and_wait_for_the_last(number: int) -> None:
-        cotrain.offload(a, f"copy {number}", [])
-        cotrain.wait([f"copy {number - 1}"] if number else [], [])
+        device.offload(a, Launch(f"copy {number}"))
+        device.wait([f"copy {number - 1}"] if number else [])
 
     device.start_step()
     seconds = []
-    with running_on(device):
-        for number in range(_CALLS_PER_LAUNCH_SAMPLE):
-            torch.mm(a, a, out=product)
-            seconds.append(wall_s(partial(start_one_and_wait_for_the_last, number)))
+    for number in range(_CALLS_PER_LAUNCH_SAMPLE):
+        torch.mm(a, a, out=product)
+        seconds.append(wall_s(partial(start_one_and_wait_for_the_last, number)))
     device.drain()
     return statistics.median(seconds)
 

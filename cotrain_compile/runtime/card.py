@@ -9,11 +9,12 @@ from __future__ import annotations
 import resource
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
 
-from cotrain_compile.errors import HostMemoryError
+from cotrain_compile.errors import CotrainError, HostMemoryError
 from cotrain_compile.runtime.pinned import Event
 from cotrain_compile.units import format_bytes
 
@@ -68,6 +69,27 @@ class Card(Protocol):
         """The most since `start_step`."""
         ...
 
+    def reserved_peak_bytes(self) -> int:
+        """The most that the allocator had taken from the card since `start_step`."""
+        ...
+
+
+# What libraries and the driver say where the card has no memory left, in errors that are not
+# torch's own: cuBLAS takes its workspace and cuDNN its plans as they are made, a kernel its code as
+# it is loaded.
+_OUT_OF_MEMORY = (
+    "cuda error: out of memory",
+    "cuda driver error: out of memory",
+    "cuda_error_out_of_memory",
+    "cudaerrormemoryallocation",
+    "triton error [cuda]: out of memory",
+    "cublas_status_alloc_failed",
+    "cublas_status_not_initialized",
+    "cudnn_status_alloc_failed",
+    "cudnn_status_internal_error_device_allocation_failed",
+    "cusolver_status_alloc_failed",
+    "cusparse_status_alloc_failed",
+)
 
 # The card that `bind_thread` was last called for on each thread; lanes call nothing else there.
 _this_thread = threading.local()
@@ -125,22 +147,54 @@ class CudaCard:
     def pin(self, row: torch.Tensor) -> None:
         row.zero_()  # on all cores; the driver would bring the pages in one by one
         with torch.cuda.device(self.device):
-            _call(torch.cuda.cudart().cudaHostRegister, row.data_ptr(), row.nbytes, _PORTABLE)
+            register = torch.cuda.cudart().cudaHostRegister
+            register_pinned(register, row.data_ptr(), row.nbytes, self._launch_a_kernel)
+
+    def _launch_a_kernel(self) -> None:
+        # Where it has no memory for its result, the allocator clears the error.
+        torch.ones(1, device=self.device)
 
     def unpin(self, row: torch.Tensor) -> None:
         with torch.cuda.device(self.device):
             torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(row.data_ptr()))
 
     def allocated_bytes(self) -> int:
-        return int(torch.cuda.memory_allocated(self.device))
+        return self._memory("allocated_bytes", "current")
 
     def peak_bytes(self) -> int:
-        return int(torch.cuda.max_memory_allocated(self.device))
+        return self._memory("allocated_bytes", "peak")
+
+    def reserved_peak_bytes(self) -> int:
+        return self._memory("reserved_bytes", "peak")
+
+    def _memory(self, kind: str, moment: str) -> int:
+        # As `torch.cuda.memory_allocated`, which sorts all that the allocator says, twice a step.
+        said = torch.cuda.memory_stats_as_nested_dict(self.device)
+        return int(said.get(kind, {}).get("all", {}).get(moment, 0))
 
 
-def _call(register: Callable[..., Any], address: int, nbytes: int, flags: int) -> None:
-    code = int(register(address, nbytes, flags))
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether `error` says that the card has no memory left, whoever says so."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    if not isinstance(error, RuntimeError) or isinstance(error, CotrainError):
+        return False
+    said = str(error).lower()
+    return any(text in said for text in _OUT_OF_MEMORY)
+
+
+def register_pinned(
+    register: Callable[[int, int, int], Any], address: int, nbytes: int, clear: Callable[[], object]
+) -> None:
+    """Pin memory with `register`, the runtime's `cudaHostRegister`.
+
+    One that fails leaves its error behind, and the launch of the next kernel would raise it, in
+    code that has nothing to do with it: `clear()` launches one. Raises `HostMemoryError`.
+    """
+    code = int(register(address, nbytes, _PORTABLE))
     if code != 0:
+        with suppress(RuntimeError):
+            clear()
         locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         limit = "none" if locked == resource.RLIM_INFINITY else format_bytes(locked)
         raise HostMemoryError(

@@ -221,6 +221,14 @@ class CudaDevice(Device):
         on_device = self._card.peak_bytes() - self._others_bytes
         return {**self.meter.peak_bytes, Tier.DEVICE: on_device}
 
+    @property
+    def reserved_bytes(self) -> int | None:
+        return self._card.reserved_peak_bytes()
+
+    @property
+    def compute_device(self) -> torch.device:
+        return self._card.device
+
     def random_state_devices(self) -> Sequence[int]:
         return [self._card.device.index] if self._card.device.type == "cuda" else []
 

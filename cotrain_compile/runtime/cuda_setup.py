@@ -18,6 +18,7 @@ from cotrain_compile.errors import OptionError, PlacementError
 from cotrain_compile.machine import Machine, Tier
 from cotrain_compile.options import Options, Size
 from cotrain_compile.runtime.card import CudaCard
+from cotrain_compile.runtime.card_rates import tier_of
 from cotrain_compile.runtime.course import Cut
 from cotrain_compile.runtime.cuda import CudaDevice
 from cotrain_compile.runtime.host_kernels import HostKernel
@@ -29,7 +30,7 @@ from cotrain_compile.units import format_bytes
 RESERVE_FRACTION = 0.05
 RESERVE_LEAST_BYTES = 2**29
 
-# Cards by a word in their name. Of an unknown one the first is assumed: the slowest link.
+# Cards by a word in their name. Of an unknown one the link of the first is assumed: the slowest.
 _KNOWN = (
     ("3090", "rtx3090"),
     ("4090", "rtx4090"),
@@ -48,21 +49,35 @@ def cuda_machine(name: str, device: torch.device) -> Machine:
     """
     if name != presets.THIS_MACHINE:
         return presets.find(name)
-    properties = torch.cuda.get_device_properties(device)
-    return machine_like(str(properties.name), int(properties.total_memory))
+    return machine_like(torch.cuda.get_device_properties(device))
 
 
-def machine_like(card: str, capacity_bytes: int) -> Machine:
-    """A machine with a card of that name and memory, and this computer's host memory."""
+def machine_like(properties: Any) -> Machine:
+    """A machine with a card of these properties, and this computer's host memory.
+
+    A card that no preset describes has the rates that its properties allow.
+    """
+    card = str(properties.name)
     known = next((preset for word, preset in _KNOWN if word in card), None)
     like = presets.find(known or _KNOWN[0][1])
+    device = replace(like.device, capacity_bytes=int(properties.total_memory))
+    told = f"rates of the preset {like.name}"
+    if known is None:
+        own = tier_of(properties)
+        device, told = (
+            (own[0], f"no preset; by its properties ({own[1]}), link and host as of {like.name}")
+            if own is not None
+            else (
+                device,
+                f"no preset, its driver says too little; {told}, which may be far off",
+            )
+        )
     return replace(
         like,
         name=presets.THIS_MACHINE,
-        device=replace(like.device, capacity_bytes=capacity_bytes),
+        device=device,
         host=replace(like.host, capacity_bytes=presets.usable_memory_bytes()),
-        source=f"{card}: capacities as found, rates of the preset {like.name}"
-        f"{'' if known else ', since this card is not known'}; run `cotrain-compile calibrate "
+        source=f"{card}: capacities as found, {told}; run `cotrain-compile calibrate "
         "--device cuda` for measured ones",
     )
 

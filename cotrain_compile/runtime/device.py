@@ -201,6 +201,16 @@ class Device(ABC, Runtime):
     def peak_bytes(self) -> Mapping[Tier, int]:
         """The most bytes the step had alive on each tier."""
 
+    @property
+    def compute_device(self) -> torch.device:
+        """Where tensors of the device are, for torch."""
+        return torch.device("cpu")
+
+    @property
+    def reserved_bytes(self) -> int | None:
+        """The most that an allocator had taken from a card since the step began; None without."""
+        return None
+
     @abstractmethod
     def random_state_devices(self) -> Sequence[int]:
         """Indices of the accelerators whose random numbers the step draws from."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import PlacementError
 from cotrain_compile.machine import Tier
+from cotrain_compile.placement.reserved import reserved
 from cotrain_compile.plan import Plan, SolveReport, Transfer, UpdateMode
 from cotrain_compile.units import format_bytes, format_seconds
 
@@ -25,6 +26,7 @@ def summary(plan: Plan, dataflow: Dataflow | None = None) -> str:
             *_updates(plan, dataflow),
             *_fetched(plan),
             *_memory(plan),
+            *(_reserved(plan, dataflow) if dataflow else ()),
             f"traffic     {format_bytes(plan.bytes_moved('offload'))} down, "
             f"{format_bytes(plan.bytes_moved('prefetch'))} up each step",
             f"predicted   {format_seconds(plan.predicted.makespan_s)} a step",
@@ -33,6 +35,13 @@ def summary(plan: Plan, dataflow: Dataflow | None = None) -> str:
         ]
     )
 
+
+# Below, the allocator's segments of 2 and 20 MiB are more than what is in them.
+LEAST_TO_FRAGMENT_BYTES = 2**27
+EXPANDABLE = (
+    "that is above the budget: with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, memory is "
+    "not in pieces"
+)
 
 # The status of a plan for which nothing else was tried: everything fits on the device.
 NOT_NEEDED = "not needed"
@@ -132,6 +141,19 @@ def _fetched(plan: Plan) -> Iterator[str]:
             f"activations {len(activations)} leave the device between their uses, "
             f"{format_bytes(_nbytes(activations))}"
         )
+
+
+def _reserved(plan: Plan, dataflow: Dataflow) -> Iterator[str]:
+    """What torch's caching allocator takes from a card for the plan."""
+    if plan.predicted.peak_bytes[Tier.DEVICE] < LEAST_TO_FRAGMENT_BYTES:
+        return
+    found = reserved(dataflow, plan)
+    yield (
+        f"{'':11} {format_bytes(found.reserved_bytes)} reserved by torch's allocator on a card, "
+        f"{found.fragment_bytes / max(1, found.reserved_bytes):.0%} of it in no tensor at the peak"
+    )
+    if found.reserved_bytes > plan.budgets[Tier.DEVICE]:
+        yield f"{'':11} {EXPANDABLE}"
 
 
 def _nbytes(transfers: Iterable[Transfer]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -12,13 +13,17 @@ import torch
 from cotrain_compile.errors import OptionError
 from cotrain_compile.files import load, save
 from cotrain_compile.machine import Machine
-from cotrain_compile.runtime.calibrate import Calibration, calibrate
+from cotrain_compile.runtime.calibrate import Calibration, calibrate, issue_s
+from cotrain_compile.runtime.cuda import CudaDevice
 from cotrain_compile.runtime.environment import (
     Environment,
     environment_remarks,
     read_environment,
 )
 from cotrain_compile.runtime.link_bench import Sizes
+from cotrain_compile.runtime.pinned import PinnedPool
+from tests.graph import thread_card
+from tests.graph.thread_card import ThreadCard
 
 GIB = 2**30
 SMALL = Sizes(
@@ -132,3 +137,11 @@ def test_limits_that_do_not_bind_are_not_remarked_on() -> None:
 def test_one_thread_on_one_core_is_as_it_should_be() -> None:
     single = replace(QUIET, omp_num_threads="1", usable_cores=1, machine_cores=1)
     assert environment_remarks(single) == ()
+
+
+def test_what_it_takes_to_issue_a_copy_is_measured_on_a_card_too() -> None:
+    card = ThreadCard()
+    with mock.patch.object(thread_card, "LONGEST_DELAY_S", 0.0):
+        seconds = issue_s(CudaDevice(card, PinnedPool(card.pin, card.unpin), 1 << 40, {}))
+    assert 0 < seconds < 1
+    assert not card.faults

@@ -18,11 +18,13 @@ import torch
 import cotrain_compile
 from cotrain_compile import compile as pipeline
 from cotrain_compile.backends import devices
-from cotrain_compile.errors import OptionError
+from cotrain_compile.backends.compiled_step import CompiledStep
+from cotrain_compile.errors import HostMemoryError, OptionError
 from cotrain_compile.machine import Machine, Tier
 from cotrain_compile.options import Options
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.plan import Placement
+from cotrain_compile.runtime.card import is_out_of_memory
 from cotrain_compile.runtime.cuda import CudaDevice
 from cotrain_compile.runtime.cuda_setup import machine_like
 from cotrain_compile.runtime.host_kernels import HostKernel
@@ -129,6 +131,49 @@ def test_kept_gradients_rest_where_their_parameters_do_and_compile_nothing_again
     assert set(places) == {(True, True), (False, False)}
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "Triton Error [CUDA]: out of memory",
+    ],
+)
+def test_a_library_that_finds_no_memory_leads_to_a_smaller_plan(
+    cuda: ThreadCuda, said: str
+) -> None:
+    case = CASES["mlp"]
+    expected = train(case, OPTIMIZERS["adamw"], cotrain(policy="resident"))
+    budgets: list[int] = []
+    rehearse = CompiledStep.rehearse
+
+    def run_full(self: CompiledStep, inputs: Any) -> None:
+        budgets.append(self.problem.budgets[Tier.DEVICE])
+        cuda.card.peak = 0
+        if len(budgets) == 1:
+            cuda.card.peak = self.predicted.peak_bytes[Tier.DEVICE] - 1000
+            raise RuntimeError(said)
+        rehearse(self, inputs)
+
+    torch._dynamo.reset()
+    with (
+        mock.patch.object(CompiledStep, "rehearse", run_full),
+        pytest.warns(UserWarning, match="ran out of it; nothing was changed"),
+    ):
+        found = train(case, OPTIMIZERS["adamw"], cotrain(host_kernels="captured"))
+    assert budgets[1] < budgets[0]
+    for name, tensor in expected.tensors.items():
+        assert torch.equal(found.tensors[name], tensor), name
+
+
+def test_other_errors_are_no_lack_of_memory() -> None:
+    others = (
+        ValueError("CUBLAS_STATUS_ALLOC_FAILED"),
+        RuntimeError("CUDA error: an illegal memory access was encountered"),
+        HostMemoryError("the driver cannot pin 8 MiB (CUDA error: out of memory)"),
+    )
+    assert not any(map(is_out_of_memory, others))
+
+
 def test_a_gradient_that_stays_is_refused_where_its_parameter_rests_on_the_host() -> None:
     param = torch.nn.Parameter(torch.zeros(2))
     item = SimpleNamespace(name="weight")
@@ -145,16 +190,43 @@ def test_a_gradient_that_stays_is_refused_where_its_parameter_rests_on_the_host(
     devices.refuse_gradients_of_hosted(compiled, [param], set())
 
 
+A_CARD = SimpleNamespace(
+    name="NVIDIA RTX 9999",
+    total_memory=1234 << 20,
+    major=8,
+    minor=9,
+    multi_processor_count=100,
+    clock_rate=2_000_000,
+    memory_clock_rate=10_000_000,
+    memory_bus_width=256,
+)
+
+
 @pytest.mark.parametrize(
-    ("card", "like"), [("NVIDIA H200", "h200"), ("NVIDIA GH200 480GB", "gh200"), ("A card", "")]
+    ("card", "like"), [("NVIDIA H200", "h200"), ("NVIDIA GH200 480GB", "gh200")]
 )
 def test_a_card_gets_the_rates_of_the_preset_like_it_and_its_own_memory(
     card: str, like: str
 ) -> None:
-    machine: Machine = machine_like(card, 1234 << 20)
+    machine: Machine = machine_like(SimpleNamespace(**{**vars(A_CARD), "name": card}))
     assert machine.device.capacity_bytes == 1234 << 20
-    assert f"rates of the preset {like or 'rtx3090'}" in machine.source
-    assert ("not known" in machine.source) == (not like)
+    assert f"rates of the preset {like}" in machine.source
+    assert "no preset" not in machine.source
+
+
+def test_an_unknown_card_is_priced_by_its_properties_and_says_so() -> None:
+    machine = machine_like(A_CARD)
+    assert machine.device.flops_per_s["bfloat16"] == pytest.approx(0.6 * 1024 * 100 * 2e9)
+    assert machine.device.bytes_per_s == pytest.approx(0.85 * 2 * 10e9 * 256 / 8)
+    assert "no preset; by its properties (100 multiprocessors at 2.00 GHz" in machine.source
+    gamer = machine_like(SimpleNamespace(**{**vars(A_CARD), "name": "NVIDIA GeForce RTX 9999"}))
+    assert 2 * gamer.device.flops_per_s["bfloat16"] == machine.device.flops_per_s["bfloat16"]
+
+
+def test_a_card_whose_driver_says_too_little_has_rates_that_are_called_a_guess() -> None:
+    machine = machine_like(SimpleNamespace(**{**vars(A_CARD), "memory_clock_rate": 0}))
+    assert machine.device.capacity_bytes == 1234 << 20
+    assert "its driver says too little; rates of the preset rtx3090, which may be" in machine.source
 
 
 def test_the_cuda_device_is_refused_where_there_is_none() -> None:

@@ -7,6 +7,7 @@ slabs, the graph.
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
@@ -193,6 +194,23 @@ def test_a_home_that_does_not_fit_the_host_is_refused_with_its_size() -> None:
         placed.device.bring_home([(large, Tier.HOST)])
     assert large.data_ptr() == before
     assert step is captured("clipped")
+
+
+def test_a_pin_that_fails_leaves_no_error_for_the_next_kernel() -> None:
+    placed = Placed("clipped", plan_of("clipped", 0))
+    placed.card.pins_left = 0
+    with pytest.raises(HostMemoryError, match=r"cannot pin 8\.0 KiB .*CUDA error 1"):
+        placed.device.bring_home([(torch.zeros(2048), Tier.HOST)])
+    placed.card._launch()
+    placed.card.pins_left = -1
+    assert not differences(captured("clipped").train(placed.step), reference("clipped"))
+
+
+def test_a_thread_of_the_host_works_for_the_card_of_its_step() -> None:
+    placed = Placed("clipped", host_plan("clipped"))
+    captured("clipped").train(placed.step)
+    names = {t.name for t in threading.enumerate() if t.ident in placed.card.bound}
+    assert names == {"cotrain-host-0"}
 
 
 def test_tensors_of_one_storage_move_once_and_still_share_it() -> None:

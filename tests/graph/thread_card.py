@@ -19,7 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cotrain_compile.runtime.card import register_pinned
+
 LONGEST_DELAY_S = 2e-3
+INVALID_VALUE = 1  # cudaErrorInvalidValue
 
 
 class ThreadEvent:
@@ -69,6 +72,9 @@ class ThreadCard:
     def __init__(self, seed: int = 0) -> None:
         self.faults: list[str] = []
         self.pinned: dict[int, int] = {}  # bytes by address
+        self.pins_left = -1  # how many calls of `pin` go well; below 0 all do
+        self._last_error = 0
+        self.peak = 0  # what its allocator says
         self.bound: set[int] = set()  # threads that work for the card
         self._random = random.Random(seed)
         self._streams: list[ThreadStream] = []
@@ -104,6 +110,7 @@ class ThreadCard:
                 copy.ended_in_order |= copy.end is event
 
     def copy(self, stream: Any, destination: Tensor, source: Tensor) -> None:
+        self._launch()
         copy, delay_s = _Copy(), self._random.random() * LONGEST_DELAY_S
         stream.copies.append(copy)
         span = _span(destination), _span(source)
@@ -141,7 +148,21 @@ class ThreadCard:
             self.record(stream).synchronize()
 
     def pin(self, row: Tensor) -> None:
-        self.pinned[row.data_ptr()] = row.nbytes
+        register_pinned(self._register, row.data_ptr(), row.nbytes, self._launch)
+
+    def _register(self, address: int, nbytes: int, flags: int) -> int:
+        if self.pins_left == 0:
+            self._last_error = INVALID_VALUE
+            return INVALID_VALUE
+        self.pins_left -= 1
+        self.pinned[address] = nbytes
+        return 0
+
+    def _launch(self) -> None:
+        """As the launch of any kernel: an error that a call before it has left comes out here."""
+        code, self._last_error = self._last_error, 0
+        if code:
+            raise RuntimeError(f"CUDA error {code}, of some call before this one")
 
     def unpin(self, row: Tensor) -> None:
         del self.pinned[row.data_ptr()]
@@ -153,7 +174,10 @@ class ThreadCard:
         return 0
 
     def peak_bytes(self) -> int:
-        return 0
+        return self.peak
+
+    def reserved_peak_bytes(self) -> int:
+        return self.peak
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
