@@ -19,6 +19,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from cotrain_compile.analysis.layers import layers_of
 from cotrain_compile.backends.cut import cut, sink_into_updates
 from cotrain_compile.backends.inductor import (
     CUDA_GRAPHS,
@@ -27,7 +28,6 @@ from cotrain_compile.backends.inductor import (
     may_draw_out_of_order,
     unknown_settings,
 )
-from cotrain_compile.backends.layers import layers
 from cotrain_compile.backends.segments import Segment, SegmentedStep, segmented
 from cotrain_compile.collector import collector_off
 from cotrain_compile.dataflow import Dataflow
@@ -75,7 +75,7 @@ def segments_of(
     """As `lower`, without compiling."""
     placed = placed.copy()
     sink_into_updates(placed.module.graph, dataflow)
-    stretches = cut(placed.module.graph, layers(step, dataflow), _runs_alone)
+    stretches = cut(placed.module.graph, layers_of(dataflow), _runs_alone)
     _refuse_unmatched(eager_segments, [stretch.name for stretch in stretches])
     compiled = [s for s in stretches if not any(fnmatch(s.name, p) for p in eager_segments)]
     # All sizes are numbers, but without an environment for shapes Inductor leaves its cache alone.

@@ -52,8 +52,9 @@ from cotrain_compile.passes import run_passes
 from cotrain_compile.placement.check import check
 from cotrain_compile.placement.keep import keep
 from cotrain_compile.placement.problem import formulate
+from cotrain_compile.placement.settle import settled_plan
 from cotrain_compile.plan import Placement
-from cotrain_compile.runtime.cuda_setup import within_free_memory
+from cotrain_compile.runtime.cuda_setup import tell_if_in_pieces, within_free_memory
 from cotrain_compile.runtime.host_kernels import host_kernels
 from cotrain_compile.runtime.load_into_homes import load_into_homes
 from cotrain_compile.viz.dump import dump_step
@@ -155,6 +156,7 @@ def _compiler(
         compiled = compile_step(step, dataflow, options, *([before] if before else ()), **less)
         if cuda:
             refuse_gradients_of_hosted(compiled, inputs, origin.keeping_gradient)
+            tell_if_in_pieces(compiled.predicted_reserved, inputs, compute_device_of(step))
             compiled.bring_home(inputs)
         if origin.live is not None:
             compiled.step_ended = origin.live.watch(compiled.plan)
@@ -236,6 +238,8 @@ def compile_step(
     narrator = Narrator(verbosity(options))
     with narrator.progress() as progress:
         plan = (before and keep(problem, before)) or plan_for(problem, options, progress)
+    if options.plan is None and _is_compiled(step, options):
+        plan = settled_plan(problem, plan)
     check(problem, plan)
     if problem is not allowed:
         plan = replace(plan, budgets=allowed.budgets)
@@ -263,9 +267,13 @@ def _lowered(
     step: StepGraph, placed: StepGraph, dataflow: Dataflow, options: Options
 ) -> LoweredStep | None:
     """The compiled segments of `placed`; None where its ops run as they are."""
-    if options.lowering_on(compute_device_of(step).type) == "eager":
+    if not _is_compiled(step, options):
         return None
     return lower(step, placed, dataflow, options.inductor or {}, options.eager_segments)
+
+
+def _is_compiled(step: StepGraph, options: Options) -> bool:
+    return options.lowering_on(compute_device_of(step).type) != "eager"
 
 
 def _profile(options: Options) -> CostTable | None:

@@ -6,6 +6,8 @@ memory that is free, and the device with one pool of pinned memory per process.
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -17,6 +19,7 @@ from cotrain_compile import presets
 from cotrain_compile.errors import OptionError, PlacementError
 from cotrain_compile.machine import Machine, Tier
 from cotrain_compile.options import Options, Size
+from cotrain_compile.placement.reserved import Reserved
 from cotrain_compile.runtime.card import CudaCard
 from cotrain_compile.runtime.card_rates import tier_of
 from cotrain_compile.runtime.course import Cut
@@ -96,7 +99,10 @@ def within_free_memory(options: Options, values: Sequence[Any], device: torch.de
         )
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     reserve = max(RESERVE_LEAST_BYTES, int(RESERVE_FRACTION * total))
-    device_bytes = free + cached + _storage_bytes(values, device.type) - reserve
+    ours_bytes = free + cached + _storage_bytes(values, device.type)
+    device_bytes = ours_bytes - reserve
+    if options.memory_budget is not None:
+        tell_if_not_free(options.memory_budget.of(total), ours_bytes)
     if options.memory_budget is None and device_bytes <= 0:
         raise PlacementError(
             f"the card has {format_bytes(free + cached)} free, and {format_bytes(reserve)} are "
@@ -109,6 +115,40 @@ def within_free_memory(options: Options, values: Sequence[Any], device: torch.de
         options,
         memory_budget=options.memory_budget or Size(nbytes=device_bytes),
         host_memory_budget=options.host_memory_budget or Size(nbytes=max(1, host_bytes)),
+    )
+
+
+def tell_if_not_free(budget_bytes: int, ours_bytes: int) -> None:
+    """Warn at once of a budget above what is free on the card or the step's own already."""
+    if budget_bytes > ours_bytes:
+        warnings.warn(
+            f"cotrain: memory_budget is {format_bytes(budget_bytes)}, but only "
+            f"{format_bytes(ours_bytes)} of the card are free or the step's own; a plan that needs "
+            "more than that runs out of memory in its rehearsal and is made again. Lower the "
+            "budget, or end what else uses the card",
+            stacklevel=2,
+        )
+
+
+def tell_if_in_pieces(predicted: Reserved, values: Sequence[Any], device: torch.device) -> None:
+    """Warn where torch's allocator would need more than there is to hold what fits by itself."""
+    free, _ = torch.cuda.mem_get_info(device)
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    said = in_pieces(predicted, free + cached + _storage_bytes(values, device.type))
+    if said and "expandable_segments:True" not in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""):
+        warnings.warn(said, stacklevel=2)
+
+
+def in_pieces(predicted: Reserved, ours_bytes: int) -> str:
+    """What to do where a plan fits but for the pieces that memory is in; "" where there is room."""
+    if not predicted.allocated_bytes <= ours_bytes < predicted.reserved_bytes:
+        return ""
+    return (
+        f"cotrain: the plan has {format_bytes(predicted.allocated_bytes)} in tensors at its peak, "
+        f"but torch's allocator may reserve {format_bytes(predicted.reserved_bytes)} for them, "
+        f"where {format_bytes(ours_bytes)} can be had; set "
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before the process starts, so that "
+        "memory is not in pieces, or lower memory_budget"
     )
 
 

@@ -23,10 +23,11 @@ from cotrain_compile.errors import HostMemoryError, OptionError
 from cotrain_compile.machine import Machine, Tier
 from cotrain_compile.options import Options
 from cotrain_compile.placement.problem import Problem
+from cotrain_compile.placement.reserved import Reserved
 from cotrain_compile.plan import Placement
 from cotrain_compile.runtime.card import is_out_of_memory
 from cotrain_compile.runtime.cuda import CudaDevice
-from cotrain_compile.runtime.cuda_setup import machine_like
+from cotrain_compile.runtime.cuda_setup import in_pieces, machine_like, tell_if_not_free
 from cotrain_compile.runtime.host_kernels import HostKernel
 from cotrain_compile.runtime.pinned import PinnedPool
 from tests.graph.steps import CASES, OPTIMIZERS, all_tensors, cotrain, make_step, train
@@ -61,6 +62,7 @@ def cuda() -> Iterator[ThreadCuda]:
             ("runs_on_cuda", lambda step: True),
             ("runtime_for", fake.runtime_for),
             ("within_free_memory", lambda options, *_: options),
+            ("tell_if_in_pieces", lambda *_: None),
         ):
             stack.enter_context(mock.patch.object(pipeline, name, stand_in))
         torch._dynamo.reset()
@@ -229,11 +231,21 @@ def test_a_card_whose_driver_says_too_little_has_rates_that_are_called_a_guess()
     assert "its driver says too little; rates of the preset rtx3090, which may be" in machine.source
 
 
+def test_what_does_not_fit_for_its_pieces_alone_is_said_before_it_runs() -> None:
+    said = in_pieces(Reserved(10 << 30, 13 << 30), 12 << 30)
+    assert "10.0 GiB in tensors" in said
+    assert "expandable_segments" in said
+    assert not in_pieces(Reserved(10 << 30, 13 << 30), 13 << 30)
+    # Without its pieces it would not fit either: that is for the budget to say.
+    assert not in_pieces(Reserved(10 << 30, 13 << 30), 9 << 30)
+    with pytest.warns(UserWarning, match=r"memory_budget is 12\.0 GiB, but only 11\.0 GiB"):
+        tell_if_not_free(12 << 30, 11 << 30)
+    tell_if_not_free(11 << 30, 11 << 30)
+
+
 def test_the_cuda_device_is_refused_where_there_is_none() -> None:
     model = torch.nn.Linear(2, 2)
-    step = cotrain(device="cuda")(
-        make_step(model, OPTIMIZERS["sgd"](model), lambda m, x: m(x).sum())
-    )
+    step = make_step(model, OPTIMIZERS["sgd"](model), lambda m, x: m(x).sum())
     if not torch.cuda.is_available():
         with pytest.raises(OptionError, match="sees no CUDA device"):
-            step(torch.zeros(1, 2))
+            cotrain(device="cuda")(step)(torch.zeros(1, 2))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -20,7 +21,11 @@ from cotrain_compile.backends.compiled_step import CompiledStep
 from cotrain_compile.errors import HostMemoryError, StepFailed
 from cotrain_compile.machine import Tier
 from cotrain_compile.passes import run_passes
+from cotrain_compile.placement.check import check
 from cotrain_compile.placement.policies import streamed, zero_offload
+from cotrain_compile.placement.predict import predict
+from cotrain_compile.placement.residency import device_bytes, device_program
+from cotrain_compile.placement.settle import settled
 from cotrain_compile.plan import Lane, Plan
 from cotrain_compile.runtime import cuda
 from cotrain_compile.runtime.cuda import CudaDevice
@@ -79,6 +84,23 @@ def seeds(count: int) -> list[Any]:
 @pytest.mark.parametrize(("name", "seed"), seeds(3))
 def test_a_random_plan_is_exact_on_streams(name: str, seed: int) -> None:
     placed = Placed(name, plan_of(name, seed), seed)
+    assert not differences(captured(name).train(placed.step), reference(name))
+    assert not placed.card.faults
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", ["clipped", "autocast-unclipped"])
+def test_a_settled_plan_is_sound_holds_no_more_and_is_exact(name: str, seed: int) -> None:
+    problem, plan = captured(name).problem(), plan_of(name, seed)
+    program = device_program(problem.dataflow, plan.placement, plan.moved)
+    tasks = settled(program, plan.tasks)
+    before, after = (device_bytes(program, plan.placement, each) for each in (plan.tasks, tasks))
+    assert all(b <= a for a, b in zip(before, after, strict=True))
+    moved = replace(
+        plan, tasks=tuple(tasks), predicted=predict(problem, plan.placement, tasks, plan.moved)
+    )
+    check(problem, moved)
+    placed = Placed(name, moved, seed)
     assert not differences(captured(name).train(placed.step), reference(name))
     assert not placed.card.faults
 
