@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench import coarse_against_zero_offload, host_update
+from bench import coarse_against_zero_offload, host_update, host_update_parts
 
 
 @pytest.fixture(autouse=True)
@@ -39,6 +39,15 @@ def test_host_updates_are_compared_in_every_case(tmp_path: Path) -> None:
     summary = result["summary"]
     assert summary["ratio_met"] == (summary["of_op_by_op_worst"] >= host_update.RATIO)
     assert summary["gap_met"] == (summary["gap_worst_s"] <= host_update.GAP_S)
+
+
+def test_updates_in_parts_are_compared_with_what_there_is(tmp_path: Path) -> None:
+    result = quick(host_update_parts.main, tmp_path / "report.json")
+    kinds = {record["dtype"]: set(record["seconds"]) for record in result["records"]}
+    assert kinds == {
+        "float32": {"whole", "in parts", "fused"},
+        "bfloat16": {"whole", "in parts"},
+    }
 
 
 def test_both_plans_are_predicted_and_measured(tmp_path: Path) -> None:
