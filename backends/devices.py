@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -45,6 +46,17 @@ def refuse_other_devices(step: StepGraph, options: Options) -> None:
         raise OptionError(
             f"option 'device' is 'cpu', but the step has tensors on {found[0]}; move model and "
             "batch to the CPU, or leave the option out"
+        )
+
+
+def tell_of_unused_card(step: StepGraph, options: Options) -> None:
+    """Warn where a step runs on the emulated device though there is a card, and nobody asked."""
+    if options.device is None and torch.cuda.is_available() and not runs_on_cuda(step):
+        warnings.warn(
+            "cotrain: the model is on the CPU, so the step runs on the emulated device though this "
+            "computer has a CUDA device; move model and batch there, or set the option device to "
+            '"cuda" (for a model larger than the card) or to "cpu"',
+            stacklevel=2,
         )
 
 

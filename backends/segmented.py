@@ -64,7 +64,7 @@ class SegmentedProgram(EagerProgram):
             if not self._rehearses:
                 self._run_segment(call)
                 return None
-            self._refuse_other_dtypes(call)
+            self._refuse_other_tensors(call)
             written: Any = [node.args[p] for p in self._segments[str(node.target)].written]
             with _put_back([self.env[place] for place in written if place.op == "placeholder"]):
                 self._run_segment(call)
@@ -74,17 +74,18 @@ class SegmentedProgram(EagerProgram):
             return self._record(call, super().run_call)
         return super().run_call(call)
 
-    def _refuse_other_dtypes(self, call: Call) -> None:
+    def _refuse_other_tensors(self, call: Call) -> None:
         """Compiled code reads memory as the trace says it is, whatever is there."""
         segment = self._segments[str(call.node.target)]
         for source, traced in zip(call.node.args, segment.inputs, strict=True):
             value = self.env[source]  # type: ignore[index]
-            if value.dtype != traced.dtype:
+            told, found = _as_read(traced, value), _as_read(value, traced)
+            if told != found:
                 raise LoweringError(
-                    f"{source} is {value.dtype}, but its op told the trace {traced.dtype}, for "
-                    f"which segment {segment.name!r} was compiled: it would read the memory "
-                    "wrongly. Correct what is registered as the op's fake kernel, or run the step "
-                    'with lowering="eager"',
+                    f"{source} is {found}, but its op told the trace {told}, for which "
+                    f"segment {segment.name!r} was compiled: it would read the memory wrongly. "
+                    "Correct what is registered as the op's fake kernel, or run the step with "
+                    'lowering="eager"',
                     segment=segment.name,
                 )
 
@@ -134,3 +135,19 @@ def _put_back(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     finally:
         for tensor, value in zip(tensors, before, strict=True):
             tensor.copy_(value)
+
+
+def _as_read(tensor: torch.Tensor, other: torch.Tensor) -> str:
+    """What compiled code takes for granted of `tensor`, as text.
+
+    Strides count where there is something to step over. A scalar on the host is read by the host
+    wherever its `other` was traced: the seeds of some kernels of attention are such.
+    """
+    steps = tuple(s for s, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
+    is_host_scalar = tensor.dim() == other.dim() == 0 and "cpu" in (
+        tensor.device.type,
+        other.device.type,
+    )
+    where = "" if is_host_scalar else f" on {tensor.device.type}"
+    told = f"{tensor.dtype}{where} of shape {tuple(tensor.shape)}"
+    return f"{told} and strides {steps}" if tensor.numel() else told

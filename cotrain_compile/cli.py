@@ -126,6 +126,12 @@ def trace(
     job: Annotated[str, typer.Argument(help="FILE.py:FUNCTION; its source is executed.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="File to write.")],
     dynamic: Annotated[bool, typer.Option(help="Keep batch and lengths as symbols.")] = False,
+    device: Annotated[
+        str | None, typer.Option(help="'cuda': as on a card, also without one; or 'cpu'.")
+    ] = None,
+    machine: Annotated[
+        str | None, typer.Option(help="Preset or machine.json: as on its card.")
+    ] = None,
 ) -> None:
     """Capture the step that FUNCTION() returns with its arguments; nothing is allocated or run."""
     from cotrain_compile.compile import trace as capture
@@ -133,7 +139,7 @@ def trace(
 
     files.refuse_unwritable(output)
     with console.status("tracing"):
-        dataflow = capture(load_job(job), dynamic=dynamic)
+        dataflow = capture(load_job(job), dynamic=dynamic, device=device, machine=machine)
     files.save(dataflow, output)
     console.print(describe_step(dataflow))
     console.print(f"saved {output}")

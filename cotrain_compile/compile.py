@@ -9,8 +9,10 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -29,6 +31,7 @@ from cotrain_compile.backends.devices import (
     refuse_other_devices,
     runs_on_cuda,
     runtime_for,
+    tell_of_unused_card,
 )
 from cotrain_compile.backends.first_step import Rehearsed
 from cotrain_compile.backends.lower import LoweredStep, lower
@@ -36,7 +39,9 @@ from cotrain_compile.backends.per_shape import PerShape
 from cotrain_compile.backends.tails import Owner, guard_state, wait_for_tails
 from cotrain_compile.backends.verify import VerifiedStep, refuse_race
 from cotrain_compile.capture import Session, capture, current_session, install
+from cotrain_compile.capture.absent_card import absent_card, card_for
 from cotrain_compile.capture.aot import traced_modules
+from cotrain_compile.capture.forked import in_a_copy
 from cotrain_compile.capture.hook import frame_objects
 from cotrain_compile.capture.offline import offline
 from cotrain_compile.capture.skip_initialisation import skip_initialisation
@@ -45,8 +50,9 @@ from cotrain_compile.choose_plan import plan_for
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import CaptureError, CotrainError, OptionError
 from cotrain_compile.extract import extract
+from cotrain_compile.files import from_json, to_json
 from cotrain_compile.graph import StepGraph
-from cotrain_compile.machine import Tier
+from cotrain_compile.machine import Machine, Tier
 from cotrain_compile.options import Options, as_option_error
 from cotrain_compile.passes import run_passes
 from cotrain_compile.placement.check import check
@@ -83,6 +89,7 @@ def cotrain(
         if _trace_only.get():
             raise _Traced(step, values)
         refuse_other_devices(step, session.options)
+        tell_of_unused_card(step, session.options)
         dataflow, origin = extract(step), _origin(session, owners)
 
         def tell_surplus(compiled: CompiledStep) -> None:
@@ -169,31 +176,56 @@ def _compiler(
     return compile_within
 
 
+Build = Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]
+
+
 def trace(
-    build: Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]], *, dynamic: bool = False
+    build: Build,
+    *,
+    dynamic: bool = False,
+    device: str | None = None,
+    machine: str | Machine | None = None,
 ) -> Dataflow:
     """The `Dataflow` of a step of any size, without allocating it or running it.
 
     `build()` returns the step function and its example arguments. It runs under fake tensors, so a
     model of any size can be built in it, on any machine; `torch.nn.init` draws no values there.
     With `dynamic`, sizes of the arguments (batch, sequence length) are symbols: see
-    `analysis.symbolic`. Raises `CaptureError` as compiling does.
+    `analysis.symbolic`.
+
+    With `device="cuda"` the step is traced as on a card, also where there is none: `build()` makes
+    tensors there if it names no device. `machine`, a card's preset or file, says as on which
+    one. Without a card here this happens in a copy of the process, and needs a C++ compiler.
+
+    Raises `CaptureError` as compiling does, and `OptionError` where this machine lacks something.
     """
-    return extract(trace_graph(build, dynamic=dynamic))
+    on_card = card_for(device, machine)
+    if on_card is None:
+        return extract(trace_graph(build, dynamic=dynamic))
+    work = partial(trace_graph, build, dynamic=dynamic, device="cuda")
+    if torch.cuda.is_available():
+        return extract(work())
+
+    def absent() -> str:
+        with absent_card(*on_card):
+            return to_json(extract(work()))
+
+    return from_json(in_a_copy(absent), Dataflow)
 
 
-def trace_graph(
-    build: Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]], *, dynamic: bool = False
-) -> StepGraph:
-    """As `trace`, the step graph itself."""
+def trace_graph(build: Build, *, dynamic: bool = False, device: str | None = None) -> StepGraph:
+    """As `trace`, the step graph itself. A card has to be there for `device="cuda"`."""
+    options = {} if device is None else {"device": device}
     with offline():
-        with skip_initialisation():
+        with skip_initialisation(), torch.device(device) if device else nullcontext():
             step, arguments = build()
         token = _trace_only.set(True)
         try:
             if dynamic:
                 _let_sizes_vary(arguments)
-            torch.compile(step, backend=cotrain, dynamic=None if dynamic else False)(*arguments)
+            torch.compile(
+                step, backend=cotrain, dynamic=None if dynamic else False, options=options
+            )(*arguments)
         except _Traced as traced:
             return traced.step
         finally:

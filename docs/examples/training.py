@@ -16,7 +16,7 @@ def training_step(model: nn.Module, batch: int, length: int) -> Job:
 
     def step(tokens: torch.Tensor) -> torch.Tensor:
         optimizer.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(tokens.device.type, torch.bfloat16):
             logits = model(input_ids=tokens).logits
             loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
         loss.backward()

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
+from cotrain_compile.backends.segmented import _as_read
 from cotrain_compile.errors import LoweringError
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.options import Options
@@ -157,3 +158,20 @@ def test_an_op_whose_fake_kernel_is_wrong_is_refused(
     with pytest.raises(LoweringError, match=r"float64.*told the trace torch\.float32"):
         compiled(torch.ones(8))
     assert torch.equal(weight, torch.ones(8))
+
+
+def test_what_is_on_another_device_than_traced_is_refused_but_for_scalars_of_the_host() -> None:
+    """Code for the CPU would follow the address of a card's memory."""
+    here, there = torch.empty(2), torch.empty(2, device="meta")
+    assert _as_read(here, there) != _as_read(there, here)
+    here, there = torch.empty(()), torch.empty((), device="meta")
+    assert _as_read(here, there) == _as_read(there, here)
+
+
+@pytest.mark.parametrize("other", [torch.ones(4, 6).t(), torch.ones(6, 5), torch.ones(1, 6, 4)])
+def test_other_shapes_and_strides_than_traced_are_told_apart(other: Tensor) -> None:
+    """But for strides that nothing steps over."""
+    traced = torch.ones(6, 4)
+    assert _as_read(traced, other) != _as_read(other, traced)
+    one = torch.ones(6, 1)
+    assert _as_read(one, one.t().contiguous().t()) == _as_read(one.t().contiguous().t(), one)
