@@ -25,6 +25,7 @@ from cotrain_compile.capture.aot import (
     traced_modules,
 )
 from cotrain_compile.capture.data_sizes import refuse_sizes_from_data
+from cotrain_compile.capture.data_writes import hide_writes_by_aliases, refuse_shared_data
 from cotrain_compile.capture.half_steps import (
     refuse_half_a_step,
     refuse_missing_updates,
@@ -74,7 +75,9 @@ def capture(
     inputs = describe_inputs(
         placeholders, example_inputs, traced_modules(), session.optimizers, session.scalers
     )
+    refuse_shared_data(module, session.copied_data)
     detach_outputs(module)
+    hide_writes_by_aliases(module)
     stores = gradient_stores(module, example_inputs)
     cleared = set[int]() if session.options.keep_grads else session.cleared_first
     drop_outputs(module, [node for param, node in stores if id(param) in cleared])

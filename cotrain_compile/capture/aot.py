@@ -45,8 +45,9 @@ def to_aten(
 
     def refuse(*_: Any) -> Callable[..., Any]:
         raise CaptureError(
-            "the step returns tensors that still require grad, so its backward is not in the "
-            "graph; call loss.backward() in the step and return detached values"
+            "a parameter is written from values that require grad, or the step returns tensors "
+            "that do, so its backward is not in the graph; write parameters under "
+            "torch.no_grad(), call loss.backward() in the step and return detached values"
         )
 
     compile_graph = aot_autograd(

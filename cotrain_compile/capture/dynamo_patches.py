@@ -56,7 +56,7 @@ def whole_step_tracing(session: Session) -> Iterator[None]:
         stack.enter_context(scalers_traced())
         stack.enter_context(not_exporting())
         stack.enter_context(settings_traced(session.function))
-        stack.enter_context(leaves_traced(session.leaves_made))
+        stack.enter_context(leaves_traced(session.leaves_made, session.copied_data))
         stack.enter_context(
             config.patch(
                 trace_autograd_ops=True,

@@ -23,6 +23,8 @@ from torch._dynamo.variables import builtin
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.tensor import TensorVariable
 
+from cotrain_compile.capture.data_writes import CopiedData, can_be_copied, copy_data
+
 # What traces `setattr` has a class of its own from some torch between 2.11 and 2.13 on.
 _SETATTR: tuple[Any, str] = (
     (builtin.SetAttrBuiltinVariable, "_call_setattr")
@@ -32,13 +34,16 @@ _SETATTR: tuple[Any, str] = (
 
 
 @contextmanager
-def leaves_traced(made: set[fx.Node]) -> Iterator[None]:
-    """Within it, a trace makes leaves of inputs, and notes in `made` the placeholders of these."""
+def leaves_traced(made: set[fx.Node], copied: list[CopiedData]) -> Iterator[None]:
+    """Within it, a trace makes leaves of inputs, and notes in `made` the placeholders of these.
+
+    What it assigns to `.data` is noted in `copied`.
+    """
     with ExitStack() as stack:
         method = _require_gradient(made, TensorVariable.method_requires_grad_)
         stack.enter_context(mock.patch.object(TensorVariable, "method_requires_grad_", method))
         owner, name = _SETATTR
-        assign = _assign_attribute(getattr(owner, name))
+        assign = _assign_attribute(copied, getattr(owner, name))
         stack.enter_context(mock.patch.object(owner, name, assign))
         yield
 
@@ -100,16 +105,24 @@ def _becomes_a_leaf(
     )
 
 
-def _assign_attribute(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`original` but for `x.requires_grad = ...`, which is `x.requires_grad_(...)`."""
+def _assign_attribute(copied: list[CopiedData], original: Callable[..., Any]) -> Callable[..., Any]:
+    """`original` but for two attributes of a tensor that are written in place.
+
+    `x.requires_grad = ...` is `x.requires_grad_(...)`. `x.data = value` copies the value, so that
+    `x` stays where its home is; stock Dynamo would replace its storage.
+    """
 
     @functools.wraps(original)
     def assign(self: Any, tx: Any, obj: Any, name: Any, value: Any) -> Any:
         realized = getattr(obj, "realize", lambda: obj)()
-        is_flag = name.is_python_constant() and name.as_python_constant() == "requires_grad"
-        if is_flag and isinstance(realized, TensorVariable) and value.is_python_constant():
-            realized.call_method(tx, "requires_grad_", [value], {})
-            return value
+        attribute = name.as_python_constant() if name.is_python_constant() else None
+        if isinstance(realized, TensorVariable):
+            if attribute == "requires_grad" and value.is_python_constant():
+                realized.call_method(tx, "requires_grad_", [value], {})
+                return value
+            if attribute == "data" and can_be_copied(realized, value.realize()):
+                copy_data(tx, realized, value.realize(), copied)
+                return value
         return original(self, tx, obj, name, value)
 
     return assign

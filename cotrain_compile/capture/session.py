@@ -12,6 +12,7 @@ import torch
 from torch import fx
 from torch.amp.grad_scaler import GradScaler
 
+from cotrain_compile.capture.data_writes import CopiedData
 from cotrain_compile.capture.optimizer_state import OptimizerRecord
 from cotrain_compile.capture.scaler_state import ScalerRecord
 from cotrain_compile.errors import CaptureError
@@ -35,6 +36,8 @@ class Session:
     keeping_gradient: set[int] = field(default_factory=set)
     # Placeholders of inputs that the step makes leaves.
     leaves_made: set[fx.Node] = field(default_factory=set)
+    # What was assigned to `.data` of an input, and copied.
+    copied_data: list[CopiedData] = field(default_factory=list)
     refusal: CaptureError | None = None
     graph_was_compiled: bool = False
 
