@@ -28,8 +28,8 @@ def update_groups(step: StepGraph, buffer_of: Mapping[str, str]) -> tuple[Update
     """The update groups of `step` in the order of their first op.
 
     `buffer_of` names the buffer each node shows. A parameter whose states are read outside its own
-    update, or that shares its storage with another input, has no group: it cannot be updated
-    anywhere but on the device.
+    update, that shares its storage with another input, or whose update reads what another one
+    writes, has no group: it cannot be updated anywhere but on the device.
     """
     draws = _draws(step)
     owner = _owners(step, draws)
@@ -49,10 +49,13 @@ def update_groups(step: StepGraph, buffer_of: Mapping[str, str]) -> tuple[Update
     ]
     placeholders = step.module.graph.find_nodes(op="placeholder")
     inputs_in = Counter(buffer_of[n.name] for n in placeholders if n.name in buffer_of)
+    written = {buffer_of[d.name] for _, d, _ in writes(step.module.graph) if _is_updated(step, d)}
     return tuple(
         group
         for group in groups
-        if group is not None and all(inputs_in[b] == 1 for b in (group.param, *group.states))
+        if group is not None
+        and all(inputs_in[b] == 1 for b in (group.param, *group.states))
+        and written.isdisjoint((group.gradient, *group.scalars))
     )
 
 
