@@ -42,6 +42,7 @@ from tests.graph.fuzz_compare import (
     nudge,
     same_bits,
 )
+from tests.graph.fuzz_edits import Edits
 from tests.graph.fuzz_layers import CLASSES, Net
 from tests.graph.fuzz_specs import OptimizerSpec, Spec
 from tests.graph.steps import Step, all_tensors, compiling_with
@@ -170,24 +171,33 @@ def train(
     model, batches = make_model(spec, dtype), make_batches(spec, dtype)
     if prepare is not None:
         prepare(model)
-    optimizer = make_optimizer(spec.optimizer, model, is_eager=compile_with is None)
-    plain = make_step(spec, model, optimizer)
+    edits = make_edits(spec, model)
+    masters = make_masters(spec, model)
+    optimizers = make_optimizers(spec, model, masters, is_eager=compile_with is None)
+    plain = make_step(spec, model, optimizers, edits, masters)
+
+    def tensors() -> dict[str, Tensor]:
+        return all_tensors(model, [] if masters else optimizers) | detached(
+            edits.tensors() | {f"master of {name}": q for name, (_, q) in masters.items()}
+        )
+
     step = compile_with(plain) if compile_with else plain
     left = Left()
     for i, batch in enumerate(batches):
         if spec.loop.rates:
-            optimizer.param_groups[0]["lr"] = spec.loop.rates[i]
-        before = all_tensors(model, [optimizer]) if compile_with else {}
+            for optimizer in optimizers[:1]:
+                optimizer.param_groups[0]["lr"] = spec.loop.rates[i]
+        before = tensors() if compile_with else {}
         try:
             left.returned.append(detached(step(*batch)))
         except CotrainError as error:
-            check_nothing_changed(before, all_tensors(model, [optimizer]), error)
+            check_nothing_changed(before, tensors(), error)
             raise
         if counts and i >= len(batches) - COUNTED:
             cotrain_compile.synchronize()  # updates in flight hold tensors
             left.live_tensors.append(live_tensors() - len(tree_leaves(left.returned)))
     cotrain_compile.synchronize()
-    left.tensors = all_tensors(model, [optimizer])
+    left.tensors = {**tensors(), "random state": torch.get_rng_state()}
     return left
 
 
@@ -300,7 +310,7 @@ def allowed_graphs(spec: Spec) -> int:
     micro_rows = {rows // spec.loop.micro_batches for rows in spec.loop.rows}
     by_size = min(2, len(micro_rows - {1})) + (1 in micro_rows)
     has_grads = spec.loop.clear == "zeros" or bool(spec.options.get("keep_grads"))
-    return by_size + bool(spec.loop.rates) + has_grads
+    return by_size + bool(spec.loop.rates) + has_grads + spec.loop.masters
 
 
 def check_nothing_changed(
@@ -346,8 +356,45 @@ def make_batches(spec: Spec, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
     return [batch(rows) for rows in spec.loop.rows]
 
 
-def make_optimizer(spec: OptimizerSpec, model: nn.Module, *, is_eager: bool) -> Optimizer:
-    trained = [p for p in model.parameters() if p.requires_grad]
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def make_edits(spec: Spec, model: nn.Module) -> Edits:
+    loop = spec.loop
+    return Edits(trained_parameters(model), loop.before, loop.behind, loop.by_hand)
+
+
+def make_masters(spec: Spec, model: nn.Module) -> dict[str, tuple[nn.Parameter, Tensor]]:
+    """Parameters with the wider copies that the optimizer trains; none where it trains them."""
+    if not spec.loop.masters or spec.loop.by_hand:
+        return {}
+    wide = {torch.bfloat16: torch.float32}
+    return {
+        name: (p, p.detach().to(wide.get(p.dtype, torch.float64), copy=True).requires_grad_())
+        for name, p in trained_parameters(model).items()
+    }
+
+
+def make_optimizers(
+    spec: Spec,
+    model: nn.Module,
+    masters: Mapping[str, tuple[nn.Parameter, Tensor]],
+    *,
+    is_eager: bool,
+) -> list[Optimizer]:
+    """One, or two that share the parameters, or none where the update is written by hand."""
+    trained: list[Tensor] = [q for _, q in masters.values()]
+    trained = trained or [*trained_parameters(model).values()]
+    if spec.loop.by_hand:
+        return []
+    if not spec.loop.second or len(trained) < 2:
+        return [make_optimizer(spec.optimizer, trained, is_eager=is_eager)]
+    first = make_optimizer(spec.optimizer, trained[::2], is_eager=is_eager)
+    return [first, torch.optim.SGD(trained[1::2], lr=0.01, momentum=0.9)]
+
+
+def make_optimizer(spec: OptimizerSpec, trained: Sequence[Tensor], *, is_eager: bool) -> Optimizer:
     count = len(spec.groups)
     groups = [{**extra, "params": trained[i::count]} for i, extra in enumerate(spec.groups)]
     settings = dict(spec.settings) if is_eager else {**spec.settings, **spec.flags}
@@ -356,8 +403,16 @@ def make_optimizer(spec: OptimizerSpec, model: nn.Module, *, is_eager: bool) -> 
     return made
 
 
-def make_step(spec: Spec, model: nn.Module, optimizer: Optimizer) -> Step:
+def make_step(
+    spec: Spec,
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    edits: Edits,
+    masters: Mapping[str, tuple[nn.Parameter, Tensor]],
+) -> Step:
     loop = spec.loop
+    clears = [model] if masters or loop.by_hand else optimizers
+    pairs = [*masters.values()]
 
     def loss_of(x: Tensor, y: Tensor) -> Tensor:
         if not loop.autocast:
@@ -367,15 +422,28 @@ def make_step(spec: Spec, model: nn.Module, optimizer: Optimizer) -> Step:
 
     def step(x: Tensor, y: Tensor) -> Any:
         if loop.clear != "last":
-            optimizer.zero_grad(set_to_none=loop.clear == "first")
+            for owner in clears:
+                owner.zero_grad(set_to_none=loop.clear == "first")
         parts = zip(x.chunk(loop.micro_batches), y.chunk(loop.micro_batches), strict=True)
         for part_x, part_y in parts:
             loss = loss_of(part_x, part_y) / loop.micro_batches
             loss.backward()
         norm = clip(loop.clip, model)
-        optimizer.step()
+        edits.edit_gradients()
+        if loop.by_hand:
+            edits.update()
+        for param, master in pairs:
+            if param.grad is not None:
+                master.grad = param.grad.to(master.dtype)
+        for optimizer in optimizers:
+            optimizer.step()
+        with torch.no_grad():
+            for param, master in pairs:
+                param.copy_(master)
+        edits.edit_parameters()
         if loop.clear == "last":
-            optimizer.zero_grad()
+            for owner in clears:
+                owner.zero_grad()
         return RETURNS[loop.returns](loss, norm)
 
     return step

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from cotrain_compile.options import POLICIES
+from tests.graph.fuzz_edits import GRADIENT_EDITS, PARAMETER_EDITS, UPDATES
 from tests.graph.fuzz_layers import AGAIN, LAYERS
 
 
@@ -41,7 +42,12 @@ class OptimizerSpec:
 
 @dataclass(frozen=True)
 class LoopSpec:
-    """How a step is written. `rows` are the batch sizes of the steps, `rates` learning rates."""
+    """How a step is written. `rows` are the batch sizes of the steps, `rates` learning rates.
+
+    `before` and `behind` the update come the edits of `fuzz_edits` of these names; `by_hand` is
+    the update that the step has written out in place of an optimizer. Where `masters` is set, the
+    optimizer trains wider copies, and with `second` every other parameter has plain momentum.
+    """
 
     rows: tuple[int, ...] = (4, 4, 4, 4)
     rates: tuple[float, ...] = ()
@@ -50,6 +56,11 @@ class LoopSpec:
     autocast: bool = False
     clear: str = "first"
     returns: str = "loss"
+    before: tuple[str, ...] = ()
+    behind: tuple[str, ...] = ()
+    by_hand: str = ""
+    masters: bool = False
+    second: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,12 +87,16 @@ def random_spec(seed: int) -> Spec:
     """The program with number `seed`."""
     rng = random.Random(seed)
     loop = _loop(rng)
+    edits = _edits(random.Random(f"edits {seed}"))
+    model, optimizer, options = _model(rng, loop), _optimizer(rng), _options(rng)
+    if edits["by_hand"]:  # what a step without an optimizer is told to set
+        options["keep_grads"] = True
     return Spec(
         seed,
-        _model(rng, loop),
-        _optimizer(rng),
-        loop,
-        _options(rng),
+        model,
+        optimizer,
+        replace(loop, **edits),
+        options,
         device_share=rng.choice([None, rng.uniform(0.2, 1.2), rng.uniform(0.6, 1.0)]),
         host_share=rng.choice([None, None, None, rng.uniform(0.0, 2.0)]),
     )
@@ -152,6 +167,20 @@ def _loop(rng: random.Random) -> LoopSpec:
         clear=rng.choice(["first", "first", "last", "zeros"]),
         returns=rng.choice(["loss", "loss", "item", "dictionary", "tuple", "nothing"]),
     )
+
+
+def _edits(rng: random.Random) -> dict[str, Any]:
+    """What a loop does to gradients and parameters, and how it updates: often nothing special."""
+    kinds = [(), (), *((name,) for name in GRADIENT_EDITS)]
+    behind = [(), (), *((name,) for name in PARAMETER_EDITS)]
+    several = rng.random() < 0.3
+    return {
+        "before": tuple(rng.sample([*GRADIENT_EDITS], 2)) if several else rng.choice(kinds),
+        "behind": tuple(rng.sample([*PARAMETER_EDITS], 2)) if several else rng.choice(behind),
+        "by_hand": rng.choice(["", "", "", "", *UPDATES]),
+        "masters": rng.random() < 0.1,
+        "second": rng.random() < 0.15,
+    }
 
 
 def _options(rng: random.Random) -> dict[str, Any]:
