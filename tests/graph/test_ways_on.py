@@ -21,7 +21,7 @@ from tests.graph.steps import make_llama
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`"),
     pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning"),
-    pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated"),
+    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated"),
 ]
 
 
@@ -165,3 +165,14 @@ def test_a_model_that_looks_at_its_labels_is_known_by_its_source(tmp_path: Path)
     said = way_on([frame], "Data-dependent branching")
     assert said is not None
     assert said.startswith("Leave out the labels")
+
+
+def test_lora_with_gradient_checkpointing_trains() -> None:
+    peft = pytest.importorskip("peft")
+    model = make_llama()
+    model.config.use_cache = False  # type: ignore[union-attr]
+    model.gradient_checkpointing_enable()  # type: ignore[operator]
+    model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    adapters = [param for param in model.parameters() if param.requires_grad]
+    x = torch.randint(1, 32, (2, 8))
+    train(adapters, lambda: model(input_ids=x, labels=x).loss)
