@@ -56,6 +56,7 @@ def compile_graph(
         with fake_mode_of(inputs):
             decomposed = make_fx(module, decomposition_table=select_decomp_table())(*inputs)
         scale_before_adding(decomposed.graph)
+        decomposed.recompile()  # Inductor's cache looks at the source, not at the graph
         joint_graph_passes(decomposed)
         output = next(iter(decomposed.graph.find_nodes(op="output")))
         # What a segment returns is read by others, which were compiled for these strides.

@@ -21,8 +21,14 @@ from cotrain_compile.dataflow import Phase, Role
 from cotrain_compile.lazy_module import graph_module
 
 _CARD = re.compile(r"device\(type='cuda', index=\d+\)")
-# Returns its argument's memory though its schema does not say so.
-_UNDECLARED_VIEWS = frozenset({torch.ops.aten._unsafe_view.default})
+# Return their argument's memory though their schemas do not say so.
+_UNDECLARED_VIEWS = frozenset(
+    {
+        torch.ops.aten._unsafe_view.default,
+        torch.ops.aten.unsafe_split.Tensor,
+        torch.ops.aten.unsafe_split_with_sizes.default,
+    }
+)
 
 
 @dataclass(frozen=True)

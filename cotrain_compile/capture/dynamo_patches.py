@@ -61,6 +61,7 @@ def whole_step_tracing(session: Session) -> Iterator[None]:
             config.patch(
                 trace_autograd_ops=True,
                 capture_scalar_outputs=True,
+                allow_rnn=True,
                 # One factory makes the steps of many models: they share a code object, and Dynamo
                 # counts their compiles together.
                 recompile_limit=max(config.recompile_limit, 64),

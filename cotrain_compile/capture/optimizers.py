@@ -180,20 +180,29 @@ def _run_as_written(method: Callable[..., Any], optimizer: Any, *args: Any, **kw
 
 
 # What torch puts around the update of `adam` and most others: under Dynamo it runs the update in
-# eager where the step count is on a card and the group is not `capturable`.
+# eager where the step count is on a card and the group is not `capturable`. And what it puts around
+# `step`, which breaks the graph; a subclass reaches it by `super().step()`.
 _CHECK_OF_CAPTURABLE = torch_optimizer._disable_dynamo_if_unsupported()(lambda: None).__code__
+_AROUND_STEP = torch_optimizer._use_grad_for_differentiable(lambda self: None).__code__
+_PROFILED_STEP = torch.optim.Optimizer.profile_hook_step(lambda self: None).__code__
 
 
 def update_itself(func: Any) -> Any:
-    """What to trace for a call of `func`: where that is torch's check of `capturable`, the update.
+    """What to trace for a call of `func`: the update under torch's decorators, if it has these.
 
-    The check keeps step counts on a card out of eager's fused ops; a captured step has one op per
-    parameter. So the graph is the same on every device, and the user's flag stays as it is.
+    The check of `capturable` keeps step counts on a card out of eager's fused ops; a captured step
+    has one op per parameter. So the graph is the same on every device, and the user's flag stays as
+    it is. Gradients are off already while a `step` is traced.
     """
     function = getattr(func, "fn", None)
-    if getattr(function, "__code__", None) is not _CHECK_OF_CAPTURABLE:
-        return func
-    return UserFunctionVariable(function.__wrapped__)  # type: ignore[union-attr]
+    code = getattr(function, "__code__", None)
+    if code is _CHECK_OF_CAPTURABLE:
+        return UserFunctionVariable(function.__wrapped__)  # type: ignore[union-attr]
+    if code is _AROUND_STEP or code is _PROFILED_STEP:
+        inner = undecorated(function)
+        assert inner is not None
+        return UserFunctionVariable(inner)
+    return func
 
 
 _METHODS: dict[str, Callable[..., Any]] = {

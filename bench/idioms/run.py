@@ -1,0 +1,233 @@
+"""Is each way to write a step captured exactly, or refused with advice that works? Idioms, crossed.
+
+python -m bench.idioms.run --cells 2 -o bench/results/idioms.json
+
+An idiom is trained in eager and compiled, in some cells of policy x host kernels x lowering, and
+compared. Where it is refused, the advice of the refusal is followed: the program that a user then
+has is trained and compared instead. `--only WORDS` runs the idioms whose names hold the words.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import re
+import subprocess
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map
+
+import cotrain_compile
+from bench.idioms import all_idioms
+from bench.idioms.registry import Idiom, Step, Training
+from bench.report import write_report
+from cotrain_compile.errors import CotrainError, PlacementError
+from cotrain_compile.machine import Tier
+from tests.graph.fuzz_compare import Broken, Left, compare, compiled_corrections
+
+SEED = 3
+SHARE = 0.6  # of the resident peak: the budget of the cells with policy "auto"
+# Captured ops are eager's. Fused loops, and what Inductor fuses, are within rounding of them.
+SAME_OPS, ROUNDED = 1e-12, 1e-5
+IN_ONE_PROCESS = 40
+
+Cell = tuple[str, str, str]
+POLICIES = ("zero-offload", "auto", "streamed", "resident")
+CELLS: list[Cell] = list(itertools.product(POLICIES, ("fused", "captured"), ("eager", "inductor")))
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of an idiom in a cell: "equal", "refused" with advice that works, or "broken"."""
+
+    idiom: str
+    cell: str
+    status: str
+    message: str = ""
+
+
+def cells_of(index: int, count: int) -> list[Cell]:
+    """`count` cells for the idiom at `index`: neighbours get others, and all come evenly.
+
+    One in four is lowered by Inductor, whose compilation takes most of a run.
+    """
+    eager, inductor = ([c for c in CELLS if c[2] == lowering] for lowering in ("eager", "inductor"))
+    order = [eager[(5 * index + 3 * k) % 8] for k in range(8)]
+    if index % 4 == 3:
+        order = [inductor[(index // 4 + 3 * k) % 8] for k in range(8)]
+    return [*order, *(c for c in CELLS if c not in order)][:count]
+
+
+def evaluate(idiom: Idiom, cell: Cell) -> Result:
+    """Train `idiom` in eager and in `cell`, or what its refusal advises, and compare."""
+    name = "/".join(cell)
+    try:
+        try:
+            check(idiom.make, cell)
+        except CotrainError as error:
+            if idiom.instead is None:
+                return Result(idiom.name, name, "broken", f"refused without a way on: {error}")
+            if not re.search(idiom.advice, str(error)):
+                return Result(idiom.name, name, "broken", f"other advice: {error}")
+            check(idiom.instead, cell)
+            return Result(idiom.name, name, "refused")
+    except Broken as error:
+        return Result(idiom.name, name, "broken", str(error))
+    except Exception as error:
+        return Result(idiom.name, name, "broken", f"{type(error).__name__}: {error}"[:800])
+    return Result(idiom.name, name, "equal")
+
+
+def check(make: Callable[[], Training], cell: Cell) -> None:
+    """Raise `Broken` where the program of `make` is not the same in eager and in `cell`."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with compiled_corrections():
+            expected = train(make, lambda step: step)
+        found = train(make, compile_in(make, cell))
+    same_ops = cell[1:] == ("captured", "eager")
+    compare(expected, found, "the compiled step and eager", SAME_OPS if same_ops else ROUNDED)
+
+
+def compile_in(make: Callable[[], Training], cell: Cell) -> Callable[[Step], Step]:
+    """A compiler for `cell`. Under "auto" the step has a share of what it takes resident."""
+    policy, kernels, lowering = cell
+    options: dict[str, Any] = {"host_kernels": kernels, "lowering": lowering, "quiet": True}
+    if policy != "auto":
+        return lambda step: torch.compile(
+            step, backend="cotrain", options={"policy": policy} | options
+        )
+    options["memory_budget"] = budget_for(make, options)
+    return lambda step: torch.compile(step, backend="cotrain", options=options)
+
+
+def budget_for(make: Callable[[], Training], options: dict[str, Any]) -> int:
+    """`SHARE` of the resident peak, or the least that does, by what the refusal says is missing."""
+    torch._dynamo.reset()
+    torch.manual_seed(SEED)
+    training = make()
+    resident = torch.compile(
+        training.step, backend="cotrain", options={"policy": "resident", **options}
+    )
+    resident(*training.batches[0])
+    budget = int(SHARE * cotrain_compile.inspect(resident).predicted.peak_bytes[Tier.DEVICE])
+    torch._dynamo.reset()
+    torch.manual_seed(SEED)
+    training = make()
+    options = {**options, "memory_budget": budget}
+    try:
+        torch.compile(training.step, backend="cotrain", options=options)(*training.batches[0])
+    except PlacementError as error:
+        budget += error.shortfall_bytes
+    return budget
+
+
+def train(make: Callable[[], Training], compile_with: Callable[[Step], Step]) -> Left:
+    """Run the program of `make` and return what it leaves."""
+    torch._dynamo.reset()
+    torch.manual_seed(SEED)
+    training = make()
+    step = compile_with(training.step)
+    left = Left()
+    for batch in training.batches:
+        left.returned.append(detached(step(*batch)))
+    cotrain_compile.synchronize()
+    for i, thing in enumerate(training.watched):
+        left.tensors.update({f"{i}.{k}": v for k, v in tensors_of(thing).items()})
+    left.tensors["generator"] = torch.get_rng_state()
+    return left
+
+
+def tensors_of(thing: nn.Module | Optimizer | Tensor) -> dict[str, Tensor]:
+    """Copies of all that training changes in it, by name."""
+    if isinstance(thing, Tensor):
+        named: dict[str, Any] = {"tensor": thing}
+    elif isinstance(thing, nn.Module):
+        named = dict(thing.state_dict())
+    else:
+        leaves = tree_leaves(thing.state_dict()["state"])
+        named = {f"state {i}": leaf for i, leaf in enumerate(leaves)}
+    return {k: v.detach().clone() for k, v in named.items() if isinstance(v, Tensor)}
+
+
+def detached(value: Any) -> Any:
+    """`value` with copies of its tensors."""
+    return tree_map(lambda t: t.detach().clone() if isinstance(t, Tensor) else t, value)
+
+
+def campaign(names: list[str], cells: int) -> Iterator[Result]:
+    """Results of idioms; each process runs some of them, since Dynamo keeps something of each."""
+    for at in range(0, len(names), IN_ONE_PROCESS):
+        left = names[at : at + IN_ONE_PROCESS]
+        while left:
+            command = [sys.executable, "-m", "bench.idioms.run", "--worker", str(cells), *left]
+            with subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            ) as worker:
+                assert worker.stdout is not None
+                done: Counter[str] = Counter()
+                for line in worker.stdout:
+                    result = Result(**json.loads(line))
+                    done[result.idiom] += 1
+                    yield result
+            if worker.returncode == 0:
+                break
+            crashed = next(name for name in left if done[name] < cells)
+            yield Result(crashed, "", "broken", f"the process ended with {worker.returncode}")
+            left = left[left.index(crashed) + 1 :]
+
+
+def work(names: list[str], cells: int) -> None:
+    """Evaluate idioms and print each result as a line."""
+    torch.set_num_threads(1)
+    index = {name: i for i, name in enumerate(all_idioms())}
+    for name in names:
+        for cell in cells_of(index[name], cells):
+            print(json.dumps(asdict(evaluate(all_idioms()[name], cell))), flush=True)
+
+
+def main() -> None:
+    """Run the idioms and write what came of them."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--cells", type=int, default=1, help="cells that each idiom is run in")
+    parser.add_argument("--only", default="", help="words in the names of idioms, or a topic")
+    parser.add_argument("-o", "--output", type=Path)
+    parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("names", nargs="*", help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.worker:
+        work(asked.names, asked.worker)
+        return
+    chosen = [n for n, i in all_idioms().items() if asked.only in n or asked.only == i.topic]
+    results = []
+    for result in campaign(chosen, asked.cells):
+        results.append(result)
+        if result.status == "broken" or asked.only:
+            print(
+                result.status, "|", result.idiom, "|", result.cell, "|", result.message, flush=True
+            )
+    counts = Counter(result.status for result in results)
+    print(len(chosen), "idioms", dict(counts))
+    if asked.output is not None:
+        report = {
+            "idioms": len(chosen),
+            "topics": Counter(all_idioms()[name].topic for name in chosen),
+            "runs": len(results),
+            "counts": counts,
+            "broken": [asdict(r) for r in results if r.status == "broken"],
+        }
+        write_report(asked.output, (__doc__ or "").splitlines()[0], report)
+
+
+if __name__ == "__main__":
+    main()
