@@ -21,6 +21,7 @@ from cotrain_compile.dataflow import Buffer, Dataflow, Op, Phase, Role, SizeExpr
 from cotrain_compile.errors import ExtractError
 from cotrain_compile.extract_gradients import gradients_kept
 from cotrain_compile.extract_notes import masked_attention
+from cotrain_compile.extract_scratch import scratch_bytes
 from cotrain_compile.extract_updates import update_groups
 from cotrain_compile.graph import StepGraph, returns_argument_memory
 from cotrain_compile.op_bytes import nbytes_of
@@ -176,10 +177,20 @@ class _Reader(_Namer):
         used = {name for t in tables for text in t.values() for name in re.findall(r"\w+", text)}
         return {name: value for name, value in self.symbols.items() if name in used}
 
+    def _scratch(self, node: fx.Node) -> Iterator[str]:
+        """What a kernel takes while it runs, as a buffer that nobody else touches."""
+        nbytes = scratch_bytes(node)
+        if nbytes is not None:
+            name = f"{node.name}.scratch"
+            size = _integer(self.nbytes_expressions, name, nbytes)
+            self.buffers[name] = Buffer(name, size, Role.TEMPORARY)
+            yield name
+
     def read_call(self, node: fx.Node) -> tuple[tuple[str, ...], tuple[str, ...]]:
         reads, writes = super().read_call(node)
         # A view, which writes nothing, costs nothing.
         cost = cost_of(node) if writes else OpCost(0, 0)
+        writes = (*writes, *self._scratch(node))
         self.ops.append(
             Op(
                 name=node.name,

@@ -33,15 +33,23 @@ from cotrain_compile.units import format_bytes
 RESERVE_FRACTION = 0.05
 RESERVE_LEAST_BYTES = 2**29
 
-# Cards by a word in their name. Of an unknown one the link of the first is assumed: the slowest.
+# Cards by words in their name. Of an unknown one the link of the first is assumed: the slowest.
 _KNOWN = (
-    ("3090", "rtx3090"),
-    ("4090", "rtx4090"),
-    ("V100", "v100-dgx2"),
-    ("A100", "a100-80"),
-    ("GH200", "gh200"),
-    ("H200", "h200"),
-    ("H100", "h100"),
+    (("3090",), "rtx3090"),
+    (("4080",), "rtx4080"),
+    (("4090",), "rtx4090"),
+    (("5090",), "rtx5090"),
+    (("RTX A6000",), "a6000"),
+    (("L40S",), "l40s"),
+    (("V100",), "v100-dgx2"),
+    (("A100", "40GB"), "a100-40"),
+    (("A100",), "a100-80"),
+    (("GH200",), "gh200"),
+    (("GB200",), "gb200"),
+    (("H200",), "h200"),
+    (("B200",), "b200"),
+    (("H100", "PCIe"), "h100-pcie"),
+    (("H100",), "h100"),
 )
 
 
@@ -61,7 +69,7 @@ def machine_like(properties: Any) -> Machine:
     A card that no preset describes has the rates that its properties allow.
     """
     card = str(properties.name)
-    known = next((preset for word, preset in _KNOWN if word in card), None)
+    known = next((preset for words, preset in _KNOWN if all(w in card for w in words)), None)
     like = presets.find(known or _KNOWN[0][1])
     device = replace(like.device, capacity_bytes=int(properties.total_memory))
     told = f"rates of the preset {like.name}"

@@ -205,7 +205,15 @@ A_CARD = SimpleNamespace(
 
 
 @pytest.mark.parametrize(
-    ("card", "like"), [("NVIDIA H200", "h200"), ("NVIDIA GH200 480GB", "gh200")]
+    ("card", "like"),
+    [
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA GH200 480GB", "gh200"),
+        ("NVIDIA GB200", "gb200"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80"),
+    ],
 )
 def test_a_card_gets_the_rates_of_the_preset_like_it_and_its_own_memory(
     card: str, like: str
