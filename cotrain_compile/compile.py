@@ -215,7 +215,7 @@ def trace(
 
 def trace_graph(build: Build, *, dynamic: bool = False, device: str | None = None) -> StepGraph:
     """As `trace`, the step graph itself. A card has to be there for `device="cuda"`."""
-    options = {} if device is None else {"device": device}
+    options: dict[str, Any] = {} if device is None else {"device": device}
     with offline():
         with skip_initialisation(), torch.device(device) if device else nullcontext():
             step, arguments = build()

@@ -72,7 +72,7 @@ def _applying_to_fakes(made: dict[int, tuple[Any, nn.Parameter]]) -> Callable[..
 
     `made` has the new one for each old one, so that tied weights stay tied, and keeps both alive.
     """
-    original = nn.Module._apply
+    original: Callable[..., nn.Module] = nn.Module._apply
 
     @functools.wraps(original)
     def _apply(self: nn.Module, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:

@@ -200,7 +200,7 @@ def update_itself(func: Any) -> Any:
         return UserFunctionVariable(function.__wrapped__)  # type: ignore[union-attr]
     if code is _AROUND_STEP or code is _PROFILED_STEP:
         inner = undecorated(function)
-        assert inner is not None
+        assert isinstance(inner, types.FunctionType)
         return UserFunctionVariable(inner)
     return func
 

@@ -152,6 +152,7 @@ def carrying_out(node: fx.Node, *, alongside: bool) -> Carry:
     operands = _OPERANDS[name]
     launch = replace(Launch(*node.args[operands:]), alongside=alongside)  # type: ignore[arg-type]
     first, *others = node.args[:operands]
+    assert isinstance(first, fx.Node)
     if not others:
         return lambda runtime, value: getattr(runtime, name)(value(first), launch)
     (second,) = others

@@ -5,6 +5,7 @@ Built under fake tensors on "cuda"; torch is imported here, so `card.load()` com
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -120,9 +121,8 @@ def _muon(params: list[Tensor]) -> list[Optimizer]:
 
 
 def _lion(params: list[Tensor]) -> list[Optimizer]:
-    from lion_pytorch import Lion
-
-    return [Lion(params, lr=1e-4)]  # type: ignore[list-item]
+    lion = importlib.import_module("lion_pytorch")  # it ships no types
+    return [lion.Lion(params, lr=1e-4)]
 
 
 def _one(make: Callable[[list[Tensor]], Any]) -> Callable[[list[Tensor]], list[Optimizer]]:

@@ -78,7 +78,7 @@ def test_accelerate_gets_its_recipe() -> None:
 
     def accumulating() -> Tensor:
         with accelerator.accumulate(model):
-            loss = model(x).square().mean()
+            loss: Tensor = model(x).square().mean()
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
@@ -108,7 +108,7 @@ def test_fabric_gets_its_recipe() -> None:
     def clipping(**settings: Any) -> Callable[[], Tensor]:
         def step() -> Tensor:
             with fabric.autocast():
-                loss = model.module(x).square().mean()
+                loss: Tensor = model.module(x).square().mean()
             fabric.backward(loss)
             fabric.clip_gradients(model, optimizer, max_norm=1.0, **settings)
             optimizer.optimizer.step()
