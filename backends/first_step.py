@@ -2,8 +2,8 @@
 
 Where that runs out of device memory, no parameter or state has changed, and the step is planned
 again for less by the measured overshoot, as AutoTM does (Hildebrand et al., ASPLOS 2020, section
-4.3), then rehearsed again within the whole budget. What a rehearsal took beyond its plan, and had,
-is noted in the plan.
+4.3), then rehearsed again within the whole budget. Where no plan keeps to the budget the step is
+refused: it never runs above. What a rehearsal took beyond its plan, and had, is noted in the plan.
 """
 
 from __future__ import annotations
@@ -63,15 +63,26 @@ class Rehearsed:
                 break
             if left and self._plans_again(over_bytes, error, inputs):
                 continue
-            if error is not None:
-                error.add_note(
-                    "No parameter or optimizer state was changed by this step. Raise memory_budget "
-                    f"by {format_bytes(over_bytes)} or more, or free memory on the device."
-                )
-                raise error
-            break  # above the budget by what no plan can spare; the memory was there
+            error = error or self._above_the_budget()
+            error.add_note(
+                "No parameter or optimizer state was changed by this step. Raise memory_budget "
+                f"by {format_bytes(over_bytes)} or more, or free memory on the device."
+            )
+            raise error
         self._rehearsed = True
         self._note_surplus()
+
+    def _above_the_budget(self) -> OutOfDeviceMemory:
+        """Of a rehearsal that came to its end: a card has more than the step may take."""
+        budget_bytes = self.compiled.plan.budgets[Tier.DEVICE]
+        slack_bytes = self.compiled.allowed_bytes - budget_bytes
+        beside = f" and {format_bytes(slack_bytes)} for libraries" if slack_bytes else ""
+        return OutOfDeviceMemory(
+            f"the step needs {format_bytes(self.compiled.peak_bytes[Tier.DEVICE])} on the device, "
+            f"budget {format_bytes(budget_bytes)}{beside}: compiled code and libraries hold more "
+            "than its ops one by one",
+            tier=Tier.DEVICE,
+        )
 
     def _note_surplus(self) -> None:
         """Note in the plan what the rehearsal took of the device beyond it."""

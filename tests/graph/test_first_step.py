@@ -184,6 +184,33 @@ def test_without_a_smaller_plan_the_error_reaches_the_user_and_nothing_has_chang
     assert all(torch.equal(a, b) for a, b in zip(before, training.tensors(), strict=True))
 
 
+@pytest.mark.filterwarnings("ignore:.*planned again")
+@pytest.mark.parametrize("policy", ["auto", "resident"])
+def test_a_step_that_every_plan_leaves_above_the_budget_is_refused_in_every_call(
+    policy: str,
+) -> None:
+    """A card has the memory, so the rehearsal comes to its end, but the budget says less."""
+    training = Training()
+    before = training.tensors()
+    rehearse = CompiledStep.rehearse
+
+    def on_a_large_card(self: CompiledStep, inputs: Any) -> None:
+        rehearse(self, inputs)
+        self._device.meter.peak_bytes[Tier.DEVICE] = self.allowed_bytes + 2048
+
+    step = training.compiled(policy=policy, memory_budget=resident_peak_bytes())
+    with mock.patch.object(CompiledStep, "rehearse", on_a_large_card), noting_plans() as plans:
+        for _ in range(2):
+            with pytest.raises(
+                OutOfDeviceMemory, match=r"needs .* on the device, budget"
+            ) as failure:
+                step(torch.randn(BATCH, WIDTH))
+            assert "Raise memory_budget by 2.0 KiB or more" in " ".join(failure.value.__notes__)
+    assert (len(plans) > 1) == (policy == "auto")
+    assert all(plan.steps == 0 for plan in plans)
+    assert all(torch.equal(a, b) for a, b in zip(before, training.tensors(), strict=True))
+
+
 @pytest.mark.parametrize("dynamic", [False, None])
 def test_no_batch_is_kept_alive(dynamic: bool | None) -> None:
     training = Training()
