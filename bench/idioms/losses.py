@@ -169,12 +169,6 @@ def pinball(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 @loss_idiom()
-def gaussian_likelihood(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    mean, raw = model(x).chunk(2, -1)
-    return F.gaussian_nll_loss(mean, y[:, :2], F.softplus(raw) + 1e-3)
-
-
-@loss_idiom()
 def poisson_likelihood(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.poisson_nll_loss(model(x), y.abs())
 
@@ -208,12 +202,6 @@ def redundancy_reduction(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     a, b = (a - a.mean(0)) / (a.std(0) + 1e-3), (b - b.mean(0)) / (b.std(0) + 1e-3)
     c = a.T @ b / len(x)
     return (torch.eye(4, dtype=c.dtype) - c).pow(2).sum()
-
-
-@loss_idiom()
-def covariance_penalty(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    out = model(x)
-    return F.mse_loss(out, y) + torch.cov(out.T).triu(1).pow(2).sum()
 
 
 @loss_idiom()

@@ -87,11 +87,6 @@ def batch_norm_without_running_statistics() -> nn.Module:
 
 
 @model_idiom()
-def cumulative_batch_norm() -> nn.Module:
-    return _stack(nn.BatchNorm1d(8, momentum=None), nn.ReLU())
-
-
-@model_idiom()
 def batch_norm_in_evaluation() -> nn.Module:
     model = _stack(nn.BatchNorm1d(8), nn.ReLU())
     model[1].eval()

@@ -468,23 +468,6 @@ def gradients_of_two_losses_in_two_steps() -> Training:
 
 
 @program("optimizers")
-def weight_averages_by_swa_utils() -> Training:
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    average = torch.optim.swa_utils.AveragedModel(model)
-
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        loss = mse(model, x, y)
-        loss.backward()
-        optimizer.step()
-        average.update_parameters(model)
-        return loss
-
-    return Training(step, regression(), [model, optimizer, average])
-
-
-@program("optimizers")
 def float32_masters_of_low_precision_weights() -> Training:
     model = mlp().bfloat16()
     masters = [p.detach().float().clone().requires_grad_() for p in model.parameters()]

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,12 @@ import cotrain_compile
 from bench.idioms import all_idioms
 from bench.idioms.registry import Idiom, Step, Training
 from bench.report import write_report
-from cotrain_compile.errors import CotrainError, PlacementError
+from cotrain_compile.errors import (
+    CotrainError,
+    LoweringError,
+    OutOfDeviceMemory,
+    PlacementError,
+)
 from cotrain_compile.machine import Tier
 from tests.graph.fuzz_compare import Broken, Left, compare, compiled_corrections
 
@@ -39,6 +44,7 @@ SEED = 3
 SHARE = 0.6  # of the resident peak: the budget of the cells with policy "auto"
 # Captured ops are eager's. Fused loops, and what Inductor fuses, are within rounding of them.
 SAME_OPS, ROUNDED = 1e-12, 1e-5
+ROOMY_BYTES = 1 << 20  # a budget in which every idiom fits
 IN_ONE_PROCESS = 40
 
 Cell = tuple[str, str, str]
@@ -74,6 +80,12 @@ def evaluate(idiom: Idiom, cell: Cell) -> Result:
     try:
         try:
             check(idiom.make, cell)
+        except LoweringError as error:  # "Run it in eager with eager_segments"
+            check(idiom.make, cell, eager_segments=[error.segment])
+            return Result(idiom.name, name, "refused")
+        except OutOfDeviceMemory:  # "Raise memory_budget"
+            check(idiom.make, cell, memory_budget=ROOMY_BYTES)
+            return Result(idiom.name, name, "refused")
         except CotrainError as error:
             if idiom.instead is None:
                 return Result(idiom.name, name, "broken", f"refused without a way on: {error}")
@@ -88,21 +100,28 @@ def evaluate(idiom: Idiom, cell: Cell) -> Result:
     return Result(idiom.name, name, "equal")
 
 
-def check(make: Callable[[], Training], cell: Cell) -> None:
-    """Raise `Broken` where the program of `make` is not the same in eager and in `cell`."""
+def check(make: Callable[[], Training], cell: Cell, **options: Any) -> None:
+    """Raise `Broken` where the program of `make` is not the same in eager and in `cell`.
+
+    `options` are what a refusal of that cell advises.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with compiled_corrections():
             expected = train(make, lambda step: step)
-        found = train(make, compile_in(make, cell))
+        found = train(make, compile_in(make, cell, options))
     same_ops = cell[1:] == ("captured", "eager")
     compare(expected, found, "the compiled step and eager", SAME_OPS if same_ops else ROUNDED)
 
 
-def compile_in(make: Callable[[], Training], cell: Cell) -> Callable[[Step], Step]:
+def compile_in(
+    make: Callable[[], Training], cell: Cell, advised: Mapping[str, Any]
+) -> Callable[[Step], Step]:
     """A compiler for `cell`. Under "auto" the step has a share of what it takes resident."""
     policy, kernels, lowering = cell
-    options: dict[str, Any] = {"host_kernels": kernels, "lowering": lowering, "quiet": True}
+    options = {"host_kernels": kernels, "lowering": lowering, "quiet": True, **advised}
+    if "memory_budget" in advised:
+        return lambda step: torch.compile(step, backend="cotrain", options=options)
     if policy != "auto":
         return lambda step: torch.compile(
             step, backend="cotrain", options={"policy": policy} | options

@@ -95,7 +95,8 @@ def _joint(
 ) -> tuple[fx.GraphModule, dict[str, fx.Node], int]:
     """`forward` and `backward` of `graph` as one graph; its nodes by name; the number of results of
     the forward, which come first."""
-    members = {n for n in (*forward, *backward) if n.target is not COPY}
+    # Checks, as that a class is one of so many, make no value.
+    members = {n for n in (*forward, *backward) if n.target is not COPY and "val" in n.meta}
     inside = [n for n in graph.nodes if n in members]
     copies: dict[fx.Node, fx.Node] = {}
     joint = fx.Graph()
