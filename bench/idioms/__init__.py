@@ -7,12 +7,29 @@ from importlib import import_module
 
 from bench.idioms.registry import IDIOMS, Idiom
 
-TOPICS = ("gradients", "parameters", "losses", "models", "optimizers", "loops", "refusals")
+MODULES = (
+    "gradients",
+    "gradient_directions",
+    "parameters",
+    "losses",
+    "models",
+    "structures",
+    "images",
+    "sequences",
+    "optimizers",
+    "written_optimizers",
+    "loops",
+    "second_orders",
+    "several_models",
+    "results",
+    "refusals",
+    "refused_values",
+)
 
 
 @functools.cache
 def all_idioms() -> dict[str, Idiom]:
-    """Every idiom by name, in the order in which the modules of the topics have them."""
-    for topic in TOPICS:
-        import_module(f"bench.idioms.{topic}")
+    """Every idiom by name, in the order in which the modules have them."""
+    for module in MODULES:
+        import_module(f"bench.idioms.{module}")
     return dict(IDIOMS)

@@ -1,0 +1,80 @@
+"""Idioms that ask torch for what depends on values, and the programs without that."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bench.idioms.refusals import followed
+from bench.idioms.registry import Training, mlp, mse, refused, regression, sgd
+
+
+def _likelihood(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    mean, raw = model(x).chunk(2, -1)
+    variance = F.softplus(raw) + 1e-3
+    return 0.5 * (variance.log() + (y[:, :2] - mean).pow(2) / variance).mean()
+
+
+@refused(r"torch\.where|outside", followed(_likelihood))
+def gaussian_likelihood() -> Training:
+    def loss(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        mean, raw = m(x).chunk(2, -1)
+        return F.gaussian_nll_loss(mean, y[:, :2], F.softplus(raw) + 1e-3)
+
+    return followed(loss)()
+
+
+def _covariance(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    out = model(x)
+    off = out - out.mean(0)
+    return F.mse_loss(out, y) + (off.T @ off / (len(x) - 1)).triu(1).pow(2).sum()
+
+
+@refused(r"torch\.where|outside", followed(_covariance))
+def covariance_penalty() -> Training:
+    def loss(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        out = m(x)
+        return F.mse_loss(out, y) + torch.cov(out.T).triu(1).pow(2).sum()
+
+    return followed(loss)()
+
+
+def _normalised(momentum: float | None) -> Any:
+    def make() -> nn.Module:
+        norm = nn.BatchNorm1d(8, momentum=momentum)
+        return nn.Sequential(nn.Linear(6, 8), norm, nn.ReLU(), nn.Linear(8, 4)).double()
+
+    return make
+
+
+@refused(r"torch\.where|outside", followed(make_model=_normalised(0.1)))
+def cumulative_batch_norm() -> Training:
+    return followed(make_model=_normalised(None))()
+
+
+def _averaged(*, in_step: bool) -> Any:
+    def make() -> Training:
+        model = mlp()
+        optimizer = sgd(model)
+        average = torch.optim.swa_utils.AveragedModel(model)
+
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            loss = mse(model, x, y)
+            loss.backward()
+            optimizer.step()
+            if in_step:
+                average.update_parameters(model)
+            return loss
+
+        return Training(step, regression(), [model, optimizer])
+
+    return make
+
+
+@refused(r"after the step|outside", _averaged(in_step=False))
+def weight_averages_by_swa_utils() -> Training:
+    return _averaged(in_step=True)()
