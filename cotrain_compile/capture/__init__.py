@@ -20,6 +20,7 @@ from cotrain_compile.capture.aot import (
     drop_outputs,
     gradient_stores,
     params_with_gradient,
+    refuse_sparse_gradients,
     refuse_unseen_hooks,
     to_aten,
     traced_modules,
@@ -64,8 +65,9 @@ def capture(
     session.graph_was_compiled = True
     refuse_sizes_from_data(module)
     params = params_with_gradient(module, example_inputs)
-    refuse_half_a_step(session, params)
     refuse_unseen_hooks(params)
+    refuse_half_a_step(session, params)
+    refuse_sparse_gradients(module)
     # Eager creates no state for a parameter that never gets a gradient.
     used = session.updated or frozenset(map(id, params))
     changed = [record.create_state_only_for(used) for record in session.optimizers]

@@ -155,7 +155,18 @@ def refuse_unseen_hooks(params: Sequence[torch.Tensor]) -> None:
             raise CaptureError(
                 "a parameter has a gradient hook (register_hook or "
                 "register_post_accumulate_grad_hook), which a captured step would skip; remove it "
-                "and do its work in the step, on p.grad after backward()"
+                "and do its work in the step, after backward(): on p.grad, or optimizer.step()"
+            )
+
+
+def refuse_sparse_gradients(module: fx.GraphModule) -> None:
+    """The bytes of a sparse tensor depend on the data, so that no plan can count on them."""
+    for node in module.graph.nodes:
+        value = node.meta.get("example_value")
+        if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
+            raise CaptureError(
+                "a tensor of the step is sparse, such as the gradient of nn.Embedding(sparse=True),"
+                " and its size depends on the data; make the layer with sparse=False"
             )
 
 

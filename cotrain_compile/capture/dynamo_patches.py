@@ -8,8 +8,10 @@ Private torch API used: `config.trace_autograd_ops`, `variables.builder.Optimize
 `.var_getattr`, `SymNodeVariable.nb_true_divide_impl` (2.13 alone),
 `InliningInstructionTranslator.inline_call`, `guards.is_from_optimizer_source` and
 `guards.match_on_id_for_tensor`, `OutputGraph.remove_tensorify_specialized_graphargs`,
-`_inductor.config.fallback_random`. Reason: there is no public way to keep `backward()` and
-`optimizer.step()` in one graph. Tried on torch 2.11.0, 2.13.0 and 2.15.0.
+`_inductor.config.fallback_random`, `UserDefinedObjectVariable.is_supported_random`,
+`RandomVariable.is_supported_random_obj` (2.13 alone), `config.use_numpy_random_stream`. Reason:
+there is no public way to keep `backward()` and `optimizer.step()` in one graph, nor to have it
+refuse the numbers that it draws otherwise than eager. Tried on torch 2.11.0, 2.13.0 and 2.15.0.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ from torch._dynamo.exc import raise_observed_exception
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.symbolic_convert import InliningInstructionTranslator
 from torch._dynamo.variables import builder
+from torch._dynamo.variables.misc import RandomVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
+from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch._inductor import config as inductor_config
 from torch.fx.traceback import annotate, preserve_node_meta
 
@@ -34,6 +38,7 @@ from cotrain_compile.capture.causal_masks import known_in_trace, not_exporting
 from cotrain_compile.capture.leaves import leaves_traced
 from cotrain_compile.capture.optimizers import build_optimizer_variable, update_itself
 from cotrain_compile.capture.phases import PHASE_ANNOTATION
+from cotrain_compile.capture.rewritten import rewritten, rewritten_traced
 from cotrain_compile.capture.scaling import scalers_traced, traced_instead
 from cotrain_compile.capture.session import Session
 from cotrain_compile.capture.settings import settings_traced
@@ -55,6 +60,7 @@ def whole_step_tracing(session: Session) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(scalers_traced())
         stack.enter_context(not_exporting())
+        stack.enter_context(rewritten_traced())
         stack.enter_context(settings_traced(session.function))
         stack.enter_context(leaves_traced(session.leaves_made, session.copied_data))
         stack.enter_context(
@@ -62,6 +68,8 @@ def whole_step_tracing(session: Session) -> Iterator[None]:
                 trace_autograd_ops=True,
                 capture_scalar_outputs=True,
                 allow_rnn=True,
+                # A trace would draw NumPy's numbers from torch's generator.
+                use_numpy_random_stream=True,
                 # One factory makes the steps of many models: they share a code object, and Dynamo
                 # counts their compiles together.
                 recompile_limit=max(config.recompile_limit, 64),
@@ -70,6 +78,13 @@ def whole_step_tracing(session: Session) -> Iterator[None]:
         # Numbers that nobody reads are drawn all the same: what comes after hangs on them. torch
         # drops such ops while it traces, unless random numbers are to be eager's.
         stack.enter_context(inductor_config.patch(fallback_random=True))
+        # Python's numbers come out differently from those of eager.
+        stack.enter_context(
+            mock.patch.object(UserDefinedObjectVariable, "is_supported_random", lambda _: False)
+        )
+        stack.enter_context(
+            mock.patch.object(RandomVariable, "is_supported_random_obj", lambda _: False)
+        )
         stack.enter_context(
             mock.patch.object(
                 builder,
@@ -205,5 +220,5 @@ def _inline_for_us(
             session.note_cleared(module.parameters(), after_backward)
     if rest and (known := known_in_trace(parent, func, args, rest[0])) is not None:
         return known
-    func = update_itself(traced_instead(session, func, args))
+    func = rewritten(update_itself(traced_instead(session, func, args)))
     return _inline_call(parent, func, args, *rest, **options)

@@ -47,33 +47,55 @@ _FRAMEWORKS = (
     ),
 )
 
-# By a word in Dynamo's own description, or in the source that broke the graph.
+# By words in Dynamo's own description, or in the source that broke the graph.
 _WORDS = (
-    ("print", "move the print out of the step, or print what the step returns"),
+    (("print",), "move the print out of the step, or print what the step returns"),
     (
-        "use_cache",
+        ("Random.", "numpy.random", "default_rng", "`RandomState`", "`Generator`", "`Random`"),
+        "draw the numbers with torch in the step (torch.rand((), device=...), torch.randint), or "
+        "draw them before it and pass them in as tensors",
+    ),
+    (("`time.", ".time."), "read the clock outside the step"),
+    (("LRScheduler.step",), "call scheduler.step() outside the step, after it"),
+    (
+        ("save_on_cpu", "saved_tensors_hooks"),
+        "leave out the hooks on saved tensors: the plan itself keeps in host memory, or makes "
+        "again, what backward() needs, so that memory_budget holds",
+    ),
+    (
+        ("detect_anomaly", "set_detect_anomaly"),
+        "look for anomalies with the step in eager, outside torch.compile, and leave it out here",
+    ),
+    (
+        ("Module-level backwards hooks",),
+        "remove the full backward hook and register one on what the module returns, in the step: "
+        "h = module(x), then h.register_hook(...); or work on p.grad after backward()",
+    ),
+    (
+        ("use_cache",),
         "set model.config.use_cache = False: with gradient checkpointing there is no cache, and "
         "the warning about it breaks the graph",
     ),
     (
-        "logg",
+        ("logg",),
         "log outside the step; where a library warns, settle what it warns about (Hugging Face's "
         'losses: model.loss_type = "ForCausalLM", or what the model is for), or compute the loss '
         "in the step",
     ),
     (
-        "`lock` context manager",
+        ("`lock` context manager",),
         "call the model once before, in eager (with torch.no_grad(): model(...)): what it sets up "
         "under the lock in its first call is there then",
     ),
     (
-        "labels.max()",
+        ("labels.max()",),
         "leave out the labels, whose values the model looks at, and compute the loss in the step "
         "from the model's logits",
     ),
-    ("requires_grad_", "freeze and unfreeze between steps, outside the step"),
-    ("item", "return the tensor and call .item() outside the step"),
-    ("data-dependent", "decide outside the step, or with torch.where inside it"),
+    (("requires_grad_",), "freeze and unfreeze between steps, outside the step"),
+    (("tolist",), "index the tensor (x[0], x.unbind()) in place of .tolist(), or pass numbers in"),
+    (("item",), "return the tensor and call .item() outside the step"),
+    (("data-dependent",), "decide outside the step, or with torch.where inside it"),
 )
 
 
@@ -84,7 +106,11 @@ def way_on(stack: Sequence[traceback.FrameSummary], what: str) -> str | None:
     paths = [frame.filename.replace(os.sep, "/") for frame in stack]
     source = _source(stack[-1]) if stack else ""
     found = [way for part, way in _FRAMEWORKS if any(part in path for path in paths)]
-    found += [way for word, way in _WORDS if word in what or _is_in_source(word, source)]
+    found += [
+        way
+        for words, way in _WORDS
+        if any(word in what or _is_in_source(word, source) for word in words)
+    ]
     return found[0][0].upper() + found[0][1:] if found else None
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 from traceback import FrameSummary
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
@@ -20,6 +22,7 @@ from tests.graph.steps import make_llama
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`"),
+    pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin"),
     pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated"),
 ]
@@ -147,11 +150,82 @@ def test_hooks_that_transformers_installs_under_a_lock_are_there_after_a_first_c
 
 
 @pytest.mark.parametrize(
+    "draw",
+    [
+        lambda: random.uniform(0, 1),
+        lambda: random.random(),
+        random.Random(3).random,
+        lambda: torch.from_numpy(np.random.rand(1)),
+        lambda: np.random.default_rng(3).random(),
+    ],
+)
+def test_numbers_that_python_or_numpy_draw_are_drawn_by_torch_instead(
+    draw: Callable[[], Any],
+) -> None:
+    layer, x = nn.Linear(2, 1), torch.ones(3, 2)
+    with pytest.raises(CaptureError, match=r"Draw the numbers with torch .*torch\.rand\(\(\)"):
+        train(layer.parameters(), lambda: (layer(x) - 3 - draw()).square().mean())
+    train(layer.parameters(), lambda: (layer(x) - 9 - torch.rand(())).square().mean())
+
+
+def test_a_full_backward_hook_becomes_one_of_what_the_module_returns() -> None:
+    layer, x = nn.Linear(2, 1), torch.ones(3, 2)
+    hook = layer.register_full_backward_hook(lambda module, inputs, outputs: None)
+    with pytest.raises(CaptureError, match=r"h = module\(x\), then h.register_hook"):
+        train(layer.parameters(), lambda: (layer(x) - 3).square().mean())
+    hook.remove()
+
+    def hooked() -> Tensor:
+        h = layer(x)
+        h.register_hook(lambda gradient: gradient / 2)
+        return (h - 3).square().mean()
+
+    train(layer.parameters(), hooked)
+
+
+def test_an_optimizer_in_a_hook_steps_after_backward() -> None:
+    layer, x = nn.Linear(2, 1, bias=False), torch.ones(3, 2)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    hook = layer.weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+
+    def backward() -> Tensor:
+        optimizer.zero_grad()
+        loss = (layer(x) - 3).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    with pytest.raises(CaptureError, match=r"after backward\(\): on p.grad, or optimizer.step\(\)"):
+        losses(backward)
+    hook.remove()
+
+    def backward_and_step() -> Tensor:
+        loss = backward()
+        optimizer.step()
+        return loss
+
+    losses(backward_and_step)
+
+
+def test_a_sparse_layer_becomes_a_dense_one() -> None:
+    words = torch.tensor([0, 2])
+    sparse = nn.Embedding(4, 2, sparse=True)
+    with pytest.raises(CaptureError, match="make the layer with sparse=False"):
+        train(sparse.parameters(), lambda: sparse(words).square().mean())
+    layer = nn.Embedding(4, 2)
+    train(layer.parameters(), lambda: layer(words).square().mean())
+
+
+@pytest.mark.parametrize(
     ("path", "what", "way"),
     [
         ("/site-packages/lightning/pytorch/core/module.py", "a method", "loss.backward() in place"),
         ("/site-packages/torch/nn/utils/clip_grad.py", "data-dependent", "error_if_nonfinite"),
         ("/site-packages/some/library.py", "builtin `print`", "Move the print out"),
+        ("/home/me/train.py", "function `LRScheduler.step`", "outside the step, after it"),
+        ("/home/me/train.py", "function `save_on_cpu.__init__`", "Leave out the hooks on saved"),
+        ("/home/me/train.py", "function `detect_anomaly.__init__`", "with the step in eager"),
+        ("/home/me/train.py", "the builtin `time.time.`", "Read the clock outside"),
+        ("/home/me/train.py", "Tensor.tolist() with", "Index the tensor"),
     ],
 )
 def test_where_the_graph_broke_says_more_than_how(path: str, what: str, way: str) -> None:

@@ -1,0 +1,106 @@
+"""Functions of torch that are traced as others with the same result, as Dynamo cannot trace them.
+
+`torch.autograd.backward` of several losses is the backward of their sum, by which each gets a
+gradient of one. `AveragedModel.update_parameters` copies the model in its first call and averages
+from then on, by a count that is in a tensor: both are computed, and `torch.where` chooses.
+
+Private torch API used: `trace_rules.get_torch_obj_rule_map`. Reason: Dynamo breaks the graph at
+`torch.autograd.backward`. Tried on torch 2.13.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._dynamo import trace_rules
+from torch._dynamo.variables.functions import UserFunctionVariable
+from torch.optim import swa_utils
+from torch.optim.swa_utils import AveragedModel
+
+_SWA: Any = swa_utils  # its functions have no types
+
+
+@contextmanager
+def rewritten_traced() -> Iterator[None]:
+    """Within it, calls of the functions that `rewritten` knows reach it."""
+    rules = trace_rules.get_torch_obj_rule_map()
+    with mock.patch.dict(rules, {torch.autograd.backward: UserFunctionVariable}):
+        yield
+
+
+def rewritten(func: Any) -> Any:
+    """What to trace for a call of `func`: itself, or the function here that does the same."""
+    other = _INSTEAD.get(getattr(func, "fn", None))
+    return func if other is None else UserFunctionVariable(other)
+
+
+def _backward_of_all(
+    tensors: Any,
+    grad_tensors: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    grad_variables: Any = None,
+    inputs: Any = None,
+) -> None:
+    gradients = grad_variables if grad_tensors is None else grad_tensors
+    if isinstance(tensors, Tensor):
+        tensors, gradients = [tensors], [gradients]
+    if gradients is None:
+        gradients = [None] * len(tensors)
+    losses = [
+        tensor if gradient is None else (tensor * gradient.detach()).sum()
+        for tensor, gradient in zip(tensors, gradients, strict=False)
+    ]
+    total = losses[0]
+    for loss in losses[1:]:
+        total = total + loss
+    if inputs is None:
+        total.backward(retain_graph=retain_graph, create_graph=create_graph)
+    else:
+        total.backward(retain_graph=retain_graph, create_graph=create_graph, inputs=inputs)
+
+
+def _update_average(average: AveragedModel, model: torch.nn.Module) -> None:
+    averaged = list(average.module.parameters())
+    current = list(model.parameters())
+    if average.use_buffers:
+        averaged += list(average.module.buffers())
+        current += list(model.buffers())
+    with torch.no_grad():
+        _average(average, averaged, current)
+        if not average.use_buffers:
+            for copy, buffer in zip(average.module.buffers(), model.buffers(), strict=False):
+                copy.copy_(buffer)
+        average.n_averaged += 1
+
+
+def _average(average: AveragedModel, averaged: list[Tensor], current: list[Tensor]) -> None:
+    """Write the average into `averaged`, or what is in `current` where it is the first call."""
+    is_first = average.n_averaged == 0
+    together = average.multi_avg_fn
+    if together is None and average.avg_fn is None and averaged[0].device.type != "cpu":
+        together = _SWA.get_swa_multi_avg_fn()
+    if together is None:
+        one_by_one = average.avg_fn or _SWA.get_swa_avg_fn()
+        found = [
+            one_by_one(old, new, average.n_averaged)
+            for old, new in zip(averaged, current, strict=False)
+        ]
+    else:
+        found = [old.clone() for old in averaged]
+        for dtype in {value.dtype: None for value in averaged}:
+            at = [place for place, value in enumerate(averaged) if value.dtype == dtype]
+            together([found[i] for i in at], [current[i] for i in at], average.n_averaged)
+    for old, new, mean in zip(averaged, current, found, strict=False):
+        old.copy_(torch.where(is_first, new.to(old.device), mean.to(old.dtype)))
+
+
+_INSTEAD: dict[Any, Any] = {
+    torch.autograd.backward: _backward_of_all,
+    AveragedModel.update_parameters: _update_average,
+}
