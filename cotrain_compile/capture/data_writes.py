@@ -91,7 +91,9 @@ def refuse_shared_data(module: fx.GraphModule, copied: Sequence[CopiedData]) -> 
         if later or storage in inputs:
             raise CaptureError(
                 "a value that is assigned to `.data` of a parameter is used elsewhere, too, so "
-                "that they would share memory; write p.data.copy_(value) instead"
+                "that they would share memory; write p.data.copy_(value) instead, and in place of "
+                "vector_to_parameters(vector, ps): for p, part in zip(ps, vector.split([p.numel() "
+                "for p in ps])): p.data.copy_(part.view_as(p))"
             )
 
 

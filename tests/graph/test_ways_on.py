@@ -206,6 +206,27 @@ def test_an_optimizer_in_a_hook_steps_after_backward() -> None:
     losses(backward_and_step)
 
 
+def test_parameters_from_a_vector_are_copied() -> None:
+    layer, x = nn.Linear(2, 1), torch.ones(3, 2)
+    params = list(layer.parameters())
+
+    def assigned() -> Tensor:
+        vector = nn.utils.parameters_to_vector(params) * 0.99
+        nn.utils.vector_to_parameters(vector, params)
+        return (layer(x) - 3).square().mean()
+
+    def copied() -> Tensor:
+        with torch.no_grad():
+            vector = nn.utils.parameters_to_vector(params) * 0.99
+        for p, part in zip(params, vector.split([p.numel() for p in params])):  # noqa: B905
+            p.data.copy_(part.view_as(p))
+        return (layer(x) - 3).square().mean()
+
+    with pytest.raises(CaptureError, match=r"in place of vector_to_parameters"):
+        train(params, assigned)
+    train(params, copied)
+
+
 def test_a_sparse_layer_becomes_a_dense_one() -> None:
     words = torch.tensor([0, 2])
     sparse = nn.Embedding(4, 2, sparse=True)
