@@ -11,6 +11,7 @@ from __future__ import annotations
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -48,6 +49,7 @@ class Rehearsed:
         self._tell = tell
         self._rounds = ROUNDS if replans else 0
         self._rehearsed = False
+        self._first_over_bytes = 0  # by how much the last rehearsal was above where it stopped
         self.compiled = compile_within(None, inputs)
 
     def __call__(self, inputs: list[Any]) -> Any:
@@ -100,6 +102,7 @@ class Rehearsed:
 
     def _out_of_memory(self, inputs: Sequence[Any]) -> Exception | None:
         """The error of a rehearsal that ran out of device memory; raises every other."""
+        self._first_over_bytes = 0
         try:
             self.compiled.rehearse(inputs)
         except RuntimeError as error:
@@ -108,8 +111,16 @@ class Rehearsed:
                 raise
             # The tensors in the frames that it came through would live as long as the error.
             traceback.clear_frames(error.__traceback__)
+            self._first_over_bytes = self._overshoot_bytes(error)
+            if of_the_plan:
+                self._measure_all(inputs)
             return error
         return None
+
+    def _measure_all(self, inputs: Sequence[Any]) -> None:
+        """Know what is behind the first allocation above the budget, where the meter stopped."""
+        with suppress(OutOfDeviceMemory):  # of the host, which the next plan may spare
+            self.compiled.measure_peak(inputs)
 
     def _overshoot_bytes(self, error: Exception | None) -> int:
         """What has to come off the plan: 0 where its rehearsal kept to the budget.
@@ -132,7 +143,8 @@ class Rehearsed:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         least_bytes = int(LEAST_STEP * planned_bytes) if error is not None else 0
-        for less_bytes in dict.fromkeys((max(over_bytes, least_bytes), over_bytes)):
+        first_bytes = self._first_over_bytes or over_bytes
+        for less_bytes in dict.fromkeys((max(over_bytes, least_bytes), over_bytes, first_bytes)):
             plan_bytes = max(1, planned_bytes - less_bytes)
             try:
                 self.compiled = self._compile_within(plan_bytes, inputs)

@@ -6,11 +6,13 @@ to it, wherever that is, has gone.
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 
@@ -83,6 +85,15 @@ class Meter:
             self.peak_bytes[tier] = max(self.peak_bytes[tier], used)
             self._change(tier, -nbytes)
         self._refuse_beyond_budget(used, nbytes, tier, where)
+
+    @contextmanager
+    def without_limit(self, tier: Tier) -> Iterator[None]:
+        """Within it `tier` refuses nothing: all that a step takes there is counted."""
+        budget_bytes, self.budgets[tier] = self.budgets[tier], sys.maxsize
+        try:
+            yield
+        finally:
+            self.budgets[tier] = budget_bytes
 
     def start_step(self, keep: Tier | None = None) -> None:
         """Count from nothing: what a step returned belongs to the user when the next one starts.

@@ -132,6 +132,16 @@ def test_a_plan_for_less_may_take_the_whole_budget() -> None:
     assert last.problem.budgets[Tier.DEVICE] < last.rehearsed_device_bytes <= budget
 
 
+def test_the_second_plan_knows_what_is_behind_the_place_where_the_first_ran_out() -> None:
+    """The first op above the budget is so by a little, others behind it by much more."""
+    training, budget = Training(), resident_peak_bytes()
+    with hidden_memory(40_000), noting_plans() as plans, pytest.warns(match="planned again"):
+        training.run(training.compiled(memory_budget=budget))
+    assert len(plans) == 2
+    assert plans[-1].rehearsed_device_bytes is not None
+    assert plans[-1].rehearsed_device_bytes <= budget
+
+
 def test_where_a_twentieth_less_does_not_fit_only_what_is_missing_comes_off() -> None:
     training = Training()
     with pytest.raises(PlacementError) as refusal:
