@@ -102,7 +102,8 @@ class UpdateGroup:
     `ops` run only for this parameter, in program order. `gradient` is the buffer that leaves the
     backward; `states` are the optimizer's own; `scalars` are small values shared with other groups
     (a clipping coefficient, a bias correction). `low_precision` is the copy of the parameter that
-    autocast makes for the forward, "" where the parameter itself is used.
+    autocast makes for the forward, "" where the parameter itself is used. `has_loop` says whether
+    the host has a fused loop for the optimizer; else it runs the ops one by one.
     """
 
     param: str
@@ -111,6 +112,7 @@ class UpdateGroup:
     scalars: tuple[str, ...]
     ops: tuple[str, ...]
     low_precision: str = ""
+    has_loop: bool = True
 
 
 @dataclass(frozen=True)

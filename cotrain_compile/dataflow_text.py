@@ -5,8 +5,9 @@ In: a Dataflow. Out: text, from which `parse` makes the same Dataflow again. One
     op mm_1 forward aten.mm.default (x w1) -> (h1) 4096 768 bfloat16 layers.1
 
 with its flops, its bytes moved, its dtype and its module; `kept` says in the `.grad` of which
-parameter a gradient is kept. Names are percent-encoded where they hold a space, a parenthesis or
-anything else that is not plain, and an empty one is `-`.
+parameter a gradient is kept, `captured` which parameter the host updates without a fused loop.
+Names are percent-encoded where they hold a space, a parenthesis or anything else that is not plain,
+and an empty one is `-`.
 """
 
 from __future__ import annotations
@@ -58,11 +59,12 @@ def parse(lines: str) -> Dataflow:
             "give the text of one whole dataflow"
         )
     kept = dict(parts["kept"])
+    captured = set(parts["captured"])
     return Dataflow(
         fingerprint=parts["dataflow"][0],
         ops=tuple(parts["op"]),
         buffers=tuple(replace(b, param=kept.get(b.name, "")) for b in parts["buffer"]),
-        updates=tuple(parts["update"]),
+        updates=tuple(replace(u, has_loop=u.param not in captured) for u in parts["update"]),
         symbols=dict(parts["symbol"]),
         expressions=_expressions(parts["size"]),
     )
@@ -91,6 +93,8 @@ def _lines(dataflow: Dataflow) -> Iterator[str]:
             f"update {_word(group.param)} {_word(group.gradient)} {_word(group.low_precision)} "
             f"{_group(group.states)} {_group(group.scalars)} {_group(group.ops)}"
         )
+        if not group.has_loop:
+            yield f"captured {_word(group.param)}"
 
 
 def _word(name: str) -> str:
@@ -178,6 +182,7 @@ _FORMS: dict[str, tuple[str, Callable[..., Any]]] = {
     "kept": ("gradient param", lambda gradient, param: (gradient, param)),
     "size": ("kind name expression", _read_size),
     "update": ("param gradient low_precision (states) (scalars) (ops)", _read_update),
+    "captured": ("param", lambda param: param),
 }
 
 

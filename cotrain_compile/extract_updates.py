@@ -19,6 +19,7 @@ from torch import fx
 
 from cotrain_compile.dataflow import Phase, Role, UpdateGroup
 from cotrain_compile.graph import StepGraph, writes
+from cotrain_compile.optimizer_loops import has_loop
 from cotrain_compile.random_ops import is_random
 
 aten = torch.ops.aten
@@ -134,7 +135,8 @@ def _group(
     written = {node.args[0]: node for node in nodes if node.target is aten.copy_.default}
     if len(params) != 1 or params[0] not in written:
         return None
-    if step.input_of_node[params[0].name].name not in step.rules:
+    rule = step.rules.get(step.input_of_node[params[0].name].name)
+    if rule is None:
         return None  # not an optimizer's: a moving average is written in the step as well
     values = [*states, *(written[state] for state in states if state in written)]
     if any(user not in inside for value in values for user in value.users):
@@ -152,7 +154,19 @@ def _group(
         scalars=tuple(name for name in outside if name != gradient),
         ops=tuple(node.name for node in nodes),
         low_precision=_low_precision_copy(params[0], buffer_of),
+        has_loop=has_loop(rule, _dtypes(step, inputs)),
     )
+
+
+def _dtypes(step: StepGraph, inputs: list[fx.Node]) -> dict[str, torch.dtype]:
+    """Dtypes of a parameter ("param") and its states, by the names that its optimizer has."""
+    found: dict[str, torch.dtype] = {}
+    for node in inputs:
+        item = step.input_of_node[node.name]
+        is_param = item.role is Role.PARAM
+        name = "param" if is_param else item.name.removeprefix(f"{item.param}.")
+        found[name] = node.meta["val"].dtype
+    return found
 
 
 def _outside_inputs(

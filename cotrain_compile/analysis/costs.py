@@ -49,8 +49,9 @@ def roofline(dataflow: Dataflow, machine: Machine) -> CostTable:
 
     Views and other ops that neither compute nor move anything cost nothing. A host update reads and
     writes each of its group's buffers once, however many ops the step writes it with: it runs as
-    one fused loop, limited by the host's memory (Williams et al., CACM 2009). So does an update on
-    a device that `fuses_updates`; its ops share the loop's time by the bytes that they move.
+    one fused loop, limited by the host's memory (Williams et al., CACM 2009). Where there is no
+    loop it moves what its ops move, one after the other. An update is a loop as well on a device
+    that `fuses_updates`, whatever its optimizer; its ops share the time by the bytes they move.
     """
     device_s = {op.name: _op_s(op, machine.device) for op in dataflow.ops}
     if machine.fuses_updates:
@@ -60,11 +61,19 @@ def roofline(dataflow: Dataflow, machine: Machine) -> CostTable:
         device_s=device_s,
         host_update_s={
             group.param: machine.host.launch_s
-            + update_bytes(dataflow, group) / machine.host_update.bytes_per_s
+            + host_update_bytes(dataflow, group) / machine.host_update.bytes_per_s
             for group in dataflow.updates
         },
         unknown=tuple(op.name for op in dataflow.ops if not op.cost_is_known),
     )
+
+
+def host_update_bytes(dataflow: Dataflow, group: UpdateGroup) -> int:
+    """Bytes that the host reads plus those it writes for an update of `group`."""
+    in_loop = update_bytes(dataflow, group)
+    if group.has_loop:
+        return in_loop
+    return max(in_loop, sum(dataflow.ops[dataflow.position[op]].bytes_moved for op in group.ops))
 
 
 def update_bytes(dataflow: Dataflow, group: UpdateGroup) -> int:

@@ -34,6 +34,7 @@ from cotrain_compile.placement.residency import HOST_MODES
 from cotrain_compile.placement.schedule import Draft, draft, finished
 from cotrain_compile.placement.solve_report import (
     note_on_budget,
+    note_on_loops,
     notes_on,
     notes_on_step,
     report_of,
@@ -392,4 +393,5 @@ class _Search:
         )
         notes = notes_on(name, self.solution, asked=settings.policy, solver=settings.solver)
         notes = (*note_on_budget(self.problem), *notes, *notes_on_step(self.problem))
+        notes = (*notes, *note_on_loops(self.problem, plan))
         return replace(plan, report=report, notes=notes)

@@ -63,6 +63,18 @@ def notes_on_step(problem: Problem) -> tuple[str, ...]:
     )
 
 
+def note_on_loops(problem: Problem, plan: Plan) -> tuple[str, ...]:
+    """Where the host updates parameters without a fused loop."""
+    updates = [problem.dataflow.update[region.param] for region in plan.host_updates]
+    captured = [group for group in updates if not group.has_loop]
+    if not captured:
+        return ()
+    return (
+        f"{len(captured)} of {len(updates)} updates on the host have no fused loop: they run op by "
+        "op, and are priced by the bytes that their ops move",
+    )
+
+
 def notes_on(name: str, solution: Solution | None, *, asked: str, solver: str) -> tuple[str, ...]:
     """Where the plan, by the way called `name`, is not by the policy or the solver asked for."""
     if solution is None:

@@ -19,11 +19,8 @@ Settings = Mapping[str, Any]
 Update = Callable[[Mapping[str, torch.Tensor], torch.Tensor, Settings], None]
 
 
-def _adam(settings: Settings, states: frozenset[str]) -> Update | None:
+def _adam(settings: Settings) -> Update:
     amsgrad = settings["amsgrad"]
-    needed = {"param", "step", "exp_avg", "exp_avg_sq"} | ({"max_exp_avg_sq"} if amsgrad else set())
-    if states != needed:
-        return None
     decoupled = settings.get("decoupled_weight_decay", False)
     loop = torch._fused_adamw_ if decoupled else torch._fused_adam_
 
@@ -48,10 +45,8 @@ def _adam(settings: Settings, states: frozenset[str]) -> Update | None:
     return update
 
 
-def _sgd(settings: Settings, states: frozenset[str]) -> Update | None:
+def _sgd(settings: Settings) -> Update:
     momentum = settings["momentum"]
-    if states != ({"param", "momentum_buffer"} if momentum else {"param"}):
-        return None
 
     def update(t: Mapping[str, torch.Tensor], gradient: torch.Tensor, now: Settings) -> None:
         torch._fused_sgd_(
@@ -70,9 +65,7 @@ def _sgd(settings: Settings, states: frozenset[str]) -> Update | None:
     return update
 
 
-def _adagrad(settings: Settings, states: frozenset[str]) -> Update | None:
-    if states != {"param", "sum", "step"}:
-        return None
+def _adagrad(_: Settings) -> Update:
 
     def update(t: Mapping[str, torch.Tensor], gradient: torch.Tensor, now: Settings) -> None:
         t["step"].add_(1)
@@ -91,9 +84,9 @@ def _adagrad(settings: Settings, states: frozenset[str]) -> Update | None:
     return update
 
 
-# By exact class: a subclass may compute something else. Each maker gets the settings of the
-# parameter group and the names of the tensors at hand, and returns None where no loop fits them.
-FUSED_LOOPS: Mapping[type, Callable[[Settings, frozenset[str]], Update | None]] = {
+# Of the classes in `optimizer_loops`. Each maker gets the settings of the parameter group; its loop
+# takes the tensors that `has_loop` has found.
+FUSED_LOOPS: Mapping[type, Callable[[Settings], Update]] = {
     torch.optim.Adam: _adam,
     torch.optim.AdamW: _adam,
     torch.optim.SGD: _sgd,

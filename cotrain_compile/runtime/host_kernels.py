@@ -17,6 +17,7 @@ from torch import fx
 from cotrain_compile.dataflow import Role
 from cotrain_compile.graph import OptimizerRule, StepGraph, StepInput
 from cotrain_compile.machine import Tier
+from cotrain_compile.optimizer_loops import has_loop
 from cotrain_compile.runtime.after_update import after_update
 from cotrain_compile.runtime.captured_kernels import CapturedKernel, chunked_kernel
 from cotrain_compile.runtime.course import WHOLE, Course
@@ -168,19 +169,17 @@ def _fused(
     region: fx.GraphModule, inputs: Sequence[StepInput | None], rule: OptimizerRule
 ) -> FusedKernel | None:
     """A fused kernel for the region, None where some op of it is not accounted for."""
-    maker = FUSED_LOOPS.get(rule.optimizer)
-    if maker is None or any(isinstance(value, torch.Tensor) for value in rule.settings.values()):
-        return None
     positions = {
         "param" if item.role is Role.PARAM else item.name.removeprefix(f"{item.param}."): position
         for position, item in enumerate(inputs)
         if item is not None and item.role in (Role.PARAM, Role.OPTIMIZER_STATE)
     }
-    live = live_settings(inputs, rule.settings)
-    update = maker(rule.settings, frozenset(positions))
     nodes = list(region.graph.find_nodes(op="placeholder"))
     tensors = {name: nodes[position] for name, position in positions.items()}
-    if update is None or live is None or not _are_alike(tensors):
+    if not has_loop(rule, {name: node.meta["val"].dtype for name, node in tensors.items()}):
+        return None
+    live = live_settings(inputs, rule.settings)
+    if live is None or not _are_alike(tensors):
         return None
     settings = {name: nodes[position] for name, position in live.items()}
     match = match_update(region, rule, tensors, settings)
@@ -189,7 +188,7 @@ def _fused(
         return None
     return FusedKernel(
         gradient_part(region, match.gradient),
-        update,
+        FUSED_LOOPS[rule.optimizer](rule.settings),
         positions,
         rule.settings,
         live,

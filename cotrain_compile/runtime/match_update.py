@@ -18,7 +18,8 @@ import torch
 from torch import fx
 
 from cotrain_compile.graph import OptimizerRule, writes
-from cotrain_compile.runtime.region_terms import WIDE, region_terms
+from cotrain_compile.optimizer_loops import WIDE
+from cotrain_compile.runtime.region_terms import region_terms
 from cotrain_compile.runtime.terms import Term, Terms
 from cotrain_compile.runtime.update_rules import UPDATE_RULES, Given
 

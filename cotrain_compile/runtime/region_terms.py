@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from cotrain_compile.optimizer_loops import WIDE
 from cotrain_compile.runtime.terms import Term, Terms
 
 aten = torch.ops.aten
-
-WIDE = (torch.float32, torch.float64)
 
 # What an op computes; arguments are terms, and anything else that the node has.
 Meaning = Callable[..., Term | float | None]

@@ -50,7 +50,10 @@ def describe_step(dataflow: Dataflow) -> str:
         lines.append(
             f"peak         {format_bytes(alive.peak_bytes)} if all is on the device, {where}"
         )
-    lines.append(f"updates      {len(dataflow.updates)} parameters can be updated on the host")
+    captured = sum(not group.has_loop for group in dataflow.updates)
+    told = f", {captured} of them without a fused loop" if captured else ""
+    updates = len(dataflow.updates)
+    lines.append(f"updates      {updates} parameters can be updated on the host{told}")
     if unknown := [op for op in dataflow.ops if not op.cost_is_known]:
         lines.append(f"unknown      {unknown_words(unknown)}; a profile has their times")
     lines += [f"note         {note}" for note in dataflow.notes]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +197,36 @@ def test_under_autocast_the_narrow_gradient_is_what_leaves_the_backward() -> Non
         parameter = dataflow.buffer[group.param]
         assert dataflow.buffer[group.gradient].nbytes * 2 == parameter.nbytes
         assert dataflow.buffer[group.low_precision].nbytes * 2 == parameter.nbytes
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "dtype", "has_loop"),
+    [
+        (torch.optim.AdamW, torch.float32, True),
+        (partial(torch.optim.SGD, momentum=0.9), torch.float32, True),
+        (torch.optim.AdamW, torch.bfloat16, False),
+        (torch.optim.RMSprop, torch.float32, False),
+    ],
+    ids=["AdamW", "SGD with momentum", "AdamW on bfloat16", "RMSprop"],
+)
+def test_an_update_says_whether_the_host_has_a_fused_loop_for_it(
+    optimizer: Callable[..., torch.optim.Optimizer], dtype: torch.dtype, has_loop: bool
+) -> None:
+    def build() -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        model = nn.Linear(4, 4, dtype=dtype)
+        rule = optimizer(model.parameters(), lr=1e-3)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            rule.zero_grad()
+            loss: torch.Tensor = model(x).square().mean()
+            loss.backward()
+            rule.step()
+            return loss
+
+        return step, (torch.randn(2, 4, dtype=dtype),)
+
+    updates = cotrain_compile.trace(build).updates
+    assert [group.has_loop for group in updates] == [has_loop, has_loop]
 
 
 def test_sizes_of_a_dynamic_batch_agree_with_a_step_traced_at_that_batch() -> None:

@@ -10,6 +10,9 @@ from cotrain_compile.analysis.costs import CostTable, roofline, update_bytes, wi
 from cotrain_compile.dataflow import Buffer, Dataflow, Op, Phase, Role, UpdateGroup
 from cotrain_compile.errors import PlanError
 from cotrain_compile.machine import HostUpdate, Link, Machine, Tier, TierSpec
+from cotrain_compile.placement.problem import formulate
+from cotrain_compile.placement.solve import SolveSettings, solve
+from tests.unit.dataflows import chain
 
 MACHINE = Machine(
     name="round numbers",
@@ -66,6 +69,24 @@ def test_an_adam_update_moves_seven_times_the_parameter() -> None:
     assert update_bytes(dataflow, dataflow.updates[0]) == 7 * 4000
     costs = roofline(dataflow, MACHINE)
     assert costs.seconds("w", Tier.HOST) == pytest.approx(2e-6 + 28_000 / 1e8)
+
+
+def test_an_update_without_a_fused_loop_moves_what_its_ops_move() -> None:
+    plain = step()
+    captured = replace(plain, updates=(replace(plain.updates[0], has_loop=False),))
+    costs = roofline(captured, MACHINE)
+    assert costs.seconds("w", Tier.HOST) == pytest.approx(2e-6 + 48_000 / 1e8)
+    assert costs.device_s == roofline(plain, MACHINE).device_s
+
+
+def test_a_plan_says_how_many_of_its_host_updates_have_no_fused_loop() -> None:
+    dataflow = chain(2)
+    first, *others = dataflow.updates
+    dataflow = replace(dataflow, updates=(replace(first, has_loop=False), *others))
+    problem = formulate(dataflow, MACHINE, dict.fromkeys(Tier, 10**9))
+    (note,) = solve(problem, SolveSettings("zero-offload")).notes
+    assert note.startswith("1 of 2 updates on the host have no fused loop")
+    assert solve(problem, SolveSettings("resident")).notes == ()
 
 
 def test_a_low_precision_copy_made_by_the_update_counts_once() -> None:

@@ -104,7 +104,15 @@ def odd_dataflows(draw: st.DrawFn, names: st.SearchStrategy[str] = names) -> Dat
     params = [buffer.name for buffer in buffers if buffer.role is Role.PARAM]
     low_precision = st.just("") | some
     updates = [
-        UpdateGroup(param, draw(some), (param,), draw(several), (op.name,), draw(low_precision))
+        UpdateGroup(
+            param,
+            draw(some),
+            (param,),
+            draw(several),
+            (op.name,),
+            draw(low_precision),
+            draw(st.booleans()),
+        )
         for param, op in zip(params, without_draws(ops, buffers), strict=False)
     ]
     return Dataflow(
