@@ -1,65 +1,53 @@
 """Forked: work that changes torch for good, done in a copy of this process that then ends.
 
-The copy has all that the caller has, as closures and modules; it hands back what can be pickled.
+The copy has all that the caller has, as closures and modules; it hands back what the connections
+of `multiprocessing` can carry.
 """
 
 from __future__ import annotations
 
-import os
-import pickle
+import multiprocessing
 import sys
 import warnings
 from collections.abc import Callable
-from typing import Any, NoReturn, TypeVar
+from multiprocessing.connection import Connection
+from typing import Any, TypeVar
 
-from cotrain_compile.errors import CaptureError
+from cotrain_compile.errors import CaptureError, CotrainError
 
 T = TypeVar("T")
 
 
 def in_a_copy(work: Callable[[], T]) -> T:
     """What `work()` returns or raises, in a copy of this process."""
-    reads, writes = os.pipe()
+    context = multiprocessing.get_context("fork")
+    reads, writes = context.Pipe(duplex=False)
+    copy = context.Process(target=_tell, args=(work, writes))
     sys.stdout.flush()
     sys.stderr.flush()
     with warnings.catch_warnings():
         # Threads of torch rest while nothing is computed; no lock of theirs is held.
         warnings.simplefilter("ignore", DeprecationWarning)
-        copy = os.fork()
-    if copy == 0:
-        os.close(reads)
-        _work_and_end(work, writes)
-    os.close(writes)
-    with open(reads, "rb") as pipe:
-        told = pipe.read()
-    _, status = os.waitpid(copy, 0)
-    if not told:
-        code = os.waitstatus_to_exitcode(status)
-        raise CaptureError(f"the process that traces for a card ended with {code} and no message")
-    went_well, result = pickle.loads(told)
+        copy.start()
+    writes.close()
+    try:
+        went_well, result = reads.recv()
+    except EOFError:
+        copy.join()
+        raise CaptureError(
+            f"the process that traces for a card ended with {copy.exitcode} and no message"
+        ) from None
+    copy.join()
     if went_well:
         return result  # type: ignore[no-any-return]
     raise result
 
 
-def _work_and_end(work: Callable[[], Any], writes: int) -> NoReturn:
+def _tell(work: Callable[[], Any], writes: Connection) -> None:
+    """Send what `work` returns or raises; an error in words where it cannot be handed over."""
     try:
-        told = pickle.dumps((True, work()))
+        writes.send((True, work()))
     except BaseException as error:
-        told = _as_bytes(error)
-    with open(writes, "wb") as pipe:
-        pipe.write(told)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
-
-
-def _as_bytes(error: BaseException) -> bytes:
-    """The error itself, or its words where it cannot be handed over."""
-    error.__traceback__ = error.__cause__ = error.__context__ = None
-    try:
-        told = pickle.dumps((False, error))
-        pickle.loads(told)
-    except Exception:
-        return pickle.dumps((False, CaptureError(f"{type(error).__name__}: {error}")))
-    return told
+        error.__traceback__ = error.__cause__ = error.__context__ = None
+        words = CaptureError(f"{type(error).__name__}: {error}")
+        writes.send((False, error if isinstance(error, CotrainError) else words))

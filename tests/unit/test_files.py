@@ -88,33 +88,24 @@ def odd_dataflows(draw: st.DrawFn, names: st.SearchStrategy[str] = names) -> Dat
     some = st.sampled_from([buffer.name for buffer in buffers])
     several = st.lists(some, max_size=3).map(tuple)
     sizes = st.dictionaries(names, names, max_size=2)
-    ops = [
-        Op(
-            name,
-            draw(names),
-            draw(st.sampled_from(Phase)),
-            draw(several),
-            draw(several),
-            draw(counts),
-            draw(counts),
-            draw(names),
-        )
-        for name in draw(st.lists(names, max_size=3, unique=True))
-    ]
+    ops: list[Op] = []
+    made = [buffer.name for buffer in buffers if buffer.is_input]
+    for name in draw(st.lists(names, max_size=3, unique=True)):
+        reads = draw(st.lists(st.sampled_from(made), max_size=3)) if made else []
+        writes = draw(several)
+        kinds = draw(names), draw(st.sampled_from(Phase))
+        ops.append(Op(name, *kinds, tuple(reads), writes, draw(counts), draw(counts), draw(names)))
+        made += writes
     params = [buffer.name for buffer in buffers if buffer.role is Role.PARAM]
     low_precision = st.just("") | some
-    updates = [
-        UpdateGroup(
-            param,
-            draw(some),
-            (param,),
-            draw(several),
-            (op.name,),
-            draw(low_precision),
-            draw(st.booleans()),
-        )
-        for param, op in zip(params, without_draws(ops, buffers), strict=False)
-    ]
+    updates = []
+    for param, op in zip(params, without_draws(ops, buffers), strict=False):
+        inputs = {buffer.name for buffer in buffers if buffer.is_input}
+        gradients = sorted((inputs | {*op.reads}) - {param})
+        if gradients:
+            gradient = draw(st.sampled_from(gradients))
+            rest = draw(several), (op.name,), draw(low_precision), draw(st.booleans())
+            updates.append(UpdateGroup(param, gradient, (param,), *rest))
     return Dataflow(
         draw(names),
         tuple(ops),
