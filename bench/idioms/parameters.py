@@ -354,10 +354,3 @@ def momentum_halved(t: Parts) -> None:
         for value in t.optimizer.state[p].values():
             if torch.is_tensor(value) and value.shape == p.shape:
                 value.mul_(0.5)
-
-
-@parameter_edit
-def vector_round_trip(t: Parts) -> None:
-    with torch.no_grad():
-        vector = nn.utils.parameters_to_vector(t.model.parameters())
-        nn.utils.vector_to_parameters(vector * 0.99, t.model.parameters())

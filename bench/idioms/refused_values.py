@@ -78,3 +78,34 @@ def _averaged(*, in_step: bool) -> Any:
 @refused(r"after the step|outside", _averaged(in_step=False))
 def weight_averages_by_swa_utils() -> Training:
     return _averaged(in_step=True)()
+
+
+def _shrunk(*, by_vector: bool) -> Any:
+    def make() -> Training:
+        model = mlp()
+        optimizer = sgd(model)
+
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            loss = mse(model, x, y)
+            loss.backward()
+            optimizer.step()
+            with torch.no_grad():
+                params = list(model.parameters())
+                vector = nn.utils.parameters_to_vector(params) * 0.99
+                if by_vector:
+                    nn.utils.vector_to_parameters(vector, params)
+                    return loss
+                parts = vector.split([p.numel() for p in params])
+                for p, part in zip(params, parts, strict=True):
+                    p.copy_(part.view_as(p))
+            return loss
+
+        return Training(step, regression(), [model, optimizer])
+
+    return make
+
+
+@refused(r"vector_to_parameters", _shrunk(by_vector=False))
+def vector_round_trip() -> Training:
+    return _shrunk(by_vector=True)()

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
-from cotrain_compile.errors import CaptureError, CotrainError
+from cotrain_compile.errors import CaptureError
 
 T = TypeVar("T")
 
@@ -31,23 +31,39 @@ def in_a_copy(work: Callable[[], T]) -> T:
         copy.start()
     writes.close()
     try:
-        went_well, result = reads.recv()
+        words, result = reads.recv(), _received(reads)
     except EOFError:
         copy.join()
         raise CaptureError(
             f"the process that traces for a card ended with {copy.exitcode} and no message"
         ) from None
     copy.join()
-    if went_well:
+    if not words:
         return result  # type: ignore[no-any-return]
-    raise result
+    raise result if isinstance(result, BaseException) else CaptureError(words)
+
+
+def _received(reads: Connection) -> Any:
+    """What comes next; None for an error that cannot be made again here."""
+    try:
+        return reads.recv()
+    except EOFError:
+        raise
+    except Exception:
+        return None
 
 
 def _tell(work: Callable[[], Any], writes: Connection) -> None:
-    """Send what `work` returns or raises; an error in words where it cannot be handed over."""
+    """Send no words and what `work` returns; or what it raises, in words and as it is."""
     try:
-        writes.send((True, work()))
+        result = work()
     except BaseException as error:
         error.__traceback__ = error.__cause__ = error.__context__ = None
-        words = CaptureError(f"{type(error).__name__}: {error}")
-        writes.send((False, error if isinstance(error, CotrainError) else words))
+        writes.send(f"{type(error).__name__}: {error}")
+        try:
+            writes.send(error)
+        except Exception:
+            writes.send(None)
+    else:
+        writes.send("")
+        writes.send(result)

@@ -66,8 +66,8 @@ def _backward_of_all(
 
 
 def _update_average(average: AveragedModel, model: torch.nn.Module) -> None:
-    averaged = list(average.module.parameters())
-    current = list(model.parameters())
+    averaged: list[Tensor] = [*average.module.parameters()]
+    current: list[Tensor] = [*model.parameters()]
     if average.use_buffers:
         averaged += list(average.module.buffers())
         current += list(model.buffers())

@@ -178,7 +178,8 @@ def test_a_full_backward_hook_becomes_one_of_what_the_module_returns() -> None:
     def hooked() -> Tensor:
         h = layer(x)
         h.register_hook(lambda gradient: gradient / 2)
-        return (h - 3).square().mean()
+        loss: Tensor = (h - 3).square().mean()
+        return loss
 
     train(layer.parameters(), hooked)
 
@@ -190,7 +191,7 @@ def test_an_optimizer_in_a_hook_steps_after_backward() -> None:
 
     def backward() -> Tensor:
         optimizer.zero_grad()
-        loss = (layer(x) - 3).square().mean()
+        loss: Tensor = (layer(x) - 3).square().mean()
         loss.backward()
         return loss.detach()
 
@@ -213,14 +214,16 @@ def test_parameters_from_a_vector_are_copied() -> None:
     def assigned() -> Tensor:
         vector = nn.utils.parameters_to_vector(params) * 0.99
         nn.utils.vector_to_parameters(vector, params)
-        return (layer(x) - 3).square().mean()
+        loss: Tensor = (layer(x) - 3).square().mean()
+        return loss
 
     def copied() -> Tensor:
         with torch.no_grad():
             vector = nn.utils.parameters_to_vector(params) * 0.99
         for p, part in zip(params, vector.split([p.numel() for p in params])):  # noqa: B905
             p.data.copy_(part.view_as(p))
-        return (layer(x) - 3).square().mean()
+        loss: Tensor = (layer(x) - 3).square().mean()
+        return loss
 
     with pytest.raises(CaptureError, match=r"in place of vector_to_parameters"):
         train(params, assigned)
