@@ -11,7 +11,8 @@ Private torch API used: `config.trace_autograd_ops`, `variables.builder.Optimize
 `_inductor.config.fallback_random`, `UserDefinedObjectVariable.is_supported_random`,
 `RandomVariable.is_supported_random_obj` (2.13 alone), `config.use_numpy_random_stream`. Reason:
 there is no public way to keep `backward()` and `optimizer.step()` in one graph, nor to have it
-refuse the numbers that it draws otherwise than eager. Tried on torch 2.11.0, 2.13.0 and 2.15.0.
+refuse the numbers that it draws otherwise than eager. Tried on torch 2.11.0, 2.13.0 and 2.15.0,
+what is about random numbers on 2.13.0 alone.
 """
 
 from __future__ import annotations
@@ -50,6 +51,13 @@ _CHECKS_OF_OUTPUTS = {
 }
 
 
+# By which Dynamo traces what `random` and generators of Python draw.
+_DRAWS_OF_PYTHON = (
+    (UserDefinedObjectVariable, "is_supported_random"),
+    (RandomVariable, "is_supported_random_obj"),
+)
+
+
 @contextmanager
 def whole_step_tracing(session: Session) -> Iterator[None]:
     """Within it, Dynamo traces a whole training step into one graph.
@@ -79,12 +87,9 @@ def whole_step_tracing(session: Session) -> Iterator[None]:
         # drops such ops while it traces, unless random numbers are to be eager's.
         stack.enter_context(inductor_config.patch(fallback_random=True))
         # Python's numbers come out differently from those of eager.
-        stack.enter_context(
-            mock.patch.object(UserDefinedObjectVariable, "is_supported_random", lambda _: False)
-        )
-        stack.enter_context(
-            mock.patch.object(RandomVariable, "is_supported_random_obj", lambda _: False)
-        )
+        for kind, name in _DRAWS_OF_PYTHON:
+            if hasattr(kind, name):
+                stack.enter_context(mock.patch.object(kind, name, lambda _: False))
         stack.enter_context(
             mock.patch.object(
                 builder,
