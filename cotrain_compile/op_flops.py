@@ -98,7 +98,7 @@ def _attention(args: Bound, out: Any) -> Any:
 
 def _attention_backward(args: Bound, out: Any) -> Any:
     del out
-    grad = args["grad_out"] if "grad_out" in args else args["grad_output"]
+    grad = next(args[name] for name in ("grad_out", "grad_out_", "grad_output") if name in args)
     query, key, value = (args[name].shape for name in ("query", "key", "value"))
     return _kept(sdpa_backward_flop_count(grad.shape, query, key, value), args, query, key)
 

@@ -47,7 +47,9 @@ def _machine(card: Card, host: Host) -> Machine:
         ),
         h2d=Link(host.up * _GB, _COPY_LATENCY_S),
         d2h=Link(host.down * _GB, _COPY_LATENCY_S),
-        host_update=HostUpdate(update * _GB, slowdown_while_copying=max(1.0, demand / host.memory)),
+        host_update=HostUpdate(
+            float(round(update * _GB)), slowdown_while_copying=max(1.0, demand / host.memory)
+        ),
         duplex=1.8,
         source=f"{card.source} {host.source} Slowdown while copying: update and both links over "
         "the host's memory rate. Duplex, latencies and host flops: assumed; calibrate to replace "
