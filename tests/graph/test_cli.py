@@ -27,8 +27,11 @@ from cotrain_compile.runtime import calibrate
 
 DATAFLOW = Dataflow(
     fingerprint="f1",
-    ops=(Op("mm", "aten.mm.default", Phase.FORWARD, ("w",), ("h",), flops=8_000_000_000),),
-    buffers=(Buffer("w", 1024, Role.PARAM, is_input=True), Buffer("h", 2048, Role.TEMPORARY)),
+    ops=(Op("mm", "aten.mm.default", Phase.FORWARD, ("w", "h"), ("w",), flops=8_000_000_000),),
+    buffers=(
+        Buffer("w", 1024, Role.PARAM, is_input=True),
+        Buffer("h", 2048, Role.BATCH, is_input=True),
+    ),
     updates=(UpdateGroup("w", gradient="h", states=(), scalars=(), ops=("mm",)),),
 )
 PLAN = Plan(
