@@ -1,14 +1,15 @@
 """Delays: a schedule that the plan allows, made likely by letting threads sleep.
 
 `random_delays` lets tasks begin late, and the device come late to issues and waits; `late` lets
-one task begin long after all else could.
+one task begin long after all else could; `tasks_held_back` lets some begin when a test says so.
 """
 
 from __future__ import annotations
 
 import random
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -16,6 +17,7 @@ from unittest import mock
 from cotrain_compile.backends.compiled_step import CompiledStep
 
 Sleep = Callable[[str], None]
+PATIENCE_S = 60.0
 
 
 @contextmanager
@@ -74,3 +76,18 @@ def _sleeping(compiled: CompiledStep, *, on_device: Sleep, on_lanes: Sleep) -> I
             wait = waiting(getattr(device, name))
             patches.enter_context(mock.patch.object(device, name, wait))
         yield
+
+
+@contextmanager
+def tasks_held_back(compiled: CompiledStep, tasks: Collection[str]) -> Iterator[threading.Event]:
+    """These tasks begin when the event is set: at the end, if not before."""
+    gate = threading.Event()
+
+    def behind_the_gate(name: str) -> None:
+        assert name not in tasks or gate.wait(PATIENCE_S)
+
+    with _sleeping(compiled, on_device=lambda _: None, on_lanes=behind_the_gate):
+        try:
+            yield gate
+        finally:
+            gate.set()

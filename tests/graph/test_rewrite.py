@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import operator
+import threading
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,9 +16,7 @@ from torch import fx
 import cotrain_compile
 from cotrain_compile.compile import trace_graph
 from cotrain_compile.extract import extract
-from cotrain_compile.files import save
 from cotrain_compile.graph import StepGraph
-from cotrain_compile.machine import Link
 from cotrain_compile.options import Options
 from cotrain_compile.passes import PASSES, run_passes
 from cotrain_compile.placement.policies import resident
@@ -28,6 +27,7 @@ from cotrain_compile.presets import find
 from cotrain_compile.runtime.ops import cotrain as ops
 from cotrain_compile.runtime.ops import host_region
 from tests.graph.captured_steps import captured
+from tests.graph.delays import PATIENCE_S, tasks_held_back
 from tests.graph.random_plans import last_moment_plan
 from tests.graph.steps import CASES, OPTIMIZERS, Step, all_tensors, cotrain, make_step
 
@@ -154,29 +154,35 @@ def test_a_copy_is_equal_and_apart() -> None:
     assert replace(copied).fingerprint != step.fingerprint
 
 
-@pytest.fixture
-def slow_link(tmp_path: Path) -> str:
-    """A machine whose copies up to the device take long, as a file."""
-    machine = replace(find("this-machine"), h2d=Link(bytes_per_s=1e9, latency_s=0.15))
-    save(machine, tmp_path / "slow.json")
-    return str(tmp_path / "slow.json")
-
-
 @pytest.mark.parametrize("with_wait", [True, False])
-def test_a_missing_wait_shows_as_a_wrong_number(with_wait: bool, slow_link: str) -> None:
+def test_a_missing_wait_shows_as_a_wrong_number(with_wait: bool) -> None:
     torch.manual_seed(0)
     model = CASES["mlp"].make_model()
     optimizers = OPTIMIZERS["adamw"](model)
     plain = make_step(model, optimizers, CASES["mlp"].loss_of)
-    step = cotrain(policy="zero-offload", machine=slow_link, throttle=True)(plain)
+    step = cotrain(policy="zero-offload")(plain)
     step(*CASES["mlp"].make_batch())
     compiled = cotrain_compile.inspect(step)
-    graph = compiled.graph.module.graph
-    if not with_wait:
-        graph.find_nodes(op="call_function", target=ops.wait)[-1].args = ([], [])
-    step(*CASES["mlp"].make_batch())
-    seen = {n: v.clone() for n, v in all_tensors(model, optimizers).items()}
-    compiled._device.drain()
+    last = compiled.graph.module.graph.find_nodes(op="call_function", target=ops.wait)[-1]
+    (waited_for, _) = last.args
+    device: Any = compiled._device
+    wait = device.wait
+
+    def wait_but_for_the_last(tasks: list[str]) -> None:
+        if with_wait or tasks != waited_for:
+            wait(tasks)
+
+    with (
+        mock.patch.object(device, "wait", wait_but_for_the_last),
+        tasks_held_back(compiled, waited_for) as gate,
+    ):
+        # A step that waits ends when its copies may begin; one that does not has ended by then.
+        opens = threading.Timer(0.2 if with_wait else PATIENCE_S, gate.set)
+        opens.start()
+        step(*CASES["mlp"].make_batch())
+        seen = {n: v.clone() for n, v in all_tensors(model, optimizers).items()}
+        opens.cancel()
+    device.drain()
     arrived = all_tensors(model, optimizers)
     # What is read too early is NaN, or the weight before the step if its copy has yet to start.
     early = [name for name, value in seen.items() if not torch.equal(value, arrived[name])]
