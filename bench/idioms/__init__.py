@@ -9,6 +9,7 @@ from bench.idioms.registry import IDIOMS, Idiom
 
 MODULES = (
     "gradients",
+    "hooks",
     "gradient_directions",
     "parameters",
     "losses",

@@ -114,20 +114,6 @@ def print_in_the_step() -> Training:
     return followed(loss)()
 
 
-@refused(
-    r"\.grad|in the step",
-    followed(after_backward=lambda m: [p.grad.mul_(2) for p in m.parameters()]),
-)
-def gradient_hooks() -> Training:
-    def make_model() -> nn.Module:
-        model = mlp()
-        for p in model.parameters():
-            p.register_hook(lambda g: g * 2)
-        return model
-
-    return followed(make_model=make_model)()
-
-
 @refused(r"in the step|hook", followed())
 def full_backward_hook() -> Training:
     def make_model() -> nn.Module:
@@ -248,26 +234,6 @@ def outputs_with_their_history() -> Training:
         return loss, model(x)
 
     return Training(step, regression(), [model, optimizer])
-
-
-@refused(r"step|hook", followed(make_optimizer=sgd))
-def optimizer_in_backward_hooks() -> Training:
-    model = mlp()
-    optimizers = {p: torch.optim.SGD([p], lr=0.05, momentum=0.9) for p in model.parameters()}
-
-    def update(p: nn.Parameter) -> None:
-        optimizers[p].step()
-        optimizers[p].zero_grad()
-
-    for p in model.parameters():
-        p.register_post_accumulate_grad_hook(update)
-
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        loss = mse(model, x, y)
-        loss.backward()
-        return loss
-
-    return Training(step, regression(), [model, *optimizers.values()])
 
 
 @refused(r"step|hook", followed())

@@ -27,6 +27,7 @@ from cotrain_compile.capture.aot import (
 )
 from cotrain_compile.capture.data_sizes import refuse_sizes_from_data
 from cotrain_compile.capture.data_writes import hide_writes_by_aliases, refuse_shared_data
+from cotrain_compile.capture.gradient_hooks import can_be_traced
 from cotrain_compile.capture.half_steps import (
     refuse_half_a_step,
     refuse_missing_updates,
@@ -65,7 +66,8 @@ def capture(
     session.graph_was_compiled = True
     refuse_sizes_from_data(module)
     params = params_with_gradient(module, example_inputs)
-    refuse_unseen_hooks(params)
+    if not can_be_traced():
+        refuse_unseen_hooks(params)
     refuse_half_a_step(session, params)
     refuse_sparse_gradients(module)
     # Eager creates no state for a parameter that never gets a gradient.

@@ -4,8 +4,8 @@ Stock Dynamo never sees a whole training step (`docs/decisions/0001-whole-step-c
 
 Private torch API used: `config.trace_autograd_ops`, `variables.builder.OptimizerVariable`,
 `OutputGraph._validate_outputs_safe_for_autograd_nodes` and
-`._check_requires_grad_intermediate_outputs`, `TensorVariable.method_backward` and
-`.var_getattr`, `SymNodeVariable.nb_true_divide_impl` (2.13 alone),
+`._check_requires_grad_intermediate_outputs`, `TensorVariable.var_getattr`,
+`SymNodeVariable.nb_true_divide_impl` (2.13 alone),
 `InliningInstructionTranslator.inline_call`, `guards.is_from_optimizer_source` and
 `guards.match_on_id_for_tensor`, `OutputGraph.remove_tensorify_specialized_graphargs`,
 `_inductor.config.fallback_random`, `UserDefinedObjectVariable.is_supported_random`,
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -33,12 +33,11 @@ from torch._dynamo.variables.misc import RandomVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch._inductor import config as inductor_config
-from torch.fx.traceback import annotate, preserve_node_meta
 
 from cotrain_compile.capture.causal_masks import known_in_trace, not_exporting
+from cotrain_compile.capture.gradient_hooks import backward_traced
 from cotrain_compile.capture.leaves import leaves_traced
 from cotrain_compile.capture.optimizers import build_optimizer_variable, update_itself
-from cotrain_compile.capture.phases import PHASE_ANNOTATION
 from cotrain_compile.capture.rewritten import rewritten, rewritten_traced
 from cotrain_compile.capture.scaling import scalers_traced, traced_instead
 from cotrain_compile.capture.session import Session
@@ -50,6 +49,8 @@ _CHECKS_OF_OUTPUTS = {
     "_check_requires_grad_intermediate_outputs",
 }
 
+
+Patch = tuple[Any, str, Any]
 
 # By which Dynamo traces what `random` and generators of Python draw.
 _DRAWS_OF_PYTHON = (
@@ -66,69 +67,65 @@ def whole_step_tracing(session: Session) -> Iterator[None]:
     is changed.
     """
     with ExitStack() as stack:
+        for context in _settings():
+            stack.enter_context(context)
+        for owner, name, instead in (*_general(session), *_of_this_torch()):
+            stack.enter_context(mock.patch.object(owner, name, instead))
         stack.enter_context(scalers_traced())
         stack.enter_context(not_exporting())
         stack.enter_context(rewritten_traced())
+        stack.enter_context(backward_traced(session))
         stack.enter_context(settings_traced(session.function))
         stack.enter_context(leaves_traced(session.leaves_made, session.copied_data))
-        stack.enter_context(
-            config.patch(
-                trace_autograd_ops=True,
-                capture_scalar_outputs=True,
-                allow_rnn=True,
-                # A trace would draw NumPy's numbers from torch's generator.
-                use_numpy_random_stream=True,
-                # One factory makes the steps of many models: they share a code object, and Dynamo
-                # counts their compiles together.
-                recompile_limit=max(config.recompile_limit, 64),
-            )
-        )
-        # Numbers that nobody reads are drawn all the same: what comes after hangs on them. torch
-        # drops such ops while it traces, unless random numbers are to be eager's.
-        stack.enter_context(inductor_config.patch(fallback_random=True))
-        # Python's numbers come out differently from those of eager.
-        for kind, name in _DRAWS_OF_PYTHON:
-            if hasattr(kind, name):
-                stack.enter_context(mock.patch.object(kind, name, lambda _: False))
-        stack.enter_context(
-            mock.patch.object(
-                builder,
-                "OptimizerVariable",
-                functools.partial(build_optimizer_variable, session),
-            )
-        )
-        # They break the graph when a returned tensor went through backward(), or depends on one
-        # that the step has made a leaf of; `to_aten` detaches such outputs instead.
-        for name in _CHECKS_OF_OUTPUTS & vars(OutputGraph).keys():
-            stack.enter_context(mock.patch.object(OutputGraph, name, lambda *_: None))
-        stack.enter_context(
-            mock.patch.object(TensorVariable, "method_backward", _annotated_backward)
-        )
-        stack.enter_context(
-            mock.patch.object(
-                InliningInstructionTranslator,
-                "inline_call",
-                functools.partial(_inline_for_us, session),
-            )
-        )
-        # Stock Dynamo does not check that an optimizer's parameters are still the model's: after
-        # `load_state_dict(assign=True)` a compiled step would go on with the old ones.
-        stack.enter_context(mock.patch.object(guards, "is_from_optimizer_source", lambda _: False))
-        stack.enter_context(
-            mock.patch.object(guards, "match_on_id_for_tensor", _must_be_the_same_tensor)
-        )
-        name = "remove_tensorify_specialized_graphargs"
-        remove = _remove_inputs_only(getattr(OutputGraph, name))
-        stack.enter_context(mock.patch.object(OutputGraph, name, remove))
-        # Up to torch 2.14 it is the first, from 2.15 on the second.
-        for name in ("var_getattr", "tp_getattro_impl"):
-            if name in vars(TensorVariable):
-                look_up = _attribute_as_traced(vars(TensorVariable)[name])
-                stack.enter_context(mock.patch.object(TensorVariable, name, look_up))
-        if hasattr(SymNodeVariable, _DIVIDE):
-            divide = _divide_as_python(getattr(SymNodeVariable, _DIVIDE))
-            stack.enter_context(mock.patch.object(SymNodeVariable, _DIVIDE, divide))
         yield
+
+
+def _settings() -> Iterator[AbstractContextManager[Any]]:
+    """Torch's own switches."""
+    yield config.patch(
+        trace_autograd_ops=True,
+        capture_scalar_outputs=True,
+        allow_rnn=True,
+        # A trace would draw NumPy's numbers from torch's generator.
+        use_numpy_random_stream=True,
+        # One factory makes the steps of many models: they share a code object, and Dynamo
+        # counts their compiles together.
+        recompile_limit=max(config.recompile_limit, 64),
+    )
+    # Numbers that nobody reads are drawn all the same: what comes after hangs on them. torch
+    # drops such ops while it traces, unless random numbers are to be eager's.
+    yield inductor_config.patch(fallback_random=True)
+
+
+def _general(session: Session) -> Iterator[Patch]:
+    """What is replaced in every torch: owner, name and what stands there instead."""
+    yield builder, "OptimizerVariable", functools.partial(build_optimizer_variable, session)
+    inline = functools.partial(_inline_for_us, session)
+    yield InliningInstructionTranslator, "inline_call", inline
+    # Stock Dynamo does not check that an optimizer's parameters are still the model's: after
+    # `load_state_dict(assign=True)` a compiled step would go on with the old ones.
+    yield guards, "is_from_optimizer_source", lambda _: False
+    yield guards, "match_on_id_for_tensor", _must_be_the_same_tensor
+    remove = OutputGraph.remove_tensorify_specialized_graphargs
+    yield OutputGraph, "remove_tensorify_specialized_graphargs", _remove_inputs_only(remove)
+
+
+def _of_this_torch() -> Iterator[Patch]:
+    """What is replaced where a torch has it."""
+    # Python's numbers come out differently from those of eager.
+    for kind, name in _DRAWS_OF_PYTHON:
+        if hasattr(kind, name):
+            yield kind, name, lambda _: False
+    # They break the graph when a returned tensor went through backward(), or depends on one
+    # that the step has made a leaf of; `to_aten` detaches such outputs instead.
+    for name in _CHECKS_OF_OUTPUTS & vars(OutputGraph).keys():
+        yield OutputGraph, name, lambda *_: None
+    # Up to torch 2.14 it is the first, from 2.15 on the second.
+    for name in ("var_getattr", "tp_getattro_impl"):
+        if name in vars(TensorVariable):
+            yield TensorVariable, name, _attribute_as_traced(vars(TensorVariable)[name])
+    if hasattr(SymNodeVariable, _DIVIDE):
+        yield SymNodeVariable, _DIVIDE, _divide_as_python(getattr(SymNodeVariable, _DIVIDE))
 
 
 _DIVIDE = "nb_true_divide_impl"
@@ -198,14 +195,6 @@ def _must_be_the_same_tensor(guard: Any) -> bool:
     """
     is_gradient = getattr(guard.originating_source, "member", None) == "grad"
     return _match_on_id_for_tensor(guard) and not is_gradient
-
-
-_method_backward = TensorVariable.method_backward
-
-
-def _annotated_backward(*args: Any, **kwargs: Any) -> Any:
-    with preserve_node_meta(), annotate({PHASE_ANNOTATION: "backward"}):
-        return _method_backward(*args, **kwargs)
 
 
 _inline_call = InliningInstructionTranslator.inline_call

@@ -38,6 +38,8 @@ class Session:
     leaves_made: set[fx.Node] = field(default_factory=set)
     # What was assigned to `.data` of an input, and copied.
     copied_data: list[CopiedData] = field(default_factory=list)
+    # Whether the next torch.autograd.grad() in the trace is that of a backward().
+    differentiates_backward: bool = False
     refusal: CaptureError | None = None
     graph_was_compiled: bool = False
 

@@ -118,26 +118,6 @@ def make_without_update(model: nn.Module, optimizer: Optimizer) -> Step:
     return step
 
 
-def make_gradient_hooked(model: nn.Module, optimizer: Optimizer) -> Step:
-    next(model.parameters()).register_hook(lambda gradient: gradient * 2)
-
-    def step(x: Tensor, y: Tensor) -> None:  # breaks
-        loss_of(model, x, y).backward()
-        optimizer.step()
-
-    return step
-
-
-def make_hooked_after_accumulation(model: nn.Module, optimizer: Optimizer) -> Step:
-    next(model.parameters()).register_post_accumulate_grad_hook(lambda param: None)
-
-    def step(x: Tensor, y: Tensor) -> None:  # breaks
-        loss_of(model, x, y).backward()
-        optimizer.step()
-
-    return step
-
-
 REFUSED: dict[str, tuple[Callable[[nn.Module, Optimizer], Step], str]] = {
     # what the step does, and a word of the way on
     "print": (make_printing, "print"),
@@ -148,8 +128,6 @@ REFUSED: dict[str, tuple[Callable[[nn.Module, Optimizer], Step], str]] = {
     "step replaced": (make_step_replaced, "override it in a subclass"),
     "no backward": (make_without_backward, "compile the function that calls"),
     "no update": (make_without_update, "compile the function that calls"),
-    "gradient hook": (make_gradient_hooked, "after backward()"),
-    "accumulation hook": (make_hooked_after_accumulation, "after backward()"),
 }
 
 

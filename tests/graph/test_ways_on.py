@@ -184,29 +184,6 @@ def test_a_full_backward_hook_becomes_one_of_what_the_module_returns() -> None:
     train(layer.parameters(), hooked)
 
 
-def test_an_optimizer_in_a_hook_steps_after_backward() -> None:
-    layer, x = nn.Linear(2, 1, bias=False), torch.ones(3, 2)
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-    hook = layer.weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
-
-    def backward() -> Tensor:
-        optimizer.zero_grad()
-        loss: Tensor = (layer(x) - 3).square().mean()
-        loss.backward()
-        return loss.detach()
-
-    with pytest.raises(CaptureError, match=r"after backward\(\): on p.grad, or optimizer.step\(\)"):
-        losses(backward)
-    hook.remove()
-
-    def backward_and_step() -> Tensor:
-        loss = backward()
-        optimizer.step()
-        return loss
-
-    losses(backward_and_step)
-
-
 def test_parameters_from_a_vector_are_copied() -> None:
     layer, x = nn.Linear(2, 1), torch.ones(3, 2)
     params = list(layer.parameters())
