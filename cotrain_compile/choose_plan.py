@@ -19,21 +19,30 @@ from cotrain_compile.viz.describe import describe_differences
 
 
 def plan_for(
-    problem: Problem, options: Options, progress: Callable[[str], None] | None = None
+    problem: Problem,
+    options: Options,
+    compiled: bool | None = None,
+    progress: Callable[[str], None] | None = None,
 ) -> Plan:
     """The plan in the file that `options` name, else what the solver finds for their policy.
 
-    `progress` is told what is being done.
+    `compiled` is as for `solve_settings`. `progress` is told what is being done.
     Raises `PlacementError` with the shortfall when the policy does not fit the budgets, and as
     `saved_plan` does.
     """
     if options.plan is not None:
         return saved_plan(options.plan, problem, options)
-    return solve(problem, solve_settings(options), progress=progress)
+    return solve(problem, solve_settings(options, compiled), progress=progress)
 
 
-def solve_settings(options: Options) -> SolveSettings:
-    """What `options` say of how to look for a plan."""
+def solve_settings(options: Options, compiled: bool | None = None) -> SolveSettings:
+    """What `options` say of how to look for a plan.
+
+    `compiled` says whether the ops will run as compiled code. None, where no step is at hand: as
+    the option `lowering` says, else as the machine's device does.
+    """
+    if compiled is None and options.lowering is not None:
+        compiled = options.lowering == "inductor"
     return SolveSettings(
         policy=options.policy,
         solver=options.solver,
@@ -41,6 +50,7 @@ def solve_settings(options: Options) -> SolveSettings:
         gap=options.gap,
         seed=options.seed,
         overlap_steps=options.overlap_steps,
+        compiled=compiled,
     )
 
 

@@ -184,6 +184,10 @@ def solve(
     overlap_steps: Annotated[
         bool, typer.Option("--overlap-steps", help="Let host updates go on under the next step.")
     ] = False,
+    lowering: Annotated[
+        str | None,
+        typer.Option(help="'inductor' or 'eager': how ops will run; else as a preset's."),
+    ] = None,
 ) -> None:
     """Choose a plan for a step: where everything lives, what moves when. Nothing is run."""
     shared = {
@@ -194,6 +198,7 @@ def solve(
         "gap": gap,
         "seed": seed,
         "overlap_steps": overlap_steps,
+        **({"lowering": lowering} if lowering else {}),
     }
     budgets = list(dict.fromkeys(memory_budget or ["100%"]))
     asked = [Options.parse({**shared, "memory_budget": budget}) for budget in budgets]

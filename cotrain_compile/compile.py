@@ -58,7 +58,6 @@ from cotrain_compile.passes import run_passes
 from cotrain_compile.placement.check import check
 from cotrain_compile.placement.keep import keep
 from cotrain_compile.placement.problem import formulate
-from cotrain_compile.placement.settle import settled_plan
 from cotrain_compile.plan import Placement
 from cotrain_compile.runtime.cuda_setup import tell_if_in_pieces, within_free_memory
 from cotrain_compile.runtime.host_kernels import host_kernels
@@ -268,10 +267,10 @@ def compile_step(
     allowed = formulate(dataflow, machine, options.budgets(machine), _profile(options))
     problem = allowed if plan_bytes is None else allowed.with_budget(Tier.DEVICE, plan_bytes)
     narrator = Narrator(verbosity(options))
+    compiled_code = _is_compiled(step, options)
     with narrator.progress() as progress:
-        plan = (before and keep(problem, before)) or plan_for(problem, options, progress)
-    if options.plan is None and _is_compiled(step, options):
-        plan = settled_plan(problem, plan)
+        kept = before and keep(problem, before, compiled=compiled_code)
+        plan = kept or plan_for(problem, options, compiled_code, progress)
     check(problem, plan)
     if problem is not allowed:
         plan = replace(plan, budgets=allowed.budgets)

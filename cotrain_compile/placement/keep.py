@@ -11,11 +11,12 @@ from cotrain_compile.placement.schedule import schedule
 from cotrain_compile.plan import Placement, Plan
 
 
-def keep(problem: Problem, placement: Placement) -> Plan | None:
+def keep(problem: Problem, placement: Placement, *, compiled: bool = False) -> Plan | None:
     """A plan with the homes and updates of `placement`; None where they do not fit `problem`.
 
     Homes that stay spare the moves between them, and a new trace: Dynamo checks on which device a
-    tensor is. Activations that `problem` does not know stay on the device.
+    tensor is. `compiled` is as for `schedule`. Activations that `problem` does not know stay on the
+    device.
     """
     dataflow = problem.dataflow
     persistent = {b.name for b in dataflow.buffers if b.role in PERSISTENT_ROLES}
@@ -24,6 +25,6 @@ def keep(problem: Problem, placement: Placement) -> Plan | None:
         return None
     away = tuple(name for name in placement.away if name in dataflow.buffer)
     try:
-        return schedule(problem, replace(placement, away=away))
+        return schedule(problem, replace(placement, away=away), compiled=compiled)
     except PlacementError:
         return None

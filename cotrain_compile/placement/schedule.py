@@ -34,6 +34,7 @@ from cotrain_compile.placement.residency import (
     instances,
 )
 from cotrain_compile.placement.room import DoesNotFit
+from cotrain_compile.placement.settle import settled_plan
 from cotrain_compile.plan import MovedOps, Placement, Plan, Task, Transfer
 
 
@@ -47,12 +48,18 @@ class Draft:
     step_s: float
 
 
-def schedule(problem: Problem, placement: Placement, *, tactics: Tactics = EAGER) -> Plan:
-    """The plan that carries out `placement` within the budgets of `problem`.
+def schedule(
+    problem: Problem,
+    placement: Placement,
+    *,
+    tactics: Tactics = EAGER,
+    compiled: bool | None = False,
+) -> Plan:
+    """The plan that carries out `placement` within the budgets of `problem`; see `finished`.
 
     Raises `PlacementError` with the shortfall in bytes when the placement does not fit.
     """
-    return finished(problem, draft(problem, placement, tactics=tactics))
+    return finished(problem, draft(problem, placement, tactics=tactics), compiled=compiled)
 
 
 def draft(problem: Problem, placement: Placement, *, tactics: Tactics = EAGER) -> Draft:
@@ -67,9 +74,12 @@ def draft(problem: Problem, placement: Placement, *, tactics: Tactics = EAGER) -
     return Draft(placement, tuple(tasks), moved, step_s(problem, placement, tasks, moved))
 
 
-def finished(problem: Problem, draft: Draft) -> Plan:
-    """The plan of a draft, with its predicted timeline."""
-    return Plan(
+def finished(problem: Problem, draft: Draft, *, compiled: bool | None = False) -> Plan:
+    """The plan of a draft, with its predicted timeline.
+
+    Where the device runs `compiled` code (None: if the machine's does) its tasks are settled.
+    """
+    plan = Plan(
         fingerprint=problem.dataflow.fingerprint,
         machine=problem.machine.name,
         budgets=problem.budgets,
@@ -78,6 +88,8 @@ def finished(problem: Problem, draft: Draft) -> Plan:
         predicted=predict(problem, draft.placement, draft.tasks, draft.moved),
         moved=draft.moved,
     )
+    settles = problem.machine.fuses_updates if compiled is None else compiled
+    return settled_plan(problem, plan) if settles else plan
 
 
 def list_schedule(

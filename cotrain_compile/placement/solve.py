@@ -63,7 +63,8 @@ class SolveSettings:
 
     `time_limit_s` is for the integer programs together; scheduling and simulating come on top.
     `gap` is the relative gap at which a program counts as solved. With `overlap_steps` each
-    placement is also tried with updates on the host that go on in the next step.
+    placement is also tried with updates on the host that go on in the next step. Where the device
+    runs `compiled` code (None: if the machine's does) tasks are settled, as `settle` says.
     """
 
     policy: str = "auto"
@@ -72,6 +73,7 @@ class SolveSettings:
     gap: float = 0.005
     seed: int = 0
     overlap_steps: bool = False
+    compiled: bool | None = False
 
 
 Progress = Callable[[str], None]
@@ -376,7 +378,7 @@ class _Search:
         """The fastest plan, with a report of how it was found."""
         name = min(self.drafts, key=lambda name: self.drafts[name].step_s)
         self.progress("simulating the plan")
-        plan = finished(self.problem, self.drafts[name])
+        plan = finished(self.problem, self.drafts[name], compiled=self.settings.compiled)
         self.progress("certifying the bound")
         bound_s = self.bound.result() if self.bound else 0.0
         settings = self.settings
