@@ -34,6 +34,7 @@ from cotrain_compile.machine import Tier
 from cotrain_compile.plan import Span, Timeline
 
 _V = TypeVar("_V")
+_Key = tuple[str, int]
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Work:
     """One thing a lane does: `seconds` long when nothing slows it.
 
     `after` names works of the same step that must have ended before this one starts,
-    `after_previous` works of the step before (the first step has none). `allocates` and `frees`
+    `after_previous` works of the step before `step` (step 0 has none). `allocates` and `frees`
     are bytes by tier, taken at the start and returned at the end.
     """
 
@@ -52,10 +53,25 @@ class Work:
     after_previous: tuple[str, ...] = ()
     allocates: Mapping[str, int] = field(default_factory=dict)
     frees: Mapping[str, int] = field(default_factory=dict)
+    step: int = 0
 
     def __post_init__(self) -> None:
         if not (self.seconds >= 0 and math.isfinite(self.seconds)):
             raise ValueError(f"work {self.name} takes {self.seconds} s; it must be 0 or more")
+
+    @property
+    def key(self) -> _Key:
+        """What tells it from all others of a simulation."""
+        return self.name, self.step
+
+    @property
+    def before(self) -> list[_Key]:
+        """The works that must have ended before it starts."""
+        step = self.step
+        before = [(name, step) for name in self.after]
+        if step:
+            before += [(name, step - 1) for name in self.after_previous]
+        return before
 
 
 @dataclass(frozen=True)
@@ -74,12 +90,12 @@ class LaneSpec:
 class Periodic:
     """A step repeated: seconds of the first one, seconds between the ends of the later ones.
 
-    `timeline` covers all repetitions; work `w` of step `k` is named `w@k` there.
+    `steps` has the spans of each repetition, in order of their end.
     """
 
     first_s: float
     period_s: float
-    timeline: Timeline
+    steps: tuple[tuple[Span, ...], ...]
 
 
 def simulate(
@@ -97,17 +113,26 @@ def simulate(
         PlanError: two works share a name, a lane or dependency is unknown, works wait for each
             other in a circle, or a tier would hold less than nothing.
     """
-    lane_specs = {lane.name: lane for lane in lanes}
-    slowdown = slowdown or {}
-    _check_names(works, lane_specs, slowdown)
-    run = _Run(works, lane_specs, slowdown, initial_bytes or {})
-    run.to_the_end()
+    run = _run(works, lanes, slowdown or {}, initial_bytes or {})
     return Timeline(
         source="predicted",
-        spans=tuple(run.spans),
+        spans=tuple(span for _, span in run.ended),
         peak_bytes=_by_tier(run.memory.peak_bytes),
         memory=_by_tier({tier: tuple(curve) for tier, curve in run.memory.curve.items()}),
     )
+
+
+def _run(
+    works: Sequence[Work],
+    lanes: Iterable[LaneSpec],
+    slowdown: Mapping[tuple[str, str], float],
+    initial_bytes: Mapping[str, int],
+) -> _Run:
+    lane_specs = {lane.name: lane for lane in lanes}
+    before = _dependencies(works, lane_specs, slowdown)
+    run = _Run(works, before, lane_specs, slowdown, initial_bytes)
+    run.to_the_end()
+    return run
 
 
 def steady_state(
@@ -130,29 +155,19 @@ def steady_state(
     """
     if steps < 2:
         raise ValueError(f"a period needs at least 2 steps, not {steps}")
-    timeline = simulate(repeat(works, steps), lanes, slowdown, initial_bytes)
-    ends_s = [0.0] * steps
-    for span in timeline.spans:
-        step = int(span.name.rpartition("@")[2])
-        ends_s[step] = max(ends_s[step], span.end_s)
+    spans: list[list[Span]] = [[] for _ in range(steps)]
+    for work, span in _run(repeat(works, steps), lanes, slowdown or {}, initial_bytes or {}).ended:
+        spans[work.step].append(span)
+    # In order of their end: the last one of a step ends it.
+    ends_s = [of_step[-1].end_s if of_step else 0.0 for of_step in spans]
     middle = (steps - 1) // 2
     period_s = (ends_s[-1] - ends_s[middle]) / (steps - 1 - middle)
-    return Periodic(first_s=ends_s[0], period_s=period_s, timeline=timeline)
+    return Periodic(first_s=ends_s[0], period_s=period_s, steps=tuple(map(tuple, spans)))
 
 
 def repeat(works: Sequence[Work], steps: int) -> tuple[Work, ...]:
-    """`steps` copies of a step, work `w` of step `k` named `w@k`, joined by `after_previous`."""
-    return tuple(
-        replace(
-            work,
-            name=f"{work.name}@{step}",
-            after=tuple(f"{name}@{step}" for name in work.after)
-            + tuple(f"{name}@{step - 1}" for name in work.after_previous if step > 0),
-            after_previous=(),
-        )
-        for step in range(steps)
-        for work in works
-    )
+    """`steps` copies of a step, which `after_previous` joins."""
+    return tuple(replace(work, step=step) for step in range(steps) for work in works)
 
 
 def lower_bound(works: Sequence[Work], lanes: Iterable[LaneSpec]) -> float:
@@ -165,55 +180,61 @@ def lower_bound(works: Sequence[Work], lanes: Iterable[LaneSpec]) -> float:
         PlanError: a lane or dependency is unknown, or works wait for each other in a circle.
     """
     lane_specs = {lane.name: lane for lane in lanes}
-    _check_names(works, lane_specs, {})
+    before = _dependencies(works, lane_specs, {})
     busy_s = dict.fromkeys(lane_specs, 0.0)
     for work in works:
         busy_s[work.lane] += work.seconds
     busiest_s = max((busy_s[name] / lane.workers for name, lane in lane_specs.items()), default=0.0)
-    return max(busiest_s, _longest_chain_s(works))
+    return max(busiest_s, _longest_chain_s(works, before))
 
 
-def _longest_chain_s(works: Sequence[Work]) -> float:
-    by_name = {work.name: work for work in works}
-    end_s: dict[str, float] = {}
+def _longest_chain_s(works: Sequence[Work], before: Sequence[Sequence[int]]) -> float:
     try:
-        order = tuple(TopologicalSorter({w.name: w.after for w in works}).static_order())
+        order = tuple(TopologicalSorter(dict(enumerate(before))).static_order())
     except CycleError as error:
-        raise PlanError(f"works wait for each other: {' -> '.join(error.args[1])}") from error
-    for name in order:
-        work = by_name[name]
-        end_s[name] = work.seconds + max((end_s[before] for before in work.after), default=0.0)
-    return max(end_s.values(), default=0.0)
+        circle = " -> ".join(works[i].name for i in error.args[1])
+        raise PlanError(f"works wait for each other: {circle}") from error
+    end_s = [0.0] * len(works)
+    for i in order:
+        end_s[i] = works[i].seconds + max((end_s[earlier] for earlier in before[i]), default=0.0)
+    return max(end_s, default=0.0)
 
 
-def _check_names(
+def _dependencies(
     works: Sequence[Work],
     lanes: Mapping[str, LaneSpec],
     slowdown: Mapping[tuple[str, str], float],
-) -> None:
-    names = {work.name for work in works}
-    if len(names) < len(works):
-        twice = next(name for name, n in Counter(work.name for work in works).items() if n > 1)
+) -> list[list[int]]:
+    """The works that each waits for, by their places among `works`; refuses names without sense."""
+    place = {(work.name, work.step): i for i, work in enumerate(works)}
+    if len(place) < len(works):
+        twice = next(name for (name, _), n in Counter(w.key for w in works).items() if n > 1)
         raise PlanError(f"two works are named {twice}; names must be unique")
+    before = []
     for work in works:
         if work.lane not in lanes:
             raise PlanError(f"work {work.name} is on lane {work.lane}, known are {sorted(lanes)}")
-        for before in work.after:
-            if before not in names:
-                raise PlanError(f"work {work.name} waits for {before}, which is no work here")
+        try:
+            before.append([place[key] for key in work.before])
+        except KeyError as error:
+            missing, _ = error.args[0]
+            raise PlanError(
+                f"work {work.name} waits for {missing}, which is no work here"
+            ) from None
     for (slowed, busy), factor in slowdown.items():
         if slowed not in lanes or busy not in lanes or slowed == busy or not factor >= 1:
             raise PlanError(
                 f"slowdown of lane {slowed} by {busy} is {factor}: it takes two different lanes "
                 f"of {sorted(lanes)} and a factor of at least 1"
             )
+    return before
 
 
 @dataclass(eq=False)
 class _Running:
     """A started work: what is left of it as of `since_s`, at `rate` seconds per second."""
 
-    work: Work
+    place: int
     start_s: float
     left_s: float
     since_s: float
@@ -247,22 +268,22 @@ class _Run:
     def __init__(
         self,
         works: Sequence[Work],
+        before: Sequence[Sequence[int]],
         lanes: Mapping[str, LaneSpec],
         slowdown: Mapping[tuple[str, str], float],
         initial_bytes: Mapping[str, int],
     ) -> None:
         self.works = works
+        self.before = before
         self.lanes = lanes
-        self.waiting: dict[str, deque[Work]] = {name: deque() for name in lanes}
+        self.waiting: dict[str, deque[int]] = {name: deque() for name in lanes}
         self.running: dict[str, list[_Running]] = {name: [] for name in lanes}
-        self.open_dependencies: dict[str, int] = {}
-        self.dependents: dict[str, list[Work]] = {work.name: [] for work in works}
-        for work in works:
-            self.waiting[work.lane].append(work)
-            before = set(work.after)
-            self.open_dependencies[work.name] = len(before)
-            for name in before:
-                self.dependents[name].append(work)
+        self.open_dependencies = [len(earlier) for earlier in before]
+        self.dependents: list[list[int]] = [[] for _ in works]
+        for place, work in enumerate(works):
+            self.waiting[work.lane].append(place)
+            for earlier in before[place]:
+                self.dependents[earlier].append(place)
         self.slowed_by: dict[str, list[tuple[str, float]]] = {name: [] for name in lanes}
         self.slows: dict[str, list[str]] = {name: [] for name in lanes}
         for (slowed, busy), factor in slowdown.items():
@@ -271,15 +292,15 @@ class _Run:
         self.now_s = 0.0
         self.tickets = 0
         self.ends: list[tuple[float, int, _Running]] = []
-        self.spans: list[Span] = []
+        self.ended: list[tuple[Work, Span]] = []
         self.memory = _Memory(initial_bytes)
 
     def to_the_end(self) -> None:
         self._start_ready(self.lanes)
         while self.ends:
             self._start_ready(self._end_due())
-        if len(self.spans) < len(self.works):
-            raise PlanError(_deadlock(self.works, {span.name for span in self.spans}))
+        if len(self.ended) < len(self.works):
+            raise PlanError(self._deadlock())
 
     def _end_due(self) -> dict[str, None]:
         """End every work that is due first; return the lanes on which something may start now."""
@@ -292,15 +313,15 @@ class _Run:
         return touched
 
     def _end(self, running: _Running) -> dict[str, None]:
-        work = running.work
+        work = self.works[running.place]
         self.running[work.lane].remove(running)
-        self.spans.append(Span(work.lane, work.name, running.start_s, self.now_s))
+        self.ended.append((work, Span(work.lane, work.name, running.start_s, self.now_s)))
         self.memory.change(work, self.now_s, work.frees, -1)
         touched = {work.lane: None}
-        for dependent in self.dependents[work.name]:
-            self.open_dependencies[dependent.name] -= 1
-            if self.open_dependencies[dependent.name] == 0:
-                touched[dependent.lane] = None
+        for dependent in self.dependents[running.place]:
+            self.open_dependencies[dependent] -= 1
+            if self.open_dependencies[dependent] == 0:
+                touched[self.works[dependent].lane] = None
         return touched
 
     def _start_ready(self, lanes: Iterable[str]) -> None:
@@ -317,11 +338,12 @@ class _Run:
         while (
             waiting
             and len(running) < self.lanes[lane].workers
-            and self.open_dependencies[waiting[0].name] == 0
+            and self.open_dependencies[waiting[0]] == 0
         ):
-            work = waiting.popleft()
+            place = waiting.popleft()
+            work = self.works[place]
             self.memory.change(work, self.now_s, work.allocates, +1)
-            running.append(_Running(work, self.now_s, work.seconds, self.now_s, self._rate(lane)))
+            running.append(_Running(place, self.now_s, work.seconds, self.now_s, self._rate(lane)))
             self._expect_end(running[-1])
 
     def _rate(self, lane: str) -> float:
@@ -343,23 +365,25 @@ class _Run:
         end_s = running.since_s + running.left_s / running.rate
         heapq.heappush(self.ends, (end_s, running.ticket, running))
 
-
-def _deadlock(works: Sequence[Work], ended: set[str]) -> str:
-    """Say which works wait for each other: a circle of dependencies and lane order."""
-    graph = nx.DiGraph()
-    last_on_lane: dict[str, str] = {}
-    for work in works:
-        if work.name in ended:
-            continue
-        graph.add_edges_from((work.name, before) for before in work.after if before not in ended)
-        if work.lane in last_on_lane:
-            graph.add_edge(work.name, last_on_lane[work.lane])
-        last_on_lane[work.lane] = work.name
-    circle = [waits for waits, _ in nx.find_cycle(graph)]
-    return (
-        f"{len(works) - len(ended)} works can never start; these wait for each other, by "
-        f"dependency or by their order on a lane: {' -> '.join([*circle, circle[0]])}"
-    )
+    def _deadlock(self) -> str:
+        """Say which works wait for each other: a circle of dependencies and lane order."""
+        ended = {work.key for work, _ in self.ended}
+        left = [place for place, work in enumerate(self.works) if work.key not in ended]
+        graph = nx.DiGraph()
+        unended, last_on_lane = set(left), dict[str, int]()
+        for place in left:
+            lane = self.works[place].lane
+            graph.add_edges_from(
+                (place, earlier) for earlier in self.before[place] if earlier in unended
+            )
+            if lane in last_on_lane:
+                graph.add_edge(place, last_on_lane[lane])
+            last_on_lane[lane] = place
+        circle = [self.works[waits].name for waits, _ in nx.find_cycle(graph)]
+        return (
+            f"{len(left)} works can never start; these wait for each other, by dependency or by "
+            f"their order on a lane: {' -> '.join([*circle, circle[0]])}"
+        )
 
 
 def _by_tier(values: Mapping[str, _V]) -> dict[Tier, _V]:

@@ -40,23 +40,17 @@ def steady_step(
     Where steps differ for ever, the longer of two neighbours.
     """
     periodic = steady_state(repeatable(works, tasks), lanes, slowdown, steps=STEPS)
-    ends_s = _ends_s(periodic)
+    ends_s = [next(s.end_s for s in spans if s.name == END) for spans in periodic.steps]
     last = max((STEPS - 1, STEPS - 2), key=lambda step: ends_s[step] - ends_s[step - 1])
-    spans = _cut(periodic.timeline.spans, last, ends_s[last - 1], ends_s[last])
+    spans = _cut(periodic, last, ends_s[last - 1], ends_s[last])
     return Timeline("predicted", tuple(spans), peak_bytes={})
 
 
-def _ends_s(periodic: Periodic) -> dict[int, float]:
-    """When each step is complete, but for what it carries."""
-    named = ((span.name.rpartition("@"), span.end_s) for span in periodic.timeline.spans)
-    return {int(step): end_s for (name, _, step), end_s in named if name == END}
-
-
-def _cut(spans: Iterable[Span], step: int, start_s: float, end_s: float) -> Iterator[Span]:
+def _cut(periodic: Periodic, step: int, start_s: float, end_s: float) -> Iterator[Span]:
     """What happens from `start_s` to `end_s`, of whichever step; times count from `start_s`."""
-    for span in spans:
-        name, _, number = span.name.rpartition("@")
-        is_own = int(number) == step
-        begin_s, finish_s = max(span.start_s, start_s), min(span.end_s, end_s)
-        if name != END and (begin_s < finish_s or (is_own and begin_s == finish_s)):
-            yield Span(span.lane, name, begin_s - start_s, finish_s - start_s)
+    for number, spans in enumerate(periodic.steps):
+        for span in spans:
+            begin_s, finish_s = max(span.start_s, start_s), min(span.end_s, end_s)
+            is_own = number == step
+            if span.name != END and (begin_s < finish_s or (is_own and begin_s == finish_s)):
+                yield Span(span.lane, span.name, begin_s - start_s, finish_s - start_s)

@@ -182,7 +182,8 @@ def test_a_repeated_step_waits_for_the_one_before() -> None:
     ]
     periodic = steady_state(works, [DEVICE, HOST], steps=4)
     assert (periodic.first_s, periodic.period_s) == (5.0, 5.0)
-    assert times(periodic.timeline)["compute@2"] == (10, 13)
+    (compute, _) = periodic.steps[2]
+    assert (compute.start_s, compute.end_s) == (10, 13)
 
 
 def test_steps_overlap_where_nothing_forbids_it() -> None:
@@ -266,5 +267,5 @@ def test_the_same_works_give_the_same_timeline(
 def test_repeat_joins_steps_by_name() -> None:
     work = Work("w", "device", 1.0, after=("v",), after_previous=("w",))
     first, second = repeat([work], 2)
-    assert (first.name, first.after) == ("w@0", ("v@0",))
-    assert (second.name, second.after) == ("w@1", ("v@1", "w@0"))
+    assert (first.key, first.before) == (("w", 0), [("v", 0)])
+    assert (second.key, second.before) == (("w", 1), [("v", 1), ("w", 0)])
