@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from cotrain_compile.backends.measured import Measurement
 from cotrain_compile.backends.segmented import SegmentedProgram
 from cotrain_compile.backends.tails import Tail, wait_for_tails
 from cotrain_compile.backends.torn import GO_ON, few
+from cotrain_compile.backends.workspace import beyond_plan
 from cotrain_compile.dataflow import PERSISTENT_ROLES, Role
 from cotrain_compile.errors import StepFailed
 from cotrain_compile.graph import StepGraph, returned_values, writes
@@ -28,6 +30,7 @@ from cotrain_compile.placement.predict import predict_steady_state
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.reserved import Reserved, reserved
 from cotrain_compile.plan import STEP_BEGINS, Plan, Timeline
+from cotrain_compile.runtime.allocations import unprofiled
 from cotrain_compile.runtime.device import Device, rehearsing
 from cotrain_compile.runtime.interrupts import HeldSignals
 from cotrain_compile.runtime.ops import cotrain, host_region, running_on
@@ -179,7 +182,7 @@ class CompiledStep:
         Random number state is put back. Raises what goes wrong, with all tensors as they were.
         """
         with self._alone():
-            self._rehearse(inputs)
+            unprofiled(partial(self._rehearse, inputs))
 
     def measure_peak(self, inputs: Sequence[Any]) -> None:
         """Rehearse to the end whatever the device's budget is: `peak_bytes` is of the whole step.
@@ -187,7 +190,16 @@ class CompiledStep:
         For a step that the meter has refused: an allocator of a card cannot go on.
         """
         with self._alone(), self._device.meter.without_limit(Tier.DEVICE):
-            self._rehearse(inputs)
+            unprofiled(partial(self._rehearse, inputs))
+
+    def beyond_plan(self) -> Mapping[str, int]:
+        """By op, the bytes that the last rehearsal took on the device beyond the plan.
+
+        Nothing where the device was not metered op by op, as on a card.
+        """
+        if not isinstance(self._program, SegmentedProgram):
+            return {}
+        return beyond_plan(self.problem, self.plan, self._program.most_in_calls())
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:

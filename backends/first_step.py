@@ -1,16 +1,18 @@
 """First step: before a plan's first step everything runs once without writing anything.
 
 Where that runs out of device memory, no parameter or state has changed, and the step is planned
-again for less by the measured overshoot, as AutoTM does (Hildebrand et al., ASPLOS 2020, section
-4.3), then rehearsed again within the whole budget. Where no plan keeps to the budget the step is
-refused: it never runs above. What a rehearsal took beyond its plan, and had, is noted in the plan.
+again: with what each piece of compiled code was seen to take beyond its plan as workspace of its
+ops, or, where that is not known or nothing fits with it, for less by the measured overshoot, as
+AutoTM does (Hildebrand et al., ASPLOS 2020, section 4.3). It is rehearsed again within the whole
+budget. Where no plan keeps to the budget the step is refused: it never runs above. What a rehearsal
+took beyond its plan, and had, is noted in the plan.
 """
 
 from __future__ import annotations
 
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -18,6 +20,7 @@ from typing import Any
 import torch
 
 from cotrain_compile.backends.compiled_step import CompiledStep
+from cotrain_compile.backends.workspace import both
 from cotrain_compile.errors import OutOfDeviceMemory, PlacementError
 from cotrain_compile.machine import Tier
 from cotrain_compile.runtime.card import is_out_of_memory
@@ -32,14 +35,15 @@ LEAST_STEP = 0.05
 class Rehearsed:
     """Runs a `CompiledStep`, the first time after a rehearsal.
 
-    `compile_within(device_bytes, inputs)` compiles it, planned for so much, None: for the budget.
-    Where `replans` is false a rehearsal that fails is the end. `tell` is called with a step that
-    took more of the device than planned, when its plan's last note says so.
+    `compile_within(device_bytes, inputs, workspace)` compiles it, planned for so much, None: for
+    the budget; `workspace` has bytes that kernels take beside what is known of them, by op. Where
+    `replans` is false a rehearsal that fails is the end. `tell` is called with a step that took
+    more of the device than planned, when its plan's last note says so.
     """
 
     def __init__(
         self,
-        compile_within: Callable[[int | None, Sequence[Any]], CompiledStep],
+        compile_within: Callable[[int | None, Sequence[Any], Mapping[str, int]], CompiledStep],
         inputs: Sequence[Any],
         *,
         replans: bool = True,
@@ -50,7 +54,8 @@ class Rehearsed:
         self._rounds = ROUNDS if replans else 0
         self._rehearsed = False
         self._first_over_bytes = 0  # by how much the last rehearsal was above where it stopped
-        self.compiled = compile_within(None, inputs)
+        self._workspace: Mapping[str, int] = {}  # that `compiled` is planned with
+        self.compiled = compile_within(None, inputs, {})
 
     def __call__(self, inputs: list[Any]) -> Any:
         if not self._rehearsed:
@@ -134,7 +139,7 @@ class Rehearsed:
         return max(1, self._planned_bytes() - peak_bytes)
 
     def _plans_again(self, over_bytes: int, error: Exception | None, inputs: Sequence[Any]) -> bool:
-        """Plan for less by `over_bytes` at least; False where nothing fits into what is left."""
+        """Plan again, as `_other_plans` says; False where nothing fits into what is left."""
         peak_bytes, planned_bytes = self.compiled.peak_bytes[Tier.DEVICE], self._planned_bytes()
         told = (
             f"a rehearsal of the step took {format_bytes(peak_bytes)} on the device, where "
@@ -142,24 +147,44 @@ class Rehearsed:
         )
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        least_bytes = int(LEAST_STEP * planned_bytes) if error is not None else 0
-        first_bytes = self._first_over_bytes or over_bytes
-        for less_bytes in dict.fromkeys((max(over_bytes, least_bytes), over_bytes, first_bytes)):
-            plan_bytes = max(1, planned_bytes - less_bytes)
+        for plan_bytes, workspace in self._other_plans(over_bytes, ran_out=error is not None):
             try:
-                self.compiled = self._compile_within(plan_bytes, inputs)
+                self.compiled = self._compile_within(plan_bytes, inputs, workspace)
             except PlacementError as refusal:
                 infeasible = refusal
                 continue
+            self._workspace = workspace
+            most_bytes = max(workspace.values(), default=0)
+            beside = f", with up to {format_bytes(most_bytes)} inside of an op" if workspace else ""
             warnings.warn(
                 f"cotrain: {told}; nothing was changed, and it is planned again for "
-                f"{format_bytes(plan_bytes)}",
+                f"{format_bytes(plan_bytes)}{beside}",
                 stacklevel=2,
             )
             return True
         if error is not None:
             error.add_note(f"{told[:1].upper()}{told[1:]}. Less does not fit: {infeasible}")
         return False
+
+    def _other_plans(
+        self, over_bytes: int, *, ran_out: bool
+    ) -> Sequence[tuple[int, Mapping[str, int]]]:
+        """Device bytes and workspace of the plans to try next, the best first.
+
+        The workspace was measured in the segments of one plan. The next plan is cut elsewhere, so
+        if it can it leaves a little room.
+        """
+        planned_bytes = self._planned_bytes()
+        least_bytes = int(LEAST_STEP * planned_bytes) if ran_out else 0
+        first_bytes = self._first_over_bytes or over_bytes
+        lesses = dict.fromkeys((max(over_bytes, least_bytes), over_bytes, first_bytes))
+        for_less = [(max(1, planned_bytes - less), self._workspace) for less in lesses]
+        beyond = self.compiled.beyond_plan()
+        if not beyond:
+            return for_less
+        budget_bytes, known = self.compiled.allowed_bytes, both(self._workspace, beyond)
+        fitting = (int((1 - LEAST_STEP) * budget_bytes), budget_bytes)
+        return [*((nbytes, known) for nbytes in fitting), *for_less]
 
     def _planned_bytes(self) -> int:
         """What the plan needs, which is at most what it was allowed."""

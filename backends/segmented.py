@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -72,6 +74,8 @@ class SegmentedProgram(EagerProgram):
         # The end of what was allocated while nothing was recorded goes unnoticed later.
         if self._is_recording:
             return self._record(call, super().run_call)
+        if node in self._inside_bytes:
+            self._count_inside(call)
         return super().run_call(call)
 
     def _refuse_other_tensors(self, call: Call) -> None:
@@ -96,8 +100,7 @@ class SegmentedProgram(EagerProgram):
             if self._is_recording:
                 results = self._record(call, self._call)
             else:
-                inside_bytes = self._inside_bytes.get(call.node, 0)
-                self._device.meter.add_for_a_moment(inside_bytes, Tier.DEVICE, segment.name)
+                self._count_inside(call)
                 results = self._call(call)
             self._device.meter.track(results, Tier.DEVICE, segment.name)
         except Exception as error:
@@ -119,11 +122,37 @@ class SegmentedProgram(EagerProgram):
         meter = self._device.meter
         before_bytes = meter.used_bytes[Tier.DEVICE]
         result, inside_bytes = most_allocated(lambda: run(call))
-        if call.node.op == "call_module":
+        if call.carry is None:  # a task's copies are counted one by one, on their tiers
             self._recorded[call.node] = inside_bytes
             freed_bytes = before_bytes - meter.used_bytes[Tier.DEVICE]
-            meter.add_for_a_moment(inside_bytes + freed_bytes, Tier.DEVICE, call.node.name)
+            meter.add_for_a_moment(inside_bytes + freed_bytes, Tier.DEVICE, self._name(call))
         return result
+
+    def _count_inside(self, call: Call) -> None:
+        inside_bytes = self._inside_bytes.get(call.node, 0)
+        self._device.meter.add_for_a_moment(inside_bytes, Tier.DEVICE, self._name(call))
+
+    def most_in_calls(self) -> list[tuple[tuple[str, ...], int]]:
+        """The ops of each segment of the last rehearsal, or op on its own, and the most bytes then.
+
+        Nothing where the device has not been metered call by call.
+        """
+        if self._device.sees_all_memory:
+            return []
+        most = [0] * len(self._calls)
+        # What has died is noticed one by one at the next change: only where it rises is a sample
+        # what there was.
+        for (_, before), (at_s, used_bytes) in pairwise(self._device.meter.curve[Tier.DEVICE]):
+            call = bisect_left(self._marks, at_s) - 1
+            if used_bytes > before and 0 <= call < len(most):
+                most[call] = max(most[call], used_bytes)
+        ops = [self._ops_of(call) for call in self._calls]
+        return [(names, nbytes) for names, nbytes in zip(ops, most, strict=True) if names]
+
+    def _ops_of(self, call: Call) -> tuple[str, ...]:
+        if call.node.op == "call_module":
+            return self._segments[str(call.node.target)].ops
+        return (call.node.name,) if call.carry is None else ()
 
 
 @contextmanager

@@ -248,7 +248,7 @@ class Placer:
             device = torch.device("cuda", torch.cuda.current_device())
             options = within_free_memory(options, self.values, device)
         started = time.monotonic()
-        run = Rehearsed(lambda limit, _: self._placed(options, limit), self.values)
+        run = Rehearsed(lambda limit, *_: self._placed(options, limit), self.values)
         planned_s = time.monotonic() - started
         run(list(self.values))
         repeats = 2 if self.suite.quick else 4

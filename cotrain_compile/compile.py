@@ -62,6 +62,7 @@ from cotrain_compile.plan import Placement
 from cotrain_compile.runtime.cuda_setup import tell_if_in_pieces, within_free_memory
 from cotrain_compile.runtime.host_kernels import host_kernels
 from cotrain_compile.runtime.load_into_homes import load_into_homes
+from cotrain_compile.units import format_bytes
 from cotrain_compile.viz.dump import dump_step
 from cotrain_compile.viz.live import LiveLine, live_line
 from cotrain_compile.viz.narrate import Narrator, verbosity
@@ -145,20 +146,26 @@ def _origin(session: Session, owners: Sequence[Owner]) -> _Origin:
 
 def _compiler(
     origin: _Origin, step: StepGraph, dataflow: Dataflow
-) -> Callable[[int | None, Sequence[Any]], CompiledStep]:
+) -> Callable[[int | None, Sequence[Any], Mapping[str, int]], CompiledStep]:
     """What compiles `step` for its inputs, planned for so many bytes (None: the device budget).
+
+    Its kernels are planned with a workspace in bytes by op, beside what is known of them.
 
     On a CUDA device it moves the inputs that are the user's to their homes. While the backend is
     called that costs no new trace: what Dynamo checks of a tensor is noted after it.
     """
     cuda = runs_on_cuda(step)
 
-    def compile_within(budget_bytes: int | None, inputs: Sequence[Any]) -> CompiledStep:
+    def compile_within(
+        budget_bytes: int | None, inputs: Sequence[Any], workspace: Mapping[str, int]
+    ) -> CompiledStep:
         options, before = origin.options, None
         if cuda:
             options = within_free_memory(options, inputs, compute_device_of(step))
             before = _last_placement(origin) if options.plan is None else None
         less: dict[str, Any] = {} if budget_bytes is None else {"plan_bytes": budget_bytes}
+        if workspace:
+            less["workspace"] = workspace
         compiled = compile_step(step, dataflow, options, *([before] if before else ()), **less)
         if cuda:
             refuse_gradients_of_hosted(compiled, inputs, origin.keeping_gradient)
@@ -257,12 +264,16 @@ def compile_step(
     options: Options,
     before: Placement | None = None,
     plan_bytes: int | None = None,
+    workspace: Mapping[str, int] | None = None,
 ) -> CompiledStep:
     """Place, rewrite and lower `step`, whose `dataflow` has the sizes to plan for.
 
     Where the placement `before`, of the same training, fits it is kept. The plan keeps to
-    `plan_bytes` on the device, if any; the step may take all of the budget.
+    `plan_bytes` on the device, if any; the step may take all of the budget. `workspace` has bytes
+    that kernels were seen to take while they run, beside what `dataflow` knows, by op.
     """
+    if workspace:
+        dataflow = dataflow.with_workspace(workspace)
     machine = machine_for(step, options)
     allowed = formulate(dataflow, machine, options.budgets(machine), _profile(options))
     problem = allowed if plan_bytes is None else allowed.with_budget(Tier.DEVICE, plan_bytes)
@@ -272,6 +283,8 @@ def compile_step(
         kept = before and keep(problem, before, compiled=compiled_code)
         plan = kept or plan_for(problem, options, compiled_code, progress)
     check(problem, plan)
+    if workspace:
+        plan = replace(plan, notes=(*plan.notes, _workspace_told(workspace)))
     if problem is not allowed:
         plan = replace(plan, budgets=allowed.budgets)
     placed = run_passes(step, plan, narrator.observer)
@@ -284,6 +297,14 @@ def compile_step(
     compiled = CompiledStep(problem, plan, placed, device, lowered)
     _dump(step, compiled, options)
     return compiled
+
+
+def _workspace_told(workspace: Mapping[str, int]) -> str:
+    return (
+        f"{len(workspace)} ops are planned with a workspace of up to "
+        f"{format_bytes(max(workspace.values()))}, which compiled code and kernels took inside in "
+        "a rehearsal"
+    )
 
 
 def _dump(step: StepGraph, compiled: CompiledStep, options: Options) -> None:

@@ -7,7 +7,7 @@ StepGraph by `extract`; everything below (analysis, placement, plan) sees only t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 
@@ -32,6 +32,7 @@ class Role(StrEnum):
     RNG = "rng"
     CONSTANT = "constant"
     TEMPORARY = "temporary"
+    WORKSPACE = "workspace"
 
 
 # Roles of buffers that outlive the step and that a plan may give a home.
@@ -53,7 +54,8 @@ class Buffer:
     `is_input` buffers exist before the first op; `is_output` buffers are still needed after the
     last one (the user holds them, or they are returned). `param` is the parameter in whose `.grad`
     a gradient is found before the step or kept after it, "" for all else. With role RNG it is the
-    state of a random generator, which every op that draws from it reads and writes.
+    state of a random generator, which every op that draws from it reads and writes; with role
+    WORKSPACE what the kernel of one op takes while it runs, which that op writes.
     """
 
     name: str
@@ -235,6 +237,22 @@ class Dataflow:
             if buffer.param:
                 found[buffer.param] = (*found.get(buffer.param, ()), buffer.name)
         return found
+
+    def with_workspace(self, workspace: Mapping[str, int]) -> Dataflow:
+        """The same step, in which kernels take more bytes while they run, given by op."""
+        taken = {buffer.name for buffer in self.buffers}
+        ops: list[Op] = []
+        added: list[Buffer] = []
+        for op in self.ops:
+            if op.name in workspace:
+                name = f"{op.name}.workspace"
+                while name in taken:  # a user's parameter may be called so
+                    name += "~"
+                taken.add(name)
+                added.append(Buffer(name, workspace[op.name], Role.WORKSPACE))
+                op = replace(op, writes=(*op.writes, name))
+            ops.append(op)
+        return replace(self, ops=tuple(ops), buffers=(*self.buffers, *added))
 
     def total_bytes(self, *roles: Role) -> int:
         """Bytes of all buffers with one of `roles`."""

@@ -183,7 +183,7 @@ class _Reader(_Namer):
         if nbytes is not None:
             name = f"{node.name}.scratch"
             size = _integer(self.nbytes_expressions, name, nbytes)
-            self.buffers[name] = Buffer(name, size, Role.TEMPORARY)
+            self.buffers[name] = Buffer(name, size, Role.WORKSPACE)
             yield name
 
     def read_call(self, node: fx.Node) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -75,6 +75,6 @@ def peak_of(dataflow: Dataflow, moves: Moves) -> Peak:
 
 
 def _kind(buffer: Buffer, gradients: set[str]) -> str:
-    if buffer.role in PERSISTENT_ROLES:
+    if buffer.role in PERSISTENT_ROLES or buffer.role is Role.WORKSPACE:
         return buffer.role.value.replace("_", " ")
     return GRADIENTS if buffer.name in gradients else ACTIVATIONS

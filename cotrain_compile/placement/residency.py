@@ -127,9 +127,14 @@ def thin_copies(dataflow: Dataflow) -> dict[str, str]:
         for op in dataflow.ops
         if op.name not in own
         for name in op.reads
-        if name in copy_of and (op.writes != (copy_of[name],) or op.reads != (name,))
+        if name in copy_of and (_made(dataflow, op) != [copy_of[name]] or op.reads != (name,))
     }
     return {param: copy for param, copy in copy_of.items() if param not in used_otherwise}
+
+
+def _made(dataflow: Dataflow, op: Op) -> list[str]:
+    """What `op` writes that others may read."""
+    return [name for name in op.writes if dataflow.buffer[name].role is not Role.WORKSPACE]
 
 
 def longest_gap(touched: Sequence[int], elapsed_s: Sequence[float]) -> tuple[int, int] | None:

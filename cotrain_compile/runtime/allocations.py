@@ -8,6 +8,8 @@ is not in it. Private torch API used: `_enable_profiler_legacy`, which takes mic
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from itertools import accumulate
 from typing import Any, TypeVar
 
@@ -18,8 +20,20 @@ Result = TypeVar("Result")
 _autograd: Any = torch.autograd  # where torch re-exports its profiler without saying so
 
 
+def unprofiled(run: Callable[[], Result]) -> Result:
+    """What `run()` returns: here, or where a profiler of the user's is on in a thread of its own.
+
+    Two profilers in one thread there cannot be, and `most_allocated` is one. The user's does not
+    see what `run` does then.
+    """
+    if not is_profiled():
+        return run()
+    with ThreadPoolExecutor(1, "cotrain-rehearsal") as thread:
+        return thread.submit(copy_context().run, run).result()
+
+
 def is_profiled() -> bool:
-    """Whether a profiler of the user's runs in this thread: two at once there cannot be."""
+    """Whether a profiler of the user's runs in this thread."""
     return bool(_autograd._profiler_enabled())
 
 

@@ -323,7 +323,7 @@ def train_unplaced(case: Case, make_optimizers: MakeOptimizers) -> Run:
 
 def _first_only(compile_within: Callable[..., Any], inputs: Sequence[Any], **_: Any) -> Any:
     """In place of `Rehearsed`: what is compiled first."""
-    return compile_within(None, inputs)
+    return compile_within(None, inputs, {})
 
 
 @contextmanager

@@ -1,0 +1,42 @@
+"""Workspace: what kernels and compiled code took of the device beyond their plan, by op.
+
+In: the problem and the plan of a step that was rehearsed, and the most bytes in each of its calls.
+Out: bytes by op, for the next problem of the same step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from cotrain_compile.placement.problem import Problem
+from cotrain_compile.placement.residency import device_bytes, device_program
+from cotrain_compile.plan import Plan
+
+
+def beyond_plan(
+    problem: Problem, plan: Plan, calls: Iterable[tuple[Sequence[str], int]]
+) -> Mapping[str, int]:
+    """By op, what the call that it ran in took beyond the most that was planned for its ops.
+
+    `calls` has, in order, the ops of each call and the most bytes on the device while it ran. Which
+    op of compiled code takes the workspace nobody knows, so each of them is given all of it: the
+    most that is planned for the call is then what was measured.
+    """
+    program = device_program(problem.dataflow, plan.placement, plan.moved)
+    planned = device_bytes(program, plan.placement, plan.tasks)
+    found: dict[str, int] = {}
+    passed = -1
+    for ops, most_bytes in calls:
+        own = [program.slot[name] for name in ops if name in program.slot]
+        # An op that was moved right before an update stands in the plan where it stood before.
+        slots = [slot for slot in own if slot > passed] or own
+        passed = max([passed, *slots])
+        over_bytes = most_bytes - max((planned[slot] for slot in slots), default=most_bytes)
+        if over_bytes > 0:
+            found |= {program.ops[slot].name: over_bytes for slot in slots}
+    return found
+
+
+def both(first: Mapping[str, int], more: Mapping[str, int]) -> Mapping[str, int]:
+    """The workspace of a plan that had the `first`, and took `more` beyond that."""
+    return {op: first.get(op, 0) + more.get(op, 0) for op in (*first, *more)}
