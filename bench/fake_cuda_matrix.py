@@ -6,8 +6,9 @@ The card is that of `tests/fake_cuda`: it needs a C++ compiler and no GPU, and r
 training is traced once; every policy then plans it, rewrites it and cuts it into segments. The
 whole product has 2304 cells. By default every pair of optimizer and precision is traced, with
 attention and accumulation taking turns so that each pair of any two factors is there; `--whole`
-traces all. A training that is refused in so many words, as an optimizer that makes its state in its
-first step is under `GradScaler`, counts as refused.
+traces all. `--again FILE` runs those of an earlier report that failed, and keeps its other rows. A
+training that is refused in so many words, as an optimizer that makes its state in its first step is
+under `GradScaler`, counts as refused.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ OPTIMIZERS = (
 PRECISIONS = ("float32", "bfloat16 weights", "bfloat16 autocast", "float16 scaled")
 ATTENTION = ("flash", "efficient", "cudnn", "math")
 MICRO_BATCHES = (1, 2)
+FACTORS = ("optimizer", "precision", "attention", "micro_batches", "policy")
 POLICIES = ("resident", "zero-offload", "streamed", "auto")
 WHOLE = len(OPTIMIZERS) * len(PRECISIONS) * len(ATTENTION) * len(MICRO_BATCHES) * len(POLICIES)
 # Why a training may be refused: `GradScaler` may skip the step in which its states are made.
@@ -47,11 +49,15 @@ def main(given: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("-o", "--output", type=Path, required=True)
     parser.add_argument("--whole", action="store_true", help="every cell, for hours")
+    parser.add_argument("--again", type=Path, help="a report whose failed cells are run again")
     arguments = parser.parse_args(given)
     cells = list(whole() if arguments.whole else covering())
+    earlier = json.loads(arguments.again.read_text())["result"] if arguments.again else {}
+    known = {_key(row): row for row in earlier.get("rows", ()) if row["status"] != "failed"}
     library()
-    began = time.monotonic()
-    rows = list(run(cells))
+    began = time.monotonic() - earlier.get("seconds", 0)
+    known |= {_key(row): row for row in run([cell for cell in cells if _key(cell) not in known])}
+    rows = [known[_key(cell)] for cell in cells]
     counts = Counter(row["status"] for row in rows)
     failed = [row for row in rows if row["status"] == "failed"]
     result = {
@@ -64,6 +70,11 @@ def main(given: Sequence[str] | None = None) -> None:
     }
     write_report(arguments.output, (__doc__ or "").splitlines()[0], result)
     print(f"{len(rows)} of {WHOLE} cells: {dict(counts)}")
+
+
+def _key(cell: Cell) -> tuple[Any, ...]:
+    """What is varied, of a cell or a row."""
+    return tuple(cell[factor] for factor in FACTORS)
 
 
 def covering() -> Iterator[Cell]:

@@ -97,8 +97,8 @@ def cases(quick: bool) -> Iterator[Case]:
         )
 
 
-def placed_step(case: Case) -> StepGraph:
-    """The step of `case` with every update on the host."""
+def traced_step(case: Case) -> StepGraph:
+    """The step of `case`."""
 
     def build() -> tuple[Callable[[Tensor], None], tuple[Tensor]]:
         model = case.make_model()
@@ -115,7 +115,12 @@ def placed_step(case: Case) -> StepGraph:
 
         return step, (case.make_batch(),)
 
-    graph = trace_graph(build)
+    return trace_graph(build)
+
+
+def placed_step(case: Case) -> StepGraph:
+    """The same with every update on the host."""
+    graph = traced_step(case)
     dataflow = extract(graph)
     problem = formulate(dataflow, presets.find("h100"), UNLIMITED)
     return run_passes(graph, schedule(problem, zero_offload(dataflow)))

@@ -275,7 +275,13 @@ def compile_step(
     if workspace:
         dataflow = dataflow.with_workspace(workspace)
     machine = machine_for(step, options)
-    allowed = formulate(dataflow, machine, options.budgets(machine), _profile(options))
+    allowed = formulate(
+        dataflow,
+        machine,
+        options.budgets(machine),
+        _profile(options),
+        captured=options.host_kernels == "captured",
+    )
     problem = allowed if plan_bytes is None else allowed.with_budget(Tier.DEVICE, plan_bytes)
     narrator = Narrator(verbosity(options))
     compiled_code = _is_compiled(step, options)

@@ -16,6 +16,11 @@ LARGEST = 10**30
 # About thirty years: no latency is longer.
 LONGEST_S = 1e9
 
+# Where it is not measured: an op takes for an element as long as a fused loop for so many bytes,
+# and the system clears and maps a page of 4 KiB in two microseconds.
+ASSUMED_BYTES_AN_ELEMENT = 6.5
+ASSUMED_FRESH_BYTES_PER_S = 2e9
+
 
 class Tier(StrEnum):
     """A memory space and the processor beside it."""
@@ -78,14 +83,28 @@ class Link:
 class HostUpdate:
     """How fast the host runs optimizer updates.
 
-    `bytes_per_s` counts every byte an update reads or writes. `slowdown_while_copying` is the
+    `bytes_per_s` counts every byte a fused update reads or writes. `slowdown_while_copying` is the
     factor (at least 1) by which an update slows down while a link is busy: both share the host's
-    memory bandwidth.
+    memory bandwidth. Where ops run one by one, `elements_per_s` of any dtype are read or written in
+    parts that stay in the cache, and large results are made in memory that the system hands out at
+    `fresh_bytes_per_s`; 0 where nobody has measured it.
     """
 
     bytes_per_s: float
     workers: int = 1
     slowdown_while_copying: float = 1.0
+    elements_per_s: float = 0.0
+    fresh_bytes_per_s: float = 0.0
+
+    @property
+    def seconds_per_element(self) -> float:
+        """Of what an op reads or writes."""
+        return 1.0 / (self.elements_per_s or self.bytes_per_s / ASSUMED_BYTES_AN_ELEMENT)
+
+    @property
+    def seconds_per_fresh_byte(self) -> float:
+        """Of a large result."""
+        return 1.0 / (self.fresh_bytes_per_s or min(self.bytes_per_s, ASSUMED_FRESH_BYTES_PER_S))
 
     def __post_init__(self) -> None:
         if self.bytes_per_s <= 0 or self.workers < 1 or self.slowdown_while_copying < 1:
@@ -94,6 +113,8 @@ class HostUpdate:
             )
         for name in ("bytes_per_s", "workers", "slowdown_while_copying"):
             _refuse_absurd(name, getattr(self, name))
+        for name in ("elements_per_s", "fresh_bytes_per_s"):
+            _refuse_absurd(name, getattr(self, name) or 1.0)
 
 
 @dataclass(frozen=True)

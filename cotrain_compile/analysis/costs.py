@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Literal
 
+from cotrain_compile.analysis.host_update_costs import host_update_s, update_bytes
 from cotrain_compile.dataflow import Dataflow, Op, UpdateGroup
 from cotrain_compile.errors import PlanError
 from cotrain_compile.machine import LARGEST, Machine, Tier, TierSpec
@@ -44,14 +45,15 @@ class CostTable:
         return self.device_s[name] if tier is Tier.DEVICE else self.host_update_s[name]
 
 
-def roofline(dataflow: Dataflow, machine: Machine) -> CostTable:
+def roofline(dataflow: Dataflow, machine: Machine, *, captured: bool = False) -> CostTable:
     """What the machine's rates allow: max(flops / flops_per_s, bytes / bytes_per_s, launch_s).
 
     Views and other ops that neither compute nor move anything cost nothing. A host update reads and
     writes each of its group's buffers once, however many ops the step writes it with: it runs as
     one fused loop, limited by the host's memory (Williams et al., CACM 2009). Where there is no
-    loop it moves what its ops move, one after the other. An update is a loop as well on a device
-    that `fuses_updates`, whatever its optimizer; its ops share the time by the bytes they move.
+    loop, or all run as `captured`, its ops run one by one (`host_update_costs`). An update is a
+    loop as well on a device that `fuses_updates`, whatever its optimizer; its ops share the time by
+    the bytes they move.
     """
     device_s = {op.name: _op_s(op, machine.device) for op in dataflow.ops}
     if machine.fuses_updates:
@@ -60,40 +62,11 @@ def roofline(dataflow: Dataflow, machine: Machine) -> CostTable:
     return CostTable(
         device_s=device_s,
         host_update_s={
-            group.param: machine.host.launch_s
-            + host_update_bytes(dataflow, group) / machine.host_update.bytes_per_s
+            group.param: host_update_s(dataflow, group, machine, captured=captured)
             for group in dataflow.updates
         },
         unknown=tuple(op.name for op in dataflow.ops if not op.cost_is_known),
     )
-
-
-def host_update_bytes(dataflow: Dataflow, group: UpdateGroup) -> int:
-    """Bytes that the host reads plus those it writes for an update of `group`."""
-    in_loop = update_bytes(dataflow, group)
-    if group.has_loop:
-        return in_loop
-    return max(in_loop, sum(dataflow.ops[dataflow.position[op]].bytes_moved for op in group.ops))
-
-
-def update_bytes(dataflow: Dataflow, group: UpdateGroup) -> int:
-    """Bytes that a fused update of `group` reads plus those it writes.
-
-    A buffer that is read and written counts twice; temporaries between the group's ops stay in
-    registers and do not count. Plain float32 AdamW: gradient 1, parameter and two states 2 each,
-    7 times the parameter's bytes.
-    """
-    ops = [dataflow.ops[dataflow.position[name]] for name in group.ops]
-    touched_by_group = {
-        group.param,
-        group.gradient,
-        group.low_precision,
-        *group.states,
-        *group.scalars,
-    }
-    read = {name for op in ops for name in op.reads} & touched_by_group
-    written = {name for op in ops for name in op.writes} & touched_by_group
-    return sum(dataflow.buffer[name].nbytes for names in (read, written) for name in names)
 
 
 def with_measured(

@@ -14,12 +14,16 @@ FORMAT_VERSION = 1
 
 @dataclass(frozen=True)
 class Problem:
-    """A step to be placed: `budgets` are the bytes allowed on each tier."""
+    """A step to be placed: `budgets` are the bytes allowed on each tier.
+
+    `captured` says that updates on the host run op by op even where there is a loop.
+    """
 
     dataflow: Dataflow
     machine: Machine
     costs: CostTable
     budgets: Mapping[Tier, int]
+    captured: bool = False
 
     def with_budget(self, tier: Tier, budget_bytes: int) -> Problem:
         """The same with another budget on one tier."""
@@ -43,13 +47,15 @@ def formulate(
     machine: Machine,
     budgets: Mapping[Tier, int],
     profile: CostTable | None = None,
+    *,
+    captured: bool = False,
 ) -> Problem:
-    """The problem of `dataflow` on `machine`.
+    """The problem of `dataflow` on `machine`; `captured` as in `Problem`.
 
     Costs come from the machine's roofline, and from `profile` where it has a measured time. Raises
     `PlanError` when the profile is of another step.
     """
-    costs = roofline(dataflow, machine)
+    costs = roofline(dataflow, machine, captured=captured)
     if profile is not None:
         costs = with_measured(costs, device_s=profile.device_s, host_update_s=profile.host_update_s)
-    return Problem(dataflow, machine, costs, dict(budgets))
+    return Problem(dataflow, machine, costs, dict(budgets), captured)

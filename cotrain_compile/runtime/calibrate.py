@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -34,6 +34,7 @@ from cotrain_compile.runtime.link_bench import (
     median_s,
     wall_s,
 )
+from cotrain_compile.runtime.op_rates import elements_per_s, fresh_bytes_per_s
 from cotrain_compile.runtime.ops import Launch
 from cotrain_compile.runtime.pinned import PinnedPool
 
@@ -82,6 +83,12 @@ def calibrate(
         )
     tell("host updates by thread count", 0.7)
     by_threads = _host_update_rates(environment, sizes)
+    tell("host updates op by op", 0.85)
+    update = HostUpdate(
+        max(by_threads.values()),
+        elements_per_s=elements_per_s(sizes.repeats),
+        fresh_bytes_per_s=fresh_bytes_per_s(sizes.repeats),
+    )
     tell("host updates while copying", 0.9)
     slowdown = _slowdown_while_copying(bench, sizes)
     tell("done", 1.0)
@@ -92,7 +99,7 @@ def calibrate(
         host=host_tier,
         h2d=copies.h2d,
         d2h=copies.d2h,
-        host_update=HostUpdate(max(by_threads.values()), slowdown_while_copying=slowdown),
+        host_update=replace(update, slowdown_while_copying=slowdown),
         duplex=copies.duplex,
         source=f"calibrate on {bench.name}, torch {torch.__version__}, "
         f"{environment.usable_cores} cores, {environment.numa_nodes} NUMA node(s)",
@@ -143,7 +150,7 @@ def _tier(bench: Bench, device: torch.device, capacity_bytes: int, sizes: Sizes)
 def _host_update_rates(environment: Environment, sizes: Sizes) -> dict[int, float]:
     """Bytes per second of a fused AdamW update at 1, 2, 4, ... threads and at all cores."""
     cores, before = environment.usable_cores, torch.get_num_threads()
-    update = _adamw_update(sizes.updated_parameters)
+    update = adamw_update(sizes.updated_parameters)
     update_bytes = sizes.updated_parameters * presets.ADAMW_BYTES_PER_PARAMETER
     rates = {}
     try:
@@ -156,7 +163,7 @@ def _host_update_rates(environment: Environment, sizes: Sizes) -> dict[int, floa
 
 
 def _slowdown_while_copying(bench: Bench, sizes: Sizes) -> float:
-    update = _adamw_update(sizes.updated_parameters)
+    update = adamw_update(sizes.updated_parameters)
     alone_s = median_s(partial(wall_s, update), sizes.repeats)
     with bench.copying(sizes.copy_bytes):
         disturbed_s = median_s(partial(wall_s, update), sizes.repeats)
@@ -195,7 +202,8 @@ def issue_s(device: Device) -> float:
     return statistics.median(seconds)
 
 
-def _adamw_update(parameters: int) -> Callable[[], None]:
+def adamw_update(parameters: int) -> Callable[[], None]:
+    """ATen's fused update of so many parameters."""
     values, gradients, first, second = ([torch.full((parameters,), 0.01)] for _ in range(4))
     steps = [torch.ones(())]
 

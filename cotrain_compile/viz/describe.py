@@ -8,7 +8,7 @@ from collections.abc import Iterator, Set
 from cotrain_compile.analysis.costs import unknown_words
 from cotrain_compile.analysis.liveness import liveness
 from cotrain_compile.dataflow import PERSISTENT_ROLES, Dataflow, Phase
-from cotrain_compile.machine import Link, Machine, TierSpec
+from cotrain_compile.machine import HostUpdate, Link, Machine, TierSpec
 from cotrain_compile.plan import HostRegion, Lane, Plan, Timeline
 from cotrain_compile.units import format_bytes, format_seconds
 
@@ -23,11 +23,21 @@ def describe_machine(machine: Machine) -> str:
             f"host         {_tier(machine.host)}",
             f"host update  {_rate(update.bytes_per_s)} on {update.workers} worker(s), "
             f"{update.slowdown_while_copying:.2f} times slower while copying",
+            f"op by op     {_op_by_op(update)}",
             f"device to host  {_link(machine.d2h)}",
             f"host to device  {_link(machine.h2d)}",
             f"both ways    {machine.duplex:.2f} times one way",
             f"source       {machine.source or 'not given'}",
         ]
+    )
+
+
+def _op_by_op(update: HostUpdate) -> str:
+    """What an update costs that no fused loop takes."""
+    how = "" if update.elements_per_s and update.fresh_bytes_per_s else " (assumed)"
+    return (
+        f"{1e-9 / update.seconds_per_element:.2f} G elements/s, large results at "
+        f"{_rate(1 / update.seconds_per_fresh_byte)}{how}"
     )
 
 

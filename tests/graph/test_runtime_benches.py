@@ -48,6 +48,7 @@ def test_updates_in_parts_are_compared_with_what_there_is(tmp_path: Path) -> Non
         "float32": {"whole", "in parts", "fused"},
         "bfloat16": {"whole", "in parts"},
     }
+    assert all(r["predicted"].keys() == r["seconds"].keys() for r in result["records"])
 
 
 def test_both_plans_are_predicted_and_measured(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Settled plans: on a card a plan solved offline is the one torch.compile makes; kinds stay few."""
+"""Plans of compiling and of `solve` are the same; settled ones have few kinds of segments."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from cotrain_compile import compile as pipeline
 from cotrain_compile import files
 from cotrain_compile.backends.lower import segments_of
 from cotrain_compile.cli import app
+from cotrain_compile.commands.reading import read_problem
 from cotrain_compile.compile import compile_step, trace_graph
 from cotrain_compile.demo.model import CharacterGPT, Shape
 from cotrain_compile.extract import extract
@@ -100,3 +101,19 @@ def test_layers_of_a_settled_plan_are_of_few_kinds(six_layers: StepGraph, policy
     cut = segments_of(six_layers, run_passes(six_layers, plan), dataflow)
     kinds = {segment.key for segment in cut.segments.values()}
     assert len(kinds) <= 10
+
+
+def test_updates_that_run_as_captured_are_planned_as_such(tmp_path: Path) -> None:
+    """The plan says so, and is read again with its own costs."""
+    step = captured("clipped")
+    options = {"machine": CARD, "policy": "zero-offload", "quiet": True}
+    fused, own = (
+        compile_step(step.step, step.dataflow, Options.parse({**options, "host_kernels": kernels}))
+        for kernels in ("fused", "captured")
+    )
+    assert own.plan.predicted.makespan_s > fused.plan.predicted.makespan_s
+    assert [note for note in own.plan.notes if "op by op, as host_kernels asks" in note]
+    files.save(step.dataflow, tmp_path / "step.json")
+    files.save(own.plan, tmp_path / "plan.json")
+    read = read_problem(own.plan, tmp_path / "plan.json", None, None, None)
+    assert read.costs == own.problem.costs

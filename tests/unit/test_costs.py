@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from cotrain_compile.analysis.costs import CostTable, roofline, update_bytes, with_measured
+from cotrain_compile.analysis.costs import CostTable, roofline, with_measured
+from cotrain_compile.analysis.host_update_costs import KEPT_BYTES, update_bytes
 from cotrain_compile.dataflow import Buffer, Dataflow, Op, Phase, Role, UpdateGroup
 from cotrain_compile.errors import PlanError
 from cotrain_compile.machine import HostUpdate, Link, Machine, Tier, TierSpec
@@ -71,12 +72,35 @@ def test_an_adam_update_moves_seven_times_the_parameter() -> None:
     assert costs.seconds("w", Tier.HOST) == pytest.approx(2e-6 + 28_000 / 1e8)
 
 
-def test_an_update_without_a_fused_loop_moves_what_its_ops_move() -> None:
+def test_an_update_without_a_fused_loop_takes_its_time_for_each_element_of_its_ops() -> None:
+    """48000 bytes are 12000 elements in float32, and twice as many in bfloat16."""
     plain = step()
-    captured = replace(plain, updates=(replace(plain.updates[0], has_loop=False),))
-    costs = roofline(captured, MACHINE)
-    assert costs.seconds("w", Tier.HOST) == pytest.approx(2e-6 + 48_000 / 1e8)
-    assert costs.device_s == roofline(plain, MACHINE).device_s
+    loopless = replace(plain, updates=(replace(plain.updates[0], has_loop=False),))
+    rates = HostUpdate(1e8, elements_per_s=1e6, fresh_bytes_per_s=1e7)
+    machine = replace(MACHINE, host_update=rates)
+    costs = roofline(loopless, machine)
+    assert costs.seconds("w", Tier.HOST) == pytest.approx(2e-6 + 0.012)
+    assert costs.device_s == roofline(plain, machine).device_s
+    narrow = replace(loopless, ops=tuple(replace(op, dtype="bfloat16") for op in plain.ops))
+    assert roofline(narrow, machine).seconds("w", Tier.HOST) == pytest.approx(2e-6 + 0.024)
+
+
+def test_updates_that_run_as_captured_go_through_memory_that_is_made_for_them() -> None:
+    """Also where there is a loop. What the C library keeps is not made anew."""
+    plain, rates = step(), HostUpdate(1e8, elements_per_s=1e6, fresh_bytes_per_s=1e7)
+    machine = replace(MACHINE, host_update=rates)
+    loop_s = roofline(plain, machine).seconds("w", Tier.HOST)
+    own_s = roofline(plain, machine, captured=True).seconds("w", Tier.HOST)
+    assert own_s == pytest.approx(2e-6 + 0.012 + 48_000 / 1e8)
+    assert own_s > loop_s
+
+    made = Op("made", "aten.mul", Phase.OPTIMIZER, ("g", "m"), ("large",), 0, 0)
+    group = replace(plain.updates[0], ops=(*plain.updates[0].ops, "made"), has_loop=False)
+    large = Buffer("large", KEPT_BYTES, Role.TEMPORARY)
+    dataflow = Dataflow("f", (*plain.ops, made), (*plain.buffers, large), (group,))
+    more_s = roofline(dataflow, machine).seconds("w", Tier.HOST) - own_s
+    # It has another size than the parameter, so the update does not go in parts.
+    assert more_s == pytest.approx(KEPT_BYTES / 1e7)
 
 
 def test_a_plan_says_how_many_of_its_host_updates_have_no_fused_loop() -> None:
