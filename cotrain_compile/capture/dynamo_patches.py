@@ -9,10 +9,10 @@ Private torch API used: `config.trace_autograd_ops`, `variables.builder.Optimize
 `InliningInstructionTranslator.inline_call`, `guards.is_from_optimizer_source` and
 `guards.match_on_id_for_tensor`, `OutputGraph.remove_tensorify_specialized_graphargs`,
 `_inductor.config.fallback_random`, `UserDefinedObjectVariable.is_supported_random`,
-`RandomVariable.is_supported_random_obj` (2.13 alone), `config.use_numpy_random_stream`. Reason:
-there is no public way to keep `backward()` and `optimizer.step()` in one graph, nor to have it
-refuse the numbers that it draws otherwise than eager. Tried on torch 2.11.0, 2.13.0 and 2.15.0,
-what is about random numbers on 2.13.0 alone.
+`RandomVariable.is_supported_random_obj` (2.13 alone), `RandomClassVariable.call_function`,
+`config.use_numpy_random_stream`. Reason: there is no public way to keep `backward()` and
+`optimizer.step()` in one graph, nor to have it refuse the numbers that it draws otherwise than
+eager. Tried on torch 2.11.0, 2.13.0 and 2.15.0, what is about random numbers on 2.13.0 alone.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from typing import Any, NoReturn
 from unittest import mock
 
 from torch import nn
 from torch._dynamo import config, guards
-from torch._dynamo.exc import raise_observed_exception
+from torch._dynamo.exc import raise_observed_exception, unimplemented
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.symbolic_convert import InliningInstructionTranslator
 from torch._dynamo.variables import builder
-from torch._dynamo.variables.misc import RandomVariable
+from torch._dynamo.variables.misc import RandomClassVariable, RandomVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch._inductor import config as inductor_config
@@ -116,6 +116,7 @@ def _of_this_torch() -> Iterator[Patch]:
     for kind, name in _DRAWS_OF_PYTHON:
         if hasattr(kind, name):
             yield kind, name, lambda _: False
+    yield RandomClassVariable, "call_function", _refuse_generator
     # They break the graph when a returned tensor went through backward(), or depends on one
     # that the step has made a leaf of; `to_aten` detaches such outputs instead.
     for name in _CHECKS_OF_OUTPUTS & vars(OutputGraph).keys():
@@ -126,6 +127,12 @@ def _of_this_torch() -> Iterator[Patch]:
             yield TensorVariable, name, _attribute_as_traced(vars(TensorVariable)[name])
     if hasattr(SymNodeVariable, _DIVIDE):
         yield SymNodeVariable, _DIVIDE, _divide_as_python(getattr(SymNodeVariable, _DIVIDE))
+
+
+def _refuse_generator(self: Any, tx: Any, args: Any, kwargs: Any) -> NoReturn:
+    """In place of making a `random.Random`: what it draws is a tensor in float64 to Dynamo."""
+    explanation = "Dynamo does not know how to trace what an object of class `Random` draws"
+    unimplemented(gb_type="random.Random()", context="", explanation=explanation, hints=[])
 
 
 _DIVIDE = "nb_true_divide_impl"
