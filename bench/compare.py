@@ -58,6 +58,9 @@ SECTIONS = (
     Section("Plans against their bound", "placement", tables.placement),
     Section("Updates on the host against peers", "host_update_peers", tables.host_update_peers),
     Section("Updates on the host in a step", "host_update", tables.host_update),
+    Section(
+        "Updates on the host, op by op", "host_update_parts", compiler_tables.host_update_parts
+    ),
     Section("Predicted against measured", "simulated_vs_measured", tables.simulated_vs_measured),
     Section(
         "Early updates against ZeRO-Offload's",
@@ -72,6 +75,7 @@ SECTIONS = (
     Section("The first step", "compile_seconds", compiler_tables.compile_seconds),
     Section("What a placed step costs", "overhead", compiler_tables.overhead),
     Section("On a card", "gpu_suite", tables.gpu_suite),
+    Section("For a card, without one", "fake_cuda_matrix", compiler_tables.fake_cuda_matrix),
     Section("A 7B step without a card", "large_step", compiler_tables.large_step),
     Section("Growth", "growth", compiler_tables.growth),
     Section("The report of a plan", "report_page", compiler_tables.report_page),

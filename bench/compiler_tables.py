@@ -140,3 +140,37 @@ def _by_nodes(stage: str, found: Result, nodes: Sequence[int]) -> tuple[str, ...
 
 def _in_gib(found: Result) -> Result:
     return {**found, "values": [value / 2**30 for value in found["values"]]}
+
+
+def host_update_parts(result: Result) -> str:
+    """Each way to run an update on the host, and what the planner takes it for."""
+    rows = [
+        (record["dtype"], name, f"{1e3 * seconds:.1f} ms", times(record["predicted"][name]))
+        for record in result["records"]
+        for name, seconds in record["seconds"].items()
+    ]
+    return markdown(("dtype", "ops", "AdamW of 8.4M parameters", "predicted / measured"), rows)
+
+
+def fake_cuda_matrix(result: Result) -> str:
+    """Cells by precision and policy, and those that failed."""
+    policies = list(dict.fromkeys(row["policy"] for row in result["rows"]))
+    precisions = list(dict.fromkeys(row["precision"] for row in result["rows"]))
+    rows = [(p, *(_cells(result, p, policy) for policy in policies)) for p in precisions]
+    failed = "".join(f"- failed: {row['name']}\n" for row in result["failed"])
+    told = (
+        f"{result['cells']} of the {result['cells_of_the_product']} cells of optimizer, precision, "
+        "attention, micro-batches and policy, chosen so that each pair of two of them is there: "
+        "traced, planned, checked, rewritten and cut into segments on a card that is not there. "
+        "Refused is an optimizer that makes its state in its first step, under `GradScaler`.\n"
+    )
+    return f"{markdown(('passed / refused / failed', *policies), rows)}\n{told}{failed}"
+
+
+def _cells(result: Result, precision: str, policy: str) -> str:
+    found = [
+        row["status"]
+        for row in result["rows"]
+        if (row["precision"], row["policy"]) == (precision, policy)
+    ]
+    return " / ".join(str(found.count(status)) for status in ("passed", "refused", "failed"))
