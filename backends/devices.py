@@ -10,7 +10,7 @@ import torch
 
 from cotrain_compile import presets
 from cotrain_compile.backends.compiled_step import CompiledStep
-from cotrain_compile.errors import OptionError
+from cotrain_compile.errors import ON_META, OptionError
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.machine import Machine, Tier
 from cotrain_compile.options import Options
@@ -37,6 +37,8 @@ def runs_on_cuda(step: StepGraph) -> bool:
 def refuse_other_devices(step: StepGraph, options: Options) -> None:
     """Raise `OptionError` unless the step runs on the CPU or on one CUDA device, as asked for."""
     found = sorted(str(device) for device in _traced_devices(step) if device != _CPU)
+    if "meta" in found:
+        raise OptionError(f"the step has tensors on meta: {ON_META}")
     if len(found) > 1 or any(not name.startswith("cuda") for name in found):
         raise OptionError(
             f"the step has tensors on {' and '.join(found)}, but it runs on the CPU or on one CUDA "

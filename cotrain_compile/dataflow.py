@@ -230,6 +230,13 @@ class Dataflow:
         return {group.param: group for group in self.updates}
 
     @cached_property
+    def fixed(self) -> frozenset[str]:
+        """Hyper-parameters and constants that the step does not write: every tier has them."""
+        written = {name for op in self.ops for name in op.writes}
+        roles = (Role.HYPERPARAMETER, Role.CONSTANT)
+        return frozenset(b.name for b in self.buffers if b.role in roles) - written
+
+    @cached_property
     def kept_gradients(self) -> Mapping[str, tuple[str, ...]]:
         """The buffers found or kept in the `.grad` of each parameter that has any."""
         found: dict[str, tuple[str, ...]] = {}

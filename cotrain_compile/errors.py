@@ -5,6 +5,12 @@ from __future__ import annotations
 from cotrain_compile.machine import Tier
 from cotrain_compile.units import printable
 
+ON_META = (
+    "there they have no values to train. model.to_empty(device=...) gives them memory; then load a "
+    "checkpoint or initialise them (reset_parameters()), and make the optimizer after that. To "
+    "plan a model that is nowhere yet, use `cotrain-compile trace`"
+)
+
 
 class CotrainError(Exception):
     """Base of all errors of this package.

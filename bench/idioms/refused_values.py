@@ -109,3 +109,40 @@ def _shrunk(*, by_vector: bool) -> Any:
 @refused(r"vector_to_parameters", _shrunk(by_vector=False))
 def vector_round_trip() -> Training:
     return _shrunk(by_vector=True)()
+
+
+def _solved(solve: Any) -> Any:
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        features = model(x)
+        gram = features.T @ features + 0.1 * torch.eye(4, dtype=x.dtype)
+        return F.mse_loss(features @ solve(gram, features.T @ y), y)
+
+    return loss
+
+
+def _by_inverse(inverse: Any) -> Any:
+    return _solved(lambda gram, right: inverse(gram) @ right)
+
+
+def _by_factor(factor: Any) -> Any:
+    return _solved(lambda gram, right: torch.cholesky_solve(right, factor(gram)))
+
+
+@refused(
+    r"torch\.linalg\.solve_ex\(\.\.\.\)\[0\]",
+    followed(_solved(lambda a, b: torch.linalg.solve_ex(a, b)[0])),
+)
+def least_squares_solve() -> Training:
+    return followed(_solved(torch.linalg.solve))()
+
+
+@refused(r"torch\.linalg\.inv_ex", followed(_by_inverse(lambda a: torch.linalg.inv_ex(a)[0])))
+def least_squares_by_an_inverse() -> Training:
+    return followed(_by_inverse(torch.linalg.inv))()
+
+
+@refused(
+    r"torch\.linalg\.cholesky_ex", followed(_by_factor(lambda a: torch.linalg.cholesky_ex(a)[0]))
+)
+def least_squares_by_a_factor() -> Training:
+    return followed(_by_factor(torch.linalg.cholesky))()

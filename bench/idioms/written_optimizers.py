@@ -156,7 +156,7 @@ def _kronecker(p: Tensor, g: Tensor, s: dict[str, Tensor], group: dict[str, Any]
         p.sub_(group["lr"] * g)
         return
     left = g @ g.T + 0.1 * torch.eye(len(g), dtype=g.dtype)
-    p.sub_(group["lr"] * torch.linalg.solve(left, g))
+    p.sub_(group["lr"] * torch.linalg.solve_ex(left, g)[0])
 
 
 for _update, _states in (

@@ -25,7 +25,7 @@ from cotrain_compile.capture.aot import (
     to_aten,
     traced_modules,
 )
-from cotrain_compile.capture.data_sizes import refuse_sizes_from_data
+from cotrain_compile.capture.data_sizes import refuse_checks_of_data, refuse_sizes_from_data
 from cotrain_compile.capture.data_writes import hide_writes_by_aliases, refuse_shared_data
 from cotrain_compile.capture.gradient_hooks import can_be_traced
 from cotrain_compile.capture.half_steps import (
@@ -91,6 +91,7 @@ def capture(
     remat = session.options.remat_on(_device_type(placeholders))
 
     def compile_aten(aten_module: fx.GraphModule) -> Callable[..., Any]:
+        refuse_checks_of_data(aten_module.graph)
         use_kernel_values(aten_module.graph)
         rematerialise(aten_module.graph, saved_values if remat else None)
         prepare(aten_module)

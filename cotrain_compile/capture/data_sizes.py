@@ -1,9 +1,10 @@
 """Sizes that depend on data: a tensor as large as the elements that a mask selects is refused.
 
-A plan knows how many bytes are alive at every op, before the step runs.
+A plan knows how many bytes are alive at every op, before the step runs. Ops that look at data to
+raise an error, as `torch.linalg.solve` does where a matrix is singular, are refused as well.
 
 Private torch API used: `free_unbacked_symbols`, the `example_value` and `stack_trace` of Dynamo's
-nodes. Tried on torch 2.13.0.
+nodes, the op `with_effects` by which AOTAutograd keeps such a check. Tried on torch 2.13.0.
 """
 
 from __future__ import annotations
@@ -32,6 +33,26 @@ def refuse_sizes_from_data(module: fx.GraphModule) -> None:
                 "(torch.where(mask, x, 0), and divide the sum by mask.sum()), in place of "
                 "x[:n] pad to a fixed length and mask the rest; or select outside the step"
             )
+
+
+def refuse_checks_of_data(graph: fx.Graph) -> None:
+    """Raise `CaptureError` for the first op of an ATen graph that may raise by what data says."""
+    for node in graph.nodes:
+        if str(node.target) != "with_effects":
+            continue
+        op, *rest = node.args[1:]
+        called = next((arg for arg in rest if isinstance(arg, str)), "").rpartition(".")[2]
+        where = f"{_line_of(node)}: " if node.meta.get("stack_trace") else ""
+        if hasattr(torch.linalg, f"{called}_ex"):
+            raise CaptureError(
+                f"{where}torch.linalg.{called} looks at its result to raise an error, which a "
+                f"captured step cannot. Use torch.linalg.{called}_ex(...)[0], which does not look "
+                "(info, the last that it returns, says after the step whether it went well)"
+            )
+        raise CaptureError(
+            f"{where}{op} acts on something other than tensors, which a captured step cannot. "
+            "Move it out of the step"
+        )
 
 
 def _line_of(node: fx.Node) -> str:

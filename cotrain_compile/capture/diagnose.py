@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import sysconfig
 import traceback
 from collections.abc import Iterable, Iterator
@@ -12,7 +13,7 @@ from types import CodeType
 import torch._dynamo.exc as exc
 
 from cotrain_compile.capture.ways_on import way_on
-from cotrain_compile.errors import CaptureError, CotrainError
+from cotrain_compile.errors import ON_META, CaptureError, CotrainError, OptionError
 
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _INSTALLED = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
@@ -21,6 +22,9 @@ _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 
 # How alike two sentences are, of 1, where the second says no more than the first.
 _ALIKE = 0.9
+
+# What torch says of tensors on different devices.
+_BESIDE_META = re.compile(r"same device\b.*\bmeta\b(?!-)")
 
 _IN_EAGER = '; or set options={"on_break": "warn"} to run it in eager. Nothing was updated.'
 
@@ -54,6 +58,8 @@ def diagnose(
         return CaptureError(
             f"{location}: the step cannot be captured as one graph: {what}. {way}{eager}"
         )
+    if isinstance(error, exc.TorchRuntimeError) and _BESIDE_META.search(str(error)):
+        return OptionError(f"{location}: some tensors of the step are on meta: {ON_META}")
     if isinstance(error, exc.FailOnRecompileLimitHit):
         return CaptureError(
             f"{location}: the step was compiled too often for changing inputs. Keep Python values "

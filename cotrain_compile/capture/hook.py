@@ -1,13 +1,13 @@
 """Hook: Dynamo compiles a frame for this backend as one whole training step, or not at all.
 
-Two pass-through hooks stay: in `eval_frame.get_compiler_fn`, which `torch.compile` calls with what
-the user asked for, and in `convert_frame._compile`. What else changes, changes while a step is
-traced for us (`dynamo_patches`) and is put back before the hook returns.
+Two pass-through hooks stay: in `torch._dynamo.optimize`, which `torch.compile` calls with what the
+user asked for, and in `convert_frame._compile`. What else changes, changes while a step is traced
+for us (`dynamo_patches`) and is put back before the hook returns.
 
 Private torch API used: `torch._dynamo.convert_frame._compile`, `torch._dynamo.types`,
-`torch._dynamo.eval_frame.get_compiler_fn`, `exc.ShortenTraceback`. Reason: the backend is called
-after the trace, too late to change it or to check options before it. Tried on torch 2.11.0, 2.13.0
-and 2.15.0, `get_compiler_fn` on 2.13.0 alone; without it options are checked in the first call.
+`torch._dynamo.optimize` with its argument `backend`, `exc.ShortenTraceback`. Reason: the backend is
+called after the trace, too late to change it or to check options before it. Tried on torch 2.11.0,
+2.13.0 and 2.15.0, `optimize` on 2.13.0 alone; without it options are checked in the first call.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from collections.abc import Callable, Mapping
 from types import CodeType
 from typing import Any
 
+import torch._dynamo
 import torch._dynamo.convert_frame as convert_frame
-from torch._dynamo import config, eval_frame
+from torch._dynamo import config
 from torch._dynamo.exc import ShortenTraceback
 from torch._dynamo.types import (  # type: ignore[attr-defined]
     ConvertFrameReturn,
@@ -79,22 +80,20 @@ def _check_at_compile(
     is_ours: Callable[[object], Mapping[str, Any] | None],
     check: Callable[[Mapping[str, Any]], object],
 ) -> None:
-    """Have options checked when `torch.compile` is called."""
-    original = getattr(eval_frame, "get_compiler_fn", None)
-    if original is None:
-        return
+    """Have options checked when `torch.compile` is called, right below it."""
+    original = torch._dynamo.optimize
 
     @functools.wraps(original)
-    def get_compiler_fn(compiler_fn: Any) -> Any:
-        options = is_ours(compiler_fn)
+    def optimize(*args: Any, **kwargs: Any) -> Any:
+        options = is_ours(kwargs.get("backend"))
         if options is not None:
             try:
                 check(options)
             except CotrainError as error:
                 raise error.with_traceback(None) from None
-        return original(compiler_fn)
+        return original(*args, **kwargs)
 
-    eval_frame.get_compiler_fn = get_compiler_fn
+    torch._dynamo.optimize = optimize
 
 
 class _Refused(ShortenTraceback):

@@ -85,6 +85,7 @@ def _from_source(placeholder: fx.Node, value: object) -> tuple[str, Role]:
     text = str(getattr(source, "name", "") or placeholder.name)
     if callable(getattr(source, "name", None)):
         text = source.name()
+    text = text.rpartition("_hooks[")[2]  # what a hook uses is its own, and not its parameter's
     name = _readable(text)
     if "param_groups" in text:
         return name, Role.HYPERPARAMETER

@@ -7,6 +7,7 @@ torch's optimizers make their state. Tried on torch 2.11.0, 2.13.0 and 2.15.0.
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,18 +26,22 @@ class OptimizerRecord:
     steps: int = 0
     # Ids of the parameters whose gradient its step finds: those that it updates.
     updated: set[int] = field(default_factory=set)
+    _attempt: weakref.ref[object] | None = None
     _flags: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)
     _created: list[torch.Tensor] = field(default_factory=list)
     _stateless: set[int] = field(default_factory=set)
     _owners: dict[int, torch.Tensor] = field(default_factory=dict)
 
-    def start_tracing(self) -> None:
+    def start_tracing(self, attempt: object) -> None:
         """Create missing state and select the per-parameter implementation.
 
         Dynamo may restart a trace, also after it has called the backend: each attempt begins here.
+        One that reaches the optimizer in two ways comes here twice.
         """
-        self.steps = 0
-        self.updated = set()
+        if self._attempt is None or self._attempt() is not attempt:
+            self._attempt = weakref.ref(attempt)
+            self.steps = 0
+            self.updated = set()
         self._created += create_state(self.optimizer, frozenset(self._stateless))
         self._owners = {
             id(value): param

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._dynamo.exc import unimplemented
+from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.functions import UserFunctionVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
@@ -35,7 +36,8 @@ def build_optimizer_variable(
     session: Session, value: torch.optim.Optimizer, **kwargs: Any
 ) -> CapturedOptimizer:
     """Stands in for Dynamo's `OptimizerVariable` while a step is traced for us."""
-    session.record_of(value).start_tracing()
+    attempt = InstructionTranslator.current_tx().output
+    session.record_of(value).start_tracing(attempt)
     note_settings(value, session.function)
     variable = CapturedOptimizer(value, **kwargs)
     variable.session = session

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from itertools import accumulate
 
-from cotrain_compile.dataflow import Dataflow, Op, Phase, Role
+from cotrain_compile.dataflow import Dataflow, Op, Phase
 from cotrain_compile.placement.rules import require
 
 TICKS_PER_OP = 5
@@ -135,12 +135,7 @@ def known_to_the_host(dataflow: Dataflow) -> set[str]:
 
     A host region has or repeats these itself.
     """
-    written = {name for op in dataflow.ops for name in op.writes}
-    known = {
-        buffer.name
-        for buffer in dataflow.buffers
-        if buffer.role in (Role.HYPERPARAMETER, Role.CONSTANT) and buffer.name not in written
-    }
+    known = set(dataflow.fixed)
     for op in dataflow.ops:
         if op.phase is Phase.OPTIMIZER and known.issuperset(op.reads):
             known.update(name for name in op.writes if not dataflow.buffer[name].is_input)

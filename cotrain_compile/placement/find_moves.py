@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import accumulate
 
-from cotrain_compile.dataflow import PERSISTENT_ROLES, Buffer, Dataflow, Phase, Role, UpdateGroup
+from cotrain_compile.dataflow import PERSISTENT_ROLES, Buffer, Dataflow, Phase, UpdateGroup
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.gradient_uses import GradientUses, gradient_uses
 from cotrain_compile.placement.moved_updates import Support, movable, workspace_bytes
@@ -325,6 +325,5 @@ class _Finder:
 
 
 def _on_device(dataflow: Dataflow, scalars: Iterable[str]) -> list[str]:
-    """Those of `scalars` that the device computes; hyper-parameters are on the host already."""
-    host_side = (Role.HYPERPARAMETER, Role.CONSTANT)
-    return [name for name in scalars if dataflow.buffer[name].role not in host_side]
+    """Those of `scalars` that the device computes; fixed ones are on the host already."""
+    return [name for name in scalars if name not in dataflow.fixed]

@@ -6,7 +6,7 @@ and the room in which it runs.
 
 from __future__ import annotations
 
-from cotrain_compile.dataflow import Dataflow, Op, Phase, Role, UpdateGroup
+from cotrain_compile.dataflow import Dataflow, Op, Phase, UpdateGroup
 from cotrain_compile.placement.residency import HOST_MODES, Curve, made_in, spans_in
 from cotrain_compile.plan import Placement, UpdateMode
 
@@ -23,7 +23,7 @@ class Support:
 
     def __init__(self, dataflow: Dataflow) -> None:
         own = {name for group in dataflow.updates for name in group.ops}
-        free = {b.name for b in dataflow.buffers if b.role in (Role.HYPERPARAMETER, Role.CONSTANT)}
+        free = set(dataflow.fixed)
         self._dataflow = dataflow
         self._maker: dict[str, Op] = {}
         for op in dataflow.ops:

@@ -238,3 +238,52 @@ def test_what_keeps_floats_inputs_on_older_versions_leaves_no_trace(
     products = second.module.graph.find_nodes(op="call_function", target=torch.ops.aten.mul.Tensor)
     assert products
     assert all(product.users for product in products)
+
+
+def test_a_rate_in_a_tensor_that_the_step_changes_is_sent_to_updates_on_the_host() -> None:
+    def parameters(compile_with: Callable[[Step], Step]) -> list[Tensor]:
+        torch.manual_seed(SEED)
+        model = nn.Linear(12, 4)
+        rate = torch.tensor(1e-2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate, foreach=False)
+
+        def step(x: Tensor, y: Tensor) -> None:
+            optimizer.zero_grad()
+            cross_entropy(model, x, y).backward()
+            rate.mul_(0.5)
+            optimizer.step()
+
+        run = compile_with(step)
+        for _ in range(3):
+            run(*vectors())
+        return [*model.parameters(), rate]
+
+    eager = parameters(lambda step: step)
+    ours = parameters(cotrain(policy="zero-offload", host_kernels="captured"))
+    torch.testing.assert_close(ours, eager, rtol=0, atol=0)
+
+
+def test_an_optimizer_that_the_step_reaches_in_two_ways_is_traced_once() -> None:
+    class Parts:
+        def __init__(self, optimizer: Optimizer) -> None:
+            self.optimizer = optimizer
+
+    def states(compile_with: Callable[[Step], Step]) -> list[Tensor]:
+        torch.manual_seed(SEED)
+        model = nn.Linear(12, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
+        parts = Parts(optimizer)
+
+        def step(x: Tensor, y: Tensor) -> None:
+            optimizer.zero_grad()
+            cross_entropy(model, x, y).backward()
+            optimizer.step()
+            for p in model.parameters():
+                parts.optimizer.state[p]["momentum_buffer"].mul_(0.5)
+
+        run = compile_with(step)
+        for _ in range(2):
+            run(*vectors())
+        return [optimizer.state[p]["momentum_buffer"] for p in model.parameters()]
+
+    torch.testing.assert_close(states(cotrain()), states(lambda step: step), rtol=0, atol=0)

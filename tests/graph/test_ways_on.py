@@ -158,6 +158,7 @@ def test_hooks_that_transformers_installs_under_a_lock_are_there_after_a_first_c
         lambda: random.Random(3).random(),
         lambda: torch.from_numpy(np.random.rand(1)),
         lambda: np.random.default_rng(3).random(),
+        lambda: random.Random().random(),
     ],
 )
 def test_numbers_that_python_or_numpy_draw_are_drawn_by_torch_instead(
