@@ -3,6 +3,10 @@
 Rates are achieved, not advertised: GB/s, and Tflop/s of the products of a training step. What no
 one has published a measurement of is the data sheet's dense figure times a fraction, which the
 source of the row names: 0.43 to 0.73 of tensor cores, 0.7 of float32, 0.85 to 0.9 of memory.
+
+The data sheets' figures have been compared with public copies and tables of them (2026-11). Where a
+vendor's text gives a figure with sparsity or with sums in half precision only, the row says from
+what it follows; what nothing public confirmed says "unverified".
 """
 
 from __future__ import annotations
@@ -39,7 +43,7 @@ class Host(NamedTuple):
 
 _HOPPER = (
     "0.43 of the dense data sheet figures, as design assumption for an H200: 989 TFLOP/s bf16 and "
-    "fp16, 1979 fp8; 67 fp32 x 0.7 (no TF32)."
+    "fp16, 1979 fp8, half of those with sparsity; 67 fp32 x 0.7 (no TF32)."
 )
 _BLACKWELL = "0.43 of the dense figures of the HGX data sheet, as of Hopper:"
 
@@ -89,17 +93,19 @@ CARDS = (
          "RTX 3090 data sheet: 71 TFLOP/s bf16 with fp32 sums x 0.73, 35.6 fp32 x 0.7, 936 GB/s x "
          "0.9."),
     Card("rtx4080", "desktop",             16,   645,   71,  71,  142, 34,
-         "RTX 4080 data sheet (Ada whitepaper, fp32 sums): 97.5 TFLOP/s bf16 and 194.9 fp8 x 0.73, "
-         "48.7 fp32 x 0.7, 716.8 GB/s x 0.9."),
-    Card("rtx4090", "desktop",             24,   907,  120, 120,  241, 58,
-         "RTX 4090 data sheet (Ada whitepaper, fp32 sums): 165 TFLOP/s bf16 x 0.73 = 120, 330 fp8 "
-         "x 0.73, 82.6 fp32 x 0.7, 1008 GB/s x 0.9."),
-    Card("rtx5090", "desktop-pcie5",       32, 1_613,  153, 153,  306, 73,
-         "RTX 5090 data sheet (Blackwell whitepaper, fp32 sums): 209.5 TFLOP/s bf16 and 419 fp8 x "
-         "0.73, 104.8 fp32 x 0.7, 1792 GB/s x 0.9."),
-    Card("a6000", "desktop",               48,   691,  113, 113,    0, 27,
-         "RTX A6000 data sheet: 309.7 TFLOP/s bf16 with sparsity / 2 x 0.73, 38.7 fp32 x 0.7, 768 "
+         "RTX 4080 data sheet (Ada): 97.5 TFLOP/s bf16 and 194.9 fp8 with fp32 sums, a quarter of "
+         "the 390 and 780 published with sparsity and fp16 sums, x 0.73; 48.7 fp32 x 0.7, 716.8 "
          "GB/s x 0.9."),
+    Card("rtx4090", "desktop",             24,   907,  120, 120,  241, 58,
+         "RTX 4090 data sheet (Ada whitepaper, fp32 sums): 165.2 TFLOP/s bf16 and 330.3 fp8 x "
+         "0.73, 82.6 fp32 x 0.7, 1008 GB/s x 0.9."),
+    Card("rtx5090", "desktop-pcie5",       32, 1_613,  153, 153,  306, 73,
+         "RTX 5090 data sheet (RTX Blackwell): 104.8 TFLOP/s fp32 x 0.7, 1792 GB/s x 0.9; with "
+         "fp32 sums 209.5 bf16, a quarter of the 838 published with sparsity and fp16 sums, and "
+         "419 fp8, twice that (unverified), x 0.73."),
+    Card("a6000", "desktop",               48,   691,  113, 113,    0, 27,
+         "RTX A6000 data sheet: 309.7 TFLOP/s bf16 with sparsity, 154.8 without, x 0.73; 38.7 fp32 "
+         "x 0.7, 768 GB/s x 0.9."),
     Card("l40s", "server-pcie4",           48,   778,  264, 264,  535, 64,
          "L40S data sheet: 362 TFLOP/s bf16 and 733 fp8 x 0.73, 91.6 fp32 x 0.7, 864 GB/s x 0.9."),
     Card("a100-40", "dgx-a100-1tb",        40, 1_353,  218, 218,    0, 13.6,
@@ -109,8 +115,8 @@ CARDS = (
          "A100 SXM 80 GB data sheet: 312 TFLOP/s bf16 x 0.7, 19.5 fp32 x 0.7 (no TF32), 2039 GB/s "
          "x 0.87."),
     Card("h100-pcie", "dgx-h100",          80, 1_800,  325, 325,  650, 36,
-         "H100 PCIe data sheet: 2 TB/s x 0.9; 756 TFLOP/s bf16 and 1513 fp8 x 0.43 as of the SXM "
-         "card, 51 fp32 x 0.7 (no TF32)."),
+         "H100 PCIe data sheet: 2 TB/s x 0.9; 756 TFLOP/s bf16 and 1513 fp8, half of what it has "
+         "with sparsity, x 0.43 as of the SXM card; 51 fp32 x 0.7 (no TF32)."),
     Card("h100", "dgx-h100",               80, 3_015,  420, 420,  851, 47,
          f"H100 SXM data sheet: 3.35 TB/s x 0.9. {_HOPPER}"),
     Card("h200", "dgx-h100",              139, 4_320,  420, 420,  851, 47,

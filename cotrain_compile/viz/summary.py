@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import PlacementError
 from cotrain_compile.machine import Tier
-from cotrain_compile.placement.reserved import reserved
+from cotrain_compile.placement.reserved import Reserved, reserved
 from cotrain_compile.plan import Plan, SolveReport, Transfer, UpdateMode
 from cotrain_compile.units import format_bytes, format_seconds
 
@@ -26,7 +26,7 @@ def summary(plan: Plan, dataflow: Dataflow | None = None) -> str:
             *_updates(plan, dataflow),
             *_fetched(plan),
             *_memory(plan),
-            *(_reserved(plan, dataflow) if dataflow else ()),
+            *(f"{'':11} {told}" for told in (reserved_words(plan, dataflow) if dataflow else ())),
             f"traffic     {format_bytes(plan.bytes_moved('offload'))} down, "
             f"{format_bytes(plan.bytes_moved('prefetch'))} up each step",
             f"predicted   {format_seconds(plan.predicted.makespan_s)} a step",
@@ -143,17 +143,24 @@ def _fetched(plan: Plan) -> Iterator[str]:
         )
 
 
-def _reserved(plan: Plan, dataflow: Dataflow) -> Iterator[str]:
-    """What torch's caching allocator takes from a card for the plan."""
+def reserved_on_card(plan: Plan, dataflow: Dataflow) -> Reserved | None:
+    """What torch's caching allocator takes from a card for the plan; None where it is small."""
     if plan.predicted.peak_bytes[Tier.DEVICE] < LEAST_TO_FRAGMENT_BYTES:
+        return None
+    return reserved(dataflow, plan)
+
+
+def reserved_words(plan: Plan, dataflow: Dataflow) -> Iterator[str]:
+    """The same in words, and what to do where that is above the budget."""
+    found = reserved_on_card(plan, dataflow)
+    if found is None:
         return
-    found = reserved(dataflow, plan)
     yield (
-        f"{'':11} {format_bytes(found.reserved_bytes)} reserved by torch's allocator on a card, "
+        f"{format_bytes(found.reserved_bytes)} reserved by torch's allocator on a card, "
         f"{found.fragment_bytes / max(1, found.reserved_bytes):.0%} of it in no tensor at the peak"
     )
     if found.reserved_bytes > plan.budgets[Tier.DEVICE]:
-        yield f"{'':11} {EXPANDABLE}"
+        yield EXPANDABLE
 
 
 def _nbytes(transfers: Iterable[Transfer]) -> int:

@@ -17,6 +17,7 @@ from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import OptionError
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.problem import formulate
+from cotrain_compile.placement.reserved import reserved
 from cotrain_compile.placement.residency import device_bytes, device_program
 from cotrain_compile.placement.slack import slacks
 from cotrain_compile.placement.solve import solve
@@ -28,6 +29,7 @@ from cotrain_compile.viz.report import facts
 from cotrain_compile.viz.report.bars import bars_of, merged
 from cotrain_compile.viz.report.page import report_html
 from cotrain_compile.viz.report.parameters import parameter_rows
+from cotrain_compile.viz.summary import summary
 from tests.unit.dataflows import chain, mixed_precision_step
 
 KIB = 1024
@@ -105,13 +107,25 @@ def test_the_table_has_every_parameter_with_numbers_of_its_own(page: str) -> Non
 
 
 def test_predicted_and_measured_are_side_by_side() -> None:
-    rows = {row[0]: row[1:] for row in facts.comparison(PLAN, MEASURED)}
+    rows = {row[0]: row[1:] for row in facts.comparison(PROBLEM, PLAN, MEASURED)}
     step_s = PLAN.predicted.makespan_s
     assert rows["a step"] == (format_seconds(step_s), format_seconds(3 * step_s), "")
     busy_s = PLAN.predicted.busy_s(Lane.DEVICE)
     assert rows["device busy"][0] == f"{format_seconds(busy_s)} ({busy_s / step_s:.0%})"
     assert rows["device busy"][1] == f"{format_seconds(3 * busy_s)} ({busy_s / step_s:.0%})"
-    assert [len(row) for row in facts.comparison(PLAN, None)] == [3] * 7
+    assert [len(row) for row in facts.comparison(PROBLEM, PLAN, None)] == [3] * 7
+
+
+def test_what_a_card_reserves_stands_beside_the_peak_in_the_words_of_the_summary() -> None:
+    step = chain(4, width=8192)
+    problem = formulate(step, find("rtx4090"), dict.fromkeys(Tier, 1 << 40))
+    plan = solve(problem)
+    rows = {row[0]: row[1:] for row in facts.comparison(problem, plan, plan.predicted)}
+    held = format_bytes(reserved(step, plan).reserved_bytes)
+    assert rows["reserved on a card"] == (held, "", "")
+    (told,) = [line.strip() for line in summary(plan, step).splitlines() if "reserved" in line]
+    assert f"{told}." in list(facts.sentences(problem, plan))
+    assert told in report_html(problem, plan).replace("&#39;", "'")
 
 
 def test_the_peak_adds_up() -> None:

@@ -18,7 +18,7 @@ from cotrain_compile.placement.residency import device_bytes, device_program, in
 from cotrain_compile.placement.sensitivity import limits
 from cotrain_compile.plan import Lane, Plan, Timeline
 from cotrain_compile.units import format_bytes, format_seconds
-from cotrain_compile.viz.summary import NOT_NEEDED
+from cotrain_compile.viz.summary import NOT_NEEDED, reserved_on_card, reserved_words
 from cotrain_compile.viz.timeline import LANE_TITLES
 
 LARGEST = 14
@@ -77,6 +77,8 @@ def sentences(problem: Problem, plan: Plan) -> Iterator[str]:
             f"{format_bytes(plan.bytes_moved('offload'))} go down to the host and "
             f"{format_bytes(plan.bytes_moved('prefetch'))} up to the device in each step."
         )
+    if told := list(reserved_words(plan, problem.dataflow)):
+        yield f"{': '.join(told)}."
     if report and report.lower_bound_s:
         yield (
             f"No plan within these budgets takes less than "
@@ -101,7 +103,9 @@ def paces(plan: Plan) -> tuple[Pace, ...]:
     return tuple(Pace(*item) for item in ranked) + tuple(Pace(rule, None) for rule in missing)
 
 
-def comparison(plan: Plan, measured: Timeline | None) -> Iterator[tuple[str, ...]]:
+def comparison(
+    problem: Problem, plan: Plan, measured: Timeline | None
+) -> Iterator[tuple[str, ...]]:
     """Rows: a heading, the predicted value, the measured one where there is one, the budget."""
     timelines = [plan.predicted, *([measured] if measured else [])]
     yield "a step", *(format_seconds(t.makespan_s) for t in timelines), ""
@@ -112,6 +116,10 @@ def comparison(plan: Plan, measured: Timeline | None) -> Iterator[tuple[str, ...
             format_bytes(t.peak_bytes[tier]) if tier in t.peak_bytes else "" for t in timelines
         ]
         yield f"{tier.value} peak", *peaks, format_bytes(plan.budgets[tier])
+        found = reserved_on_card(plan, problem.dataflow) if tier is Tier.DEVICE else None
+        if found is not None:
+            unmeasured = [""] * (len(timelines) - 1)
+            yield "reserved on a card", format_bytes(found.reserved_bytes), *unmeasured, ""
 
 
 def peak(problem: Problem, plan: Plan) -> Peak:
