@@ -43,10 +43,10 @@ from cotrain_compile.graph import StepGraph
 from cotrain_compile.machine import Tier
 from cotrain_compile.passes import run_passes
 from cotrain_compile.placement.check import check
-from cotrain_compile.placement.choices import Choices
+from cotrain_compile.placement.decisions import DecisionSpace
 from cotrain_compile.placement.engine import Periodic
 from cotrain_compile.placement.explain import explain
-from cotrain_compile.placement.find_choices import choices_of
+from cotrain_compile.placement.find_decisions import decision_space
 from cotrain_compile.placement.greedy import greedy
 from cotrain_compile.placement.policies import rule
 from cotrain_compile.placement.predict import predict_steady_state
@@ -214,8 +214,8 @@ def _analysed(timed: Stages, dataflow: Any) -> Problem:
 
 
 def _planned(timed: Stages, problem: Problem) -> Plan:
-    choices: Choices = timed("find choices", lambda: choices_of(problem))
-    found = _scheduled(timed, problem, choices)
+    space: DecisionSpace = timed("find choices", lambda: decision_space(problem))
+    found = _scheduled(timed, problem, space)
     plan: Plan = timed("simulate", lambda: finished(problem, found))
     timed("simulate many steps", lambda: _many_steps(problem, plan))
     timed("check", lambda: check(problem, plan))
@@ -224,12 +224,12 @@ def _planned(timed: Stages, problem: Problem) -> Plan:
     return plan
 
 
-def _scheduled(timed: Stages, problem: Problem, choices: Choices) -> Draft:
+def _scheduled(timed: Stages, problem: Problem, space: DecisionSpace) -> Draft:
     """The greedy's decisions, aimed lower by what is missing until they fit."""
     aim = float(problem.budgets[Tier.DEVICE])
     while True:
-        decisions = timed("greedy", partial(greedy, choices, aim))
-        placement = choices.placement("greedy", decisions.ways, decisions.away)
+        decisions = timed("greedy", partial(greedy, space, aim))
+        placement = space.placement("greedy", decisions)
         try:
             found: Draft = timed("schedule", partial(draft, problem, placement))
         except PlacementError as error:

@@ -34,8 +34,8 @@ from cotrain_compile.jobs import load_job
 from cotrain_compile.machine import Machine, Tier
 from cotrain_compile.options import Size
 from cotrain_compile.placement.check import check
-from cotrain_compile.placement.choices import Choices
-from cotrain_compile.placement.find_choices import choices_of
+from cotrain_compile.placement.decisions import DecisionSpace
+from cotrain_compile.placement.find_decisions import decision_space
 from cotrain_compile.placement.find_moves import moves_of
 from cotrain_compile.placement.greedy import least_memory
 from cotrain_compile.placement.policies import SIMPLE_RULES, resident
@@ -61,7 +61,7 @@ class Cell:
     """A step on a machine: what can be decided, how long finding that took, budgets to try."""
 
     model: str
-    choices: Choices
+    space: DecisionSpace
     choices_s: float
     budgets_bytes: tuple[int, ...]
 
@@ -77,15 +77,14 @@ def cell(model: str, dataflow: Dataflow, machine: Machine, host_bytes: int, coun
     """`count` budgets for a step on a machine; none where it does not fit the device at all."""
     problem = formulate(dataflow, machine, {Tier.DEVICE: 0, Tier.HOST: host_bytes})
     began = time.perf_counter()
-    choices = choices_of(problem)
+    space = decision_space(problem)
     choices_s = time.perf_counter() - began
-    decisions = least_memory(choices)
-    least = needed_bytes(problem, choices.placement("least", decisions.ways, decisions.away))
+    least = needed_bytes(problem, space.placement("least", least_memory(space)))
     first = ABOVE_LEAST * least
     enough = BELOW_RESIDENT * needed_bytes(problem, resident(dataflow))
     last = min(enough, machine.device.capacity_bytes)
     budgets = np.geomspace(first, last, count) if first < last else ()
-    return Cell(model, choices, choices_s, tuple(int(budget) for budget in budgets))
+    return Cell(model, space, choices_s, tuple(int(budget) for budget in budgets))
 
 
 def needed_bytes(problem: Problem, placement: Placement) -> int:
@@ -97,11 +96,11 @@ def needed_bytes(problem: Problem, placement: Placement) -> int:
 def rows(cell: Cell, settings: SolveSettings) -> Iterator[Row]:
     """One row for each budget of `cell`, from tight to roomy. Every plan is checked."""
     for budget_bytes in cell.budgets_bytes:
-        given = cell.choices.problem
+        given = cell.space.problem
         problem = given.with_budget(Tier.DEVICE, budget_bytes)
         began = time.perf_counter()
         try:
-            plan = solve(problem, settings, choices=cell.choices)
+            plan = solve(problem, settings, space=cell.space)
         except PlacementError as error:
             yield refused(cell, budget_bytes, time.perf_counter() - began, str(error))
             continue
@@ -139,7 +138,7 @@ def refused(cell: Cell, budget_bytes: int, seconds: float, why: str) -> Row:
 
 def place(cell: Cell, budget_bytes: int) -> dict[str, Any]:
     """The part of a row that is known before solving."""
-    problem = cell.choices.problem
+    problem = cell.space.problem
     return {
         "model": cell.model,
         "machine": problem.machine.name,

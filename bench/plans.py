@@ -34,8 +34,8 @@ from cotrain_compile.errors import PlacementError, PlanError
 from cotrain_compile.machine import Machine, Tier
 from cotrain_compile.options import Size
 from cotrain_compile.placement.check import check
-from cotrain_compile.placement.choices import Choices
-from cotrain_compile.placement.find_choices import choices_of
+from cotrain_compile.placement.decisions import DecisionSpace
+from cotrain_compile.placement.find_decisions import decision_space
 from cotrain_compile.placement.greedy import least_memory
 from cotrain_compile.placement.policies import SIMPLE_RULES, fraction, rule
 from cotrain_compile.placement.problem import Problem, formulate
@@ -95,32 +95,31 @@ def cell(step: Step, machine: Machine, host_bytes: int) -> Cell:
     """A step on a machine, with the budgets to compare at."""
     problem = formulate(step.dataflow, machine, {Tier.DEVICE: 0, Tier.HOST: host_bytes})
     began = time.perf_counter()
-    choices = choices_of(problem)
+    space = decision_space(problem)
     choices_s = time.perf_counter() - began
     needs = step.rule_bytes
-    least = needed_bytes(problem, frugal(choices))
+    least = needed_bytes(problem, frugal(space))
     capacity = machine.device.capacity_bytes
     budgets = budgets_of(least, min(needs.values()), needs["resident"], capacity)
     if len(step.dataflow.ops) > TOP_ALONE_OPS or not step.shape.is_smallest:
         budgets = budgets[-1:]
-    return Cell(step.shape.name, choices, choices_s, budgets)
+    return Cell(step.shape.name, space, choices_s, budgets)
 
 
-def frugal(choices: Choices) -> Placement:
+def frugal(space: DecisionSpace) -> Placement:
     """The placement in which everything leaves the device that can."""
-    decisions = least_memory(choices)
-    return choices.placement("frugal", decisions.ways, decisions.away)
+    return space.placement("frugal", least_memory(space))
 
 
 def rows(cell: Cell, settings: SolveSettings) -> Iterator[Row]:
     """One row for each budget of `cell`. Every plan is checked."""
     plans: list[Plan] = []
     for budget_bytes in cell.budgets_bytes:
-        given = cell.choices.problem
+        given = cell.space.problem
         problem = given.with_budget(Tier.DEVICE, budget_bytes)
         began = time.perf_counter()
         try:
-            plan = solve(problem, settings, choices=cell.choices, incumbents=plans)
+            plan = solve(problem, settings, space=cell.space, incumbents=plans)
         except PlacementError as error:
             yield refused(cell, budget_bytes, time.perf_counter() - began, str(error))
             continue
@@ -164,7 +163,7 @@ def trains(step: Step, machine: Machine, host_bytes: int, policy: str) -> bool:
 def followed(problem: Problem, policy: str) -> Placement:
     """The placement of `policy` that needs least of the device."""
     if policy == OURS:
-        return frugal(choices_of(problem))
+        return frugal(decision_space(problem))
     name = f"fraction:{FRACTIONS[-1]}" if policy == "fraction:auto" else policy
     return rule(name)(problem.dataflow)
 

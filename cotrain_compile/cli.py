@@ -259,12 +259,12 @@ def _answers(
 ) -> list[Plan | PlacementError]:
     """The plan for each of `asked`, checked and saved to its path, or why there is none."""
     from cotrain_compile.choose_plan import solve_settings
-    from cotrain_compile.placement.find_choices import choices_of
+    from cotrain_compile.placement.find_decisions import decision_space
     from cotrain_compile.placement.solve import solve as choose
 
     say(f"{len(dataflow.ops)} ops on {machine.name}")
     problem = formulate(dataflow, machine, asked[0].budgets(machine))
-    choices = choices_of(problem) if len(asked) > 1 else None
+    space = decision_space(problem) if len(asked) > 1 else None
     found: dict[Path, Plan | PlacementError] = {}
     # From tight to roomy: what fits less memory is worth looking at with more.
     order = sorted(
@@ -280,7 +280,7 @@ def _answers(
                 solve_settings(options),
                 progress=partial(say, str(path)),
                 incumbents=tighter,
-                choices=choices,
+                space=space,
             )
         except PlacementError as error:
             found[path] = error

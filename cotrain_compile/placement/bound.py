@@ -9,8 +9,8 @@ from math import isfinite
 
 from cotrain_compile.errors import OptionError
 from cotrain_compile.machine import Tier
-from cotrain_compile.placement.choices import Choices
-from cotrain_compile.placement.find_choices import choices_of
+from cotrain_compile.placement.decisions import DecisionSpace
+from cotrain_compile.placement.find_decisions import decision_space
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.program import Program
 from cotrain_compile.placement.program_model import MIB
@@ -28,11 +28,11 @@ def certified_bound_s(
     Where time runs out, or there is no solver, the solver's bound so far, and at the least what
     the device alone has to compute.
     """
-    choices = choices_of(problem, at_peaks=True, everything=True)
-    only_there_s = _only_on_device_s(choices)
+    space = decision_space(problem, at_peaks=True, everything=True)
+    only_there_s = _only_on_device_s(space)
     try:
         relaxed = Program(
-            choices,
+            space,
             problem.budgets[Tier.DEVICE] / MIB,
             problem.budgets[Tier.HOST] / MIB,
             relaxed=True,
@@ -44,6 +44,8 @@ def certified_bound_s(
     return max(only_there_s, solution.bound_s) if isfinite(solution.bound_s) else only_there_s
 
 
-def _only_on_device_s(choices: Choices) -> float:
-    """Seconds of all that runs nowhere else: neither updates nor casts that the host can make."""
-    return max(0.0, sum(choices.seconds) - sum(b.device_cast_s for b in choices.weights))
+def _only_on_device_s(space: DecisionSpace) -> float:
+    """Seconds of all that runs nowhere else: no updates, and of the rest what no strategy saves."""
+    decisions = (*space.params, *space.activations)
+    least = sum(min(o.effect.only_device_s for o in each.options) for each in decisions)
+    return max(0.0, sum(space.seconds) + least)

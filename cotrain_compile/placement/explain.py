@@ -13,11 +13,10 @@ from cotrain_compile.analysis.reuse import reuse_distances
 from cotrain_compile.collector import collector_off
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.alternatives import Alternative, alternatives, current
-from cotrain_compile.placement.choices import Way
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.sensitivity import Limits, limits
 from cotrain_compile.placement.slack import slacks
-from cotrain_compile.plan import Lane, Plan, UpdateMode
+from cotrain_compile.plan import Lane, Plan
 from cotrain_compile.units import format_bytes, format_seconds
 
 LANES = {
@@ -26,13 +25,6 @@ LANES = {
     Lane.D2H: "copies device to host",
     Lane.H2D: "copies host to device",
 }
-_MODES = {
-    UpdateMode.RESIDENT: "resident",
-    UpdateMode.STREAMED: "states streamed",
-    UpdateMode.HOST: "updated on the host",
-    UpdateMode.HOST_STREAMED: "updated on the host, at home there",
-}
-_TRIPS = ("", ", weight fetched", ", weight fetched twice")
 
 
 @dataclass(frozen=True)
@@ -74,7 +66,7 @@ def explain(
     dataflow, costs = problem.dataflow, problem.costs
     now = current(problem, plan, param)
     tried = alternatives(
-        problem, plan, param, progress=lambda way: progress(f"trying {way_words(way)}")
+        problem, plan, param, progress=lambda strategy: progress(f"trying {strategy.words}")
     )
     progress("simulating what limits the step")
     group = dataflow.update.get(param)
@@ -92,15 +84,6 @@ def explain(
     )
 
 
-def way_words(way: Way) -> str:
-    """A way to keep a parameter, as people read it."""
-    mode = "frozen" if way.mode is None else _MODES[way.mode]
-    if way.mode is UpdateMode.HOST_STREAMED and way.trips == 1:
-        return mode
-    away = ", gradient away" if way.gradient_away else ""
-    return mode + _TRIPS[way.trips] + away
-
-
 def limits_words(found: Limits) -> str:
     """What a step hangs on: lanes by weight, and tiers that are full."""
     ranked = sorted(found.shares.items(), key=lambda item: -item[1])
@@ -110,11 +93,11 @@ def limits_words(found: Limits) -> str:
 
 
 def _lines(said: Explanation) -> Iterator[str]:
-    way = said.current.way
-    home = Tier.HOST if way.trips else Tier.DEVICE
+    strategy = said.current.strategy
+    home = Tier.HOST if strategy.trips else Tier.DEVICE
     states = f", with {format_bytes(said.state_bytes)} of optimizer states" * bool(said.state_bytes)
     yield f"parameter   {said.param}: {format_bytes(said.nbytes)}{states}"
-    yield f"kept        {way_words(way)}; the weight is at home on the {home.value}"
+    yield f"kept        {strategy.words}; the weight is at home on the {home.value}"
     if said.reuse_distance_s is not None and said.host_update_s is not None:
         yield (
             f"window      {format_seconds(said.reuse_distance_s)} of device work from its gradient "
@@ -138,7 +121,7 @@ def _early(slack_s: float) -> str:
 
 
 def _row(said: Explanation, one: Alternative) -> tuple[str, str, str, str, str]:
-    words = way_words(one.way)
+    words = one.strategy.words
     now = said.current
     if one.step_s is None or one.peak_bytes is None or one.traffic_bytes is None:
         missing = f"{format_bytes(one.shortfall_bytes)} ({one.shortfall_bytes:,} bytes) missing"

@@ -8,7 +8,7 @@ from typing import NoReturn
 from cotrain_compile.dataflow import PERSISTENT_ROLES
 from cotrain_compile.errors import PlacementError, PlanError
 from cotrain_compile.machine import Tier
-from cotrain_compile.placement.choices import Choices
+from cotrain_compile.placement.decisions import DecisionSpace
 from cotrain_compile.placement.find_moves import moves_of
 from cotrain_compile.placement.greedy import least_memory
 from cotrain_compile.placement.moves import Moves
@@ -35,7 +35,7 @@ def floor_bytes(problem: Problem) -> int:
     return max((sum(dataflow.buffer[b].nbytes for b in each) for each in touched), default=0)
 
 
-def refuse(problem: Problem, cuts: Sequence[Choices], failure: str = "") -> NoReturn:
+def refuse(problem: Problem, cuts: Sequence[DecisionSpace], failure: str = "") -> NoReturn:
     """Raise `PlacementError` with the least device (or host) budget that would do.
 
     Raises `PlanError` where the budgets would do: time was too short, or the solver failed, and
@@ -44,7 +44,7 @@ def refuse(problem: Problem, cuts: Sequence[Choices], failure: str = "") -> NoRe
     The least device budget is that of the placement in which everything leaves that can; `cuts`
     are the same step cut in several ways.
     """
-    choices, moves, least = _least(problem, cuts)
+    space, moves, least = _least(problem, cuts)
     budget = problem.budgets[Tier.DEVICE]
     if least > budget:
         short, peak = least - budget, peak_of(problem.dataflow, moves)
@@ -56,7 +56,7 @@ def refuse(problem: Problem, cuts: Sequence[Choices], failure: str = "") -> NoRe
             shortfall_bytes=short,
         )
     plenty = problem.with_budget(Tier.HOST, 1 << 62)
-    needed = _host_bytes(plenty, choices)
+    needed = _host_bytes(plenty, space)
     host = problem.budgets[Tier.HOST]
     if needed <= host and failure:
         raise PlanError(
@@ -72,14 +72,14 @@ def refuse(problem: Problem, cuts: Sequence[Choices], failure: str = "") -> NoRe
         f"no plan was found within memory_budget {format_bytes(budget)} and host_memory_budget "
         f"{format_bytes(host)}; with everything away that can be, the step takes "
         f"{format_bytes(needed)} on the host: raise host_memory_budget by up to "
-        f"{format_bytes(needed - host)}, or {_less_on_the_host(problem, choices)}",
+        f"{format_bytes(needed - host)}, or {_less_on_the_host(problem, space)}",
         shortfall_bytes=needed - host,
         tier=Tier.HOST,
     )
 
 
 def refuse_rule(
-    problem: Problem, placement: Placement, refusal: PlacementError, cuts: Sequence[Choices]
+    problem: Problem, placement: Placement, refusal: PlacementError, cuts: Sequence[DecisionSpace]
 ) -> NoReturn:
     """Raise the refusal of a simple rule's `placement`, with what policy 'auto' would need."""
     moves = moves_of(problem, placement)
@@ -89,23 +89,22 @@ def refuse_rule(
     refuse_device(problem, placement, moves, short, _least(problem, cuts)[2])
 
 
-def _least(problem: Problem, cuts: Sequence[Choices]) -> tuple[Choices, Moves, int]:
+def _least(problem: Problem, cuts: Sequence[DecisionSpace]) -> tuple[DecisionSpace, Moves, int]:
     """The cut in which least has to stay, what moves then, and the device bytes it needs."""
     without = problem.with_budget(Tier.DEVICE, 0)
-    found = [(choices, moves_of(problem, _frugal(choices))) for choices in cuts]
-    needs = [(choices, moves, shortfall_bytes(without, moves)) for choices, moves in found]
+    found = [(space, moves_of(problem, _frugal(space))) for space in cuts]
+    needs = [(space, moves, shortfall_bytes(without, moves)) for space, moves in found]
     return min(needs, key=lambda need: need[2])
 
 
-def _frugal(choices: Choices) -> Placement:
+def _frugal(space: DecisionSpace) -> Placement:
     """The placement in which everything leaves that can."""
-    decisions = least_memory(choices)
-    return choices.placement("auto", decisions.ways, decisions.away)
+    return space.placement("auto", least_memory(space))
 
 
-def _host_bytes(problem: Problem, choices: Choices) -> int:
+def _host_bytes(problem: Problem, space: DecisionSpace) -> int:
     """Host bytes of the plan in which everything leaves."""
-    placement = _frugal(choices)
+    placement = _frugal(space)
     found = draft(problem, placement)
     program = device_program(problem.dataflow, placement, found.moved)
     return host_bytes(program, placement, found.tasks)
@@ -128,9 +127,9 @@ def _advice(peak: Peak) -> str:
     return "use a smaller model: the peak is made of what must stay on the device"
 
 
-def _less_on_the_host(problem: Problem, choices: Choices) -> str:
+def _less_on_the_host(problem: Problem, space: DecisionSpace) -> str:
     """What would need less of the host, the larger part of what is there first."""
-    activations = sum(bundle.nbytes for bundle in choices.activations)
+    activations = sum(decision.cluster.nbytes for decision in space.activations)
     kept = problem.dataflow.total_bytes(*PERSISTENT_ROLES)
     ways = [
         (

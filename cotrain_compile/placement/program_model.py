@@ -1,15 +1,18 @@
 """The model under the program: decisions, segments and prefix flows as variables of pulp.
 
-In: `Choices`, and which version of the program it is to be. Out: a `Model` without laws, to which
-`program_flows`, `program_time` and `program_memory` add theirs.
+In: a `DecisionSpace`, and which version of the program it is to be. Out: a `Model` without laws, to
+which `program_flows`, `program_time` and `program_memory` add theirs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
-from cotrain_compile.placement.choices import Choices, Way, Weights
+from cotrain_compile.placement.clusters import ParamCluster
+from cotrain_compile.placement.decisions import DecisionSpace
+from cotrain_compile.placement.effects import Demand, Effect
 from cotrain_compile.placement.linear import pulp
 
 MIB = float(1 << 20)
@@ -17,45 +20,61 @@ MIB = float(1 << 20)
 LARGE = 0.02
 
 
+@dataclass(frozen=True)
+class Chosen:
+    """A strategy's `effect`, and the variable by which it is chosen."""
+
+    effect: Effect
+    z: Any
+
+
 class Model:
-    """A pulp model of `choices`, careful or `relaxed`, with `whole` bundles or split ones.
+    """A pulp model of `space`, careful or `relaxed`, with `whole` clusters or split ones.
 
     In a `cyclic` one updates on the host, with their way back, may go on in the next step.
 
-    `taken[b][w]` says that bundle b of weights is kept in way w, `away[a]` that bundle a of
-    activations leaves. A segment has a `length` and in it a `stall`, in milliseconds. `lag` is by
-    how many segments a copy is counted late. Rates of the links are in MiB per millisecond.
+    `params[c][s]` says that strategy s is chosen for cluster c of parameters, `activations[c][s]`
+    the same of those that are not kept: there the first strategy is what is left. `options` are
+    all of these. A segment has a `length` and in it a `stall`, in milliseconds. `lag` is by how
+    many segments a copy is counted late. Rates of the links are in MiB per millisecond.
     """
 
     def __init__(
-        self, choices: Choices, *, relaxed: bool, whole: bool, cyclic: bool = False
+        self, space: DecisionSpace, *, relaxed: bool, whole: bool, cyclic: bool = False
     ) -> None:
-        self.choices, self.relaxed, self.whole, self.cyclic = choices, relaxed, whole, cyclic
+        self.space, self.relaxed, self.whole, self.cyclic = space, relaxed, whole, cyclic
         self.lag = 0 if relaxed else 1
-        self.tail = choices.tail
+        self.tail = space.tail
         self.segments = range(self.tail + 1)
-        self.machine = choices.problem.machine
+        self.machine = space.problem.machine
         self.down_rate = self.machine.d2h.bytes_per_s / MIB / 1e3
         self.up_rate = self.machine.h2d.bytes_per_s / MIB / 1e3
         self.pulp = pulp.LpProblem("placement", pulp.LpMinimize)
         self._sums = 0
-        self.taken = [
-            [self._choice(f"z_{b}_{w}", self._is_whole(bundle)) for w in range(len(bundle.ways))]
-            for b, bundle in enumerate(choices.weights)
+        self.params = [
+            [self._choice(f"z_{c}_{s}", self._is_whole(d.cluster)) for s in range(len(d.options))]
+            for c, d in enumerate(space.params)
         ]
-        self.away = [self._choice(f"x_{a}", whole) for a in range(len(choices.activations))]
-        for variables in self.taken:
+        self.activations = [
+            [self._choice(f"x_{c}" + f"_{s}" * (s > 1), whole) for s in range(1, len(d.options))]
+            for c, d in enumerate(space.activations)
+        ]
+        for variables in self.params:
             self.add(pulp.lpSum(variables) == 1)
+        for variables in self.activations:
+            if len(variables) > 1:
+                self.add(pulp.lpSum(variables) <= 1)
+        self.options = tuple(self._options())
         self.stall = [self.variable(f"w_{k}") for k in self.segments]
         self.length = [self.variable(f"t_{k}") for k in self.segments]
 
-    def _is_whole(self, bundle: Weights) -> bool:
-        """In the relaxed version only a large parameter that is a bundle by itself is."""
-        large = bundle.param_bytes > LARGE * sum(b.param_bytes for b in self.choices.weights)
-        return self.whole or (self.relaxed and large and len(bundle.params) == 1)
+    def _is_whole(self, cluster: ParamCluster) -> bool:
+        """In the relaxed version only a large parameter that is a cluster by itself is."""
+        large = cluster.param_bytes > LARGE * sum(d.cluster.param_bytes for d in self.space.params)
+        return self.whole or (self.relaxed and large and len(cluster.params) == 1)
 
     def _choice(self, name: str, whole: bool) -> Any:
-        """Yes or no; where it need not be `whole`, a bundle is split in any proportion."""
+        """Yes or no; where it need not be `whole`, a cluster is split in any proportion."""
         if not whole:
             return self.pulp.add_variable(name, lowBound=0, upBound=1)
         return self.pulp.add_variable(name, cat="Binary")
@@ -73,13 +92,16 @@ class Model:
         self.add(total == expression)
         return total
 
-    def options(self) -> Iterable[tuple[Weights, Way, Any]]:
-        """Every way of every bundle with its variable."""
-        for bundle, variables in zip(self.choices.weights, self.taken, strict=True):
-            yield from ((bundle, way, z) for way, z in zip(bundle.ways, variables, strict=True))
+    def _options(self) -> Iterable[Chosen]:
+        for decision, variables in zip(self.space.activations, self.activations, strict=True):
+            for option, x in zip(decision.options[1:], variables, strict=True):
+                yield Chosen(option.effect, x)
+        for params, variables in zip(self.space.params, self.params, strict=True):
+            for chosen, z in zip(params.options, variables, strict=True):
+                yield Chosen(chosen.effect, z)
 
 
-class Flow:
+class Total:
     """An amount of one class, as running totals at the end of each segment."""
 
     def __init__(self, name: str, model: Model) -> None:
@@ -91,6 +113,11 @@ class Flow:
     def by(self, segment: int) -> Any:
         """What has passed by the end of `segment`; nothing before the first."""
         return self._by[segment] if segment >= 0 else 0.0
+
+    def not_before(self, segment: int) -> None:
+        """Nothing passes before `segment`."""
+        for k in range(segment):
+            self._model.add(self.by(k) == 0)
 
     def within(self, segment: int) -> Any:
         """What passes during `segment`."""
@@ -132,6 +159,11 @@ def by_segment(terms: Iterable[tuple[int, Any]]) -> dict[int, Any]:
     return {segment: pulp.lpSum(items) for segment, items in sorted(grouped.items())}
 
 
-def in_mib(nbytes: int) -> float:
+def in_mib(nbytes: float) -> float:
     """Bytes in MiB."""
     return nbytes / MIB
+
+
+def amount_of(demand: Demand) -> float:
+    """MiB of a copy, milliseconds of work."""
+    return demand.amount / MIB if demand.flow.is_copy else 1e3 * demand.amount

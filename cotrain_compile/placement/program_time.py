@@ -5,10 +5,12 @@ In: a `Model` with its `Flows`. Out: constraints on the segments' lengths, in mi
 
 from __future__ import annotations
 
+from cotrain_compile.machine import Tier
+from cotrain_compile.placement.effects import Flow
 from cotrain_compile.placement.linear import pulp
 from cotrain_compile.placement.program_flows import Flows
-from cotrain_compile.placement.program_model import Flow, Model, by_segment, in_mib
-from cotrain_compile.plan import UpdateMode
+from cotrain_compile.placement.program_model import Model, Total, by_segment, in_mib
+from cotrain_compile.plan import Lane
 
 
 def add_times(model: Model, flows: Flows) -> None:
@@ -19,26 +21,26 @@ def add_times(model: Model, flows: Flows) -> None:
 
 
 def _add_device(model: Model, flows: Flows) -> None:
-    """A segment takes its ops, its stall and the updates that run in it."""
+    """A segment takes its ops, what is decided besides, its stall and the updates in it."""
     resident = [
-        (bundle.release, 1e3 * bundle.device_s * z)
-        for bundle, way, z in model.options()
-        if way.mode is UpdateMode.RESIDENT
+        (update.released, 1e3 * update.seconds * option.z)
+        for option in model.options
+        if (update := option.effect.resident_update) is not None
     ]
-    casts = by_segment(
-        (b.first, 1e3 * b.device_cast_s * z)
-        for b, way, z in model.options()
-        if way.trips and b.thin
+    decided = by_segment(
+        (work.segment, 1e3 * work.seconds * option.z)
+        for option in model.options
+        for work in option.effect.device_work
     )
     at_once = by_segment(resident)
-    later = Flow("updates", model)
+    later = Total("updates", model)
     if model.relaxed:
         later.at_most(resident)
         model.add(later.total == pulp.lpSum(amount for _, amount in resident))
-    for k, seconds in enumerate(model.choices.seconds):
+    for k, seconds in enumerate(model.space.seconds):
         streamed = pulp.lpSum(stream.ms * stream.updated.within(k) for stream in flows.streams)
         updates = later.within(k) if model.relaxed else at_once.get(k, 0.0)
-        ops_ms = 1e3 * seconds - casts.get(k, 0.0)
+        ops_ms = 1e3 * seconds + decided.get(k, 0.0)
         model.add(model.length[k] == ops_ms + model.stall[k] + updates + streamed)
 
 
@@ -47,13 +49,13 @@ def _add_links_and_host(model: Model, flows: Flows) -> None:
     shared = 2.0 / model.machine.duplex
     disturbed = 1.0 - 1.0 / model.machine.host_update.slowdown_while_copying
     for k, length in enumerate(model.length):
-        down = pulp.lpSum(flow.within(k) for flow in flows.down) * (1.0 / model.down_rate)
-        up = pulp.lpSum(flow.within(k) for flow in flows.up) * (1.0 / model.up_rate)
+        down = pulp.lpSum(flow.within(k) for flow in flows.on(Lane.D2H)) * (1.0 / model.down_rate)
+        up = pulp.lpSum(flow.within(k) for flow in flows.on(Lane.H2D)) * (1.0 / model.up_rate)
         # While both directions are busy each takes `shared` times as long, so that the longer
         # one ends after itself and what the shorter one has cost it.
         model.add(down + (shared - 1.0) * up <= length)
         model.add(up + (shared - 1.0) * down <= length)
-        host = pulp.lpSum(flow.within(k) for flow in flows.host) * (
+        host = pulp.lpSum(flow.within(k) for flow in flows.on(Lane.HOST)) * (
             1.0 / model.machine.host_update.workers
         )
         if model.relaxed:
@@ -71,15 +73,16 @@ def _add_end_of_step(model: Model, flows: Flows) -> None:
     """
     k, tail = model.tail, model.length[model.tail]
     up = pulp.lpSum(stream.up.within(k) for stream in flows.streams) * (1.0 / model.up_rate)
-    for b, way, z in model.options():
-        if b.release < k - model.lag:
+    home_rate = {Tier.DEVICE: model.down_rate, Tier.HOST: model.up_rate}
+    for option in model.options:
+        update, z = option.effect.update, option.z
+        if update is None or not update.home_bytes or update.released < k - model.lag:
             continue
-        largest = b.least_largest if model.relaxed else b.largest
-        if way.mode is UpdateMode.STREAMED:
-            _, down = b.streamed_bytes(way)
-            home_ms = largest * (1e3 * b.device_s + in_mib(down) / model.down_rate)
-            model.add(tail >= home_ms * z + (0.0 if model.relaxed else up))
-        elif way.on_host and way.trips == 0 and not model.cyclic:
-            home_ms = largest * in_mib(b.param_bytes) / model.up_rate
-            own_ms = largest * 1e3 * b.host_s
-            model.add(tail >= home_ms * z + (own_ms * z if model.relaxed else flows.work.within(k)))
+        share = update.least_largest if model.relaxed else update.largest
+        home_ms = share * in_mib(update.home_bytes) / home_rate[update.tier]
+        own_ms = share * 1e3 * update.seconds
+        if update.tier is Tier.DEVICE:
+            model.add(tail >= (own_ms + home_ms) * z + (0.0 if model.relaxed else up))
+        elif not model.cyclic:
+            before = own_ms * z if model.relaxed else flows.own[Flow.HOST_UPDATE].within(k)
+            model.add(tail >= home_ms * z + before)

@@ -105,7 +105,7 @@ def segmented(problem: Problem, segments: int, *, at_peaks: bool) -> SegmentedSt
 
 
 def _crossing_bytes(moves: Moves) -> list[int]:
-    """Bytes of short-lived values alive between two slots: those that no bundle holds."""
+    """Bytes of short-lived values alive between two slots: those that no cluster holds."""
     end, elapsed_s = moves.program.end, moves.elapsed_s
     curve = Curve(end + 1)
     for held in moves.instances:

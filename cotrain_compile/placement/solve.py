@@ -21,8 +21,8 @@ from cotrain_compile.machine import Tier
 from cotrain_compile.placement.autotm import autotm
 from cotrain_compile.placement.beside import Beside
 from cotrain_compile.placement.bound import certified_bound_s
-from cotrain_compile.placement.choices import Choices, Decisions
-from cotrain_compile.placement.find_choices import choices_of
+from cotrain_compile.placement.decisions import Decisions, DecisionSpace
+from cotrain_compile.placement.find_decisions import decision_space
 from cotrain_compile.placement.greedy import greedy, least_memory
 from cotrain_compile.placement.infeasible import floor_bytes, refuse, refuse_rule
 from cotrain_compile.placement.list_scheduler import EAGER, Tactics
@@ -86,15 +86,15 @@ def solve(
     *,
     progress: Progress | None = None,
     incumbents: Sequence[Plan] = (),
-    choices: Choices | None = None,
+    space: DecisionSpace | None = None,
 ) -> Plan:
     """The plan of `settings.policy` for `problem`.
 
     `incumbents` are plans of the same step for smaller budgets: `auto` returns nothing slower.
-    `choices` of the same step on the same machine are used again. `progress` is told what is being
+    A `space` of the same step on the same machine is used again. `progress` is told what is being
     done. Raises `PlacementError` when nothing fits, with the least device budget that would do.
     """
-    search = _Search(problem, settings or SolveSettings(), progress or _silent, choices)
+    search = _Search(problem, settings or SolveSettings(), progress or _silent, space)
     return search.run(incumbents)
 
 
@@ -108,11 +108,11 @@ class _Search:
         problem: Problem,
         settings: SolveSettings,
         progress: Progress,
-        choices: Choices | None,
+        space: DecisionSpace | None,
     ) -> None:
         self.problem, self.settings, self.progress = problem, settings, progress
         self.began = time.monotonic()
-        self.given = choices
+        self.given = space
         self.drafts: dict[str, Draft] = {}
         self.solution: Solution | None = None
         self.rounds = 0
@@ -143,17 +143,17 @@ class _Search:
         )
 
     @cached_property
-    def choices(self) -> Choices:
+    def space(self) -> DecisionSpace:
         """What can be decided; the budgets of this problem."""
         if self.given is not None:
             return replace(self.given, problem=self.problem)
         self.progress("looking for what can be decided")
-        return choices_of(self.problem)
+        return decision_space(self.problem)
 
     @cached_property
-    def peak_choices(self) -> Choices:
+    def peak_space(self) -> DecisionSpace:
         """The same with memory known exactly at the peaks, for the relaxed program."""
-        return choices_of(self.problem, at_peaks=True)
+        return decision_space(self.problem, at_peaks=True)
 
     @property
     def _is_late(self) -> bool:
@@ -203,14 +203,14 @@ class _Search:
             self._refuse()
 
     def _refuse(self) -> NoReturn:
-        refuse(self.problem, (self.choices, self.peak_choices), self._failure)
+        refuse(self.problem, (self.space, self.peak_space), self._failure)
 
     def _follow(self, placement: Placement) -> Draft:
         """Schedule what a simple rule says; its refusal says what `auto` would need."""
         try:
             return draft(self.problem, placement)
         except PlacementError as refusal:
-            refuse_rule(self.problem, placement, refusal, (self.choices, self.peak_choices))
+            refuse_rule(self.problem, placement, refusal, (self.space, self.peak_space))
 
     def _attempt(self, name: str, placement: Callable[[], Placement]) -> bool:
         """Schedule a placement; returns whether it fits."""
@@ -262,20 +262,20 @@ class _Search:
         """Aim lower by what was missing until it fits; at last with everything away that can be."""
         targets: dict[Tier, float] = dict(self.problem.budgets)
         for _ in range(3):
-            decisions = greedy(self.choices, targets[Tier.DEVICE], targets[Tier.HOST])
+            decisions = greedy(self.space, targets[Tier.DEVICE], targets[Tier.HOST])
             refusal = self._decide("greedy", decisions)
             if refusal is None:
                 return
             targets[refusal.tier] -= 1.05 * refusal.shortfall_bytes
-        for choices in (self.choices, self.peak_choices):
-            if self._decide("greedy", least_memory(choices), choices) is None:
+        for space in (self.space, self.peak_space):
+            if self._decide("greedy", least_memory(space), space) is None:
                 return
 
     def _decide(
-        self, name: str, decisions: Decisions, choices: Choices | None = None
+        self, name: str, decisions: Decisions, space: DecisionSpace | None = None
     ) -> PlacementError | None:
         """Schedule decisions; returns what is missing where they do not fit."""
-        placement = (choices or self.choices).placement(name, decisions.ways, decisions.away)
+        placement = (space or self.space).placement(name, decisions)
         self.progress(f"scheduling {name}")
         try:
             drafts = [draft(self.problem, placement, tactics=tactics) for tactics in TACTICS]
@@ -297,7 +297,7 @@ class _Search:
         targets: dict[Tier, float] = dict(self.problem.budgets)
         before = self.drafts.get(name)
         for _ in range(2):
-            solution = self._solve(self.choices, targets, True, whole, cyclic=True)
+            solution = self._solve(self.space, targets, True, whole, cyclic=True)
             if solution.decisions is None:
                 return
             refusal = self._decide(name, solution.decisions)
@@ -311,8 +311,8 @@ class _Search:
         """The integer program (or its LP relaxation, rounded), with a margin where it needs one.
 
         Where the careful program finds nothing in a budget or in time, the relaxed one decides, at
-        last with split bundles, rounded: the scheduler keeps to the budget whatever is decided, and
-        only time is at stake.
+        last with split clusters, rounded: the scheduler keeps to the budget whatever is decided,
+        and only time is at stake.
         """
         name = "ilp" if whole else "lp-round"
         budgets = self.problem.budgets
@@ -321,9 +321,9 @@ class _Search:
         for number in range(1, ROUNDS + 1):
             self.rounds = number
             careful, in_one = versions[0]
-            choices = self.choices if careful else self.peak_choices
+            space = self.space if careful else self.peak_space
             targets = {tier: budgets[tier] - margins[tier] for tier in Tier}
-            solution = self._solve(choices, targets, careful, in_one)
+            solution = self._solve(space, targets, careful, in_one)
             if solution.decisions is None:
                 self.solution = self.solution or solution  # its status is to be told
                 del versions[0]
@@ -331,7 +331,7 @@ class _Search:
                     return
                 continue
             before = self.drafts.get(name)
-            refusal = self._decide(name, solution.decisions, choices)
+            refusal = self._decide(name, solution.decisions, space)
             found = self.drafts.get(name)
             if self.solution is None or found is not before:
                 self.solution = solution  # the claim that belongs to the plan
@@ -348,7 +348,7 @@ class _Search:
 
     def _solve(
         self,
-        choices: Choices,
+        space: DecisionSpace,
         targets: Mapping[Tier, float],
         careful: bool,
         whole: bool,
@@ -361,7 +361,7 @@ class _Search:
         budgets_mib = targets[Tier.DEVICE] / MIB, targets[Tier.HOST] / MIB
         relaxed = not careful
         try:
-            program = Program(choices, *budgets_mib, relaxed=relaxed, whole=whole, cyclic=cyclic)
+            program = Program(space, *budgets_mib, relaxed=relaxed, whole=whole, cyclic=cyclic)
         except OptionError as absent:  # pulp cannot be imported
             return failed(absent)
         solution = solve_program(

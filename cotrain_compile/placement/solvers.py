@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cotrain_compile.errors import OptionError
-from cotrain_compile.placement.choices import Decisions, Way
+from cotrain_compile.placement.decisions import Decisions
 from cotrain_compile.placement.linear import pulp
 from cotrain_compile.placement.program import Program
 
@@ -86,12 +86,18 @@ def failed(error: Exception, seconds: float = 0.0) -> Solution:
 
 
 def decisions_of(program: Program) -> Decisions:
-    """The decisions in a solved program; of a split bundle the way with the largest share."""
-    ways: list[Way] = []
-    for bundle, variables in zip(program.choices.weights, program.taken, strict=True):
+    """The decisions in a solved program; of a split cluster the strategy with the largest share."""
+    params = []
+    for decision, variables in zip(program.space.params, program.params, strict=True):
         shares = [variable.value() or 0.0 for variable in variables]
-        ways.append(bundle.ways[shares.index(max(shares))])
-    return Decisions(tuple(ways), tuple((x.value() or 0.0) > 0.5 for x in program.away))
+        params.append(decision.strategies[shares.index(max(shares))])
+    activations = []
+    for kept, variables in zip(program.space.activations, program.activations, strict=True):
+        shares = [variable.value() or 0.0 for variable in variables]
+        # What is not chosen is kept, and of two halves that is the first.
+        shares.insert(0, 1.0 - sum(shares))
+        activations.append(kept.strategies[shares.index(max(shares))])
+    return Decisions(tuple(params), tuple(activations))
 
 
 def _highs(program: Program, time_limit_s: float, gap: float, seed: int) -> tuple[str, float]:

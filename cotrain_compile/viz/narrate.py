@@ -22,8 +22,7 @@ from cotrain_compile.errors import OptionError
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.machine import Tier
 from cotrain_compile.options import Options
-from cotrain_compile.placement.alternatives import every_way
-from cotrain_compile.placement.explain import way_words
+from cotrain_compile.placement.alternatives import every_strategy
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.plan import Plan, Transfer
 from cotrain_compile.units import format_bytes, format_seconds, printable
@@ -118,9 +117,9 @@ def summary_rows(plan: Plan, *, bars: bool) -> Iterator[tuple[str, str]]:
 
 def parameter_lines(problem: Problem, plan: Plan) -> Iterator[str]:
     """How each parameter is kept, and what leaves the device between its uses."""
-    ways = every_way(problem, plan.placement)
+    strategies = every_strategy(problem, plan.placement)
     for param in plan.placement.updates:
-        kept = way_words(ways[param])
+        kept = strategies[param].words
         nbytes = problem.dataflow.buffer[param].nbytes
         yield f"  {format_bytes(nbytes):>10}  {param}: {kept}"
     for name in plan.placement.away:

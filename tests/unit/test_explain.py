@@ -13,11 +13,10 @@ from cotrain_compile.machine import Tier
 from cotrain_compile.placement.alternatives import (
     alternatives,
     current,
-    way_of,
-    ways_of,
-    with_way,
+    strategies_for,
+    strategy_in,
+    with_strategy,
 )
-from cotrain_compile.placement.choices import Way
 from cotrain_compile.placement.explain import explain
 from cotrain_compile.placement.predict import predict
 from cotrain_compile.placement.problem import Problem, formulate
@@ -26,6 +25,7 @@ from cotrain_compile.placement.schedule import schedule
 from cotrain_compile.placement.sensitivity import limits
 from cotrain_compile.placement.slack import slacks
 from cotrain_compile.placement.solve import TACTICS, SolveSettings, solve
+from cotrain_compile.placement.strategies import Strategy
 from cotrain_compile.plan import Lane, Placement, Plan, UpdateMode
 from cotrain_compile.presets import find
 from tests.examples import examples
@@ -60,8 +60,10 @@ def test_keeping_one_parameter_on_the_device_costs_what_that_plan_takes() -> Non
         homes={**base.homes, "m1": Tier.DEVICE},
         updates={**base.updates, "w1": UpdateMode.RESIDENT},
     )
-    found = {a.way: a for a in alternatives(problem, plan, "w1")}
-    assert found[Way(UpdateMode.RESIDENT, 0)].step_s == pytest.approx(fastest_s(problem, by_hand))
+    found = {a.strategy: a for a in alternatives(problem, plan, "w1")}
+    assert found[Strategy(UpdateMode.RESIDENT, 0)].step_s == pytest.approx(
+        fastest_s(problem, by_hand)
+    )
     assert by_hand.updates["w0"] is UpdateMode.HOST
 
 
@@ -75,8 +77,8 @@ def test_every_alternative_costs_what_an_independent_simulation_says(
     assume(plan.placement.updates)
     param = data.draw(st.sampled_from(sorted(plan.placement.updates)))
     for alternative in alternatives(problem, plan, param):
-        placement = with_way(problem, plan.placement, param, alternative.way)
-        assert way_of(problem, placement, param) == alternative.way
+        placement = with_strategy(problem, plan.placement, param, alternative.strategy)
+        assert strategy_in(problem, placement, param) == alternative.strategy
         if alternative.step_s is None:
             assert alternative.shortfall_bytes > 0
             with pytest.raises(PlacementError):
@@ -94,13 +96,15 @@ def test_changing_one_parameter_changes_nothing_else(problem: Problem, data: st.
     plan = plan_of(with_budget(problem, PLENTY), "resident")
     assume(dataflow.updates)
     param = data.draw(st.sampled_from(sorted(dataflow.update)))
-    way = data.draw(st.sampled_from(ways_of(problem, param)))
-    changed = with_way(problem, plan.placement, param, way)
+    way = data.draw(st.sampled_from(strategies_for(problem, param)))
+    changed = with_strategy(problem, plan.placement, param, way)
     own = {param, *dataflow.update[param].states}
-    assert way_of(problem, changed, param) == way
+    assert strategy_in(problem, changed, param) == way
     assert {n for n, t in changed.homes.items() if t is not plan.placement.homes[n]} <= own
     assert changed.updates == {**plan.placement.updates, param: way.mode}
-    assert with_way(problem, changed, param, Way(UpdateMode.RESIDENT, 0)) == plan.placement
+    assert (
+        with_strategy(problem, changed, param, Strategy(UpdateMode.RESIDENT, 0)) == plan.placement
+    )
 
 
 def least_bytes_of_coarse() -> int:
@@ -113,7 +117,7 @@ def least_bytes_of_coarse() -> int:
 def test_the_plan_itself_is_the_first_row() -> None:
     plan = plan_of(PROBLEM)
     now = current(PROBLEM, plan, "w1")
-    assert now.way == Way(UpdateMode.HOST, 0)
+    assert now.strategy == Strategy(UpdateMode.HOST, 0)
     assert now.step_s == pytest.approx(plan.predicted.makespan_s)
     assert now.peak_bytes == plan.predicted.peak_bytes[Tier.DEVICE]
     assert now.traffic_bytes == plan.bytes_moved("offload") + plan.bytes_moved("prefetch")
@@ -121,13 +125,13 @@ def test_the_plan_itself_is_the_first_row() -> None:
 
 def test_what_does_not_fit_says_how_many_bytes_are_missing() -> None:
     """On the least budget of coarse no momentum can stay; with so many bytes more it can."""
-    least, way = least_bytes_of_coarse(), Way(UpdateMode.RESIDENT, 0)
+    least, way = least_bytes_of_coarse(), Strategy(UpdateMode.RESIDENT, 0)
     tight = with_budget(PROBLEM, least)
     plan = plan_of(tight)
     said = explain(tight, plan, "w2")
-    (missing,) = (a.shortfall_bytes for a in said.alternatives if a.way == way)
+    (missing,) = (a.shortfall_bytes for a in said.alternatives if a.strategy == way)
     assert f"does not fit: {missing / KIB:.1f} KiB ({missing:,} bytes) missing" in str(said)
-    placement = with_way(tight, plan.placement, "w2", way)
+    placement = with_strategy(tight, plan.placement, "w2", way)
     schedule(with_budget(PROBLEM, least + missing), placement)
     with pytest.raises(PlacementError):
         schedule(tight, placement)
@@ -153,7 +157,7 @@ def test_a_parameter_without_an_update_group_stays_and_is_explained() -> None:
     without = replace(STEP, updates=tuple(g for g in STEP.updates if g.param != "w1"))
     problem = with_budget(replace(PROBLEM, dataflow=without), PLENTY)
     said = explain(problem, plan_of(problem), "w1")
-    assert (said.current.way.mode, said.current.way.trips) == (None, 0)
+    assert (said.current.strategy.mode, said.current.strategy.trips) == (None, 0)
     assert said.alternatives == ()
 
 
@@ -188,8 +192,8 @@ def test_slack_is_the_time_from_a_copy_to_its_wait() -> None:
 def test_the_peak_of_an_alternative_is_that_of_its_placement() -> None:
     problem = with_budget(PROBLEM, PLENTY)
     plan = plan_of(problem)
-    way = Way(UpdateMode.RESIDENT, 0)
-    again = schedule(problem, with_way(problem, plan.placement, "w0", way))
+    way = Strategy(UpdateMode.RESIDENT, 0)
+    again = schedule(problem, with_strategy(problem, plan.placement, "w0", way))
     program = device_program(STEP, again.placement, again.moved)
-    found = {a.way: a.peak_bytes for a in alternatives(problem, plan, "w0")}
+    found = {a.strategy: a.peak_bytes for a in alternatives(problem, plan, "w0")}
     assert found[way] == max(device_bytes(program, again.placement, again.tasks))

@@ -23,8 +23,8 @@ from cotrain_compile.errors import PlacementError
 from cotrain_compile.machine import Machine, Tier
 from cotrain_compile.placement import program_memory
 from cotrain_compile.placement.check import check
-from cotrain_compile.placement.choices import Choices
-from cotrain_compile.placement.find_choices import choices_of
+from cotrain_compile.placement.decisions import Decisions, DecisionSpace
+from cotrain_compile.placement.find_decisions import decision_space
 from cotrain_compile.placement.policies import SIMPLE_RULES, rule
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.program import Program
@@ -41,10 +41,10 @@ TOLERANCE = 2e-6
 EDGE_BYTES = 4
 
 
-def program_of(choices: Choices, more_bytes: float = 0.0, **settings: bool) -> Program:
+def program_of(space: DecisionSpace, more_bytes: float = 0.0, **settings: bool) -> Program:
     """The program with so many bytes more than the budgets on both tiers."""
-    device, host = (choices.problem.budgets[tier] + more_bytes for tier in (Tier.DEVICE, Tier.HOST))
-    return Program(choices, device / MIB, host / MIB, **settings)
+    device, host = (space.problem.budgets[tier] + more_bytes for tier in (Tier.DEVICE, Tier.HOST))
+    return Program(space, device / MIB, host / MIB, **settings)
 
 
 def solved(program: Program, solver: str = "highs") -> Solution:
@@ -83,12 +83,12 @@ def least_ms(lp: highspy.Highs) -> float:
 
 
 def assignments(program: Program) -> list[dict[str, float]]:
-    """All ways to set the whole variables, by name: one of each bundle's ways, away or not."""
-    bundles = [[v.name for v in variables] for variables in program.taken]
-    single = [[v.name, ""] for v in program.away]
-    names = [name for bundle in (*bundles, *single) for name in bundle if name]
+    """All ways to set the whole variables, by name: one strategy for each cluster."""
+    params = [[v.name for v in variables] for variables in program.params]
+    activations = [[*(v.name for v in variables), ""] for variables in program.activations]
+    names = [name for cluster in (*params, *activations) for name in cluster if name]
     return [
-        {name: float(name in chosen) for name in names} for chosen in product(*bundles, *single)
+        {name: float(name in chosen) for name in names} for chosen in product(*params, *activations)
     ]
 
 
@@ -117,42 +117,42 @@ def linear(program: Program) -> tuple[highspy.Highs, dict[str, int]]:
 
 
 @st.composite
-def small_choices(draw: st.DrawFn, most: int = 200) -> Choices:
-    """Few enough decisions to try them all: few bundles, and of each a few of its ways."""
+def small_spaces(draw: st.DrawFn, most: int = 200) -> DecisionSpace:
+    """Few enough decisions to try them all: few clusters, and of each a few strategies."""
     problem = draw(problems())
     everything, states = resident_bytes(problem), problem.dataflow.total_bytes(*PERSISTENT_ROLES)
     host_bytes = draw(st.sampled_from([PLENTY, PLENTY, 2 * everything, states]))
     problem = with_budget(problem, draw(st.integers(6, 16)) * everything // 12, host_bytes)
     pieces = draw(st.integers(1, 3))
-    choices = choices_of(problem, draw(st.integers(2, 5)), pieces, at_peaks=draw(st.booleans()))
-    activations = choices.activations[: draw(st.integers(1, 4))]
-    most, weights = most // 2 ** len(activations), []
-    for bundle in choices.weights:
-        ways = draw(st.permutations(bundle.ways))[: max(1, most)]
-        weights.append(replace(bundle, ways=tuple(ways)))
-        most //= len(ways)
-    return replace(choices, weights=tuple(weights), activations=activations)
+    space = decision_space(problem, draw(st.integers(2, 5)), pieces, at_peaks=draw(st.booleans()))
+    activations = space.activations[: draw(st.integers(1, 4))]
+    most, params = most // 2 ** len(activations), []
+    for decision in space.params:
+        options = draw(st.permutations(decision.options))[: max(1, most)]
+        params.append(replace(decision, options=tuple(options)))
+        most //= len(options)
+    return replace(space, params=tuple(params), activations=activations)
 
 
-@given(small_choices())
+@given(small_spaces())
 @examples(120)
-def test_the_optimum_is_the_best_of_all_decisions(choices: Choices) -> None:
+def test_the_optimum_is_the_best_of_all_decisions(space: DecisionSpace) -> None:
     """To a few bytes: what just does not fit may fit within the tolerance of a solver."""
-    program = program_of(choices)
+    program = program_of(space)
     optimum = optimum_ms(program)
     if optimum != pytest.approx(best_of_all(program), rel=1e-6, abs=TOLERANCE):
-        less, more = (best_of_all(program_of(choices, edge)) for edge in (-EDGE_BYTES, EDGE_BYTES))
+        less, more = (best_of_all(program_of(space, edge)) for edge in (-EDGE_BYTES, EDGE_BYTES))
         assert more <= optimum * (1 + 1e-6) + TOLERANCE
         assert optimum <= less * (1 + 1e-6) + TOLERANCE
 
 
-@given(small_choices(most=20))
+@given(small_spaces(most=20))
 @examples(40)
-def test_cbc_finds_the_same_optimum(choices: Choices) -> None:
+def test_cbc_finds_the_same_optimum(space: DecisionSpace) -> None:
     """To a few bytes: what just does not fit, does within the tolerance of one of the solvers."""
-    highs = optimum_ms(program_of(choices))
+    highs = optimum_ms(program_of(space))
     with_less, with_more = (
-        optimum_ms(program_of(choices, edge), "cbc") for edge in (-EDGE_BYTES, EDGE_BYTES)
+        optimum_ms(program_of(space, edge), "cbc") for edge in (-EDGE_BYTES, EDGE_BYTES)
     )
     assert with_more <= highs * (1 + 1e-5) + 1e-5
     assert highs <= with_less * (1 + 1e-5) + 1e-5
@@ -175,12 +175,12 @@ def better(machine: Machine, data: st.DataObject) -> Machine:
     )
 
 
-@given(small_choices(), st.data())
+@given(small_spaces(), st.data())
 @examples(100)
 def test_more_of_anything_never_makes_the_optimum_worse(
-    choices: Choices, data: st.DataObject
+    space: DecisionSpace, data: st.DataObject
 ) -> None:
-    problem = choices.problem
+    problem = space.problem
     device, host = problem.budgets[Tier.DEVICE], problem.budgets[Tier.HOST]
     richer = data.draw(
         st.sampled_from(
@@ -191,8 +191,8 @@ def test_more_of_anything_never_makes_the_optimum_worse(
             ]
         )
     )
-    with_more = optimum_ms(program_of(replace(choices, problem=richer)))
-    assert with_more <= optimum_ms(program_of(choices)) * (1 + 1e-6) + TOLERANCE
+    with_more = optimum_ms(program_of(replace(space, problem=richer)))
+    assert with_more <= optimum_ms(program_of(space)) * (1 + 1e-6) + TOLERANCE
 
 
 @given(problems(), st.sampled_from([3, 5, 8]))
@@ -202,10 +202,10 @@ def test_relaxations_are_below_what_they_relax(problem: Problem, segments: int) 
 
     Where that room is what is short, the careful one claims what cannot be scheduled.
     """
-    careful = choices_of(problem, segments, 3)
+    careful = decision_space(problem, segments, 3)
     whole, split = solved(program_of(careful)), solved(program_of(careful, whole=False))
     assert split.objective_s <= whole.objective_s * (1 + 1e-6) + 1e-9
-    at_peaks = choices_of(problem, segments, 3, at_peaks=True)
+    at_peaks = decision_space(problem, segments, 3, at_peaks=True)
     with mock.patch.object(program_memory, "_add_room_for_any_update"):
         relaxed = solved(program_of(at_peaks, relaxed=True))
     for program in (program_of(careful), program_of(at_peaks)):
@@ -216,13 +216,15 @@ def test_relaxations_are_below_what_they_relax(problem: Problem, segments: int) 
 def placed(draw: st.DrawFn) -> tuple[Problem, Placement]:
     """A problem, and a simple rule's placement or any decisions at all."""
     problem = draw(problems())
-    choices = choices_of(problem)
+    space = decision_space(problem)
     policy = draw(st.sampled_from(["", "", "", *SIMPLE_RULES, "fraction:0.5"]))
     if policy:
         return problem, rule(policy)(problem.dataflow)
-    ways = [draw(st.sampled_from(bundle.ways)) for bundle in choices.weights]
-    away = [draw(st.booleans()) for _ in choices.activations]
-    return problem, choices.placement("drawn", ways, away)
+    params, activations = (
+        tuple(draw(st.sampled_from(decision.strategies)) for decision in decisions)
+        for decisions in (space.params, space.activations)
+    )
+    return problem, space.placement("drawn", Decisions(params, activations))
 
 
 @given(placed(), st.sampled_from([0.0, 0.0, 0.1, 1.0]), st.sampled_from([96, 96, 20, 5]))
@@ -237,7 +239,7 @@ def test_no_plan_beats_the_certified_bound_at_its_own_peaks(
     peaks = plan.predicted.peak_bytes
     own = with_budget(problem, peaks[Tier.DEVICE], peaks[Tier.HOST])
     check(own, replace(plan, budgets=own.budgets))
-    relaxed = program_of(choices_of(own, segments, at_peaks=True), relaxed=True)
+    relaxed = program_of(decision_space(own, segments, at_peaks=True), relaxed=True)
     bound = solved(relaxed)
     assert bound.decisions is not None
     assert bound.bound_s <= plan.predicted.makespan_s * (1 + 1e-6)

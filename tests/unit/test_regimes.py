@@ -19,9 +19,9 @@ import pytest
 from cotrain_compile.analysis.costs import CostTable
 from cotrain_compile.machine import HostUpdate, Link, Machine, Tier, TierSpec
 from cotrain_compile.placement.check import check
-from cotrain_compile.placement.choices import Weights
+from cotrain_compile.placement.clusters import ParamCluster
 from cotrain_compile.placement.engine import simulate, steady_state
-from cotrain_compile.placement.find_choices import choices_of
+from cotrain_compile.placement.find_decisions import decision_space
 from cotrain_compile.placement.policies import coarse, resident
 from cotrain_compile.placement.predict import predict_steady_state
 from cotrain_compile.placement.problem import Problem, formulate
@@ -70,23 +70,24 @@ def modes(plan: Plan) -> Counter[UpdateMode]:
     return Counter(plan.placement.updates.values())
 
 
-def test_the_ways_of_a_bundle_take_the_bytes_of_zero_offloads_table_1() -> None:
+def test_the_strategies_of_a_cluster_take_the_bytes_of_zero_offloads_table_1() -> None:
     """16, 14, 4 and 2 bytes a parameter: all here, gradient gone, update gone, both gone."""
     problem = formulate(LARGE_MODEL, FAST_LINK_SLOW_HOST, {Tier.DEVICE: PLENTY, Tier.HOST: PLENTY})
-    for bundle in choices_of(problem).weights:
-        count = PARAMS * len(bundle.params)
-        assert bundle.thin
+    for decision in decision_space(problem).params:
+        cluster = decision.cluster
+        count = PARAMS * len(cluster.params)
+        assert cluster.thin
         assert [
-            copies(bundle, update=update, gradient=gradient) / count
+            copies(cluster, update=update, gradient=gradient) / count
             for update in (True, False)
             for gradient in (True, False)
         ] == [16, 14, 4, 2]
 
 
-def copies(bundle: Weights, *, update: bool, gradient: bool) -> int:
+def copies(cluster: ParamCluster, *, update: bool, gradient: bool) -> int:
     """Bytes on the device with the low-precision copy: with what is updated, with the gradient."""
-    updated = bundle.param_bytes + bundle.state_bytes + bundle.kept_state_bytes
-    return bundle.fetched_bytes + update * updated + gradient * bundle.gradient_bytes
+    updated = cluster.param_bytes + cluster.state_bytes + cluster.kept_state_bytes
+    return cluster.fetched_bytes + update * updated + gradient * cluster.gradient_bytes
 
 
 @pytest.mark.parametrize("bytes_per_param", [2.5, 4, 8, 14, 20])

@@ -18,7 +18,7 @@ from cotrain_compile.errors import PlacementError
 from cotrain_compile.machine import HostUpdate, Link, Machine, Tier, TierSpec
 from cotrain_compile.placement.autotm import autotm
 from cotrain_compile.placement.check import check
-from cotrain_compile.placement.find_choices import choices_of
+from cotrain_compile.placement.find_decisions import decision_space
 from cotrain_compile.placement.policies import rule
 from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.schedule import draft
@@ -316,10 +316,10 @@ def test_only_plans_for_smaller_budgets_are_taken_over() -> None:
     assert plan.predicted.makespan_s >= fast.predicted.makespan_s * (1 - 1e-9)
 
 
-def test_progress_and_choices_made_before() -> None:
+def test_progress_and_a_decision_space_made_before() -> None:
     problem = problem_of(SMALL, 0.6)
     stages: list[str] = []
-    again = solve(problem, progress=stages.append, choices=choices_of(problem))
+    again = solve(problem, progress=stages.append, space=decision_space(problem))
     assert again.placement == solve(problem).placement
     assert "looking for what can be decided" not in stages
     assert stages[0] == "trying resident"

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from cotrain_compile.analysis.reuse import reuse_distances
 from cotrain_compile.dataflow import Role
 from cotrain_compile.machine import Tier
-from cotrain_compile.placement.alternatives import every_way
-from cotrain_compile.placement.explain import way_words
+from cotrain_compile.placement.alternatives import every_strategy
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.slack import slacks
 from cotrain_compile.plan import Plan, UpdateMode
@@ -35,7 +34,7 @@ def parameter_rows(problem: Problem, plan: Plan) -> tuple[Row, ...]:
     dataflow = problem.dataflow
     distances = reuse_distances(dataflow, problem.costs.device_s)
     slack_s = slacks(dataflow, plan)
-    ways = every_way(problem, plan.placement)
+    strategies = every_strategy(problem, plan.placement)
     rows = []
     for buffer in dataflow.buffers:
         if buffer.role is not Role.PARAM:
@@ -49,7 +48,7 @@ def parameter_rows(problem: Problem, plan: Plan) -> tuple[Row, ...]:
                 nbytes=buffer.nbytes,
                 state_bytes=sum(dataflow.buffer[s].nbytes for s in group.states) if group else 0,
                 mode=mode.value if mode else "frozen",
-                kept=way_words(ways[buffer.name]),
+                kept=strategies[buffer.name].words,
                 home=plan.placement.homes.get(buffer.name, Tier.DEVICE).value,
                 reuse_distance_s=distance.seconds if distance else None,
                 slack_s=slack_s.get(buffer.name),

@@ -1,37 +1,42 @@
-"""Find choices: Problem -> Choices. What can be decided about a step, in segments.
+"""Find decisions: Problem -> DecisionSpace. What can be decided about a step, in segments.
 
-In: a Problem. Out: `Choices`: the bundles, and what the device holds whatever is decided.
+In: a Problem. Out: the clusters with their strategies, and what the device holds in any case.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from cotrain_compile.placement.bundles import bundled_activations, bundled_weights
-from cotrain_compile.placement.choices import Activations, Choices
+from cotrain_compile.placement.clusters import ActivationCluster
+from cotrain_compile.placement.decisions import (
+    DecisionSpace,
+    activation_decisions,
+    param_decisions,
+)
+from cotrain_compile.placement.find_clusters import activation_clusters, param_clusters
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.residency import Curve
 from cotrain_compile.placement.segmented_step import SegmentedStep, segmented
 
 # Segments of the whole step, and into how many pieces the parameters (or activations) are cut at
-# least: finer bundles are better plans and larger programs.
+# least: finer clusters are better plans and larger programs.
 SEGMENTS = 64
 PIECES = 96
 
 
-def choices_of(
+def decision_space(
     problem: Problem,
     segments: int = SEGMENTS,
     pieces: int = PIECES,
     *,
     at_peaks: bool = False,
     everything: bool = False,
-) -> Choices:
+) -> DecisionSpace:
     """What can be decided about `problem`, in about `segments` segments.
 
     Cuts are where few bytes cross, or, with `at_peaks`, right before the ops at which most is
     alive; memory is then checked at the cuts alone, where the amounts sent and brought are known.
-    With `everything`, the smallest temporaries may leave too, and no bundle of temporaries is cut
+    With `everything`, the smallest temporaries may leave too, and no cluster of temporaries is cut
     into pieces: what a bound needs, and a plan does not.
     """
     step = segmented(problem, segments, at_peaks=at_peaks)
@@ -39,21 +44,21 @@ def choices_of(
     seconds = [
         elapsed_s[end] - elapsed_s[start] for start, end in zip(step.starts, step.ends, strict=True)
     ]
-    activations = bundled_activations(step, pieces, everything=everything)
-    return Choices(
+    activations = activation_clusters(step, pieces, everything=everything)
+    return DecisionSpace(
         problem,
         (0.0, *seconds, 0.0),
         tuple(_checkpoints(step, activations)),
-        bundled_weights(step, pieces),
-        activations,
+        param_decisions(param_clusters(step, pieces)),
+        activation_decisions(activations),
     )
 
 
 def _checkpoints(
-    step: SegmentedStep, activations: Sequence[Activations]
+    step: SegmentedStep, activations: Sequence[ActivationCluster]
 ) -> Iterable[tuple[int, int]]:
     """(segment, bytes) where most is alive, with all activations there and with none."""
-    leaving = {name for bundle in activations for name in bundle.buffers}
+    leaving = {name for cluster in activations for name in cluster.buffers}
     kept, bare = _undecided_bytes(step), _undecided_bytes(step, without=leaving)
     for number, (start, end) in enumerate(zip(step.starts, step.ends, strict=True), start=1):
         # A step that does nothing but update has no slot but the end.
@@ -65,7 +70,7 @@ def _checkpoints(
 
 
 def _undecided_bytes(step: SegmentedStep, without: Iterable[str] = ()) -> list[int]:
-    """Bytes in each slot of what no bundle of weights holds, nor is in `without`."""
+    """Bytes in each slot of what no cluster of weights holds, nor is in `without`."""
     updates = step.dataflow.updates
     left_out = {name for group in updates for name in (group.param, *group.states)}
     left_out |= {g.gradient for g in updates if step.is_made_and_used_up(g.gradient)}

@@ -1,7 +1,7 @@
-"""Bundles: parameters and activations that are alike in every segment, to be decided on together.
+"""Find clusters: parameters and activations that are alike in every segment, decided on together.
 
-In: a SegmentedStep. Out: `Weights` and `Activations`. So the program grows with the segments and
-not with the ops.
+In: a SegmentedStep. Out: `ParamCluster` and `ActivationCluster`. So the program grows with the
+segments and not with the ops.
 """
 
 from __future__ import annotations
@@ -12,18 +12,16 @@ from itertools import accumulate
 from typing import Protocol, TypeVar
 
 from cotrain_compile.dataflow import Buffer, Role, UpdateGroup
-from cotrain_compile.placement.choices import (
+from cotrain_compile.placement.clusters import (
     NO_GRADIENTS,
-    Activations,
+    ActivationCluster,
     KeptGradients,
-    Way,
-    Weights,
-    is_large,
+    ParamCluster,
 )
 from cotrain_compile.placement.moved_updates import workspace_bytes
 from cotrain_compile.placement.residency import longest_gap, made_by
 from cotrain_compile.placement.segmented_step import SegmentedStep
-from cotrain_compile.plan import UpdateMode
+from cotrain_compile.placement.strategies import is_large
 
 # Temporaries smaller than this part of the peak are left alone.
 SMALLEST = 20_000
@@ -32,22 +30,22 @@ SMALLEST = 20_000
 # Activations.
 
 
-def bundled_activations(
+def activation_clusters(
     step: SegmentedStep, pieces: int, *, everything: bool
-) -> tuple[Activations, ...]:
-    """Temporaries that may leave, in bundles of at most 1/`pieces` of their bytes.
+) -> tuple[ActivationCluster, ...]:
+    """Temporaries that may leave, in clusters of at most 1/`pieces` of their bytes.
 
-    With `everything` the smallest may too, and no bundle is cut.
+    With `everything` the smallest may too, and no cluster is cut.
     """
     candidates = list(_leaving(step, 0 if everything else max(step.moves.slot_bytes) // SMALLEST))
     total = sum(buffer.nbytes for buffer, _ in candidates)
     most = total if everything else total // pieces + 1
-    bundles: dict[tuple[int, int], list[Buffer]] = {}
+    clusters: dict[tuple[int, int], list[Buffer]] = {}
     for buffer, window in candidates:
-        bundles.setdefault(window, []).append(buffer)
+        clusters.setdefault(window, []).append(buffer)
     return tuple(
-        Activations(tuple(b.name for b in part), sum(b.nbytes for b in part), *window)
-        for window, buffers in bundles.items()
+        ActivationCluster(tuple(b.name for b in part), sum(b.nbytes for b in part), *window)
+        for window, buffers in clusters.items()
         for part in _parts(buffers, most)
     )
 
@@ -96,7 +94,7 @@ class _Param:
 
     @property
     def alike(self) -> tuple[object, ...]:
-        """Equal for parameters that may be bundled."""
+        """Equal for parameters that may be in one cluster."""
         states = len(self.group.states) if self.group else -1
         thin = self.fetched != self.name
         read = (thin, self.read_late, *self.uses)
@@ -104,8 +102,8 @@ class _Param:
         return (*read, self.temporary, states, self.made, self.used, self.release, kept)
 
 
-def bundled_weights(step: SegmentedStep, pieces: int) -> tuple[Weights, ...]:
-    """All parameters, in bundles of at most 1/`pieces` of their bytes."""
+def param_clusters(step: SegmentedStep, pieces: int) -> tuple[ParamCluster, ...]:
+    """All parameters, in clusters of at most 1/`pieces` of their bytes."""
     params = [*_updated(step), *_frozen(step)]
     most = sum(p.nbytes for p in params) // pieces + 1
     alike: dict[tuple[object, ...], list[_Param]] = {}
@@ -113,7 +111,7 @@ def bundled_weights(step: SegmentedStep, pieces: int) -> tuple[Weights, ...]:
         alike.setdefault(param.alike, []).append(param)
     maker = {name: op.name for op in step.program.ops for name in op.writes}
     return tuple(
-        _bundle(step, part, maker) for same in alike.values() for part in _parts(same, most)
+        _cluster(step, part, maker) for same in alike.values() for part in _parts(same, most)
     )
 
 
@@ -165,7 +163,7 @@ def _kept(step: SegmentedStep, param: str) -> KeptGradients:
         nbytes,
         fetched=tuple(step.segment(slot) for slot in uses),
         written=step.segment(written) if written >= 0 else None,
-        for_update=not touched,
+        for_update=None if touched else step.tail,
     )
 
 
@@ -182,7 +180,9 @@ def _uses(step: SegmentedStep, fetched: str) -> Sequence[int]:
     return [step.segment(slot) for slot in (uses[0], *gap, uses[-1])]
 
 
-def _bundle(step: SegmentedStep, params: Sequence[_Param], maker: Mapping[str, str]) -> Weights:
+def _cluster(
+    step: SegmentedStep, params: Sequence[_Param], maker: Mapping[str, str]
+) -> ParamCluster:
     """`maker` names the op that makes each buffer."""
     first, buffers, costs = params[0], step.dataflow.buffer, step.problem.costs
     groups = [p.group for p in params if p.group is not None]
@@ -191,9 +191,11 @@ def _bundle(step: SegmentedStep, params: Sequence[_Param], maker: Mapping[str, s
     is_copy, is_used = first.fetched != first.name, bool(step.program.touches.get(first.fetched))
     casts = [maker[p.fetched] for p in params] if is_copy else []
     sizes = sorted(p.nbytes for p in params)
-    return Weights(
+    return ParamCluster(
         params=tuple(p.name for p in params),
-        ways=_ways(step, first, has_states=large_bytes > 0),
+        updated=first.group is not None,
+        most_trips=_most_trips(step, first),
+        gradient_waits=first.temporary and step.apart(first.used, first.release),
         param_bytes=sum(sizes),
         state_bytes=large_bytes,
         kept_state_bytes=sum(s.nbytes for s in states) - large_bytes,
@@ -221,21 +223,15 @@ def _bundle(step: SegmentedStep, params: Sequence[_Param], maker: Mapping[str, s
     )
 
 
-def _ways(step: SegmentedStep, param: _Param, *, has_states: bool) -> tuple[Way, ...]:
-    """The ways to keep a parameter; a second trip only where there is a gap to be away in.
+def _most_trips(step: SegmentedStep, param: _Param) -> int:
+    """How often a weight at home on the host can be fetched, 0 where it cannot be there.
 
-    One that the step reads again after its update stays on the device.
+    Twice only where there is a gap to be away in. One that the step reads again after its update
+    stays on the device.
     """
-    trips = () if param.read_late else (1, 2) if step.apart(*param.uses[1:3]) else (1,)
-    if param.group is None:
-        return (Way(None, 0), *(Way(None, n) for n in trips))
-    ways = [Way(UpdateMode.RESIDENT, 0), Way(UpdateMode.HOST, 0)]
-    ways += [Way(UpdateMode.HOST_STREAMED, n) for n in trips]
-    if has_states:
-        ways += [Way(UpdateMode.STREAMED, n) for n in (0, *trips)]
-    if param.temporary and step.apart(param.used, param.release):
-        ways += [Way(w.mode, w.trips, True) for w in ways if not w.on_host and w.trips != 1]
-    return tuple(ways)
+    if param.read_late:
+        return 0
+    return 2 if step.apart(*param.uses[1:3]) else 1
 
 
 class _Sized(Protocol):

@@ -1,0 +1,83 @@
+"""Clusters: parameters, or activations, that are alike in every segment and decided on together.
+
+Types alone: `find_clusters` makes them. They say when and how large something is, and nothing about
+what may be done with it: that is for `strategies`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class KeptGradients:
+    """What lies in the `.grad` of the parameters of a cluster, before the step or after it.
+
+    It rests where the parameter does. Segments: `made` of its making, 0 where the step finds it;
+    `fetched` of each use that it is fetched for where it rests on the host, `written` of its last
+    write, None where there is none; `for_update` is the last one where only the update reads it.
+    """
+
+    nbytes: int = 0
+    made: int = 0
+    fetched: tuple[int, ...] = ()
+    written: int | None = None
+    for_update: int | None = None
+
+
+NO_GRADIENTS = KeptGradients()
+
+
+@dataclass(frozen=True)
+class ParamCluster:
+    """Parameters that are decided on together; bytes and seconds are sums over them.
+
+    `fetched_bytes` cross the link when the weight is fetched: the low-precision copies where the
+    step `thin`ly uses nothing else, none where it uses nothing at all, else the parameters.
+    `largest` is the share that the largest parameter has in the cluster, `least_largest` the least
+    share that the largest of any part of the cluster has in that part. The values made inside the
+    largest update take `made_bytes`, `workspace_bytes` beyond its gradient. `cast_s` is what the
+    host takes to make the low-precision copies, `device_cast_s` what the device takes where it
+    makes them. The rest are segments: of the first use of the weight, the last in the forward, the
+    first in the backward and the last, of the gradient's making, its last use, and the release of
+    the update. `kept` lies in `.grad`. Frozen ones are not `updated`. At home on the host, the
+    weight can be fetched up to `most_trips` times in a step; where the `gradient_waits` there are
+    segments between its last use and the update.
+    """
+
+    params: tuple[str, ...]
+    updated: bool
+    most_trips: int
+    gradient_waits: bool
+    param_bytes: int
+    state_bytes: int
+    kept_state_bytes: int
+    gradient_bytes: int
+    fetched_bytes: int
+    thin: bool
+    largest: float
+    least_largest: float
+    workspace_bytes: int
+    made_bytes: int
+    device_s: float
+    host_s: float
+    cast_s: float
+    device_cast_s: float
+    first: int
+    leaves: int
+    returns: int
+    last: int
+    gradient_made: int
+    gradient_used: int
+    release: int
+    kept: KeptGradients = NO_GRADIENTS
+
+
+@dataclass(frozen=True)
+class ActivationCluster:
+    """Temporaries that may be away from segment `leaves` (last use) to `returns` (next use)."""
+
+    buffers: tuple[str, ...]
+    nbytes: int
+    leaves: int
+    returns: int
