@@ -75,7 +75,7 @@ FOUND = (
     Found(
         "One of two parameters in one storage was taken for frozen, to rest on the host though the "
         "step writes it, and the plan was refused as unsound.",
-        "tests/unit/test_choices.py",
+        "tests/unit/test_strategies.py",
     ),
     Found(
         "A step compiled with Inductor took more of the device than its plan said, though no more "

@@ -18,10 +18,10 @@ from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.residency import thin_copies
 from cotrain_compile.placement.strategies import (
     ACTIVATION_STRATEGIES,
-    PARAM_STRATEGIES,
     Placed,
     Stays,
     Strategy,
+    fitting,
 )
 from cotrain_compile.plan import Placement
 
@@ -102,10 +102,7 @@ def param_decisions(
 ) -> tuple[Decision[ParamCluster, Strategy], ...]:
     """For each cluster the strategies that fit it, with their effects."""
     return tuple(
-        Decision(
-            cluster,
-            tuple(Option(s, s.effect(cluster)) for s in PARAM_STRATEGIES if s.fits(cluster)),
-        )
+        Decision(cluster, tuple(Option(s, s.effect(cluster)) for s in fitting(cluster)))
         for cluster in clusters
     )
 

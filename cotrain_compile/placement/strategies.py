@@ -291,6 +291,11 @@ PARAM_STRATEGIES: tuple[Strategy, ...] = (
 ACTIVATION_STRATEGIES: tuple[Stays, ...] = (Stays(), Away())
 
 
+def fitting(cluster: ParamCluster) -> tuple[Strategy, ...]:
+    """The strategies that can be chosen for `cluster`."""
+    return tuple(strategy for strategy in PARAM_STRATEGIES if strategy.fits(cluster))
+
+
 def strategy_of(dataflow: Dataflow, placement: Placement, param: str, fetched: str) -> Strategy:
     """The strategy whose placement of `param` is that of `placement`, or is closest to it."""
     group = dataflow.update.get(param)
