@@ -87,7 +87,8 @@ class CompiledStep:
         is_homed = [item.role in PERSISTENT_ROLES for item in graph.inputs]
         self._homed = [(p, tier) for p, tier in enumerate(tiers) if is_homed[p]]
         self._given = [(p, tier) for p, tier in enumerate(tiers) if not is_homed[p]]
-        self._left_at: list[int] = []  # where the homed were when they were last at home
+        self._at: list[int] = []  # positions of the tensors among the homed
+        self._left_at: list[int] = []  # where these were when they were last at home
         self._is_remembered = False
 
     @property
@@ -233,8 +234,9 @@ class CompiledStep:
 
     def bring_home(self, inputs: Sequence[Any]) -> None:
         """Move the step's parameters, states and buffers to where the plan has their homes."""
-        persistent = [(inputs[position], tier) for position, tier in self._homed]
-        self._device.bring_home([(v, t) for v, t in persistent if isinstance(v, torch.Tensor)])
+        tensors = [(p, tier) for p, tier in self._homed if isinstance(inputs[p], torch.Tensor)]
+        self._device.bring_home([(inputs[position], tier) for position, tier in tensors])
+        self._at = [position for position, _ in tensors]
         self._left_at = self._addresses(inputs)
         self._is_remembered = False
 
@@ -246,9 +248,8 @@ class CompiledStep:
         return self._left_at != self._addresses(inputs)
 
     def _addresses(self, inputs: Sequence[Any]) -> list[int]:
-        values = [inputs[position] for position, _ in self._homed]
-        at = [value.data_ptr() for value in values if isinstance(value, torch.Tensor)]
-        return [self._device.memory_version, *at]
+        tensors = [inputs[position] for position in self._at]
+        return [self._device.memory_version, *map(torch.Tensor.data_ptr, tensors)]
 
     @property
     def allowed_bytes(self) -> int:

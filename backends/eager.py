@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_map_only
 
 from cotrain_compile.backends.calls import Call, Write, calls_of
-from cotrain_compile.graph import StepGraph
+from cotrain_compile.graph import StepGraph, returned_values
 from cotrain_compile.machine import Tier
 from cotrain_compile.plan import Lane, Span
 from cotrain_compile.runtime.device import Device
@@ -43,11 +42,12 @@ class EagerProgram:
         }
         self._inputs = list(graph.find_nodes(op="placeholder"))
         self._calls = calls_of(placed, more_writes or {})
-        (self._output,) = graph.find_nodes(op="output")
+        self._outputs: Any = list(returned_values(placed))
         self._marks: list[Any] = []
         self._device = device
         self._rehearses = False
         self._runtime: Runtime = device
+        self._counts = device.counts_device
         self._before_update = before_update
 
     def timing(self) -> Callable[[], list[Span]]:
@@ -94,11 +94,14 @@ class EagerProgram:
                     del values[value]
         finally:
             torch._C._set_grad_enabled(was_on)
-        outputs = fx.node.map_arg(self._output.args[0], values.__getitem__)
-        self.forget()
         # A gradient is often a view of what the graph computed. Kept in `p.grad` as a view, its
         # base would be one more input of the next step.
-        return tree_map_only(torch.Tensor, torch.Tensor.detach, outputs)
+        outputs = [
+            value.detach() if isinstance(value, torch.Tensor) else value
+            for value in fx.node.map_arg(self._outputs, values.__getitem__)
+        ]
+        self.forget()
+        return outputs
 
     def forget(self) -> None:
         """Free what a step that failed has left; nothing may still read it."""
@@ -129,7 +132,7 @@ class EagerProgram:
     def _run_op(self, call: Call) -> Any:
         try:
             result = self._carry_out(call.node)
-            if call.is_new:
+            if call.is_new and self._counts:
                 self._device.meter.track(result, Tier.DEVICE, call.node.name)
         except Exception as error:
             if call.node.stack_trace:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import cached_property
 
 from cotrain_compile.backends.eager import EagerProgram
+from cotrain_compile.machine import Tier
 from cotrain_compile.plan import Timeline
 from cotrain_compile.runtime.device import Device
 
@@ -21,7 +22,11 @@ class Measurement:
         self._op_spans, self._task_spans = program.timing(), device.timing()
         self._origin_s = device.origin_s
         # Copied: what the user frees between two steps is no part of the first one.
-        self._curve = {tier: tuple(samples) for tier, samples in device.meter.curve.items()}
+        self._curve = {
+            tier: tuple(samples)
+            for tier, samples in device.meter.curve.items()
+            if device.counts_device or tier is Tier.HOST
+        }
 
     @cached_property
     def timeline(self) -> Timeline:

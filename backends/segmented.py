@@ -102,7 +102,8 @@ class SegmentedProgram(EagerProgram):
             else:
                 self._count_inside(call)
                 results = self._call(call)
-            self._device.meter.track(results, Tier.DEVICE, segment.name)
+            if self._counts:
+                self._device.meter.track(results, Tier.DEVICE, segment.name)
         except Exception as error:
             if segment.stack_trace:
                 error.add_note(f"in {segment.name}, which begins with\n{segment.stack_trace}")
@@ -111,11 +112,11 @@ class SegmentedProgram(EagerProgram):
         for item, index in call.items:
             env[item] = results[index]
 
-    def _call(self, call: Call) -> list[Any]:
+    def _call(self, call: Call) -> Sequence[Any]:
         arguments = [self.env[node] for node in call.node.args]  # type: ignore[index]
         for node in call.done_with:
             self.env[node] = None
-        return list(self._code[str(call.node.target)](arguments))
+        return self._code[str(call.node.target)](arguments)
 
     def _record(self, call: Call, run: Callable[[Call], Any]) -> Any:
         """What `run(call)` returns. Its allocations, the same in every step, are counted."""
@@ -129,8 +130,8 @@ class SegmentedProgram(EagerProgram):
         return result
 
     def _count_inside(self, call: Call) -> None:
-        inside_bytes = self._inside_bytes.get(call.node, 0)
-        self._device.meter.add_for_a_moment(inside_bytes, Tier.DEVICE, self._name(call))
+        if inside_bytes := self._inside_bytes.get(call.node, 0):
+            self._device.meter.add_for_a_moment(inside_bytes, Tier.DEVICE, self._name(call))
 
     def most_in_calls(self) -> list[tuple[tuple[str, ...], int]]:
         """The ops of each segment of the last rehearsal, or op on its own, and the most bytes then.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import resource
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -47,6 +47,14 @@ class Card(Protocol):
 
     def copy(self, stream: Stream, destination: torch.Tensor, source: torch.Tensor) -> None:
         """Give `stream` a copy between the device and pinned memory."""
+
+    def copy_all(
+        self,
+        stream: Stream,
+        destinations: Sequence[torch.Tensor],
+        sources: Sequence[torch.Tensor],
+    ) -> None:
+        """Give `stream` several copies as of `copy`, in their order."""
 
     def seconds_between(self, start: Event, end: Event) -> float:
         """Between two timed events that have both come."""
@@ -126,15 +134,23 @@ class CudaCard:
     def copy(
         self, stream: torch.cuda.Stream, destination: torch.Tensor, source: torch.Tensor
     ) -> None:
+        self.copy_all(stream, [destination], [source])
+
+    def copy_all(
+        self,
+        stream: torch.cuda.Stream,
+        destinations: Sequence[torch.Tensor],
+        sources: Sequence[torch.Tensor],
+    ) -> None:
         if torch.cuda.current_device() != self.device.index:
             with torch.cuda.stream(stream):
-                destination.copy_(source, non_blocking=True)
+                _copy_each(destinations, sources)
             return
         # As `torch.cuda.stream` does, which asks for more than is needed here.
         before = torch.cuda.current_stream(self.device)
         torch.cuda.set_stream(stream)
         try:
-            destination.copy_(source, non_blocking=True)
+            _copy_each(destinations, sources)
         finally:
             torch.cuda.set_stream(before)
 
@@ -171,6 +187,11 @@ class CudaCard:
         # As `torch.cuda.memory_allocated`, which sorts all that the allocator says, twice a step.
         said = torch.cuda.memory_stats_as_nested_dict(self.device)
         return int(said.get(kind, {}).get("all", {}).get(moment, 0))
+
+
+def _copy_each(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    for destination, source in zip(destinations, sources, strict=True):
+        destination.copy_(source, non_blocking=True)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -29,9 +29,8 @@ homes there are done, and does not wait for the others.
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,7 +42,8 @@ from cotrain_compile.plan import Lane as LaneName
 from cotrain_compile.plan import Span
 from cotrain_compile.runtime import homes
 from cotrain_compile.runtime.card import Card
-from cotrain_compile.runtime.course import WHOLE, Course, Cut
+from cotrain_compile.runtime.copy_streams import CopyStreams, last_on_each_stream
+from cotrain_compile.runtime.course import Course, Cut
 from cotrain_compile.runtime.device import Device
 from cotrain_compile.runtime.host_kernels import HostKernel
 from cotrain_compile.runtime.issued import IssuedCopy, LateCopy
@@ -53,7 +53,6 @@ from cotrain_compile.runtime.ops import Launch
 from cotrain_compile.runtime.pinned import Event, PinnedPool
 
 _UNLIMITED = 1 << 62
-LINK = (LaneName.D2H, LaneName.H2D)
 # How often the end of a copy is asked for: as late as a blocking wait would wake up.
 POLL_S = 5e-5
 
@@ -62,8 +61,8 @@ class CudaDevice(Device):
     """Runs the tasks of a placed step on `card`; one per compiled step.
 
     `pool` has the host's memory. The card limits device memory, `host_budget_bytes` the host's.
-    `timed` times every op and copy, which
-    costs an event each and a synchronisation before the step.
+    `timed` times every op and copy and counts what they leave on the device, which costs an event
+    each and a synchronisation before the step.
     """
 
     # Workspaces of libraries (cuBLAS takes up to 32 MiB) are no tensors of the step.
@@ -87,18 +86,18 @@ class CudaDevice(Device):
         self._card = card
         self._pool = pool
         self._timed = timed
-        self._streams: dict[str, Any] = {lane: card.stream() for lane in LINK}
-        self._issuing: dict[str, threading.Lock] = {lane: threading.Lock() for lane in LINK}
-        self._issued: dict[str, int] = dict.fromkeys(LINK, 0)  # copies on each stream so far
+        # The card's allocator counts by itself; the curve of a timeline needs every moment.
+        self.counts_device = timed
+        self._streams = CopyStreams(card, pool, timed=timed)
         self._at_homes: list[Task] = []  # copies to or from memory of the host that the user knows
         self._host_homes: Collection[int] = ()
-        self._place: Event | None = None  # of the last copy in the graph
         self._origin: Event | None = None
         self._before_bytes = self._others_bytes = 0
 
     def start_step(self) -> None:
         super().start_step()
-        self._at_homes, self._place = [], None
+        self._at_homes = []
+        self._streams.start_step()
         self._card.start_step()
         self._before_bytes = self._card.allocated_bytes()
         if self._timed:
@@ -113,8 +112,9 @@ class CudaDevice(Device):
     def finish_step(self) -> None:
         if self._timed:
             self._card.synchronize()  # what is timed has to have come
+        self._streams.give_batch()
         # What has not been issued yet goes on under the next step, and is at no home on the host.
-        for copy in _last_on_each_stream(self._at_homes):
+        for copy in last_on_each_stream(self._at_homes):
             self._end_of_copy(copy.name, copy.end)
 
     def _end_of_copy(self, name: str, end: Event) -> None:
@@ -133,13 +133,14 @@ class CudaDevice(Device):
             time.sleep(POLL_S)
 
     def drain(self) -> None:
+        self._streams.give_batch()
         super().drain()
         if not self._given_up:
             self._card.synchronize()
 
     @property
     def is_busy(self) -> bool:
-        last = _last_on_each_stream(self._tasks.values())
+        last = last_on_each_stream(self._tasks.values())
         return super().is_busy or not all(copy.end.query() for copy in last)
 
     def bring_home(self, tensors: Sequence[tuple[torch.Tensor, Tier]]) -> None:
@@ -162,27 +163,20 @@ class CudaDevice(Device):
         super().run_region(region, at_hand, launch)
 
     def wait(self, tasks: Sequence[str]) -> None:
+        self._streams.give_batch()
         super().wait(tasks)
-        self._hold(None, [self._tasks[task] for task in tasks])
+        self._streams.hold(None, [self._tasks[task] for task in tasks])
 
     def wait_previous(self, tasks: Sequence[str]) -> None:
+        self._streams.give_batch()
         super().wait_previous(tasks)
-        self._hold(None, [self._previous[task] for task in tasks if task in self._previous])
-
-    def _hold(self, lane: str | None, tasks: Sequence[Task]) -> None:
-        """Make the stream of `lane`, None: the compute stream, wait for the copies in `tasks`.
-
-        They have been issued. Of each stream the last one is enough, on their own none.
-        """
-        stream = self._streams[lane] if lane is not None else None
-        for copy in _last_on_each_stream(tasks):
-            if copy.lane != lane:
-                self._card.hold(stream, copy.end)
+        self._streams.hold(None, [self._previous[task] for task in tasks if task in self._previous])
 
     def skip(self, launch: Launch) -> None:
+        self._streams.give_batch()
         super().skip(launch)
         if not launch.alongside:
-            self._place = None
+            self._streams.leave_place()
 
     def mark(self) -> Event | None:
         return self._card.record(None, timed=True) if self._timed else None
@@ -199,20 +193,17 @@ class CudaDevice(Device):
     def timing(self) -> Callable[[], list[Span]]:
         """Of the tasks of this step alone; what is still to do when it returns has none."""
         card, origin_s, seconds = self._card, self.origin_s, self.clock()
-        ran = [task for task in self._tasks.values() if task.ran]
-        timed = [
-            (task.lane, task.name, task.start, task.end)
-            for task in ran
-            if isinstance(task, IssuedCopy) and task.start is not None
-        ]
-        on_host = [task for task in ran if not isinstance(task, IssuedCopy)]
+        tasks, now_s, timed = list(self._tasks.values()), time.perf_counter(), self._timed
 
         def spans() -> list[Span]:
+            ran = [task for task in tasks if task.ran and task.end_s <= now_s]
+            copies = [t for t in ran if isinstance(t, IssuedCopy) and t.start is not None]
+            updates = [t.span(origin_s, t.end_s) for t in ran if not isinstance(t, IssuedCopy)]
             if timed:
                 card.synchronize()  # what goes on under the next step has to have come, too
-            copies = [Span(lane, name, seconds(a), seconds(b)) for lane, name, a, b in timed]
-            updates = [task.span(origin_s, task.end_s) for task in on_host]
-            return [span for span in updates if span is not None] + copies
+            return [span for span in updates if span is not None] + [
+                Span(t.lane, t.name, seconds(t.start), seconds(t.end)) for t in copies if t.start
+            ]
 
         return spans
 
@@ -240,82 +231,23 @@ class CudaDevice(Device):
     def _start_copy(
         self, lane: LaneName, destination: torch.Tensor, source: torch.Tensor, launch: Launch
     ) -> None:
-        place = self._event_of_place(launch)
+        streams = self._streams
+        place = streams.place_of(launch)
         after = self._known(launch) if launch.after or launch.after_previous else ()
         course = self._course(launch)
         copy: IssuedCopy
-        if not course.follows and all(task.done.is_set() for task in after):
+        if not course.follows and (not after or all(task.done.is_set() for task in after)):
             copy = self._tasks[launch.task] = IssuedCopy(launch.task, lane, course)
-            self._issue_now(copy, place, after, destination, source)
+            streams.issue_now(copy, place, after, destination, source, more=launch.more)
         else:
+            streams.give_batch()
             after = [task for task in after if task.name != course.follows]
             copy = self._tasks[launch.task] = LateCopy(launch.task, lane, course, after)
             followed = self._tasks[course.follows] if course.follows else None
-            copy.begin(self._issue(copy, place, after, destination, source), followed)
+            copy.begin(streams.issue(copy, place, after, destination, source), followed)
         on_host = destination if lane is LaneName.D2H else source
         if on_host.untyped_storage()._cdata in self._host_homes:
             self._at_homes.append(copy)
-
-    def _issue_now(
-        self,
-        copy: IssuedCopy,
-        place: Event,
-        after: Sequence[Task],
-        destination: torch.Tensor,
-        source: torch.Tensor,
-    ) -> None:
-        failed = next((task.error for task in after if task.error is not None), None)
-        if failed is not None:
-            copy.refused(failed)
-            return
-        try:
-            for _ in self._issue(copy, place, after, destination, source):
-                pass
-        except BaseException as error:
-            copy.refused(error)
-            if not isinstance(error, Exception):
-                raise
-
-    def _issue(
-        self,
-        copy: IssuedCopy,
-        place: Event,
-        after: Sequence[Task],
-        destination: torch.Tensor,
-        source: torch.Tensor,
-    ) -> Iterator[None]:
-        """Give `copy` to its stream, piece by piece; what it comes after has been issued."""
-        card, lane = self._card, copy.lane
-        stream = self._streams[lane]
-        card.hold(stream, place)
-        if after:
-            self._hold(lane, after)
-        for event in self._pool.pending(destination):
-            card.hold(stream, event)
-        copy.start = card.record(stream, timed=True) if self._timed else None
-        if copy.course is WHOLE:
-            self._give(copy, stream, destination, source)
-        else:
-            for to, piece in copy.course.slices(destination, source):
-                self._give(copy, stream, to, piece)
-                yield
-        self._pool.note(destination if lane == LaneName.D2H else source, copy.end)
-
-    def _give(
-        self, copy: IssuedCopy, stream: Any, destination: torch.Tensor, source: torch.Tensor
-    ) -> None:
-        """Give a piece of `copy` to its stream; numbers are in the order of the stream."""
-        card, lane = self._card, copy.lane
-        with self._issuing[lane]:
-            card.copy(stream, destination, source)
-            copy.pieces.append(card.record(stream, timed=self._timed))
-            copy.number = self._issued[lane] = self._issued[lane] + 1
-
-    def _event_of_place(self, launch: Launch) -> Event:
-        """When the compute stream has done what the graph has before this copy."""
-        if self._place is None or not launch.alongside:
-            self._place = self._card.record(None)
-        return self._place
 
     def _start_work(
         self,
@@ -324,6 +256,7 @@ class CudaDevice(Device):
         course: Course,
         fresh: torch.Tensor | None = None,
     ) -> None:
+        self._streams.give_batch()
         before = [task for task in self._known(launch) if task.name != course.follows]
         copies = [task for task in before if isinstance(task, IssuedCopy)]
         # Copies that its slab was used for, when it belonged to something else.
@@ -358,14 +291,3 @@ class CudaDevice(Device):
 def _ends(tasks: Iterable[Task]) -> list[Event]:
     """When each copy among `tasks` is done, of those that have been issued."""
     return [task.end for task in tasks if isinstance(task, IssuedCopy) and task.ran]
-
-
-def _last_on_each_stream(tasks: Iterable[Task]) -> Collection[IssuedCopy]:
-    """Of the copies among `tasks` that have been issued, those that the others come before."""
-    last: dict[str, IssuedCopy] = {}
-    for task in tasks:
-        if isinstance(task, IssuedCopy) and task.ran:
-            known = last.setdefault(task.lane, task)
-            if known.number < task.number:
-                last[task.lane] = task
-    return last.values()

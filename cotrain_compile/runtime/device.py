@@ -43,6 +43,8 @@ class Device(ABC, Runtime):
     slack_bytes = 0
     # Whether `peak_bytes` has what compiled code takes inside, too.
     sees_all_memory = False
+    # Whether the meter is told what ops and copies leave on the device.
+    counts_device = True
     # Changes when addresses that homes had may have become those of other memory.
     memory_version: int = 0
     # After how many seconds of work a task that has not ended is given up; None: never.
@@ -93,7 +95,9 @@ class Device(ABC, Runtime):
 
     def wait(self, tasks: Sequence[str]) -> None:
         for name in tasks:
-            self._await(self._tasks[name])
+            task = self._tasks[name]
+            if task.error is not None or not task.done.is_set():
+                self._await(task)
 
     def wait_previous(self, tasks: Sequence[str]) -> None:
         for name in tasks:
@@ -242,7 +246,8 @@ class Device(ABC, Runtime):
         is_whole = source.is_contiguous() and source.untyped_storage().nbytes() == source.nbytes
         row = source if is_whole else whole_storage(source)
         copied = self._allocate(tier, row, row.dtype)
-        self.meter.track(copied, tier, launch.task)
+        if self.counts_device or tier is Tier.HOST:
+            self.meter.track(copied, tier, launch.task)
         self._start_copy(lane, copied, row, launch)
         if is_whole:
             return copied

@@ -7,14 +7,13 @@ last of it. In: what gives the copy to its stream, piece by piece. Out: tasks fo
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 
 from cotrain_compile.runtime.course import WHOLE, Course, FollowedFailed
-from cotrain_compile.runtime.lanes import Task, without_frames
+from cotrain_compile.runtime.lanes import Done, Task, without_frames
 from cotrain_compile.runtime.pinned import Event
 
-_ISSUED = threading.Event()
+_ISSUED = Done()
 _ISSUED.set()
 
 # Gives a copy to its stream, one piece at a time.
@@ -28,15 +27,15 @@ class IssuedCopy(Task):
     `number` of its stream.
     """
 
+    # Not as a `Task` begins: most copies need neither lock nor event of their own.
+    done, started, start_s, end_s = _ISSUED, True, 0.0, 0.0
+    error: BaseException | None = None
+    start: Event | None = None
+    number = 0
+
     def __init__(self, name: str, lane: str, course: Course = WHOLE) -> None:
-        # Not as a `Task` begins: most copies need neither lock nor event of their own.
         self.name, self.lane, self.course = name, lane, course
-        self.done = _ISSUED
-        self.started, self.start_s, self.end_s = True, 0.0, 0.0
-        self.error: BaseException | None = None
-        self.start: Event | None = None
         self.pieces: list[Event] = []
-        self.number = 0
 
     @property
     def end(self) -> Event:
@@ -54,7 +53,7 @@ class LateCopy(IssuedCopy):
 
     def __init__(self, name: str, lane: str, course: Course, after: Sequence[Task]) -> None:
         Task.__init__(self, name, lane, _nothing, after, course)
-        self.start, self.pieces, self.number = None, [], 0
+        self.pieces = []
         self._issuing: Issuing | None = None
         self._asked = 0
         self._at_work = False

@@ -27,6 +27,35 @@ from cotrain_compile.runtime.course import WHOLE, Course, FollowedFailed
 EXIT_LIMIT_S = 60.0
 
 
+class Done:
+    """As `threading.Event`, for what mostly nobody has to wait for: only then is one made."""
+
+    __slots__ = ("_event", "_is_set")
+    _making = threading.Lock()
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._event: threading.Event | None = None
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def set(self) -> None:
+        # In this order, and `wait` asks in the other one: a waiter is never overlooked.
+        self._is_set = True
+        if self._event is not None:
+            self._event.set()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        if self._is_set:
+            return True
+        with self._making:
+            event = self._event = self._event or threading.Event()
+        if self._is_set:
+            event.set()
+        return event.wait(timeout)
+
+
 class Task:
     """One unit of work on a lane; `done` is set when it has ended, well or badly.
 
@@ -43,7 +72,7 @@ class Task:
     ) -> None:
         self.name = name
         self.lane = lane
-        self.done = threading.Event()
+        self.done = Done()
         self.started = False
         self.error: BaseException | None = None
         self.start_s = self.end_s = 0.0

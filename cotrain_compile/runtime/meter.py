@@ -44,6 +44,7 @@ class Meter:
         # a Ctrl-C that came in it would be lost.
         self._gone: deque[_Counted] = deque()
         self._remembered: dict[int, _Counted] = {}
+        self._remembered_bytes = dict.fromkeys(Tier, 0)
         self._lock = threading.RLock()
 
     @property
@@ -102,8 +103,8 @@ class Meter:
         """
         with self._lock:
             self._settle()
-            kept = {key: item for key, item in self._storages.items() if item.tier is keep}
-            self._storages = kept
+            known = self._storages.items() if keep is not None else ()
+            kept = self._storages = {key: item for key, item in known if item.tier is keep}
             self._used_bytes = dict.fromkeys(Tier, 0)
             for counted in kept.values():
                 self._used_bytes[counted.tier] += counted.nbytes
@@ -116,6 +117,9 @@ class Meter:
             self._settle()
             keys = {tensor.untyped_storage()._cdata for tensor in tensors}
             self._remembered = {key: self._storages[key] for key in keys}
+            self._remembered_bytes = dict.fromkeys(Tier, 0)
+            for counted in self._remembered.values():
+                self._remembered_bytes[counted.tier] += counted.nbytes
 
     def recall(self) -> bool:
         """Count all that was kept in mind at once; False, and nothing, where some of it has died.
@@ -125,10 +129,10 @@ class Meter:
         """
         with self._lock:
             self._settle()
-            more = dict.fromkeys(Tier, 0)
-            for key, counted in self._remembered.items():
-                if key not in self._storages:
-                    more[counted.tier] += counted.nbytes
+            more = dict(self._remembered_bytes)
+            for key in self._storages.keys() & self._remembered.keys():
+                counted = self._remembered[key]
+                more[counted.tier] -= counted.nbytes
             fits = all(self._used_bytes[tier] + more[tier] <= self.budgets[tier] for tier in Tier)
             if not self._remembered or not fits:
                 return False
@@ -149,8 +153,7 @@ class Meter:
                 return
             counted = self._storages[key] = _Counted(storage, self._gone.append)
             counted.key, counted.tier, counted.nbytes = key, tier, nbytes
-            self._change(tier, nbytes)
-            used = self._used_bytes[tier]
+            used = self._change(tier, nbytes)
             if used > self.peak_bytes[tier]:
                 self.peak_bytes[tier] = used
         if used > self.budgets[tier]:
@@ -176,6 +179,7 @@ class Meter:
                 del self._storages[counted.key]
                 self._change(counted.tier, -counted.nbytes)
 
-    def _change(self, tier: Tier, nbytes: int) -> None:
-        self._used_bytes[tier] += nbytes
-        self._curve[tier].append((time.perf_counter(), self._used_bytes[tier]))
+    def _change(self, tier: Tier, nbytes: int) -> int:
+        used = self._used_bytes[tier] = self._used_bytes[tier] + nbytes
+        self._curve[tier].append((time.perf_counter(), used))
+        return used

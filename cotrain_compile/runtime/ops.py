@@ -34,13 +34,15 @@ _library.define("wait_previous(str[] tasks) -> ()")
 class Launch:
     """The start of `task`: when those of `after` in its step, and of the one before, are done.
 
-    `alongside` says that the device has been given nothing since the copy that was started last.
+    Of a copy, `alongside` says that the device has been given nothing since the copy that was
+    started last, `more` that the next task is a copy in the same direction.
     """
 
     task: str
     after: Sequence[str] = ()
     after_previous: Sequence[str] = ()
     alongside: bool = False
+    more: bool = False
 
 
 class Runtime(Protocol):
@@ -150,7 +152,11 @@ def carrying_out(node: fx.Node, *, alongside: bool) -> Carry:
         return _region_launch(node)
     name = str(node.target).split(".")[1]
     operands = _OPERANDS[name]
-    launch = replace(Launch(*node.args[operands:]), alongside=alongside)  # type: ignore[arg-type]
+    launch = replace(
+        Launch(*node.args[operands:]),  # type: ignore[arg-type]
+        alongside=alongside,
+        more=_direction(node) == _direction(node.next) != "",
+    )
     first, *others = node.args[:operands]
     assert isinstance(first, fx.Node)
     if not others:
@@ -159,6 +165,11 @@ def carrying_out(node: fx.Node, *, alongside: bool) -> Carry:
     if not isinstance(second, fx.Node):
         return lambda runtime, value: getattr(runtime, name)(value(first), second, launch)
     return lambda runtime, value: getattr(runtime, name)(value(first), value(second), launch)
+
+
+def _direction(node: fx.Node) -> str:
+    """The op of a copy, without where it goes; "" for other nodes."""
+    return str(node.target).split(".")[1].removesuffix("_into") if node.target in COPIES else ""
 
 
 def _region_launch(node: fx.Node) -> Carry:

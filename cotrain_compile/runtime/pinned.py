@@ -39,12 +39,22 @@ class Event(Protocol):
         ...
 
 
+# The step's thread and one of the host may issue copies of one slab.
+_noting = threading.Lock()
+
+
 @dataclass(eq=False)
 class Slab:
     """A stretch of pinned host memory, and the copies that may still read or write it."""
 
     memory: mmap.mmap
     events: list[Event] = field(default_factory=list)
+
+    def note(self, event: Event) -> None:
+        """A copy that reads or writes it ends with `event`."""
+        with _noting:
+            under_way = [other for other in self.events if not other.query()]
+            self.events = [event, *under_way]
 
 
 class _Lent(weakref.ref[torch.UntypedStorage]):
@@ -80,7 +90,6 @@ class PinnedPool:
         # Whose storage has died. No function of Python's is called then, at any moment and on any
         # thread: it might stop between two lines, or lose a Ctrl-C.
         self._died: deque[_Lent] = deque()
-        self._noting = threading.Lock()
 
     def empty(self, nbytes: int) -> torch.Tensor:
         """A row of `nbytes` bytes on a slab of that size.
@@ -110,21 +119,21 @@ class PinnedPool:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies on a slab of this pool."""
-        return self._slab_of(tensor) is not None
+        return self.slab_of(tensor) is not None
 
     def note(self, tensor: torch.Tensor, event: Event) -> None:
         """A copy that reads or writes `tensor` ends with `event`."""
-        slab = self._slab_of(tensor)
+        slab = self.slab_of(tensor)
         if slab is not None:
-            with self._noting:  # the step's thread and one of the host may issue copies of one slab
-                slab.events = [event, *(other for other in slab.events if not other.query())]
+            slab.note(event)
 
     def pending(self, tensor: torch.Tensor) -> list[Event]:
         """What a writer to `tensor` has to let pass first."""
-        slab = self._slab_of(tensor)
+        slab = self.slab_of(tensor)
         return list(slab.events) if slab is not None else []
 
-    def _slab_of(self, tensor: torch.Tensor) -> Slab | None:
+    def slab_of(self, tensor: torch.Tensor) -> Slab | None:
+        """The slab of this pool that `tensor` lies on, if any."""
         lent = self._lent.get(tensor.untyped_storage()._cdata)
         # Of a storage that has died, another may have the place in memory, which is the key.
         return lent.slab if lent is not None and lent() is not None else None
@@ -147,11 +156,11 @@ class PinnedPool:
             return None
 
     def _take_what_died(self) -> None:
-        while True:
+        while self._died:
             try:
                 lent = self._died.popleft()
             except IndexError:
-                return
+                return  # another thread took it
             if self._lent.get(lent.key) is lent:
                 del self._lent[lent.key]
             self._free[lent.nbytes].append(lent.slab)

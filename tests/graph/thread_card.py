@@ -129,6 +129,10 @@ class ThreadCard:
 
         stream.work.put(move)
 
+    def copy_all(self, stream: Any, destinations: list[Tensor], sources: list[Tensor]) -> None:
+        for destination, source in zip(destinations, sources, strict=True):
+            self.copy(stream, destination, source)
+
     def _watch(self, tensor: Tensor, copy: _Copy) -> weakref.ref[Any]:
         """Note a fault when the memory of `tensor` is freed too early."""
         size = f"{tensor.nbytes} bytes"
