@@ -13,7 +13,8 @@ from torch import fx
 
 from cotrain_compile.backends.calls import Call, Write
 from cotrain_compile.backends.eager import EagerProgram
-from cotrain_compile.backends.lower import LoweredStep
+from cotrain_compile.backends.lower import Code, LoweredStep
+from cotrain_compile.backends.segments import Segment
 from cotrain_compile.dataflow import PERSISTENT_ROLES
 from cotrain_compile.errors import LoweringError
 from cotrain_compile.machine import Tier
@@ -33,10 +34,14 @@ class SegmentedProgram(EagerProgram):
     ) -> None:
         self._segments = lowered.segmented.segments
         self._code = lowered.code
+        self._of_call: dict[fx.Node, tuple[Segment, Code]] = {}  # looked up once
         self._inside_bytes: dict[fx.Node, int] = {}  # most bytes a segment takes while it runs
         self._is_recording = False
         step = lowered.segmented.step
         calls = step.module.graph.find_nodes(op="call_module")
+        for call in calls:
+            name = str(call.target)
+            self._of_call[call] = self._segments[name], self._code[name]
         written = {call: self._written_by(call, step.input_of_node) for call in calls}
         super().__init__(step, device, before_update, written)
 
@@ -95,7 +100,7 @@ class SegmentedProgram(EagerProgram):
 
     def _run_segment(self, call: Call) -> None:
         self._note_writes(call)
-        segment = self._segments[str(call.node.target)]
+        segment, _ = self._of_call[call.node]
         try:
             if self._is_recording:
                 results = self._record(call, self._call)
@@ -113,10 +118,11 @@ class SegmentedProgram(EagerProgram):
             env[item] = results[index]
 
     def _call(self, call: Call) -> Sequence[Any]:
-        arguments = [self.env[node] for node in call.node.args]  # type: ignore[index]
+        env, (_, code) = self.env, self._of_call[call.node]
+        arguments = [env[node] for node in call.node.args]  # type: ignore[index]
         for node in call.done_with:
-            self.env[node] = None
-        return self._code[str(call.node.target)](arguments)
+            env[node] = None
+        return code(arguments)
 
     def _record(self, call: Call, run: Callable[[Call], Any]) -> Any:
         """What `run(call)` returns. Its allocations, the same in every step, are counted."""

@@ -70,6 +70,36 @@ def overhead(result: Result) -> str:
     )
 
 
+def issue_cost(result: Result) -> str:
+    """Microseconds of Python by plan, before this version and in it."""
+    columns = ("tasks", "card_calls", "us_per_task", "us_per_segment", "us_fixed", "us_per_step")
+    rows = []
+    for plan, now in result["after"].items():
+        before = result["before"].get(plan, {})
+        rows.append((plan, *(_from_to(before.get(c), now[c]) for c in columns)))
+    names = ("plan", "tasks", "calls", "µs a task", "µs a segment", "µs fixed", "µs a step")
+    return markdown(names, rows) + (
+        "\nProcessor time of Python, on a card that computes nothing and whose calls take what "
+        "they are priced at. Where two figures stand, the first is of the code before small copies "
+        "were given to a stream together.\n"
+    )
+
+
+def _from_to(before: float | None, now: float) -> str:
+    if before is None or round(before) == round(now):
+        return f"{now:,.0f}"
+    return f"{before:,.0f} → {now:,.0f}"
+
+
+def small_step(result: Result) -> str:
+    """Microseconds a call of both sides, and their ratio."""
+    rows = [
+        (model, f"{r['ours_us']:.0f}", f"{r['stock_us']:.0f}", f"{r['ratio']:.2f}")
+        for model, r in result.items()
+    ]
+    return markdown(("MLP", "cotrain, µs a call", "torch.compile, µs a call", "ratio"), rows)
+
+
 def large_step(result: Result) -> str:
     """Seconds of each stage."""
     rows = [(stage, f"{seconds:.2f} s") for stage, seconds in result["seconds"].items()]

@@ -17,6 +17,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from cotrain_compile.capture.untouched import MAKE_ZEROS, zeros_on_host
+
 
 @dataclass
 class OptimizerRecord:
@@ -153,6 +155,8 @@ class _OnHost(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = dict(kwargs or {})
+        if func in MAKE_ZEROS:
+            return zeros_on_host(func, args, kwargs)
         if any(argument.name == "device" for argument in func._schema.arguments):
             kwargs["device"] = torch.device("cpu")
         return func(*args, **kwargs)

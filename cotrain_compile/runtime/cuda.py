@@ -257,7 +257,9 @@ class CudaDevice(Device):
         fresh: torch.Tensor | None = None,
     ) -> None:
         self._streams.give_batch()
-        before = [task for task in self._known(launch) if task.name != course.follows]
+        before = self._known(launch)
+        if course.follows:
+            before = [task for task in before if task.name != course.follows]
         copies = [task for task in before if isinstance(task, IssuedCopy)]
         # Copies that its slab was used for, when it belonged to something else.
         busy = self._pool.pending(fresh) if fresh is not None else ()
@@ -269,7 +271,8 @@ class CudaDevice(Device):
                 event.synchronize()
             work()
 
-        self._submit(LaneName.HOST, launch, wait_and_work, course)
+        lane = self._lanes[LaneName.HOST]
+        self._tasks[launch.task] = lane.submit(launch.task, wait_and_work, before, course)
 
     def _arrival(self, task: str) -> Callable[[int], None] | None:
         copy = self._tasks[task]

@@ -7,15 +7,16 @@ on the host computes is remembered, so that a trace can see it there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from cotrain_compile.capture.compute_device import resting_on_host
+from cotrain_compile.capture.untouched import is_untouched_zero
 from cotrain_compile.machine import Tier
 from cotrain_compile.runtime.card import Card
 from cotrain_compile.runtime.device import whole_storage
-from cotrain_compile.runtime.pinned import PinnedPool
+from cotrain_compile.runtime.pinned import MAPPING_BYTES, PinnedPool
 
 
 def bring_home(tensors: Sequence[tuple[torch.Tensor, Tier]], card: Card, pool: PinnedPool) -> None:
@@ -31,9 +32,29 @@ def bring_home(tensors: Sequence[tuple[torch.Tensor, Tier]], card: Card, pool: P
         groups.setdefault(key, []).append(tensor)
         tiers.setdefault(key, tier)
     for wanted in (Tier.HOST, Tier.DEVICE):
-        for key, members in groups.items():
-            if tiers[key] is wanted and not _is_home(members[0], wanted, card, pool):
+        away = [
+            members
+            for key, members in groups.items()
+            if tiers[key] is wanted and not _is_home(members[0], wanted, card, pool)
+        ]
+        for some in _together(away):
+            if wanted is Tier.HOST:
+                pool.reserve([members[0].untyped_storage().nbytes() for members in some])
+            for members in some:
                 _move(members, wanted, card, pool)
+
+
+def _together(away: Sequence[list[torch.Tensor]]) -> Iterator[list[list[torch.Tensor]]]:
+    """What is moved before the next memory is pinned: so much is held twice at most."""
+    some, nbytes = list[list[torch.Tensor]](), 0
+    for members in away:
+        if some and nbytes + members[0].untyped_storage().nbytes() > MAPPING_BYTES:
+            yield some
+            some, nbytes = [], 0
+        some.append(members)
+        nbytes += members[0].untyped_storage().nbytes()
+    if some:
+        yield some
 
 
 def rests_on_host(tensor: torch.Tensor, card: Card) -> None:
@@ -57,7 +78,10 @@ def _move(members: Sequence[torch.Tensor], tier: Tier, card: Card, pool: PinnedP
             event.synchronize()
     else:
         moved = torch.empty_like(row, device=card.device)
-    moved.copy_(row)
+    if is_untouched_zero(members[0]):
+        moved.zero_()
+    else:
+        moved.copy_(row)
     for tensor in members:
         tensor.data = moved.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
         if tier is Tier.HOST:

@@ -81,10 +81,11 @@ class Meter:
         """Count `nbytes` beyond those in use, which are given back at once. Raises as `track`."""
         with self._lock:
             self._settle()
-            self._change(tier, nbytes)
-            used = self._used_bytes[tier]
-            self.peak_bytes[tier] = max(self.peak_bytes[tier], used)
-            self._change(tier, -nbytes)
+            before = self._used_bytes[tier]
+            used, now_s = before + nbytes, time.perf_counter()
+            self._curve[tier] += ((now_s, used), (now_s, before))
+            if used > self.peak_bytes[tier]:
+                self.peak_bytes[tier] = used
         self._refuse_beyond_budget(used, nbytes, tier, where)
 
     @contextmanager

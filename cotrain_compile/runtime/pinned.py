@@ -1,8 +1,10 @@
 """Pinned memory: slabs of host memory for homes and for what comes down, used again and again.
 
-A slab is a mapping of its own and as large as asked for, up to a page: torch's pinned allocator
-rounds up to powers of two. When the last tensor on a slab dies, it goes back to the pool, with the
-events of the copies that may still be at work on it; who writes to it next has to let those pass.
+A slab is as large as asked for: torch's pinned allocator rounds up to powers of two. Each is a
+mapping of its own, but for those that are asked for together: these share mappings of up to a
+gigabyte, since to pin each takes a call to the driver. When the last tensor on a slab dies, it goes
+back to the pool, with the events of the copies that may still be at work on it; who writes to it
+next has to let those pass.
 What pins a slab, and what an event is, is given; nothing here knows of CUDA.
 """
 
@@ -11,8 +13,8 @@ from __future__ import annotations
 import mmap
 import threading
 import weakref
-from collections import defaultdict, deque
-from collections.abc import Callable
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -23,6 +25,9 @@ from cotrain_compile import presets
 from cotrain_compile.errors import HostMemoryError
 from cotrain_compile.units import format_bytes
 
+# Slabs that are asked for together share mappings of this size, and begin at a multiple of this.
+MAPPING_BYTES = 2**30
+ALIGNMENT = 512
 # Left to the rest of the computer, however little is free.
 RESERVE_BYTES = 2**30
 
@@ -44,10 +49,20 @@ _noting = threading.Lock()
 
 
 @dataclass(eq=False)
+class Mapping:
+    """Pinned host memory of `nbytes`, cut into `slabs`."""
+
+    memory: mmap.mmap
+    nbytes: int
+    slabs: int
+
+
+@dataclass(eq=False)
 class Slab:
     """A stretch of pinned host memory, and the copies that may still read or write it."""
 
-    memory: mmap.mmap
+    mapping: Mapping
+    offset: int = 0
     events: list[Event] = field(default_factory=list)
 
     def note(self, event: Event) -> None:
@@ -98,6 +113,20 @@ class PinnedPool:
         """
         return self._row(nbytes, torch.uint8)
 
+    def reserve(self, sizes: Sequence[int]) -> None:
+        """Pin memory for slabs of these sizes in few calls, for those that are not there yet.
+
+        The caller asks for some `MAPPING_BYTES` at a time. Raises as `empty`.
+        """
+        self._take_what_died()
+        missing = Counter(n for n in sizes if n)
+        for nbytes in missing:
+            missing[nbytes] -= len(self._free[nbytes])
+        wanted = list(missing.elements())
+        if wanted:
+            for slab, nbytes in zip(self._mapped(wanted), wanted, strict=True):
+                self._free[nbytes].append(slab)
+
     def empty_like(self, row: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """As `torch.empty_like`, for a dense tensor."""
         made = self._row(row.numel(), dtype or row.dtype)
@@ -108,8 +137,8 @@ class PinnedPool:
         if nbytes == 0:
             return torch.empty(0, dtype=dtype)
         self._take_what_died()
-        slab = self._take_back(nbytes) or self._new(nbytes)
-        row = torch.frombuffer(slab.memory, dtype=dtype, count=elements)
+        slab = self._take_back(nbytes) or self._mapped([nbytes])[0]
+        row = torch.frombuffer(slab.mapping.memory, dtype=dtype, count=elements, offset=slab.offset)
         storage = row.untyped_storage()
         lent = _Lent(storage, self._died.append)
         lent.key, lent.slab, lent.nbytes = storage._cdata, slab, nbytes
@@ -139,15 +168,22 @@ class PinnedPool:
         return lent.slab if lent is not None and lent() is not None else None
 
     def release(self) -> None:
-        """Unpin and free the slabs that nobody uses, when the copies on them are done."""
+        """Unpin and free the mappings whose slabs nobody uses, when the copies on them are done."""
         self._take_what_died()
+        unused: dict[Mapping, list[tuple[int, Slab]]] = defaultdict(list)
         for nbytes in list(self._free):
             while (slab := self._take_back(nbytes)) is not None:
-                for event in slab.events:
-                    event.synchronize()
-                self._unpin(torch.frombuffer(slab.memory, dtype=torch.uint8))
-                self.held_bytes -= nbytes
-                self.unpinned += 1
+                unused[slab.mapping].append((nbytes, slab))
+        for mapping, slabs in unused.items():
+            if len(slabs) < mapping.slabs:
+                for nbytes, slab in slabs:
+                    self._free[nbytes].append(slab)
+                continue
+            for event in (event for _, slab in slabs for event in slab.events):
+                event.synchronize()
+            self._unpin(torch.frombuffer(mapping.memory, dtype=torch.uint8))
+            self.held_bytes -= mapping.nbytes
+            self.unpinned += 1
 
     def _take_back(self, nbytes: int) -> Slab | None:
         try:
@@ -165,7 +201,12 @@ class PinnedPool:
                 del self._lent[lent.key]
             self._free[lent.nbytes].append(lent.slab)
 
-    def _new(self, nbytes: int) -> Slab:
+    def _mapped(self, sizes: Sequence[int]) -> list[Slab]:
+        """New slabs of these sizes on one mapping."""
+        offsets, nbytes = list[int](), 0
+        for size in sizes:
+            offsets.append(-(-nbytes // ALIGNMENT) * ALIGNMENT)
+            nbytes = offsets[-1] + size
         if nbytes >= 2**20:
             if nbytes > self._available_bytes():
                 self.release()
@@ -173,7 +214,8 @@ class PinnedPool:
         memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._pin(torch.frombuffer(memory, dtype=torch.uint8))
         self.held_bytes += nbytes
-        return Slab(memory)
+        mapping = Mapping(memory, nbytes, len(sizes))
+        return [Slab(mapping, offset) for offset in offsets]
 
     def _refuse_too_much(self, nbytes: int) -> None:
         available = self._available_bytes()

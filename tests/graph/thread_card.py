@@ -172,7 +172,8 @@ class ThreadCard:
         del self.pinned[row.data_ptr()]
 
     def _is_pinned(self, tensor: Tensor) -> bool:
-        return tensor.untyped_storage().data_ptr() in self.pinned
+        at = tensor.untyped_storage().data_ptr()
+        return any(start <= at < start + nbytes for start, nbytes in self.pinned.items())
 
     def allocated_bytes(self) -> int:
         return 0

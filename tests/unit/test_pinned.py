@@ -147,3 +147,31 @@ def test_whatever_happens_no_two_tensors_share_a_slab_and_no_copy_is_forgotten(
             for events in under_way.values():
                 events[0].came = True
     assert pool.held_bytes == sum(pins.sizes.values()) == sum(s * n for s, n in most.items())
+
+
+def test_slabs_that_are_asked_for_together_are_pinned_in_one_call() -> None:
+    pool, pins = make_pool()
+    there = pool.empty(64)
+    del there
+    pool.reserve([64, 4096, 100, 100])  # of 64 there is one
+    assert list(pins.sizes.values()) == [64, 4096 + 512 + 100]
+    rows = [pool.empty(n) for n in (64, 100, 4096, 100)]
+    for number, row in enumerate(rows):
+        row.fill_(number)
+    assert [int(row.max()) for row in rows] == [int(row.min()) for row in rows] == [0, 1, 2, 3]
+    assert len(pins.sizes) == 2
+
+
+def test_memory_that_slabs_share_is_given_back_when_nobody_uses_any_of_them() -> None:
+    pool, pins = make_pool()
+    pool.reserve([4096, 100])
+    kept, gone = pool.empty(4096), pool.empty(100)
+    del gone
+    pool.release()
+    assert pool.held_bytes == sum(pins.sizes.values()) == 4096 + 100
+    again = pool.empty(100)
+    assert len(pins.sizes) == 1
+    del kept, again
+    pool.release()
+    assert pool.held_bytes == 0
+    assert not pins.sizes

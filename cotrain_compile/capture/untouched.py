@@ -1,0 +1,54 @@
+"""Untouched zeros: states on memory that nobody has written, which need not be copied to move.
+
+Most states of optimizers begin as zeros. They are made before a plan says where they live, so on
+memory of the host that the system hands out as zeros when it is first read: to make them takes no
+memory and no time, and at their home they are made as zeros again.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+MAKE_ZEROS = frozenset(
+    {
+        torch.ops.aten.zeros.default,
+        torch.ops.aten.zeros_like.default,
+        torch.ops.aten.new_zeros.default,
+    }
+)
+# Below, a mapping of its own costs more than to write the zeros.
+_LEAST_BYTES = 2**20
+
+# Tensors made here, with their version: whoever writes one changes that.
+_made = WeakTensorKeyDictionary()
+
+
+def zeros_on_host(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor:
+    """What `func`, one of `MAKE_ZEROS`, makes, on the host."""
+    like: torch.Tensor = func(*args, **{**kwargs, "device": torch.device("meta")})
+    nbytes = like.untyped_storage().nbytes()
+    if nbytes < _LEAST_BYTES:
+        small: torch.Tensor = func(*args, **{**kwargs, "device": torch.device("cpu")})
+        return small
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+    made = torch.empty(0, dtype=like.dtype).set_(storage, 0, like.size(), like.stride())
+    _made[made] = made._version
+    return made
+
+
+def is_untouched_zero(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` was made here and every byte of its storage is still zero; asked once.
+
+    What no version tells, as a write by way of `.data`, the bytes do.
+    """
+    version = _made.pop(tensor, None)
+    if version is None or version != tensor._version:
+        return False
+    row = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+    return row.is_cpu and not bool(row.any())
