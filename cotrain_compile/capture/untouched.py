@@ -31,7 +31,8 @@ _made = WeakTensorKeyDictionary()
 def zeros_on_host(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor:
     """What `func`, one of `MAKE_ZEROS`, makes, on the host."""
     like: torch.Tensor = func(*args, **{**kwargs, "device": torch.device("meta")})
-    nbytes = like.untyped_storage().nbytes()
+    is_plain = type(like) is torch.Tensor and like.layout is torch.strided
+    nbytes = like.untyped_storage().nbytes() if is_plain else 0
     if nbytes < _LEAST_BYTES:
         small: torch.Tensor = func(*args, **{**kwargs, "device": torch.device("cpu")})
         return small
