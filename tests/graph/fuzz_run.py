@@ -23,7 +23,13 @@ import cotrain_compile
 from cotrain_compile.analysis.liveness import liveness
 from cotrain_compile.backends.compiled_step import CompiledStep
 from cotrain_compile.dataflow import PERSISTENT_ROLES
-from cotrain_compile.errors import CaptureError, CotrainError, OutOfDeviceMemory, PlacementError
+from cotrain_compile.errors import (
+    CaptureError,
+    CotrainError,
+    OutOfDeviceMemory,
+    PlacementError,
+    PlanError,
+)
 from cotrain_compile.extract import extract
 from cotrain_compile.graph import StepGraph, returns_argument_memory
 from cotrain_compile.machine import Tier
@@ -81,7 +87,7 @@ def run(spec: Spec) -> Outcome:
             unplaced, whole = train_unplaced(spec)
             placed = train_placed(spec, whole)
         except CotrainError as error:
-            return Outcome("refused", checked_refusal(error))
+            return Outcome("refused", checked_refusal(error, spec.options))
         finally:
             cotrain_compile.synchronize()
         relative, spread = rounding(spec), cache(lambda: spread_of(spec, eager))
@@ -135,8 +141,10 @@ def spread_of_fused(spec: Spec, eager: Left, spread: Spread) -> dict[str, float]
     return {name: corrected[name] + far + rounding(spec) for name, far in spread().items()}
 
 
-def checked_refusal(error: CotrainError) -> str:
+def checked_refusal(error: CotrainError, options: Mapping[str, Any]) -> str:
     """The message of a refusal; `Broken` where it is one that nothing in a program explains."""
+    if isinstance(error, PlanError) and is_late(error, options):
+        return f"{type(error).__name__}: {error}"
     if isinstance(error, OutOfDeviceMemory) and has_no_smaller_plan(error):
         return f"{type(error).__name__}: {error}"
     if not isinstance(error, CaptureError | PlacementError):
@@ -144,6 +152,14 @@ def checked_refusal(error: CotrainError) -> str:
     if isinstance(error, PlacementError) and error.shortfall_bytes <= 0:
         raise Broken(f"a refusal that lacks nothing: {error}") from error
     return f"{type(error).__name__}: {error}"
+
+
+def is_late(error: PlanError, options: Mapping[str, Any]) -> bool:
+    """Whether the program alone was asked for, and said that its time was too short for it.
+
+    Where it has used up its rounds, and not its time, it tries simpler ways and never says so.
+    """
+    return options.get("policy") == "ilp" and "found no plan in its time limit" in str(error)
 
 
 def has_no_smaller_plan(error: OutOfDeviceMemory) -> bool:

@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from cotrain_compile.errors import PlanError
 from tests.graph.fuzz_compare import Broken, Left, compare, distance, nudge
 from tests.graph.fuzz_edits import GRADIENT_EDITS, PARAMETER_EDITS, UPDATES
 from tests.graph.fuzz_layers import AGAIN, LAYERS
-from tests.graph.fuzz_run import allowed_graphs, run
+from tests.graph.fuzz_run import allowed_graphs, checked_refusal, run
 from tests.graph.fuzz_specs import LoopSpec, ModelSpec, OptimizerSpec, Spec, random_spec, shrunk
 
 ROOT = Path(__file__).parents[2]
@@ -113,6 +114,14 @@ def test_a_nudged_parameter_is_its_own_neighbour() -> None:
 
 
 @pytest.mark.usefixtures("one_thread", "watchdog")
+def test_only_the_program_alone_may_say_that_its_time_was_too_short() -> None:
+    late = PlanError("the solver found no plan in its time limit, though there is one")
+    assert checked_refusal(late, {"policy": "ilp"}).startswith("PlanError")
+    for error, policy in ((late, "auto"), (PlanError("unsound plan"), "ilp")):
+        with pytest.raises(Broken, match="refused by PlanError"):
+            checked_refusal(error, {"policy": policy})
+
+
 def test_a_program_that_leans_on_roundings_is_measured_by_its_own() -> None:
     """Behind a batch norm over two equal rows a gradient is the rounding of two that cancel."""
     layers = ("batch norm", "unused parameter", "group norm", "linear", "linear")
