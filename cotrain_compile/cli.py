@@ -29,7 +29,7 @@ from cotrain_compile.errors import CotrainError, PlacementError
 from cotrain_compile.machine import Machine, Tier
 from cotrain_compile.options import Options
 from cotrain_compile.placement.check import check
-from cotrain_compile.placement.policies import SIMPLE_RULES
+from cotrain_compile.placement.policies import RULES
 from cotrain_compile.placement.problem import formulate
 from cotrain_compile.plan import Plan
 from cotrain_compile.viz.analysis import describe_analysis
@@ -210,7 +210,7 @@ def solve(
         say(f"reading {file}")
         dataflow = files.load(file, Dataflow)
         answers = _answers(dataflow, target, asked, paths, say)
-    rules = (*SIMPLE_RULES, "fraction:auto") if policy == "auto" else ()
+    rules = (*RULES, "fraction:auto") if policy == "auto" else ()
     _print_answers(answers, budgets, dataflow, rules)
     for answer, path in zip(answers, paths, strict=True):
         if isinstance(answer, Plan):

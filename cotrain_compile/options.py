@@ -15,6 +15,7 @@ from typing import Any
 
 from cotrain_compile.errors import OptionError
 from cotrain_compile.machine import LARGEST, Machine, Tier
+from cotrain_compile.placement.policies import RULES
 
 # Seconds between the plain lines of `live=True`.
 LIVE_S = 30.0
@@ -268,11 +269,8 @@ def _cores(value: object) -> tuple[int, ...]:
 
 POLICIES = (
     "auto",
-    "resident",
-    "zero-offload",
-    "coarse",
+    *RULES,
     "fraction:auto",
-    "streamed",
     "greedy",
     "lp-round",
     "ilp",

@@ -13,7 +13,7 @@ from rich.table import Table
 from cotrain_compile.backends.compiled_step import CompiledStep
 from cotrain_compile.demo.train import StepResult
 from cotrain_compile.machine import Tier
-from cotrain_compile.placement.policies import SIMPLE_RULES
+from cotrain_compile.placement.policies import RULES
 from cotrain_compile.units import format_bytes, format_seconds
 from cotrain_compile.viz.perfetto import save_trace
 from cotrain_compile.viz.report.page import write_report
@@ -32,7 +32,7 @@ def report(
     """Plan, what simpler ones would have cost, memory, times, and the losses of both runs."""
     assert placed.measured is not None
     console.print(summary(placed.plan, placed.problem.dataflow))
-    if rules := list(candidates([placed.plan], (*SIMPLE_RULES, "fraction:auto"))):
+    if rules := list(candidates([placed.plan], (*RULES, "fraction:auto"))):
         console.print(_rules(rules), soft_wrap=False)
     peak, budget = placed.measured.peak_bytes[Tier.DEVICE], placed.plan.budgets[Tier.DEVICE]
     predicted = placed.predicted.peak_bytes[Tier.DEVICE]

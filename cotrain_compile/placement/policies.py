@@ -83,18 +83,17 @@ def streamed(dataflow: Dataflow) -> Placement:
 def rule(name: str) -> Callable[[Dataflow], Placement]:
     """The rule called `name`; `options.Options` has checked that there is one."""
     kind, _, share = name.partition(":")
-    return (lambda dataflow: fraction(dataflow, float(share))) if share else _RULES[kind]
+    return (lambda dataflow: fraction(dataflow, float(share))) if share else RULES[kind]
 
 
-_RULES: Mapping[str, Callable[[Dataflow], Placement]] = {
+# The rules that need no parameter, cheapest first: `auto` is never slower than any of them, and
+# each is a policy by its name.
+RULES: Mapping[str, Callable[[Dataflow], Placement]] = {
     "resident": resident,
     "zero-offload": zero_offload,
     "coarse": coarse,
     "streamed": streamed,
 }
-
-# The rules that need no parameter, cheapest first.
-SIMPLE_RULES = tuple(_RULES)
 
 
 def _host_updates(name: str, dataflow: Dataflow, groups: tuple[UpdateGroup, ...]) -> Placement:

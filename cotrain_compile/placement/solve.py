@@ -26,7 +26,7 @@ from cotrain_compile.placement.find_decisions import decision_space
 from cotrain_compile.placement.greedy import greedy, least_memory
 from cotrain_compile.placement.infeasible import floor_bytes, refuse, refuse_rule
 from cotrain_compile.placement.list_scheduler import EAGER, Tactics
-from cotrain_compile.placement.policies import fraction, rule
+from cotrain_compile.placement.policies import RULES, fraction, rule
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.program import Program
 from cotrain_compile.placement.program_model import MIB
@@ -42,8 +42,7 @@ from cotrain_compile.placement.solve_report import (
 from cotrain_compile.placement.solvers import Solution, failed, solve_program
 from cotrain_compile.plan import Placement, Plan
 
-# Rules that `auto` is never slower than, besides every fraction below.
-RULES = ("resident", "zero-offload", "coarse", "streamed")
+# Shares of the updates of `coarse` that `auto` tries as well.
 FRACTIONS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 # The program is solved again with less memory where whole tensors need more than its fluids.
 ROUNDS = 5
@@ -168,7 +167,7 @@ class _Search:
     def _climb(self, incumbents: Sequence[Plan]) -> None:
         if self._attempt("resident", lambda: rule("resident")(self.problem.dataflow)):
             return
-        for name in RULES[1:]:
+        for name in tuple(RULES)[1:]:
             self._attempt(name, lambda name=name: rule(name)(self.problem.dataflow))  # type: ignore[misc]
         if "coarse" in self.drafts:  # the fraction that needs least
             self._sweep_fractions()

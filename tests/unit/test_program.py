@@ -25,7 +25,7 @@ from cotrain_compile.placement import program_memory
 from cotrain_compile.placement.check import check
 from cotrain_compile.placement.decisions import Decisions, DecisionSpace
 from cotrain_compile.placement.find_decisions import decision_space
-from cotrain_compile.placement.policies import SIMPLE_RULES, rule
+from cotrain_compile.placement.policies import RULES, rule
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.program import Program
 from cotrain_compile.placement.program_model import MIB
@@ -217,7 +217,7 @@ def placed(draw: st.DrawFn) -> tuple[Problem, Placement]:
     """A problem, and a simple rule's placement or any decisions at all."""
     problem = draw(problems())
     space = decision_space(problem)
-    policy = draw(st.sampled_from(["", "", "", *SIMPLE_RULES, "fraction:0.5"]))
+    policy = draw(st.sampled_from(["", "", "", *RULES, "fraction:0.5"]))
     if policy:
         return problem, rule(policy)(problem.dataflow)
     params, activations = (

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from cotrain_compile.dataflow import Dataflow, Role
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.explain import limits_words
-from cotrain_compile.placement.policies import SIMPLE_RULES
+from cotrain_compile.placement.policies import RULES
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.residency import device_bytes, device_program, instances
 from cotrain_compile.placement.sensitivity import limits
@@ -99,7 +99,7 @@ def paces(plan: Plan) -> tuple[Pace, ...]:
     if report is None or report.status == NOT_NEEDED or len(report.simulated_s) < 2:
         return ()
     ranked = sorted(report.simulated_s.items(), key=lambda item: item[1])
-    missing = [rule for rule in SIMPLE_RULES if rule not in report.simulated_s]
+    missing = [rule for rule in RULES if rule not in report.simulated_s]
     return tuple(Pace(*item) for item in ranked) + tuple(Pace(rule, None) for rule in missing)
 
 
