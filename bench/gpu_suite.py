@@ -44,7 +44,6 @@ from cotrain_compile.backends.first_step import Rehearsed
 from cotrain_compile.extract import extract
 from cotrain_compile.machine import Machine, Tier
 from cotrain_compile.options import Options
-from cotrain_compile.options import Size as MemorySize
 from cotrain_compile.passes import run_passes
 from cotrain_compile.placement.check import check
 from cotrain_compile.placement.problem import formulate
@@ -54,6 +53,7 @@ from cotrain_compile.runtime.calibrate import calibrate
 from cotrain_compile.runtime.cuda_setup import within_free_memory
 from cotrain_compile.runtime.host_kernels import host_kernels
 from cotrain_compile.runtime.link_bench import Sizes
+from cotrain_compile.sizes import Size as MemorySize
 
 RULES = ("resident", "streamed", "coarse", "fraction:0.5", "zero-offload")
 BUDGETS = (0.8, 0.6, 0.45)

@@ -32,7 +32,6 @@ from cotrain_compile.errors import PlacementError
 from cotrain_compile.files import load
 from cotrain_compile.jobs import load_job
 from cotrain_compile.machine import Machine, Tier
-from cotrain_compile.options import Size
 from cotrain_compile.placement.check import check
 from cotrain_compile.placement.decisions import DecisionSpace
 from cotrain_compile.placement.find_decisions import decision_space
@@ -43,6 +42,7 @@ from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.schedule import shortfall_bytes
 from cotrain_compile.placement.solve import SolveSettings, solve
 from cotrain_compile.plan import Placement, Plan
+from cotrain_compile.sizes import Size
 from cotrain_compile.units import format_bytes, format_seconds
 
 STEPS = (

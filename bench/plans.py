@@ -32,7 +32,6 @@ from cotrain_compile import presets
 from cotrain_compile.dataflow import PERSISTENT_ROLES, Dataflow
 from cotrain_compile.errors import PlacementError, PlanError
 from cotrain_compile.machine import Machine, Tier
-from cotrain_compile.options import Size
 from cotrain_compile.placement.check import check
 from cotrain_compile.placement.decisions import DecisionSpace
 from cotrain_compile.placement.find_decisions import decision_space
@@ -42,6 +41,7 @@ from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.schedule import draft
 from cotrain_compile.placement.solve import FRACTIONS, SolveSettings, solve
 from cotrain_compile.plan import Placement, Plan
+from cotrain_compile.sizes import Size
 
 MACHINES = ("rtx4090", "h100", "a100-80", "gh200")
 HOST_MEMORY = "2TiB"

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from cotrain_compile.errors import OptionError
 from cotrain_compile.machine import HostUpdate, Link, Machine, TierSpec
-from cotrain_compile.options import Size
 from cotrain_compile.preset_tables import CARDS, HOSTS, Card, Host
+from cotrain_compile.sizes import Size
 
 ADAMW_BYTES_PER_PARAMETER = 28
 THIS_MACHINE = "this-machine"

@@ -25,7 +25,7 @@ from cotrain_compile.commands.terminal import console
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import OptionError
 from cotrain_compile.machine import Machine, Tier
-from cotrain_compile.options import Options, Size
+from cotrain_compile.options import Options
 from cotrain_compile.placement.solve import SolveSettings
 from cotrain_compile.placement.sweep import (
     Case,
@@ -36,6 +36,7 @@ from cotrain_compile.placement.sweep import (
     refuse_if_nothing_fits,
     try_case,
 )
+from cotrain_compile.sizes import Size
 
 
 def sweep(

@@ -18,7 +18,7 @@ import torch
 from cotrain_compile import presets
 from cotrain_compile.errors import OptionError, PlacementError
 from cotrain_compile.machine import Machine, Tier
-from cotrain_compile.options import Options, Size
+from cotrain_compile.options import Options
 from cotrain_compile.placement.reserved import Reserved
 from cotrain_compile.runtime.card import CudaCard
 from cotrain_compile.runtime.card_rates import tier_of
@@ -26,6 +26,7 @@ from cotrain_compile.runtime.course import Cut
 from cotrain_compile.runtime.cuda import CudaDevice
 from cotrain_compile.runtime.host_kernels import HostKernel
 from cotrain_compile.runtime.pinned import PinnedPool, available_host_bytes
+from cotrain_compile.sizes import Size
 from cotrain_compile.units import format_bytes
 
 # Of the card's memory, for what no plan counts: libraries' workspaces and kernels, and pieces

@@ -44,7 +44,7 @@ def test_a_policy_in_the_table_is_solved_for_and_tried_by_auto(
         updates = {**base.updates, group.param: UpdateMode.HOST}
         return replace(base, policy="last-on-host", homes=homes, updates=updates)
 
-    monkeypatch.setitem(policies.RULES, "last-on-host", last_on_host)  # type: ignore[arg-type]
+    monkeypatch.setitem(policies.RULES, "last-on-host", last_on_host)
     dataflow = chain(3)
     machine = find("rtx4090")
     plenty = formulate(dataflow, machine, dict.fromkeys(Tier, 1 << 40))
