@@ -37,7 +37,7 @@ from cotrain_compile.placement.decisions import DecisionSpace
 from cotrain_compile.placement.find_decisions import decision_space
 from cotrain_compile.placement.find_moves import moves_of
 from cotrain_compile.placement.greedy import least_memory
-from cotrain_compile.placement.policies import SIMPLE_RULES, resident
+from cotrain_compile.placement.policies import RULES, resident
 from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.schedule import shortfall_bytes
 from cotrain_compile.placement.solve import SolveSettings, solve
@@ -51,7 +51,7 @@ STEPS = (
     "docs/examples/llama.py:llama_7b",
 )
 MACHINES = ("rtx4090", "a100-80", "h100", "gh200")
-RULES = (*SIMPLE_RULES, "fraction:auto")
+COMPARED = (*RULES, "fraction:auto")
 BUDGETS, QUICK_BUDGETS = 4, 2
 ABOVE_LEAST, BELOW_RESIDENT = 1.05, 0.98
 
@@ -126,7 +126,7 @@ def row(cell: Cell, budget_bytes: int, seconds: float, plan: Plan) -> Row:
         claimed_s=claimed_s,
         claim_difference=simulated_s / claimed_s - 1 if simulated_s and claimed_s else None,
         status=report.status,
-        rules_s={name: report.simulated_s.get(name, "does not fit") for name in RULES},
+        rules_s={name: report.simulated_s.get(name, "does not fit") for name in COMPARED},
         peak_bytes=plan.predicted.peak_bytes[Tier.DEVICE],
     )
 

@@ -23,7 +23,7 @@ from math import sqrt
 from pathlib import Path
 from typing import Any
 
-from bench.placement import RULES, Cell, needed_bytes, refused, row
+from bench.placement import COMPARED, Cell, needed_bytes, refused, row
 from bench.placement_targets import Row
 from bench.plan_jobs import SHAPES, Shape, step_of
 from bench.plans_page import draw, table
@@ -36,7 +36,7 @@ from cotrain_compile.placement.check import check
 from cotrain_compile.placement.decisions import DecisionSpace
 from cotrain_compile.placement.find_decisions import decision_space
 from cotrain_compile.placement.greedy import least_memory
-from cotrain_compile.placement.policies import SIMPLE_RULES, fraction, rule
+from cotrain_compile.placement.policies import RULES, fraction, rule
 from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.schedule import draft
 from cotrain_compile.placement.solve import FRACTIONS, SolveSettings, solve
@@ -84,7 +84,7 @@ def step(shape: Shape, folder: Path | None) -> Step:
     """Trace or read `shape`, and see what the rules need."""
     dataflow = step_of(shape, folder)
     problem = formulate(dataflow, presets.find(MACHINES[0]), {Tier.DEVICE: 0, Tier.HOST: PLENTY})
-    placements = {name: rule(name)(dataflow) for name in SIMPLE_RULES}
+    placements = {name: rule(name)(dataflow) for name in RULES}
     # Of fractions, the one that leaves least on the device fits if any does.
     placements["fraction:auto"] = fraction(dataflow, FRACTIONS[-1])
     needs = {name: needed_bytes(problem, placement) for name, placement in placements.items()}
@@ -134,8 +134,8 @@ def rows(cell: Cell, settings: SolveSettings) -> Iterator[Row]:
 
 def rules_s(problem: Problem) -> dict[str, float | str]:
     """The simulated step of each simple rule, or that it does not fit."""
-    found: dict[str, float | str] = dict.fromkeys(RULES, "does not fit")
-    for name in SIMPLE_RULES:
+    found: dict[str, float | str] = dict.fromkeys(COMPARED, "does not fit")
+    for name in RULES:
         with suppress(PlacementError):
             found[name] = draft(problem, rule(name)(problem.dataflow)).step_s
     with suppress(PlacementError):
@@ -171,7 +171,7 @@ def followed(problem: Problem, policy: str) -> Placement:
 def largest(steps: Sequence[Step], machine: Machine, host_bytes: int) -> dict[str, str | None]:
     """By policy, the last of `steps` that it can train with all of `machine`'s device memory."""
     found: dict[str, str | None] = {}
-    for policy in (*RULES, OURS):
+    for policy in (*COMPARED, OURS):
         fitting = (s for s in reversed(steps) if trains(s, machine, host_bytes, policy))
         found[policy] = next((s.shape.model for s in fitting), None)
     return found

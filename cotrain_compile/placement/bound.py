@@ -46,6 +46,5 @@ def certified_bound_s(
 
 def _only_on_device_s(space: DecisionSpace) -> float:
     """Seconds of all that runs nowhere else: no updates, and of the rest what no strategy saves."""
-    decisions = (*space.params, *space.activations)
-    least = sum(min(o.effect.only_device_s for o in each.options) for each in decisions)
+    least = sum(min(effect.only_device_s for effect in each) for each in space.effects)
     return max(0.0, sum(space.seconds) + least)

@@ -48,6 +48,10 @@ class Decision(Generic[C, S]):
     def strategies(self) -> tuple[S, ...]:
         return tuple(option.strategy for option in self.options)
 
+    @property
+    def effects(self) -> tuple[Effect, ...]:
+        return tuple(option.effect for option in self.options)
+
 
 @dataclass(frozen=True)
 class Decisions:
@@ -76,6 +80,12 @@ class DecisionSpace:
     def tail(self) -> int:
         """Index of the last segment."""
         return len(self.seconds) - 1
+
+    @property
+    def effects(self) -> list[tuple[Effect, ...]]:
+        """What each option of each decision does: those about activations come first."""
+        of_activations = [decision.effects for decision in self.activations]
+        return of_activations + [decision.effects for decision in self.params]
 
     def placement(self, policy: str, decisions: Decisions) -> Placement:
         """The placement that `decisions` make."""

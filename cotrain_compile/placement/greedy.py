@@ -47,15 +47,9 @@ def least_memory(space: DecisionSpace) -> Decisions:
         space,
         [
             min(range(len(effects)), key=[frugality(effect) for effect in effects].__getitem__)
-            for effects in _effects(space)
+            for effects in space.effects
         ],
     )
-
-
-def _effects(space: DecisionSpace) -> list[tuple[Effect, ...]]:
-    """The effects of the strategies of each cluster, activations first."""
-    decisions = (*space.activations, *space.params)
-    return [tuple(option.effect for option in decision.options) for decision in decisions]
 
 
 def _decisions(space: DecisionSpace, chosen: Sequence[int]) -> Decisions:
@@ -96,7 +90,7 @@ class _State:
         self.space, self.machine, self.host_left = space, space.problem.machine, host_bytes
         self.segments = np.array([segment for segment, _ in space.checkpoints])
         self.used = np.array([float(nbytes) for _, nbytes in space.checkpoints])
-        self.effects = _effects(space)
+        self.effects = space.effects
         self.chosen = [0] * len(self.effects)
         for effects in self.effects:
             self.used += self._profile(effects[0])

@@ -54,8 +54,7 @@ def add_host_memory(model: Model, budget_mib: float) -> None:
 
 def _most_mib(model: Model) -> float:
     """With all on the host that can be there; in more than that the largest update has room."""
-    decisions = (*model.space.activations, *model.space.params)
-    effects = [[option.effect for option in decision.options] for decision in decisions]
+    effects = model.space.effects
     most = sum(max(e.host_bytes + _sent_bytes(e) for e in each) for each in effects)
     updates = (effect.update for each in effects for effect in each)
     return in_mib(most + max((u.made_bytes for u in updates if u is not None), default=0))

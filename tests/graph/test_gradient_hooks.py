@@ -52,7 +52,9 @@ def train_as_in_eager(
 
 def per_parameter(model: Forked) -> tuple[Step, list[Any]]:
     """An optimizer for each parameter, that steps as soon as its gradient is there."""
-    optimizers = {p: torch.optim.SGD([p], lr=0.1, momentum=0.9) for p in model.parameters()}
+    optimizers: dict[Tensor, torch.optim.SGD] = {
+        p: torch.optim.SGD([p], lr=0.1, momentum=0.9) for p in model.parameters()
+    }
 
     def update(p: Tensor) -> None:
         optimizers[p].step()
@@ -62,7 +64,7 @@ def per_parameter(model: Forked) -> tuple[Step, list[Any]]:
         p.register_post_accumulate_grad_hook(update)
 
     def step(x: Tensor) -> Tensor:
-        loss = model(x).square().mean()
+        loss: Tensor = model(x).square().mean()
         loss.backward()
         return loss
 
@@ -95,7 +97,7 @@ def in_one_order(model: Forked) -> tuple[Step, list[Any]]:
 
     def step(x: Tensor) -> Tensor:
         for part in x:
-            loss = model(part).square().mean()
+            loss: Tensor = model(part).square().mean()
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -113,7 +115,7 @@ def in_the_step(model: Forked) -> tuple[Step, list[Any]]:
 
     def step(x: Tensor) -> Tensor:
         handle = model.first.weight.register_hook(lambda gradient: gradient * 2)
-        loss = model(x).square().mean()
+        loss: Tensor = model(x).square().mean()
         loss.backward()
         handle.remove()
         optimizer.step()

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from cotrain_compile.errors import PlacementError
 from cotrain_compile.machine import Machine, Tier
 from cotrain_compile.placement.check import check
-from cotrain_compile.placement.decisions import Decisions, DecisionSpace
+from cotrain_compile.placement.decisions import C, Decision, Decisions, DecisionSpace, S
+from cotrain_compile.placement.effects import Effect
 from cotrain_compile.placement.find_decisions import decision_space
 from cotrain_compile.placement.greedy import greedy, least_memory
 from cotrain_compile.placement.problem import Problem, formulate
@@ -91,14 +92,15 @@ def test_no_decision_takes_the_host_beyond_its_share(
 
 def on_host(space: DecisionSpace, decisions: Decisions) -> int:
     """Bytes that leave the device under `decisions`, as if all at once."""
-    params = zip(space.params, decisions.params, strict=True)
-    activations = zip(space.activations, decisions.activations, strict=True)
-    return sum(
-        option.effect.host_bytes
-        for decision, strategy in (*params, *activations)
-        for option in decision.options
-        if option.strategy == strategy
-    )
+    chosen = [
+        *map(_effect, space.activations, decisions.activations),
+        *map(_effect, space.params, decisions.params),
+    ]
+    return sum(effect.host_bytes for effect in chosen)
+
+
+def _effect(decision: Decision[C, S], strategy: S) -> Effect:
+    return decision.effects[decision.strategies.index(strategy)]
 
 
 def away(decisions: Decisions) -> int:

@@ -220,10 +220,8 @@ def placed(draw: st.DrawFn) -> tuple[Problem, Placement]:
     policy = draw(st.sampled_from(["", "", "", *RULES, "fraction:0.5"]))
     if policy:
         return problem, rule(policy)(problem.dataflow)
-    params, activations = (
-        tuple(draw(st.sampled_from(decision.strategies)) for decision in decisions)
-        for decisions in (space.params, space.activations)
-    )
+    params = tuple(draw(st.sampled_from(decision.strategies)) for decision in space.params)
+    activations = tuple(draw(st.sampled_from(d.strategies)) for d in space.activations)
     return problem, space.placement("drawn", Decisions(params, activations))
 
 

@@ -18,13 +18,8 @@ from cotrain_compile.errors import PlacementError
 from cotrain_compile.machine import HostUpdate, Link, Machine, Tier, TierSpec
 from cotrain_compile.placement.autotm import autotm
 from cotrain_compile.placement.check import check
-<<<<<<< HEAD
 from cotrain_compile.placement.find_decisions import decision_space
-from cotrain_compile.placement.policies import rule
-=======
-from cotrain_compile.placement.find_choices import choices_of
 from cotrain_compile.placement.policies import RULES, rule
->>>>>>> 405ea97 (Policies have one table; recipes for a pass, a policy and the cost of an op)
 from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.schedule import draft
 from cotrain_compile.placement.solve import FRACTIONS, SolveSettings, solve

@@ -77,8 +77,8 @@ def sentences(problem: Problem, plan: Plan) -> Iterator[str]:
             f"{format_bytes(plan.bytes_moved('offload'))} go down to the host and "
             f"{format_bytes(plan.bytes_moved('prefetch'))} up to the device in each step."
         )
-    if told := list(reserved_words(plan, problem.dataflow)):
-        yield f"{': '.join(told)}."
+    if reserved := list(reserved_words(plan, problem.dataflow)):
+        yield f"{': '.join(reserved)}."
     if report and report.lower_bound_s:
         yield (
             f"No plan within these budgets takes less than "
