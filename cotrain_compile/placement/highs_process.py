@@ -125,6 +125,11 @@ class Stop:
 _stop: ContextVar[Stop | None] = ContextVar("cotrain_stop_solving", default=None)
 
 
+def current_stop() -> Stop:
+    """What can end that which this thread solves."""
+    return _stop.get() or Stop()
+
+
 class _Processes:
     """Those that wait for work, of this process: a fork has none."""
 
@@ -168,7 +173,7 @@ def _asked(program: bytes) -> dict[str, Any]:
 
 def _answer_of(process: subprocess.Popen[bytes], program: bytes) -> dict[str, Any] | None:
     """What `process` answers; None where it ends, too. It is ended by whatever is raised here."""
-    answer, stop = None, _stop.get() or Stop()
+    answer, stop = None, current_stop()
     assert process.stdin
     assert process.stdout
     try:

@@ -171,7 +171,11 @@ def _run_highs(
 
 
 def _cbc_solve(program: Program, time_limit_s: float, gap: float, seed: int) -> tuple[str, float]:
-    solver = _cbc(timeLimit=time_limit_s, gapRel=gap, options=[f"randomCbcSeed {seed}"])
+    # Its base is pulp's: it can be defined only where that is.
+    from cotrain_compile.placement.cbc_process import Cbc
+
+    settings = {"timeLimit": time_limit_s, "gapRel": gap, "options": [f"randomCbcSeed {seed}"]}
+    solver = _cbc(Cbc, **settings)
     program.model.solve(solver)
     status = str(pulp.LpStatus[program.model.status]).lower()
     if program.model.sol_status == pulp.LpSolutionIntegerFeasible:
@@ -180,11 +184,11 @@ def _cbc_solve(program: Program, time_limit_s: float, gap: float, seed: int) -> 
     return status, float(objective) / (1.0 + gap)
 
 
-def _cbc(**settings: Any) -> Any:
+def _cbc(kind: type[Any] | None = None, **settings: Any) -> Any:
     with warnings.catch_warnings():
         # pulp 3.3 announces that its bundled CBC will become a package of its own.
         warnings.simplefilter("ignore", DeprecationWarning)
-        return pulp.PULP_CBC_CMD(msg=False, threads=THREADS, **settings)
+        return (kind or pulp.PULP_CBC_CMD)(msg=False, threads=THREADS, **settings)
 
 
 _SOLVE = {"highs": _highs, "cbc": _cbc_solve}

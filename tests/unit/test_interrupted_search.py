@@ -1,7 +1,7 @@
-"""Ctrl-C and SIGTERM while HiGHS is at work: the program ends, and nothing of it stays behind.
+"""Ctrl-C and SIGTERM while a solver is at work: the program ends, and nothing of it stays behind.
 
-HiGHS' process is the real one, but for HiGHS: it sleeps as one that is deep in a heuristic and asks
-nobody whether to stop.
+The solver's process is the real one, but for the solver: it sleeps as one that is deep in a
+heuristic and asks nobody whether to stop.
 """
 
 from __future__ import annotations
@@ -25,8 +25,14 @@ from tests.unit.test_solver_faults import PROBLEM
 ROOT = Path(__file__).parents[2]
 # Python runs a `sitecustomize` in every process, so also in those that a sweep starts.
 CUSTOMIZE = """
+import pulp
 from cotrain_compile.placement import highs_worker
 highs_worker.__file__ = {script!r}
+pulp.PULP_CBC_CMD.pulp_cbc_path = {cbc!r}
+"""
+SLEEPING_CBC = """#!/bin/sh
+touch {folder}/$$
+exec sleep 600
 """
 ASLEEP = """
 import os, pathlib, time
@@ -40,11 +46,23 @@ highs_worker.main()
 COMMANDS = {
     "solve": ["solve", "step.json", "-o", "plan.json"],
     "sweep": ["sweep", "step.json", "-o", "swept", "--jobs", "2"],
+    "cbc": ["solve", "step.json", "-o", "plan.json", "--solver", "cbc"],
 }
 SEARCH = """
 import sys
 from cotrain_compile.cli import main
 main()
+"""
+FIRST_CALL = """
+import torch
+model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(3)))
+optimizer = torch.optim.AdamW(model.parameters())
+def step(x):
+    optimizer.zero_grad()
+    model(x).sum().backward()
+    optimizer.step()
+options = {"memory_budget": 40_000, "time_limit": 600.0, "quiet": True}
+torch.compile(step, backend="cotrain", options=options)(torch.randn(2, 32))
 """
 
 
@@ -56,7 +74,10 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "asleep").mkdir()
     script, folder = str(tmp_path / "worker.py"), str(tmp_path / "asleep")
     (tmp_path / "worker.py").write_text(ASLEEP.format(folder=folder))
-    (tmp_path / "sitecustomize.py").write_text(CUSTOMIZE.format(script=script))
+    (tmp_path / "cbc").write_text(SLEEPING_CBC.format(folder=folder))
+    (tmp_path / "cbc").chmod(0o755)
+    cbc = str(tmp_path / "cbc")
+    (tmp_path / "sitecustomize.py").write_text(CUSTOMIZE.format(script=script, cbc=cbc))
     return tmp_path
 
 
@@ -83,8 +104,12 @@ def command(folder: Path, name: str) -> subprocess.Popen[str]:
     budgets = {tier: str(PROBLEM.budgets[tier]) for tier in Tier}
     options = ["--machine", "machine.json", "--memory-budget", budgets[Tier.DEVICE]]
     options += ["--host-memory-budget", budgets[Tier.HOST], "--time-limit", "600"]
+    return python(folder, SEARCH, *COMMANDS[name], *options)
+
+
+def python(folder: Path, script: str, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", SEARCH, *COMMANDS[name], *options],
+        [sys.executable, "-c", script, *arguments],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"},
         stdout=subprocess.PIPE,
@@ -99,12 +124,34 @@ def test_a_signal_ends_a_command_and_all_that_it_started(
     folder: Path, name: str, number: signal.Signals
 ) -> None:
     with command(folder, name) as running:
-        wait_for("HiGHS is at work", lambda: len(asleep(folder)) == 2)  # a plan, and its bound
+        solvers = 1 if name == "cbc" else 2  # a plan, and its bound
+        wait_for("solvers are at work", lambda: len(asleep(folder)) >= solvers)
         running.send_signal(number)
         _, told = running.communicate(timeout=60)  # HiGHS sleeps ten times as long
     assert running.returncode != 0
     assert "Traceback" not in told
     wait_for("HiGHS has ended", lambda: not any(map(is_running, asleep(folder))))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)
+def test_a_signal_ends_the_first_call_of_a_step_while_its_plan_is_sought(
+    folder: Path, number: signal.Signals
+) -> None:
+    with python(folder, FIRST_CALL) as running:
+        wait_for("HiGHS is at work", lambda: bool(asleep(folder)))
+        running.send_signal(number)
+        _, told = running.communicate(timeout=60)  # HiGHS sleeps ten times as long
+    interrupted = number is signal.SIGINT
+    assert running.returncode == -number
+    assert told.rstrip().endswith("KeyboardInterrupt") == interrupted
+    wait_for("HiGHS has ended", lambda: not any(map(is_running, asleep(folder))))
+
+
+def test_cbc_ends_with_a_process_that_is_killed(folder: Path) -> None:
+    with command(folder, "cbc") as running:
+        wait_for("CBC is at work", lambda: bool(asleep(folder)))
+        running.kill()
+    wait_for("CBC has ended", lambda: not any(map(is_running, asleep(folder))))
 
 
 def test_an_error_in_the_search_does_not_wait_for_the_bound(
