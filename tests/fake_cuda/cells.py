@@ -142,7 +142,7 @@ def _look_at_trace(step: StepGraph, cell: Cell) -> None:
     params = {item.node for item in step.inputs if item.role is Role.PARAM}
     written = {destination.name for _, destination, _ in writes(step.module.graph)}
     assert params <= written, f"not updated: {sorted(params - written)}"
-    if cell.training == "matrix":
+    if cell.training in ("matrix", "llama"):
         _look_at_attention(step, cell)
 
 

@@ -10,11 +10,16 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 from torch.utils import backend_registration
+
+from cotrain_compile.backends.devices import tell_of_unused_card
+from cotrain_compile.options import Options
+from tests.graph.captured_steps import captured
 
 ROOT = Path(__file__).parents[2]
 PREPARATION = """
@@ -133,3 +138,15 @@ def test_states_are_made_on_the_host_for_parameters_elsewhere() -> None:
             large = [value for value in states.values() if value.dim()]
             assert large
             assert all(value.stride() == params[0].stride() for value in large)
+
+
+def test_a_model_on_the_cpu_beside_a_card_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not where the option says that it is meant, and not without a card."""
+    step = captured("clipped").step
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tell_of_unused_card(step, Options())
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        tell_of_unused_card(step, Options(device="cpu"))
+    with pytest.warns(UserWarning, match="runs on the emulated device though this computer has"):
+        tell_of_unused_card(step, Options())

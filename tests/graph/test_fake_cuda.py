@@ -116,6 +116,33 @@ def test_a_trace_for_a_card_is_that_of_the_step_on_it(
     assert [line[1] for line in lines if line[0] == "TOLD" and "before that" in line[1]]
 
 
+LLAMA = """
+import sys
+
+sys.path.insert(0, "docs/examples")
+import cotrain_compile, llama
+
+traced = cotrain_compile.trace(llama.llama_7b, machine="rtx4090")
+flash = [op for op in traced.ops if op.target == "aten._scaled_dot_product_flash_attention.default"]
+products = [op.dtype for op in traced.ops if op.target == "aten.mm.default"]
+print("TRACED", len(flash), len(products), *sorted(set(products)))
+"""
+
+
+@pytest.mark.long
+def test_a_7b_step_for_a_4090_has_flash_attention_and_bfloat16_products() -> None:
+    """Seven linear layers a block and the head; each again for two gradients.
+
+    A small Llama is looked at in the same way above (`cells._look_at_attention`).
+    """
+    run = subprocess.run(
+        [sys.executable, "-c", LLAMA], capture_output=True, text=True, cwd=ROOT, env=ENVIRONMENT
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    (line,) = [line for line in run.stdout.splitlines() if line.startswith("TRACED")]
+    assert line == f"TRACED 32 {21 * 32 + 3} bfloat16"
+
+
 def test_errors_of_a_trace_for_a_card_reach_its_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails() -> None:
         raise ValueError("no such model")
