@@ -18,22 +18,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cotrain_compile.dataflow import PERSISTENT_ROLES
+from cotrain_compile.dataflow import PERSISTENT_ROLES, Dataflow
 from cotrain_compile.errors import PlacementError
 from cotrain_compile.machine import Machine, Tier
 from cotrain_compile.placement import program_memory
+from cotrain_compile.placement.bound import certified_bound_s
 from cotrain_compile.placement.check import check
 from cotrain_compile.placement.decisions import Decisions, DecisionSpace
 from cotrain_compile.placement.find_decisions import decision_space
 from cotrain_compile.placement.policies import RULES, rule
-from cotrain_compile.placement.problem import Problem
+from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.program import Program
 from cotrain_compile.placement.program_model import MIB
 from cotrain_compile.placement.schedule import draft, schedule
 from cotrain_compile.placement.solvers import Solution, solve_program
-from cotrain_compile.plan import Placement
+from cotrain_compile.placement.strategies import Strategy
+from cotrain_compile.plan import Placement, UpdateMode
 from tests.examples import examples
+from tests.unit.nets import MIB as MIB_BYTES
+from tests.unit.nets import clipped_step
 from tests.unit.random_problems import PLENTY, problems, resident_bytes, with_budget
+from tests.unit.test_regimes import machine
 
 # Milliseconds: what the solvers' tolerances leave open.
 TOLERANCE = 2e-6
@@ -241,6 +246,37 @@ def test_no_plan_beats_the_certified_bound_at_its_own_peaks(
     bound = solved(relaxed)
     assert bound.decisions is not None
     assert bound.bound_s <= plan.predicted.makespan_s * (1 + 1e-6)
+
+
+def prompt_norms() -> Dataflow:
+    """A step that clips, and takes the norm of each gradient as soon as there is one."""
+    step = clipped_step(12, MIB_BYTES // 4, 4 * MIB_BYTES)
+    norms = {op.reads[0]: op for op in step.ops if op.name.startswith("square_")}
+    others = [op for op in step.ops if op.name not in {norm.name for norm in norms.values()}]
+    ops = []
+    for op in others:
+        early = [replace(norms[name], phase=op.phase) for name in op.writes if name in norms]
+        ops += [op, *early]
+    return replace(step, ops=tuple(ops))
+
+
+def test_gradients_that_come_back_for_their_updates_are_not_all_there_at_the_end() -> None:
+    """They come one by one, and leave with the update: else this plan would be impossible."""
+    slow_host = machine(1e12, 1000e9, 10e9, 0.01e9)
+    free = formulate(prompt_norms(), slow_host, dict.fromkeys(Tier, PLENTY))
+    space = decision_space(free)
+    wanted = Strategy(UpdateMode.STREAMED, 0, gradient_away=True)
+    params = tuple(
+        wanted if wanted in each.strategies else Strategy(UpdateMode.STREAMED, 0)
+        for each in space.params
+    )
+    assert params.count(wanted) > 3
+    activations = tuple(each.strategies[-1] for each in space.activations)
+    placement = space.placement("drawn", Decisions(params, activations))
+    plan = schedule(with_budget(free, needed_bytes(free, placement)), placement)
+    own = with_budget(free, plan.predicted.peak_bytes[Tier.DEVICE])
+    bound_s = certified_bound_s(own, "highs", time_limit_s=60, seed=0, cyclic=False)
+    assert bound_s <= plan.predicted.makespan_s
 
 
 def needed_bytes(problem: Problem, placement: Placement) -> int:
