@@ -155,7 +155,6 @@ def test_hooks_that_transformers_installs_under_a_lock_are_there_after_a_first_c
         lambda: random.uniform(0, 1),
         lambda: random.random(),
         random.Random(3).random,
-        lambda: random.Random(3).random(),
         lambda: torch.from_numpy(np.random.rand(1)),
         lambda: np.random.default_rng(3).random(),
         lambda: random.Random().random(),
