@@ -1,7 +1,8 @@
 """An absent card: torch, in this process, as it is beside a card that is not there.
 
-Built from `absent_card.cpp` by the C++ compiler of this machine, once for each torch. For a process
-that traces a step and then ends: nothing is taken back (`docs/decisions/0025-trace-for-a-card.md`).
+Built from `absent_card.cpp` and its header by the C++ compiler of this machine, once for each
+torch. For a process that traces a step and then ends: nothing is taken back
+(`docs/decisions/0029-trace-for-a-card.md`).
 
 Private torch API used: `torch.cuda._lazy_init`, `FakeTensorMode.avoid_device_init`. Reason: they
 would start CUDA. Tried on torch 2.13.0.
@@ -31,6 +32,7 @@ from cotrain_compile.errors import OptionError
 from cotrain_compile.machine import Machine
 
 SOURCE = Path(__file__).with_name("absent_card.cpp")
+HEADER = SOURCE.with_suffix(".h")
 FLAGS = ("-std=c++20", "-O1", "-shared", "-fPIC")
 ANY_CARD: Capability = (8, 0)
 
@@ -158,7 +160,7 @@ def _built() -> Path:
             "tracing as on a card that is not there needs a C++ compiler: install g++, name one "
             "with the variable CXX, or trace on a machine with the card"
         )
-    told = "\n".join((SOURCE.read_text(), torch.__version__, name, *FLAGS))
+    told = "\n".join((SOURCE.read_text(), HEADER.read_text(), torch.__version__, name, *FLAGS))
     key = hashlib.sha256(told.encode()).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "cotrain_compile"
     built = cache / f"absent_card-{key}.so"

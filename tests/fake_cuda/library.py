@@ -15,6 +15,7 @@ import tempfile
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name("guard.cpp")
+HEADER = Path(__file__).parents[2] / "cotrain_compile" / "capture" / "absent_card.h"
 FLAGS = ("-std=c++20", "-O1", "-shared", "-fPIC")
 
 
@@ -36,7 +37,7 @@ def library() -> Path:
     name = compiler()
     assert name is not None
     version = importlib.metadata.version("torch")
-    told = "\n".join((SOURCE.read_text(), version, name, *FLAGS))
+    told = "\n".join((SOURCE.read_text(), HEADER.read_text(), version, name, *FLAGS))
     key = hashlib.sha256(told.encode()).hexdigest()[:16]
     folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "cotrain-tests"
     built = folder / f"fake_cuda-{key}.so"
@@ -49,7 +50,7 @@ def library() -> Path:
 def _build(name: str, target: Path) -> None:
     """Compile beside `target` and rename: others may be building the same."""
     torch = torch_folder()
-    include = [torch / "include", torch / "include/torch/csrc/api/include"]
+    include = [HEADER.parent, torch / "include", torch / "include/torch/csrc/api/include"]
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         made = Path(folder) / "guard.so"
         command = [name, *FLAGS, *(f"-I{path}" for path in include), str(SOURCE), "-o", str(made)]
