@@ -28,8 +28,9 @@ def unprofiled(run: Callable[[], Result]) -> Result:
     """
     if not is_profiled():
         return run()
+    context = copy_context()
     with ThreadPoolExecutor(1, "cotrain-rehearsal") as thread:
-        return thread.submit(copy_context().run, run).result()
+        return thread.submit(lambda: context.run(run)).result()
 
 
 def is_profiled() -> bool:

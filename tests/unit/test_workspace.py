@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from cotrain_compile.dataflow import Buffer, Dataflow, Role
 from cotrain_compile.errors import PlacementError, PlanError
+from cotrain_compile.files import from_json, to_json
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.check import check
 from cotrain_compile.placement.policies import resident
@@ -40,6 +41,14 @@ def test_a_workspace_is_there_while_its_op_runs_and_then_no_more() -> None:
     added = [b - a for a, b in zip(on_device(dataflow), more, strict=True)]
     assert [slot for slot, nbytes in enumerate(added) if nbytes] == [dataflow.position[op]]
     assert added[dataflow.position[op]] == 1000
+
+
+def test_a_workspace_is_in_the_saved_step() -> None:
+    dataflow = chain(1, width=64, batch=64)
+    known = dataflow.with_workspace({dataflow.ops[0].name: 1000})
+    read = from_json(to_json(known), Dataflow)
+    assert read == known
+    assert [buffer.nbytes for buffer in read.buffers if buffer.role is Role.WORKSPACE] == [1000]
 
 
 def test_a_parameter_may_be_called_like_a_workspace() -> None:
