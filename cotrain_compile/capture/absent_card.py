@@ -4,8 +4,9 @@ Built from `absent_card.cpp` and its header by the C++ compiler of this machine,
 torch. For a process that traces a step and then ends: nothing is taken back
 (`docs/decisions/0029-trace-for-a-card.md`).
 
-Private torch API used: `torch.cuda._lazy_init`, `FakeTensorMode.avoid_device_init`. Reason: they
-would start CUDA. Tried on torch 2.13.0.
+Private torch API used: `torch.cuda._lazy_init`, `FakeTensorMode.avoid_device_init`,
+`fake_tensor.init_gpu_context`. Reason: they would start CUDA, which a torch that is built with it
+tries and fails. Tried on torch 2.13.0 for the CPU, and on 2.11.0 built with CUDA.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cotrain_compile import presets
@@ -97,6 +99,7 @@ def absent_card(capability: Capability, memory_bytes: int) -> Iterator[None]:
         stack.enter_context(
             mock.patch.object(FakeTensorMode, "avoid_device_init", no_memory, create=True)
         )
+        stack.enter_context(mock.patch.object(fake_tensor, "init_gpu_context", lambda device: None))
         _refuse_started_threads()
         yield
 
