@@ -146,3 +146,31 @@ def least_squares_by_an_inverse() -> Training:
 )
 def least_squares_by_a_factor() -> Training:
     return followed(_by_factor(torch.linalg.cholesky))()
+
+
+def _embedded(*, by_itself: bool) -> Any:
+    def make() -> Training:
+        words = nn.Embedding(16, 8, max_norm=1.0 if by_itself else None)
+        model = nn.Sequential(words, nn.Tanh(), nn.Linear(8, 16)).double()
+        optimizer = sgd(model)
+
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            if not by_itself:
+                with torch.no_grad():
+                    rows, weight = x.flatten(), words.weight
+                    weight.index_copy_(0, rows, torch.renorm(weight[rows], 2, 0, 1.0))
+            loss = F.cross_entropy(model(x).flatten(0, -2), y.flatten())
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        batches = [(torch.randint(0, 16, (8,)), torch.randint(0, 16, (8,))) for _ in range(4)]
+        return Training(step, batches, [model, optimizer])
+
+    return make
+
+
+@refused(r"index_copy_\(0, rows", _embedded(by_itself=False))
+def embedding_with_max_norm() -> Training:
+    return _embedded(by_itself=True)()

@@ -1,10 +1,11 @@
 """Is each way to write a step captured exactly, or refused with advice that works? Idioms, crossed.
 
-python -m bench.idioms.run --cells 2 -o bench/results/idioms.json
+python -m bench.idioms.run --minutes 90 -o bench/results/reliability_idioms.json
 
 An idiom is trained in eager and compiled, in some cells of policy x host kernels x lowering, and
 compared. Where it is refused, the advice of the refusal is followed: the program that a user then
-has is trained and compared instead. `--only WORDS` runs the idioms whose names hold the words.
+has is trained and compared instead. `--only WORDS` runs the idioms whose names hold the words, and
+`--turn 1` takes other cells. After `--minutes`, or Ctrl-C, what there is until then is written.
 """
 
 from __future__ import annotations
@@ -12,12 +13,15 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import re
 import subprocess
 import sys
+import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -184,21 +188,26 @@ def detached(value: Any) -> Any:
     return tree_map(lambda t: t.detach().clone() if isinstance(t, Tensor) else t, value)
 
 
-def campaign(names: list[str], cells: int) -> Iterator[Result]:
+def campaign(names: list[str], cells: int, turn: int = 0) -> Iterator[Result]:
     """Results of idioms; each process runs some of them, since Dynamo keeps something of each."""
     for at in range(0, len(names), IN_ONE_PROCESS):
         left = names[at : at + IN_ONE_PROCESS]
         while left:
-            command = [sys.executable, "-m", "bench.idioms.run", "--worker", str(cells), *left]
+            command = [sys.executable, "-m", "bench.idioms.run", "--worker", str(cells)]
+            command += ["--turn", str(turn), *left]
             with subprocess.Popen(
                 command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
             ) as worker:
                 assert worker.stdout is not None
                 done: Counter[str] = Counter()
-                for line in worker.stdout:
-                    result = Result(**json.loads(line))
-                    done[result.idiom] += 1
-                    yield result
+                try:
+                    for line in worker.stdout:
+                        result = Result(**json.loads(line))
+                        done[result.idiom] += 1
+                        yield result
+                except BaseException:  # nobody wants to know the rest
+                    worker.kill()
+                    raise
             if worker.returncode == 0:
                 break
             crashed = next(name for name in left if done[name] < cells)
@@ -206,10 +215,10 @@ def campaign(names: list[str], cells: int) -> Iterator[Result]:
             left = left[left.index(crashed) + 1 :]
 
 
-def work(names: list[str], cells: int) -> None:
+def work(names: list[str], cells: int, turn: int) -> None:
     """Evaluate idioms and print each result as a line."""
     torch.set_num_threads(1)
-    index = {name: i for i, name in enumerate(all_idioms())}
+    index = {name: i + turn for i, name in enumerate(all_idioms())}
     for name in names:
         for cell in cells_of(index[name], cells):
             print(json.dumps(asdict(evaluate(all_idioms()[name], cell))), flush=True)
@@ -219,33 +228,50 @@ def main() -> None:
     """Run the idioms and write what came of them."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--cells", type=int, default=1, help="cells that each idiom is run in")
+    parser.add_argument("--turn", type=int, default=0, help="for other cells")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="when to end at the latest")
     parser.add_argument("--only", default="", help="words in the names of idioms, or a topic")
     parser.add_argument("-o", "--output", type=Path)
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     parser.add_argument("names", nargs="*", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.worker:
-        work(asked.names, asked.worker)
+        work(asked.names, asked.worker, asked.turn)
         return
     chosen = [n for n, i in all_idioms().items() if asked.only in n or asked.only == i.topic]
-    results = []
-    for result in campaign(chosen, asked.cells):
-        results.append(result)
-        if result.status == "broken" or asked.only:
-            print(
-                result.status, "|", result.idiom, "|", result.cell, "|", result.message, flush=True
-            )
-    counts = Counter(result.status for result in results)
-    print(len(chosen), "idioms", dict(counts))
+    results: list[Result] = []
+    began = time.monotonic()
+    with suppress(KeyboardInterrupt), closing(campaign(chosen, asked.cells, asked.turn)) as found:
+        for result in found:
+            results.append(result)
+            if result.status == "broken" or asked.only:
+                said = (result.status, result.idiom, result.cell, result.message)
+                print(" | ".join(said), flush=True)
+            if time.monotonic() - began > 60 * asked.minutes:
+                break
+    figures = figures_of(results, (time.monotonic() - began) / 60)
+    print(figures["campaign"], figures["held"], "equal,", figures["refused"], "refused")
     if asked.output is not None:
-        report = {
-            "idioms": len(chosen),
-            "topics": Counter(all_idioms()[name].topic for name in chosen),
-            "runs": len(results),
-            "counts": counts,
-            "broken": [asdict(r) for r in results if r.status == "broken"],
-        }
-        write_report(asked.output, (__doc__ or "").splitlines()[0], report)
+        write_report(asked.output, (__doc__ or "").splitlines()[0], figures)
+
+
+def figures_of(results: Sequence[Result], minutes: float) -> dict[str, Any]:
+    """What `bench.reliability` puts on its page."""
+    counts = Counter(result.status for result in results)
+    ran = {result.idiom for result in results}
+    return {
+        "campaign": f"ways to write a step, {len(ran)} of {len(all_idioms())}; "
+        "a refusal's advice is followed",
+        "cases": len(results),
+        "held": counts["equal"],
+        "refused": counts["refused"],
+        "faults": 0,
+        "broken": [
+            {"what": f"{r.idiom} ({r.cell}): {r.message}"} for r in results if r.status == "broken"
+        ],
+        "kinds": Counter(all_idioms()[result.idiom].topic for result in results),
+        "minutes": round(minutes, 1),
+    }
 
 
 if __name__ == "__main__":

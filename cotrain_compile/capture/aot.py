@@ -43,7 +43,14 @@ def to_aten(
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
-    def refuse(*_: Any) -> Callable[..., Any]:
+    def refuse(graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+        if any("embedding_renorm" in str(node.target) for node in graph.graph.nodes):
+            raise CaptureError(
+                "an embedding with max_norm changes its weight in the forward; leave max_norm out, "
+                "and do it before the model is called, under torch.no_grad(), with rows = "
+                "tokens.flatten(): weight.index_copy_(0, rows, torch.renorm(weight[rows], 2, 0, "
+                "max_norm))"
+            )
         raise CaptureError(
             "a parameter is written from values that require grad, or the step returns tensors "
             "that do, so its backward is not in the graph; write parameters under "

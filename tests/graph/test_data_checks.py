@@ -74,3 +74,16 @@ def test_a_model_on_meta_gets_memory_and_values_first(batch_on: str) -> None:
     model.to_empty(device="cpu")
     model.reset_parameters()
     assert train().isfinite()
+
+
+def test_an_embedding_that_scales_its_rows_is_told_how_to_in_the_step() -> None:
+    words = nn.Embedding(4, 2, max_norm=0.1)
+    optimizer = torch.optim.SGD(words.parameters(), lr=0.1)
+
+    def step(x: Tensor) -> None:
+        optimizer.zero_grad()
+        words(x).sum().backward()
+        optimizer.step()
+
+    with pytest.raises(CaptureError, match=r"leave max_norm out.*index_copy_\(0, rows"):
+        cotrain()(step)(torch.tensor([0, 2]))
