@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 
 import pytest
 
 from cotrain_compile.machine import Tier
+from cotrain_compile.placement.effects import Flow
 from cotrain_compile.placement.find_decisions import decision_space
 from cotrain_compile.placement.policies import resident
 from cotrain_compile.placement.problem import formulate
@@ -15,6 +17,7 @@ from cotrain_compile.placement.rules import check_placement
 from cotrain_compile.placement.strategies import PARAM_STRATEGIES, Strategy
 from cotrain_compile.presets import find
 from tests.unit.dataflows import mixed_precision_step
+from tests.unit.nets import every_small_step
 
 
 @pytest.mark.parametrize("elements", [8, 1_000_000])
@@ -42,3 +45,16 @@ def test_a_parameter_that_is_written_without_an_update_group_is_no_choice() -> N
     decided = {name for d in decision_space(problem).params for name in d.cluster.params}
     assert decided == {group.param for group in updates}
     assert written.param not in decided
+
+
+def test_copies_that_change_memory_say_so_everywhere() -> None:
+    """A flow that begins or ends a hold is in a hold always: so its totals are memory."""
+    ends, moved = set[Flow](), set[Flow]()
+    for _, dataflow in every_small_step():
+        problem = formulate(dataflow, find("h100"), dict.fromkeys(Tier, 1 << 40))
+        for effect in chain.from_iterable(decision_space(problem).effects):
+            moved |= {demand.flow for demand in effect.moved}
+            ends |= {d.flow for hold in effect.holds for d in (hold.begins, hold.ends) if d}
+            assert effect.update is not None or not effect.freed_bytes
+    assert {Flow.OFFLOAD, Flow.RELOAD, Flow.GRADIENT, Flow.FETCH, Flow.REFETCH} == ends
+    assert ends.isdisjoint(moved)
