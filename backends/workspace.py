@@ -12,6 +12,9 @@ from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.residency import device_bytes, device_program
 from cotrain_compile.plan import Plan
 
+# What it unfolds or packs its input into is no value of the graph, whatever it is compiled with.
+_CONVOLUTION = "convolution"
+
 
 def beyond_plan(
     problem: Problem, plan: Plan, calls: Iterable[tuple[Sequence[str], int]]
@@ -20,7 +23,8 @@ def beyond_plan(
 
     `calls` has, in order, the ops of each call and the most bytes on the device while it ran. Which
     op of compiled code takes the workspace nobody knows, so each of them is given all of it: the
-    most that is planned for the call is then what was measured.
+    most that is planned for the call is then what was measured. A convolution may have reached that
+    itself, from what was planned at its own place: cut apart by the next plan, it would again.
     """
     program = device_program(problem.dataflow, plan.placement, plan.moved)
     planned = device_bytes(program, plan.placement, plan.tasks)
@@ -33,7 +37,10 @@ def beyond_plan(
         passed = max([passed, *slots])
         over_bytes = most_bytes - max((planned[slot] for slot in slots), default=most_bytes)
         if over_bytes > 0:
-            found |= {program.ops[slot].name: over_bytes for slot in slots}
+            for slot in slots:
+                op = program.ops[slot]
+                own_bytes = most_bytes - planned[slot]
+                found[op.name] = own_bytes if _CONVOLUTION in op.target else over_bytes
     return found
 
 
