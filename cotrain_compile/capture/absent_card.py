@@ -6,7 +6,7 @@ torch. For a process that traces a step and then ends: nothing is taken back
 
 Private torch API used: `torch.cuda._lazy_init`, `FakeTensorMode.avoid_device_init`,
 `fake_tensor.init_gpu_context`. Reason: they would start CUDA, which a torch that is built with it
-tries and fails. Tried on torch 2.13.0 for the CPU, and on 2.11.0 built with CUDA.
+tries and fails. Tried on torch 2.13.0 for the CPU, and on 2.11.0 and 2.15.0 built with CUDA.
 """
 
 from __future__ import annotations
@@ -150,6 +150,7 @@ def _answers(capability: Capability, memory_bytes: int) -> dict[str, Any]:
         "synchronize": lambda *_: None,
         "empty_cache": lambda: None,
         "manual_seed_all": lambda seed: None,
+        "is_current_stream_capturing": lambda: False,
         "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8),
         "set_rng_state": lambda *_: None,
     }
