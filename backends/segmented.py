@@ -13,7 +13,8 @@ from torch import fx
 
 from cotrain_compile.backends.calls import Call, Write
 from cotrain_compile.backends.eager import EagerProgram
-from cotrain_compile.backends.lower import Code, LoweredStep
+from cotrain_compile.backends.inductor import Code
+from cotrain_compile.backends.lower import LoweredStep
 from cotrain_compile.backends.segments import Segment
 from cotrain_compile.dataflow import PERSISTENT_ROLES
 from cotrain_compile.errors import LoweringError

@@ -19,7 +19,7 @@ import cProfile
 import json
 import pstats
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -102,7 +102,9 @@ class NullCard:
     def copy(self, stream: object, destination: Tensor, source: Tensor) -> None:
         self._pay("copy")
 
-    def copy_all(self, stream: object, destinations: list[Tensor], sources: list[Tensor]) -> None:
+    def copy_all(
+        self, stream: object, destinations: Sequence[Tensor], sources: Sequence[Tensor]
+    ) -> None:
         for _ in destinations:
             self._pay("copy")
 

@@ -40,7 +40,7 @@ def card() -> CountingCard:
 @pytest.fixture
 def device(card: CountingCard) -> CudaDevice:
     pool = PinnedPool(card.pin, card.unpin, lambda: PLENTY)
-    device = CudaDevice(card, pool, PLENTY, {})  # type: ignore[arg-type]
+    device = CudaDevice(card, pool, PLENTY, {})
     device.start_step()
     return device
 

@@ -12,7 +12,7 @@ import random
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any
 
@@ -129,7 +129,9 @@ class ThreadCard:
 
         stream.work.put(move)
 
-    def copy_all(self, stream: Any, destinations: list[Tensor], sources: list[Tensor]) -> None:
+    def copy_all(
+        self, stream: Any, destinations: Sequence[Tensor], sources: Sequence[Tensor]
+    ) -> None:
         for destination, source in zip(destinations, sources, strict=True):
             self.copy(stream, destination, source)
 
