@@ -42,7 +42,7 @@ def test_an_untouched_state_is_made_again_at_its_home() -> None:
     card = ThreadCard()
     pool = PinnedPool(card.pin, card.unpin, lambda: 1 << 40)
     state = states()[0]
-    homes.bring_home([(state, Tier.HOST)], card, pool)  # type: ignore[arg-type]
+    homes.bring_home([(state, Tier.HOST)], card, pool)
     assert pool.holds(state)
     assert not state.any()
 
