@@ -30,7 +30,7 @@ demo: install
 
 # Tables and figures of the documentation, from the JSONs of the benchmarks.
 results: install
-	$(BIN)/python -m bench.compare --write
+	$(BIN)/python -m bench.results_page.compare --write
 
 lint: install
 	$(BIN)/ruff check

@@ -9,17 +9,17 @@ from typing import Any
 import torch
 
 from cotrain_compile import presets
-from cotrain_compile.backends.compiled_step import CompiledStep
+from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
 from cotrain_compile.errors import ON_META, OptionError
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.machine import Machine, Tier
 from cotrain_compile.options import Options
 from cotrain_compile.placement.problem import Problem
-from cotrain_compile.runtime.cuda_setup import cuda_device, cuda_machine
+from cotrain_compile.runtime.cuda.setup import cuda_device, cuda_machine
 from cotrain_compile.runtime.device import Device
 from cotrain_compile.runtime.emulated import EmulatedDevice
-from cotrain_compile.runtime.host_kernels import HostKernel
-from cotrain_compile.runtime.pieces import cuts
+from cotrain_compile.runtime.host.chunks import cuts
+from cotrain_compile.runtime.host.kernels import HostKernel
 
 _CPU = torch.device("cpu")
 

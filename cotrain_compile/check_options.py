@@ -10,7 +10,7 @@ from typing import Any
 
 from cotrain_compile import presets
 from cotrain_compile.analysis.costs import CostTable
-from cotrain_compile.capture.compute_device import chosen_device
+from cotrain_compile.capture.dynamo.compute_device import chosen_device
 from cotrain_compile.files import load
 from cotrain_compile.options import Options, as_option_error
 from cotrain_compile.placement.saved import load_plan

@@ -12,10 +12,10 @@ from cotrain_compile.machine import Tier
 from cotrain_compile.options import Options, as_option_error
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.saved import load_plan
-from cotrain_compile.placement.solve import SolveSettings, solve
+from cotrain_compile.placement.search.solve import SolveSettings, solve
 from cotrain_compile.plan import Plan
 from cotrain_compile.units import format_bytes
-from cotrain_compile.viz.describe import describe_differences
+from cotrain_compile.viz.text.describe import describe_differences
 
 
 def plan_for(

@@ -23,7 +23,6 @@ from torch.utils._pytree import tree_leaves
 
 from cotrain_compile.analysis.costs import CostTable
 from cotrain_compile.analysis.symbolic import at
-from cotrain_compile.backends.compiled_step import CompiledStep
 from cotrain_compile.backends.devices import (
     compute_device_of,
     machine_for,
@@ -33,39 +32,40 @@ from cotrain_compile.backends.devices import (
     runtime_for,
     tell_of_unused_card,
 )
-from cotrain_compile.backends.first_step import Rehearsed
-from cotrain_compile.backends.lower import LoweredStep, lower
-from cotrain_compile.backends.per_shape import PerShape
-from cotrain_compile.backends.tails import Owner, guard_state, wait_for_tails
-from cotrain_compile.backends.verify import VerifiedStep, refuse_race
+from cotrain_compile.backends.inductor.lower import LoweredStep, lower
+from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
+from cotrain_compile.backends.lifecycle.deferred import Owner, guard_state, wait_for_tails
+from cotrain_compile.backends.lifecycle.per_shape import PerShape
+from cotrain_compile.backends.lifecycle.rehearsal import Rehearsed
+from cotrain_compile.backends.verify.verify import VerifiedStep, refuse_race
 from cotrain_compile.capture import Session, capture, current_session, install
-from cotrain_compile.capture.absent_card import absent_card, card_for
-from cotrain_compile.capture.aot import traced_modules
-from cotrain_compile.capture.forked import in_a_copy
-from cotrain_compile.capture.hook import frame_objects
-from cotrain_compile.capture.offline import offline
-from cotrain_compile.capture.skip_initialisation import skip_initialisation
+from cotrain_compile.capture.aten.aot import traced_modules
+from cotrain_compile.capture.dynamo.hook import frame_objects
+from cotrain_compile.capture.offline.absent_card import absent_card, card_for
+from cotrain_compile.capture.offline.forked import in_a_copy
+from cotrain_compile.capture.offline.offline import offline
+from cotrain_compile.capture.offline.skip_initialisation import skip_initialisation
 from cotrain_compile.check_options import check_options, load_profile
 from cotrain_compile.choose_plan import plan_for
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import CaptureError, CotrainError, OptionError
-from cotrain_compile.extract import extract
+from cotrain_compile.extract.extract import extract
 from cotrain_compile.files import from_json, to_json
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.machine import Machine, Tier
 from cotrain_compile.options import Options, as_option_error
 from cotrain_compile.passes import run_passes
-from cotrain_compile.placement.check import check
-from cotrain_compile.placement.keep import keep
+from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.problem import formulate
+from cotrain_compile.placement.search.reuse_placement import keep
 from cotrain_compile.plan import Placement
-from cotrain_compile.runtime.cuda_setup import tell_if_in_pieces, within_free_memory
-from cotrain_compile.runtime.host_kernels import host_kernels
-from cotrain_compile.runtime.load_into_homes import load_into_homes
+from cotrain_compile.runtime.cuda.setup import tell_if_in_pieces, within_free_memory
+from cotrain_compile.runtime.host.kernels import host_kernels
+from cotrain_compile.runtime.process.load_into_homes import load_into_homes
 from cotrain_compile.units import format_bytes
 from cotrain_compile.viz.dump import dump_step
-from cotrain_compile.viz.live import LiveLine, live_line
-from cotrain_compile.viz.narrate import Narrator, verbosity
+from cotrain_compile.viz.text.live import LiveLine, live_line
+from cotrain_compile.viz.text.narrate import Narrator, verbosity
 
 
 def cotrain(

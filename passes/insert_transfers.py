@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import fx
 
-from cotrain_compile.extract import buffer_names
+from cotrain_compile.extract.extract import buffer_names
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.passes.gaps import Gaps
 from cotrain_compile.passes.views import available_before

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 import torch
 from torch import fx
 
-from cotrain_compile.extract import buffer_names
+from cotrain_compile.extract.extract import buffer_names
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.lazy_module import graph_module
 from cotrain_compile.passes.views import COPY, viewed, written_by

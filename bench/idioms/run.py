@@ -42,7 +42,7 @@ from cotrain_compile.errors import (
     PlacementError,
 )
 from cotrain_compile.machine import Tier
-from tests.graph.fuzz_compare import Broken, Left, compare, compiled_corrections
+from tests.support.fuzz.fuzz_compare import Broken, Left, compare, compiled_corrections
 
 SEED = 3
 SHARE = 0.6  # of the resident peak: the budget of the cells with policy "auto"
@@ -256,7 +256,7 @@ def main() -> None:
 
 
 def figures_of(results: Sequence[Result], minutes: float) -> dict[str, Any]:
-    """What `bench.reliability` puts on its page."""
+    """What `bench.reliability.page` puts on its page."""
     counts = Counter(result.status for result in results)
     ran = {result.idiom for result in results}
     return {

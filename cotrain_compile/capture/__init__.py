@@ -15,7 +15,7 @@ import torch
 from torch import fx
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 
-from cotrain_compile.capture.aot import (
+from cotrain_compile.capture.aten.aot import (
     detach_outputs,
     drop_outputs,
     gradient_stores,
@@ -25,23 +25,23 @@ from cotrain_compile.capture.aot import (
     to_aten,
     traced_modules,
 )
-from cotrain_compile.capture.data_sizes import refuse_checks_of_data, refuse_sizes_from_data
-from cotrain_compile.capture.data_writes import hide_writes_by_aliases, refuse_shared_data
-from cotrain_compile.capture.gradient_hooks import can_be_traced
-from cotrain_compile.capture.half_steps import (
+from cotrain_compile.capture.aten.fake_values import use_kernel_values
+from cotrain_compile.capture.aten.prepare import prepare
+from cotrain_compile.capture.dynamo.data_sizes import refuse_checks_of_data, refuse_sizes_from_data
+from cotrain_compile.capture.dynamo.data_writes import hide_writes_by_aliases, refuse_shared_data
+from cotrain_compile.capture.dynamo.gradient_hooks import can_be_traced
+from cotrain_compile.capture.dynamo.hook import install
+from cotrain_compile.capture.dynamo.leaves import run_and_make_leaves
+from cotrain_compile.capture.dynamo.session import Session, current_session
+from cotrain_compile.capture.nodes.phases import phases
+from cotrain_compile.capture.remat.rematerialise import rematerialise
+from cotrain_compile.capture.remat.saved_values import saved_values
+from cotrain_compile.capture.roles.accumulation import (
     refuse_half_a_step,
     refuse_missing_updates,
 )
-from cotrain_compile.capture.hook import install
-from cotrain_compile.capture.inputs import describe_inputs
-from cotrain_compile.capture.kept_gradients import kept_in, kept_outputs
-from cotrain_compile.capture.kernel_values import use_kernel_values
-from cotrain_compile.capture.leaves import run_and_make_leaves
-from cotrain_compile.capture.phases import phases
-from cotrain_compile.capture.prepare import prepare
-from cotrain_compile.capture.rematerialise import rematerialise
-from cotrain_compile.capture.saved_values import saved_values
-from cotrain_compile.capture.session import Session, current_session
+from cotrain_compile.capture.roles.inputs import describe_inputs
+from cotrain_compile.capture.roles.kept_gradients import kept_in, kept_outputs
 from cotrain_compile.dataflow import PERSISTENT_ROLES
 from cotrain_compile.errors import CaptureError
 from cotrain_compile.graph import OptimizerRule, StepGraph, StepInput

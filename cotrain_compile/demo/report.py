@@ -10,14 +10,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from cotrain_compile.backends.compiled_step import CompiledStep
+from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
 from cotrain_compile.demo.train import StepResult
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.policies import RULES
 from cotrain_compile.units import format_bytes, format_seconds
 from cotrain_compile.viz.perfetto import save_trace
 from cotrain_compile.viz.report.page import write_report
-from cotrain_compile.viz.summary import candidates, summary
+from cotrain_compile.viz.text.summary import candidates, summary
 from cotrain_compile.viz.timeline import draw_timelines, kinds_of
 
 ROWS = 10

@@ -208,7 +208,7 @@ def _spans(
 
 def device_bytes(program: DeviceProgram, placement: Placement, tasks: Sequence[Task]) -> list[int]:
     """Bytes alive on the device in each slot, the last one being the end of the step."""
-    curve = Curve(program.end + 1)
+    curve = IntervalSum(program.end + 1)
     for instance in instances(program, placement, tasks):
         curve.add(instance.buffer.nbytes, instance.first, instance.last)
     return curve.values()
@@ -250,7 +250,7 @@ def _read_by_carried(dataflow: Dataflow, tasks: Sequence[Task]) -> Iterator[str]
 
 def made_by(dataflow: Dataflow, group: UpdateGroup) -> int:
     """Most bytes that the values made inside the update of `group` take at once."""
-    spans, curve = spans_in(dataflow, group), Curve(len(group.ops))
+    spans, curve = spans_in(dataflow, group), IntervalSum(len(group.ops))
     for name in made_in(dataflow, group):
         curve.add(dataflow.buffer[name].nbytes, *spans[name])
     return max(curve.values(), default=0)
@@ -272,7 +272,7 @@ def spans_in(dataflow: Dataflow, group: UpdateGroup) -> dict[str, tuple[int, int
     return spans
 
 
-class Curve:
+class IntervalSum:
     """A sum of intervals, by differences: O(1) to add one."""
 
     def __init__(self, slots: int) -> None:

@@ -21,7 +21,7 @@ from cotrain_compile.machine import Tier
 from cotrain_compile.plan import Lane as LaneName
 from cotrain_compile.plan import Span
 from cotrain_compile.runtime.course import WHOLE, Course, Cut
-from cotrain_compile.runtime.host_kernels import HostKernel
+from cotrain_compile.runtime.host.kernels import HostKernel
 from cotrain_compile.runtime.lanes import Lane, Task
 from cotrain_compile.runtime.meter import Meter
 from cotrain_compile.runtime.ops import Launch, Runtime, running_on

@@ -18,7 +18,7 @@ from cotrain_compile.plan import Lane as LaneName
 from cotrain_compile.plan import Span
 from cotrain_compile.runtime.course import Course, Cut
 from cotrain_compile.runtime.device import Device
-from cotrain_compile.runtime.host_kernels import HostKernel
+from cotrain_compile.runtime.host.kernels import HostKernel
 from cotrain_compile.runtime.meter import Meter
 from cotrain_compile.runtime.ops import Launch
 

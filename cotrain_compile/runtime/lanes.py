@@ -20,8 +20,8 @@ import torch
 
 from cotrain_compile.errors import StepFailed
 from cotrain_compile.plan import Span
-from cotrain_compile.runtime.cores import bind_this_thread
 from cotrain_compile.runtime.course import WHOLE, Course, FollowedFailed
+from cotrain_compile.runtime.process.cores import bind_this_thread
 
 # How long the end of the process waits for work in flight: no update takes longer.
 EXIT_LIMIT_S = 60.0

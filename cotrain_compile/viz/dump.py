@@ -11,7 +11,7 @@ from cotrain_compile.plan import Plan
 from cotrain_compile.viz.graph.drawing import write_picture
 from cotrain_compile.viz.graph.picture import picture
 from cotrain_compile.viz.perfetto import save_trace
-from cotrain_compile.viz.summary import summary
+from cotrain_compile.viz.text.summary import summary
 from cotrain_compile.viz.timeline import kinds_of
 
 

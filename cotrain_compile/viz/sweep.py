@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from cotrain_compile.files import write_whole
-from cotrain_compile.placement.sweep import FITS, Point, Sweep
+from cotrain_compile.placement.explain.sweep import FITS, Point, Sweep
 from cotrain_compile.plan import Lane
 from cotrain_compile.units import format_bytes, format_seconds
 

@@ -13,20 +13,20 @@ from typing import Any
 import torch
 from torch import fx
 
-from cotrain_compile.backends.lower import segments_of
+from cotrain_compile.backends.inductor.lower import segments_of
 from cotrain_compile.compile import trace_graph
 from cotrain_compile.dataflow import Dataflow, Phase, Role
 from cotrain_compile.errors import PlacementError
-from cotrain_compile.extract import extract
+from cotrain_compile.extract.extract import extract
 from cotrain_compile.graph import StepGraph, writes
 from cotrain_compile.machine import Tier
 from cotrain_compile.passes import run_passes
-from cotrain_compile.placement.check import check
+from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.problem import Problem, formulate
-from cotrain_compile.placement.solve import SolveSettings, solve
+from cotrain_compile.placement.search.solve import SolveSettings, solve
 from cotrain_compile.plan import Plan
 from cotrain_compile.presets import find
-from cotrain_compile.runtime.host_kernels import host_kernels
+from cotrain_compile.runtime.host.kernels import host_kernels
 from tests.fake_cuda.card import choose_attention, there
 from tests.fake_cuda.trainings import CARD, Job, every_optimizer_job, job, llama_job, readme_job
 

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import cotrain_compile
-from cotrain_compile.backends.compiled_step import CompiledStep
+from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
 from cotrain_compile.machine import Tier
-from tests.graph.steps import CASES, SEED
+from tests.support.steps import CASES, SEED
 
 WIDTH = 1024
 CUDA = "cuda"

@@ -12,7 +12,7 @@ import torch
 
 from cotrain_compile.machine import Tier
 from cotrain_compile.plan import Lane
-from cotrain_compile.runtime.cuda_setup import pool
+from cotrain_compile.runtime.cuda.setup import pool
 from tests.gpu.cuda_training import CUDA, CudaTraining, resident_peak_bytes
 
 pytestmark = pytest.mark.gpu

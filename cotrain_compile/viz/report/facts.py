@@ -11,14 +11,14 @@ from dataclasses import dataclass
 
 from cotrain_compile.dataflow import Dataflow, Role
 from cotrain_compile.machine import Tier
-from cotrain_compile.placement.explain import limits_words
+from cotrain_compile.placement.explain.explain import limits_words
+from cotrain_compile.placement.explain.sensitivity import limits
 from cotrain_compile.placement.policies import RULES
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.residency import device_bytes, device_program, instances
-from cotrain_compile.placement.sensitivity import limits
 from cotrain_compile.plan import Lane, Plan, Timeline
 from cotrain_compile.units import format_bytes, format_seconds
-from cotrain_compile.viz.summary import NOT_NEEDED, reserved_on_card, reserved_words
+from cotrain_compile.viz.text.summary import NOT_NEEDED, reserved_on_card, reserved_words
 from cotrain_compile.viz.timeline import LANE_TITLES
 
 LARGEST = 14

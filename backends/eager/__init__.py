@@ -1,0 +1,1 @@
+"""Eager: the lowering to ATen's own kernels, one node after the other."""

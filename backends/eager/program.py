@@ -1,0 +1,162 @@
+"""The eager lowering: ATen's own kernels, one node after the other. The reference for exactness."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import fx
+
+from cotrain_compile.backends.eager.calls import Call, Write, calls_of
+from cotrain_compile.graph import StepGraph, returned_values
+from cotrain_compile.machine import Tier
+from cotrain_compile.plan import Lane, Span
+from cotrain_compile.runtime.device import Device
+from cotrain_compile.runtime.ops import Runtime, current_runtime
+
+
+class EagerProgram:
+    """Runs a placed graph and notes when each op ran.
+
+    A value is freed after its last use, at once where it has none. `before_update` is called before
+    each node that writes a parameter or state, or starts what does; `written` has the writes of
+    these and of all nodes before, whether or not they came to their end. `env` has the values at
+    hand. `fx.Interpreter` does the same, at twice the cost of a small op for every op.
+    """
+
+    def __init__(
+        self,
+        placed: StepGraph,
+        device: Device,
+        before_update: Callable[[], None],
+        more_writes: Mapping[fx.Node, Sequence[Write]] | None = None,
+    ) -> None:
+        graph = placed.module.graph
+        self.written: list[Write] = []
+        self.env: dict[fx.Node, Any] = {}
+        self._constants = {
+            node: attrgetter(str(node.target))(placed.module)
+            for node in graph.find_nodes(op="get_attr")
+        }
+        self._inputs = list(graph.find_nodes(op="placeholder"))
+        self._calls = calls_of(placed, more_writes or {})
+        self._outputs: Any = list(returned_values(placed))
+        self._marks: list[Any] = []
+        self._device = device
+        self._rehearses = False
+        self._runtime: Runtime = device
+        self._counts = device.counts_device
+        self._before_update = before_update
+
+    def timing(self) -> Callable[[], list[Span]]:
+        """What tells when each op of the last step ran, where the device times them."""
+        calls, marks, seconds = self._calls, self._marks, self._device.clock()
+
+        # An op's span begins where the node before it ended: what it takes to get from one op to
+        # the next is part of the step's time.
+        def spans() -> list[Span]:
+            return [
+                Span(Lane.DEVICE, self._name(call), seconds(start), seconds(end))
+                for call, start, end in zip(calls, marks, marks[1:], strict=False)
+                if end is not None and call.carry is None
+            ]
+
+        return spans
+
+    def begin_step(self) -> None:
+        """From here on nothing has been written."""
+        self.written = []
+
+    def run_step(self, inputs: Sequence[Any], *, rehearse: bool = False) -> Any:
+        """Run the step once on `inputs`, in the order of its placeholders.
+
+        `rehearse` leaves out the nodes that write into an input. What a step that failed leaves
+        behind stays alive until `forget`.
+        """
+        self.begin_step()
+        self._rehearses = rehearse
+        values = self.env = {**self._constants, **dict(zip(self._inputs, inputs, strict=True))}
+        self._runtime = current_runtime()
+        mark, run_call = self._device.mark, self.run_call
+        marks = self._marks = [mark()]
+        is_timed = marks[0] is not None
+        # `torch.no_grad` is Python: a Ctrl-C in its own lines would leave the mode as it is here.
+        was_on = torch.is_grad_enabled()
+        try:
+            torch._C._set_grad_enabled(False)
+            for call in self._calls:
+                values[call.node] = run_call(call)
+                if is_timed:
+                    marks.append(mark())
+                for value in call.done_with:
+                    del values[value]
+        finally:
+            torch._C._set_grad_enabled(was_on)
+        # A gradient is often a view of what the graph computed. Kept in `p.grad` as a view, its
+        # base would be one more input of the next step.
+        outputs = [
+            value.detach() if isinstance(value, torch.Tensor) else value
+            for value in fx.node.map_arg(self._outputs, values.__getitem__)
+        ]
+        self.forget()
+        return outputs
+
+    def forget(self) -> None:
+        """Free what a step that failed has left; nothing may still read it."""
+        self.env.clear()  # the frames of an error know it too
+
+    def run_call(self, call: Call) -> Any:
+        """The value of one node: what later nodes need of it."""
+        if self._rehearses and call.overwrites_input:
+            return self.env[call.node.args[0]]  # type: ignore[index]
+        if call.writes:
+            self._note_writes(call)
+        if call.carry is not None:
+            return call.carry(self._runtime, self.env.__getitem__)
+        result = self._run_op(call)
+        if call.takes is not None:  # items of a tuple go one by one
+            source, index = call.takes
+            self.env[source][index] = None
+        if call.last_readers:
+            return [item if i in call.last_readers else None for i, item in enumerate(result)]
+        return result
+
+    def _note_writes(self, call: Call) -> None:
+        if not self._rehearses:
+            if call.updates:
+                self._before_update()
+            self.written += call.writes
+
+    def _run_op(self, call: Call) -> Any:
+        try:
+            result = self._carry_out(call.node)
+            if call.is_new and self._counts:
+                self._device.meter.track(result, Tier.DEVICE, call.node.name)
+        except Exception as error:
+            if call.node.stack_trace:
+                error.add_note(f"in {call.node.name}, which comes from\n{call.node.stack_trace}")
+            raise
+        return _without_spare_storage(result) if call.may_be_spare else result
+
+    def _carry_out(self, node: fx.Node) -> Any:
+        value, target = self.env.__getitem__, node.target
+        arguments: Any = fx.node.map_arg(node.args, value)
+        keywords: Any = fx.node.map_arg(node.kwargs, value) if node.kwargs else {}
+        return target(*arguments, **keywords)  # type: ignore[operator]
+
+    def _name(self, call: Call) -> str:
+        """What the span of a call is called."""
+        return call.node.name
+
+
+def _without_spare_storage(result: Any) -> Any:
+    """`result`, moved to a storage of its own size where the op left it in a larger one.
+
+    Some kernels return a reduced value in the storage of what they reduced (`mse_loss` on the CPU):
+    a scalar would keep megabytes alive that no plan knows of.
+    """
+    if not isinstance(result, torch.Tensor):
+        return result
+    return result.clone() if result.untyped_storage().nbytes() > result.nbytes else result

@@ -1,0 +1,1 @@
+"""Inductor: the lowering to compiled segments, each kind of segment compiled once."""

@@ -1,0 +1,104 @@
+"""Inductor: one functional graph, and fake tensors for its inputs, become compiled code.
+
+Private torch API used: `torch._inductor.compile_fx.compile_fx_inner` (compiles a graph as it is and
+returns a function that takes a list and empties it, so that an input is freed at its last use),
+`select_decomp_table`, `joint_graph_passes`, the fake tensors' modes, `TracingContext` and
+`fx_passes.post_grad._chain_random_ops_for_ordering`. Tried on torch 2.11.0, 2.13.0 and 2.15.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import TracingContext, tracing
+from torch._inductor import config
+from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.fx_passes import post_grad
+from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from cotrain_compile.backends.inductor.scatters import settings_for
+from cotrain_compile.graph import returns_argument_memory
+from cotrain_compile.random_ops import is_random
+
+aten = torch.ops.aten
+
+Code = Callable[[list[Any]], Sequence[Any]]
+
+# Records the calls of a kernel with their addresses, and these change: see decision 18.
+CUDA_GRAPHS = "triton.cudagraphs"
+# Random numbers are eager's unless the user asks for Inductor's own, which are faster. No CUDA
+# graphs, though they may be on for what else the process compiles.
+DEFAULTS: Mapping[str, Any] = {"fallback_random": True, CUDA_GRAPHS: False}
+# Whether torch ties the random ops of a graph together in their order. A result that nobody uses is
+# tied to nothing, though.
+_TIES_RANDOM_OPS = hasattr(post_grad, "_chain_random_ops_for_ordering")
+
+
+def compile_graph(
+    module: fx.GraphModule, inputs: Sequence[Any], options: Mapping[str, Any]
+) -> Code:
+    """Code for `module` at the sizes of `inputs`, which are fake tensors of one mode.
+
+    The code takes its inputs in a list, which it empties, and returns what `module` returns with
+    the same strides. `options` are settings of `torch._inductor.config`. Raises what Inductor does.
+    """
+    with (
+        config.patch({**DEFAULTS, **options}),
+        torch.no_grad(),
+        tracing(TracingContext(fake_mode_of(inputs))),
+    ):
+        with fake_mode_of(inputs):
+            decomposed = make_fx(module, decomposition_table=select_decomp_table())(*inputs)
+        scale_before_adding(decomposed.graph)
+        decomposed.recompile()  # Inductor's cache looks at the source, not at the graph
+        joint_graph_passes(decomposed)
+        output = next(iter(decomposed.graph.find_nodes(op="output")))
+        # What a segment returns is read by others, which were compiled for these strides.
+        output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
+        with config.patch(settings_for(decomposed.graph)):
+            code: Code = compile_fx_inner(decomposed, list(inputs))
+    return code
+
+
+def scale_before_adding(graph: fx.Graph) -> None:
+    """Write `add(mm, c, alpha=k)` as `add(mm, mul(c, k))`.
+
+    Inductor makes one product with a sum of the former, and forgets the factor (2.11 to 2.15).
+    """
+    for node in list(graph.find_nodes(op="call_function", target=aten.add.Tensor)):
+        first, second = node.args
+        if node.kwargs.get("alpha", 1) != 1 and (_is_product(first) or _is_product(second)):
+            with graph.inserting_before(node):
+                scaled = graph.call_function(aten.mul.Tensor, (second, node.kwargs["alpha"]))
+            scaled.meta["val"] = second.meta["val"] * node.kwargs["alpha"]
+            node.args, node.kwargs = (first, scaled), {}
+
+
+def _is_product(value: Any) -> bool:
+    """Whether `value` is a product of matrices, or a view of one, which may be left out."""
+    while isinstance(value, fx.Node) and returns_argument_memory(value):
+        value = value.args[0]
+    return isinstance(value, fx.Node) and value.target is aten.mm.default
+
+
+def may_draw_out_of_order(node: fx.Node) -> bool:
+    """Whether code for a graph with `node` and other random ops may draw in another order."""
+    return is_random(node) and not (_TIES_RANDOM_OPS and node.users)
+
+
+def fake_mode_of(inputs: Sequence[Any]) -> Any:
+    """The mode that `inputs` were made in; a new one where there are none."""
+    modes = [value.fake_mode for value in inputs if hasattr(value, "fake_mode")]
+    return modes[0] if modes else FakeTensorMode()
+
+
+def unknown_settings(options: Mapping[str, Any]) -> list[str]:
+    """Those of `options` that are no settings of Inductor."""
+    known = config.get_config_copy()
+    return [name for name in options if name not in known]

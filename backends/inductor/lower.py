@@ -1,0 +1,154 @@
+"""Lower: a placed step becomes segments with compiled code, every kind of segment compiled once.
+
+A placed StepGraph and the dataflow of its sizes in, a `LoweredStep` out.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from cotrain_compile.analysis.layers import layers_of
+from cotrain_compile.backends.inductor.compile_graph import (
+    CUDA_GRAPHS,
+    Code,
+    compile_graph,
+    may_draw_out_of_order,
+    unknown_settings,
+)
+from cotrain_compile.backends.inductor.partition import cut, sink_into_updates
+from cotrain_compile.backends.inductor.segments import Segment, SegmentedStep, segmented
+from cotrain_compile.collector import collector_off
+from cotrain_compile.dataflow import Dataflow
+from cotrain_compile.errors import LoweringError, OptionError
+from cotrain_compile.graph import StepGraph
+
+Settings = Mapping[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class LoweredStep:
+    """A segmented step with the `code` of each segment by name; equal segments share theirs."""
+
+    segmented: SegmentedStep
+    code: Mapping[str, Code]
+
+    @property
+    def kinds(self) -> int:
+        """How many segments were compiled: the different ones."""
+        return len({id(code) for code in self.code.values()})
+
+
+def lower(
+    step: StepGraph,
+    placed: StepGraph,
+    dataflow: Dataflow,
+    settings: Settings,
+    eager_segments: tuple[str, ...],
+) -> LoweredStep:
+    """Compile `placed`, which passes made of `step`, with Inductor.
+
+    `dataflow` is that of `step` for the sizes to compile for; `settings` are Inductor's; segments
+    whose name matches one of `eager_segments` keep their ops. Raises `LoweringError` where Inductor
+    fails.
+    """
+    _refuse_settings(settings)
+    whole = segments_of(step, placed, dataflow, eager_segments)
+    return LoweredStep(whole, _compile_each_kind(whole.segments, settings))
+
+
+@collector_off()
+def segments_of(
+    step: StepGraph, placed: StepGraph, dataflow: Dataflow, eager_segments: tuple[str, ...] = ()
+) -> SegmentedStep:
+    """As `lower`, without compiling."""
+    placed = placed.copy()
+    sink_into_updates(placed.module.graph, dataflow)
+    stretches = cut(placed.module.graph, layers_of(dataflow), _runs_alone)
+    _refuse_unmatched(eager_segments, [stretch.name for stretch in stretches])
+    compiled = [s for s in stretches if not any(fnmatch(s.name, p) for p in eager_segments)]
+    # All sizes are numbers, but without an environment for shapes Inductor leaves its cache alone.
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
+    return segmented(placed, compiled, dataflow.symbols, mode)
+
+
+def _compile_each_kind(segments: Mapping[str, Segment], settings: Settings) -> dict[str, Code]:
+    kinds: dict[str, list[str]] = {}
+    for name, segment in segments.items():
+        kinds.setdefault(segment.key, []).append(name)
+    code: dict[str, Code] = {}
+    with _progress(len(kinds)) as advance:
+        for names in kinds.values():
+            compiled = _compile([segments[name] for name in names], settings)
+            code |= dict.fromkeys(names, compiled)
+            advance()
+    return code
+
+
+def _compile(equal: Sequence[Segment], settings: Settings) -> Code:
+    """The code of `equal` segments."""
+    segment = equal[0]
+    try:
+        return compile_graph(segment.module, segment.inputs, settings)
+    except Exception as error:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        names = [other.name for other in equal]
+        where = f", which comes from\n{segment.stack_trace}" if segment.stack_trace else ""
+        raise LoweringError(
+            f"Inductor cannot compile segment {segment.name!r} ({segment.ops[0]} to "
+            f"{segment.ops[-1]}): {reason[0]}. Run it in eager with "
+            f'options={{"eager_segments": {names}}}; if its cache is damaged, delete the folder '
+            f"that TORCHINDUCTOR_CACHE_DIR names{where}",
+            segment=segment.name,
+        ) from error
+
+
+def _runs_alone(node: fx.Node) -> bool:
+    """Whether an op can be in no segment: it takes a subgraph, or takes or makes a number.
+
+    Or it would draw random numbers before or behind others.
+    """
+    if may_draw_out_of_order(node):
+        return True
+    given = [source.meta.get("val") for source in node.all_input_nodes]
+    if any(value is None for value in given):
+        return True
+    return any(isinstance(v, torch.SymFloat | float) for v in (*given, node.meta.get("val")))
+
+
+def _refuse_settings(settings: Settings) -> None:
+    for name in unknown_settings(settings):
+        raise OptionError(f"option 'inductor' has {name!r}, which torch._inductor.config has not")
+    if settings.get(CUDA_GRAPHS):
+        raise OptionError(
+            f"option 'inductor' sets {CUDA_GRAPHS!r}: a CUDA graph needs its tensors at addresses "
+            "that stay, but a plan moves them, and it keeps memory that no plan counts; leave the "
+            "setting out"
+        )
+
+
+def _refuse_unmatched(patterns: tuple[str, ...], names: list[str]) -> None:
+    for pattern in patterns:
+        if not any(fnmatch(name, pattern) for name in names):
+            known = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+            raise OptionError(f"option 'eager_segments' has {pattern!r}; segments are {known}")
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[], None]]:
+    """A bar on a terminal, nothing in a log."""
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task("compiling segments", total=total)
+        yield lambda: bar.advance(task)

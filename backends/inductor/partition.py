@@ -1,0 +1,136 @@
+"""Cut: a placed graph becomes stretches of ops that are compiled as one, in between the tasks.
+
+A stretch ends at every task of the plan, where the layer changes, at an op that is to run on its
+own, and behind one whose result others must not share a loop with. The order of tasks and ops stays
+as planned.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from cotrain_compile.backends.inductor.scatters import ends_a_segment
+from cotrain_compile.dataflow import Dataflow
+from cotrain_compile.passes.views import COPY, viewed
+from cotrain_compile.runtime.ops import TASKS
+
+# Compile time of a stretch grows faster than its length.
+MOST_OPS = 400
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Consecutive `ops` of one `layer`; `name` is unique in the step and tells where it is."""
+
+    name: str
+    layer: str
+    ops: tuple[fx.Node, ...]
+
+
+def cut(
+    graph: fx.Graph, layer_of: Mapping[str, str], is_alone: Callable[[fx.Node], bool]
+) -> tuple[Stretch, ...]:
+    """The stretches of `graph` in their order. `is_alone` says which ops belong to none.
+
+    Views are no part of a stretch: what needs one makes it. An item of a tuple goes with the op
+    that made the tuple.
+    """
+    names: dict[str, int] = {}
+
+    def named(layer: str, ops: list[fx.Node]) -> Stretch:
+        name = layer or "outside"
+        names[name] = names.get(name, -1) + 1
+        return Stretch(f"{name}:{names[name]}", layer, tuple(ops))
+
+    return tuple(named(layer, ops) for layer, ops in _runs(graph, layer_of, is_alone))
+
+
+def _runs(
+    graph: fx.Graph, layer_of: Mapping[str, str], is_alone: Callable[[fx.Node], bool]
+) -> Iterator[tuple[str, list[fx.Node]]]:
+    current, run = "", list[fx.Node]()
+    for node in graph.nodes:
+        if node.op != "call_function" or is_shown(node):
+            continue
+        layer = layer_of.get(node.name, current)
+        ends = node.target in TASKS or is_alone(node)
+        if run and (ends or layer != current or len(run) >= MOST_OPS):
+            yield current, run
+            run = []
+        if not ends:
+            current = layer
+            run.append(node)
+        if run and ends_a_segment(node):
+            yield current, run
+            run = []
+    if run:
+        yield current, run
+
+
+def is_shown(node: fx.Node) -> bool:
+    """Whether `node` computes nothing: a view, an item of a tuple, the size of a dimension."""
+    if node.target is operator.getitem or isinstance(node.meta.get("val"), torch.SymInt | int):
+        return True
+    return node.target is not COPY and viewed(node) is not None
+
+
+def sink_into_updates(graph: fx.Graph, dataflow: Dataflow) -> None:
+    """Move what only one parameter's update uses, as its clipped gradient, right before it.
+
+    There it is fused into the update. An op is moved only where it reads nothing but values that
+    ops made, which nobody overwrites, and where what it would have freed is no more than what it
+    makes: at no moment the device holds more than planned.
+    """
+    owner = {op: group.param for group in dataflow.updates for op in group.ops}
+    for node in reversed(list(graph.nodes)):
+        if node.name not in owner or node.target is COPY or is_shown(node) or not node.users:
+            continue
+        if {owner.get(user.name) for user in node.users} != {owner[node.name]}:
+            continue
+        first = min(node.users)
+        if node.next is not first and _reads_only_temporaries(node) and _frees_no_more(node):
+            first.prepend(node)
+
+
+def _reads_only_temporaries(node: fx.Node) -> bool:
+    return all(
+        source.op == "call_function" and source.target not in TASKS
+        for source in map(base_of, node.all_input_nodes)
+    )
+
+
+def _frees_no_more(node: fx.Node) -> bool:
+    freed = [b for b in map(base_of, node.all_input_nodes) if not _is_used_behind(node, b)]
+    return sum(map(_nbytes, freed)) <= _nbytes(node)
+
+
+def _is_used_behind(place: fx.Node, node: fx.Node) -> bool:
+    """Whether anything behind `place` uses `node` or a view of it."""
+    # What uses it last mostly is behind `place`: all updates share the coefficient of clipping.
+    return any(
+        place < user or (is_shown(user) and _is_used_behind(place, user))
+        for user in reversed(node.users)
+    )
+
+
+def base_of(node: fx.Node) -> fx.Node:
+    """What `node` shows: the op, task or input that made its memory."""
+    while (source := viewed(node)) is not None:
+        node = source
+    return node
+
+
+def _nbytes(node: fx.Node) -> int:
+    """Bytes of the memory that `node` makes, at the sizes of the trace."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return 0
+    nbytes: Any = value.untyped_storage().nbytes()
+    # Comparing a symbol would bind it to the size at hand.
+    return nbytes if isinstance(nbytes, int) else int(nbytes.node.hint)

@@ -1,0 +1,1 @@
+"""Lifecycle: a compiled step from its rehearsal over its runs to a failure."""

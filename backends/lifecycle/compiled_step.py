@@ -1,0 +1,331 @@
+"""CompiledStep: the callable that torch.compile runs, with its plan and what it measured."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+from torch.profiler import record_function
+
+from cotrain_compile.backends.eager.measured import Measurement
+from cotrain_compile.backends.eager.program import EagerProgram
+from cotrain_compile.backends.inductor.lower import LoweredStep
+from cotrain_compile.backends.inductor.program import SegmentedProgram
+from cotrain_compile.backends.lifecycle.deferred import Tail, wait_for_tails
+from cotrain_compile.backends.lifecycle.partial_update import GO_ON, few
+from cotrain_compile.backends.lifecycle.workspace import beyond_plan
+from cotrain_compile.dataflow import PERSISTENT_ROLES, Role
+from cotrain_compile.errors import StepFailed
+from cotrain_compile.graph import StepGraph, returned_values, writes
+from cotrain_compile.machine import Tier
+from cotrain_compile.placement.explain.explain import Explanation, explain
+from cotrain_compile.placement.problem import Problem
+from cotrain_compile.placement.simulate.engine import Periodic
+from cotrain_compile.placement.simulate.predict import predict_steady_state
+from cotrain_compile.placement.simulate.reserved import Reserved, reserved
+from cotrain_compile.plan import STEP_BEGINS, Plan, Timeline
+from cotrain_compile.runtime.allocations import unprofiled
+from cotrain_compile.runtime.device import Device, rehearsing
+from cotrain_compile.runtime.ops import cotrain, host_region, running_on
+from cotrain_compile.runtime.process.signals import HeldSignals
+
+
+class CompiledStep:
+    """One compiled training step.
+
+    `problem` is what had to be decided, `plan` what was, `graph` the placed step graph, `predicted`
+    the simulator's timeline and `measured` that of the last step (None before the first). `lowered`
+    has the segments that Inductor compiled, None where ATen's kernels run one by one.
+    `rehearsed_device_bytes` is the peak of the device in the last rehearsal (None before it): no
+    step takes more. `step_ended` is called with the step's peak bytes by tier after each one, when
+    all is in order again.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        plan: Plan,
+        graph: StepGraph,
+        device: Device,
+        lowered: LoweredStep | None = None,
+    ) -> None:
+        self.problem = problem
+        self.plan = plan
+        self.graph = graph
+        self.steps = 0
+        self.rehearsed_device_bytes: int | None = None
+        self.step_ended: Callable[[Mapping[Tier, int]], None] = _ignore
+        self.last_run_s = 0.0
+        self._device = device
+        self._signals = HeldSignals()
+        self._is_running = threading.Lock()
+        self.tail = Tail(device)
+        self.lowered = lowered
+        self._program = (
+            EagerProgram(graph, device, self._signals.hold)
+            if lowered is None
+            else SegmentedProgram(lowered, device, self._signals.hold)
+        )
+        self._last: Measurement | None = None
+        self._carries = bool(plan.carried)
+        self._constants = [
+            getattr(graph.module, str(node.target)) for node in graph.nodes if node.op == "get_attr"
+        ]
+        self._kept_values = _read_by_carried(graph, plan)
+        self._gradients_on_host = [
+            position
+            for position, value in enumerate(returned_values(graph))
+            if isinstance(value, fx.Node) and value.target is cotrain.offload
+        ]
+        tiers = [plan.placement.homes.get(item.name, Tier.DEVICE) for item in graph.inputs]
+        is_homed = [item.role in PERSISTENT_ROLES for item in graph.inputs]
+        self._homed = [(p, tier) for p, tier in enumerate(tiers) if is_homed[p]]
+        self._given = [(p, tier) for p, tier in enumerate(tiers) if not is_homed[p]]
+        self._at: list[int] = []  # positions of the tensors among the homed
+        self._left_at: list[int] = []  # where these were when they were last at home
+        self._is_remembered = False
+
+    @property
+    def measured(self) -> Timeline | None:
+        """What the last step did that came to its end; None before the first."""
+        return self._last.timeline if self._last is not None else None
+
+    @property
+    def predicted(self) -> Timeline:
+        """The simulator's timeline of one step."""
+        return self.plan.predicted
+
+    @property
+    def predicted_reserved(self) -> Reserved:
+        """What torch's caching allocator takes from a card for the plan, op by op, and uses."""
+        return reserved(self.problem.dataflow, self.plan)
+
+    @property
+    def measured_reserved_bytes(self) -> int | None:
+        """The most that was reserved on the card in the last step; None without a card."""
+        return self._device.reserved_bytes
+
+    def predict_steps(self, count: int = 8) -> Periodic:
+        """The step repeated: predicted seconds of the first one, and from one to the next."""
+        plan = self.plan
+        return predict_steady_state(
+            self.problem, plan.placement, plan.tasks, plan.moved, steps=count
+        )
+
+    def explain(self, param: str) -> Explanation:
+        """Why a parameter is where it is, and what the step would take with it kept otherwise.
+
+        Raises `PlanError` when the step has no such parameter.
+        """
+        return explain(self.problem, self.plan, param)
+
+    def __call__(self, inputs: list[Any]) -> Any:
+        """Run one step on the tensors of the graph's inputs; called by torch.compile.
+
+        Raises `StepFailed` when a step before failed while it updated and nothing has been loaded
+        since, when another thread is at it, and when this one fails while it updates; else what
+        went wrong, with a note that nothing was changed.
+        """
+        with self._alone():
+            return self._run(inputs)
+
+    def _run(self, inputs: list[Any]) -> Any:
+        self._device.refuse_if_unusable()
+        wait_for_tails(but=self.tail)
+        self._refuse_torn(inputs)
+        inputs = self._with_own_values(inputs)
+        device = self._device
+        if self._have_moved(inputs):
+            self.bring_home(inputs)
+        with record_function(STEP_BEGINS):
+            device.start_step()
+        self._program.begin_step()
+        try:
+            self._count_inputs(inputs)
+            with running_on(device):
+                outputs = self._program.run_step(inputs)
+            device.finish_step()
+        except BaseException as error:
+            self._signals.hold()
+            device.drain()
+            self._program.forget()
+            torn = self.tail.tear(self._program.written, self._named(inputs))
+            self._release_signals_quietly()
+            if torn and isinstance(error, Exception):
+                raise StepFailed(f"{str(error).rstrip('.')}. {torn}") from error
+            error.add_note(torn or self._nothing_changed())
+            raise
+        finally:
+            self.last_run_s = time.monotonic()
+        for position in self._gradients_on_host:
+            device.is_at_home(outputs[position])
+        self.steps += 1
+        if self._carries:
+            self.tail.step_returns(self._program.written, self._named(inputs))
+        self._last = Measurement(self._program, device)
+        try:
+            self._signals.release()
+        except KeyboardInterrupt as interrupt:
+            interrupt.add_note("The step was finished first: parameters and states are consistent.")
+            raise
+        self.step_ended(self._last.peak_bytes)
+        return outputs
+
+    def rehearse(self, inputs: Sequence[Any]) -> None:
+        """Run the step without writing anything: what it takes in memory, it takes now.
+
+        Random number state is put back. Raises what goes wrong, with all tensors as they were.
+        """
+        with self._alone():
+            unprofiled(partial(self._rehearse, inputs))
+
+    def measure_peak(self, inputs: Sequence[Any]) -> None:
+        """Rehearse to the end whatever the device's budget is: `peak_bytes` is of the whole step.
+
+        For a step that the meter has refused: an allocator of a card cannot go on.
+        """
+        with self._alone(), self._device.meter.without_limit(Tier.DEVICE):
+            unprofiled(partial(self._rehearse, inputs))
+
+    def beyond_plan(self) -> Mapping[str, int]:
+        """By op, the bytes that the last rehearsal took on the device beyond the plan.
+
+        Nothing where the device was not metered op by op, as on a card.
+        """
+        if not isinstance(self._program, SegmentedProgram):
+            return {}
+        return beyond_plan(self.problem, self.plan, self._program.most_in_calls())
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        if not self._is_running.acquire(blocking=False):
+            raise StepFailed(
+                "this step is at work in another thread, and this call has changed nothing; let "
+                "one thread call it, or compile a step with a model of its own for each"
+            )
+        try:
+            yield
+        finally:
+            self._is_running.release()
+
+    def _rehearse(self, inputs: Sequence[Any]) -> None:
+        device = self._device
+        device.refuse_if_unusable()
+        self.bring_home(inputs)
+        device.start_step()
+        try:
+            self._count_inputs(inputs)
+            # Only its type: `devices` says which accelerators there are.
+            with torch.random.fork_rng(device.random_state_devices(), device_type="cuda"):
+                with rehearsing(device):
+                    self._program.run_step(inputs, rehearse=True)
+                device.finish_step()
+            self.rehearsed_device_bytes = device.peak_bytes()[Tier.DEVICE]
+        finally:
+            device.drain()
+            device.forget()
+            self._program.forget()
+
+    def bring_home(self, inputs: Sequence[Any]) -> None:
+        """Move the step's parameters, states and buffers to where the plan has their homes."""
+        tensors = [(p, tier) for p, tier in self._homed if isinstance(inputs[p], torch.Tensor)]
+        self._device.bring_home([(inputs[position], tier) for position, tier in tensors])
+        self._at = [position for position, _ in tensors]
+        self._left_at = self._addresses(inputs)
+        self._is_remembered = False
+
+    def _have_moved(self, inputs: Sequence[Any]) -> bool:
+        """Whether a persistent tensor is elsewhere than where the last step found it at home.
+
+        To ask each whether it is at home, and how large, takes milliseconds in a large model.
+        """
+        return self._left_at != self._addresses(inputs)
+
+    def _addresses(self, inputs: Sequence[Any]) -> list[int]:
+        tensors = [inputs[position] for position in self._at]
+        return [self._device.memory_version, *map(torch.Tensor.data_ptr, tensors)]
+
+    @property
+    def allowed_bytes(self) -> int:
+        """What the step may take on the device: its budget and what no plan counts."""
+        return self.plan.budgets[Tier.DEVICE] + self._device.slack_bytes
+
+    @property
+    def peak_bytes(self) -> Mapping[Tier, int]:
+        """The most bytes on each tier in the last step or rehearsal, also where it failed."""
+        return self._device.peak_bytes()
+
+    def _count_inputs(self, inputs: Sequence[Any]) -> None:
+        meter = self._device.meter
+        if not (self._is_remembered and meter.recall()):
+            homed = [(p, t) for p, t in self._homed if isinstance(inputs[p], torch.Tensor)]
+            for position, tier in homed:
+                meter.track(inputs[position], tier, self.graph.inputs[position].name)
+            meter.remember(inputs[position] for position, _ in homed)
+            self._is_remembered = True
+        for position, tier in self._given:
+            value, item = inputs[position], self.graph.inputs[position]
+            if item.role is Role.BATCH and isinstance(value, torch.Tensor):
+                meter.track_batch(value, item.name)
+            else:
+                meter.track(value, tier, item.name)
+        for constant in self._constants:
+            if isinstance(constant, torch.Tensor):
+                meter.track(constant, Tier.DEVICE, "a constant")
+        self._device.inputs_are_counted()
+
+    def _with_own_values(self, inputs: Sequence[Any]) -> list[Any]:
+        """`inputs` with copies of what the user may change while a carried update reads it."""
+        own = list(inputs)
+        for position in self._kept_values:
+            if isinstance(own[position], torch.Tensor):
+                own[position] = own[position].clone()
+        return own
+
+    def _refuse_torn(self, inputs: Sequence[Any]) -> None:
+        torn = self.tail.torn.names(self._named(inputs)) if self.tail.torn.left else []
+        if torn:
+            raise StepFailed(
+                f"an earlier step failed while it updated, and {len(torn)} tensors are still as it "
+                f"left them ({few(torn)}); {GO_ON}"
+            )
+
+    def _named(self, inputs: Sequence[Any]) -> dict[str, Any]:
+        return {item.name: value for item, value in zip(self.graph.inputs, inputs, strict=True)}
+
+    def _nothing_changed(self) -> str:
+        statistics = [write.name for write in self._program.written]
+        but = f"; its forward has updated {few(statistics)}" if statistics else ""
+        return f"No parameter or optimizer state was changed by this step{but}."
+
+    def _release_signals_quietly(self) -> None:
+        with contextlib.suppress(KeyboardInterrupt):  # the error being raised ends the step anyway
+            self._signals.release()
+
+
+def _ignore(peak_bytes: Mapping[Tier, int]) -> None:
+    """Nobody wants to know."""
+
+
+def _read_by_carried(graph: StepGraph, plan: Plan) -> list[int]:
+    """Positions of the inputs that a carried update reads and the user may change meanwhile.
+
+    Such as a learning rate that is a tensor: the update takes a copy, of the value in its step.
+    """
+    carried = {task.name for task in plan.carried}
+    read: set[str] = set()
+    for call in graph.module.graph.find_nodes(op="call_function", target=host_region):
+        if call.args[1] in carried:
+            read.update(node.name for node in call.all_input_nodes)
+    written = {destination.name for _, destination, _ in writes(graph.module.graph)}
+    return [
+        position
+        for position, item in enumerate(graph.inputs)
+        if item.node in read - written and item.role in (Role.HYPERPARAMETER, Role.CONSTANT)
+    ]

@@ -1,0 +1,168 @@
+"""Tails: what overlapping steps have left to do when they return, and all who wait for it.
+
+A `Tail` belongs to one compiled step. While it is in flight it is known here, so that
+`wait_for_tails` finds it: called by `synchronize`, by every other compiled step, by hooks of the
+models and optimizers, before a fork, and when the step is collected or the process ends.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from cotrain_compile.backends.eager.calls import Write
+from cotrain_compile.backends.lifecycle.partial_update import Damage, PartialUpdate, damage_by
+from cotrain_compile.errors import StepFailed
+from cotrain_compile.runtime.device import Device
+from cotrain_compile.runtime.lanes import is_lane_thread
+
+# What has state that a step updates.
+Owner = nn.Module | Optimizer
+
+_in_flight: dict[int, Tail] = {}
+
+
+class Tail:
+    """What one compiled step has left to do on `device`; `torn` is what a failure has left."""
+
+    def __init__(self, device: Device) -> None:
+        self.torn = PartialUpdate({})
+        self._device = device
+        self._written: Sequence[Write] = ()
+        self._tensors: Mapping[str, weakref.ref[Any]] = {}
+
+    def step_returns(self, written: Sequence[Write], tensors: Mapping[str, Any]) -> None:
+        """A step has returned that wrote `written`, all of which are in `tensors` by name."""
+        self._written = [write for write in written if write.is_update]
+        self._tensors = {w.name: weakref.ref(tensors[w.name]) for w in self._written}
+        if self._device.is_busy:
+            _in_flight[id(self)] = self
+
+    def wait(self) -> None:
+        """Wait until all is done. Raises `StepFailed`, once, where something failed."""
+        self._device.drain()
+        _in_flight.pop(id(self), None)
+        failed = [task for task in self._device.tasks().values() if task.error is not None]
+        if failed:
+            damage = damage_by(self._written, self._device.tasks())
+            found = {name: self._tensors[name]() for name in damage.names}
+            self._torn_by({name: t for name, t in found.items() if t is not None})
+            said = damage.text("The step before")
+            raise StepFailed(f"{failed[0].name} failed: {failed[0].error}. {said}")
+
+    def wait_quietly(self) -> None:
+        """Wait until all is done; whether something failed is for `wait` to say."""
+        self._device.drain()
+
+    def tear(self, written: Sequence[Write], tensors: Mapping[str, Any]) -> str:
+        """Note what a step that failed, or the one before it, has left; in words, "" for nothing.
+
+        All its tasks have ended; `written` and `tensors` are as for `step_returns`.
+        """
+        _in_flight.pop(id(self), None)
+        before = self._device.tasks(previous=True)
+        is_late = any(task.error is not None for task in before.values())
+        late = damage_by(self._written, before) if is_late else Damage()
+        own = damage_by(written, self._device.tasks())
+        self._torn_by({name: tensors[name] for name in (*late.names, *own.names)})
+        said = (late.text("The step before"), own.text("The step"))
+        return ". ".join(text for text in said if text)
+
+    def _torn_by(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.torn = PartialUpdate(tensors)
+        self._written, self._tensors = (), {}
+        self._device.forget()
+
+
+def wait_for_tails(but: Tail | None = None) -> None:
+    """Wait until no compiled step has anything left to do, not counting the tail `but`.
+
+    Raises `StepFailed` for the first tail that failed, when all have ended.
+    """
+    failures = []
+    for tail in [tail for tail in list(_in_flight.values()) if tail is not but]:
+        try:
+            tail.wait()
+        except StepFailed as error:
+            failures.append(error)
+    if failures:
+        raise failures[0]
+
+
+class Removable(Protocol):
+    """A hook that can be taken out again."""
+
+    def remove(self) -> None: ...
+
+
+def _wait_before_a_fork() -> None:
+    """The child has no threads to end what is in flight; what failed, the parent is told."""
+    if not is_lane_thread():
+        for tail in list(_in_flight.values()):
+            tail.wait_quietly()
+
+
+os.register_at_fork(before=_wait_before_a_fork)
+
+
+def guard_state(step: object, tail: Tail, owners: Sequence[Owner]) -> None:
+    """Let everything that reads or loads the state of `owners` wait for tails.
+
+    That is `state_dict`, `load_state_dict` and, for modules, any forward outside a compiled step.
+    When `step` is collected, or the process ends, its tail is waited for and its hooks go.
+    """
+    for item in owners:
+        users, handles = _hooks.get(item, (0, []))
+        _hooks[item] = users + 1, handles or _hooks_on(item)
+    weakref.finalize(step, _let_go, tail, [weakref.ref(item) for item in owners])
+
+
+# One set of hooks for each module and optimizer, however many steps use it: their number must not
+# change, or Dynamo would trace these steps again. Hooks on a module are seen by a trace.
+_hooks: weakref.WeakKeyDictionary[Owner, tuple[int, list[Removable]]]
+_hooks = weakref.WeakKeyDictionary()
+
+
+def _hooks_on(item: Owner) -> list[Removable]:
+    if isinstance(item, Optimizer) and not hasattr(item, "_optimizer_state_dict_pre_hooks"):
+        return []  # a wrapper that never calls `super().__init__()`; what it wraps has hooks
+    handles: list[Removable] = [
+        item.register_state_dict_pre_hook(_wait_first),
+        item.register_load_state_dict_pre_hook(_wait_first),
+    ]
+    if isinstance(item, nn.Module):
+        handles.append(item.register_forward_pre_hook(_wait_unless_traced))
+    return handles
+
+
+# They are plain functions, so that a model that has them can be copied and pickled.
+
+
+def _wait_first(*_: Any) -> None:
+    wait_for_tails()
+
+
+def _wait_unless_traced(*_: Any) -> None:
+    if not torch.compiler.is_compiling():
+        wait_for_tails()
+
+
+def _let_go(tail: Tail, items: Iterable[weakref.ref[Owner]]) -> None:
+    if is_lane_thread():
+        return  # it would wait for itself; the hooks stay, and wait when they are called
+    try:
+        tail.wait()
+    finally:
+        for item in [item for ref in items if (item := ref()) is not None]:
+            users, handles = _hooks.pop(item)
+            if users > 1:
+                _hooks[item] = users - 1, handles
+            else:
+                for handle in handles:
+                    handle.remove()

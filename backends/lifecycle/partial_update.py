@@ -1,0 +1,84 @@
+"""PartialUpdate: tensors that a failed step has left apart from the rest, and how that is said.
+
+In: the writes of a step and the tasks that were to carry them out. Out: `Damage` in words, and
+`PartialUpdate`, which knows whether the tensors have been loaded since.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cotrain_compile.backends.eager.calls import Write
+from cotrain_compile.runtime.lanes import Task
+
+GO_ON = "load the last checkpoint before going on"
+
+
+@dataclass(frozen=True)
+class Damage:
+    """Names of the tensors that are one step ahead of the rest, or may be half written."""
+
+    ahead: tuple[str, ...] = ()
+    half: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*self.ahead, *self.half)
+
+    def text(self, what: str) -> str:
+        """What `what` has left, in words; "" where that is nothing."""
+        said = []
+        if self.ahead:
+            said.append(
+                f"{len(self.ahead)} tensors are one step ahead of the rest ({few(self.ahead)})"
+            )
+        if self.half:
+            said.append(f"{len(self.half)} tensors may be half written ({few(self.half)})")
+        return f"{what} failed while it updated: {' and '.join(said)}; {GO_ON}" if said else ""
+
+
+def damage_by(written: Sequence[Write], tasks: Mapping[str, Task]) -> Damage:
+    """What a step that failed has left of the updates in `written`; `tasks` have all ended."""
+    ahead, half = [], []
+    for write in written:
+        task = tasks.get(write.task) if write.task is not None else None
+        if write.is_update and (write.task is None or (task is not None and task.ran)):
+            ahead.append(write.name)
+        elif write.is_update and task is not None and task.broke_off:
+            half.append(write.name)
+    return Damage(tuple(ahead), tuple(half))
+
+
+class PartialUpdate:
+    """Tensors by name that a failed step has left apart from the rest, until they are loaded.
+
+    A write to a tensor raises its version. So does AOTAutograd, by one, each time before it calls
+    the step; what has risen further since the failure was written.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._calls = 0
+        self.left = {
+            name: (weakref.ref(tensor.untyped_storage()), tensor._version)
+            for name, tensor in tensors.items()
+        }
+
+    def names(self, tensors: Mapping[str, Any]) -> list[str]:
+        """Those that are in `tensors` as they were left; to be asked once in every call."""
+        self._calls += 1
+        return [
+            name
+            for name, (storage, version) in self.left.items()
+            if tensors[name].untyped_storage() is storage()
+            and tensors[name]._version <= version + self._calls
+        ]
+
+
+def few(names: Sequence[str]) -> str:
+    """The first of `names`, for a message."""
+    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")

@@ -1,0 +1,191 @@
+"""First step: before a plan's first step everything runs once without writing anything.
+
+Where that runs out of device memory, no parameter or state has changed, and the step is planned
+again: with what each piece of compiled code was seen to take beyond its plan as workspace of its
+ops, or, where that is not known or nothing fits with it, for less by the measured overshoot, as
+AutoTM does (Hildebrand et al., ASPLOS 2020, section 4.3). It is rehearsed again within the whole
+budget. Where no plan keeps to the budget the step is refused: it never runs above. What a rehearsal
+took beyond its plan, and had, is noted in the plan.
+"""
+
+from __future__ import annotations
+
+import traceback
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
+from cotrain_compile.backends.lifecycle.workspace import both
+from cotrain_compile.errors import OutOfDeviceMemory, PlacementError
+from cotrain_compile.machine import Tier
+from cotrain_compile.runtime.cuda.card import is_out_of_memory
+from cotrain_compile.units import format_bytes
+
+ROUNDS = 3
+# The part of a plan that a new round takes off at least, if what is left is enough: where a card's
+# memory is in pieces, an allocation fails though the sum of all is below the budget.
+LEAST_STEP = 0.05
+
+
+class Rehearsed:
+    """Runs a `CompiledStep`, the first time after a rehearsal.
+
+    `compile_within(device_bytes, inputs, workspace)` compiles it, planned for so much, None: for
+    the budget; `workspace` has bytes that kernels take beside what is known of them, by op. Where
+    `replans` is false a rehearsal that fails is the end. `tell` is called with a step that took
+    more of the device than planned, when its plan's last note says so.
+    """
+
+    def __init__(
+        self,
+        compile_within: Callable[[int | None, Sequence[Any], Mapping[str, int]], CompiledStep],
+        inputs: Sequence[Any],
+        *,
+        replans: bool = True,
+        tell: Callable[[CompiledStep], None] = lambda compiled: None,
+    ) -> None:
+        self._compile_within = compile_within
+        self._tell = tell
+        self._rounds = ROUNDS if replans else 0
+        self._rehearsed = False
+        self._first_over_bytes = 0  # by how much the last rehearsal was above where it stopped
+        self._workspace: Mapping[str, int] = {}  # that `compiled` is planned with
+        self.compiled = compile_within(None, inputs, {})
+
+    def __call__(self, inputs: list[Any]) -> Any:
+        if not self._rehearsed:
+            self._rehearse(inputs)
+        return self.compiled(inputs)
+
+    def _rehearse(self, inputs: Sequence[Any]) -> None:
+        for left in range(self._rounds, -1, -1):
+            error = self._out_of_memory(inputs)
+            over_bytes = self._overshoot_bytes(error)
+            if over_bytes == 0:
+                break
+            if left and self._plans_again(over_bytes, error, inputs):
+                continue
+            error = error or self._above_the_budget()
+            error.add_note(
+                "No parameter or optimizer state was changed by this step. Raise memory_budget "
+                f"by {format_bytes(over_bytes)} or more, or free memory on the device."
+            )
+            raise error
+        self._rehearsed = True
+        self._note_surplus()
+
+    def _above_the_budget(self) -> OutOfDeviceMemory:
+        """Of a rehearsal that came to its end: a card has more than the step may take."""
+        budget_bytes = self.compiled.plan.budgets[Tier.DEVICE]
+        slack_bytes = self.compiled.allowed_bytes - budget_bytes
+        beside = f" and {format_bytes(slack_bytes)} for libraries" if slack_bytes else ""
+        return OutOfDeviceMemory(
+            f"the step needs {format_bytes(self.compiled.peak_bytes[Tier.DEVICE])} on the device, "
+            f"budget {format_bytes(budget_bytes)}{beside}: compiled code and libraries hold more "
+            "than its ops one by one",
+            tier=Tier.DEVICE,
+        )
+
+    def _note_surplus(self) -> None:
+        """Note in the plan what the rehearsal took of the device beyond it."""
+        compiled, plan = self.compiled, self.compiled.plan
+        peak_bytes = compiled.peak_bytes[Tier.DEVICE]
+        surplus_bytes = peak_bytes - self._planned_bytes()
+        if surplus_bytes > 0:
+            told = (
+                f"a rehearsal took {format_bytes(peak_bytes)} on the device, "
+                f"{format_bytes(surplus_bytes)} more than planned op by op: what compiled code and "
+                "libraries hold"
+            )
+            compiled.plan = replace(plan, notes=(*plan.notes, told))
+            self._tell(compiled)
+
+    def _out_of_memory(self, inputs: Sequence[Any]) -> Exception | None:
+        """The error of a rehearsal that ran out of device memory; raises every other."""
+        self._first_over_bytes = 0
+        try:
+            self.compiled.rehearse(inputs)
+        except RuntimeError as error:
+            of_the_plan = isinstance(error, OutOfDeviceMemory) and error.tier == Tier.DEVICE
+            if not (of_the_plan or is_out_of_memory(error)):
+                raise
+            # The tensors in the frames that it came through would live as long as the error.
+            traceback.clear_frames(error.__traceback__)
+            self._first_over_bytes = self._overshoot_bytes(error)
+            if of_the_plan:
+                self._measure_all(inputs)
+            return error
+        return None
+
+    def _measure_all(self, inputs: Sequence[Any]) -> None:
+        """Know what is behind the first allocation above the budget, where the meter stopped."""
+        with suppress(OutOfDeviceMemory):  # of the host, which the next plan may spare
+            self.compiled.measure_peak(inputs)
+
+    def _overshoot_bytes(self, error: Exception | None) -> int:
+        """What has to come off the plan: 0 where its rehearsal kept to the budget.
+
+        An emulated device fails above its budget; a card fails below the plan, with what it had.
+        """
+        peak_bytes = self.compiled.peak_bytes[Tier.DEVICE]
+        over_bytes = peak_bytes - self.compiled.allowed_bytes
+        if error is None or over_bytes > 0:
+            return max(0, over_bytes)
+        return max(1, self._planned_bytes() - peak_bytes)
+
+    def _plans_again(self, over_bytes: int, error: Exception | None, inputs: Sequence[Any]) -> bool:
+        """Plan again, as `_other_plans` says; False where nothing fits into what is left."""
+        peak_bytes, planned_bytes = self.compiled.peak_bytes[Tier.DEVICE], self._planned_bytes()
+        told = (
+            f"a rehearsal of the step took {format_bytes(peak_bytes)} on the device, where "
+            f"{format_bytes(planned_bytes)} were planned" + (", and ran out of it" if error else "")
+        )
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        for plan_bytes, workspace in self._other_plans(over_bytes, ran_out=error is not None):
+            try:
+                self.compiled = self._compile_within(plan_bytes, inputs, workspace)
+            except PlacementError as refusal:
+                infeasible = refusal
+                continue
+            self._workspace = workspace
+            most_bytes = max(workspace.values(), default=0)
+            beside = f", with up to {format_bytes(most_bytes)} inside of an op" if workspace else ""
+            warnings.warn(
+                f"cotrain: {told}; nothing was changed, and it is planned again for "
+                f"{format_bytes(plan_bytes)}{beside}",
+                stacklevel=2,
+            )
+            return True
+        if error is not None:
+            error.add_note(f"{told[:1].upper()}{told[1:]}. Less does not fit: {infeasible}")
+        return False
+
+    def _other_plans(
+        self, over_bytes: int, *, ran_out: bool
+    ) -> Sequence[tuple[int, Mapping[str, int]]]:
+        """Device bytes and workspace of the plans to try next, the best first.
+
+        The workspace was measured in the segments of one plan. The next plan is cut elsewhere, so
+        if it can it leaves a little room.
+        """
+        planned_bytes = self._planned_bytes()
+        least_bytes = int(LEAST_STEP * planned_bytes) if ran_out else 0
+        first_bytes = self._first_over_bytes or over_bytes
+        lesses = dict.fromkeys((max(over_bytes, least_bytes), over_bytes, first_bytes))
+        for_less = [(max(1, planned_bytes - less), self._workspace) for less in lesses]
+        beyond = self.compiled.beyond_plan()
+        if not beyond:
+            return for_less
+        budget_bytes, known = self.compiled.allowed_bytes, both(self._workspace, beyond)
+        fitting = (int((1 - LEAST_STEP) * budget_bytes), budget_bytes)
+        return [*((nbytes, known) for nbytes in fitting), *for_less]
+
+    def _planned_bytes(self) -> int:
+        """What the plan needs, which is at most what it was allowed."""
+        return self.compiled.plan.predicted.peak_bytes[Tier.DEVICE]

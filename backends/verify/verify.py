@@ -1,0 +1,199 @@
+"""Verify: the first steps of a plan, each run a second time without it, compared to the bit.
+
+In: a `CompiledStep`, the graph it was made from, the options. Out: a callable in its place that
+raises `VerifyError` at the first tensor that differs, in the order in which the step computes them.
+What a fused kernel updates on the host, and what follows from it, may differ by `TOLERANCE` of the
+update's largest change (`docs/decisions/0005-fused-loops-by-structure.md`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
+from cotrain_compile.backends.lifecycle.deferred import wait_for_tails
+from cotrain_compile.backends.lifecycle.rehearsal import Rehearsed
+from cotrain_compile.backends.verify.reference import (
+    HOST,
+    Expected,
+    Start,
+    elements_apart,
+    largest_difference,
+    on,
+    run_reference,
+)
+from cotrain_compile.dataflow import PERSISTENT_ROLES
+from cotrain_compile.errors import VerifyError
+from cotrain_compile.extract.extract import buffer_names
+from cotrain_compile.graph import StepGraph, writes
+from cotrain_compile.machine import Tier
+from cotrain_compile.options import Options
+from cotrain_compile.passes.find_accesses import find_race_in
+from cotrain_compile.plan import Plan, Task, Transfer
+from cotrain_compile.runtime.host.trial import TOLERANCE
+
+
+@dataclass(frozen=True)
+class Result:
+    """One thing that a step leaves: node `made_by` computes or writes it.
+
+    `position` is that of an output, or of an input that persists. `buffer` is its name in the plan.
+    """
+
+    name: str
+    buffer: str
+    made_by: fx.Node
+    position: int
+    is_output: bool
+    is_rounded: bool
+
+
+class VerifiedStep:
+    """Runs a step; its first `options.verify` steps are compared with the reference."""
+
+    def __init__(self, run: Rehearsed, step: StepGraph, options: Options) -> None:
+        self._run = run
+        self._step = step
+        self._options = options
+        self._steps_left = options.verify
+        self._results: list[Result] = []
+
+    @property
+    def compiled(self) -> CompiledStep:
+        """What ran last: a rehearsal may plan again."""
+        return self._run.compiled
+
+    def __call__(self, inputs: list[Any]) -> Any:
+        """Run one step. Raises `VerifyError` as the module says, and as `CompiledStep` does."""
+        if not self._steps_left:
+            return self._run(inputs)
+        wait_for_tails()
+        start = Start.of(self._step, inputs)
+        outputs = self._run(inputs)
+        wait_for_tails()
+        expected = run_reference(self._step, start)
+        found = _results(self._step, self.compiled.plan, self._options)
+        self._results = sorted(found, key=_order(self._step.module.graph))
+        for result in self._results:
+            told = self._difference(result, inputs, outputs, expected)
+            if told:
+                self._adopt(inputs, expected)
+                raise VerifyError(
+                    f"step {self.compiled.steps} of this plan is not what the captured step "
+                    f"computes: {told}. Parameters and states now hold the captured step's "
+                    "numbers. That is a bug of this package: please report it with the folder of "
+                    "the option 'dump', and go on with policy 'resident' or in eager"
+                )
+        self._steps_left -= 1
+        return outputs
+
+    def _difference(
+        self, result: Result, inputs: Sequence[Any], outputs: Sequence[Any], expected: Expected
+    ) -> str:
+        """How what the step left differs from what it should be, "" where it does not."""
+        node = self._step.inputs[result.position].node if not result.is_output else ""
+        found = outputs[result.position] if result.is_output else inputs[result.position]
+        right = expected.outputs[result.position] if result.is_output else expected.inputs[node]
+        if not isinstance(right, torch.Tensor):
+            return "" if found == right else f"{result.name} is {found}, not {right}"
+        found = on(HOST, found.detach())
+        allowed = _rounding(right, expected.changes.get(node)) if result.is_rounded else 0.0
+        count = elements_apart(found, right, allowed)
+        if not count:
+            return ""
+        by = f"{largest_difference(found, right):.3g} at most"
+        within = f" (rounding explains {allowed:.3g})" if allowed else ""
+        moved = where_moved(self.compiled.plan, result.buffer)
+        elements = f"{count} of {right.numel()} elements"
+        return f"{result.name} differs in {elements}, by {by}{within}; {moved}"
+
+    def _adopt(self, inputs: Sequence[Any], expected: Expected) -> None:
+        """Give the user's tensors the reference's values: a consistent step, whatever was wrong."""
+        with torch.no_grad():
+            for result in self._results:
+                if not result.is_output:
+                    right = expected.inputs[self._step.inputs[result.position].node]
+                    inputs[result.position].copy_(right)
+
+
+def refuse_race(placed: StepGraph) -> None:
+    """Raise `VerifyError` where two accesses of a placed step are in a race."""
+    race = find_race_in(placed)
+    if race is not None:
+        raise VerifyError(
+            f"{race}. The step has not run. That is a bug of this package: please report it with "
+            "the folder of the option 'dump', and go on with policy 'resident' or in eager"
+        )
+
+
+def _results(step: StepGraph, plan: Plan, options: Options) -> Iterator[Result]:
+    """All that a step leaves: outputs, and inputs that persist, written or not."""
+    graph = step.module.graph
+    rounded = _rounded(step, plan) if options.host_kernels == "fused" else set()
+    buffer_of = buffer_names(step)
+    output = next(iter(graph.find_nodes(op="output")))
+    for position, node in enumerate(output.args[0]):
+        if isinstance(node, fx.Node):
+            buffer = buffer_of.get(node.name, "")
+            name = f"output {position} ({buffer or node.name})"
+            yield Result(name, buffer, node, position, True, node in rounded)
+    last_write = {destination: write for write, destination, _ in writes(graph)}
+    placeholders = graph.find_nodes(op="placeholder")
+    for position, (node, item) in enumerate(zip(placeholders, step.inputs, strict=True)):
+        if node in last_write or item.role in PERSISTENT_ROLES:
+            made_by = last_write.get(node, node)
+            name = f"{item.role.value} {item.name}"
+            yield Result(name, item.name, made_by, position, False, made_by in rounded)
+
+
+def _order(graph: fx.Graph) -> Callable[[Result], int]:
+    """Sorts results by when the step makes them."""
+    index = {node: number for number, node in enumerate(graph.nodes)}
+    return lambda result: index[result.made_by]
+
+
+def _rounded(step: StepGraph, plan: Plan) -> set[fx.Node]:
+    """Writes that a fused kernel may do, and all that is computed from what they wrote."""
+    params = {region.param for region in plan.host_updates}
+    found: set[fx.Node] = set()
+    for write, destination, _ in writes(step.module.graph):
+        item = step.input_of_node.get(destination.name)
+        if item is not None and (item.param or item.name) in params:
+            found.add(write)
+    for node in step.nodes:
+        if any(source in found for source in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _rounding(right: torch.Tensor, change: float | None) -> float:
+    """By how much a rounded result may differ: see `trial.TOLERANCE`."""
+    if not right.numel() or not right.is_floating_point():
+        return 0.0
+    largest = float(right.double().abs().max())
+    scale = largest if change is None else change
+    # Bias corrections are taken in float32, whatever is wider.
+    eps = max(torch.finfo(right.dtype).eps, torch.finfo(torch.float32).eps)
+    return TOLERANCE * scale + 4 * eps * largest
+
+
+def where_moved(plan: Plan, buffer: str) -> str:
+    """The home of `buffer` and the tasks of `plan` that touch it, with those they come after."""
+    home = plan.placement.homes.get(buffer, Tier.DEVICE)
+    tasks = {task.name: task for task in plan.tasks}
+    names = [task.name for task in plan.tasks if _touches(task, buffer)]
+    for name in names:  # grows while it is read
+        names += [other for other in tasks[name].after if other not in names]
+    told = ", ".join(names) if names else "none"
+    return f"its home is the {home.value}, tasks of the plan that touch it: {told}"
+
+
+def _touches(task: Task, buffer: str) -> bool:
+    if isinstance(task, Transfer):
+        return buffer in (task.buffer, task.destination)
+    return buffer == task.makes or buffer == task.param or buffer.startswith(f"{task.param}.")

@@ -1,0 +1,1 @@
+"""What does compiling cost? Seconds, memory and growth, beside stock torch.compile."""

@@ -1,0 +1,1 @@
+"""Which loops are captured whole, with eager's numbers?"""

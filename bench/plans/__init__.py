@@ -1,0 +1,1 @@
+"""How good are plans? Simulated, beside simple rules, bounds and published systems."""

@@ -1,0 +1,1 @@
+"""What breaks it? Faults, signals, random programs and long runs."""

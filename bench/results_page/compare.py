@@ -1,0 +1,135 @@
+"""Where do we stand? All benchmarks in one page, from the JSONs of `bench/results`.
+
+Prints the page; `--write` also writes `docs/results.md` and puts the figures of the JSONs into the
+sentences of the other pages that quote them (`bench/results_page/figures.py`). Measures nothing:
+each section names the command that makes its JSON again.
+
+    python -m bench.results_page.compare
+    python -m bench.results_page.compare --write
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markdown import Markdown
+
+from bench.results_page import compiler_tables, tables
+from bench.results_page.figures import FIGURES, refreshed
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "bench" / "results"
+PAGE = ROOT / "docs" / "results.md"
+
+HEAD = """# Measured
+
+Every table here is made from a JSON in `bench/results` by
+`python -m bench.results_page.compare --write`, and a test holds it to them. Each section names its
+command. Nothing has been measured on a GPU yet:
+figures for cards are *simulated*, those called measured are of an *emulated* device, host memory
+with throttled links.
+"""
+
+Table = Callable[[Mapping[str, Any]], str]
+
+
+def own_table(name: str) -> Table:
+    """The function `table` of benchmark `name`, looked up when there is something to show."""
+    return lambda result: str(importlib.import_module(f"bench.{name}").table(result))
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page: the JSONs whose names match `pattern`, drawn by `table`."""
+
+    title: str
+    pattern: str
+    table: Table
+
+
+SECTIONS = (
+    Section("Plans against simple rules", "plans", own_table("plans.plans")),
+    Section("Plans against their bound", "placement", tables.placement),
+    Section("Updates on the host against peers", "host_update_peers", tables.host_update_peers),
+    Section("Updates on the host in a step", "host_update", tables.host_update),
+    Section(
+        "Updates on the host, op by op", "host_update_parts", compiler_tables.host_update_parts
+    ),
+    Section("Predicted against measured", "simulated_vs_measured", tables.simulated_vs_measured),
+    Section(
+        "Early updates against ZeRO-Offload's",
+        "coarse_against_zero_offload",
+        tables.coarse_against_zero_offload,
+    ),
+    Section("Large parameters in pieces", "pieces", tables.pieces),
+    Section("Overlapping steps", "overlap", tables.overlap),
+    Section(
+        "Against torch.compile", "against_torch_compile*", compiler_tables.against_torch_compile
+    ),
+    Section("The first step", "compile_seconds", compiler_tables.compile_seconds),
+    Section("What a placed step costs", "overhead", compiler_tables.overhead),
+    Section("What a task costs on a card", "issue_cost", compiler_tables.issue_cost),
+    Section("Small steps against torch.compile", "small_step", compiler_tables.small_step),
+    Section("On a card", "gpu_suite", tables.gpu_suite),
+    Section("For a card, without one", "fake_cuda_matrix", compiler_tables.fake_cuda_matrix),
+    Section("A 7B step without a card", "large_step", compiler_tables.large_step),
+    Section("Growth", "growth", compiler_tables.growth),
+    Section("The report of a plan", "report_page", compiler_tables.report_page),
+    Section("A long run", "long_run", tables.long_run),
+    Section("Losses", "loss_curves", tables.loss_curves),
+    Section("Loops that are captured", "matrix", tables.matrix),
+)
+
+# Campaigns and the soak are on a page of their own, by `bench.reliability.page`.
+ELSEWHERE = ("reliability_*", "long_tests*", "soak")
+
+
+def page() -> str:
+    """The results page as Markdown. Sections without a JSON are left out."""
+    parts = [HEAD]
+    for section in SECTIONS:
+        paths = sorted(RESULTS.glob(f"{section.pattern}.json"))
+        if not paths:
+            continue
+        documents = [json.loads(path.read_text()) for path in paths]
+        merged = {key: value for d in documents for key, value in d["result"].items()}
+        parts.append(f"## {section.title}\n\n{documents[0]['question']}\n")
+        parts.append(section.table(merged))
+        parts += [_origin(path, document) for path, document in zip(paths, documents, strict=True)]
+    return "\n".join(parts)
+
+
+def _origin(path: Path, document: Mapping[str, Any]) -> str:
+    """Where the figures come from: command, machine, versions, date."""
+    hardware, versions = document["hardware"], document["versions"]
+    command = document["command"].removeprefix("-m ")
+    return (
+        f"<sub>[{path.name}](../bench/results/{path.name}): `{command}`, {document['date']}, "
+        f"{hardware['processor']}, {hardware['cores']} cores, torch {versions['torch']}</sub>\n"
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the page; with `--write`, write it and the figures in other pages."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--write", action="store_true", help="docs/results.md and figures in pages")
+    given = parser.parse_args(arguments)
+    text = page()
+    Console().print(Markdown(text))
+    if not given.write:
+        return
+    PAGE.write_text(text, encoding="utf-8")
+    for name in sorted({figure.page for figure in FIGURES}):
+        path = ROOT / name
+        path.write_text(refreshed(path.read_text(encoding="utf-8"), name), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

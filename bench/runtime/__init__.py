@@ -1,0 +1,1 @@
+"""What does running a step cost? Updates on the host, tasks, overlap."""

@@ -1,0 +1,1 @@
+"""Do whole trainings overlay eager's?"""

@@ -1,0 +1,187 @@
+"""From Dynamo's graph of the step to one functional ATen graph, handed to a compiler function.
+
+Private torch API used: `torch._dynamo.backends.common.aot_autograd`, the `example_value` meta of
+Dynamo's nodes, `SideEffects.store_attr_mutations`, `InstructionTranslator.current_tx`,
+`_disable_current_modes`, `torch._functorch.config`. Tried on
+torch 2.11.0, 2.13.0 and 2.15.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._functorch import config as functorch_config
+from torch.utils._python_dispatch import _disable_current_modes
+
+from cotrain_compile.capture.aten.float_inputs import floats_stay_inputs
+from cotrain_compile.capture.aten.foreach import foreach_decompositions
+from cotrain_compile.capture.aten.scalars import scalar_decompositions
+from cotrain_compile.capture.dynamo.scaling import scaling_decompositions
+from cotrain_compile.errors import CaptureError
+
+AtenCompiler = Callable[[fx.GraphModule], Callable[..., Any]]
+
+
+def to_aten(
+    module: fx.GraphModule, example_inputs: Sequence[Any], compile_aten: AtenCompiler
+) -> Callable[..., Any]:
+    """Lower Dynamo's graph to ATen, pass it to `compile_aten`, and return what runs the step.
+
+    `compile_aten` returns a function that takes the list of inputs. Parameters and states are
+    written in place by `copy_` nodes of the graph.
+    """
+
+    def run_whole(graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+        # AOT compiles under a fake mode; what compiles a step may compute with real tensors.
+        with _disable_current_modes():
+            run = compile_aten(graph)
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    def refuse(graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+        if any("embedding_renorm" in str(node.target) for node in graph.graph.nodes):
+            raise CaptureError(
+                "an embedding with max_norm changes its weight in the forward; leave max_norm out, "
+                "and do it before the model is called, under torch.no_grad(), with rows = "
+                "tokens.flatten(): weight.index_copy_(0, rows, torch.renorm(weight[rows], 2, 0, "
+                "max_norm))"
+            )
+        raise CaptureError(
+            "a parameter is written from values that require grad, or the step returns tensors "
+            "that do, so its backward is not in the graph; write parameters under "
+            "torch.no_grad(), call loss.backward() in the step and return detached values"
+        )
+
+    compile_graph = aot_autograd(
+        fw_compiler=refuse,
+        bw_compiler=refuse,
+        inference_compiler=run_whole,
+        decompositions={
+            **foreach_decompositions(),
+            **scalar_decompositions(),
+            **scaling_decompositions(),
+        },
+        # Otherwise every parameter and state is returned as a fresh copy.
+        keep_inference_input_mutations=True,
+    )
+    # Torch's own pass for checkpoints refuses random ops; `rematerialise` keeps their results.
+    no_pass_for_checkpoints = functorch_config.patch(remat_using_tags_for_fwd_loss_bwd_graph=False)
+    with no_pass_for_checkpoints, floats_stay_inputs():
+        return compile_graph(module, example_inputs)
+
+
+def detach_outputs(module: fx.GraphModule) -> None:
+    """Detach returned tensors whose graph `backward()` has consumed; eager frees it as well.
+
+    So are tensors that the step has made leaves of: nothing that it returns requires a gradient.
+    """
+    output = next(node for node in module.graph.nodes if node.op == "output")
+    results = []
+    for node in output.args[0]:
+        value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
+        computed = isinstance(node, fx.Node) and node.op != "placeholder"
+        if isinstance(value, torch.Tensor) and computed and value.requires_grad:
+            with module.graph.inserting_before(output):
+                detached = module.graph.call_method("detach", (node,))
+            detached.meta["example_value"] = value.detach()
+            node = detached
+        results.append(node)
+    output.args = (tuple(results),)
+    module.recompile()
+
+
+def gradient_stores(
+    module: fx.GraphModule, example_inputs: Sequence[Any]
+) -> list[tuple[torch.Tensor, fx.Node]]:
+    """Which node of the graph the trace stores in `.grad` of which leaf tensor."""
+    real = _real_inputs(module, example_inputs)
+    effects = InstructionTranslator.current_tx().output.side_effects
+    stores: list[tuple[torch.Tensor, fx.Node]] = []
+    for variable, attributes in effects.store_attr_mutations.items():
+        owner_proxy = getattr(variable, "proxy", None)
+        stored_proxy = getattr(attributes.get("grad"), "proxy", None)
+        if owner_proxy is not None and stored_proxy is not None:
+            owner = real.get(owner_proxy.node)
+            if isinstance(owner, torch.Tensor):
+                stores.append((owner, stored_proxy.node))
+    return stores
+
+
+def drop_outputs(module: fx.GraphModule, dropped: Sequence[fx.Node]) -> None:
+    """Return None in place of `dropped`. For a gradient: `p.grad` is None after the step.
+
+    Dynamo returns a gradient that is alive when the step ends, to store it in `p.grad`. When the
+    next step starts by clearing it, keeping it would only cost memory.
+    """
+    output = next(node for node in module.graph.nodes if node.op == "output")
+    output.args = (tuple(None if node in dropped else node for node in output.args[0]),)
+    module.recompile()
+
+
+def params_with_gradient(
+    module: fx.GraphModule, example_inputs: Sequence[Any]
+) -> list[torch.Tensor]:
+    """The real leaf tensors for which some backward of the step computes a gradient."""
+    real = _real_inputs(module, example_inputs)
+    found: dict[int, torch.Tensor] = {}
+    for call in module.graph.nodes:
+        if call.op == "call_function" and call.target is torch.autograd.grad:
+            leaves = _differentiated(call)
+            for item in call.users:
+                leaf = leaves[item.args[1]]
+                if isinstance(item.meta.get("example_value"), torch.Tensor) and leaf in real:
+                    found[id(real[leaf])] = real[leaf]
+    return list(found.values())
+
+
+def _differentiated(call: fx.Node) -> Sequence[Any]:
+    """What a call of `torch.autograd.grad` differentiates by: one tensor or several."""
+    inputs: Any = call.args[1] if len(call.args) > 1 else call.kwargs["inputs"]
+    return [inputs] if isinstance(inputs, fx.Node) else inputs
+
+
+def traced_modules() -> list[tuple[str, nn.Module]]:
+    """Every module the trace has met, with the source text by which it was reached."""
+    effects = InstructionTranslator.current_tx().output.side_effects
+    return [
+        (_source_text(variable), module)
+        for variable in effects.id_to_variable.values()
+        if isinstance(module := vars(variable).get("value"), nn.Module)
+    ]
+
+
+def refuse_unseen_hooks(params: Sequence[torch.Tensor]) -> None:
+    """Gradient hooks run inside eager's autograd; the captured backward would skip them."""
+    for param in params:
+        if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
+            raise CaptureError(
+                "a parameter has a gradient hook (register_hook or "
+                "register_post_accumulate_grad_hook), which a captured step would skip; remove it "
+                "and do its work in the step, after backward(): on p.grad, or optimizer.step()"
+            )
+
+
+def refuse_sparse_gradients(module: fx.GraphModule) -> None:
+    """The bytes of a sparse tensor depend on the data, so that no plan can count on them."""
+    for node in module.graph.nodes:
+        value = node.meta.get("example_value")
+        if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
+            raise CaptureError(
+                "a tensor of the step is sparse, such as the gradient of nn.Embedding(sparse=True),"
+                " and its size depends on the data; make the layer with sparse=False"
+            )
+
+
+def _real_inputs(module: fx.GraphModule, example_inputs: Sequence[Any]) -> dict[fx.Node, Any]:
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    return dict(zip(placeholders, example_inputs, strict=True))
+
+
+def _source_text(variable: Any) -> str:
+    name = getattr(getattr(variable, "source", None), "name", "")
+    return str(name() if callable(name) else name)

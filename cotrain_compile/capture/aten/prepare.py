@@ -1,0 +1,167 @@
+"""Preparation: rewrites of the captured graph that need no plan and change no number.
+
+Each takes the graph in place. `PREPARATIONS` is their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import fx
+
+from cotrain_compile.capture.aten.like_ops import take_shapes_alone
+from cotrain_compile.capture.nodes.phases import PHASE_ANNOTATION, phases
+from cotrain_compile.capture.nodes.skipped_values import keep_values_early
+from cotrain_compile.capture.nodes.storages import read_instead, storage_key
+from cotrain_compile.dataflow import Phase
+from cotrain_compile.graph import writes
+
+aten = torch.ops.aten
+
+
+def drop_redundant_copies(graph: fx.Graph) -> None:
+    """`copy(empty_like(x), g)` is `g` when dtype and layout agree: autograd copies every gradient.
+
+    A value that shows an input's storage is left alone: the input may be overwritten later in the
+    step, the copy not. So is a copy that the step returns, as a kept gradient: the user's tensors
+    share no memory.
+    """
+    inputs = _input_storages(graph)
+    for node in list(graph.find_nodes(op="call_function", target=aten.copy.default)):
+        destination, source = node.args[0], node.args[1]
+        returned = any(user.op == "output" for user in node.users)
+        if returned or not _same_layout(destination, source):
+            continue
+        if storage_key(source) not in inputs:
+            for user in list(node.users):
+                read_instead(user, node, source)
+            graph.erase_node(node)
+    graph.eliminate_dead_code()
+
+
+def write_updates_early(graph: fx.Graph) -> None:
+    """Move each `copy_(input, value)` from the end of the graph to where it becomes possible.
+
+    That is after the value exists and the last reader of the old one has run. Later users of the
+    value then read the input, so that the value itself is freed: no second copy of a parameter or
+    state outlives its own update. A value that the step returns too, as a state that it starts from
+    a new parameter, stays: the user's tensors share no memory.
+    """
+    inputs = _input_storages(graph)
+    (output,) = graph.find_nodes(op="output")
+    returned = {storage_key(node) for node in output.all_input_nodes}
+    order: dict[fx.Node, float] = {node: index for index, node in enumerate(graph.nodes)}
+    last_reader: dict[object, fx.Node] = {}
+    for node in graph.nodes:
+        reads = node.args[1:] if node.target is aten.copy_.default else node.all_input_nodes
+        if node.op == "output":  # what it returns of a write, as a kept gradient, is the new value
+            reads = [source for source in reads if source.target is not aten.copy_.default]
+        for source in reads:
+            last_reader[storage_key(source)] = node
+    for node, destination, _ in list(writes(graph)):
+        value = node.args[1]  # as it is now: two inputs may get one value
+        assert isinstance(value, fx.Node)
+        reader = last_reader.get(storage_key(destination), value)
+        if (
+            reader.op == "output"
+            or reader.target is aten.copy_.default
+            or storage_key(value) in inputs
+        ):
+            continue  # the old value is needed to the end of the step, and so is the order there
+        position = max(value, reader, key=order.__getitem__)
+        position.append(node)
+        order[node] = order[position] + 0.5
+        if storage_key(value) in returned:
+            continue
+        for user in list(value.users):
+            if user.target is not aten.copy_.default and order[user] > order[node]:
+                read_instead(user, value, node)
+
+
+def reduce_gradients_early(graph: fx.Graph) -> None:
+    """Add up and take norms of gradients as soon as they are complete.
+
+    The trace adds the gradients of a micro-batch to those before it after the whole backward, and
+    global-norm clipping takes every norm after that; moved up, each gradient is free to go at once.
+    """
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    for node in list(graph.nodes):
+        if _accumulates(node) or _is_norm_of_computed(node):
+            latest = max(node.all_input_nodes, key=order.__getitem__)
+            latest.append(node)
+
+
+def give_updates_their_own_casts(graph: fx.Graph) -> None:
+    """Repeat the widening of a low-precision gradient for the update that uses it.
+
+    Under autocast a bfloat16 gradient is widened to its parameter's float32 at the end of the
+    backward. As part of the update, the widening can run where the update does, and half the bytes
+    cross the link or wait for the optimizer.
+    """
+    phase = phases(graph)
+    for cast in list(graph.find_nodes(op="call_function", target=aten._to_copy.default)):
+        source = cast.args[0]
+        if phase[cast.name] is not Phase.BACKWARD or not _widens(source, cast):
+            continue
+        users = [user for user in cast.users if phase.get(user.name) is Phase.OPTIMIZER]
+        updates = [user for user in users if user.target is not aten.linalg_vector_norm.default]
+        if updates:
+            with graph.inserting_before(updates[0]):
+                own = graph.call_function(cast.target, cast.args, cast.kwargs)
+            own.meta = {"val": torch.empty_like(cast.meta["val"])}  # fake, with its own storage
+            for user in updates:
+                read_instead(user, cast, own)
+    graph.eliminate_dead_code()
+
+
+PREPARATIONS: tuple[Callable[[fx.Graph], None], ...] = (
+    take_shapes_alone,
+    drop_redundant_copies,
+    keep_values_early,
+    write_updates_early,
+    reduce_gradients_early,
+    give_updates_their_own_casts,
+)
+
+
+def prepare(module: fx.GraphModule) -> None:
+    """Apply all preparations to `module` and check that the graph is still sound."""
+    for preparation in PREPARATIONS:
+        preparation(module.graph)
+    module.graph.lint()
+    module.recompile()
+
+
+def _accumulates(node: fx.Node) -> bool:
+    """Whether `node` adds a gradient to the one before: of a backward, but not autograd's."""
+    annotation = (node.meta.get("custom") or {}).get(PHASE_ANNOTATION)
+    added = node.target is aten.add.Tensor and not node.meta.get("autograd_backward")
+    return annotation == "backward" and added
+
+
+def _is_norm_of_computed(node: fx.Node) -> bool:
+    if node.target is not aten.linalg_vector_norm.default:
+        return False
+    return node.all_input_nodes[0].op == "call_function"
+
+
+def _same_layout(a: object, b: object) -> bool:
+    if not isinstance(a, fx.Node) or not isinstance(b, fx.Node):
+        return False
+    x, y = a.meta.get("val"), b.meta.get("val")
+    return (
+        isinstance(x, torch.Tensor)
+        and isinstance(y, torch.Tensor)
+        and (x.dtype, x.shape, x.stride(), x.device) == (y.dtype, y.shape, y.stride(), y.device)
+    )
+
+
+def _widens(source: object, cast: fx.Node) -> bool:
+    if not isinstance(source, fx.Node):
+        return False
+    return bool(source.meta["val"].element_size() < cast.meta["val"].element_size())
+
+
+def _input_storages(graph: fx.Graph) -> set[object]:
+    return {storage_key(node) for node in graph.find_nodes(op="placeholder")}

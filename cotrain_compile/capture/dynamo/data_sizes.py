@@ -1,0 +1,65 @@
+"""Sizes that depend on data: a tensor as large as the elements that a mask selects is refused.
+
+A plan knows how many bytes are alive at every op, before the step runs. Ops that look at data to
+raise an error, as `torch.linalg.solve` does where a matrix is singular, are refused as well.
+
+Private torch API used: `free_unbacked_symbols`, the `example_value` and `stack_trace` of Dynamo's
+nodes, the op `with_effects` by which AOTAutograd keeps such a check. Tried on torch 2.13.0.
+"""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+from cotrain_compile.capture.dynamo.diagnose import in_library
+from cotrain_compile.errors import CaptureError
+
+# How Python prints a frame of a stack, with the line of code below it.
+_FRAME = re.compile(r'File "(.+)", line (\d+), in (.+)\n\s*(.*)')
+
+
+def refuse_sizes_from_data(module: fx.GraphModule) -> None:
+    """Raise `CaptureError` for the first op whose result has a size that only its data tells."""
+    for node in module.graph.nodes:
+        value = node.meta.get("example_value")
+        if isinstance(value, torch.Tensor) and free_unbacked_symbols(value):
+            raise CaptureError(
+                f"{_line_of(node)}: the size of this result depends on the data, so no plan knows "
+                "how much memory it takes. Keep the size: in place of x[mask] weigh every element "
+                "(torch.where(mask, x, 0), and divide the sum by mask.sum()), in place of "
+                "x[:n] pad to a fixed length and mask the rest; or select outside the step"
+            )
+
+
+def refuse_checks_of_data(graph: fx.Graph) -> None:
+    """Raise `CaptureError` for the first op of an ATen graph that may raise by what data says."""
+    for node in graph.nodes:
+        if str(node.target) != "with_effects":
+            continue
+        op, *rest = node.args[1:]
+        called = next((arg for arg in rest if isinstance(arg, str)), "").rpartition(".")[2]
+        where = f"{_line_of(node)}: " if node.meta.get("stack_trace") else ""
+        if hasattr(torch.linalg, f"{called}_ex"):
+            raise CaptureError(
+                f"{where}torch.linalg.{called} looks at its result to raise an error, which a "
+                f"captured step cannot. Use torch.linalg.{called}_ex(...)[0], which does not look "
+                "(info, the last that it returns, says after the step whether it went well)"
+            )
+        raise CaptureError(
+            f"{where}{op} acts on something other than tensors, which a captured step cannot. "
+            "Move it out of the step"
+        )
+
+
+def _line_of(node: fx.Node) -> str:
+    """The user's line that made `node`, as `file:line in function: source`."""
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    mine = [frame for frame in frames if not in_library(frame[0])]
+    if not mine:
+        return f"op {node.name}"
+    file, line, function, source = mine[-1]
+    return f"{file}:{line} in {function}: `{source.strip()}`"

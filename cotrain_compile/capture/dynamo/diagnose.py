@@ -1,0 +1,132 @@
+"""From an exception of Dynamo's to one error that names the user's line and the way to go on."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import sysconfig
+import traceback
+from collections.abc import Iterable, Iterator
+from types import CodeType
+
+import torch._dynamo.exc as exc
+
+from cotrain_compile.capture.dynamo.ways_on import way_on
+from cotrain_compile.errors import ON_META, CaptureError, CotrainError, OptionError
+
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_INSTALLED = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
+_LIBRARIES = (*_INSTALLED, _OURS)
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib")
+
+# How alike two sentences are, of 1, where the second says no more than the first.
+_ALIKE = 0.9
+
+# What torch says of tensors on different devices.
+_BESIDE_META = re.compile(r"same device\b.*\bmeta\b(?!-)")
+
+_IN_EAGER = '; or set options={"on_break": "warn"} to run it in eager. Nothing was updated.'
+
+
+def diagnose(
+    error: BaseException, refusal: CaptureError | None, code: CodeType, suggests_eager: bool = True
+) -> CotrainError | None:
+    """The user's error behind `error`: ours if one of ours is its cause, or what broke the graph.
+
+    With `suggests_eager` it names the option that runs the step in eager as a last way on. Returns
+    None when it is neither, so that a real fault in the step (a shape mismatch) reaches the user as
+    it is.
+    """
+    location = _user_line(error, code)
+    if refusal is not None:
+        return (
+            refusal
+            if str(refusal).startswith(code.co_filename)
+            else CaptureError(f"{location}: {refusal}")
+        )
+    for cause in _chain(error):
+        if isinstance(cause, CaptureError) and not str(cause).startswith(code.co_filename):
+            return CaptureError(f"{_first_line(code)}: {cause}")
+        if isinstance(cause, CotrainError):
+            return cause
+    # A branch on a number that the trace read from a tensor is a UserError.
+    if isinstance(error, exc.Unsupported | exc.UserError):
+        what, hint = _what_broke(error)
+        way = way_on(_library_frames(error), what) or hint or "Move that line out of the step"
+        eager = _IN_EAGER if suggests_eager else "."
+        return CaptureError(
+            f"{location}: the step cannot be captured as one graph: {what}. {way}{eager}"
+        )
+    if isinstance(error, exc.TorchRuntimeError) and _BESIDE_META.search(str(error)):
+        return OptionError(f"{location}: some tensors of the step are on meta: {ON_META}")
+    if isinstance(error, exc.FailOnRecompileLimitHit):
+        return CaptureError(
+            f"{location}: the step was compiled too often for changing inputs. Keep Python values "
+            "that change every step out of it (pass tensors), or raise "
+            "torch._dynamo.config.recompile_limit."
+        )
+    return None
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        inner = getattr(error, "inner_exception", None)
+        if isinstance(inner, BaseException):
+            yield from _chain(inner)
+        error = error.__cause__ or error.__context__
+
+
+def _what_broke(error: Exception) -> tuple[str, str]:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    what = lines[0] if lines else "unsupported code"
+    explained = next((line for line in lines if line.startswith("Explanation:")), "")
+    explanation = explained.removeprefix("Explanation:").strip().rstrip(".")
+    hint = next((line.removeprefix("Hint:").strip() for line in lines if "Hint:" in line), "")
+    says_no_more = difflib.SequenceMatcher(None, what, explanation).ratio() > _ALIKE
+    if explanation and not says_no_more:
+        what += f" ({explanation})"
+    library = _library_line(error)
+    return what + (f" in {library}" if library else ""), hint.rstrip(".")
+
+
+def _user_line(error: BaseException, code: CodeType) -> str:
+    """The deepest line outside installed packages, as `file:line in function: source`."""
+    stack: Iterable[traceback.FrameSummary] = getattr(error, "real_stack", None) or ()
+    mine = [frame for frame in stack if not in_library(frame.filename)]
+    if not mine:
+        return _first_line(code)
+    frame = mine[-1]
+    return f"{frame.filename}:{frame.lineno} in {frame.name}: `{(frame.line or '').strip()}`"
+
+
+def _library_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """The lines of installed packages that the trace went through below the user's last one."""
+    stack: Iterable[traceback.FrameSummary] = getattr(error, "real_stack", None) or ()
+    below: list[traceback.FrameSummary] = []
+    for frame in stack:
+        below = [*below, frame] if in_library(frame.filename) else []
+    return below
+
+
+def _library_line(error: BaseException) -> str:
+    """The line of an installed package that broke the graph, as `package/file:line`, or nothing."""
+    stack: Iterable[traceback.FrameSummary] = getattr(error, "real_stack", None) or ()
+    *_, last = stack or (None,)
+    folder = last and next((f for f in _INSTALLED if last.filename.startswith(f)), None)
+    if not last or not folder:
+        return ""
+    return f"{os.path.relpath(last.filename, folder)}:{last.lineno}"
+
+
+def _first_line(code: CodeType) -> str:
+    return f"{code.co_filename}:{code.co_firstlineno} in {code.co_name}"
+
+
+def in_library(filename: str) -> bool:
+    """Whether a file is an installed package's, ours or Python's own, and not the user's."""
+    path = os.path.abspath(filename)
+    return path.startswith(_LIBRARIES) or path.startswith(_STANDARD_LIBRARY)

@@ -1,0 +1,161 @@
+"""Hook: Dynamo compiles a frame for this backend as one whole training step, or not at all.
+
+Two pass-through hooks stay: in `torch._dynamo.optimize`, which `torch.compile` calls with what the
+user asked for, and in `convert_frame._compile`. What else changes, changes while a step is traced
+for us (`dynamo_patches`) and is put back before the hook returns.
+
+Private torch API used: `torch._dynamo.convert_frame._compile`, `torch._dynamo.types`,
+`torch._dynamo.optimize` with its argument `backend`, `exc.ShortenTraceback`. Reason: the backend is
+called after the trace, too late to change it or to check options before it. Tried on torch 2.11.0,
+2.13.0 and 2.15.0, `optimize` on 2.13.0 alone; without it options are checked in the first call.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Mapping
+from types import CodeType
+from typing import Any
+
+import torch._dynamo
+import torch._dynamo.convert_frame as convert_frame
+from torch._dynamo import config
+from torch._dynamo.exc import ShortenTraceback
+from torch._dynamo.types import (  # type: ignore[attr-defined]
+    ConvertFrameReturn,
+    FrameAction,
+    FrameExecStrategy,
+)
+
+from cotrain_compile.capture.dynamo.compute_device import chosen_device, seen_on_compute_device
+from cotrain_compile.capture.dynamo.diagnose import diagnose
+from cotrain_compile.capture.dynamo.patches import whole_step_tracing
+from cotrain_compile.capture.dynamo.session import Session, active
+from cotrain_compile.errors import CaptureError, CotrainError
+from cotrain_compile.options import Options
+
+
+def install(
+    is_ours: Callable[[object], Mapping[str, Any] | None],
+    check: Callable[[Mapping[str, Any]], Options],
+) -> None:
+    """Hook `torch.compile` and Dynamo's frame compiler, once per process.
+
+    `is_ours` gets the compiler function of a frame and returns the user's options when the frame is
+    to be compiled by this backend, None otherwise; other frames pass through untouched. `check`
+    gets these options when `torch.compile` is called and before a trace; it raises where they, or
+    files that they name, are wrong.
+    """
+    original = convert_frame._compile
+    if getattr(original, "_cotrain_hook", False):
+        return
+    _check_at_compile(is_ours, check)
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def compile_frame(*args: Any, **kwargs: Any) -> ConvertFrameReturn:
+        bound = signature.bind(*args, **kwargs)
+        options = is_ours(bound.arguments["compiler_fn"])
+        if options is None:
+            return original(*args, **kwargs)
+        # A graph break must be an error with the user's line, not two graphs.
+        bound.arguments["one_graph"] = True
+        try:
+            parsed = check(options)
+            return _trace_step(
+                lambda: original(*bound.args, **bound.kwargs), bound.arguments, parsed
+            )
+        except CotrainError as error:
+            if config.verbose:  # TORCHDYNAMO_VERBOSE=1 keeps the frames and the cause.
+                raise
+            raise _Refused(error) from None
+
+    compile_frame._cotrain_hook = True  # type: ignore[attr-defined]
+    convert_frame._compile = compile_frame
+
+
+def _check_at_compile(
+    is_ours: Callable[[object], Mapping[str, Any] | None],
+    check: Callable[[Mapping[str, Any]], object],
+) -> None:
+    """Have options checked when `torch.compile` is called, right below it."""
+    original = torch._dynamo.optimize
+
+    @functools.wraps(original)
+    def optimize(*args: Any, **kwargs: Any) -> Any:
+        options = is_ours(kwargs.get("backend"))
+        if options is not None:
+            try:
+                check(options)
+            except CotrainError as error:
+                raise error.with_traceback(None) from None
+        return original(*args, **kwargs)
+
+    torch._dynamo.optimize = optimize
+
+
+class _Refused(ShortenTraceback):
+    """Brings an error of ours up to the call of the compiled function, which raises it there.
+
+    So neither Dynamo's frames nor ours stand between the user's line and the message.
+    """
+
+    def __init__(self, error: CotrainError) -> None:
+        super().__init__(str(error), first_useful_frame=None)
+        self.error = error
+
+    def remove_dynamo_frames(self) -> Any:
+        return self.error.with_traceback(None)
+
+
+def _trace_step(
+    trace: Callable[[], ConvertFrameReturn], frame: Mapping[str, Any], options: Options
+) -> ConvertFrameReturn:
+    code, device = frame["code"], chosen_device(options.device)
+    session = Session(options, code, frame_objects(code, frame["closure"]), device)
+    try:
+        with active(session), whole_step_tracing(session), seen_on_compute_device(session):
+            result = trace()
+        if not session.graph_was_compiled:
+            raise session.refuse(
+                f"{_where(session.code)}: the step holds no tensor operation, so there is nothing "
+                "to capture; compile the function that calls the model, backward() and "
+                "optimizer.step()"
+            )
+    except Exception as error:
+        session.undo()
+        warns = options.on_break == "warn"
+        known = diagnose(error, session.refusal, session.code, suggests_eager=not warns)
+        if known is None:
+            raise
+        if isinstance(known, CaptureError) and warns:
+            told = f"cotrain: the step runs in eager, without a budget. {known}"
+            warnings.warn(told, stacklevel=2)
+            return ConvertFrameReturn(
+                frame_exec_strategy=FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
+            )
+        raise known from error
+    except BaseException:
+        session.undo()
+        raise
+    return result
+
+
+def frame_objects(code: CodeType, closure: tuple[Any, ...] | None) -> tuple[int, ...]:
+    """Identity of what a function closes over: tells two steps made by one factory apart."""
+    names = zip(code.co_freevars, closure or (), strict=False)
+    return tuple(id(cell.cell_contents) for _, cell in names if _filled(cell))
+
+
+def _filled(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
+
+
+def _where(code: CodeType) -> str:
+    return f"{code.co_filename}:{code.co_firstlineno} in {code.co_name}"

@@ -1,0 +1,214 @@
+"""Optimizers in the trace: seen as plain objects, with their state made beforehand.
+
+Dynamo's own `OptimizerVariable` runs `_init_group` for real, where every gradient is still None, so
+a whole-step trace would silently update nothing. Here the optimizer is a plain user object whose
+`step`, `zero_grad` and `_init_group` are the functions under torch's decorators (profiling, hooks,
+`graph_break`). No class and no method of the user's is changed.
+
+Private torch API used: `UserDefinedObjectVariable`, `UserFunctionVariable`, `VariableTracker`, the
+hooks of an optimizer and of all optimizers, `_disable_dynamo_if_unsupported`,
+`SideEffects.store_attr_mutations`. Tried on torch 2.11.0, 2.13.0 and 2.15.0.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.exc import unimplemented
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.functions import UserFunctionVariable
+from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
+from torch.fx.traceback import annotate
+from torch.optim import optimizer as torch_optimizer
+
+from cotrain_compile.capture.dynamo.session import Session
+from cotrain_compile.capture.dynamo.settings import note_settings
+from cotrain_compile.capture.nodes.phases import PHASE_ANNOTATION
+from cotrain_compile.capture.state.optimizer_state import undecorated
+
+
+def build_optimizer_variable(
+    session: Session, value: torch.optim.Optimizer, **kwargs: Any
+) -> CapturedOptimizer:
+    """Stands in for Dynamo's `OptimizerVariable` while a step is traced for us."""
+    attempt = InstructionTranslator.current_tx().output
+    session.record_of(value).start_tracing(attempt)
+    note_settings(value, session.function)
+    variable = CapturedOptimizer(value, **kwargs)
+    variable.session = session
+    return variable
+
+
+class CapturedOptimizer(UserDefinedObjectVariable):
+    """A `torch.optim.Optimizer` in the trace."""
+
+    session: Session
+    value: torch.optim.Optimizer
+    _nonvar_fields = {"session", *UserDefinedObjectVariable._nonvar_fields}  # noqa: RUF012
+
+    # Attribute look-up is `var_getattr` up to torch 2.14 and `tp_getattro_impl` from 2.15 on.
+    def var_getattr(self, tx: Any, name: str) -> VariableTracker:
+        return CapturedMethod(self, name) if name in _METHODS else super().var_getattr(tx, name)
+
+    def tp_getattro_impl(self, tx: Any, name: str) -> VariableTracker:
+        if name in _METHODS:
+            return CapturedMethod(self, name)
+        found: VariableTracker = super().tp_getattro_impl(tx, name)  # type: ignore[misc]
+        return found
+
+    def call_captured(
+        self, tx: Any, name: str, args: list[Any], kwargs: dict[str, Any]
+    ) -> VariableTracker:
+        """Trace method `name`, the way `_METHODS` says."""
+        method = undecorated(getattr(type(self.value), name))
+        assert method is not None
+        run = _METHODS[name]
+        if name == "zero_grad" and method is not undecorated(torch.optim.Optimizer.zero_grad):
+            run = _run_as_written
+        record = self.session.record_of(self.value)
+        if name == "step":
+            self._refuse_unsupported_step(args, kwargs)
+            record.steps += 1
+            found = _with_gradient(tx, self.value)
+        if name == "zero_grad" and not args and not kwargs:
+            params = (p for group in self.value.param_groups for p in group["params"])
+            self.session.note_cleared(params, bool(tx.output.autograd_grad_consumed_grad_fns))
+        result: VariableTracker = tx.inline_user_function_return(
+            VariableTracker.build(tx, run),
+            [VariableTracker.build(tx, method), self, *args],
+            kwargs,
+        )
+        if name == "step":
+            record.updated |= found | _with_gradient(tx, self.value)
+        return result
+
+    def _refuse_unsupported_step(self, args: list[Any], kwargs: dict[str, Any]) -> None:
+        name = type(self.value).__name__
+        if isinstance(self.value, torch.optim.LBFGS | torch.optim.SparseAdam):
+            self._refuse(f"{name} cannot be captured; use an optimizer without closure or sparsity")
+        if any(not _is_none(value) for value in (*args, *kwargs.values())):
+            self._refuse(f"{name}.step(closure) evaluates the loss inside; call step() without it")
+        # A wrapper that never calls `super().__init__()` has no hooks of its own.
+        own = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+        hooks = (
+            *(getattr(self.value, name, None) for name in own),
+            torch_optimizer._global_optimizer_pre_hooks,
+            torch_optimizer._global_optimizer_post_hooks,
+        )
+        if any(hooks):
+            self._refuse(
+                f"{name} has step hooks, which a captured step would skip; call them in it"
+            )
+        replaced = vars(self.value).get("step")
+        if replaced is not None and not hasattr(replaced, "_wrapped_by_lr_sched"):
+            self._refuse(
+                f"step of this {name} was replaced on the object, which a captured step would "
+                "skip; override it in a subclass"
+            )
+
+    def _refuse(self, message: str) -> None:
+        self.session.refuse(message)
+        unimplemented(gb_type="cotrain", context="optimizer.step", explanation=message, hints=[])
+
+
+def _is_none(value: VariableTracker) -> bool:
+    return value.is_python_constant() and value.as_python_constant() is None
+
+
+class CapturedMethod(VariableTracker):
+    """A bound `step`, `zero_grad` or `_init_group` in the trace."""
+
+    _nonvar_fields = {"name", *VariableTracker._nonvar_fields}  # noqa: RUF012
+
+    def __init__(self, owner: CapturedOptimizer, name: str, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.owner, self.name = owner, name
+
+    def python_type(self) -> type:
+        return types.MethodType
+
+    def call_function(
+        self, tx: Any, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> VariableTracker:
+        return self.owner.call_captured(tx, self.name, list(args), kwargs)
+
+
+def _with_gradient(tx: Any, optimizer: torch.optim.Optimizer) -> set[int]:
+    """Ids of the parameters that have a gradient at this point of the trace.
+
+    It is a tensor that the trace has stored in `.grad`, or what the parameter really has there.
+    """
+    stored = {
+        id(node.meta["grapharg"].example): attributes["grad"].is_tensor()
+        for variable, attributes in tx.output.side_effects.store_attr_mutations.items()
+        if "grad" in attributes and (node := _placeholder(variable)) is not None
+    }
+    return {
+        id(param)
+        for group in optimizer.param_groups
+        for param in group["params"]
+        if stored.get(id(param), param.grad is not None)
+    }
+
+
+def _placeholder(variable: VariableTracker) -> fx.Node | None:
+    """The input of the graph that `variable` stands for, if it is one."""
+    node = getattr(getattr(variable, "proxy", None), "node", None)
+    is_input = isinstance(node, fx.Node) and node.op == "placeholder" and "grapharg" in node.meta
+    return node if is_input else None
+
+
+def _run_step(method: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    with torch.no_grad(), annotate({PHASE_ANNOTATION: "optimizer"}):
+        return method(optimizer, *args, **kwargs)
+
+
+def _run_zero_grad(method: Callable[..., Any], optimizer: Any, set_to_none: bool = True) -> None:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if set_to_none:
+                param.grad = None
+            elif param.grad is not None:
+                param.grad.zero_()
+
+
+def _run_as_written(method: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    return method(optimizer, *args, **kwargs)
+
+
+# What torch puts around the update of `adam` and most others: under Dynamo it runs the update in
+# eager where the step count is on a card and the group is not `capturable`. And what it puts around
+# `step`, which breaks the graph; a subclass reaches it by `super().step()`.
+_CHECK_OF_CAPTURABLE = torch_optimizer._disable_dynamo_if_unsupported()(lambda: None).__code__
+_AROUND_STEP = torch_optimizer._use_grad_for_differentiable(lambda self: None).__code__
+_PROFILED_STEP = torch.optim.Optimizer.profile_hook_step(lambda self: None).__code__
+
+
+def update_itself(func: Any) -> Any:
+    """What to trace for a call of `func`: the update under torch's decorators, if it has these.
+
+    The check of `capturable` keeps step counts on a card out of eager's fused ops; a captured step
+    has one op per parameter. So the graph is the same on every device, and the user's flag stays as
+    it is. Gradients are off already while a `step` is traced.
+    """
+    function = getattr(func, "fn", None)
+    code = getattr(function, "__code__", None)
+    if code is _CHECK_OF_CAPTURABLE:
+        return UserFunctionVariable(function.__wrapped__)  # type: ignore[union-attr]
+    if code is _AROUND_STEP or code is _PROFILED_STEP:
+        inner = undecorated(function)
+        assert isinstance(inner, types.FunctionType)
+        return UserFunctionVariable(inner)
+    return func
+
+
+_METHODS: dict[str, Callable[..., Any]] = {
+    "step": _run_step,
+    "zero_grad": _run_zero_grad,
+    "_init_group": _run_as_written,
+}

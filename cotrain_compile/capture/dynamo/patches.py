@@ -1,0 +1,225 @@
+"""What Dynamo does otherwise while it traces a step for this backend.
+
+Stock Dynamo never sees a whole training step (`docs/decisions/0001-whole-step-capture.md`).
+
+Private torch API used: `config.trace_autograd_ops`, `variables.builder.OptimizerVariable`,
+`OutputGraph._validate_outputs_safe_for_autograd_nodes` and
+`._check_requires_grad_intermediate_outputs`, `TensorVariable.var_getattr`,
+`SymNodeVariable.nb_true_divide_impl` (2.13 alone),
+`InliningInstructionTranslator.inline_call`, `guards.is_from_optimizer_source` and
+`guards.match_on_id_for_tensor`, `OutputGraph.remove_tensorify_specialized_graphargs`,
+`_inductor.config.fallback_random`, `UserDefinedObjectVariable.is_supported_random`,
+`RandomVariable.is_supported_random_obj` (2.13 alone), `RandomClassVariable.call_function`,
+`config.use_numpy_random_stream`. Reason: there is no public way to keep `backward()` and
+`optimizer.step()` in one graph, nor to have it refuse the numbers that it draws otherwise than
+eager. Tried on torch 2.11.0, 2.13.0 and 2.15.0, what is about random numbers on 2.13.0 alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, NoReturn
+from unittest import mock
+
+from torch import nn
+from torch._dynamo import config, guards
+from torch._dynamo.exc import raise_observed_exception, unimplemented
+from torch._dynamo.output_graph import OutputGraph
+from torch._dynamo.symbolic_convert import InliningInstructionTranslator
+from torch._dynamo.variables import builder
+from torch._dynamo.variables.misc import RandomClassVariable, RandomVariable
+from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
+from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
+from torch._inductor import config as inductor_config
+
+from cotrain_compile.capture.dynamo.causal_masks import known_in_trace, not_exporting
+from cotrain_compile.capture.dynamo.gradient_hooks import backward_traced
+from cotrain_compile.capture.dynamo.leaves import leaves_traced
+from cotrain_compile.capture.dynamo.optimizers import build_optimizer_variable, update_itself
+from cotrain_compile.capture.dynamo.rewritten import rewritten, rewritten_traced
+from cotrain_compile.capture.dynamo.scaling import scalers_traced, traced_instead
+from cotrain_compile.capture.dynamo.session import Session
+from cotrain_compile.capture.dynamo.settings import settings_traced
+
+# The second is not in every torch: tried with 2.13.0.
+_CHECKS_OF_OUTPUTS = {
+    "_validate_outputs_safe_for_autograd_nodes",
+    "_check_requires_grad_intermediate_outputs",
+}
+
+
+Patch = tuple[Any, str, Any]
+
+# By which Dynamo traces what `random` and generators of Python draw.
+_DRAWS_OF_PYTHON = (
+    (UserDefinedObjectVariable, "is_supported_random"),
+    (RandomVariable, "is_supported_random_obj"),
+)
+
+
+@contextmanager
+def whole_step_tracing(session: Session) -> Iterator[None]:
+    """Within it, Dynamo traces a whole training step into one graph.
+
+    Dynamo holds its compile lock meanwhile, so no other thread traces; nothing that eager code uses
+    is changed.
+    """
+    with ExitStack() as stack:
+        for context in _settings():
+            stack.enter_context(context)
+        for owner, name, instead in (*_general(session), *_of_this_torch()):
+            stack.enter_context(mock.patch.object(owner, name, instead))
+        stack.enter_context(scalers_traced())
+        stack.enter_context(not_exporting())
+        stack.enter_context(rewritten_traced())
+        stack.enter_context(backward_traced(session))
+        stack.enter_context(settings_traced(session.function))
+        stack.enter_context(leaves_traced(session.leaves_made, session.copied_data))
+        yield
+
+
+def _settings() -> Iterator[AbstractContextManager[Any]]:
+    """Torch's own switches."""
+    yield config.patch(
+        trace_autograd_ops=True,
+        capture_scalar_outputs=True,
+        allow_rnn=True,
+        # A trace would draw NumPy's numbers from torch's generator.
+        use_numpy_random_stream=True,
+        # One factory makes the steps of many models: they share a code object, and Dynamo
+        # counts their compiles together.
+        recompile_limit=max(config.recompile_limit, 64),
+    )
+    # Numbers that nobody reads are drawn all the same: what comes after hangs on them. torch
+    # drops such ops while it traces, unless random numbers are to be eager's.
+    yield inductor_config.patch(fallback_random=True)
+
+
+def _general(session: Session) -> Iterator[Patch]:
+    """What is replaced in every torch: owner, name and what stands there instead."""
+    yield builder, "OptimizerVariable", functools.partial(build_optimizer_variable, session)
+    inline = functools.partial(_inline_for_us, session)
+    yield InliningInstructionTranslator, "inline_call", inline
+    # Stock Dynamo does not check that an optimizer's parameters are still the model's: after
+    # `load_state_dict(assign=True)` a compiled step would go on with the old ones.
+    yield guards, "is_from_optimizer_source", lambda _: False
+    yield guards, "match_on_id_for_tensor", _must_be_the_same_tensor
+    remove = OutputGraph.remove_tensorify_specialized_graphargs
+    yield OutputGraph, "remove_tensorify_specialized_graphargs", _remove_inputs_only(remove)
+
+
+def _of_this_torch() -> Iterator[Patch]:
+    """What is replaced where a torch has it."""
+    # Python's numbers come out differently from those of eager.
+    for kind, name in _DRAWS_OF_PYTHON:
+        if hasattr(kind, name):
+            yield kind, name, lambda _: False
+    yield RandomClassVariable, "call_function", _refuse_generator
+    # They break the graph when a returned tensor went through backward(), or depends on one
+    # that the step has made a leaf of; `to_aten` detaches such outputs instead.
+    for name in _CHECKS_OF_OUTPUTS & vars(OutputGraph).keys():
+        yield OutputGraph, name, lambda *_: None
+    # Up to torch 2.14 it is the first, from 2.15 on the second.
+    for name in ("var_getattr", "tp_getattro_impl"):
+        if name in vars(TensorVariable):
+            yield TensorVariable, name, _attribute_as_traced(vars(TensorVariable)[name])
+    if hasattr(SymNodeVariable, _DIVIDE):
+        yield SymNodeVariable, _DIVIDE, _divide_as_python(getattr(SymNodeVariable, _DIVIDE))
+
+
+def _refuse_generator(self: Any, tx: Any, args: Any, kwargs: Any) -> NoReturn:
+    """In place of making a `random.Random`: what it draws is a tensor in float64 to Dynamo."""
+    explanation = "Dynamo does not know how to trace what an object of class `Random` draws"
+    unimplemented(gb_type="random.Random()", context="", explanation=explanation, hints=[])
+
+
+_DIVIDE = "nb_true_divide_impl"
+
+
+def _divide_as_python(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`original` but for a number that is 0: dividing by it raises what the step may catch.
+
+    Dynamo computes `0 / 0` of inputs in its fake tensors, where the ZeroDivisionError is its end.
+    """
+
+    @functools.wraps(original)
+    def divide(self: Any, tx: Any, other: Any, reverse: bool = False) -> Any:
+        divisor = getattr(self if reverse else other, "sym_num", None)
+        node = getattr(divisor, "node", None)
+        if node is not None and node.has_hint() and divisor == 0:
+            raise_observed_exception(ZeroDivisionError, tx)
+        return original(self, tx, other, reverse)
+
+    return divide
+
+
+def _remove_inputs_only(original: Callable[..., None]) -> Callable[[OutputGraph], None]:
+    """`original`, which removes inputs that stand for Python floats, without its side effect.
+
+    It takes whatever shows a float64 scalar and has no reader for such an input: an in-place op on
+    a parameter or state of no dimensions too, so that it would never be updated.
+    """
+
+    def remove(self: OutputGraph) -> None:
+        nodes = [n for n in self.graph.nodes if n.op != "placeholder" and "example_value" in n.meta]
+        hidden = [(node, node.meta.pop("example_value")) for node in nodes]
+        try:
+            original(self)
+        finally:
+            for node, value in hidden:
+                node.meta["example_value"] = value
+
+    return remove
+
+
+def _attribute_as_traced(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`original` but for a `.grad` that the trace has set: that is what it was set to.
+
+    Dynamo then labels the value as read from the real `p.grad`. On None, one constant for all
+    traces in the process, the label stays: a later store of None anywhere loads that gradient.
+    """
+
+    @functools.wraps(original)
+    def look_up(self: TensorVariable, tx: Any, name: str) -> Any:
+        effects = tx.output.side_effects
+        if name == "grad" and effects.has_pending_mutation_of_attr(self, name):
+            return effects.load_attr(self, name)
+        return original(self, tx, name)
+
+    return look_up
+
+
+_match_on_id_for_tensor = guards.match_on_id_for_tensor
+
+
+def _must_be_the_same_tensor(guard: Any) -> bool:
+    """Whether the next call has to bring this very tensor, as a parameter is.
+
+    Dynamo asks it also of the gradient of a parameter that it reached as a key of the optimizer's
+    state; but that is a new tensor in every step.
+    """
+    is_gradient = getattr(guard.originating_source, "member", None) == "grad"
+    return _match_on_id_for_tensor(guard) and not is_gradient
+
+
+_inline_call = InliningInstructionTranslator.inline_call
+
+
+def _inline_for_us(
+    session: Session, parent: Any, func: Any, args: list[Any], *rest: Any, **options: Any
+) -> Any:
+    """Trace a call whose result is not known already; of a scaler or an update, another way.
+
+    Notes a `module.zero_grad()` before any backward, as an optimizer's is noted.
+    """
+    if getattr(func, "fn", None) is nn.Module.zero_grad and len(args) == 1 and rest == ({},):
+        module = vars(args[0]).get("value")
+        if isinstance(module, nn.Module):
+            after_backward = bool(parent.output.autograd_grad_consumed_grad_fns)
+            session.note_cleared(module.parameters(), after_backward)
+    if rest and (known := known_in_trace(parent, func, args, rest[0])) is not None:
+        return known
+    func = rewritten(update_itself(traced_instead(session, func, args)))
+    return _inline_call(parent, func, args, *rest, **options)

@@ -1,0 +1,117 @@
+"""Session: what one tracing of a user's step by Dynamo knows, and what has to be undone."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import CodeType
+
+import torch
+from torch import fx
+from torch.amp.grad_scaler import GradScaler
+
+from cotrain_compile.capture.dynamo.data_writes import CopiedData
+from cotrain_compile.capture.state.optimizer_state import OptimizerRecord
+from cotrain_compile.capture.state.scaler_state import ScalerRecord
+from cotrain_compile.errors import CaptureError
+from cotrain_compile.options import Options
+
+
+@dataclass
+class Session:
+    """What one tracing knows: options, frame, and the optimizers and loss scalers it has met."""
+
+    options: Options
+    code: CodeType
+    frame_objects: tuple[int, ...]
+    # Where the user wants the step to compute; None: where its model is.
+    device: torch.device | None = None
+    optimizers: list[OptimizerRecord] = field(default_factory=list)
+    scalers: list[ScalerRecord] = field(default_factory=list)
+    # Ids of parameters whose gradients the step clears before it makes or uses any.
+    cleared_first: set[int] = field(default_factory=set)
+    # Ids of parameters that have a gradient in `.grad` after the step.
+    keeping_gradient: set[int] = field(default_factory=set)
+    # Placeholders of inputs that the step makes leaves.
+    leaves_made: set[fx.Node] = field(default_factory=set)
+    # What was assigned to `.data` of an input, and copied.
+    copied_data: list[CopiedData] = field(default_factory=list)
+    # Whether the next torch.autograd.grad() in the trace is that of a backward().
+    differentiates_backward: bool = False
+    refusal: CaptureError | None = None
+    graph_was_compiled: bool = False
+
+    @property
+    def function(self) -> tuple[CodeType, tuple[int, ...]]:
+        """Tells step functions apart, also two that one factory has made."""
+        return self.code, self.frame_objects
+
+    @property
+    def updated(self) -> frozenset[int]:
+        """Ids of the parameters that some optimizer of the step updates."""
+        return frozenset(param for record in self.optimizers for param in record.updated)
+
+    def record_of(self, optimizer: torch.optim.Optimizer) -> OptimizerRecord:
+        """The record of `optimizer`, made on the first call."""
+        for record in self.optimizers:
+            if record.optimizer is optimizer:
+                return record
+        record = OptimizerRecord(optimizer)
+        self.optimizers.append(record)
+        return record
+
+    def record_of_scaler(self, scaler: GradScaler) -> ScalerRecord:
+        """The record of `scaler`, made on the first call."""
+        for record in self.scalers:
+            if record.scaler is scaler:
+                return record
+        record = ScalerRecord(scaler)
+        self.scalers.append(record)
+        return record
+
+    def note_cleared(self, params: Iterable[torch.Tensor], after_backward: bool) -> None:
+        """Note that the trace clears the gradients of `params`, if nothing came before that."""
+        if not after_backward and not any(record.steps for record in self.optimizers):
+            self.cleared_first.update(map(id, params))
+
+    def refuse(self, message: str) -> CaptureError:
+        """Remember why this step cannot be captured; Dynamo would bury the exception itself."""
+        self.refusal = CaptureError(message)
+        return self.refusal
+
+    def trace_ended(self) -> None:
+        """Put the optimizers' flags back. Guards are built later, from the values found then.
+
+        Last first: an optimizer and a wrapper of it have the same groups.
+        """
+        for record in reversed(self.optimizers):
+            record.restore_flags()
+
+    def undo(self) -> None:
+        """Leave every optimizer as it was before this tracing."""
+        self.trace_ended()
+        for record in self.optimizers:
+            record.remove_created_state()
+        for scaler in self.scalers:
+            scaler.undo()
+
+
+_active = threading.local()
+
+
+def current_session() -> Session | None:
+    """The session of this thread, while it traces a step for us."""
+    return getattr(_active, "session", None)
+
+
+@contextmanager
+def active(session: Session) -> Iterator[None]:
+    """Within it, `session` is this thread's; after it, the optimizers' flags are put back."""
+    _active.session = session
+    try:
+        yield
+    finally:
+        del _active.session
+        session.trace_ended()

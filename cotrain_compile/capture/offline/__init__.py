@@ -1,0 +1,1 @@
+"""Offline: traces that are only looked at: without memory, for a card that is not there."""

@@ -1,0 +1,193 @@
+"""An absent card: torch, in this process, as it is beside a card that is not there.
+
+Built from `absent_card.cpp` and its header by the C++ compiler of this machine, once for each
+torch. For a process that traces a step and then ends: nothing is taken back
+(`docs/decisions/0029-trace-for-a-card.md`).
+
+Private torch API used: `torch.cuda._lazy_init`, `FakeTensorMode.avoid_device_init`,
+`fake_tensor.init_gpu_context`. Reason: they would start CUDA, which a torch that is built with it
+tries and fails. Tried on torch 2.13.0 for the CPU, and on 2.11.0 and 2.15.0 built with CUDA.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from cotrain_compile import presets
+from cotrain_compile.capture.offline.card_attention import Call, Capability, kernel_of
+from cotrain_compile.errors import OptionError
+from cotrain_compile.machine import Machine
+
+SOURCE = Path(__file__).with_name("absent_card.cpp")
+HEADER = SOURCE.with_suffix(".h")
+FLAGS = ("-std=c++20", "-O1", "-shared", "-fPIC")
+ANY_CARD: Capability = (8, 0)
+
+# By a word in the name or the source of a machine, the compute capability of its card.
+_CAPABILITIES = {
+    "v100": (7, 0),
+    "3090": (8, 6),
+    "a6000": (8, 6),
+    "a100": (8, 0),
+    "4090": (8, 9),
+    "4080": (8, 9),
+    "l40": (8, 9),
+    "h100": (9, 0),
+    "h200": (9, 0),
+    "gh200": (9, 0),
+    "gb200": (10, 0),
+    "b200": (10, 0),
+    "5090": (12, 0),
+}
+
+
+def capability_of(text: str) -> Capability | None:
+    """The compute capability of the card that a text names; None where it names none we know."""
+    known = _CAPABILITIES.items()
+    return next((found for word, found in known if word in text.lower()), None)
+
+
+def card_for(device: str | None, machine: str | Machine | None) -> tuple[Capability, int] | None:
+    """Capability and bytes of the card to trace for; None where it is no card.
+
+    A machine with a card that we know stands for one; `device` "cpu" is the emulated device on any.
+    """
+    if device not in (None, "cpu", "cuda"):
+        raise OptionError(f"device {device!r}: a step is traced for 'cpu' or for 'cuda'")
+    found = presets.find(machine) if isinstance(machine, str) else machine
+    capability = (capability_of(found.name) or capability_of(found.source)) if found else None
+    if device == "cpu" or (device is None and capability is None):
+        return None
+    memory_bytes = found.device.capacity_bytes if found else 80 << 30
+    return capability or ANY_CARD, memory_bytes
+
+
+@contextmanager
+def absent_card(capability: Capability, memory_bytes: int) -> Iterator[None]:
+    """Within it there is one CUDA device, which has no memory and runs nothing.
+
+    Raises `OptionError` where there is no C++ compiler, or it fails.
+    """
+    library = ctypes.CDLL(str(_built()))
+    choose = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.POINTER(ctypes.c_int64))
+
+    def chosen(facts: Any) -> int:
+        return int(kernel_of(Call(*facts[:13]), capability))
+
+    _kept.append(callback := choose(chosen))
+    library.take_over_cuda(callback)
+    with ExitStack() as stack:
+        answers = _answers(capability, memory_bytes)
+        stack.enter_context(mock.patch.multiple(torch.cuda, **answers))
+        # With a card a fake mode makes `torch.tensor(..., device="cuda")` real before it fakes it.
+        no_memory = property(lambda mode: True, lambda mode, value: None)
+        stack.enter_context(
+            mock.patch.object(FakeTensorMode, "avoid_device_init", no_memory, create=True)
+        )
+        stack.enter_context(mock.patch.object(fake_tensor, "init_gpu_context", lambda device: None))
+        _refuse_started_threads()
+        yield
+
+
+def _refuse_started_threads() -> None:
+    """Raise `OptionError` where autograd has counted the cards before there was one."""
+    with FakeTensorMode():
+        number = torch.ones((), device="cuda", requires_grad=True)
+        try:
+            (number * 2).backward()
+        except RuntimeError as error:
+            if "device_ready_queues_" not in str(error):
+                raise
+            raise OptionError(
+                "this process has run a backward without a card, and torch counts cards only once: "
+                "trace for a card before that, or with the command `cotrain-compile trace`"
+            ) from None
+
+
+_kept: list[Any] = []  # torch keeps the address of a callback
+
+
+def _answers(capability: Capability, memory_bytes: int) -> dict[str, Any]:
+    card = SimpleNamespace(
+        name=f"a card of compute capability {capability[0]}.{capability[1]}",
+        major=capability[0],
+        minor=capability[1],
+        total_memory=memory_bytes,
+        multi_processor_count=100,
+        warp_size=32,
+        max_threads_per_multi_processor=2048,
+        regs_per_multiprocessor=65536,
+        shared_memory_per_block_optin=101376,
+        L2_cache_size=40 << 20,
+        gcnArchName="",
+    )
+    return {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "is_bf16_supported": lambda *_, **__: capability >= (8, 0),
+        "current_device": lambda: 0,
+        "device_count": lambda: 1,
+        "set_device": lambda device: None,
+        "_lazy_init": lambda: None,
+        "get_device_properties": lambda *_: card,
+        "get_device_name": lambda *_: card.name,
+        "get_device_capability": lambda *_: capability,
+        "synchronize": lambda *_: None,
+        "empty_cache": lambda: None,
+        "manual_seed_all": lambda seed: None,
+        "is_current_stream_capturing": lambda: False,
+        "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8),
+        "set_rng_state": lambda *_: None,
+    }
+
+
+def _built() -> Path:
+    """The library, compiled if this source has not been yet for this torch."""
+    name = shutil.which(os.environ.get("CXX", "g++"))
+    if name is None:
+        raise OptionError(
+            "tracing as on a card that is not there needs a C++ compiler: install g++, name one "
+            "with the variable CXX, or trace on a machine with the card"
+        )
+    told = "\n".join((SOURCE.read_text(), HEADER.read_text(), torch.__version__, name, *FLAGS))
+    key = hashlib.sha256(told.encode()).hexdigest()[:16]
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "cotrain_compile"
+    built = cache / f"absent_card-{key}.so"
+    if not built.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        _compile(name, built)
+    return built
+
+
+def _compile(name: str, target: Path) -> None:
+    """Compile beside `target` and rename: another process may be building the same."""
+    folder = Path(torch.__file__).parent
+    include = (folder / "include", folder / "include/torch/csrc/api/include")
+    with tempfile.TemporaryDirectory(dir=target.parent) as aside:
+        made = Path(aside) / "absent_card.so"
+        command = [name, *FLAGS, *(f"-I{path}" for path in include), str(SOURCE), "-o", str(made)]
+        libraries = (f"-L{folder / 'lib'}", "-lc10", "-ltorch_cpu")
+        run = subprocess.run([*command, *libraries], capture_output=True, text=True)
+        if run.returncode:
+            lines = run.stderr.strip().splitlines()
+            wrong = next((line for line in lines if "error" in line), "no message")
+            raise OptionError(
+                f"{name} cannot build what tracing as on a card needs: {wrong}; take another "
+                "compiler with the variable CXX, or trace on a machine with the card"
+            )
+        made.replace(target)

@@ -1,0 +1,98 @@
+"""Rematerialise: forward values are made again for the backward instead of being kept.
+
+In: the captured graph, before anything is moved in it. Out: the same graph, with copies of forward
+ops right before the backward ops that first use them. What is kept is what the user's checkpoints
+say, or in addition torch's min-cut partitioner (`saved_values`). Random numbers are never drawn
+again: what a random op made is kept.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection
+
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from cotrain_compile.capture.nodes.phases import phases
+from cotrain_compile.capture.nodes.refake import traced_again
+from cotrain_compile.capture.nodes.storages import read_instead
+from cotrain_compile.dataflow import Phase
+from cotrain_compile.random_ops import is_random
+
+RECOMPUTE = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+
+# What a copied node must not take along: it would be taken for a part of the forward.
+_OF_THE_FORWARD = ("nn_module_stack", "recompute", "ac_graph_id")
+
+Saved = Callable[[fx.Graph, Collection[fx.Node]], Collection[fx.Node]]
+
+
+def rematerialise(graph: fx.Graph, saved_values: Saved | None) -> None:
+    """Make forward values again where that is asked for.
+
+    `saved_values(graph, checkpointed)` says which forward values the backward may use as they are;
+    without it these are all that the user's checkpoints do not cover.
+    """
+    phase = phases(graph)
+    forward = {n for n in graph.nodes if phase.get(n.name) is Phase.FORWARD}
+    checkpointed = {node for node in forward if _is_checkpointed(node, forward)}
+    if saved_values is None and not checkpointed:
+        return
+    kept = forward - checkpointed
+    if saved_values is not None:
+        kept = set(saved_values(graph, checkpointed))
+    free = forward - kept
+    rewriter = _Rewriter({node for node in free if not is_drawn(node)})
+    for node in list(graph.nodes):
+        if phase.get(node.name) is Phase.BACKWARD:
+            rewriter.use_copies(node)
+    graph.eliminate_dead_code()
+
+
+def is_drawn(node: fx.Node) -> bool:
+    """Whether `node` is what a random op makes, or an item of it."""
+    source = node.args[0] if node.target is operator.getitem else node
+    return isinstance(source, fx.Node) and is_random(source)
+
+
+def _is_checkpointed(node: fx.Node, forward: Collection[fx.Node]) -> bool:
+    """Whether a checkpoint of the user's says that `node` is made again.
+
+    What leaves the checkpoint is kept, as in eager; from it the next one starts.
+    """
+    if node.meta.get("recompute") not in RECOMPUTE or is_drawn(node):
+        return False
+    return all(
+        user.meta.get("recompute") is not None
+        and user.meta.get("ac_graph_id") == node.meta.get("ac_graph_id")
+        for user in node.users
+        if user in forward
+    )
+
+
+class _Rewriter:
+    """Puts copies of `free` forward nodes where the backward first needs them."""
+
+    def __init__(self, free: set[fx.Node]) -> None:
+        self._free = free
+        self._copies: dict[fx.Node, fx.Node] = {}
+
+    def use_copies(self, node: fx.Node) -> None:
+        for source in node.all_input_nodes:
+            if source in self._free:
+                read_instead(node, source, self._copy(source, node))
+
+    def _copy(self, node: fx.Node, place: fx.Node) -> fx.Node:
+        if node not in self._free:
+            return node
+        if node not in self._copies:
+            for source in node.all_input_nodes:
+                self._copy(source, place)
+            with place.graph.inserting_before(place):
+                copy = place.graph.node_copy(node, lambda source: self._copies.get(source, source))
+            copy.meta = {k: v for k, v in node.meta.items() if k not in _OF_THE_FORWARD}
+            copy.meta["autograd_backward"] = True
+            copy.meta["val"] = traced_again(copy)  # with storages of its own, or of the copies
+            self._copies[node] = copy
+        return self._copies[node]

@@ -1,0 +1,1 @@
+"""State: made before the first trace, and undone if that fails."""

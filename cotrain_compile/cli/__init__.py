@@ -1,0 +1,1 @@
+"""The command line, `cotrain-compile`: one module for each group of subcommands."""

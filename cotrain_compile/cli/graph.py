@@ -1,0 +1,47 @@
+"""Graph: a step, or a placed one, as a picture of boxes and arrows."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cotrain_compile import files
+from cotrain_compile.cli.reading import read_step
+from cotrain_compile.cli.terminal import console
+from cotrain_compile.dataflow import Dataflow
+from cotrain_compile.placement.saved import load_plan
+from cotrain_compile.viz.graph.drawing import as_text, write_picture
+from cotrain_compile.viz.graph.picture import picture
+
+
+class Level(StrEnum):
+    """How far a step is folded."""
+
+    MODEL = "model"
+    LAYER = "layer"
+    OP = "op"
+
+
+def graph(
+    file: Annotated[Path, typer.Argument(help="step.json, from trace or from a dump.")],
+    plan: Annotated[Path | None, typer.Option(help="Draw the step as this plan places it.")] = None,
+    level: Annotated[Level, typer.Option(help="What a box is.")] = Level.LAYER,
+    layer: Annotated[str, typer.Option(help="Open this layer, as model.layers.3.")] = "",
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="A .txt, .dot or .svg; else printed.")
+    ] = None,
+) -> None:
+    """Draw a step: ops folded by layer, with offloads, prefetches and waits of a plan."""
+    if output is not None:
+        files.refuse_unwritable(output)
+    placed = load_plan(plan) if plan else None
+    dataflow = read_step(placed, plan, file) if placed and plan else files.load(file, Dataflow)
+    drawn = picture(dataflow, placed, level=level.value, layer=layer)
+    if output is None:
+        console.print(as_text(drawn))
+    else:
+        write_picture(drawn, output)
+        console.print(f"wrote {output}: {len(drawn.boxes)} boxes, {len(drawn.arrows)} arrows")

@@ -1,0 +1,185 @@
+"""Look: `show`, `explain` and `diff`, what saved files hold, in words and pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cotrain_compile import files
+from cotrain_compile.cli.reading import (
+    MachineName,
+    Profile,
+    Step,
+    read_problem,
+    read_step,
+    refuse_other_names,
+)
+from cotrain_compile.cli.terminal import console
+from cotrain_compile.dataflow import Dataflow
+from cotrain_compile.errors import FormatError, OptionError
+from cotrain_compile.machine import Machine, Tier
+from cotrain_compile.placement.problem import Problem
+from cotrain_compile.placement.saved import load_plan, load_timeline
+from cotrain_compile.plan import Plan, Timeline
+from cotrain_compile.viz.text.describe import describe_machine, describe_step, describe_timeline
+from cotrain_compile.viz.text.diff import describe_diff
+from cotrain_compile.viz.text.summary import summary
+
+_READERS: Mapping[str, Callable[[Path], object]] = {
+    "plan": load_plan,
+    "dataflow": lambda path: files.load(path, Dataflow),
+    "machine": lambda path: files.load(path, Machine),
+    "timeline": load_timeline,
+}
+
+
+def show(
+    file: Annotated[Path, typer.Argument(help="plan.json, step.json or machine.json.")],
+    timeline: Annotated[
+        Path | None, typer.Option(help="Also draw the timeline of a plan into this PNG.")
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="Also write the report of a plan, one HTML page.")
+    ] = None,
+    perfetto: Annotated[
+        Path | None, typer.Option(help="Also write its trace for https://ui.perfetto.dev.")
+    ] = None,
+    measured: Annotated[
+        Path | None, typer.Option(help="A measured timeline.json, for report and trace.")
+    ] = None,
+    profiled: Annotated[
+        Path | None, typer.Option(help="torch.profiler's trace of that step, for the trace.")
+    ] = None,
+    step: Step = None,
+    machine: MachineName = None,
+    profile: Profile = None,
+) -> None:
+    """Say in words what a file holds; draw it, or write a report."""
+    for path, option in ((timeline, "--timeline"), (html, "--html"), (perfetto, "--perfetto")):
+        if path is not None:
+            files.refuse_unwritable(path, option)
+    value: object = _READERS[_kind_of(file)](file)
+    console.print(_describe(value, file))
+    if timeline is not None:
+        _draw(value, file, timeline)
+        console.print(f"drew {timeline}")
+    if perfetto is not None:
+        _write_trace(perfetto, value, file, measured, profiled)
+        console.print(f"wrote {perfetto}")
+    if html is not None:
+        plan = _plan_for(value, file, "--html")
+        problem = read_problem(plan, file, step, machine, profile)
+        _write_report(html, problem, plan, measured)
+        console.print(f"wrote {html}")
+
+
+def explain(
+    file: Annotated[Path, typer.Argument(help="plan.json.")],
+    param: Annotated[str, typer.Argument(help="A parameter, as layers.17.mlp.weight.")],
+    step: Step = None,
+    machine: MachineName = None,
+    profile: Profile = None,
+) -> None:
+    """Say why a parameter is where it is, and what the step would take with it kept otherwise."""
+    from cotrain_compile.placement.explain.explain import explain as explained
+
+    with console.status("reading") as status:
+        plan = load_plan(file)
+        problem = read_problem(plan, file, step, machine, profile)
+        said = explained(problem, plan, param, progress=status.update)
+    console.print(str(said))
+
+
+def diff(
+    before: Annotated[Path, typer.Argument(help="plan.json.")],
+    after: Annotated[Path, typer.Argument(help="plan.json to compare with it.")],
+    step: Step = None,
+) -> None:
+    """Say what differs between two plans, and what that does to time and memory."""
+    old, new = load_plan(before), load_plan(after)
+    dataflow = read_step(old, before, step) if step else _step_beside(before, old)
+    console.print(describe_diff(old, new, dataflow))
+
+
+def _describe(value: object, file: Path) -> str:
+    match value:
+        case Plan():
+            return summary(value, _step_beside(file, value))
+        case Dataflow():
+            return describe_step(value)
+        case Machine():
+            return describe_machine(value)
+        case _:
+            assert isinstance(value, Timeline)
+            return describe_timeline(value)
+
+
+def _kind_of(file: Path) -> str:
+    """The kind of document in `file`. Raises `FormatError` when it is none of ours."""
+    kind = files.kind_of(file)
+    if kind not in _READERS:
+        found = f"kind is {kind!r}" if kind else "it does not say what kind it is"
+        raise FormatError(f"{file}: {found}; show reads {', '.join(_READERS)}")
+    return kind
+
+
+def _draw(value: object, file: Path, picture: Path) -> None:
+    from cotrain_compile.viz.timeline import draw_timelines
+
+    if isinstance(value, Timeline):
+        draw_timelines([value], picture)
+    elif isinstance(value, Plan):
+        kinds = _kinds(value, file)
+        budget_bytes = value.budgets[Tier.DEVICE]
+        draw_timelines([value.predicted], picture, kinds=kinds, budget_bytes=budget_bytes)
+    else:
+        raise OptionError(f"{file} has no timeline; give --timeline with a plan.json")
+
+
+def _step_beside(file: Path, plan: Plan) -> Dataflow | None:
+    """The step of `plan`, from the step.json that a dump puts beside its plan.json."""
+    beside = file.with_name("step.json")
+    if not beside.is_file():
+        return None
+    dataflow = files.load(beside, Dataflow)
+    if dataflow.fingerprint != plan.fingerprint:
+        return None
+    refuse_other_names(plan, file, dataflow, beside)
+    return dataflow
+
+
+def _write_trace(
+    path: Path, value: object, file: Path, measured: Path | None, profiled: Path | None
+) -> None:
+    from cotrain_compile.viz.perfetto import save_trace
+
+    timelines = [load_timeline(measured, "measured")] if measured else []
+    if isinstance(value, Timeline):
+        save_trace([value, *timelines], path, profiled=profiled)
+        return
+    plan = _plan_for(value, file, "--perfetto")
+    kinds = _kinds(plan, file)
+    save_trace([plan.predicted, *timelines], path, plan=plan, kinds=kinds, profiled=profiled)
+
+
+def _kinds(plan: Plan, file: Path) -> dict[str, str]:
+    from cotrain_compile.viz.timeline import kinds_of
+
+    step = _step_beside(file, plan)
+    return kinds_of(plan, {op.name: op.phase for op in step.ops} if step else {})
+
+
+def _plan_for(value: object, file: Path, option: str) -> Plan:
+    if not isinstance(value, Plan):
+        raise OptionError(f"{file} is no plan; give {option} with a plan.json")
+    return value
+
+
+def _write_report(path: Path, problem: Problem, plan: Plan, measured: Path | None) -> None:
+    from cotrain_compile.viz.report.page import write_report
+
+    timeline = load_timeline(measured, "measured") if measured else None
+    write_report(path, problem, plan, timeline)

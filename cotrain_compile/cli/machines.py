@@ -1,0 +1,73 @@
+"""Machines: what a step can be planned for without owning it, as a table of rates or in full."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated
+
+import typer
+
+from cotrain_compile import presets
+from cotrain_compile.cli.terminal import console
+from cotrain_compile.machine import Machine
+from cotrain_compile.units import format_bytes
+from cotrain_compile.viz.text.describe import describe_machine
+
+DeviceMemory = Annotated[
+    str | None, typer.Option(help='Of the machine, in place of what it has: "24GiB".')
+]
+HostMemory = Annotated[str | None, typer.Option(help="The same of its host.")]
+LinkRate = Annotated[
+    str | None, typer.Option("--link", help='Each way between the two, a second: "48GB".')
+]
+
+_DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float32")
+_ROW = "{:13}{:>10}{:>7}{:>7}{:>7}{:>7}{:>7}{:>11}{:>7}{:>6}{:>6}{:>8}"
+
+
+def machines(
+    name: Annotated[
+        str, typer.Argument(help="One of them, for all of its figures and their sources.")
+    ] = "",
+    device_memory: DeviceMemory = None,
+    host_memory: HostMemory = None,
+    link: LinkRate = None,
+) -> None:
+    """The machines that a step can be planned for: their rates, or one with its sources."""
+    if name:
+        target = changed(name, device_memory, host_memory, link)
+        console.print(describe_machine(presets.find(target)))
+        return
+    for line in machine_lines():
+        console.print(line)
+
+
+def changed(name: str, device_memory: str | None, host_memory: str | None, link: str | None) -> str:
+    """The name of a machine with what the options of a command say otherwise."""
+    return presets.with_changes(
+        name, device_memory=device_memory, host_memory=host_memory, link=link
+    )
+
+
+def machine_lines() -> Iterator[str]:
+    """Memory, GB/s of it, Tflop/s by dtype; host memory and its GB/s; the link; host updates."""
+    yield _ROW.format("", "device", "", "", "Tflop", "/s", "", "host", "", "link", "", "update")
+    heads = ("memory", "GB/s", "bf16", "fp16", "fp8", "fp32", "memory", "GB/s", "up", "down")
+    yield _ROW.format("name", *heads, "GB/s")
+    for name in (*presets.PRESETS, presets.THIS_MACHINE):
+        yield _ROW.format(name, *_cells(presets.find(name)))
+    yield "rates as achieved; `cotrain-compile machines NAME` says where they come from"
+
+
+def _cells(machine: Machine) -> Iterator[str]:
+    device, host = machine.device, machine.host
+    yield format_bytes(device.capacity_bytes)
+    yield f"{device.bytes_per_s / 1e9:.0f}"
+    for dtype in _DTYPES:
+        rate = device.flops_per_s.get(dtype)
+        yield "-" if rate is None else f"{rate / 1e12:.3g}" if rate < 1e15 else f"{rate / 1e12:.0f}"
+    yield format_bytes(host.capacity_bytes)
+    yield f"{host.bytes_per_s / 1e9:.0f}"
+    for link in (machine.h2d, machine.d2h):
+        yield f"{link.bytes_per_s / 1e9:.0f}"
+    yield f"{machine.host_update.bytes_per_s / 1e9:.0f}"

@@ -1,0 +1,312 @@
+"""The command line, `cotrain-compile`.
+
+Torch is loaded by the commands that trace or run a step, not by those that read or solve one.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Annotated, NoReturn, Protocol
+
+import typer
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from cotrain_compile import __version__, files, presets
+from cotrain_compile.cli import look
+from cotrain_compile.cli.graph import graph
+from cotrain_compile.cli.machines import DeviceMemory, HostMemory, LinkRate, changed, machines
+from cotrain_compile.cli.sweep import sweep
+from cotrain_compile.cli.terminal import console
+from cotrain_compile.dataflow import Dataflow
+from cotrain_compile.errors import CotrainError, PlacementError
+from cotrain_compile.machine import Machine, Tier
+from cotrain_compile.options import Options
+from cotrain_compile.placement.check.check import check
+from cotrain_compile.placement.policies import RULES
+from cotrain_compile.placement.problem import formulate
+from cotrain_compile.plan import Plan
+from cotrain_compile.viz.text.analysis import describe_analysis
+from cotrain_compile.viz.text.describe import describe_machine, describe_step
+from cotrain_compile.viz.text.summary import candidates, comparison, summary
+from cotrain_compile.viz.text.terminal import PlainConsole
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Training steps that need more memory than the device has.",
+)
+for _command in (look.show, look.explain, look.diff, graph, sweep, machines):
+    app.command()(_command)
+_stderr = PlainConsole(stderr=True)
+
+
+def main() -> None:
+    """Entry point: an error of ours is one line and exit code 1."""
+    try:
+        app()
+    except CotrainError as error:
+        _fail(str(error))
+    except OSError as error:
+        _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+
+
+def _fail(message: str) -> NoReturn:
+    _stderr.print(f"error: {message}", style="red")
+    sys.exit(1)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"cotrain-compile {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Say it.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def demo(
+    steps: Annotated[int, typer.Option(min=1, help="Steps to train in all.")] = 80,
+    output: Annotated[Path, typer.Option(help="Folder for what the demo leaves.")] = Path(
+        "demo-output"
+    ),
+    budget: Annotated[
+        str, typer.Option(help='Device memory: bytes, "128MiB", or "5%" of the device.')
+    ] = "128MiB",
+    machine: Annotated[
+        str, typer.Option(help="Preset or machine.json whose rates the prediction uses.")
+    ] = presets.THIS_MACHINE,
+    resume: Annotated[bool, typer.Option(help="Go on where Ctrl-C stopped.")] = False,
+) -> None:
+    """Train a small GPT on Python's own sources in less memory than the step needs."""
+    from cotrain_compile.demo.run import Settings, run
+
+    files.refuse_unwritable_folder(output)
+    settings = Settings(steps, output, budget, machine, resume)
+    raise typer.Exit(run(settings, console))
+
+
+@app.command()
+def calibrate(
+    output: Annotated[Path, typer.Option("--output", "-o", help="File to write.")],
+    device: Annotated[str, typer.Option(help="'cpu' (the emulated device) or 'cuda'.")] = "cpu",
+) -> None:
+    """Measure this computer, for better predictions: options={"machine": "machine.json"}."""
+    from cotrain_compile.runtime.calibrate.calibrate import calibrate as measure
+
+    files.refuse_unwritable(output)
+    with Progress(console=console, transient=True) as bar:
+        task = bar.add_task("", total=1.0)
+        result = measure(
+            lambda what, done: bar.update(task, description=what, completed=done), device
+        )
+    files.save(result.machine, output)
+    console.print(describe_machine(result.machine))
+    for remark in result.remarks:
+        console.print(f"- {remark}")
+    console.print(f"saved {output}")
+
+
+@app.command()
+def trace(
+    job: Annotated[str, typer.Argument(help="FILE.py:FUNCTION; its source is executed.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="File to write.")],
+    dynamic: Annotated[bool, typer.Option(help="Keep batch and lengths as symbols.")] = False,
+    device: Annotated[
+        str | None, typer.Option(help="'cuda': as on a card, also without one; or 'cpu'.")
+    ] = None,
+    machine: Annotated[
+        str | None, typer.Option(help="Preset or machine.json: as on its card.")
+    ] = None,
+) -> None:
+    """Capture the step that FUNCTION() returns with its arguments; nothing is allocated or run."""
+    from cotrain_compile.compile import trace as capture
+    from cotrain_compile.jobs import load_job
+
+    files.refuse_unwritable(output)
+    with console.status("tracing"):
+        dataflow = capture(load_job(job), dynamic=dynamic, device=device, machine=machine)
+    files.save(dataflow, output)
+    console.print(describe_step(dataflow))
+    console.print(f"saved {output}")
+
+
+@app.command()
+def analyze(
+    file: Annotated[Path, typer.Argument(help="step.json, from trace or from a dump.")],
+    machine: Annotated[str, typer.Option(help="Preset or machine.json.")] = presets.THIS_MACHINE,
+    memory_budget: Annotated[
+        str, typer.Option(help='Device memory: bytes, "20GiB" or "80%".')
+    ] = "100%",
+) -> None:
+    """Say what a step needs: its peak, what the host could take, reuse distances, largest sizes."""
+    target = presets.find(machine)
+    budget = Options.parse({"memory_budget": memory_budget}).memory_budget
+    assert budget is not None
+    budget_bytes = budget.of(target.device.capacity_bytes)
+    console.print(describe_analysis(files.load(file, Dataflow), target, budget_bytes))
+
+
+@app.command()
+def solve(
+    file: Annotated[Path, typer.Argument(help="step.json, from trace or from a dump.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="File to write.")],
+    machine: Annotated[str, typer.Option(help="Preset or machine.json.")] = presets.THIS_MACHINE,
+    memory_budget: Annotated[
+        list[str] | None,
+        typer.Option(help='Device memory: bytes, "20GiB" or "80%". Once for each plan to make.'),
+    ] = None,
+    host_memory_budget: Annotated[str, typer.Option(help="The same on the host.")] = "100%",
+    device_memory: DeviceMemory = None,
+    host_memory: HostMemory = None,
+    link: LinkRate = None,
+    policy: Annotated[str, typer.Option(help="See docs/options.md.")] = "auto",
+    solver: Annotated[str, typer.Option(help="'highs' or 'cbc'.")] = "highs",
+    time_limit: Annotated[float, typer.Option(help="Seconds for each plan.")] = 10.0,
+    gap: Annotated[
+        float, typer.Option(help="Good enough: so close to the solver's bound.")
+    ] = 0.005,
+    seed: Annotated[int, typer.Option(help="Of the solver; the same seed, the same plan.")] = 0,
+    overlap_steps: Annotated[
+        bool, typer.Option("--overlap-steps", help="Let host updates go on under the next step.")
+    ] = False,
+    lowering: Annotated[
+        str | None,
+        typer.Option(help="'inductor' or 'eager': how ops will run; else as a preset's."),
+    ] = None,
+) -> None:
+    """Choose a plan for a step: where everything lives, what moves when. Nothing is run."""
+    shared = {
+        "host_memory_budget": host_memory_budget,
+        "policy": policy,
+        "solver": solver,
+        "time_limit": time_limit,
+        "gap": gap,
+        "seed": seed,
+        "overlap_steps": overlap_steps,
+        **({"lowering": lowering} if lowering else {}),
+    }
+    budgets = list(dict.fromkeys(memory_budget or ["100%"]))
+    asked = [Options.parse({**shared, "memory_budget": budget}) for budget in budgets]
+    paths = _plan_paths(output, budgets)
+    target = presets.find(changed(machine, device_memory, host_memory, link))
+    for path in paths:
+        files.refuse_unwritable(path)
+    with _stages() as say:
+        say(f"reading {file}")
+        dataflow = files.load(file, Dataflow)
+        answers = _answers(dataflow, target, asked, paths, say)
+    rules = (*RULES, "fraction:auto") if policy == "auto" else ()
+    _print_answers(answers, budgets, dataflow, rules)
+    for answer, path in zip(answers, paths, strict=True):
+        if isinstance(answer, Plan):
+            console.print(f"saved {path}")
+    for answer in answers:
+        if isinstance(answer, PlacementError):
+            raise answer
+
+
+def _plan_paths(output: Path, budgets: Sequence[str]) -> list[Path]:
+    """Where each plan goes: `output`, or one file beside it for each of several budgets."""
+    if len(budgets) == 1:
+        return [output]
+    names = ["".join(budget.split()) for budget in budgets]
+    return [output.with_name(f"{output.stem}-{name}{output.suffix}") for name in names]
+
+
+class _Say(Protocol):
+    def __call__(self, stage: str, doing: str = "") -> None: ...
+
+
+@contextmanager
+def _stages() -> Iterator[_Say]:
+    """A bar and the time of each stage; what it yields is told the stage and what it is doing."""
+    bars: dict[str, TaskID] = {}
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    hidden = not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=hidden) as progress:
+
+        def say(stage: str, doing: str = "") -> None:
+            if stage not in bars:
+                for before in bars.values():
+                    progress.update(before, total=1, completed=1)
+                bars[stage] = progress.add_task(stage, total=None)
+            progress.update(bars[stage], description=f"{stage}: {doing}" if doing else stage)
+
+        yield say
+
+
+def _answers(
+    dataflow: Dataflow,
+    machine: Machine,
+    asked: Sequence[Options],
+    paths: Sequence[Path],
+    say: _Say,
+) -> list[Plan | PlacementError]:
+    """The plan for each of `asked`, checked and saved to its path, or why there is none."""
+    from cotrain_compile.choose_plan import solve_settings
+    from cotrain_compile.placement.decisions.find_decisions import decision_space
+    from cotrain_compile.placement.search.solve import solve as choose
+
+    say(f"{len(dataflow.ops)} ops on {machine.name}")
+    problem = formulate(dataflow, machine, asked[0].budgets(machine))
+    space = decision_space(problem) if len(asked) > 1 else None
+    found: dict[Path, Plan | PlacementError] = {}
+    # From tight to roomy: what fits less memory is worth looking at with more.
+    order = sorted(
+        zip(asked, paths, strict=True), key=lambda pair: pair[0].budgets(machine)[Tier.DEVICE]
+    )
+    for options, path in order:
+        own = replace(problem, budgets=options.budgets(machine))
+        say(str(path))
+        tighter = [answer for answer in found.values() if isinstance(answer, Plan)]
+        try:
+            plan = choose(
+                own,
+                solve_settings(options),
+                progress=partial(say, str(path)),
+                incumbents=tighter,
+                space=space,
+            )
+        except PlacementError as error:
+            found[path] = error
+            continue
+        check(own, plan)
+        files.save(plan, path)
+        found[path] = plan
+    return [found[path] for path in paths]
+
+
+def _print_answers(
+    answers: Sequence[Plan | PlacementError],
+    budgets: Sequence[str],
+    dataflow: Dataflow,
+    rules: Sequence[str],
+) -> None:
+    """One plan in full, several side by side; with either, what the simple `rules` would take."""
+    plans = [answer for answer in answers if isinstance(answer, Plan)]
+    if len(answers) == len(plans) == 1:
+        console.print(summary(plans[0], dataflow))
+    table = Table(box=None, pad_edge=False)
+    table.add_column()
+    for budget in budgets:
+        table.add_column(budget, justify="right")
+    side_by_side = comparison(answers) if len(answers) > 1 else ()
+    for row in chain(side_by_side, candidates(answers, rules) if rules and plans else ()):
+        table.add_row(*row)
+    if table.row_count:
+        console.print(table, soft_wrap=False)

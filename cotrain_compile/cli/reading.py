@@ -1,0 +1,90 @@
+"""Reading: a saved plan with the step and the machine that its costs come from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cotrain_compile import files, presets
+from cotrain_compile.analysis.costs import CostTable
+from cotrain_compile.dataflow import Dataflow
+from cotrain_compile.errors import OptionError, PlanError
+from cotrain_compile.placement.check.check import check
+from cotrain_compile.placement.problem import Problem, formulate
+from cotrain_compile.placement.simulate.predict import step_s
+from cotrain_compile.plan import Plan
+from cotrain_compile.viz.text.describe import describe_differences
+
+Step = Annotated[
+    Path | None, typer.Option(help="Its step.json; else the one in the folder of the plan.")
+]
+MachineName = Annotated[
+    str | None, typer.Option(help="Preset or machine.json; else the machine named in the plan.")
+]
+Profile = Annotated[Path | None, typer.Option(help="The profile the plan was made with, if any.")]
+
+# Simulated again on the machine it was made for, a plan takes what it says, up to rounding.
+ROUNDING = 1e-6
+
+
+def read_step(plan: Plan, file: Path, step: Path | None) -> Dataflow:
+    """The step of `plan`, from `step` or from the step.json beside `file`.
+
+    Raises `OptionError` when there is none, `PlanError` when it is another step.
+    """
+    path = step or file.with_name("step.json")
+    if not path.is_file():
+        raise OptionError(
+            f"a plan alone has no costs, and there is no {path}; give the step that {file} was "
+            "made for with --step step.json"
+        )
+    dataflow = files.load(path, Dataflow)
+    if dataflow.fingerprint != plan.fingerprint:
+        raise PlanError(
+            f"plan {file} was made for another step ({plan.fingerprint}) than {path} "
+            f"({dataflow.fingerprint}); give the one it was made for with --step"
+        )
+    refuse_other_names(plan, file, dataflow, path)
+    return dataflow
+
+
+def refuse_other_names(plan: Plan, file: Path, dataflow: Dataflow, step: Path) -> None:
+    """Raise `PlanError` where a plan says that it is for a step, and names what that has not."""
+    if differences := describe_differences(plan, dataflow):
+        raise PlanError(
+            f"plan {file} has the fingerprint of {step}, but not its names: "
+            f"{'; '.join(differences[:3])}; one of the two was changed: make them again"
+        )
+
+
+def read_problem(
+    plan: Plan, file: Path, step: Path | None, machine: str | None, profile: Path | None
+) -> Problem:
+    """What `plan`, read from `file`, was made for; raises as `read_step` does.
+
+    Raises `PlanError` when the plan is unsound, or the costs are others than those that it was
+    made with.
+    """
+    dataflow = read_step(plan, file, step)
+    costs = files.load(profile, CostTable) if profile else None
+    target = presets.find(machine or plan.machine)
+    problem = formulate(dataflow, target, plan.budgets, costs)
+    check(problem, plan)
+    again_s, planned_s = _step_s(problem, plan), plan.predicted.makespan_s
+    if abs(again_s - planned_s) > ROUNDING * planned_s:
+        # A plan does not say whether it was made with the option host_kernels="captured".
+        captured = formulate(dataflow, target, plan.budgets, costs, captured=True)
+        if abs(_step_s(captured, plan) - planned_s) <= ROUNDING * planned_s:
+            return captured
+        raise PlanError(
+            f"plan {file} says {planned_s:.6g} s a step, but simulated on {problem.machine.name} "
+            f"it takes {again_s:.6g} s: it was made with other costs; give its --machine "
+            "machine.json, and its --profile where it had one"
+        )
+    return problem
+
+
+def _step_s(problem: Problem, plan: Plan) -> float:
+    return step_s(problem, plan.placement, plan.tasks, plan.moved)

@@ -1,0 +1,1 @@
+"""Extract: StepGraph -> Dataflow. The last package that sees an `fx.Node` on the way down."""

@@ -1,0 +1,245 @@
+"""Extract: StepGraph -> Dataflow. The last place that sees an `fx.Node` on the way down.
+
+Values become buffers by their storages, so views, in-place writes and tied weights need no special
+case. An op whose result shares memory in a way its schema does not declare is refused by name.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves
+
+from cotrain_compile.capture.nodes.storages import storage_key
+from cotrain_compile.dataflow import Buffer, Dataflow, Op, Phase, Role, SizeExpressions
+from cotrain_compile.errors import ExtractError
+from cotrain_compile.extract.gradients import gradients_kept
+from cotrain_compile.extract.notes import masked_attention
+from cotrain_compile.extract.scratch import scratch_bytes
+from cotrain_compile.extract.updates import update_groups
+from cotrain_compile.graph import StepGraph, returns_argument_memory
+from cotrain_compile.op_bytes import nbytes_of
+from cotrain_compile.op_costs import OpCost, computing_dtype, cost_of
+from cotrain_compile.random_ops import generators_of
+
+
+def extract(step: StepGraph) -> Dataflow:
+    """The step as plain data.
+
+    Raises `ExtractError` for an op whose memory effects are unknown.
+    """
+    reader = _Reader(step)
+    for node in step.nodes:
+        reader.read(node)
+    kept = gradients_kept(step, reader.buffer_of)
+    return Dataflow(
+        fingerprint=step.fingerprint,
+        ops=tuple(reader.ops),
+        buffers=tuple(
+            replace(buffer, role=Role.GRADIENT, param=kept[buffer.name])
+            if buffer.name in kept
+            else buffer
+            for buffer in reader.buffers.values()
+        ),
+        updates=update_groups(step, reader.buffer_of),
+        symbols=reader.sizes(),
+        expressions=reader.expressions(),
+        notes=masked_attention(step),
+    )
+
+
+def buffer_names(step: StepGraph) -> Mapping[str, str]:
+    """The buffer that each single-tensor node shows, by node name."""
+    namer = _Namer(step)
+    for node in step.nodes:
+        namer.read(node)
+    return namer.buffer_of
+
+
+@dataclass
+class _Namer:
+    """Walks the graph once, naming a buffer for every new storage."""
+
+    step: StepGraph
+    buffers: dict[str, Buffer] = field(default_factory=dict)
+    buffer_of: dict[str, str] = field(default_factory=dict)
+    symbols: dict[str, int] = field(default_factory=dict)
+    nbytes_expressions: dict[str, str] = field(default_factory=dict)
+    _by_storage: dict[object, str] = field(default_factory=dict)
+
+    def read(self, node: fx.Node) -> None:
+        if node.op == "placeholder":
+            item = self.step.input_of_node[node.name]
+            if isinstance(node.meta.get("val"), torch.Tensor):
+                self._name_input(node, node.meta["val"], item.name, item.role)
+            elif isinstance(size := node.meta.get("val"), torch.SymInt):
+                self.symbols[str(size.node.expr)] = int(size.node.hint)
+        elif node.op == "get_attr":
+            value = node.meta.get("val", getattr(self.step.module, str(node.target), None))
+            if isinstance(value, torch.Tensor):
+                node.meta.setdefault("val", value)
+                self._name_input(node, value, node.name, Role.CONSTANT)
+        elif node.op == "call_function":
+            self.read_call(node)
+        elif node.op == "output":
+            for name in self._buffers_in(node):
+                held = self.buffers[name]
+                self.buffers[name] = replace(held, is_output=True)
+
+    def read_call(self, node: fx.Node) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The buffers that an op reads and writes."""
+        generators = [self._name_generator(device) for device in generators_of(node)]
+        reads = tuple(dict.fromkeys([*self._buffers_in(node), *generators]))
+        written = [*self._written_arguments(node), *generators]
+        for suffix, value in _tensors(node.meta.get("val")):
+            known = self._by_storage.get(value.untyped_storage()._cdata)
+            name = known or self._name_storage(value, node.name + suffix, Role.TEMPORARY)
+            if known is None:
+                written.append(name)
+            elif known in reads and known not in written:
+                _refuse_undeclared_view(node)
+            if not suffix:
+                self.buffer_of[node.name] = name
+        return reads, tuple(dict.fromkeys(written))
+
+    def _name_generator(self, device: str) -> str:
+        """The state of a random generator: none of the step's bytes, and the user's afterwards."""
+        key = "generator", device
+        if key not in self._by_storage:
+            name = self._new_name(f"generator.{device}")
+            self._by_storage[key] = name
+            self.buffers[name] = Buffer(name, 0, Role.RNG, is_input=True, is_output=True)
+        return self._by_storage[key]
+
+    def _name_input(self, node: fx.Node, value: torch.Tensor, name: str, role: Role) -> None:
+        known = self._by_storage.get(value.untyped_storage()._cdata)
+        self.buffer_of[node.name] = known or self._name_storage(value, name, role, is_input=True)
+
+    def _name_storage(
+        self, value: torch.Tensor, name: str, role: Role, is_input: bool = False
+    ) -> str:
+        name = self._new_name(name)
+        storage = value.untyped_storage()
+        # A batch is often a slice of a data set; what it is a slice of is not the step's memory.
+        nbytes = nbytes_of(value) if role is Role.BATCH else storage.nbytes()
+        size = _integer(self.nbytes_expressions, name, nbytes)
+        self._by_storage[storage._cdata] = name
+        self.buffers[name] = Buffer(name, size, role, is_input)
+        return name
+
+    def _new_name(self, name: str) -> str:
+        while name in self.buffers:  # a node may be called like a user's parameter
+            name += "~"
+        return name
+
+    def _buffers_in(self, node: fx.Node) -> Iterator[str]:
+        # Of a tuple, an item reads its own tensor only.
+        sources = [node] if node.target is operator.getitem else node.all_input_nodes
+        for source in sources:
+            for _, value in _tensors(source.meta.get("val")):
+                name = self._by_storage.get(value.untyped_storage()._cdata)
+                if name is not None:
+                    yield name
+
+    def _written_arguments(self, node: fx.Node) -> list[str]:
+        schema = getattr(node.target, "_schema", None)
+        if schema is None or not schema.is_mutable:
+            return []
+        written = []
+        for argument, value in zip(schema.arguments, node.args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                written += [self.buffer_of[n.name] for n in _nodes_in(value)]
+        return written
+
+
+@dataclass
+class _Reader(_Namer):
+    """Reads every op as well, with its flops and the bytes that it moves."""
+
+    ops: list[Op] = field(default_factory=list)
+    flops_expressions: dict[str, str] = field(default_factory=dict)
+    moved_expressions: dict[str, str] = field(default_factory=dict)
+
+    def expressions(self) -> SizeExpressions:
+        return SizeExpressions(
+            self.nbytes_expressions, self.flops_expressions, self.moved_expressions
+        )
+
+    def sizes(self) -> dict[str, int]:
+        """The symbols that some size depends on: a count of steps in an int is none."""
+        tables = (self.nbytes_expressions, self.flops_expressions, self.moved_expressions)
+        used = {name for t in tables for text in t.values() for name in re.findall(r"\w+", text)}
+        return {name: value for name, value in self.symbols.items() if name in used}
+
+    def _scratch(self, node: fx.Node) -> Iterator[str]:
+        """What a kernel takes while it runs, as a buffer that nobody else touches."""
+        nbytes = scratch_bytes(node)
+        if nbytes is not None:
+            name = f"{node.name}.scratch"
+            size = _integer(self.nbytes_expressions, name, nbytes)
+            self.buffers[name] = Buffer(name, size, Role.WORKSPACE)
+            yield name
+
+    def read_call(self, node: fx.Node) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        reads, writes = super().read_call(node)
+        # A view, which writes nothing, costs nothing.
+        cost = cost_of(node) if writes else OpCost(0, 0)
+        writes = (*writes, *self._scratch(node))
+        self.ops.append(
+            Op(
+                name=node.name,
+                target=str(node.target),
+                phase=self.step.phases.get(node.name, Phase.FORWARD),
+                reads=reads,
+                writes=writes,
+                flops=_integer(self.flops_expressions, node.name, cost.flops),
+                bytes_moved=_integer(self.moved_expressions, node.name, cost.bytes_moved),
+                dtype=computing_dtype(node, cost.flops),
+                cost_is_known=cost.is_known,
+                module=self.step.modules.get(node.name, ""),
+            )
+        )
+        return reads, writes
+
+
+def _integer(expressions: dict[str, str], name: str, size: Any) -> int:
+    """`size` as a number for the traced shapes; a symbolic one is noted under `name`."""
+    if isinstance(size, int):
+        return size
+    # Sizes that the trace found equal (two inputs of one batch) are one symbol from then on.
+    expression = size.node.shape_env.simplify(size.node.expr)
+    if not expression.is_number:
+        expressions[name] = str(expression)
+    return int(size.node.hint)
+
+
+def _tensors(value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a node's value, each with a suffix that tells several apart."""
+    if isinstance(value, torch.Tensor):
+        yield "", value
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            if isinstance(item, torch.Tensor):
+                yield f".{index}", item
+
+
+def _nodes_in(argument: Any) -> list[fx.Node]:
+    return [leaf for leaf in tree_leaves(argument) if isinstance(leaf, fx.Node)]
+
+
+def _refuse_undeclared_view(node: fx.Node) -> None:
+    if hasattr(node.target, "_schema") and not returns_argument_memory(node):
+        raise ExtractError(
+            f"op {node.target} (node {node.name}) returns memory of its input though its schema "
+            "says it does not, so its effects on memory are unknown. Declare the alias in the "
+            "op's schema, or return a copy."
+        )
+
+
+__all__ = ["buffer_names", "extract", "storage_key"]

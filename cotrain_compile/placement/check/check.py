@@ -1,0 +1,38 @@
+"""Check: is a plan sound for its problem? Written without the code that makes plans.
+
+First the placement and the tasks must fit each other (`rules`). Then the step is replayed op by op
+with every copy of every buffer (`replay`): what each op and task finds there, and the bytes on both
+tiers. The error says which rule is broken where.
+"""
+
+from __future__ import annotations
+
+from cotrain_compile.errors import PlanError
+from cotrain_compile.machine import Tier
+from cotrain_compile.placement.check.replay import Peak, replay
+from cotrain_compile.placement.check.rules import check_placement, check_tasks, require
+from cotrain_compile.placement.problem import Problem
+from cotrain_compile.plan import Plan
+
+
+def check(problem: Problem, plan: Plan) -> None:
+    """Raise `PlanError` unless `plan` computes the step of `problem` within the plan's budgets."""
+    dataflow = problem.dataflow
+    if plan.fingerprint != dataflow.fingerprint:
+        raise PlanError(
+            f"the plan was made for step {plan.fingerprint}, this step is {dataflow.fingerprint}; "
+            "make a new plan for it"
+        )
+    require(set(plan.budgets) == set(Tier), "every tier needs a budget")
+    check_placement(dataflow, plan.placement)
+    check_tasks(dataflow, plan)
+    for tier, peak in replay(dataflow, plan).items():
+        _check_budget(tier, peak, plan.budgets[tier])
+
+
+def _check_budget(tier: Tier, peak: Peak, budget_bytes: int) -> None:
+    if peak.nbytes > budget_bytes:
+        raise PlanError(
+            f"unsound plan: {peak.nbytes} bytes on the {tier} {peak.where}, budget {budget_bytes}, "
+            f"{peak.nbytes - budget_bytes} too many; make a new plan for this budget"
+        )

@@ -1,0 +1,144 @@
+"""Copies: what a replay knows of each copy of a buffer: whose value it has, since when, until when.
+
+A value is named after the op that wrote it last, "" for what the step started with. Two accesses to
+one copy, one of them a write, must not be under way at the same time. Times are ticks: five between
+the end of one op and the end of the next, as `plan.Transfer` orders what happens there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from enum import IntEnum
+from itertools import accumulate
+
+from cotrain_compile.dataflow import Dataflow, Op, Phase
+from cotrain_compile.placement.check.rules import require
+
+TICKS_PER_OP = 5
+
+
+class Moment(IntEnum):
+    """What happens between two ops, in this order, and then the op itself."""
+
+    ISSUE = 0
+    OFFLOADS_DONE = 1
+    FETCH = 2
+    DONE = 3
+    OP = 4
+
+
+def tick_of(slot: int, moment: Moment) -> int:
+    """The tick of a moment before, or of, the op in `slot`."""
+    return TICKS_PER_OP * slot + moment
+
+
+@dataclass(frozen=True)
+class Actor:
+    """An op or a task that touches copies. Tasks in `done` and `after` are done before it starts.
+
+    `done` may grow while the actor is at work; nothing is asked of it then.
+    """
+
+    name: str
+    done: Set[str]
+    after: Set[str] = frozenset()
+
+    def follows(self, task: str) -> bool:
+        """Whether `task` is done before this starts, or is this."""
+        return task == self.name or task in self.done or task in self.after
+
+
+@dataclass(eq=False)
+class Copy:
+    """A copy of `buffer` in ticks [born, last]; `readers` and `writers` are the tasks so far."""
+
+    buffer: str
+    nbytes: int
+    place: str
+    born: int
+    last: int
+    value: str = ""
+    readers: set[str] = field(default_factory=set)
+    writers: set[str] = field(default_factory=set)
+
+    def expect(self, actor: Actor, needed: str) -> None:
+        """Raise `PlanError` unless `actor` finds the value `needed`."""
+        require(
+            self.value == needed,
+            f"{actor.name} needs {self.buffer} {_as_left(needed)}, but finds it {self.place} "
+            f"{_as_left(self.value)}",
+        )
+
+    def read(self, actor: Actor) -> None:
+        """`actor` reads the value. Raises `PlanError` if a writer may still be at work."""
+        self._require_done(actor, self.writers, "read")
+
+    def write(self, actor: Actor, value: str) -> None:
+        """`actor` replaces the value. Raises `PlanError` if anybody may still be at work."""
+        self._require_done(actor, self.writers | self.readers, "overwrite")
+        self.value = value
+
+    def _require_done(self, actor: Actor, tasks: Iterable[str], verb: str) -> None:
+        for task in tasks:
+            require(
+                actor.follows(task),
+                f"{actor.name} may {verb} {self.buffer} {self.place} before {task} is done with "
+                "it: wait for that first, or name it in `after`",
+            )
+
+
+def _as_left(value: str) -> str:
+    return f"as {value} left it" if value else "as the step found it"
+
+
+def peak(copies: Iterable[Copy], end_tick: int) -> tuple[int, int]:
+    """The most bytes that `copies` take at any tick, and that tick."""
+    change = [0] * (end_tick + 2)
+    for copy in copies:
+        change[copy.born] += copy.nbytes
+        change[copy.last + 1] -= copy.nbytes
+    totals = list(accumulate(change))
+    tick = max(range(len(totals)), key=totals.__getitem__)
+    return totals[tick], tick
+
+
+@dataclass(frozen=True)
+class Values:
+    """What program order says: the value of each buffer that each op must find, and the last."""
+
+    needed: Mapping[str, Mapping[str, str]]
+    final: Mapping[str, str]
+
+
+def values_of(dataflow: Dataflow) -> Values:
+    """Values by program order.
+
+    An op that writes a buffer must find the value before its own too, so that ops which run
+    elsewhere keep every dependence: true, anti and output.
+    """
+    needed: dict[str, dict[str, str]] = {}
+    last: dict[str, str] = {}
+    for op in dataflow.ops:
+        needed[op.name] = {name: last.get(name, "") for name in touched(op)}
+        last.update(dict.fromkeys(op.writes, op.name))
+    return Values(needed, {buffer.name: last.get(buffer.name, "") for buffer in dataflow.buffers})
+
+
+def touched(op: Op) -> Sequence[str]:
+    """The buffers that `op` reads or writes, each once."""
+    return tuple(dict.fromkeys((*op.reads, *op.writes)))
+
+
+def known_to_the_host(dataflow: Dataflow) -> set[str]:
+    """Hyper-parameters and constants that stay as they are, and what the optimizer makes of them.
+
+    A host region has or repeats these itself.
+    """
+    known = set(dataflow.fixed)
+    for op in dataflow.ops:
+        if op.phase is Phase.OPTIMIZER and known.issuperset(op.reads):
+            known.update(name for name in op.writes if not dataflow.buffer[name].is_input)
+        else:
+            known.difference_update(op.writes)
+    return known

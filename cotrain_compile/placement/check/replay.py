@@ -1,0 +1,364 @@
+"""Replay: a step carried out as a plan says, with names in place of numbers.
+
+In: a Dataflow and a Plan whose tasks fit its placement (`rules`). Out: the peak of each tier, or
+`PlanError` where an op or task would find the wrong value, or one that another may be writing.
+
+A task may start when the op it is issued after and the tasks in `after` are done, and is done when
+it, or a task that comes after it, is waited for. Nothing else is taken for granted, not even that a
+lane works in order.
+
+Where tasks are carried, the step is replayed twice: the second time with all that the first has
+left to do still to be done. What comes after that is the second step again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from cotrain_compile.dataflow import PERSISTENT_ROLES, Dataflow, Op
+from cotrain_compile.machine import Tier
+from cotrain_compile.placement.check.copies import (
+    Actor,
+    Copy,
+    Moment,
+    known_to_the_host,
+    peak,
+    tick_of,
+    touched,
+    values_of,
+)
+from cotrain_compile.placement.check.rules import require
+from cotrain_compile.plan import HostRegion, Plan, Task, Transfer
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most bytes on a tier, and where in the step, in words."""
+
+    nbytes: int
+    where: str
+
+
+def replay(dataflow: Dataflow, plan: Plan) -> Mapping[Tier, Peak]:
+    """The peak of each tier; that of the host is an upper bound.
+
+    On the device a copy counts from its first touch, a fetched one from its issue, to its last
+    touch or the wait for the last task that uses it; inputs, outputs and homes to the end of the
+    step. The host holds homes, what is copied there until the last task that reads it is waited
+    for, be it in the next step, and the values inside the largest region.
+    """
+    first = _Replay(dataflow, plan)
+    peaks = first.run()
+    return _Replay(dataflow, plan, first.left_over()).run() if plan.carried else peaks
+
+
+@dataclass(frozen=True)
+class LeftOver:
+    """A carried task of the step before: what it may still read and write, by buffer.
+
+    `reads` and `writes` outlive the steps; the copies of `sent` on the host go with the task.
+    `after` are the other carried tasks that are done when it is.
+    """
+
+    after: frozenset[str]
+    reads: frozenset[str]
+    writes: frozenset[str]
+    sent: frozenset[str]
+
+
+def _before(task: str) -> str:
+    """What a carried task is called in the step after its own."""
+    return f"{task} of the step before"
+
+
+def run_order(dataflow: Dataflow, plan: Plan) -> tuple[Op, ...]:
+    """The ops that the device runs, in order."""
+    position = dataflow.position
+    on_host = {name for region in plan.host_regions for name in region.ops}
+    moved = [name for entry in plan.moved for name in entry.ops]
+    require(len(set(moved)) == len(moved), "an op is moved twice")
+    for name in moved:
+        require(name in position, f"{name} is moved, which the step has not")
+        require(name not in on_host, f"{name} is moved, but it runs on the host")
+    elsewhere = on_host.union(moved)
+    behind: dict[str | None, list[str]] = {}
+    for entry in plan.moved:
+        known = entry.after is None or entry.after in position
+        stays = known and entry.after not in elsewhere
+        require(stays, f"ops are moved behind {entry.after}, which is not at its place")
+        behind.setdefault(entry.after, []).extend(entry.ops)
+    order = [*behind.get(None, ())]
+    for op in dataflow.ops:
+        if op.name not in elsewhere:
+            order += [op.name, *behind.get(op.name, ())]
+    return tuple(dataflow.ops[position[name]] for name in order)
+
+
+class _Replay:
+    """One pass over the step, after one that has `left` so much to do. `run` once."""
+
+    def __init__(
+        self, dataflow: Dataflow, plan: Plan, left: Mapping[str, LeftOver] | None = None
+    ) -> None:
+        self.dataflow, self.plan = dataflow, plan
+        self.left = left or {}
+        self.ops = run_order(dataflow, plan)
+        self.values = values_of(dataflow)
+        self.known = known_to_the_host(dataflow)
+        self.tick = 0
+        self.end_tick = tick_of(len(self.ops), Moment.DONE)
+        self.device: dict[str, Copy] = {}  # the copy that ops touch
+        self.homes: dict[str, Copy] = {}  # on the host
+        self.sent: dict[str, Copy] = {}  # left on the host by a task of this step
+        self.arriving: dict[str, Copy] = {}  # by the task that fetches it
+        self.used_by: dict[str, list[Copy]] = {task.name: [] for task in plan.tasks}
+        self.on_device: list[Copy] = []
+        self.on_host: list[Copy] = []
+        self.region_bytes = 0
+        self.before: dict[str, frozenset[str]] = {}  # what each issued task comes after
+        self.done: set[str] = set()
+        self.issues: dict[int, list[Task]] = {}
+        self.waits: dict[int, list[Task]] = {}
+        self.waits_before: dict[int, list[str]] = {}  # for carried tasks of the step before
+        self._read_times()
+
+    def _read_times(self) -> None:
+        slot: dict[str | None, int] = {op.name: index for index, op in enumerate(self.ops)}
+        latest = 0
+        for task in self.plan.tasks:
+            for place in (task.issue_after, task.wait_before):
+                require(
+                    place is None or place in slot,
+                    f"{task.name} names {place}, which the device does not run",
+                )
+            is_offload = isinstance(task, Transfer) and task.direction == "offload"
+            is_fetch = isinstance(task, Transfer) and task.is_fetch
+            gap = 0 if task.issue_after is None else slot[task.issue_after] + 1
+            require(gap >= latest, f"{task.name} is listed after a task that is issued later")
+            latest = gap
+            issue = tick_of(gap, Moment.FETCH if is_fetch else Moment.ISSUE)
+            self.issues.setdefault(issue, []).append(task)
+            if task.carried:
+                wait = tick_of(slot[task.wait_before], Moment.DONE)
+                self.waits_before.setdefault(wait, []).append(task.name)
+                continue
+            gap = len(self.ops) if task.wait_before is None else slot[task.wait_before]
+            wait = tick_of(gap, Moment.OFFLOADS_DONE if is_offload else Moment.DONE)
+            require(issue < wait, f"{task.name} is waited for before its issue")
+            self.waits.setdefault(wait, []).append(task)
+
+    def run(self) -> Mapping[Tier, Peak]:
+        self._begin()
+        self._take_over()
+        for slot in range(len(self.ops) + 1):
+            for moment in (Moment.ISSUE, Moment.OFFLOADS_DONE, Moment.FETCH, Moment.DONE):
+                self.tick = tick_of(slot, moment)
+                for task in self.issues.get(self.tick, ()):
+                    self._issue(task)
+                for task in self.waits.get(self.tick, ()):
+                    self._wait(task.name)
+                for name in self.waits_before.get(self.tick, ()):
+                    if name in self.left:
+                        self._wait(_before(name))
+            if slot < len(self.ops):
+                self.tick = tick_of(slot, Moment.OP)
+                self._run_op(self.ops[slot])
+        self._end()
+        device, tick = peak(self.on_device, self.end_tick)
+        host, host_tick = peak(self.on_host, self.end_tick)
+        return {
+            Tier.DEVICE: Peak(device, self._where(tick)),
+            Tier.HOST: Peak(host + self.region_bytes, self._where(host_tick)),
+        }
+
+    def _where(self, tick: int) -> str:
+        slot, moment = divmod(tick, len(Moment))
+        if slot == len(self.ops):
+            return "at the end of the step"
+        return f"{'at' if moment == Moment.OP else 'before'} {self.ops[slot].name}"
+
+    # Copies.
+
+    def _begin(self) -> None:
+        for buffer in self.dataflow.buffers:
+            if not buffer.is_input:
+                continue  # a gradient that the step makes is sent home
+            if self.plan.placement.homes.get(buffer.name) is Tier.HOST:
+                self.homes[buffer.name] = self._new_on_host(buffer.name, "at its home on the host")
+            else:
+                self.device[buffer.name] = self._new_on_device(buffer.name)
+
+    def _take_over(self) -> None:
+        """What the step before has left to do is under way, and keeps its copies on the host."""
+        sent = {
+            name: self._new_on_host(name, "where the step before has left it on the host")
+            for name in sorted({name for left in self.left.values() for name in left.sent})
+        }
+        for task, left in self.left.items():
+            name = _before(task)
+            self.before[name] = frozenset(_before(other) for other in left.after)
+            used = self.used_by[name] = [sent[buffer] for buffer in left.sent]
+            for buffer in left.reads | left.writes:
+                copy = self.homes.get(buffer) or self.device[buffer]
+                copy.readers |= {name} if buffer in left.reads else set()
+                copy.writers |= {name} if buffer in left.writes else set()
+                used.append(copy)
+
+    def left_over(self) -> Mapping[str, LeftOver]:
+        """What the carried tasks may still do when the step has ended."""
+        carried = {task.name for task in self.plan.carried}
+        found: dict[str, LeftOver] = {}
+        for name in carried:
+            used = self.used_by[name]
+            sent = {copy.buffer for copy in used if self.sent.get(copy.buffer) is copy}
+            kept = [c for c in used if c in (self.homes.get(c.buffer), self.device.get(c.buffer))]
+            found[name] = LeftOver(
+                after=self.before[name] & carried,
+                reads=frozenset(copy.buffer for copy in kept if name in copy.readers),
+                writes=frozenset(copy.buffer for copy in kept if name in copy.writers),
+                sent=frozenset(sent),
+            )
+        return found
+
+    def _new(self, buffer: str, place: str) -> Copy:
+        nbytes = self.dataflow.buffer[buffer].nbytes
+        return Copy(buffer, nbytes, place, born=self.tick, last=self.tick)
+
+    def _new_on_device(self, buffer: str, place: str = "on the device") -> Copy:
+        self.on_device.append(self._new(buffer, place))
+        return self.on_device[-1]
+
+    def _new_on_host(self, buffer: str, place: str) -> Copy:
+        self.on_host.append(self._new(buffer, place))
+        return self.on_host[-1]
+
+    def _actor(self, task: Task) -> Actor:
+        return Actor(task.name, self.done, self.before[task.name])
+
+    def _reads(self, task: Task, copy: Copy) -> None:
+        """`task` reads `copy` until it is done."""
+        copy.read(self._actor(task))
+        copy.readers.add(task.name)
+        self.used_by[task.name].append(copy)
+
+    def _writes(self, task: Task, copy: Copy, value: str) -> None:
+        """`task` replaces the value of `copy`, which is there when it is done."""
+        copy.write(self._actor(task), value)
+        copy.writers.add(task.name)
+        self.used_by[task.name].append(copy)
+
+    # What happens, in order.
+
+    def _run_op(self, op: Op) -> None:
+        actor = Actor(op.name, self.done)
+        for name in touched(op):
+            copy = self.device.get(name)
+            if copy is None:
+                is_new = name not in op.reads and not self.dataflow.buffer[name].is_input
+                require(is_new, f"{op.name} touches {name}, which is not on the device")
+                copy = self.device[name] = self._new_on_device(name)
+            copy.read(actor)
+            copy.expect(actor, self.values.needed[op.name][name])
+            if name in op.writes:
+                copy.write(actor, op.name)
+            copy.last = self.tick
+
+    def _issue(self, task: Task) -> None:
+        for name in task.after:
+            require(name in self.before, f"{task.name} is issued before {name}, its `after`")
+        left = [_before(name) for name in task.after_previous if name in self.left]
+        earlier = (self.before[name] for name in (*task.after, *left))
+        self.before[task.name] = frozenset((*task.after, *left)).union(*earlier) - self.done
+        if isinstance(task, HostRegion):
+            self._run_region(task)
+        elif task.direction == "offload":
+            self._offload(task)
+        else:
+            self._prefetch(task)
+
+    def _wait(self, task: str) -> None:
+        self.done |= {task, *self.before[task]}
+        for copy in self.used_by[task]:
+            copy.last = self.tick
+        if task in self.arriving:
+            arrived = self.arriving.pop(task)
+            self.device[arrived.buffer] = arrived
+
+    def _offload(self, task: Transfer) -> None:
+        source = self.device.get(task.buffer)
+        require(source is not None, f"{task.name} copies {task.buffer} before it is on the device")
+        assert source is not None
+        self._reads(task, source)
+        if task.destination:
+            target = self.homes[task.buffer]
+        else:
+            place = f"where {task.name} leaves it on the host"
+            target = self._new_on_host(task.buffer, place)
+            rests = self.plan.placement.homes.get(task.buffer) is Tier.HOST
+            (self.homes if rests else self.sent)[task.buffer] = target
+        self._writes(task, target, source.value)
+
+    def _prefetch(self, task: Transfer) -> None:
+        source = self.homes.get(task.buffer) or self.sent.get(task.buffer)
+        require(source is not None, f"{task.name} finds no {task.buffer} on the host")
+        assert source is not None
+        self._reads(task, source)
+        if task.destination:
+            target = self.device[task.buffer]
+        else:
+            place = f"where {task.name} brings it on the device"
+            target = self.arriving[task.name] = self._new_on_device(task.buffer, place)
+        self._writes(task, target, source.value)
+
+    def _run_region(self, region: HostRegion) -> None:
+        """The ops of `region` on what is on the host; what it makes on the way is its own."""
+        own: dict[str, Copy] = {}
+        ops = [self.dataflow.ops[self.dataflow.position[name]] for name in region.ops]
+        last_use = {name: op for op in ops for name in touched(op)}
+        for op in ops:
+            for name in touched(op):
+                copy = own.get(name) or self.sent.get(name) or self.homes.get(name)
+                if copy is None and name in self.known and name not in op.writes:
+                    continue
+                if copy is None:
+                    copy = self._made_by(region, op, name, own)
+                self._reads(region, copy)
+                copy.expect(self._actor(region), self.values.needed[op.name][name])
+                if name in op.writes:
+                    self._writes(region, copy, op.name)
+            self.region_bytes = max(self.region_bytes, sum(copy.nbytes for copy in own.values()))
+            own = {name: copy for name, copy in own.items() if last_use[name] is not op}
+
+    def _made_by(self, region: HostRegion, op: Op, name: str, own: dict[str, Copy]) -> Copy:
+        is_new = name not in op.reads and not self.dataflow.buffer[name].is_input
+        require(is_new, f"{region.name} needs {name} on the host, where no task has sent it")
+        if name == region.makes:
+            place = f"where {region.name} leaves it on the host"
+            copy = self.sent[name] = self._new_on_host(name, place)
+        else:
+            copy = own[name] = self._new(name, f"inside {region.name}")
+        return copy
+
+    def _end(self) -> None:
+        """Everything that outlives the step has its last value, where it should be."""
+        self.tick = self.end_tick
+        for task in self.plan.carried:
+            for used in self.used_by[task.name]:
+                used.last = self.tick
+        for buffer in self.dataflow.buffers:
+            name, final = buffer.name, self.values.final[buffer.name]
+            rests = self.plan.placement.homes.get(name) is Tier.HOST
+            copy = self.homes.get(name) if rests else self.device.get(name)
+            is_kept = buffer.role in PERSISTENT_ROLES or buffer.is_output
+            if is_kept and (buffer.is_input or final):
+                where = "at its home on the host" if rests else "on the device"
+                require(copy is not None, f"{name} is not {where} at the end of the step")
+            if copy is not None and is_kept:
+                copy.expect(Actor("what comes after the step", self.done), final)
+            if copy is not None and buffer.is_output:
+                copy.read(Actor("who gets what the step returns", self.done))
+            if copy is not None and (is_kept or buffer.is_input):
+                copy.last = self.tick
+        for copy in self.sent.values():
+            require(bool(copy.readers), f"nothing reads {copy.buffer} {copy.place}")

@@ -1,0 +1,1 @@
+"""Decisions: what can be decided about a step, and what each decision costs."""

@@ -1,0 +1,116 @@
+"""Bucketed step: the base program, with everything at home on the device, cut in segments.
+
+In: a Problem and about how many segments. Out: `BucketedStep`, which says for every slot in which
+segment it is. Segment 0 is a head without ops, the last one a tail.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+from cotrain_compile.dataflow import Buffer, Dataflow, Role
+from cotrain_compile.placement.decisions.segments import cut_points, peak_points
+from cotrain_compile.placement.policies import resident
+from cotrain_compile.placement.problem import Problem
+from cotrain_compile.placement.residency import DeviceProgram, IntervalSum, thin_copies
+from cotrain_compile.placement.schedule.find_moves import moves_of
+from cotrain_compile.placement.schedule.moves import Moves
+from cotrain_compile.plan import Placement
+
+# Values alive for less than this part of the step do not cross a good cut.
+BRIEF = 0.05
+
+
+@dataclass(frozen=True)
+class BucketedStep:
+    """The segments with ops begin in slots `starts`; `at_peaks` says how they were found.
+
+    `moves` are those of the base placement: its program has no update in it.
+    """
+
+    problem: Problem
+    moves: Moves
+    starts: Sequence[int]
+    at_peaks: bool
+
+    @property
+    def dataflow(self) -> Dataflow:
+        return self.problem.dataflow
+
+    @property
+    def program(self) -> DeviceProgram:
+        return self.moves.program
+
+    @property
+    def ends(self) -> Sequence[int]:
+        """The slot after each segment with ops."""
+        return [*self.starts[1:], self.program.end]
+
+    @property
+    def tail(self) -> int:
+        """Index of the last segment."""
+        return len(self.starts) + 1
+
+    @cached_property
+    def thin(self) -> dict[str, str]:
+        """The low-precision copy of each parameter that is used in no other way."""
+        return thin_copies(self.dataflow)
+
+    @cached_property
+    def frozen(self) -> list[Buffer]:
+        """Parameters that the step uses and does not write."""
+        updated, program = self.dataflow.update, self.program
+        return [
+            b
+            for b in self.dataflow.buffers
+            if b.role is Role.PARAM
+            and b.name not in updated
+            and program.touches.get(b.name)
+            and program.last_write(b.name) < 0
+        ]
+
+    def segment(self, slot: int) -> int:
+        """The segment of a slot: the head before the first op, the tail after the last."""
+        return self.tail if slot >= self.program.end else bisect_right(self.starts, slot)
+
+    def apart(self, leaves: int, returns: int) -> bool:
+        """Whether memory is checked between two segments while what leaves the one is away."""
+        return leaves + (0 if self.at_peaks else 1) < returns
+
+    def is_made_and_used_up(self, name: str) -> bool:
+        """Whether a buffer is neither there before the step nor needed after it."""
+        buffer = self.dataflow.buffer[name]
+        return not buffer.is_input and not buffer.is_output
+
+
+def segmented(problem: Problem, segments: int, *, at_peaks: bool) -> BucketedStep:
+    """The step of `problem` in about `segments` segments.
+
+    Cuts are where few bytes cross, or, with `at_peaks`, right before the ops with most alive.
+    """
+    base = resident(problem.dataflow)
+    moves = moves_of(
+        problem, Placement("choices", base.homes, base.updates, (), early_updates=True)
+    )
+    seconds = [b - a for a, b in pairwise(moves.elapsed_s)]
+    if at_peaks:
+        starts = peak_points(seconds, moves.slot_bytes, segments)
+    else:
+        starts = cut_points(seconds, _crossing_bytes(moves), segments)
+    return BucketedStep(problem, moves, starts, at_peaks)
+
+
+def _crossing_bytes(moves: Moves) -> list[int]:
+    """Bytes of short-lived values alive between two slots: those that no cluster holds."""
+    end, elapsed_s = moves.program.end, moves.elapsed_s
+    curve = IntervalSum(end + 1)
+    for held in moves.instances:
+        alive_s = elapsed_s[min(held.last, end)] - elapsed_s[held.first]
+        brief = alive_s < BRIEF * elapsed_s[-1]
+        if held.buffer.role is Role.TEMPORARY and brief and held.first + 1 < held.last:
+            curve.add(held.buffer.nbytes, held.first + 1, held.last)
+    return curve.values()

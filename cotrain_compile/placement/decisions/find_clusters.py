@@ -1,0 +1,254 @@
+"""Find clusters: parameters and activations that are alike in every segment, decided on together.
+
+In: a BucketedStep. Out: `ParamCluster` and `ActivationCluster`. So the program grows with the
+segments and not with the ops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Protocol, TypeVar
+
+from cotrain_compile.dataflow import Buffer, Role, UpdateGroup
+from cotrain_compile.placement.decisions.bucketed_step import BucketedStep
+from cotrain_compile.placement.decisions.clusters import (
+    NO_GRADIENTS,
+    ActivationCluster,
+    KeptGradients,
+    ParamCluster,
+)
+from cotrain_compile.placement.decisions.strategies import is_large
+from cotrain_compile.placement.residency import longest_gap, made_by
+from cotrain_compile.placement.schedule.hoisted_updates import workspace_bytes
+
+# Temporaries smaller than this part of the peak are left alone.
+SMALLEST = 20_000
+
+
+# Activations.
+
+
+def activation_clusters(
+    step: BucketedStep, pieces: int, *, everything: bool
+) -> tuple[ActivationCluster, ...]:
+    """Temporaries that may leave, in clusters of at most 1/`pieces` of their bytes.
+
+    With `everything` the smallest may too, and no cluster is cut.
+    """
+    candidates = list(_leaving(step, 0 if everything else max(step.moves.slot_bytes) // SMALLEST))
+    total = sum(buffer.nbytes for buffer, _ in candidates)
+    most = total if everything else total // pieces + 1
+    clusters: dict[tuple[int, int], list[Buffer]] = {}
+    for buffer, window in candidates:
+        clusters.setdefault(window, []).append(buffer)
+    return tuple(
+        ActivationCluster(tuple(b.name for b in part), sum(b.nbytes for b in part), *window)
+        for window, buffers in clusters.items()
+        for part in _parts(buffers, most)
+    )
+
+
+def _leaving(step: BucketedStep, floor_bytes: int) -> Iterable[tuple[Buffer, tuple[int, int]]]:
+    """Temporaries whose longest gap spans whole segments, with the segments it lies between."""
+    copies = set(step.thin.values())
+    updates = step.dataflow.updates
+    taken = copies | {name for group in updates for name in (group.gradient, *group.scalars)}
+    casts = {i for i, op in enumerate(step.program.ops) if not copies.isdisjoint(op.writes)}
+    for buffer in step.dataflow.buffers:
+        temporary = buffer.role is Role.TEMPORARY and step.is_made_and_used_up(buffer.name)
+        if not temporary or buffer.name in taken or buffer.nbytes <= floor_bytes:
+            continue
+        gap = longest_gap(step.program.touches.get(buffer.name, ()), step.moves.elapsed_s)
+        if gap is None or casts.issuperset(range(gap[0] + 1, gap[1])):
+            continue  # where the host makes the copies there is no gap
+        leaves, returns = step.segment(gap[0]), step.segment(gap[1])
+        if step.apart(leaves, returns):
+            yield buffer, (leaves, returns)
+
+
+# Parameters.
+
+
+@dataclass(frozen=True)
+class _Param:
+    """A parameter; `fetched` is what crosses the link for its uses.
+
+    Segments: `uses` are first, last before the longest gap, first after it and last; the gradient
+    is `made` and last `used`, the update is possible from `release`. `temporary` says whether the
+    gradient is, `read_late` whether the step reads the parameter again after its update.
+    """
+
+    name: str
+    nbytes: int
+    group: UpdateGroup | None
+    fetched: str
+    uses: Sequence[int]
+    temporary: bool = False
+    made: int = 0
+    used: int = 0
+    release: int = 0
+    read_late: bool = False
+    kept: KeptGradients = NO_GRADIENTS
+
+    @property
+    def alike(self) -> tuple[object, ...]:
+        """Equal for parameters that may be in one cluster."""
+        states = len(self.group.states) if self.group else -1
+        thin = self.fetched != self.name
+        read = (thin, self.read_late, *self.uses)
+        kept = replace(self.kept, nbytes=0)
+        return (*read, self.temporary, states, self.made, self.used, self.release, kept)
+
+
+def param_clusters(step: BucketedStep, pieces: int) -> tuple[ParamCluster, ...]:
+    """All parameters, in clusters of at most 1/`pieces` of their bytes."""
+    params = [*_updated(step), *_frozen(step)]
+    most = sum(p.nbytes for p in params) // pieces + 1
+    alike: dict[tuple[object, ...], list[_Param]] = {}
+    for param in params:
+        alike.setdefault(param.alike, []).append(param)
+    maker = {name: op.name for op in step.program.ops for name in op.writes}
+    return tuple(
+        _cluster(step, part, maker) for same in alike.values() for part in _parts(same, most)
+    )
+
+
+def _frozen(step: BucketedStep) -> Iterable[_Param]:
+    for buffer in step.frozen:
+        uses, kept = _uses(step, buffer.name), _kept(step, buffer.name)
+        yield _Param(buffer.name, buffer.nbytes, None, buffer.name, uses, kept=kept)
+
+
+def _updated(step: BucketedStep) -> Iterable[_Param]:
+    elapsed_s, touches = step.moves.elapsed_s, step.program.touches
+    update = {update.group.param: update for update in step.moves.device_updates}
+    for group in step.dataflow.updates:
+        earliest, limit = update[group.param].earliest, update[group.param].limit
+        fetched = step.thin.get(group.param, group.param)
+        gradient = touches.get(group.gradient) or [0]
+        # What the device has nothing left to do after is in the tail.
+        at_the_end = elapsed_s[-1] - elapsed_s[earliest + 1] <= 0.0
+        yield _Param(
+            group.param,
+            step.dataflow.buffer[group.param].nbytes,
+            group,
+            fetched,
+            _uses(step, fetched),
+            temporary=step.is_made_and_used_up(group.gradient),
+            made=step.segment(gradient[0]),
+            used=step.segment(gradient[-1]),
+            release=step.tail if at_the_end else step.segment(earliest),
+            read_late=limit < step.program.end,
+            kept=_kept(step, group.param),
+        )
+
+
+def _kept(step: BucketedStep, param: str) -> KeptGradients:
+    """What lies in the `.grad` of `param`; where it is two tensors, as if they were one."""
+    gradients = [step.dataflow.buffer[n] for n in step.dataflow.kept_gradients.get(param, ())]
+    if not gradients:
+        return NO_GRADIENTS
+    first, nbytes = gradients[0], sum(gradient.nbytes for gradient in gradients)
+    touched = step.program.touches.get(first.name, [])
+    written = step.program.last_write(first.name)
+    if not first.is_input:
+        made = step.segment(touched[0])
+        return KeptGradients(nbytes, made, written=step.segment(written))
+    old = [slot for slot in touched if slot <= written] if written >= 0 else touched
+    gap = longest_gap(old, step.moves.elapsed_s)
+    uses = [*touched[:1], *([gap[1]] if gap is not None else [])]
+    return KeptGradients(
+        nbytes,
+        fetched=tuple(step.segment(slot) for slot in uses),
+        written=step.segment(written) if written >= 0 else None,
+        for_update=None if touched else step.tail,
+    )
+
+
+def _uses(step: BucketedStep, fetched: str) -> Sequence[int]:
+    """The segments of the first use, the last before and the first after the gap, and the last.
+
+    A low-precision copy is made in its first use. It is in no gap before the next: where the copy
+    is fetched, the host has made it.
+    """
+    uses = step.program.touches.get(fetched) or [step.program.end]
+    made = -1 if step.dataflow.buffer[fetched].is_input else step.program.last_write(fetched)
+    reads = [slot for slot in uses if slot != made]
+    gap = longest_gap(reads, step.moves.elapsed_s) or (uses[-1], uses[-1])
+    return [step.segment(slot) for slot in (uses[0], *gap, uses[-1])]
+
+
+def _cluster(
+    step: BucketedStep, params: Sequence[_Param], maker: Mapping[str, str]
+) -> ParamCluster:
+    """`maker` names the op that makes each buffer."""
+    first, buffers, costs = params[0], step.dataflow.buffer, step.problem.costs
+    groups = [p.group for p in params if p.group is not None]
+    states = [buffers[name] for group in groups for name in group.states]
+    large_bytes = sum(s.nbytes for s in states if is_large(s))
+    is_copy, is_used = first.fetched != first.name, bool(step.program.touches.get(first.fetched))
+    casts = [maker[p.fetched] for p in params] if is_copy else []
+    sizes = sorted(p.nbytes for p in params)
+    return ParamCluster(
+        params=tuple(p.name for p in params),
+        updated=first.group is not None,
+        most_trips=_most_trips(step, first),
+        gradient_waits=first.temporary and step.apart(first.used, first.release),
+        param_bytes=sum(sizes),
+        state_bytes=large_bytes,
+        kept_state_bytes=sum(s.nbytes for s in states) - large_bytes,
+        gradient_bytes=sum(buffers[g.gradient].nbytes for g in groups) * first.temporary,
+        fetched_bytes=sum(buffers[p.fetched].nbytes for p in params) * is_used,
+        thin=is_copy or not is_used,
+        largest=sizes[-1] / max(1, sum(sizes)),
+        least_largest=min(
+            size / max(1, part) for size, part in zip(sizes, accumulate(sizes), strict=True)
+        ),
+        workspace_bytes=max((workspace_bytes(step.dataflow, g) for g in groups), default=0),
+        made_bytes=max((made_by(step.dataflow, g) for g in groups), default=0),
+        device_s=sum(costs.device_s[name] for g in groups for name in g.ops),
+        host_s=sum(costs.host_update_s[g.param] for g in groups),
+        cast_s=sum(step.problem.host_cast_s((op,)) for op in casts),
+        device_cast_s=sum(costs.device_s[op] for op in casts),
+        first=first.uses[0],
+        leaves=first.uses[1],
+        returns=first.uses[2],
+        last=first.uses[3],
+        gradient_made=first.made,
+        gradient_used=first.used,
+        release=first.release,
+        kept=replace(first.kept, nbytes=sum(p.kept.nbytes for p in params)),
+    )
+
+
+def _most_trips(step: BucketedStep, param: _Param) -> int:
+    """How often a weight at home on the host can be fetched, 0 where it cannot be there.
+
+    Twice only where there is a gap to be away in. One that the step reads again after its update
+    stays on the device.
+    """
+    if param.read_late:
+        return 0
+    return 2 if step.apart(*param.uses[1:3]) else 1
+
+
+class _Sized(Protocol):
+    @property
+    def nbytes(self) -> int: ...
+
+
+_T = TypeVar("_T", bound=_Sized)
+
+
+def _parts(items: Iterable[_T], most: int) -> Iterable[list[_T]]:
+    """`items` in runs of at most `most` bytes, one item at the least."""
+    part: list[_T] = []
+    for item in items:
+        if part and sum(i.nbytes for i in part) + item.nbytes > most:
+            yield part
+            part = []
+        part.append(item)
+    if part:
+        yield part

@@ -1,0 +1,85 @@
+"""Find decisions: Problem -> DecisionSpace. What can be decided about a step, in segments.
+
+In: a Problem. Out: the clusters with their strategies, and what the device holds in any case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from cotrain_compile.placement.decisions.bucketed_step import BucketedStep, segmented
+from cotrain_compile.placement.decisions.clusters import ActivationCluster
+from cotrain_compile.placement.decisions.decisions import (
+    DecisionSpace,
+    activation_decisions,
+    param_decisions,
+)
+from cotrain_compile.placement.decisions.find_clusters import activation_clusters, param_clusters
+from cotrain_compile.placement.problem import Problem
+from cotrain_compile.placement.residency import IntervalSum
+
+# Segments of the whole step, and into how many pieces the parameters (or activations) are cut at
+# least: finer clusters are better plans and larger programs.
+SEGMENTS = 64
+PIECES = 96
+
+
+def decision_space(
+    problem: Problem,
+    segments: int = SEGMENTS,
+    pieces: int = PIECES,
+    *,
+    at_peaks: bool = False,
+    everything: bool = False,
+) -> DecisionSpace:
+    """What can be decided about `problem`, in about `segments` segments.
+
+    Cuts are where few bytes cross, or, with `at_peaks`, right before the ops at which most is
+    alive; memory is then checked at the cuts alone, where the amounts sent and brought are known.
+    With `everything`, the smallest temporaries may leave too, and no cluster of temporaries is cut
+    into pieces: what a bound needs, and a plan does not.
+    """
+    step = segmented(problem, segments, at_peaks=at_peaks)
+    elapsed_s = step.moves.elapsed_s
+    seconds = [
+        elapsed_s[end] - elapsed_s[start] for start, end in zip(step.starts, step.ends, strict=True)
+    ]
+    activations = activation_clusters(step, pieces, everything=everything)
+    return DecisionSpace(
+        problem,
+        (0.0, *seconds, 0.0),
+        tuple(_checkpoints(step, activations)),
+        param_decisions(param_clusters(step, pieces)),
+        activation_decisions(activations),
+    )
+
+
+def _checkpoints(
+    step: BucketedStep, activations: Sequence[ActivationCluster]
+) -> Iterable[tuple[int, int]]:
+    """(segment, bytes) where most is alive, with all activations there and with none."""
+    leaving = {name for cluster in activations for name in cluster.buffers}
+    kept, bare = _undecided_bytes(step), _undecided_bytes(step, without=leaving)
+    for number, (start, end) in enumerate(zip(step.starts, step.ends, strict=True), start=1):
+        # A step that does nothing but update has no slot but the end.
+        slots = range(start, start + 1 if step.at_peaks else max(end, start + 1))
+        peaks = {max(slots, key=kept.__getitem__), max(slots, key=bare.__getitem__)}
+        for slot in sorted(peaks):
+            yield number, kept[slot]
+    yield step.tail, kept[step.program.end]
+
+
+def _undecided_bytes(step: BucketedStep, without: Iterable[str] = ()) -> list[int]:
+    """Bytes in each slot of what no cluster of weights holds, nor is in `without`."""
+    updates = step.dataflow.updates
+    left_out = {name for group in updates for name in (group.param, *group.states)}
+    left_out |= {g.gradient for g in updates if step.is_made_and_used_up(g.gradient)}
+    left_out |= {buffer.name for buffer in step.frozen}
+    kept = step.dataflow.kept_gradients
+    left_out |= {gradient for param in left_out for gradient in kept.get(param, ())}
+    left_out.update(without)
+    curve = IntervalSum(step.program.end + 1)
+    for held in step.moves.instances:
+        if held.buffer.name not in left_out:
+            curve.add(held.buffer.nbytes, held.first, held.last)
+    return curve.values()

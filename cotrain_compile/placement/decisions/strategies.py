@@ -1,0 +1,306 @@
+"""Strategies: what can be done with a cluster, and all that follows from doing it.
+
+A strategy says which clusters it fits, its `Effect` on memory, links and processors, what it writes
+into a `Placement`, and its words. Nothing else in `placement/` tells one strategy from another: the
+greedy, the integer program and the bound read effects, `moves_of` the placement, and `strategy_of`
+finds the strategy again by comparing placements. A new one is a class of this kind in one of the
+two lists at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from cotrain_compile.dataflow import Buffer, Dataflow
+from cotrain_compile.machine import Tier
+from cotrain_compile.placement.decisions.clusters import ActivationCluster, ParamCluster
+from cotrain_compile.placement.decisions.effects import (
+    Demand,
+    DeviceWork,
+    Effect,
+    Flow,
+    Hold,
+    MemoryLedger,
+    Update,
+)
+from cotrain_compile.placement.policies import SMALL_STATE_BYTES
+from cotrain_compile.plan import Placement, UpdateMode
+
+_MODES = {
+    UpdateMode.RESIDENT: "resident",
+    UpdateMode.STREAMED: "states streamed",
+    UpdateMode.HOST: "updated on the host",
+    UpdateMode.HOST_STREAMED: "updated on the host, at home there",
+}
+_TRIPS = ("", ", weight fetched", ", weight fetched twice")
+
+
+@dataclass(frozen=True)
+class Placed:
+    """What a strategy writes into a placement: homes and update modes by name, what is away."""
+
+    homes: Mapping[str, Tier] = field(default_factory=dict)
+    updates: Mapping[str, UpdateMode] = field(default_factory=dict)
+    away: tuple[str, ...] = ()
+
+    def differs(self, placement: Placement, owned: frozenset[str]) -> tuple[int, int]:
+        """In how many modes, then homes and absences, it is not `placement`.
+
+        `owned` are all that could be away.
+        """
+        modes = sum(placement.updates.get(name) is not mode for name, mode in self.updates.items())
+        homes = sum(placement.homes.get(name) is not tier for name, tier in self.homes.items())
+        return modes, homes + len(owned.intersection(placement.away) ^ set(self.away))
+
+
+# Parameters.
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A way to keep and update parameters.
+
+    `mode` is None for frozen ones. `trips` is how often the weight is fetched in a step, 0 where it
+    is at home on the device. With `gradient_away` the gradient leaves the device until its update.
+    """
+
+    mode: UpdateMode | None
+    trips: int
+    gradient_away: bool = False
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the update runs on the host."""
+        return self.mode in (UpdateMode.HOST, UpdateMode.HOST_STREAMED)
+
+    @property
+    def words(self) -> str:
+        """The strategy as people read it."""
+        mode = "frozen" if self.mode is None else _MODES[self.mode]
+        if self.mode is UpdateMode.HOST_STREAMED and self.trips == 1:
+            return mode
+        return mode + _TRIPS[self.trips] + ", gradient away" * self.gradient_away
+
+    def fits(self, cluster: ParamCluster) -> bool:
+        """Whether it can be chosen for `cluster`."""
+        if self.trips > cluster.most_trips or cluster.updated is (self.mode is None):
+            return False
+        if self.mode is UpdateMode.STREAMED and not cluster.state_bytes:
+            return False
+        return cluster.gradient_waits or not self.gradient_away
+
+    def placed(self, dataflow: Dataflow, param: str, fetched: str) -> Placed:
+        """`param`, its states and gradient; `fetched` is what crosses the link for its uses.
+
+        A gradient in its `.grad` rests where it does, as everywhere in torch.
+        """
+        home = Tier.HOST if self.trips else Tier.DEVICE
+        homes = dict.fromkeys((param, *dataflow.kept_gradients.get(param, ())), home)
+        away = [fetched] if self.trips == 2 else []
+        group = dataflow.update.get(param)
+        if group is None or self.mode is None:
+            return Placed(homes, {}, tuple(away))
+        away += [group.gradient] if self.gradient_away else []
+        for state in group.states:
+            moves = self.on_host or is_large(dataflow.buffer[state])
+            leaves = self.mode is not UpdateMode.RESIDENT and moves
+            homes[state] = Tier.HOST if leaves else Tier.DEVICE
+        # In a cluster that is streamed, what is too small for copies of its own stays.
+        stays = self.mode is UpdateMode.STREAMED and Tier.HOST not in homes.values()
+        mode = UpdateMode.RESIDENT if stays else self.mode
+        return Placed(homes, {param: mode}, tuple(away))
+
+    def effect(self, cluster: ParamCluster) -> Effect:
+        """What it does with `cluster` in a step."""
+        update = self._update(cluster)
+        return Effect(
+            holds=(*self._weights(cluster), *self._states(cluster), *self._gradients(cluster)),
+            moved=(*self._kept_gradients(cluster), *self._host_demands(cluster)),
+            rooms=self._rooms(cluster),
+            device_work=self._device_work(cluster),
+            update=update,
+            host_bytes=self._host_bytes(cluster),
+        )
+
+    def _weights(self, c: ParamCluster) -> list[Hold]:
+        """The parameters at home on the device, or what is fetched of them."""
+        if not self.trips:
+            kept = [Hold(c.kept.nbytes, c.kept.made)] if c.kept.nbytes else []
+            return [Hold(c.param_bytes), *kept]
+        # The weight fetched for the backward stays for the update, which rewrites it.
+        stays = self.mode is UpdateMode.STREAMED and not c.thin
+        # The copy that the device makes is in what the step holds by itself.
+        holds = [Hold(-c.fetched_bytes, c.first, c.last)] if c.thin else []
+        first = Demand(Flow.FETCH, c.fetched_bytes, needed=c.first)
+        if self.trips == 1:
+            return [*holds, Hold(c.fetched_bytes, c.first, c.last, first, until_update=stays)]
+        again = Demand(Flow.REFETCH, c.fetched_bytes, needed=c.returns, released=c.leaves)
+        return [
+            *holds,
+            Hold(c.fetched_bytes, c.first, c.leaves, first),
+            Hold(c.fetched_bytes, c.returns, c.last, again, until_update=stays),
+        ]
+
+    def _states(self, c: ParamCluster) -> list[Hold]:
+        if self.mode is None or self.on_host:
+            return []
+        return [Hold(c.state_bytes - self._streamed_states(c) + c.kept_state_bytes)]
+
+    def _gradients(self, c: ParamCluster) -> list[Hold]:
+        """A gradient is there until it is sent, or its update has run."""
+        if self.mode is None:
+            return []
+        if self.on_host:
+            made, used = c.gradient_made, c.gradient_used
+            sent = Demand(Flow.GRADIENT, c.gradient_bytes, released=used, earliest=made)
+            return [Hold(c.gradient_bytes, made, used, ends=sent)]
+        streamed = self.mode is UpdateMode.STREAMED
+        holds = [Hold(c.gradient_bytes, c.gradient_made, c.release, until_update=streamed)]
+        if self.gradient_away:
+            out = Demand(Flow.OFFLOAD, c.gradient_bytes, released=c.gradient_used)
+            back = Demand(Flow.RELOAD, c.gradient_bytes, needed=c.release)
+            holds.append(Hold(-c.gradient_bytes, c.gradient_used + 1, c.release, out, back))
+        return holds
+
+    def _kept_gradients(self, c: ParamCluster) -> list[Demand]:
+        """What is in `.grad` crosses up for its uses and down when written; one use is certain."""
+        if not self.trips:
+            return []
+        by_update = self.mode is UpdateMode.STREAMED and c.kept.for_update is not None
+        uses = (*c.kept.fetched, *((c.kept.for_update,) if by_update else ()))
+        up = [
+            Demand(Flow.KEPT_UP, c.kept.nbytes, needed=segment, certain=number == 0)
+            for number, segment in enumerate(uses)
+        ]
+        if c.kept.written is None:
+            return up
+        return [*up, Demand(Flow.KEPT_DOWN, c.kept.nbytes, released=c.kept.written)]
+
+    def _host_demands(self, c: ParamCluster) -> list[Demand]:
+        """Casts and updates on the host, and a weight that goes there and comes back."""
+        demands = []
+        if self.trips and c.thin:
+            demands.append(Demand(Flow.HOST_CAST, c.cast_s, needed=c.first))
+        if self.on_host:
+            demands.append(
+                Demand(Flow.HOST_UPDATE, c.host_s, released=c.release, needed_again=c.first)
+            )
+        if self.mode is UpdateMode.HOST:
+            back = Demand(Flow.NEW_WEIGHT, c.param_bytes, released=c.release, needed_again=c.first)
+            demands += [Demand(Flow.MASTER, c.param_bytes), back]
+        return demands
+
+    def _device_work(self, c: ParamCluster) -> tuple[DeviceWork, ...]:
+        """The device is spared the casts that the host makes."""
+        return (DeviceWork(-c.device_cast_s, c.first),) if self.trips and c.thin else ()
+
+    def _rooms(self, c: ParamCluster) -> tuple[MemoryLedger, ...]:
+        """Of what is in `.grad`: one on its way up, the one before on its way down."""
+        crossings = [
+            d.needed if d.released is None else d.released for d in self._kept_gradients(c)
+        ]
+        nbytes = 2 * c.largest * c.kept.nbytes
+        return tuple(MemoryLedger(nbytes, k) for k in dict.fromkeys(crossings) if k is not None)
+
+    def _streamed_states(self, c: ParamCluster) -> int:
+        """Bytes of states that come for the update and go home after it."""
+        return c.state_bytes if self.mode is UpdateMode.STREAMED else 0
+
+    def _update(self, c: ParamCluster) -> Update | None:
+        if self.mode is None:
+            return None
+        up = home = self._streamed_states(c)
+        if self.mode is UpdateMode.STREAMED and self.trips:
+            up, home = up + c.param_bytes * c.thin, home + c.param_bytes
+        if self.mode is UpdateMode.HOST:
+            home = c.param_bytes
+        return Update(
+            tier=Tier.HOST if self.on_host else Tier.DEVICE,
+            seconds=c.host_s if self.on_host else c.device_s,
+            released=c.release,
+            home_bytes=home,
+            gradient_bytes=c.gradient_bytes,
+            workspace_bytes=c.workspace_bytes,
+            made_bytes=c.made_bytes,
+            largest=c.largest,
+            least_largest=c.least_largest,
+            up_bytes=up,
+        )
+
+    def _host_bytes(self, c: ParamCluster) -> int:
+        """Homes and copies."""
+        nbytes = c.gradient_bytes * (self.on_host or self.gradient_away)
+        if self.trips:
+            nbytes += c.param_bytes + c.fetched_bytes * c.thin + c.kept.nbytes
+        if self.mode is UpdateMode.HOST:
+            nbytes += c.param_bytes
+        return nbytes + (c.state_bytes if self.on_host else self._streamed_states(c))
+
+
+def is_large(state: Buffer) -> bool:
+    """Whether an optimizer state is worth a copy of its own (a step counter is not)."""
+    return state.nbytes > SMALL_STATE_BYTES
+
+
+# Activations.
+
+
+@dataclass(frozen=True)
+class Stays:
+    """Activations stay on the device; they are in what the step holds by itself."""
+
+    words: str = "kept"
+
+    def placed(self, cluster: ActivationCluster) -> Placed:
+        del cluster
+        return Placed()
+
+    def effect(self, cluster: ActivationCluster) -> Effect:
+        del cluster
+        return Effect()
+
+
+@dataclass(frozen=True)
+class Away(Stays):
+    """Activations are sent away after their last use, and are back for the next."""
+
+    words: str = "away"
+
+    def placed(self, cluster: ActivationCluster) -> Placed:
+        return Placed(away=cluster.buffers)
+
+    def effect(self, cluster: ActivationCluster) -> Effect:
+        c = cluster
+        out = Demand(Flow.OFFLOAD, c.nbytes, released=c.leaves)
+        back = Demand(Flow.RELOAD, c.nbytes, needed=c.returns)
+        gone = Hold(-c.nbytes, c.leaves + 1, c.returns - 1, out, back)
+        return Effect(holds=(gone,), host_bytes=c.nbytes)
+
+
+# All there are; the first that fits is where the greedy begins.
+PARAM_STRATEGIES: tuple[Strategy, ...] = (
+    *(Strategy(None, trips) for trips in range(3)),
+    Strategy(UpdateMode.RESIDENT, 0),
+    Strategy(UpdateMode.HOST, 0),
+    *(Strategy(UpdateMode.HOST_STREAMED, trips) for trips in (1, 2)),
+    *(Strategy(UpdateMode.STREAMED, trips) for trips in range(3)),
+    Strategy(UpdateMode.RESIDENT, 0, gradient_away=True),
+    *(Strategy(UpdateMode.STREAMED, trips, gradient_away=True) for trips in (0, 2)),
+)
+ACTIVATION_STRATEGIES: tuple[Stays, ...] = (Stays(), Away())
+
+
+def fitting(cluster: ParamCluster) -> tuple[Strategy, ...]:
+    """The strategies that can be chosen for `cluster`."""
+    return tuple(strategy for strategy in PARAM_STRATEGIES if strategy.fits(cluster))
+
+
+def strategy_of(dataflow: Dataflow, placement: Placement, param: str, fetched: str) -> Strategy:
+    """The strategy whose placement of `param` is that of `placement`, or is closest to it."""
+    group = dataflow.update.get(param)
+    owned = frozenset({fetched, group.gradient} if group else {fetched})
+    return min(
+        (s for s in PARAM_STRATEGIES if (s.mode is None) is (group is None)),
+        key=lambda s: s.placed(dataflow, param, fetched).differs(placement, owned),
+    )

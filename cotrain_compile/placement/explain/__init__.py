@@ -1,0 +1,1 @@
+"""Explain: why a plan is as it is, and what other budgets or machines would bring."""

@@ -1,0 +1,143 @@
+"""Explain: one parameter of a plan: where it lives, what that costs, and every alternative.
+
+In: a Problem, a plan of it, a parameter. Out: an `Explanation`; as a string it is what people read.
+Each alternative is scheduled and simulated, none is a canned sentence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from cotrain_compile.analysis.reuse import reuse_distances
+from cotrain_compile.collector import collector_off
+from cotrain_compile.machine import Tier
+from cotrain_compile.placement.explain.alternatives import Alternative, alternatives, current
+from cotrain_compile.placement.explain.sensitivity import Limits, limits
+from cotrain_compile.placement.explain.slack import slacks
+from cotrain_compile.placement.problem import Problem
+from cotrain_compile.plan import Lane, Plan
+from cotrain_compile.units import format_bytes, format_seconds
+
+LANES = {
+    Lane.DEVICE: "device work",
+    Lane.HOST: "updates on the host",
+    Lane.D2H: "copies device to host",
+    Lane.H2D: "copies host to device",
+}
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Why a parameter is where it is; sizes in bytes, times in seconds.
+
+    `reuse_distance_s` is the work between its gradient and its next use, None where it has none
+    (frozen); `host_update_s` what its update takes on the host; `slack_s` how early its copies and
+    updates are done, None where it has none. `alternatives` are the same step with this parameter
+    alone kept otherwise.
+    """
+
+    param: str
+    nbytes: int
+    state_bytes: int
+    current: Alternative
+    alternatives: tuple[Alternative, ...]
+    reuse_distance_s: float | None
+    host_update_s: float | None
+    slack_s: float | None
+    limits: Limits
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self))
+
+
+@collector_off()
+def explain(
+    problem: Problem,
+    plan: Plan,
+    param: str,
+    *,
+    progress: Callable[[str], None] = lambda stage: None,
+) -> Explanation:
+    """Explain `param` in `plan`, which was made for `problem`.
+
+    Costs are those of `problem`. Raises `PlanError` when the step has no such parameter.
+    """
+    dataflow, costs = problem.dataflow, problem.costs
+    now = current(problem, plan, param)
+    tried = alternatives(
+        problem, plan, param, progress=lambda strategy: progress(f"trying {strategy.words}")
+    )
+    progress("simulating what limits the step")
+    group = dataflow.update.get(param)
+    distance = reuse_distances(dataflow, costs.device_s).get(param)
+    return Explanation(
+        param=param,
+        nbytes=dataflow.buffer[param].nbytes,
+        state_bytes=sum(dataflow.buffer[s].nbytes for s in group.states) if group else 0,
+        current=now,
+        alternatives=tried,
+        reuse_distance_s=distance.seconds if distance else None,
+        host_update_s=costs.host_update_s[param] if group else None,
+        slack_s=slacks(dataflow, plan).get(param),
+        limits=limits(problem, plan),
+    )
+
+
+def limits_words(found: Limits) -> str:
+    """What a step hangs on: lanes by weight, and tiers that are full."""
+    ranked = sorted(found.shares.items(), key=lambda item: -item[1])
+    told = [f"{LANES[lane]} {share:.0%}" for lane, share in ranked if share >= 0.005]
+    full = [f"{tier.value} memory is full" for tier in found.full]
+    return ", ".join([*told, *full])
+
+
+def _lines(said: Explanation) -> Iterator[str]:
+    strategy = said.current.strategy
+    home = Tier.HOST if strategy.trips else Tier.DEVICE
+    states = f", with {format_bytes(said.state_bytes)} of optimizer states" * bool(said.state_bytes)
+    yield f"parameter   {said.param}: {format_bytes(said.nbytes)}{states}"
+    yield f"kept        {strategy.words}; the weight is at home on the {home.value}"
+    if said.reuse_distance_s is not None and said.host_update_s is not None:
+        yield (
+            f"window      {format_seconds(said.reuse_distance_s)} of device work from its gradient "
+            f"to its next use; its update takes {format_seconds(said.host_update_s)} on the host"
+        )
+    if said.slack_s is not None:
+        yield f"slack       its copies and updates are done {_early(said.slack_s)}"
+    yield f"limits      the step hangs on {limits_words(said.limits)}"
+    yield "what a step would take with this parameter alone kept otherwise:"
+    rows = [_row(said, alternative) for alternative in (said.current, *said.alternatives)]
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    for row in rows:
+        first, *rest = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        yield "  ".join(("", first, *rest)).rstrip()
+
+
+def _early(slack_s: float) -> str:
+    if not slack_s:
+        return "just in time: the step waits for one of them"
+    return f"at least {format_seconds(slack_s)} before they are waited for"
+
+
+def _row(said: Explanation, one: Alternative) -> tuple[str, str, str, str, str]:
+    words = one.strategy.words
+    now = said.current
+    if one.step_s is None or one.peak_bytes is None or one.traffic_bytes is None:
+        missing = f"{format_bytes(one.shortfall_bytes)} ({one.shortfall_bytes:,} bytes) missing"
+        return words, f"does not fit: {missing}", "", "", ""
+    assert now.step_s is not None
+    assert now.traffic_bytes is not None
+    peak = f"peak {format_bytes(one.peak_bytes)}"
+    if one is now:
+        traffic = f"{format_bytes(one.traffic_bytes)} moved"
+        return words, format_seconds(one.step_s), "as planned", peak, traffic
+    change_s = one.step_s - now.step_s
+    change = f"{_signed(change_s)}{format_seconds(abs(change_s))} ({change_s / now.step_s:+.2%})"
+    moved = one.traffic_bytes - now.traffic_bytes
+    traffic = f"{_signed(moved)}{format_bytes(abs(moved))} moved"
+    return words, format_seconds(one.step_s), change, peak, traffic
+
+
+def _signed(number: float) -> str:
+    return "-" if number < 0 else "+"

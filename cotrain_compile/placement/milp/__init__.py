@@ -1,0 +1,1 @@
+"""MILP: the integer program over the decisions, its relaxation as a bound, and its solvers."""

@@ -1,0 +1,50 @@
+"""Bound: the step time that no plan within the budgets can beat, by the relaxed program.
+
+What it certifies, and under which assumptions, is in `docs/placement.md`.
+"""
+
+from __future__ import annotations
+
+from math import isfinite
+
+from cotrain_compile.errors import OptionError
+from cotrain_compile.machine import Tier
+from cotrain_compile.placement.decisions.decisions import DecisionSpace
+from cotrain_compile.placement.decisions.find_decisions import decision_space
+from cotrain_compile.placement.milp.model import MIB
+from cotrain_compile.placement.milp.program import Program
+from cotrain_compile.placement.milp.solvers import solve_program
+from cotrain_compile.placement.problem import Problem
+
+# The bound is stated to a tenth of a percent, however roughly a plan is looked for.
+GAP = 1e-3
+
+
+def certified_bound_s(
+    problem: Problem, solver: str, *, time_limit_s: float, seed: int, cyclic: bool
+) -> float:
+    """The optimum of the relaxed program in seconds; `cyclic` where steps overlap.
+
+    Where time runs out, or there is no solver, the solver's bound so far, and at the least what
+    the device alone has to compute.
+    """
+    space = decision_space(problem, at_peaks=True, everything=True)
+    only_there_s = _only_on_device_s(space)
+    try:
+        relaxed = Program(
+            space,
+            problem.budgets[Tier.DEVICE] / MIB,
+            problem.budgets[Tier.HOST] / MIB,
+            relaxed=True,
+            cyclic=cyclic,
+        )
+    except OptionError:  # pulp cannot be imported
+        return only_there_s
+    solution = solve_program(relaxed, solver, time_limit_s=time_limit_s, gap=GAP, seed=seed)
+    return max(only_there_s, solution.bound_s) if isfinite(solution.bound_s) else only_there_s
+
+
+def _only_on_device_s(space: DecisionSpace) -> float:
+    """Seconds of all that runs nowhere else: no updates, and of the rest what no strategy saves."""
+    least = sum(min(effect.only_device_s for effect in each) for each in space.effects)
+    return max(0.0, sum(space.seconds) + least)

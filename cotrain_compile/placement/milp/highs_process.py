@@ -1,0 +1,213 @@
+"""HiGHS in processes of its own, which can be ended at any moment.
+
+A linear program in, HiGHS' answer out. HiGHS asks only at times whether it should stop: inside a
+heuristic it may go on for its whole time limit, and a thread that is in it when Python ends takes
+the program down. A process is killed instead: by Ctrl-C in the thread that waits for it, by a
+`Stop` from another thread, and by the end of the program, however that ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from cotrain_compile.placement.milp import highs_worker
+from cotrain_compile.placement.milp.highs_worker import packed, received
+
+
+class Answer:
+    """What HiGHS found, with the methods of `highspy.Highs` that pulp and we read it by."""
+
+    def __init__(self, found: Mapping[str, Any]) -> None:
+        self._found = found
+
+    def getModelStatus(self) -> Any:  # noqa: N802 (HiGHS' names)
+        import highspy
+
+        return highspy.HighsModelStatus(self._found["status"])
+
+    def modelStatusToString(self, status: object) -> str:  # noqa: N802
+        """The word for the status of this answer."""
+        del status
+        text: str = self._found["status_text"]
+        return text
+
+    def getObjectiveValue(self) -> float:  # noqa: N802
+        objective: float = self._found["objective"]
+        return objective
+
+    def getInfo(self) -> SimpleNamespace:  # noqa: N802
+        return SimpleNamespace(mip_dual_bound=self._found["dual_bound"])
+
+    def getSolution(self) -> SimpleNamespace:  # noqa: N802
+        names = ("col_value", "col_dual", "row_value", "row_dual")
+        return SimpleNamespace(**{name: self._found[name].tolist() for name in names})
+
+
+def solve_elsewhere(
+    model: Any, options: Mapping[str, float | int | str], start: Sequence[tuple[int, float]] = ()
+) -> Answer:
+    """HiGHS' answer for `model`, a `HighsLp`, given what some columns can be together.
+
+    Raises RuntimeError where HiGHS fails, or is ended by a `Stop`.
+    """
+    matrix = model.a_matrix_
+    program = {
+        "options": dict(options),
+        "offset": model.offset_,
+        "col_cost": np.asarray(model.col_cost_, dtype=np.float64),
+        "col_lower": np.asarray(model.col_lower_, dtype=np.float64),
+        "col_upper": np.asarray(model.col_upper_, dtype=np.float64),
+        "row_lower": np.asarray(model.row_lower_, dtype=np.float64),
+        "row_upper": np.asarray(model.row_upper_, dtype=np.float64),
+        "integrality": np.array([kind.value for kind in model.integrality_], dtype=np.int32),
+        "format": matrix.format_.value,
+        "start": np.asarray(matrix.start_, dtype=np.int32),
+        "index": np.asarray(matrix.index_, dtype=np.int32),
+        "value": np.asarray(matrix.value_, dtype=np.float64),
+        "start_index": np.array([index for index, _ in start], dtype=np.int32),
+        "start_value": np.array([value for _, value in start], dtype=np.float64),
+    }
+    found = _asked(packed(program))
+    if "error" in found:
+        raise RuntimeError(found["error"])
+    return Answer(found)
+
+
+class Stop:
+    """Ends what is being solved within it on any thread, and lets nothing new begin."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._busy: set[subprocess.Popen[bytes]] = set()
+        self._stopped = False
+
+    def now(self) -> None:
+        """End it all. Does not wait."""
+        with self._lock:
+            self._stopped = True
+            for process in self._busy:
+                process.kill()
+
+    @contextmanager
+    def within(self) -> Iterator[None]:
+        """What this thread solves meanwhile can be ended by `now`."""
+        token = _stop.set(self)
+        try:
+            yield
+        finally:
+            _stop.reset(token)
+
+    @contextmanager
+    def watching(self, process: subprocess.Popen[bytes]) -> Iterator[None]:
+        """`process` is solving. Raises RuntimeError where nothing is to be solved any more."""
+        with self._lock:
+            if self._stopped:
+                raise RuntimeError("the search for a plan was ended")
+            self._busy.add(process)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._busy.discard(process)
+
+
+_stop: ContextVar[Stop | None] = ContextVar("cotrain_stop_solving", default=None)
+
+
+def current_stop() -> Stop:
+    """What can end that which this thread solves."""
+    return _stop.get() or Stop()
+
+
+class _Processes:
+    """Those that wait for work, of this process: a fork has none."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        self._idle: list[subprocess.Popen[bytes]] = []
+
+    def take(self) -> subprocess.Popen[bytes] | None:
+        """One that waits for work, if any."""
+        with self._lock:
+            if self._pid != os.getpid():
+                self._pid, self._idle = os.getpid(), []
+            return self._idle.pop() if self._idle else None
+
+    def give_back(self, process: subprocess.Popen[bytes]) -> None:
+        with self._lock:
+            self._idle.append(process)
+
+    def end(self) -> None:
+        while (process := self.take()) is not None:
+            _end(process)
+
+
+_processes = _Processes()
+atexit.register(_processes.end)
+
+
+def _asked(program: bytes) -> dict[str, Any]:
+    """The answer to `program`, by a process that is there, or by a new one."""
+    while (waiting := _processes.take()) is not None:
+        answer = _answer_of(waiting, program)
+        if answer is not None:
+            return answer  # else it had ended: nothing had come for long
+    new = _started()
+    answer = _answer_of(new, program)
+    if answer is None:
+        raise RuntimeError(f"HiGHS' process ended with status {new.returncode}")
+    return answer
+
+
+def _answer_of(process: subprocess.Popen[bytes], program: bytes) -> dict[str, Any] | None:
+    """What `process` answers; None where it ends, too. It is ended by whatever is raised here."""
+    answer, stop = None, current_stop()
+    assert process.stdin
+    assert process.stdout
+    try:
+        with stop.watching(process), suppress(BrokenPipeError):
+            process.stdin.write(program)
+            process.stdin.flush()
+            answer = received(process.stdout)
+    finally:
+        if answer is None:
+            _end(process)
+        else:
+            _processes.give_back(process)
+    return answer
+
+
+def _started() -> subprocess.Popen[bytes]:
+    """A new process. In a session of its own, it does not see the Ctrl-C of our terminal."""
+    if not sys.executable:
+        raise RuntimeError("HiGHS needs a process, but the path of Python is not known")
+    paths = os.pathsep.join(path for path in sys.path if path)
+    return subprocess.Popen(
+        [sys.executable, "-P", "-W", "ignore", highs_worker.__file__],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": paths, "OPENBLAS_NUM_THREADS": "1"},
+        start_new_session=True,
+    )
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+    for stream in (process.stdin, process.stdout):
+        assert stream
+        with suppress(BrokenPipeError):  # what it had not read
+            stream.close()

@@ -1,0 +1,173 @@
+"""The program's memory: what both tiers hold, by decision and by what flows have brought and taken.
+
+In: a `Model` with its `Flows`, and budgets in MiB. Out: constraints at every checkpoint of the
+device, and one for the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from cotrain_compile.machine import Tier
+from cotrain_compile.placement.decisions.effects import Effect, Flow, Hold, Update
+from cotrain_compile.placement.milp.flows import Flows
+from cotrain_compile.placement.milp.linear import pulp
+from cotrain_compile.placement.milp.model import Model, in_mib
+from cotrain_compile.plan import Lane
+
+
+def add_device_memory(model: Model, flows: Flows, budget_mib: float) -> None:
+    """At each checkpoint: what is there by decision, and what flows have brought and taken."""
+    changes = sorted(_changes(model), key=lambda change: change[0])
+    fixed: Any = 0.0
+    next_change = 0
+    if model.relaxed:
+        _add_room_for_any_update(model, budget_mib)
+    workspace = {} if model.relaxed else _workspaces(model)
+    held = _held_flows(model)
+    for segment, nbytes in model.space.checkpoints:
+        due = []
+        while next_change < len(changes) and changes[next_change][0] <= segment:
+            due.append(changes[next_change][1])
+            next_change += 1
+        if due:
+            fixed = model.running(fixed + pulp.lpSum(due))
+        in_flight = _in_flight(model, flows, held, segment)
+        used = in_mib(nbytes) + fixed + in_flight + workspace.get(segment, 0.0)
+        model.add(used <= budget_mib)
+
+
+def add_host_memory(model: Model, budget_mib: float) -> None:
+    """Homes, copies and all that is away, as if all at once.
+
+    Careful: what the largest update makes is there as well; cyclic, what updates read of the step
+    before, too.
+    """
+    used = [in_mib(option.effect.host_bytes) * option.z for option in model.options]
+    if model.cyclic and not model.relaxed:
+        used += [in_mib(_sent_bytes(option.effect)) * option.z for option in model.options]
+    if not model.relaxed and _most_mib(model) > budget_mib:
+        used.append(_host_workspace(model))
+    model.add(pulp.lpSum(used) <= budget_mib)
+
+
+def _most_mib(model: Model) -> float:
+    """With all on the host that can be there; in more than that the largest update has room."""
+    effects = model.space.effects
+    most = sum(max(e.host_bytes + _sent_bytes(e) for e in each) for each in effects)
+    updates = (effect.update for each in effects for effect in each)
+    return in_mib(most + max((u.made_bytes for u in updates if u is not None), default=0))
+
+
+def _host_workspace(model: Model) -> Any:
+    """Room for what is made in the largest update on the host."""
+    room = model.variable("host_workspace")
+    for option in model.options:
+        update = option.effect.update
+        if update is not None and update.tier is Tier.HOST:
+            model.add(room >= in_mib(update.made_bytes) * option.z)
+    return room
+
+
+def _sent_bytes(effect: Effect) -> float:
+    """What is sent down for an update on the host."""
+    return effect.bytes_of(Flow.GRADIENT, Flow.MASTER)
+
+
+def _changes(model: Model) -> Iterable[tuple[int, Any]]:
+    """(first segment, MiB more or less from there on) of every decision."""
+    for option in model.options:
+        for hold in option.effect.holds:
+            for segment, nbytes in _changes_of(hold, model.lag):
+                yield segment, in_mib(nbytes) * option.z
+
+
+def _changes_of(hold: Hold, lag: int) -> Iterable[tuple[int, int]]:
+    """Where a hold begins and ends, but for what flows and updates do.
+
+    In a segment that something begins in, the careful version counts it as there; the relaxed
+    one, which looks at the start of the segment, does not. What is missing is counted the other
+    way round: the careful version misses it only in between.
+    """
+    is_missing = hold.nbytes < 0
+    if hold.begins is None:
+        early = lag if not is_missing else 1 - lag
+        yield (hold.first + 1 - early if hold.first else 0), hold.nbytes
+    if hold.ends is None and hold.last is not None and not hold.until_update:
+        yield hold.last + (1 - lag if is_missing else 1), -hold.nbytes
+
+
+def _in_flight(model: Model, flows: Flows, held_flows: Iterable[Flow], k: int) -> Any:
+    """What flows hold on the device in segment `k`: arrived and not yet used or sent."""
+    arrived = k - 1 if model.relaxed and k < model.tail else k
+    gone = k if k == model.tail else k - 1
+    held = pulp.lpSum([])
+    for flow in held_flows:
+        held += flows.own[flow].by(arrived) if flow.lane is Lane.H2D else -flows.own[flow].by(gone)
+    for stream in flows.streams:
+        held += stream.up.by(arrived) - (1.0 / stream.down) * stream.stored.by(gone)
+        held -= stream.freed * stream.updated.by(gone)
+    return held
+
+
+def _held_flows(model: Model) -> tuple[Flow, ...]:
+    """The flows that begin and end holds: up they bring memory, down they free it."""
+    holds = [hold for option in model.options for hold in option.effect.holds]
+    ends = [end for hold in holds for end in (hold.begins, hold.ends)]
+    return tuple(dict.fromkeys(end.flow for end in ends if end is not None))
+
+
+def _workspaces(model: Model) -> dict[int, Any]:
+    """Careful: room in which the largest update of a segment runs."""
+    by_segment: dict[int, list[Any]] = {}
+    streamed = model.variable("workspace")
+    first = model.tail
+    for option in model.options:
+        effect, z = option.effect, option.z
+        if (update := effect.resident_update) is not None and update.workspace_bytes:
+            need = in_mib(update.workspace_bytes) * z
+            by_segment.setdefault(update.released, []).append(need)
+        if (update := effect.streamed) is not None:
+            model.add(streamed >= in_mib(update.workspace_bytes + update.up_bytes) * z)
+        if (update := effect.streamed or effect.resident_update) is not None:
+            first = min(first, update.released)
+        for room in effect.rooms:
+            by_segment.setdefault(room.segment, []).append(in_mib(room.nbytes) * z)
+    result: dict[int, Any] = {}
+    for k in model.segments[min([first, *by_segment]) :]:
+        room = result[k] = model.variable(f"room_{k}")
+        for need in (streamed, *by_segment.get(k, ())):
+            model.add(room >= need)
+    return result
+
+
+def _add_room_for_any_update(model: Model, budget_mib: float) -> None:
+    """Relaxed: whenever an update runs on the device, what rests there is there too.
+
+    Values inside an update grow with its parameter, so a part of a cluster needs its part.
+    """
+    resting = model.running(
+        pulp.lpSum(
+            in_mib(hold.nbytes) * option.z
+            for option in model.options
+            for hold in option.effect.holds
+            if hold.is_resting
+        )
+    )
+    for decision, variables in zip(model.space.params, model.params, strict=True):
+        updates = [option.effect.update for option in decision.options]
+        terms = [
+            _part_mib(update) * z
+            for update, z in zip(updates, variables, strict=True)
+            if update is not None and update.tier is Tier.DEVICE
+        ]
+        if terms:
+            model.add(resting + pulp.lpSum(terms) <= budget_mib)
+
+
+def _part_mib(update: Update) -> float:
+    """What the update of the largest of any part of a cluster needs at the least."""
+    arriving = update.least_largest * in_mib(update.up_bytes + update.gradient_bytes)
+    share = update.least_largest / update.largest if update.largest else 0.0
+    return share * in_mib(update.workspace_bytes) + arriving

@@ -1,0 +1,169 @@
+"""The model under the program: decisions, segments and prefix flows as variables of pulp.
+
+In: a `DecisionSpace`, and which version of the program it is to be. Out: a `Model` without laws, to
+which `program_flows`, `program_time` and `program_memory` add theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from cotrain_compile.placement.decisions.clusters import ParamCluster
+from cotrain_compile.placement.decisions.decisions import DecisionSpace
+from cotrain_compile.placement.decisions.effects import Demand, Effect
+from cotrain_compile.placement.milp.linear import pulp
+
+MIB = float(1 << 20)
+# A parameter with this share of all is decided as a whole even for the bound.
+LARGE = 0.02
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A strategy's `effect`, and the variable by which it is chosen."""
+
+    effect: Effect
+    z: Any
+
+
+class Model:
+    """A pulp model of `space`, careful or `relaxed`, with `whole` clusters or split ones.
+
+    In a `cyclic` one updates on the host, with their way back, may go on in the next step.
+
+    `params[c][s]` says that strategy s is chosen for cluster c of parameters, `activations[c][s]`
+    the same of those that are not kept: there the first strategy is what is left. `options` are
+    all of these. A segment has a `length` and in it a `stall`, in milliseconds. `lag` is by how
+    many segments a copy is counted late. Rates of the links are in MiB per millisecond.
+    """
+
+    def __init__(
+        self, space: DecisionSpace, *, relaxed: bool, whole: bool, cyclic: bool = False
+    ) -> None:
+        self.space, self.relaxed, self.whole, self.cyclic = space, relaxed, whole, cyclic
+        self.lag = 0 if relaxed else 1
+        self.tail = space.tail
+        self.segments = range(self.tail + 1)
+        self.machine = space.problem.machine
+        self.down_rate = self.machine.d2h.bytes_per_s / MIB / 1e3
+        self.up_rate = self.machine.h2d.bytes_per_s / MIB / 1e3
+        self.pulp = pulp.LpProblem("placement", pulp.LpMinimize)
+        self._sums = 0
+        self.params = [
+            [self._choice(f"z_{c}_{s}", self._is_whole(d.cluster)) for s in range(len(d.options))]
+            for c, d in enumerate(space.params)
+        ]
+        self.activations = [
+            [self._choice(f"x_{c}" + f"_{s}" * (s > 1), whole) for s in range(1, len(d.options))]
+            for c, d in enumerate(space.activations)
+        ]
+        for variables in self.params:
+            self.add(pulp.lpSum(variables) == 1)
+        for variables in self.activations:
+            if len(variables) > 1:
+                self.add(pulp.lpSum(variables) <= 1)
+        self.options = tuple(self._options())
+        self.stall = [self.variable(f"w_{k}") for k in self.segments]
+        self.length = [self.variable(f"t_{k}") for k in self.segments]
+
+    def _is_whole(self, cluster: ParamCluster) -> bool:
+        """In the relaxed version only a large parameter that is a cluster by itself is."""
+        large = cluster.param_bytes > LARGE * sum(d.cluster.param_bytes for d in self.space.params)
+        return self.whole or (self.relaxed and large and len(cluster.params) == 1)
+
+    def _choice(self, name: str, whole: bool) -> Any:
+        """Yes or no; where it need not be `whole`, a cluster is split in any proportion."""
+        if not whole:
+            return self.pulp.add_variable(name, lowBound=0, upBound=1)
+        return self.pulp.add_variable(name, cat="Binary")
+
+    def variable(self, name: str) -> Any:
+        return self.pulp.add_variable(name, lowBound=0)
+
+    def add(self, constraint: Any) -> None:
+        self.pulp += constraint
+
+    def running(self, expression: Any) -> Any:
+        """A variable equal to `expression`, so that long sums are written out once."""
+        self._sums += 1
+        total = self.pulp.add_variable(f"sum_{self._sums}")  # may be below nothing
+        self.add(total == expression)
+        return total
+
+    def _options(self) -> Iterable[Chosen]:
+        for decision, variables in zip(self.space.activations, self.activations, strict=True):
+            for option, x in zip(decision.options[1:], variables, strict=True):
+                yield Chosen(option.effect, x)
+        for params, variables in zip(self.space.params, self.params, strict=True):
+            for chosen, z in zip(params.options, variables, strict=True):
+                yield Chosen(chosen.effect, z)
+
+
+class Total:
+    """An amount of one class, as running totals at the end of each segment."""
+
+    def __init__(self, name: str, model: Model) -> None:
+        self._model = model
+        self._by = [model.variable(f"{name}_{k}") for k in model.segments]
+        for k in model.segments[1:]:
+            model.add(self._by[k] - self._by[k - 1] >= 0)
+
+    def by(self, segment: int) -> Any:
+        """What has passed by the end of `segment`; nothing before the first."""
+        return self._by[segment] if segment >= 0 else 0.0
+
+    def not_before(self, segment: int) -> None:
+        """Nothing passes before `segment`."""
+        for k in range(segment):
+            self._model.add(self.by(k) == 0)
+
+    def within(self, segment: int) -> Any:
+        """What passes during `segment`."""
+        return self.by(segment) - self.by(segment - 1)
+
+    @property
+    def total(self) -> Any:
+        """What has passed by the end of the step."""
+        return self._by[-1]
+
+    def at_least(self, terms: Iterable[tuple[int, Any]], before: Any = 0.0) -> None:
+        """What is needed in a segment has arrived: before it starts, or (relaxed) by its end.
+
+        `before` is what arrived in the step before.
+        """
+        model, total = self._model, 0.0
+        needed = by_segment(terms)
+        for k in model.segments:
+            if k in needed:
+                total = model.running(total + needed[k])
+                in_time = k if k == model.tail else max(0, k - model.lag)
+                model.add(before + self.by(in_time) >= total)
+
+    def at_most(self, terms: Iterable[tuple[int, Any]]) -> None:
+        """Nothing passes before it exists: made by the segment before, or (relaxed) in this."""
+        model, total = self._model, 0.0
+        made = by_segment((min(segment + model.lag, model.tail), term) for segment, term in terms)
+        for k in model.segments:
+            if k in made:
+                total = model.running(total + made[k])
+            model.add(self.by(k) <= total)
+
+
+def by_segment(terms: Iterable[tuple[int, Any]]) -> dict[int, Any]:
+    """The sum of the terms of each segment."""
+    grouped: dict[int, list[Any]] = {}
+    for segment, term in terms:
+        grouped.setdefault(segment, []).append(term)
+    return {segment: pulp.lpSum(items) for segment, items in sorted(grouped.items())}
+
+
+def in_mib(nbytes: float) -> float:
+    """Bytes in MiB."""
+    return nbytes / MIB
+
+
+def amount_of(demand: Demand) -> float:
+    """MiB of a copy, milliseconds of work."""
+    return demand.amount / MIB if demand.flow.is_copy else 1e3 * demand.amount

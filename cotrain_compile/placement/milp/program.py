@@ -1,0 +1,60 @@
+"""The integer program: which strategy for each cluster of parameters and of activations.
+
+In: a `DecisionSpace` and budgets. Out: a pulp model for `solvers`. A fluid model
+(`docs/placement.md` has it in formulas): the order of ops is fixed and cut into segments; how many
+bytes of each class cross the link by the end of each segment is a continuous variable. Two versions
+are built by the same code from the same effects. The *careful* one counts every copy one segment
+late, so that whole tensors fit where its fluids do; its solution is scheduled. The *relaxed* one
+grants every copy the whole of its segment and asks for memory only what any schedule must hold, so
+that its optimum is a bound that no plan within the budgets can beat.
+
+Milliseconds and MiB throughout: bytes and seconds ruin the numerics.
+"""
+
+from __future__ import annotations
+
+from cotrain_compile.placement.decisions.decisions import DecisionSpace
+from cotrain_compile.placement.milp.flows import add_flows
+from cotrain_compile.placement.milp.linear import pulp
+from cotrain_compile.placement.milp.memory import add_device_memory, add_host_memory
+from cotrain_compile.placement.milp.model import Model
+from cotrain_compile.placement.milp.time import add_times
+from cotrain_compile.plan import Lane
+
+# Price of a byte on the link against time: nothing moves without a reason.
+MOVING_PRICE = 2e-3
+
+
+class Program:
+    """The program as a pulp model: careful, or `relaxed`; with `whole` clusters, or split ones.
+
+    By default the careful one has whole clusters and the relaxed one, which is a bound, split ones.
+    With `cyclic`, steps overlap and `step` is the time from one to the next.
+    Budgets are in MiB. `step` is the time of the step in milliseconds; `params` and `activations`
+    are the variables of the decisions, as in `Model`.
+    """
+
+    def __init__(
+        self,
+        space: DecisionSpace,
+        budget_mib: float,
+        host_budget_mib: float,
+        *,
+        relaxed: bool = False,
+        whole: bool | None = None,
+        cyclic: bool = False,
+    ) -> None:
+        whole = not relaxed if whole is None else whole
+        model = Model(space, relaxed=relaxed, whole=whole, cyclic=cyclic)
+        flows = add_flows(model)
+        add_times(model, flows)
+        add_device_memory(model, flows, budget_mib)
+        add_host_memory(model, host_budget_mib)
+        self.space, self.params, self.activations = space, model.params, model.activations
+        self.step = pulp.lpSum(model.length)
+        moved = pulp.lpSum(flow.total for lane in (Lane.D2H, Lane.H2D) for flow in flows.on(lane))
+        # A bound has no price: what a plan pays for moving is not time.
+        is_bound = relaxed and not whole
+        price = 0.0 if is_bound else MOVING_PRICE / min(model.down_rate, model.up_rate)
+        self.model = model.pulp
+        self.model += self.step + price * moved

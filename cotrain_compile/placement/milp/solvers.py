@@ -1,0 +1,194 @@
+"""Solvers: a `Program` through pulp, by HiGHS or CBC, in limited time and repeatably."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cotrain_compile.errors import OptionError
+from cotrain_compile.placement.decisions.decisions import Decisions
+from cotrain_compile.placement.milp.linear import pulp
+from cotrain_compile.placement.milp.program import Program
+
+# One thread: with more, HiGHS may return another of several equally good plans each time.
+THREADS = 1
+
+
+@dataclass(frozen=True)
+class Solution:
+    """What a solver found. `step_s` is by the program's own model.
+
+    `objective_s` is the step time with the price of what moves, `bound_s` is a bound on that.
+    `decisions` is None where there is no solution or none was found in time. `failure` says in
+    words how the solver failed, "" where it did not.
+    """
+
+    status: str
+    decisions: Decisions | None
+    step_s: float
+    objective_s: float
+    bound_s: float
+    seconds: float
+    failure: str = ""
+
+
+def pick(solver: str) -> str:
+    """The solver to use: "highs" or "cbc"; "highs" becomes "cbc" where it is not installed.
+
+    Raises `OptionError` when neither is there, or no pulp.
+    """
+    if solver == "highs" and pulp.HiGHS(msg=False).available():
+        return "highs"
+    if _cbc().available():
+        return "cbc"
+    raise OptionError("no solver found: install highspy (pip install highspy)")
+
+
+def solve_program(
+    program: Program,
+    solver: str,
+    *,
+    time_limit_s: float,
+    gap: float,
+    seed: int,
+) -> Solution:
+    """Solve `program` to within `gap`, a fraction, or as far as it gets in `time_limit_s`.
+
+    Also where there is no solver, and whatever happens in it: then the solution has a `failure`.
+    """
+    began = time.monotonic()
+    try:
+        status, bound_ms = _SOLVE[pick(solver)](program, time_limit_s, gap, seed)
+    except Exception as error:  # foreign code: pulp, numpy, a library, another program
+        return failed(error, time.monotonic() - began)
+    found = program.model.sol_status in (
+        pulp.LpSolutionOptimal,
+        pulp.LpSolutionIntegerFeasible,
+    )
+    return Solution(
+        status,
+        decisions_of(program) if found else None,
+        float(pulp.value(program.step)) / 1e3 if found else float("inf"),
+        float(program.model.objective.value()) / 1e3 if found else float("inf"),
+        bound_ms / 1e3,
+        time.monotonic() - began,
+    )
+
+
+def failed(error: Exception, seconds: float = 0.0) -> Solution:
+    """No solution, because of `error`, after so many seconds."""
+    told = " ".join(f"{type(error).__name__}: {error}".split())
+    nothing = float("inf")
+    return Solution("failed", None, nothing, nothing, 0.0, seconds, failure=told)
+
+
+def decisions_of(program: Program) -> Decisions:
+    """The decisions in a solved program; of a split cluster the strategy with the largest share."""
+    params = []
+    for decision, variables in zip(program.space.params, program.params, strict=True):
+        shares = [variable.value() or 0.0 for variable in variables]
+        params.append(decision.strategies[shares.index(max(shares))])
+    activations = []
+    for kept, variables in zip(program.space.activations, program.activations, strict=True):
+        shares = [variable.value() or 0.0 for variable in variables]
+        # What is not chosen is kept, and of two halves that is the first.
+        shares.insert(0, 1.0 - sum(shares))
+        activations.append(kept.strategies[shares.index(max(shares))])
+    return Decisions(tuple(params), tuple(activations))
+
+
+def _highs(program: Program, time_limit_s: float, gap: float, seed: int) -> tuple[str, float]:
+    """Solve the relaxation; then with what it leaves undecided; then, from there, the whole."""
+    began = time.monotonic()
+    choices = [v for v in program.model.variables() if v.cat == pulp.LpInteger]
+    known: dict[str, float] = {}
+    if choices:
+        known = _round(program, choices, 0.4 * time_limit_s, gap, seed)
+        if program.model.status == pulp.LpStatusInfeasible and not known:
+            return "infeasible", 0.0
+    left_s = max(0.1, time_limit_s - (time.monotonic() - began))
+    highs = _run_highs(program, left_s, gap, seed, known)
+    status = str(highs.modelStatusToString(highs.getModelStatus())).lower()
+    if choices:
+        # Stopped early, HiGHS may have no bound but minus infinity.
+        return status, max(0.0, float(highs.getInfo().mip_dual_bound))
+    # A linear program that is stopped early is at a value that it may yet fall below.
+    return status, float(program.model.objective.value()) if status == "optimal" else 0.0
+
+
+def _round(
+    program: Program, choices: Sequence[Any], time_limit_s: float, gap: float, seed: int
+) -> dict[str, float]:
+    """A good solution soon: keep what the relaxation decides, solve for the rest.
+
+    Relaxation enforced neighbourhood search (Berthold 2014), in its simplest form.
+    """
+    _run_highs(program, time_limit_s, gap, seed, {}, whole=False)
+    if program.model.status == pulp.LpStatusInfeasible:
+        return {}
+    decided = [(v, round(v.value())) for v in choices if abs(v.value() - round(v.value())) < 1e-3]
+    if program.model.sol_status != pulp.LpSolutionOptimal:
+        return {}
+    for variable, value in decided:
+        variable.bounds(value, value)
+    _run_highs(program, time_limit_s, gap, seed, {})
+    found = program.model.sol_status in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible)
+    program.model.status = pulp.LpStatusNotSolved  # what is left may well be infeasible
+    values = {v.name: float(round(v.value())) for v in choices} if found else {}
+    for variable, _ in decided:
+        variable.bounds(0, 1)
+    return values
+
+
+def _run_highs(
+    program: Program,
+    time_limit_s: float,
+    gap: float,
+    seed: int,
+    known: Mapping[str, float],
+    *,
+    whole: bool = True,
+) -> Any:
+    # Its base is pulp's: it can be defined only where that is.
+    from cotrain_compile.placement.milp.warm_highs import WarmHighs
+
+    solver = WarmHighs(
+        mip=whole,
+        msg=False,
+        timeLimit=time_limit_s,
+        gapRel=gap,
+        threads=THREADS,
+        random_seed=seed,
+    )
+    if known:
+        column = {variable.name: index for index, variable in enumerate(program.model.variables())}
+        solver.start = [(column[name], value) for name, value in known.items()]
+    program.model.solve(solver)
+    return program.model.solverModel
+
+
+def _cbc_solve(program: Program, time_limit_s: float, gap: float, seed: int) -> tuple[str, float]:
+    # Its base is pulp's: it can be defined only where that is.
+    from cotrain_compile.placement.milp.cbc_process import Cbc
+
+    settings = {"timeLimit": time_limit_s, "gapRel": gap, "options": [f"randomCbcSeed {seed}"]}
+    solver = _cbc(Cbc, **settings)
+    program.model.solve(solver)
+    status = str(pulp.LpStatus[program.model.status]).lower()
+    if program.model.sol_status == pulp.LpSolutionIntegerFeasible:
+        return "time limit reached", 0.0  # pulp does not pass on the bound it had reached
+    objective = program.model.objective.value() or 0.0
+    return status, float(objective) / (1.0 + gap)
+
+
+def _cbc(kind: type[Any] | None = None, **settings: Any) -> Any:
+    with warnings.catch_warnings():
+        # pulp 3.3 announces that its bundled CBC will become a package of its own.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return (kind or pulp.PULP_CBC_CMD)(msg=False, threads=THREADS, **settings)
+
+
+_SOLVE = {"highs": _highs, "cbc": _cbc_solve}

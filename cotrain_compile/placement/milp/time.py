@@ -1,0 +1,88 @@
+"""The program's time: how long each segment takes for device, links and host, and the step's end.
+
+In: a `Model` with its `Flows`. Out: constraints on the segments' lengths, in milliseconds.
+"""
+
+from __future__ import annotations
+
+from cotrain_compile.machine import Tier
+from cotrain_compile.placement.decisions.effects import Flow
+from cotrain_compile.placement.milp.flows import Flows
+from cotrain_compile.placement.milp.linear import pulp
+from cotrain_compile.placement.milp.model import Model, Total, by_segment, in_mib
+from cotrain_compile.plan import Lane
+
+
+def add_times(model: Model, flows: Flows) -> None:
+    """Add to `model` that no segment is shorter than what happens in it."""
+    _add_device(model, flows)
+    _add_links_and_host(model, flows)
+    _add_end_of_step(model, flows)
+
+
+def _add_device(model: Model, flows: Flows) -> None:
+    """A segment takes its ops, what is decided besides, its stall and the updates in it."""
+    resident = [
+        (update.released, 1e3 * update.seconds * option.z)
+        for option in model.options
+        if (update := option.effect.resident_update) is not None
+    ]
+    decided = by_segment(
+        (work.segment, 1e3 * work.seconds * option.z)
+        for option in model.options
+        for work in option.effect.device_work
+    )
+    at_once = by_segment(resident)
+    later = Total("updates", model)
+    if model.relaxed:
+        later.at_most(resident)
+        model.add(later.total == pulp.lpSum(amount for _, amount in resident))
+    for k, seconds in enumerate(model.space.seconds):
+        streamed = pulp.lpSum(stream.ms * stream.updated.within(k) for stream in flows.streams)
+        updates = later.within(k) if model.relaxed else at_once.get(k, 0.0)
+        ops_ms = 1e3 * seconds + decided.get(k, 0.0)
+        model.add(model.length[k] == ops_ms + model.stall[k] + updates + streamed)
+
+
+def _add_links_and_host(model: Model, flows: Flows) -> None:
+    """Each direction of the link, both together, and the host have so much time a segment."""
+    shared = 2.0 / model.machine.duplex
+    disturbed = 1.0 - 1.0 / model.machine.host_update.slowdown_while_copying
+    for k, length in enumerate(model.length):
+        down = pulp.lpSum(flow.within(k) for flow in flows.on(Lane.D2H)) * (1.0 / model.down_rate)
+        up = pulp.lpSum(flow.within(k) for flow in flows.on(Lane.H2D)) * (1.0 / model.up_rate)
+        # While both directions are busy each takes `shared` times as long, so that the longer
+        # one ends after itself and what the shorter one has cost it.
+        model.add(down + (shared - 1.0) * up <= length)
+        model.add(up + (shared - 1.0) * down <= length)
+        host = pulp.lpSum(flow.within(k) for flow in flows.on(Lane.HOST)) * (
+            1.0 / model.machine.host_update.workers
+        )
+        if model.relaxed:
+            model.add(host + disturbed * down <= length)
+            model.add(host + disturbed * up <= length)
+        else:  # as if a copy were running all the time
+            model.add(host <= (1.0 - disturbed) * length)
+
+
+def _add_end_of_step(model: Model, flows: Flows) -> None:
+    """The tail ends with a whole update on its way home, which no fluid shows.
+
+    Careful: of all that passes through link and device one after the other, the largest adds
+    its own way home to the way in of the rest (a flow shop of two machines, Johnson 1954).
+    """
+    k, tail = model.tail, model.length[model.tail]
+    up = pulp.lpSum(stream.up.within(k) for stream in flows.streams) * (1.0 / model.up_rate)
+    home_rate = {Tier.DEVICE: model.down_rate, Tier.HOST: model.up_rate}
+    for option in model.options:
+        update, z = option.effect.update, option.z
+        if update is None or not update.home_bytes or update.released < k - model.lag:
+            continue
+        share = update.least_largest if model.relaxed else update.largest
+        home_ms = share * in_mib(update.home_bytes) / home_rate[update.tier]
+        own_ms = share * 1e3 * update.seconds
+        if update.tier is Tier.DEVICE:
+            model.add(tail >= (own_ms + home_ms) * z + (0.0 if model.relaxed else up))
+        elif not model.cyclic:
+            before = own_ms * z if model.relaxed else flows.own[Flow.HOST_UPDATE].within(k)
+            model.add(tail >= home_ms * z + before)

@@ -1,0 +1,142 @@
+"""OffloadLane: the lane from device to host in the list scheduler, and the memory it gives back.
+
+In: the sends of `Moves` as they become possible. Out: tasks issued in order of urgency, and waits
+for those that are done or whose memory is needed. A source that is kept for its copy alone is
+`held` until that wait.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from cotrain_compile.machine import Machine
+from cotrain_compile.placement.schedule.clock import Clock
+from cotrain_compile.placement.schedule.memory_ledger import MemoryLedger
+from cotrain_compile.placement.schedule.moves import Moves, Send
+from cotrain_compile.placement.schedule.task_list import TaskList
+from cotrain_compile.plan import Lane, Transfer
+
+
+@dataclass(frozen=True, eq=False)
+class _Flight:
+    """An issued offload whose wait has not been placed; `held_bytes` go with it."""
+
+    name: str
+    held_bytes: int
+    holds_from: int
+
+
+class OffloadLane:
+    """Sends that are ready, and those on their way."""
+
+    def __init__(
+        self, machine: Machine, moves: Moves, clock: Clock, room: MemoryLedger, tasks: TaskList
+    ) -> None:
+        self._machine, self._moves = machine, moves
+        self._clock, self._room, self._tasks = clock, room, tasks
+        # By name; `_weights` are not urgent: they free no memory.
+        self._urgent: OrderedDict[str, Send] = OrderedDict()  # most urgent first
+        self._weights: OrderedDict[str, Send] = OrderedDict()
+        self._flights: list[_Flight] = []
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether there are sends or flights that give memory back when forced."""
+        return bool(self._due() or self._urgent)
+
+    def open_gap(self) -> None:
+        """Take note of what the op before the gap has made possible."""
+        gap = self._clock.gap
+        for send in self._moves.sends_ready_after.get(gap - 1, ()):
+            self._add(send)
+        for send in self._moves.sends_held_from.get(gap, ()):
+            self._room.held_bytes += send.nbytes
+
+    def store(self, buffer: str, nbytes: int) -> None:
+        """Send a fetched `buffer` back over its home; its copy is held until it is there."""
+        gap = self._clock.gap
+        self._room.held_bytes += nbytes
+        send = Send(f"store.{buffer}", buffer, nbytes, gap - 1, gap, buffer)
+        self._urgent[send.name] = send
+
+    def feed(self, until_s: float) -> None:
+        """Give the lane work until `until_s`."""
+        free_s = self._clock.free_s
+        while self._urgent and free_s[Lane.D2H] < until_s:
+            if self._would_hold_up_a_scalar(next(iter(self._urgent.values()))):
+                break
+            self._issue(self._urgent.popitem(last=False)[1])
+        while self._weights and free_s[Lane.D2H] < until_s:
+            self._issue(self._weights.popitem(last=False)[1])
+
+    def urge(self, names: Collection[str]) -> None:
+        """Issue those of `names` now that have not been yet: something waits for them."""
+        for queue in (self._urgent, self._weights):
+            found = {name for name in names if name in queue}
+            # Only several have an order to keep; to look for it takes the whole queue.
+            for name in [name for name in queue if name in found] if len(found) > 1 else found:
+                self._issue(queue.pop(name))
+
+    def all_urged(self, names: Collection[str]) -> bool:
+        """Whether none of `names` waits among the urgent."""
+        return self._urgent.keys().isdisjoint(names)
+
+    def take_back(self) -> None:
+        """Wait for the flights that are done."""
+        for flight in self._due():
+            if self._clock.end_s[flight.name] <= self._clock.now_s:
+                self._wait_for(flight)
+
+    def force(self) -> bool:
+        """Wait for the flight that ends first, or issue a send; False where there is neither."""
+        if due := self._due():
+            self._wait_for(min(due, key=lambda flight: self._clock.end_s[flight.name]))
+        elif self._urgent:
+            self._issue(self._urgent.popitem(last=False)[1])
+        else:
+            return False
+        return True
+
+    def _add(self, send: Send) -> None:
+        is_urgent = send.is_small or send.holds_from is not None
+        queue = self._urgent if is_urgent else self._weights
+        queue[send.name] = send
+        if send.is_small:
+            queue.move_to_end(send.name, last=False)
+
+    def _issue(self, send: Send) -> None:
+        self._tasks.issue(
+            Transfer(
+                send.name,
+                "offload",
+                send.buffer,
+                send.nbytes,
+                None,
+                None,
+                destination=send.destination,
+            )
+        )
+        self._clock.transfer(Lane.D2H, send.name, send.nbytes, 0.0)
+        if send.holds_from is not None:
+            self._flights.append(_Flight(send.name, send.nbytes, send.holds_from))
+
+    def _would_hold_up_a_scalar(self, send: Send) -> bool:
+        """Whether a small copy that host updates wait for comes up long before this one ends."""
+        ahead_s = 0.25 * self._machine.d2h.seconds(send.nbytes)
+        clock = self._clock
+        return any(
+            clock.gap <= slot and clock.until(slot + 1) < ahead_s
+            for slot in self._moves.scalar_slots
+        )
+
+    def _due(self) -> list[_Flight]:
+        """The flights whose waits would give memory back in this gap."""
+        return [flight for flight in self._flights if flight.holds_from <= self._clock.gap]
+
+    def _wait_for(self, flight: _Flight) -> None:
+        self._flights.remove(flight)
+        self._room.held_bytes -= flight.held_bytes
+        self._tasks.wait_for(flight.name)
+        self._clock.wait_until(self._clock.end_s[flight.name])

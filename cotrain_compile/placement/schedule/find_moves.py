@@ -1,0 +1,336 @@
+"""Find moves: Placement -> Moves. What has to cross the link, run on the host or run elsewhere.
+
+In: a Problem and a Placement. Out: `Moves`, each with the slot after which it may start or before
+which it must be done, and the stays of every buffer on the device at the least.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import accumulate
+
+from cotrain_compile.dataflow import PERSISTENT_ROLES, Buffer, Dataflow, Phase, UpdateGroup
+from cotrain_compile.machine import Tier
+from cotrain_compile.placement.problem import Problem
+from cotrain_compile.placement.residency import (
+    Instance,
+    device_program,
+    gradients_at_home,
+    longest_gap,
+)
+from cotrain_compile.placement.schedule.gradient_uses import GradientUses, gradient_uses
+from cotrain_compile.placement.schedule.hoisted_updates import Support, movable, workspace_bytes
+from cotrain_compile.placement.schedule.moves import (
+    Cast,
+    DeviceUpdate,
+    Fetch,
+    HostUpdate,
+    Moves,
+    Send,
+)
+from cotrain_compile.plan import Placement
+
+
+def moves_of(problem: Problem, placement: Placement) -> Moves:
+    """The moves of `placement`."""
+    return _Finder(problem, placement).moves()
+
+
+class _Finder:
+    """What is found so far; casts come before weights, and these before the updates."""
+
+    def __init__(self, problem: Problem, placement: Placement) -> None:
+        self.problem, self.placement = problem, placement
+        self.dataflow = problem.dataflow
+        whole = device_program(self.dataflow, placement)
+        self.moving = [g for g in self.dataflow.updates if movable(placement, g)]
+        support = Support(self.dataflow)
+        self.support = {group.param: support.of(group) for group in self.moving}
+        supporting = {name for names in self.support.values() for name in names}
+        taken = supporting.union(*(group.ops for group in self.moving))
+        staying = tuple(op for op in whole.ops if op.name not in taken)
+        self.program = replace(whole, ops=staying)
+        seconds = problem.costs.device_s
+        self.backward = [i for i, op in enumerate(staying) if op.phase is Phase.BACKWARD]
+        self.elapsed_s = list(accumulate((seconds[op.name] for op in staying), initial=0.0))
+        self.away = set(placement.away)
+        self.at_home = set(gradients_at_home(self.dataflow, placement))
+        self.updated_from = {group.gradient: group for group in self.dataflow.updates}
+        self.windows = {group.param: self._window(group) for group in self.dataflow.updates}
+        # What moved updates read must stay until they run, however early the others are done.
+        self.read_by_moved = {group.gradient: group for group in self.moving}
+        self.shared = {name for group in self.moving for name in group.scalars}
+        self.shared |= {made for op in whole.ops if op.name in supporting for made in op.writes}
+        self.sends: dict[str, Send] = {}
+        self.fetches: list[Fetch] = []
+        self.instances: list[Instance] = []
+        self.casts: list[Cast] = []
+        # Names of what makes and fetches each weight at home on the host.
+        self.weight_tasks: dict[str, tuple[str, ...]] = {}
+
+    def moves(self) -> Moves:
+        self._casts()
+        fetched = {copy: param for param, copy in self.program.fetched.items()}
+        for buffer in self.dataflow.buffers:
+            if buffer.name in self.at_home:
+                self._gradient_at_home(buffer)
+            elif buffer.name in fetched:
+                self._weight(buffer, fetched[buffer.name])
+            elif self.placement.homes.get(buffer.name) is not Tier.HOST:
+                self._buffer(buffer)
+            elif buffer.param:
+                self._new_gradient(buffer)
+        device_updates = [self._device_update(group) for group in self.moving]
+        host_updates = [self._host_update(group) for group in self.program.host_groups]
+        return Moves(
+            self.program,
+            self.elapsed_s,
+            tuple(sorted(self.sends.values(), key=lambda send: send.ready)),
+            tuple(sorted(self.fetches, key=lambda fetch: fetch.need)),
+            tuple(self.casts),
+            tuple(sorted(host_updates, key=self._landed)),
+            tuple(sorted(device_updates, key=lambda u: (u.earliest, bool(u.fetches)))),
+            tuple(self.instances),
+        )
+
+    def _landed(self, update: HostUpdate) -> int:
+        """Parameters whose gradients come first are updated first."""
+        return self.program.last_write(update.group.gradient)
+
+    # Buffers.
+
+    def _casts(self) -> None:
+        writer = {name: op for op in self.dataflow.ops for name in op.writes}
+        thin = [(p, copy) for p, copy in self.program.fetched.items() if copy != p]
+        first_use = {name: slots[0] for name, slots in self.program.touches.items()}
+        for param, copy in sorted(thin, key=lambda pair: first_use.get(pair[1], 0)):
+            ops = (writer[copy].name,)
+            seconds = self.problem.host_cast_s(ops)
+            cast = Cast(f"cast.{param}", param, copy, ops, seconds, self._carried_update(param))
+            self.casts.append(cast)
+            self.weight_tasks[param] = (cast.name,)
+
+    def _weight(self, buffer: Buffer, param: str) -> None:
+        """The fetches of a weight whose home is on the host."""
+        touched = self.program.touches.get(buffer.name, [])
+        after = self.weight_tasks.get(param, ())
+        group = self.dataflow.update.get(param)
+        # The gap to be away in is before the update: after it the weight is on its way home.
+        limit = self.windows[param][1] if group is not None else self.program.end
+        old = [slot for slot in touched if slot < limit]
+        stays = self._stays(buffer, old)
+        if stays and len(old) < len(touched):
+            stays[-1] = (stays[-1][0], touched[-1])
+        for number, (first, last) in enumerate(stays):
+            name = f"{'refetch' if number else 'fetch'}.{buffer.name}"
+            # Where there is a cast, that follows the update of the step before.
+            previous = () if after else self._carried_update(param)
+            self.fetches.append(Fetch(name, buffer.name, buffer.nbytes, first, after, previous))
+            self.weight_tasks[param] = (*self.weight_tasks.get(param, ()), name)
+            if group in self.moving and buffer.name == param and last == touched[-1]:
+                last = max(last, self.windows[param][0])
+            self.instances.append(Instance(buffer, first, last + 1))
+
+    def _gradient_at_home(self, buffer: Buffer) -> None:
+        """A kept gradient at home on the host: fetched for its uses, and sent back if written.
+
+        It is away in the longest gap before it is written and its update may run. Where that runs
+        on the device, it reads what is fetched here, and then sends it back itself.
+        """
+        name, uses = buffer.name, self._uses_of(buffer.name)
+        group = self.updated_from.get(name)
+        updates_here = group if group in self.moving else None
+        # Where the update is the first to touch it, that has a fetch of its own.
+        first_number = 1 if updates_here and not uses.before else 0
+        for number, (first, last) in enumerate(uses.stays, start=first_number):
+            fetch = f"{'refetch' if number else 'fetch'}.{name}"
+            self.fetches.append(Fetch(fetch, name, buffer.nbytes, first))
+            if updates_here and uses.before and (first, last) == uses.stays[-1]:
+                last = max(last, self.windows[updates_here.param][0])
+            self.instances.append(Instance(buffer, first, last + 1))
+        if uses.written and (uses.written_late or not updates_here):
+            ready, last = uses.written[-1], uses.stays[-1][1]
+            store = Send(f"store.{name}", name, buffer.nbytes, ready, last + 1, name)
+            self.sends[store.name] = store
+
+    def _uses_of(self, name: str) -> GradientUses:
+        group = self.updated_from.get(name)
+        limit = self.windows[group.param][1] if group is not None else self.program.end
+        return gradient_uses(self.program, self.elapsed_s, name, limit)
+
+    def _new_gradient(self, buffer: Buffer) -> None:
+        """A gradient that the step makes and keeps on the host: sent there after its last use."""
+        touched = self.program.touches[buffer.name]
+        self._send(buffer, self.program.last_write(buffer.name), touched[-1] + 1)
+        self.instances.append(Instance(buffer, touched[0], touched[-1] + 1))
+
+    def _buffer(self, buffer: Buffer) -> None:
+        """Any other buffer: on the device from its first use to its last, or in two stays."""
+        touched = self.program.touches.get(buffer.name, [])
+        if buffer.name in self.shared and not buffer.is_input:
+            self._until_the_end(buffer, touched[0] if touched else 0)
+        elif buffer.is_input:
+            self._until_the_end(buffer, 0)
+        elif touched and (buffer.role in PERSISTENT_ROLES or buffer.is_output):
+            self._until_the_end(buffer, touched[0])
+        elif touched:
+            self._temporary(buffer, touched)
+
+    def _until_the_end(self, buffer: Buffer, first: int) -> None:
+        self.instances.append(Instance(buffer, first, self.program.end + 1))
+
+    def _temporary(self, buffer: Buffer, touched: list[int]) -> None:
+        stays = self._stays(buffer, touched)
+        for number, (first, last) in enumerate(stays):
+            if buffer.name in self.read_by_moved and buffer.name not in self.away:
+                last = max(last, self.windows[self.read_by_moved[buffer.name].param][0])
+            self.instances.append(Instance(buffer, first, last + 1))
+            if number:
+                before = stays[number - 1][1]
+                send = self._send(buffer, before, before + 1)
+                name = f"fetch.{buffer.name}"
+                fetch = Fetch(name, buffer.name, buffer.nbytes, first, (send.name,))
+                self.fetches.append(fetch)
+
+    def _stays(self, buffer: Buffer, touched: list[int]) -> list[tuple[int, int]]:
+        """First and last slot of each stay of `buffer` on the device."""
+        if not touched:
+            return []
+        if buffer.name in self.away and buffer.name not in self.read_by_moved:
+            gap = longest_gap(touched, self.elapsed_s)
+            if gap is not None:
+                return [(touched[0], gap[0]), (gap[1], touched[-1])]
+        return [(touched[0], touched[-1])]
+
+    def _send(self, buffer: Buffer, ready: int, holds_from: int | None) -> Send:
+        name = f"offload.{buffer.name}"
+        if name not in self.sends:
+            self.sends[name] = Send(name, buffer.name, buffer.nbytes, ready, holds_from)
+        return self.sends[name]
+
+    # Updates.
+
+    def _host_update(self, group: UpdateGroup) -> HostUpdate:
+        returns = self.placement.homes[group.param] is Tier.DEVICE
+        sources = [group.gradient, *_on_device(self.dataflow, group.scalars)]
+        sources = [group.param, *sources] if returns else sources
+        next_use = self._next_use(group)
+        earliest, limit = self.windows[group.param]
+        inputs = []
+        for name in sources:
+            if name in self.at_home:  # the host reads it there, after what the device has written
+                inputs += [f"store.{name}"] if self._uses_of(name).written_before else []
+                continue
+            buffer = self.dataflow.buffer[name]
+            stays = buffer.is_input or buffer.is_output
+            holds_from = None if stays else self.program.touches[name][-1] + 1
+            touched = self.program.touches.get(name, ())
+            writes = [t for t in touched if t < limit and name in self.program.ops[t].writes]
+            ready = max(writes, default=-1)
+            if name == group.param and next_use is not None:
+                ready = max(ready, next_use)  # there is a wait for the weight before that op
+            inputs.append(self._send(buffer, ready, holds_from).name)
+        if not self.placement.early_updates:
+            before = bisect_left(self.backward, limit)
+            earliest = max([earliest, *self.backward[max(before - 1, 0) : before]])
+        return HostUpdate(
+            group,
+            tuple(inputs),
+            self.weight_tasks.get(group.param, ()),
+            earliest,
+            limit,
+            returns,
+            self.problem.costs.host_update_s[group.param],
+            next_use,
+        )
+
+    def _next_use(self, group: UpdateGroup) -> int | None:
+        """The slot of the next step up to which an update on the host may go on; None: no further.
+
+        None too where this step uses or returns what the update writes, and where the update reads
+        what lies in `.grad`: that is the user's when the step returns.
+        """
+        param, program = group.param, self.program
+        touched = program.touches.get(program.fetched.get(param, param), [])
+        written = [self.dataflow.buffer[name] for name in (param, *group.states)]
+        in_step = self.windows[param][1] < program.end or any(b.is_output for b in written)
+        in_step = in_step or self.placement.homes.get(group.gradient) is Tier.HOST
+        if in_step or not touched or not self.placement.overlap_steps:
+            return None
+        return touched[0]
+
+    def _carried_update(self, param: str) -> tuple[str, ...]:
+        """The update of `param` on the host, where it may go on in the next step."""
+        group = self.dataflow.update.get(param)
+        if group not in self.program.host_groups or self._next_use(group) is None:
+            return ()
+        return (f"update.{param}",)
+
+    def _device_update(self, group: UpdateGroup) -> DeviceUpdate:
+        buffers, homes, param = self.dataflow.buffer, self.placement.homes, group.param
+        earliest, limit = self.windows[param]
+        states = [name for name in group.states if homes[name] is Tier.HOST]
+        fetched, stores, kept_bytes = states, states, 0
+        if homes[param] is Tier.HOST:
+            stores = [param, *states]
+            if self.program.fetched[param] == param and self.program.touches.get(param):
+                kept_bytes = buffers[param].nbytes
+            else:
+                fetched = [*states, param]
+        fetches = [Fetch(f"fetch.{s}", s, buffers[s].nbytes, earliest) for s in fetched]
+        gradient = buffers[group.gradient]
+        fetched_gradient, held_bytes = self._gradient_for(group)
+        fetches += fetched_gradient
+        if gradient.name in self.at_home and self._uses_of(gradient.name).written_before:
+            stores = [*stores, gradient.name]
+        ops = (*self.support[param], *group.ops)
+        return DeviceUpdate(
+            group,
+            ops,
+            earliest,
+            limit,
+            tuple(fetches),
+            tuple(stores),
+            held_bytes,
+            kept_bytes,
+            workspace_bytes(self.dataflow, group),
+            sum(self.problem.costs.device_s[name] for name in ops),
+        )
+
+    def _gradient_for(self, group: UpdateGroup) -> tuple[list[Fetch], int]:
+        """How an update on the device gets its gradient: fetched, or so many bytes held for it."""
+        gradient = self.dataflow.buffer[group.gradient]
+        name, earliest = gradient.name, self.windows[group.param][0]
+        on_host = self.placement.homes.get(name) is Tier.HOST
+        if name in self.at_home and not self._uses_of(name).before:
+            return [Fetch(f"fetch.{name}", name, gradient.nbytes, earliest)], 0
+        stays = (gradient.is_input or gradient.is_output) and not on_host
+        if not gradient.is_input and (on_host or (name in self.away and not stays)):
+            last = self.program.touches[name][-1]
+            send = self._send(gradient, last, last + 1)
+            return [Fetch(f"fetch.{name}", name, gradient.nbytes, earliest, (send.name,))], 0
+        return [], 0 if stays else gradient.nbytes
+
+    def _window(self, group: UpdateGroup) -> tuple[int, int]:
+        """The slot after which the update may run, and the slot of the op that needs its result.
+
+        Everything that uses the old parameter or states comes before it.
+        """
+        position, program = self.dataflow.position, self.program
+        write = max(position[name] for name in group.ops)
+        own = {group.param, *group.states, program.fetched.get(group.param, group.param)}
+        inputs = {group.gradient, *group.scalars}
+        if self.dataflow.buffer[group.gradient].is_input:  # the step may write it after the update
+            own, inputs = own | {group.gradient}, inputs - {group.gradient}
+        touched = [slot for name in own for slot in program.touches.get(name, ())]
+        before = [slot for slot in touched if position[program.ops[slot].name] < write]
+        later = [slot for slot in touched if position[program.ops[slot].name] > write]
+        made = [program.last_write(name) for name in inputs]
+        return max([-1, *before, *made]), min([program.end, *later])
+
+
+def _on_device(dataflow: Dataflow, scalars: Iterable[str]) -> list[str]:
+    """Those of `scalars` that the device computes; fixed ones are on the host already."""
+    return [name for name in scalars if name not in dataflow.fixed]

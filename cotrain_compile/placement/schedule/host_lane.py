@@ -1,0 +1,140 @@
+"""The host's lane in the list scheduler: casts, updates, and the new weights' way back.
+
+In: the casts and host updates of `Moves`. Out: regions issued when their inputs are on their way,
+and a prefetch over the old parameter for each update whose parameter is at home on the device. What
+may go on in the next step is carried, and waited for there before its first use.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import deque
+
+from cotrain_compile.placement.problem import Problem
+from cotrain_compile.placement.schedule.clock import Clock
+from cotrain_compile.placement.schedule.d2h_lane import OffloadLane
+from cotrain_compile.placement.schedule.moves import HostUpdate, Moves
+from cotrain_compile.placement.schedule.task_list import TaskList
+from cotrain_compile.plan import HostRegion, Lane, Transfer
+
+
+class HostLane:
+    """Updates that wait for their gradients, and new weights that wait for their way back."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        moves: Moves,
+        clock: Clock,
+        tasks: TaskList,
+        offloads: OffloadLane,
+        *,
+        by_use: bool,
+    ) -> None:
+        self._buffers, self._moves = problem.dataflow.buffer, moves
+        self._clock, self._tasks, self._offloads = clock, tasks, offloads
+        self._by_use = by_use
+        order = _as_weights_are_used if by_use else _as_gradients_land
+        self._waiting = deque(sorted(moves.host_updates, key=order))
+        self._returning: list[HostUpdate] = []  # the first to be done first
+
+    @property
+    def is_done(self) -> bool:
+        return not self._waiting and not self._returning
+
+    def cast(self) -> None:
+        """At the start of the step: make the low-precision copies."""
+        for cast in self._moves.casts:
+            region = HostRegion(
+                cast.name,
+                cast.param,
+                cast.ops,
+                None,
+                None,
+                makes=cast.makes,
+                after_previous=cast.after_previous,
+            )
+            self._tasks.issue(region)
+            self._clock.host(cast.name, cast.seconds, 0.0)
+
+    def issue_ready(self) -> None:
+        """Issue the updates whose inputs are all on their way, or that can wait no longer.
+
+        By the use of weights, each in its turn: its inputs then go before those of others.
+        """
+        gap = self._clock.gap
+        held_back: deque[HostUpdate] = deque()
+        while self._waiting and self._waiting[0].earliest < gap:
+            update = self._waiting.popleft()
+            due = self._by_use or update.limit <= gap
+            if due or self._offloads.all_urged(update.inputs):
+                self._offloads.urge(update.inputs)
+                self._issue(update)
+            else:
+                held_back.append(update)
+        self._waiting.extendleft(reversed(held_back))
+
+    def next_return(self, until_s: float) -> HostUpdate | None:
+        """The update whose weight may go back next, None where none is done by `until_s`."""
+        first = self._returning[0] if self._returning else None
+        return first if first and self._done_s(first) <= until_s else None
+
+    def return_due(self) -> None:
+        """Issue the ways back of the weights that the next op needs."""
+        for update in [u for u in self._returning if u.limit <= self._clock.gap]:
+            self.return_weight(update)
+
+    def return_weight(self, update: HostUpdate) -> None:
+        """Move the new parameter over the old one."""
+        self._returning.remove(update)
+        param = update.group.param
+        task = Transfer(
+            f"prefetch.{param}",
+            "prefetch",
+            param,
+            self._buffers[param].nbytes,
+            None,
+            self._limit(update),
+            (_region(update),),
+            param,
+            carried=update.next_use is not None,
+        )
+        self._tasks.issue(task)
+        self._clock.transfer(Lane.H2D, task.name, task.nbytes, self._done_s(update))
+
+    def _issue(self, update: HostUpdate) -> None:
+        group, name = update.group, _region(update)
+        after = (*update.inputs, *update.after)
+        carried = update.next_use is not None
+        self._tasks.issue(
+            HostRegion(
+                name, group.param, group.ops, None, self._limit(update), after, carried=carried
+            )
+        )
+        self._clock.host(name, update.seconds, self._clock.ready(after))
+        if update.returns:
+            insort(self._returning, update, key=self._done_s)
+
+    def _done_s(self, update: HostUpdate) -> float:
+        return self._clock.end_s[_region(update)]
+
+    def _limit(self, update: HostUpdate) -> str | None:
+        """Waited for at the end of the step, or before the op that reads the result."""
+        program = self._moves.program
+        slot = update.limit if update.next_use is None else update.next_use
+        return program.ops[slot].name if slot < program.end else None
+
+
+def _as_gradients_land(update: HostUpdate) -> int:
+    """Keeps the host busy: first the update whose gradient can be there first."""
+    return update.earliest
+
+
+def _as_weights_are_used(update: HostUpdate) -> tuple[int, int]:
+    """Lets the next step wait least: of those that may start together, first what it uses first."""
+    return update.earliest, -1 if update.next_use is None else update.next_use
+
+
+def _region(update: HostUpdate) -> str:
+    """The name of the region that runs `update`."""
+    return f"update.{update.group.param}"

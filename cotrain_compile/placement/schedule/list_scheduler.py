@@ -1,0 +1,318 @@
+"""The list scheduler: one pass through the step that gives every move its place in it.
+
+In: a Problem, its Moves and Tactics. Out: tasks in order of issue, and the ops that were moved.
+Times are predictions (`engine.simulate` has the last word), memory is exact: see `clock`, `room`.
+The lane down is in `offloads`, the host's in `host_work`; here are the gaps, the updates on the
+device and the lane up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, islice
+
+from cotrain_compile.machine import Tier
+from cotrain_compile.placement.problem import Problem
+from cotrain_compile.placement.schedule.clock import Clock
+from cotrain_compile.placement.schedule.d2h_lane import OffloadLane
+from cotrain_compile.placement.schedule.deadlines import Pending, with_deadlines
+from cotrain_compile.placement.schedule.host_lane import HostLane
+from cotrain_compile.placement.schedule.memory_ledger import MemoryLedger
+from cotrain_compile.placement.schedule.moves import Fetch, Moves
+from cotrain_compile.placement.schedule.task_list import TaskList
+from cotrain_compile.plan import Lane, MovedOps, Task, Transfer
+
+# Of so many updates the first whose states fit is fetched.
+CANDIDATES = 8
+
+
+@dataclass(frozen=True)
+class Tactics:
+    """How the list scheduler chooses; which choice is best is found by trying.
+
+    `lookahead` is how long before its use a move up may be issued, as a fraction of the step. With
+    `patient`, states are fetched strictly in order, largest first, though they wait for room that
+    smaller ones could use at once. With `by_use`, updates on the host that may start at the same
+    time go in the order in which the next step uses their weights, where steps overlap.
+    """
+
+    lookahead: float = math.inf
+    patient: bool = False
+    by_use: bool = False
+
+
+EAGER = Tactics()
+
+
+class ListScheduler:
+    """Schedules the moves of one placement; raises `DoesNotFit` at once. `run` once."""
+
+    def __init__(self, problem: Problem, moves: Moves, tactics: Tactics) -> None:
+        self.problem, self.moves, self.program = problem, moves, moves.program
+        unlimited = tactics.lookahead == math.inf
+        self.lookahead_s = math.inf if unlimited else tactics.lookahead * moves.elapsed_s[-1]
+        self.candidates = 1 if tactics.patient else CANDIDATES
+        self.clock = Clock(problem.machine, moves.elapsed_s)
+        self.room = MemoryLedger(problem.budgets[Tier.DEVICE], moves.slot_bytes, moves.gap_bytes)
+        self.tasks = TaskList()
+        self.offloads = OffloadLane(problem.machine, moves, self.clock, self.room, self.tasks)
+        self.host = HostLane(
+            problem, moves, self.clock, self.tasks, self.offloads, by_use=tactics.by_use
+        )
+        self.fetches = deque(moves.fetches)
+        self.upcoming = deque(with_deadlines(moves.device_updates, self.room, self.program.end))
+        self.pending: list[Pending] = []
+        self.fetched: list[Pending] = []  # whose states are there or on their way
+        self.moved: list[MovedOps] = []
+        self.moved_ops: set[str] = set()
+
+    def run(self) -> tuple[list[Task], tuple[MovedOps, ...]]:
+        """Tasks in order of issue, and moved ops."""
+        self.host.cast()
+        for slot, op in enumerate(self.program.ops):
+            op_s = self.moves.elapsed_s[slot + 1] - self.moves.elapsed_s[slot]
+            self.clock.gap = slot
+            self._open_gap()
+            self._run_ready_updates()
+            self._make_room()
+            self._bring_what_is_needed()
+            self._feed_lanes(op_s)
+            self.clock.now_s += op_s
+            self.tasks.run((op.name,))
+        self.clock.gap = self.program.end
+        self._finish()
+        return self.tasks.tasks, tuple(self.moved)
+
+    def _finish(self) -> None:
+        """After the last op that stays: what is left of updates and copies."""
+        self._open_gap()
+        while self.pending:
+            self._feed_lanes(math.inf)
+            self.offloads.take_back()
+            self._run_update(min(self.pending, key=self._order))
+        self._feed_lanes(math.inf)
+        assert self.host.is_done and not (self.fetches or self.upcoming)
+
+    # One gap.
+
+    def _open_gap(self) -> None:
+        """Take note of what the op before the gap has made possible."""
+        gap = self.clock.gap
+        self.offloads.open_gap()
+        while self.upcoming and self.upcoming[0].update.earliest < gap:
+            self.pending.append(self.upcoming.popleft())
+        for pending in self.pending:
+            if not pending.counted and pending.deadline <= gap:
+                # From here on it may run at any time, so that what it holds can be forced out.
+                pending.counted = True
+                self.room.held_bytes += pending.planned_bytes
+                self.room.gap_bytes[gap] -= pending.planned_bytes
+        self.offloads.take_back()
+        self.host.issue_ready()
+
+    def _counted(self) -> list[Pending]:
+        """The updates that may run at any time."""
+        return [pending for pending in self.pending if pending.counted]
+
+    def _make_room(self) -> None:
+        """Before the next op: force waits, then updates, until what it needs fits."""
+        self._force_updates_that_would_not_fit_later()
+        while not self.room.op_fits(self.clock.gap):
+            self._force()
+
+    def _force(self) -> None:
+        """Give back some of what is held: wait for an offload, or run an update."""
+        if not self.offloads.force():
+            held = self._counted()
+            assert held, "nothing is held, and yet the step does not fit"
+            self._run_update(min(held, key=self._arrival_s))
+
+    def _force_updates_that_would_not_fit_later(self) -> None:
+        after = self.clock.gap + 1
+        while ready := self._counted():
+            in_time = after <= min(pending.update.limit for pending in ready)
+            if in_time and self.room.short_of(after, self._reserved()) <= 0:
+                return
+            self._run_update(max(ready, key=lambda pending: pending.still_to_come_bytes))
+
+    def _reserved(self) -> int:
+        """Room for the largest of the updates that may run now, in bytes."""
+        return max((pending.still_to_come_bytes for pending in self._counted()), default=0)
+
+    def _short_of(self, pending: Pending) -> int:
+        """How many bytes are missing for the run of an update in this gap."""
+        return self.room.short_of(self.clock.gap, pending.still_to_come_bytes)
+
+    # Updates on the device.
+
+    def _run_ready_updates(self) -> None:
+        """Run the updates whose states have arrived, or that need none."""
+        while ready := [pending for pending in self._counted() if self._may_run(pending)]:
+            self._run_update(min(ready, key=self._order))
+            self.offloads.take_back()
+
+    def _may_run(self, pending: Pending) -> bool:
+        return self._arrival_s(pending) <= self.clock.now_s and self._short_of(pending) <= 0
+
+    def _order(self, pending: Pending) -> tuple[int, float]:
+        """What has just arrived first, so that it is sent home early; then what needs nothing."""
+        arrival_s = self._arrival_s(pending)
+        if not pending.update.fetches:
+            return 1, 0.0
+        return (0 if arrival_s <= self.clock.now_s else 2), arrival_s
+
+    def _arrival_s(self, pending: Pending) -> float:
+        if pending.next_fetches:
+            return math.inf
+        return self.clock.ready([fetch.name for fetch in pending.update.fetches])
+
+    def _run_update(self, pending: Pending) -> None:
+        """Run an update now, waiting for what it needs, and send its results home."""
+        update = pending.update
+        self._feed_lanes(update.seconds)
+        while self._short_of(pending) > 0:
+            if self.offloads.unfinished:
+                self._force()
+            elif not self._run_another(pending):
+                return
+        while pending.next_fetches:
+            self._fetch_states(pending)
+        self.pending.remove(pending)
+        if pending.fetched:
+            self.fetched.remove(pending)
+        for fetch in update.fetches:
+            self.tasks.wait_for(fetch.name)
+        self.clock.wait_until(self._arrival_s(pending))
+        self.clock.now_s += update.seconds
+        ops = tuple(name for name in update.ops if name not in self.moved_ops)
+        self.moved_ops.update(ops)
+        gap = self.clock.gap
+        self.moved.append(MovedOps(ops, self.program.ops[gap - 1].name if gap else None))
+        self.tasks.run(ops)
+        self.room.held_bytes -= pending.planned_bytes if pending.counted else 0
+        for name in update.stores:
+            self.offloads.store(name, self.problem.dataflow.buffer[name].nbytes)
+
+    def _run_another(self, pending: Pending) -> bool:
+        """Run first what has its states already, or was planned to; False where `pending` is it."""
+        ready = [other for other in self.pending if other.counted or other is pending]
+        first = min(ready, key=lambda other: (not other.fetched, other.order))
+        assert first is not pending, f"{pending.update.group.param}: no room for its update"
+        self._run_update(first)
+        return pending in self.pending
+
+    def _fetch_states(self, pending: Pending) -> None:
+        fetches = pending.next_fetches
+        if not pending.fetched:
+            self.fetched.append(pending)
+        for fetch in fetches:
+            self._issue_fetch(fetch)
+        pending.note_fetched(len(fetches))
+        nbytes = sum(fetch.nbytes for fetch in fetches)
+        pending.planned_bytes += nbytes
+        if pending.counted:
+            self.room.held_bytes += nbytes
+        else:
+            self.room.plan(nbytes, self.clock.gap, pending.deadline)
+
+    # Lanes.
+
+    def _feed_lanes(self, ahead_s: float) -> None:
+        """Give every lane work until `ahead_s` from now, as far as there is work that fits."""
+        until_s = self.clock.now_s + ahead_s
+        self.offloads.feed(until_s)
+        self.host.issue_ready()
+        while self.clock.free_s[Lane.H2D] < until_s and self._bring_next(until_s):
+            pass
+
+    def _bring_what_is_needed(self) -> None:
+        """The fetches that the next op cannot do without."""
+        gap = self.clock.gap
+        while self.fetches and self.fetches[0].need <= gap:
+            fetch = self.fetches.popleft()
+            self._issue_fetch(fetch)
+            self.room.gap_bytes[gap] += fetch.nbytes
+        self.host.return_due()
+        for name in self.moves.needed_at.get(gap, ()):
+            self.tasks.wait_for(name)
+            self.clock.wait_until(self.clock.end_s[name])
+
+    def _issue_fetch(self, fetch: Fetch) -> None:
+        self.offloads.urge(fetch.after)
+        self.tasks.issue(
+            Transfer(
+                fetch.name,
+                "prefetch",
+                fetch.buffer,
+                fetch.nbytes,
+                None,
+                None,
+                fetch.after,
+                after_previous=fetch.after_previous,
+            )
+        )
+        self.clock.transfer(Lane.H2D, fetch.name, fetch.nbytes, self.clock.ready(fetch.after))
+
+    def _bring_next(self, until_s: float) -> bool:
+        """Issue the most urgent move up that fits; False when there is none."""
+        choices: list[tuple[float, Callable[[], None]]] = []
+        reserved = self._reserved()
+        if self.fetches and self._may_fetch(self.fetches[0], until_s, reserved):
+            choices.append((self.clock.until(self.fetches[0].need), self._fetch_next))
+        for pending in self._unfetched():
+            urgency_s = self.clock.until(pending.update.earliest + 1)
+            if self._may_fetch_states(pending, urgency_s, until_s, reserved):
+                choices.append((urgency_s, partial(self._fetch_states, pending)))
+                break
+        if update := self.host.next_return(until_s):
+            choices.append(
+                (self.clock.until(update.limit), partial(self.host.return_weight, update))
+            )
+        if not choices:
+            return False
+        bring = min(choices, key=lambda choice: choice[0])[1]
+        bring()
+        return True
+
+    def _fetch_next(self) -> None:
+        fetch = self.fetches.popleft()
+        self.room.plan(fetch.nbytes, self.clock.gap, fetch.need)
+        self._issue_fetch(fetch)
+
+    def _unfetched(self) -> list[Pending]:
+        """The next few updates whose states are still at home."""
+        waiting = chain(self.pending, self.upcoming)
+        return list(islice((p for p in waiting if p.next_fetches), self.candidates))
+
+    def _may_fetch(self, fetch: Fetch, until_s: float, reserved: int) -> bool:
+        gap, need = self.clock.gap, fetch.need
+        if self.clock.until(need) > self.lookahead_s or self.clock.ready(fetch.after) > until_s:
+            return False
+        if not self.room.fits_now(gap, fetch.nbytes, reserved):
+            return False
+        before = self.room.fits_before(gap, need, fetch.nbytes)
+        return before and self.room.fits_in(need, fetch.nbytes)
+
+    def _may_fetch_states(
+        self, pending: Pending, urgency_s: float, until_s: float, reserved: int
+    ) -> bool:
+        gap, fetches = self.clock.gap, pending.next_fetches
+        nbytes = sum(fetch.nbytes for fetch in fetches)
+        ready_s = max(self.clock.ready(fetch.after) for fetch in fetches)
+        if urgency_s > self.lookahead_s or ready_s > until_s:
+            return False
+        if not self.room.fits_now(gap, pending.still_to_come_bytes, reserved):
+            return False
+        # It is not sure to run before its deadline, so what is fetched must fit until there.
+        last_gap = max(pending.deadline, gap)
+        others = (other for other in self.fetched if other is not pending)
+        rest = pending.still_to_come_bytes - nbytes
+        rest = max([rest, *(other.still_to_come_bytes for other in others)])
+        at_deadline = int(self.room.gap_bytes[last_gap]) + rest + nbytes
+        if at_deadline > self.room.budget_bytes:
+            return False
+        return self.room.fits_before(gap, last_gap, nbytes)

@@ -1,0 +1,74 @@
+"""Memory ledger: device bytes reserved by the list scheduler, at each op and between ops.
+
+In: the least bytes of `Moves` and a budget. What is planned is known for a whole range of slots;
+what is `held` lingers until a copy is waited for or an update has run, which can be forced at any
+moment. Every move that cannot be undone is made only where it fits in all the slots it covers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+
+class DoesNotFit(Exception):
+    """The moves need `nbytes` more than the budget, at the least."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__(nbytes)
+        self.nbytes = nbytes
+
+
+class MemoryLedger:
+    """Bytes on the device: planned per slot and gap (gap k is before op k), and held now.
+
+    `reserve_bytes` is kept free in the gaps in which an update is sure to fit, so that no copy made
+    early takes its room.
+    """
+
+    def __init__(
+        self, budget_bytes: int, slot_bytes: Sequence[int], gap_bytes: Sequence[int]
+    ) -> None:
+        self.budget_bytes = budget_bytes
+        self.slot_bytes = np.array(slot_bytes, dtype=np.int64)
+        self.gap_bytes = np.array(gap_bytes, dtype=np.int64)
+        self.reserve_bytes = np.zeros_like(self.gap_bytes)
+        self.held_bytes = 0
+
+    def plan(self, nbytes: int, first_gap: int, last_gap: int) -> None:
+        """`nbytes` more from gap to gap."""
+        self.slot_bytes[first_gap:last_gap] += nbytes
+        self.gap_bytes[first_gap : last_gap + 1] += nbytes
+
+    def require_all_to_fit(self) -> None:
+        """Raise `DoesNotFit` where more is planned than the budget."""
+        short = int(max(self.slot_bytes.max(), self.gap_bytes.max())) - self.budget_bytes
+        if short > 0:
+            raise DoesNotFit(short)
+
+    def short_of(self, gap: int, nbytes: int) -> int:
+        """How much of `nbytes` more would not fit in `gap`; negative where there is room left."""
+        return int(self.gap_bytes[gap]) + self.held_bytes + nbytes - self.budget_bytes
+
+    def op_fits(self, slot: int) -> bool:
+        """Whether the op in `slot` may run with all that is held."""
+        return int(self.slot_bytes[slot]) + self.held_bytes <= self.budget_bytes
+
+    def fits_now(self, gap: int, nbytes: int, reserved_bytes: int) -> bool:
+        """Whether `nbytes` more fit around the op after `gap`, with `reserved_bytes` in gaps."""
+        gaps = self.gap_bytes[gap : gap + 2] + reserved_bytes
+        used = max(int(self.slot_bytes[gap]), int(gaps.max()))
+        return used + self.held_bytes + nbytes <= self.budget_bytes
+
+    def fits_before(self, gap: int, last_gap: int, nbytes: int) -> bool:
+        """Whether `nbytes` more fit from `gap` to the op before `last_gap`, as planned."""
+        room = self.budget_bytes - nbytes
+        between = slice(gap, last_gap)
+        planned = self.gap_bytes[between] + self.reserve_bytes[between]
+        return bool((self.slot_bytes[between] <= room).all() and (planned <= room).all())
+
+    def fits_in(self, gap: int, nbytes: int) -> bool:
+        """Whether `nbytes` more fit in the one `gap`, as planned and beside what is reserved."""
+        planned = int(self.gap_bytes[gap] + self.reserve_bytes[gap])
+        return planned + nbytes <= self.budget_bytes

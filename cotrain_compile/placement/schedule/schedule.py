@@ -1,0 +1,169 @@
+"""Schedule: Placement -> Plan. Decides when each move is issued and how long it may take.
+
+A list scheduler: it goes through the step op by op with the predicted time of the device and of
+every lane, and in each gap between two ops feeds each lane with the most urgent move whose memory
+fits. An offload is waited for when it is predicted to be done, or earlier where its memory is
+needed. A weight is sent down for a host update while the link is idle, so that no copy of it
+outlives the step on the host and none can be stale (`docs/decisions/0003-no-stale-copies.md`).
+
+The memory that a move takes for good is planned in whole ranges of ops, so that the scheduler never
+paints itself into a corner: what fits when everything moves at the last moment, always fits.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cotrain_compile.machine import Tier
+from cotrain_compile.placement.problem import Problem
+from cotrain_compile.placement.residency import (
+    DeviceProgram,
+    device_bytes,
+    device_program,
+    host_bytes,
+    instances,
+)
+from cotrain_compile.placement.schedule.find_moves import moves_of
+from cotrain_compile.placement.schedule.list_scheduler import EAGER, ListScheduler, Tactics
+from cotrain_compile.placement.schedule.memory_ledger import DoesNotFit
+from cotrain_compile.placement.schedule.moves import Moves
+from cotrain_compile.placement.schedule.refuse import refuse_device, refuse_host
+from cotrain_compile.placement.schedule.settle import settled_plan
+from cotrain_compile.placement.simulate.predict import predict, step_s
+from cotrain_compile.plan import MovedOps, Placement, Plan, Task, Transfer
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A placement with its schedule and how long its step takes, before the timeline is drawn."""
+
+    placement: Placement
+    tasks: tuple[Task, ...]
+    moved: tuple[MovedOps, ...]
+    step_s: float
+
+
+def schedule(
+    problem: Problem,
+    placement: Placement,
+    *,
+    tactics: Tactics = EAGER,
+    compiled: bool | None = False,
+) -> Plan:
+    """The plan that carries out `placement` within the budgets of `problem`; see `finished`.
+
+    Raises `PlacementError` with the shortfall in bytes when the placement does not fit.
+    """
+    return finished(problem, draft(problem, placement, tactics=tactics), compiled=compiled)
+
+
+def draft(problem: Problem, placement: Placement, *, tactics: Tactics = EAGER) -> Draft:
+    """As `schedule`, but only what is needed to compare plans."""
+    moves = moves_of(problem, placement)
+    listed, moved = list_schedule(problem, placement, moves, tactics)
+    program = device_program(problem.dataflow, placement, moved)
+    tasks = with_latest_waits(problem, placement, program, listed)
+    needed = host_bytes(program, placement, tasks)
+    if needed > problem.budgets[Tier.HOST]:
+        refuse_host(problem, placement, needed)
+    return Draft(placement, tuple(tasks), moved, step_s(problem, placement, tasks, moved))
+
+
+def finished(problem: Problem, draft: Draft, *, compiled: bool | None = False) -> Plan:
+    """The plan of a draft, with its predicted timeline.
+
+    Where the device runs `compiled` code (None: if the machine's does) its tasks are settled.
+    """
+    plan = Plan(
+        fingerprint=problem.dataflow.fingerprint,
+        machine=problem.machine.name,
+        budgets=problem.budgets,
+        placement=draft.placement,
+        tasks=draft.tasks,
+        predicted=predict(problem, draft.placement, draft.tasks, draft.moved),
+        moved=draft.moved,
+    )
+    settles = problem.machine.fuses_updates if compiled is None else compiled
+    return settled_plan(problem, plan) if settles else plan
+
+
+def list_schedule(
+    problem: Problem, placement: Placement, moves: Moves, tactics: Tactics
+) -> tuple[list[Task], tuple[MovedOps, ...]]:
+    """Tasks in order of issue, and the ops that were moved; raises as `schedule`."""
+    try:
+        return ListScheduler(problem, moves, tactics).run()
+    except DoesNotFit:
+        refuse_device(problem, placement, moves, shortfall_bytes(problem, moves))
+
+
+def shortfall_bytes(problem: Problem, moves: Moves) -> int:
+    """How much more than its budget the device needs for `moves`; 0 where they fit.
+
+    With less memory updates have other deadlines, so that what is said to be missing there may be
+    more than is: then the least that does is between.
+    """
+    enough = 0
+    while missing := _missing_bytes(problem, moves, enough):
+        enough += missing
+    if not enough or _missing_bytes(problem, moves, enough - 1):
+        return enough
+    less = range(enough)
+    return bisect_left(less, True, 1, key=lambda more: not _missing_bytes(problem, moves, more))
+
+
+def _missing_bytes(problem: Problem, moves: Moves, more: int) -> int:
+    """What `moves` lack on a device with so many bytes `more`, 0 where they fit."""
+    larger = problem.with_budget(Tier.DEVICE, problem.budgets[Tier.DEVICE] + more)
+    try:
+        ListScheduler(larger, moves, EAGER)
+    except DoesNotFit as error:
+        return error.nbytes
+    return 0
+
+
+def with_latest_waits(
+    problem: Problem, placement: Placement, program: DeviceProgram, tasks: Sequence[Task]
+) -> list[Task]:
+    """Wait for each offload as late as the memory it keeps still fits under the budget.
+
+    A wait can only ever hold up the device, so a later one makes a plan sturdier against links that
+    are slower than predicted.
+    """
+    budget = problem.budgets[Tier.DEVICE]
+    room = budget - np.array(device_bytes(program, placement, tasks), dtype=np.int64)
+    ends: dict[str, dict[int, int]] = {}  # of each copy of a buffer, by when it is current
+    for held in instances(program, placement, tasks):
+        ends.setdefault(held.buffer.name, {})[held.current] = held.last
+    result: list[Task] = []
+    for task in tasks:
+        if isinstance(task, Transfer) and task.direction == "offload":
+            task = _with_latest_wait(program, ends.get(task.buffer, {}), task, room)
+        result.append(task)
+    return result
+
+
+def _with_latest_wait(
+    program: DeviceProgram, ends: Mapping[int, int], task: Transfer, room: NDArray[np.int64]
+) -> Transfer:
+    """`task` with its latest wait; `room` are the bytes free in each slot, less what that takes."""
+    issued, waited, end = program.issue_slot(task), program.wait_slot(task), program.end
+    current = max((since for since in ends if since <= issued), default=None)
+    if current is None:
+        return task
+    held_to = ends[current]
+    first = max(waited, min(held_to, end))  # before it the source is there anyway
+    (tight,) = np.nonzero(room[first:end] < task.nbytes)
+    slot = first + int(tight[0]) if len(tight) else end
+    room[first:slot] -= task.nbytes
+    if waited < slot == end and held_to <= slot:
+        if room[slot] < task.nbytes:
+            slot -= 1
+        else:
+            room[slot] -= task.nbytes
+    return replace(task, wait_before=program.ops[slot].name if slot < end else None)

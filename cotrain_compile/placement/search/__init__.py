@@ -1,0 +1,1 @@
+"""Search: the portfolio of policies, and what is said where none fits."""

@@ -1,0 +1,147 @@
+"""Infeasible: nothing fits, or not what was asked for. Says what would, and what helps most."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NoReturn
+
+from cotrain_compile.dataflow import PERSISTENT_ROLES
+from cotrain_compile.errors import PlacementError, PlanError
+from cotrain_compile.machine import Tier
+from cotrain_compile.placement.decisions.decisions import DecisionSpace
+from cotrain_compile.placement.problem import Problem
+from cotrain_compile.placement.residency import device_program, host_bytes, thin_copies
+from cotrain_compile.placement.schedule.find_moves import moves_of
+from cotrain_compile.placement.schedule.moves import Moves
+from cotrain_compile.placement.schedule.peak import ACTIVATIONS, GRADIENTS, Peak, peak_of
+from cotrain_compile.placement.schedule.refuse import refuse_device
+from cotrain_compile.placement.schedule.schedule import draft, shortfall_bytes
+from cotrain_compile.placement.search.greedy import least_memory
+from cotrain_compile.plan import Placement
+from cotrain_compile.units import format_bytes
+
+
+def floor_bytes(problem: Problem) -> int:
+    """Device bytes that every plan needs: the most that one op touches which no plan moves away.
+
+    Known without looking for a plan. `refuse` tells of as much or more: the least with everything
+    away that can be.
+    """
+    dataflow = problem.dataflow
+    copies = set(thin_copies(dataflow).values())
+    on_host = {name for group in dataflow.updates for name in group.ops}
+    on_host |= {op.name for op in dataflow.ops if copies.intersection(op.writes)}
+    touched = ({*op.reads, *op.writes} for op in dataflow.ops if op.name not in on_host)
+    return max((sum(dataflow.buffer[b].nbytes for b in each) for each in touched), default=0)
+
+
+def refuse(problem: Problem, cuts: Sequence[DecisionSpace], failure: str = "") -> NoReturn:
+    """Raise `PlacementError` with the least device (or host) budget that would do.
+
+    Raises `PlanError` where the budgets would do: time was too short, or the solver failed, and
+    `failure` says how.
+
+    The least device budget is that of the placement in which everything leaves that can; `cuts`
+    are the same step cut in several ways.
+    """
+    space, moves, least = _least(problem, cuts)
+    budget = problem.budgets[Tier.DEVICE]
+    if least > budget:
+        short, peak = least - budget, peak_of(problem.dataflow, moves)
+        raise PlacementError(
+            f"the step needs at least {format_bytes(least)} on the device "
+            f"({_in_words(peak)}) with every update on the host and all that can away, but "
+            f"memory_budget is {format_bytes(budget)}: {format_bytes(short)} ({short:,} bytes) "
+            f"short; raise memory_budget, or {_advice(peak)}",
+            shortfall_bytes=short,
+        )
+    plenty = problem.with_budget(Tier.HOST, 1 << 62)
+    needed = _host_bytes(plenty, space)
+    host = problem.budgets[Tier.HOST]
+    if needed <= host and failure:
+        raise PlanError(
+            f"the solver failed ({failure}), though there is a plan; try the other one (solver), "
+            "or use policy 'auto', which falls back on simpler ways"
+        )
+    if needed <= host:
+        raise PlanError(
+            "the solver found no plan in its time limit, though there is one; give it more time "
+            "(time_limit), or use policy 'auto', which falls back on simpler ways"
+        )
+    raise PlacementError(
+        f"no plan was found within memory_budget {format_bytes(budget)} and host_memory_budget "
+        f"{format_bytes(host)}; with everything away that can be, the step takes "
+        f"{format_bytes(needed)} on the host: raise host_memory_budget by up to "
+        f"{format_bytes(needed - host)}, or {_less_on_the_host(problem, space)}",
+        shortfall_bytes=needed - host,
+        tier=Tier.HOST,
+    )
+
+
+def refuse_rule(
+    problem: Problem, placement: Placement, refusal: PlacementError, cuts: Sequence[DecisionSpace]
+) -> NoReturn:
+    """Raise the refusal of a simple rule's `placement`, with what policy 'auto' would need."""
+    moves = moves_of(problem, placement)
+    short = shortfall_bytes(problem, moves)
+    if not short:  # the host's is missing
+        raise refusal
+    refuse_device(problem, placement, moves, short, _least(problem, cuts)[2])
+
+
+def _least(problem: Problem, cuts: Sequence[DecisionSpace]) -> tuple[DecisionSpace, Moves, int]:
+    """The cut in which least has to stay, what moves then, and the device bytes it needs."""
+    without = problem.with_budget(Tier.DEVICE, 0)
+    found = [(space, moves_of(problem, _frugal(space))) for space in cuts]
+    needs = [(space, moves, shortfall_bytes(without, moves)) for space, moves in found]
+    return min(needs, key=lambda need: need[2])
+
+
+def _frugal(space: DecisionSpace) -> Placement:
+    """The placement in which everything leaves that can."""
+    return space.placement("auto", least_memory(space))
+
+
+def _host_bytes(problem: Problem, space: DecisionSpace) -> int:
+    """Host bytes of the plan in which everything leaves."""
+    placement = _frugal(space)
+    found = draft(problem, placement)
+    program = device_program(problem.dataflow, placement, found.moved)
+    return host_bytes(program, placement, found.tasks)
+
+
+def _in_words(peak: Peak) -> str:
+    """Where the peak is and the largest buffers alive there."""
+    buffers = ", ".join(f"{b.name} {format_bytes(b.nbytes)}" for b in peak.largest)
+    return f"{peak.where}: {buffers}"
+
+
+def _advice(peak: Peak) -> str:
+    """What would lower the peak: a smaller batch where it is made of temporaries."""
+    temporary = sum(peak.kinds.get(kind, 0) for kind in (ACTIVATIONS, GRADIENTS))
+    if 2 * temporary >= peak.nbytes:
+        return (
+            "make the batch or the sequence smaller: what is made around this one op is "
+            f"{peak.of_it(ACTIVATIONS, GRADIENTS)}"
+        )
+    return "use a smaller model: the peak is made of what must stay on the device"
+
+
+def _less_on_the_host(problem: Problem, space: DecisionSpace) -> str:
+    """What would need less of the host, the larger part of what is there first."""
+    activations = sum(decision.cluster.nbytes for decision in space.activations)
+    kept = problem.dataflow.total_bytes(*PERSISTENT_ROLES)
+    ways = [
+        (
+            kept,
+            "raise memory_budget so that more stays on the device (parameters and states are "
+            f"{format_bytes(kept)})",
+        ),
+        (
+            activations,
+            "make the batch or the sequence smaller, or keep fewer activations (remat=True, "
+            f"torch.utils.checkpoint): {format_bytes(activations)} of them are away",
+        ),
+    ]
+    ways.sort(key=lambda way: -way[0])
+    return ", or ".join(text for nbytes, text in ways if nbytes)

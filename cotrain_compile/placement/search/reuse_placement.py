@@ -1,0 +1,30 @@
+"""Keep: the placement that a training already has, scheduled for other sizes of its step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from cotrain_compile.dataflow import PERSISTENT_ROLES
+from cotrain_compile.errors import PlacementError
+from cotrain_compile.placement.problem import Problem
+from cotrain_compile.placement.schedule.schedule import schedule
+from cotrain_compile.plan import Placement, Plan
+
+
+def keep(problem: Problem, placement: Placement, *, compiled: bool = False) -> Plan | None:
+    """A plan with the homes and updates of `placement`; None where they do not fit `problem`.
+
+    Homes that stay spare the moves between them, and a new trace: Dynamo checks on which device a
+    tensor is. `compiled` is as for `schedule`. Activations that `problem` does not know stay on the
+    device.
+    """
+    dataflow = problem.dataflow
+    persistent = {b.name for b in dataflow.buffers if b.role in PERSISTENT_ROLES}
+    groups = {group.param for group in dataflow.updates}
+    if set(placement.homes) != persistent or set(placement.updates) != groups:
+        return None
+    away = tuple(name for name in placement.away if name in dataflow.buffer)
+    try:
+        return schedule(problem, replace(placement, away=away), compiled=compiled)
+    except PlacementError:
+        return None

@@ -1,0 +1,398 @@
+"""Solve: the plan for a problem, by a named policy or by the ladder of all of them.
+
+`auto` is the ladder: what fits stays as it is; otherwise simple rules and the greedy give plans,
+the integer program a better one, each is scheduled and simulated, and the fastest is returned. So a
+bad model can cost speed and never correctness, and the plan is never slower than any simple rule's.
+Its report has the certified bound of the relaxed program.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NoReturn
+
+from cotrain_compile.collector import collector_off
+from cotrain_compile.errors import OptionError, PlacementError
+from cotrain_compile.machine import Tier
+from cotrain_compile.placement.autotm.autotm import autotm
+from cotrain_compile.placement.decisions.decisions import Decisions, DecisionSpace
+from cotrain_compile.placement.decisions.find_decisions import decision_space
+from cotrain_compile.placement.milp.beside import Beside
+from cotrain_compile.placement.milp.bound import certified_bound_s
+from cotrain_compile.placement.milp.model import MIB
+from cotrain_compile.placement.milp.program import Program
+from cotrain_compile.placement.milp.solvers import Solution, failed, solve_program
+from cotrain_compile.placement.policies import RULES, fraction, rule
+from cotrain_compile.placement.problem import Problem
+from cotrain_compile.placement.residency import HOST_MODES
+from cotrain_compile.placement.schedule.list_scheduler import EAGER, Tactics
+from cotrain_compile.placement.schedule.schedule import Draft, draft, finished
+from cotrain_compile.placement.search.greedy import greedy, least_memory
+from cotrain_compile.placement.search.infeasible import floor_bytes, refuse, refuse_rule
+from cotrain_compile.placement.search.solve_report import (
+    note_on_budget,
+    note_on_loops,
+    notes_on,
+    notes_on_step,
+    report_of,
+)
+from cotrain_compile.plan import Placement, Plan
+
+# Shares of the updates of `coarse` that `auto` tries as well.
+FRACTIONS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+# The program is solved again with less memory where whole tensors need more than its fluids.
+ROUNDS = 5
+# Policies that look at everything that can be decided: how far they are from the best is certified.
+CERTIFIED = ("auto", "ilp", "greedy")
+# Ways to schedule what the greedy and the program decide.
+TACTICS = (EAGER, Tactics(patient=True))
+# Orders of updates on the host where they may go on in the next step.
+OVERLAPPING = (Tactics(by_use=True), EAGER)
+# A plan so much slower than the program claims is worth another round.
+TRUST = 1.03
+
+
+@dataclass(frozen=True)
+class SolveSettings:
+    """How to look for a plan.
+
+    `time_limit_s` is for the integer programs together; scheduling and simulating come on top.
+    `gap` is the relative gap at which a program counts as solved. With `overlap_steps` each
+    placement is also tried with updates on the host that go on in the next step. Where the device
+    runs `compiled` code (None: if the machine's does) tasks are settled, as `settle` says.
+    """
+
+    policy: str = "auto"
+    solver: str = "highs"
+    time_limit_s: float = 10.0
+    gap: float = 0.005
+    seed: int = 0
+    overlap_steps: bool = False
+    compiled: bool | None = False
+
+
+Progress = Callable[[str], None]
+
+
+@collector_off()
+def solve(
+    problem: Problem,
+    settings: SolveSettings | None = None,
+    *,
+    progress: Progress | None = None,
+    incumbents: Sequence[Plan] = (),
+    space: DecisionSpace | None = None,
+) -> Plan:
+    """The plan of `settings.policy` for `problem`.
+
+    `incumbents` are plans of the same step for smaller budgets: `auto` returns nothing slower.
+    A `space` of the same step on the same machine is used again. `progress` is told what is being
+    done. Raises `PlacementError` when nothing fits, with the least device budget that would do.
+    """
+    search = _Search(problem, settings or SolveSettings(), progress or _silent, space)
+    return search.run(incumbents)
+
+
+def _silent(stage: str) -> None:
+    del stage
+
+
+class _Search:
+    def __init__(
+        self,
+        problem: Problem,
+        settings: SolveSettings,
+        progress: Progress,
+        space: DecisionSpace | None,
+    ) -> None:
+        self.problem, self.settings, self.progress = problem, settings, progress
+        self.began = time.monotonic()
+        self.given = space
+        self.drafts: dict[str, Draft] = {}
+        self.solution: Solution | None = None
+        self.rounds = 0
+        self.left_s = settings.time_limit_s
+        self.bound: Beside[float] | None = None
+
+    def run(self, incumbents: Sequence[Plan]) -> Plan:
+        policy = self.settings.policy
+        if policy in CERTIFIED and floor_bytes(self.problem) > self.problem.budgets[Tier.DEVICE]:
+            self._refuse()
+        # HiGHS has processes of its own: the bound is certified beside the search, and with it.
+        self.bound = Beside(self._certify) if policy in CERTIFIED else None
+        with self.bound or nullcontext():
+            if policy == "auto":
+                self._climb(incumbents)
+            else:
+                self._single(policy)
+            return self._best()
+
+    def _certify(self) -> float:
+        settings = self.settings
+        return certified_bound_s(
+            self.problem,
+            settings.solver,
+            time_limit_s=settings.time_limit_s,
+            seed=settings.seed,
+            cyclic=settings.overlap_steps,
+        )
+
+    @cached_property
+    def space(self) -> DecisionSpace:
+        """What can be decided; the budgets of this problem."""
+        if self.given is not None:
+            return replace(self.given, problem=self.problem)
+        self.progress("looking for what can be decided")
+        return decision_space(self.problem)
+
+    @cached_property
+    def peak_space(self) -> DecisionSpace:
+        """The same with memory known exactly at the peaks, for the relaxed program."""
+        return decision_space(self.problem, at_peaks=True)
+
+    @property
+    def _is_late(self) -> bool:
+        """Whether hardly any time is left for the integer programs."""
+        return self.left_s <= 0.1 * self.settings.time_limit_s
+
+    @property
+    def _failure(self) -> str:
+        """How the solver failed, in words."""
+        return self.solution.failure if self.solution else ""
+
+    def _climb(self, incumbents: Sequence[Plan]) -> None:
+        if self._attempt("resident", lambda: rule("resident")(self.problem.dataflow)):
+            return
+        for name in tuple(RULES)[1:]:
+            self._attempt(name, lambda name=name: rule(name)(self.problem.dataflow))  # type: ignore[misc]
+        if "coarse" in self.drafts:  # the fraction that needs least
+            self._sweep_fractions()
+        self._greedy()
+        self._programs()
+        for plan in incumbents:
+            self._reuse(plan)
+        if not self.drafts:
+            self._refuse()
+
+    def _single(self, policy: str) -> None:
+        """One policy, whose refusal is the user's answer."""
+        kind = policy.partition(":")[0]
+        if policy == "fraction:auto":
+            self._sweep_fractions()
+            if not self.drafts:  # the refusal of the fraction that needs least is the user's answer
+                self._keep(policy, self._follow(self._fraction(FRACTIONS[-1])))
+        elif policy == "greedy":
+            self._greedy()
+        elif policy in ("ilp", "lp-round"):
+            self._programs(whole=policy == "ilp")
+            if not self.drafts and not self._is_late and not self._failure:
+                self._greedy()
+        elif kind.startswith("autotm-"):
+            variant = kind.removeprefix("autotm-")
+            limit_s, seed = self.settings.time_limit_s, self.settings.seed
+            found = autotm(self.problem, variant, time_limit_s=limit_s, seed=seed)  # type: ignore[arg-type]
+            self._keep(policy, draft(self.problem, found.placement))
+        else:
+            self._keep(policy, self._follow(rule(policy)(self.problem.dataflow)))
+        if not self.drafts:
+            self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        refuse(self.problem, (self.space, self.peak_space), self._failure)
+
+    def _follow(self, placement: Placement) -> Draft:
+        """Schedule what a simple rule says; its refusal says what `auto` would need."""
+        try:
+            return draft(self.problem, placement)
+        except PlacementError as refusal:
+            refuse_rule(self.problem, placement, refusal, (self.space, self.peak_space))
+
+    def _attempt(self, name: str, placement: Callable[[], Placement]) -> bool:
+        """Schedule a placement; returns whether it fits."""
+        self.progress(f"trying {name}")
+        try:
+            self._keep(name, draft(self.problem, replace(placement(), policy=name)))
+        except PlacementError:
+            return False
+        return True
+
+    def _keep(self, name: str, found: Draft) -> None:
+        """Keep `found`, or the same placement with overlapping steps, if it is the fastest yet."""
+        for candidate in (found, *self._overlapping(found.placement)):
+            best = self.drafts.get(name)
+            if best is None or candidate.step_s < best.step_s:
+                self.drafts[name] = candidate
+
+    def _overlapping(self, placement: Placement) -> Iterator[Draft]:
+        """`placement` with updates on the host that go on in the next step, where there are any."""
+        if not (
+            self.settings.overlap_steps and HOST_MODES.intersection(placement.updates.values())
+        ):
+            return
+        for tactics in OVERLAPPING:
+            # Not where the host has no room for what updates of two steps read.
+            with suppress(PlacementError):
+                yield draft(self.problem, replace(placement, overlap_steps=True), tactics=tactics)
+
+    def _sweep_fractions(self) -> None:
+        """Twin-Flow with every fraction; the fastest one that fits."""
+        for share in FRACTIONS:
+            self._attempt("fraction:auto", lambda share=share: self._fraction(share))  # type: ignore[misc]
+
+    def _fraction(self, share: float) -> Placement:
+        return fraction(self.problem.dataflow, share)
+
+    def _reuse(self, plan: Plan) -> None:
+        tight = plan.budgets[Tier.DEVICE] <= self.problem.budgets[Tier.DEVICE]
+        if plan.placement.overlap_steps > self.settings.overlap_steps:
+            return
+        if tight and plan.budgets[Tier.HOST] <= self.problem.budgets[Tier.HOST]:
+            step_s = plan.predicted.makespan_s
+            found = Draft(plan.placement, plan.tasks, plan.moved, step_s)
+            best = self.drafts.get(plan.placement.policy)
+            if best is None or step_s < best.step_s:
+                self.drafts[plan.placement.policy] = found
+
+    def _greedy(self) -> None:
+        """Aim lower by what was missing until it fits; at last with everything away that can be."""
+        targets: dict[Tier, float] = dict(self.problem.budgets)
+        for _ in range(3):
+            decisions = greedy(self.space, targets[Tier.DEVICE], targets[Tier.HOST])
+            refusal = self._decide("greedy", decisions)
+            if refusal is None:
+                return
+            targets[refusal.tier] -= 1.05 * refusal.shortfall_bytes
+        for space in (self.space, self.peak_space):
+            if self._decide("greedy", least_memory(space), space) is None:
+                return
+
+    def _decide(
+        self, name: str, decisions: Decisions, space: DecisionSpace | None = None
+    ) -> PlacementError | None:
+        """Schedule decisions; returns what is missing where they do not fit."""
+        placement = (space or self.space).placement(name, decisions)
+        self.progress(f"scheduling {name}")
+        try:
+            drafts = [draft(self.problem, placement, tactics=tactics) for tactics in TACTICS]
+        except PlacementError as refusal:
+            return refusal
+        self._keep(name, min(drafts, key=lambda found: found.step_s))
+        return None
+
+    def _programs(self, *, whole: bool = True) -> None:
+        """The program of a single step; where steps overlap that of many, too."""
+        self._program(whole=whole)
+        if self.settings.overlap_steps:
+            self._cyclic_program(whole=whole)
+
+    def _cyclic_program(self, *, whole: bool) -> None:
+        """Decisions for overlapping steps; the simulation of many says what they are worth."""
+        name = "ilp" if whole else "lp-round"
+        self.left_s = max(self.left_s, 0.3 * self.settings.time_limit_s)
+        targets: dict[Tier, float] = dict(self.problem.budgets)
+        before = self.drafts.get(name)
+        for _ in range(2):
+            solution = self._solve(self.space, targets, True, whole, cyclic=True)
+            if solution.decisions is None:
+                return
+            refusal = self._decide(name, solution.decisions)
+            if refusal is None:
+                break
+            targets[refusal.tier] -= 1.05 * refusal.shortfall_bytes
+        if self.drafts.get(name) is not before:
+            self.solution = solution
+
+    def _program(self, *, whole: bool = True) -> None:
+        """The integer program (or its LP relaxation, rounded), with a margin where it needs one.
+
+        Where the careful program finds nothing in a budget or in time, the relaxed one decides, at
+        last with split clusters, rounded: the scheduler keeps to the budget whatever is decided,
+        and only time is at stake.
+        """
+        name = "ilp" if whole else "lp-round"
+        budgets = self.problem.budgets
+        versions = [(True, whole), (False, whole), (False, False)]
+        margins, before_short = dict.fromkeys(Tier, 0.0), 0
+        for number in range(1, ROUNDS + 1):
+            self.rounds = number
+            careful, in_one = versions[0]
+            space = self.space if careful else self.peak_space
+            targets = {tier: budgets[tier] - margins[tier] for tier in Tier}
+            solution = self._solve(space, targets, careful, in_one)
+            if solution.decisions is None:
+                self.solution = self.solution or solution  # its status is to be told
+                del versions[0]
+                if not versions:
+                    return
+                continue
+            before = self.drafts.get(name)
+            refusal = self._decide(name, solution.decisions, space)
+            found = self.drafts.get(name)
+            if self.solution is None or found is not before:
+                self.solution = solution  # the claim that belongs to the plan
+            trusted = found is not None and found.step_s <= TRUST * solution.step_s
+            if refusal is None and (trusted or self._is_late or not careful):
+                return
+            tier, short = (refusal.tier, refusal.shortfall_bytes) if refusal else (Tier.DEVICE, 0)
+            if self._is_late:
+                versions = versions[-1:]  # the rounding takes a second
+            elif short and short == before_short:
+                margins[tier] *= 2  # what is missing is not what the program counts
+            before_short = short
+            margins[tier] += 1.05 * short + 0.01 * budgets[tier]
+
+    def _solve(
+        self,
+        space: DecisionSpace,
+        targets: Mapping[Tier, float],
+        careful: bool,
+        whole: bool,
+        *,
+        cyclic: bool = False,
+    ) -> Solution:
+        self.progress(f"solving the integer program (round {self.rounds})")
+        # The rounding comes last: without it there may be no plan but the greedy's.
+        least = 0.2 if whole else 0.5
+        budgets_mib = targets[Tier.DEVICE] / MIB, targets[Tier.HOST] / MIB
+        relaxed = not careful
+        try:
+            program = Program(space, *budgets_mib, relaxed=relaxed, whole=whole, cyclic=cyclic)
+        except OptionError as absent:  # pulp cannot be imported
+            return failed(absent)
+        solution = solve_program(
+            program,
+            self.settings.solver,
+            time_limit_s=max(least * self.settings.time_limit_s, 0.6 * self.left_s),
+            gap=self.settings.gap,
+            seed=self.settings.seed,
+        )
+        self.left_s -= solution.seconds
+        return solution
+
+    def _best(self) -> Plan:
+        """The fastest plan, with a report of how it was found."""
+        name = min(self.drafts, key=lambda name: self.drafts[name].step_s)
+        self.progress("simulating the plan")
+        plan = finished(self.problem, self.drafts[name], compiled=self.settings.compiled)
+        self.progress("certifying the bound")
+        bound_s = self.bound.result() if self.bound else 0.0
+        settings = self.settings
+        report = report_of(
+            self.problem,
+            plan,
+            self.solution,
+            solver=settings.solver,
+            seed=settings.seed,
+            seconds=time.monotonic() - self.began,
+            bound_s=bound_s,
+            rounds=self.rounds,
+            simulated_s={name: found.step_s for name, found in self.drafts.items()},
+        )
+        notes = notes_on(name, self.solution, asked=settings.policy, solver=settings.solver)
+        notes = (*note_on_budget(self.problem), *notes, *notes_on_step(self.problem))
+        notes = (*notes, *note_on_loops(self.problem, plan))
+        return replace(plan, report=report, notes=notes)

@@ -1,0 +1,111 @@
+"""Solve report: how a plan was found, in figures and in words.
+
+In: the plan, and what the solver of the integer program came back with, if one ran.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import isfinite
+
+from cotrain_compile.analysis.costs import unknown_words
+from cotrain_compile.machine import Tier
+from cotrain_compile.placement.milp.solvers import Solution, pick
+from cotrain_compile.placement.problem import Problem
+from cotrain_compile.plan import Plan, SolveReport
+from cotrain_compile.units import format_bytes
+
+
+def report_of(
+    problem: Problem,
+    plan: Plan,
+    solution: Solution | None,
+    *,
+    solver: str,
+    seed: int,
+    seconds: float,
+    bound_s: float,
+    rounds: int,
+    simulated_s: Mapping[str, float],
+) -> SolveReport:
+    """The figures of a plan. `bound_s` is certified, 0 where there is none.
+
+    `solver` is the one that was asked for, `simulated_s` the step time of each way that fits.
+    """
+    step_s = plan.predicted.makespan_s
+    claim = solution if solution is not None and solution.decisions is not None else None
+    return SolveReport(
+        solver="rules" if solution is None or solution.failure else pick(solver),
+        status=solution.status if solution else "not needed",
+        seed=seed,
+        seconds=seconds,
+        objective_s=_finite(claim.step_s) if claim else None,
+        bound_s=_finite(claim.bound_s) if claim else None,
+        lower_bound_s=min(bound_s, step_s),
+        gap=step_s / bound_s - 1.0 if bound_s else 0.0,
+        rounds=rounds,
+        simulated_s=simulated_s,
+        unknown_ops=len(problem.unknown_ops),
+        unknown_bytes=sum(op.bytes_moved for op in problem.unknown_ops),
+    )
+
+
+def notes_on_step(problem: Problem) -> tuple[str, ...]:
+    """What of the step costs more than it has to, and what of its cost is not known."""
+    unknown = problem.unknown_ops
+    if not unknown:
+        return problem.dataflow.notes
+    return (
+        *problem.dataflow.notes,
+        f"{unknown_words(unknown)}: their seconds are those of their bytes, the least that they "
+        "can take. Measure them (option `profile`), or register a formula with "
+        "torch.utils.flop_counter",
+    )
+
+
+def note_on_loops(problem: Problem, plan: Plan) -> tuple[str, ...]:
+    """Where the host updates parameters without a fused loop."""
+    updates = [problem.dataflow.update[region.param] for region in plan.host_updates]
+    if problem.captured and updates:
+        return (
+            f'{len(updates)} updates on the host run op by op, as host_kernels asks; "fused" is '
+            "faster",
+        )
+    captured = [group for group in updates if not group.has_loop]
+    if not captured:
+        return ()
+    return (
+        f"{len(captured)} of {len(updates)} updates on the host have no fused loop: they run op by "
+        "op, and are priced by the elements that their ops read and write",
+    )
+
+
+def notes_on(name: str, solution: Solution | None, *, asked: str, solver: str) -> tuple[str, ...]:
+    """Where the plan, by the way called `name`, is not by the policy or the solver asked for."""
+    if solution is None:
+        return ()
+    if solution.failure:
+        return (f"the solver {solver} failed ({solution.failure}); the plan is that of {name}",)
+    notes = []
+    if asked in ("ilp", "lp-round") and name != asked:
+        notes.append(f"nothing that {asked} decided fits in the budget; the plan is that of {name}")
+    if pick(solver) != solver:
+        notes.append(f"the solver {solver} is not installed; {pick(solver)} has taken its place")
+    if "time" in solution.status:
+        notes.append(f"the solver stopped at its time limit; the plan is that of {name}")
+    return tuple(notes)
+
+
+def note_on_budget(problem: Problem) -> tuple[str, ...]:
+    """Where the device was given more memory than it has."""
+    allowed, has = problem.budgets[Tier.DEVICE], problem.machine.device.capacity_bytes
+    if allowed <= has:
+        return ()
+    return (
+        f"memory_budget is {format_bytes(allowed)}, above the {format_bytes(has)} that the device "
+        f"of {problem.machine.name} has",
+    )
+
+
+def _finite(seconds: float) -> float | None:
+    return seconds if isfinite(seconds) else None

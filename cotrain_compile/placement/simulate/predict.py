@@ -1,0 +1,181 @@
+"""Predict: what a placement with its tasks takes, as a Timeline from the simulator."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from cotrain_compile.machine import Machine, Tier
+from cotrain_compile.placement.problem import Problem
+from cotrain_compile.placement.residency import (
+    DeviceProgram,
+    device_bytes,
+    device_program,
+    host_bytes,
+)
+from cotrain_compile.placement.simulate.engine import (
+    LaneSpec,
+    Periodic,
+    Work,
+    simulate,
+    steady_state,
+)
+from cotrain_compile.placement.simulate.steady import repeatable, steady_step
+from cotrain_compile.plan import Lane, MovedOps, Placement, Task, Timeline, Transfer
+
+
+def step_s(
+    problem: Problem, placement: Placement, tasks: Sequence[Task], moved: Sequence[MovedOps] = ()
+) -> float:
+    """Seconds of one step, as `predict` has them; quicker, for comparing plans."""
+    works = joined(works_of(problem, device_program(problem.dataflow, placement, moved), tasks))
+    return _timeline(problem, works, tasks).makespan_s
+
+
+def joined(works: Sequence[Work]) -> list[Work]:
+    """`works` with every run of device ops that nothing else touches made one."""
+    awaited = {name for work in works if work.lane != Lane.DEVICE for name in work.after}
+    result: list[Work] = []
+    run: Work | None = None
+    for work in works:
+        if work.lane != Lane.DEVICE:
+            result.append(work)
+        elif run is None or work.after or work.after_previous or run.name in awaited:
+            result += [] if run is None else [run]
+            run = work
+        else:
+            seconds = run.seconds + work.seconds
+            run = replace(run, name=work.name, seconds=seconds)
+    return result if run is None else [*result, run]
+
+
+def predict(
+    problem: Problem, placement: Placement, tasks: Sequence[Task], moved: Sequence[MovedOps] = ()
+) -> Timeline:
+    """The timeline of one step. Its device peak is exact for the traced shapes; times are modelled.
+
+    Where tasks are carried it is a step in the steady state, see `steady`. Host memory is an upper
+    bound, see `residency.host_bytes`.
+    """
+    program = device_program(problem.dataflow, placement, moved)
+    timeline = _timeline(problem, works_of(problem, program, tasks), tasks)
+    device = device_bytes(program, placement, tasks)
+    host = host_bytes(program, placement, tasks)
+    return replace(
+        timeline,
+        peak_bytes={Tier.DEVICE: max(device, default=0), Tier.HOST: host},
+        memory={Tier.DEVICE: _curve(timeline, program, device), Tier.HOST: ((0.0, host),)},
+    )
+
+
+def predict_steady_state(
+    problem: Problem,
+    placement: Placement,
+    tasks: Sequence[Task],
+    moved: Sequence[MovedOps] = (),
+    *,
+    steps: int = 8,
+) -> Periodic:
+    """The step repeated: seconds of the first one, and seconds from one to the next.
+
+    A step is complete when it returns, but for the tasks it carries into the next one.
+    """
+    works = works_of(problem, device_program(problem.dataflow, placement, moved), tasks)
+    machine = problem.machine
+    endless = repeatable(works, tasks)
+    return steady_state(endless, lanes_of(machine), slowdown_of(machine), steps=steps)
+
+
+def _timeline(problem: Problem, works: Sequence[Work], tasks: Sequence[Task]) -> Timeline:
+    lanes, slowdown = lanes_of(problem.machine), slowdown_of(problem.machine)
+    if any(task.carried for task in tasks):
+        return steady_step(works, tasks, lanes, slowdown)
+    return simulate(works, lanes, slowdown)
+
+
+def works_of(problem: Problem, program: DeviceProgram, tasks: Sequence[Task]) -> list[Work]:
+    """The step as works: device ops in order, each after the tasks waited for before it.
+
+    What is carried is waited for by ops of the next step, as `engine.repeat` joins them.
+    Issuing tasks holds up the op that follows.
+    """
+    waits: dict[str | None, list[str]] = {}
+    carried: dict[str | None, list[str]] = {}
+    freeing: dict[str | None, list[str]] = {}
+    for task in tasks:
+        waiting = carried if task.carried else waits
+        waiting.setdefault(task.wait_before, []).append(task.name)
+        if isinstance(task, Transfer) and task.direction == "offload":
+            freeing.setdefault(task.wait_before, []).append(task.name)
+    following = _following(program)
+    issued = Counter(following[task.issue_after] for task in tasks)
+    works = [
+        Work(
+            op.name,
+            Lane.DEVICE,
+            problem.costs.device_s[op.name] + problem.machine.issue_s * issued[op.name],
+            tuple(waits.get(op.name, ())),
+            tuple(carried.get(op.name, ())),
+        )
+        for op in program.ops
+    ]
+    for task in tasks:
+        begins = () if task.issue_after is None else (task.issue_after,)
+        # A fetched copy takes its memory after what is freed before the same op.
+        takes_memory = isinstance(task, Transfer) and task.is_fetch
+        freed = freeing.get(following[task.issue_after], ()) if takes_memory else ()
+        after = tuple(dict.fromkeys((*begins, *task.after, *freed)))
+        seconds = _seconds(problem, task)
+        works.append(Work(task.name, task.lane, seconds, after, task.after_previous))
+    return works
+
+
+def _following(program: DeviceProgram) -> Mapping[str | None, str | None]:
+    """The op that comes after each op; None stands for the start and the end of the step."""
+    names = [op.name for op in program.ops]
+    return dict(zip([None, *names], [*names, None], strict=True))
+
+
+def _seconds(problem: Problem, task: Task) -> float:
+    if isinstance(task, Transfer):
+        link = problem.machine.d2h if task.direction == "offload" else problem.machine.h2d
+        return link.seconds(task.nbytes)
+    if task.makes:
+        return problem.host_cast_s(task.ops)
+    return problem.costs.host_update_s[task.param]
+
+
+def lanes_of(machine: Machine) -> Iterable[LaneSpec]:
+    """One lane for the device, one for each direction of the link, the host's workers."""
+    return (
+        LaneSpec(Lane.DEVICE),
+        LaneSpec(Lane.HOST, machine.host_update.workers),
+        LaneSpec(Lane.D2H),
+        LaneSpec(Lane.H2D),
+    )
+
+
+def slowdown_of(machine: Machine) -> dict[tuple[str, str], float]:
+    """How lanes disturb one another: copies and updates share host memory, directions the link."""
+    shared_link = 2.0 / machine.duplex
+    contended = machine.host_update.slowdown_while_copying
+    return {
+        (Lane.D2H, Lane.H2D): shared_link,
+        (Lane.H2D, Lane.D2H): shared_link,
+        (Lane.HOST, Lane.D2H): contended,
+        (Lane.HOST, Lane.H2D): contended,
+    }
+
+
+def _curve(
+    timeline: Timeline, program: DeviceProgram, nbytes: Sequence[int]
+) -> tuple[tuple[float, int], ...]:
+    """Bytes over time: slot i begins when op i starts."""
+    starts = {span.name: span.start_s for span in timeline.lane(Lane.DEVICE)}
+    points: list[tuple[float, int]] = []
+    for op, size in zip(program.ops, nbytes, strict=False):
+        if not points or points[-1][1] != size:
+            points.append((starts[op.name], size))
+    points.append((timeline.makespan_s, nbytes[-1]))
+    return tuple(points)

@@ -1,0 +1,1 @@
+"""Calibrate: the rates of this computer, measured."""

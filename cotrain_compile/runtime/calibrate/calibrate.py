@@ -1,0 +1,232 @@
+"""Calibrate: measure this computer and say what could not be measured.
+
+In: a device ("cpu": the emulated one, whose link is a memory copy on another thread; "cuda"). Out:
+a `Calibration`: a `Machine` with achieved rates, and remarks in words about what was left out and
+about settings that slow offloading down. Every figure is the median of a few repeats.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from cotrain_compile import presets
+from cotrain_compile.errors import OptionError
+from cotrain_compile.machine import HostUpdate, Machine, Tier, TierSpec
+from cotrain_compile.runtime.calibrate.environment import (
+    Environment,
+    environment_remarks,
+    read_environment,
+)
+from cotrain_compile.runtime.calibrate.link_bench import (
+    Bench,
+    CpuBench,
+    CudaBench,
+    Sizes,
+    median_s,
+    wall_s,
+)
+from cotrain_compile.runtime.calibrate.op_rates import elements_per_s, fresh_bytes_per_s
+from cotrain_compile.runtime.cuda.card import CudaCard
+from cotrain_compile.runtime.cuda.device import CudaDevice
+from cotrain_compile.runtime.cuda.pinned import PinnedPool
+from cotrain_compile.runtime.device import Device
+from cotrain_compile.runtime.emulated import EmulatedDevice
+from cotrain_compile.runtime.ops import Launch
+
+Progress = Callable[[str, float], None]
+
+_DTYPES = (torch.float32, torch.bfloat16)
+# The host computes nothing in half precision, and would take very long to.
+_CARD_DTYPES = (*_DTYPES, torch.float16)
+# A matmul of the host's size takes a card microseconds, most of them to begin and to end.
+_LARGER_ON_A_CARD = 4
+_CALLS_PER_LAUNCH_SAMPLE = 100
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A measured machine; bytes per second of a host update by thread count; what to know."""
+
+    machine: Machine
+    host_update_bytes_per_s: Mapping[int, float]
+    remarks: tuple[str, ...]
+
+
+def calibrate(
+    progress: Progress | None = None, device: str = "cpu", sizes: Sizes | None = None
+) -> Calibration:
+    """Measure this computer; `progress` hears what comes next and the fraction done.
+
+    Raises:
+        OptionError: `device` is neither "cpu" nor a CUDA device that is there.
+    """
+    sizes = sizes or Sizes()
+    environment = read_environment()
+    bench = _bench(device, environment)
+    tell = progress or (lambda what, fraction: None)
+
+    tell("copies in both directions", 0.0)
+    copies = bench.copies(sizes)
+    tell("matmul, memory and launches on the device", 0.3)
+    device_tier = _tier(bench, torch.device(device), bench.capacity_bytes, sizes)
+    tell("matmul, memory and launches on the host", 0.5)
+    host_tier = device_tier
+    if device != "cpu":
+        host = torch.device("cpu")
+        host_tier = _tier(
+            CpuBench(environment.usable_memory_bytes), host, environment.usable_memory_bytes, sizes
+        )
+    tell("host updates by thread count", 0.7)
+    by_threads = _host_update_rates(environment, sizes)
+    tell("host updates op by op", 0.85)
+    update = HostUpdate(
+        max(by_threads.values()),
+        elements_per_s=elements_per_s(sizes.repeats),
+        fresh_bytes_per_s=fresh_bytes_per_s(sizes.repeats),
+    )
+    tell("host updates while copying", 0.9)
+    slowdown = _slowdown_while_copying(bench, sizes)
+    tell("done", 1.0)
+
+    machine = Machine(
+        name=f"{presets.THIS_MACHINE} (calibrated)",
+        device=device_tier,
+        host=host_tier,
+        h2d=copies.h2d,
+        d2h=copies.d2h,
+        host_update=replace(update, slowdown_while_copying=slowdown),
+        duplex=copies.duplex,
+        source=f"calibrate on {bench.name}, torch {torch.__version__}, "
+        f"{environment.usable_cores} cores, {environment.numa_nodes} NUMA node(s)",
+        issue_s=issue_s(_device_for(bench)),
+        fuses_updates=device != "cpu",  # what runs on a card is compiled
+    )
+    remarks = (*environment_remarks(environment), copies.remark, _threads_remark(by_threads))
+    return Calibration(machine, by_threads, tuple(filter(None, remarks)))
+
+
+def _bench(device: str, environment: Environment) -> Bench:
+    if device == "cpu":
+        return CpuBench(environment.usable_memory_bytes)
+    if device.split(":")[0] == "cuda" and environment.cuda:
+        return CudaBench(torch.device(device))
+    raise OptionError(
+        f"cannot calibrate device {device!r}; use 'cpu', or 'cuda' where there is one"
+    )
+
+
+def _tier(bench: Bench, device: torch.device, capacity_bytes: int, sizes: Sizes) -> TierSpec:
+    on_host = device.type == "cpu"
+    side = sizes.matmul_side if on_host else _LARGER_ON_A_CARD * sizes.matmul_side
+    flops_per_s = {}
+    for dtype in _DTYPES if on_host else _CARD_DTYPES:
+        a, b, product = (torch.ones(side, side, dtype=dtype, device=device) for _ in range(3))
+        work = partial(torch.mm, a, b, out=product)
+        seconds = median_s(partial(bench.seconds, work), sizes.repeats)
+        flops_per_s[str(dtype).removeprefix("torch.")] = 2 * side**3 / seconds
+    count = sizes.copy_bytes // 4
+    x, y, total = (torch.ones(count, device=device) for _ in range(3))
+    add_s = median_s(lambda: bench.seconds(lambda: torch.add(x, y, out=total)), sizes.repeats)
+    one = torch.ones(1, device=device)
+
+    def launches() -> None:
+        for _ in range(_CALLS_PER_LAUNCH_SAMPLE):
+            torch.add(one, one, out=one)
+
+    launches_s = median_s(lambda: bench.seconds(launches), sizes.repeats)
+    return TierSpec(
+        capacity_bytes=capacity_bytes,
+        bytes_per_s=3 * 4 * count / add_s,
+        flops_per_s=flops_per_s,
+        launch_s=launches_s / _CALLS_PER_LAUNCH_SAMPLE,
+    )
+
+
+def _host_update_rates(environment: Environment, sizes: Sizes) -> dict[int, float]:
+    """Bytes per second of a fused AdamW update at 1, 2, 4, ... threads and at all cores."""
+    cores, before = environment.usable_cores, torch.get_num_threads()
+    update = adamw_update(sizes.updated_parameters)
+    update_bytes = sizes.updated_parameters * presets.ADAMW_BYTES_PER_PARAMETER
+    rates = {}
+    try:
+        for threads in (*(2**k for k in range((cores - 1).bit_length())), cores):
+            torch.set_num_threads(threads)
+            rates[threads] = update_bytes / median_s(partial(wall_s, update), sizes.repeats)
+    finally:
+        torch.set_num_threads(before)
+    return rates
+
+
+def _slowdown_while_copying(bench: Bench, sizes: Sizes) -> float:
+    update = adamw_update(sizes.updated_parameters)
+    alone_s = median_s(partial(wall_s, update), sizes.repeats)
+    with bench.copying(sizes.copy_bytes):
+        disturbed_s = median_s(partial(wall_s, update), sizes.repeats)
+    return max(1.0, disturbed_s / alone_s)
+
+
+def _device_for(bench: Bench) -> Device:
+    """The runtime whose calls are measured."""
+    if isinstance(bench, CudaBench):
+        card = CudaCard(bench.device)
+        return CudaDevice(card, PinnedPool(card.pin, card.unpin), 2**62, {})
+    budgets = dict.fromkeys(Tier, 2**62)
+    return EmulatedDevice(presets.find(presets.THIS_MACHINE), budgets, {}, poison=False)
+
+
+def issue_s(device: Device) -> float:
+    """Seconds that the step's thread takes to start a copy on `device` and to wait for it.
+
+    Measured between matmuls, as in a step: on the emulated device the copy's thread competes for
+    the interpreter. A card goes on meanwhile with what it has been given, so there it is the most
+    that a task can cost.
+    """
+    place = device.compute_device
+    a, product = torch.ones(256, 256, device=place), torch.ones(256, 256, device=place)
+
+    def start_one_and_wait_for_the_last(number: int) -> None:
+        device.offload(a, Launch(f"copy {number}"))
+        device.wait([f"copy {number - 1}"] if number else [])
+
+    device.start_step()
+    seconds = []
+    for number in range(_CALLS_PER_LAUNCH_SAMPLE):
+        torch.mm(a, a, out=product)
+        seconds.append(wall_s(partial(start_one_and_wait_for_the_last, number)))
+    device.drain()
+    return statistics.median(seconds)
+
+
+def adamw_update(parameters: int) -> Callable[[], None]:
+    """ATen's fused update of so many parameters."""
+    values, gradients, first, second = ([torch.full((parameters,), 0.01)] for _ in range(4))
+    steps = [torch.ones(())]
+
+    def update() -> None:
+        torch._fused_adamw_(
+            values,
+            gradients,
+            first,
+            second,
+            [],
+            steps,
+            amsgrad=False,
+            beta1=0.9,
+            beta2=0.999,
+            lr=1e-3,
+            weight_decay=0.01,
+            eps=1e-8,
+            maximize=False,
+        )
+
+    return update
+
+
+def _threads_remark(bytes_per_s: Mapping[int, float]) -> str:
+    rates = ", ".join(f"{rate / 1e9:.1f} GB/s on {n}" for n, rate in bytes_per_s.items())
+    return f"host updates by thread count: {rates}"

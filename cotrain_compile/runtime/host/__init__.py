@@ -1,0 +1,1 @@
+"""Host: the kernels that update parameters on the host."""

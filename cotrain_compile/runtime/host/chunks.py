@@ -1,0 +1,94 @@
+"""Pieces: which updates on the host are cut, so that copies and update of one parameter overlap.
+
+In: a placed graph and its host kernels. Out: a `Cut` for each large parameter's update, for the
+copy of the gradient that it follows, and for the way back of the weight, which follows it.
+The plan has these tasks one after the other, so a step is at most as long as predicted
+(`docs/decisions/0017-pieces-and-bundles.md`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from cotrain_compile.graph import StepGraph
+from cotrain_compile.runtime.course import Cut
+from cotrain_compile.runtime.host.kernels import FusedKernel, HostKernel
+from cotrain_compile.runtime.ops import cotrain, host_region, task_name
+
+# Of the parameter. A link takes about a millisecond for it, so that what starting a copy and waking
+# a thread take is a small part.
+PIECE_BYTES = 1 << 24
+
+
+def cuts(placed: StepGraph, kernels: Mapping[str, HostKernel]) -> dict[str, Cut]:
+    """The cut of every task that is cut, by task name; most steps have none."""
+    found: dict[str, Cut] = {}
+    for call in placed.module.graph.find_nodes(op="call_function", target=host_region):
+        name = str(call.args[1])
+        kernel = kernels[name]
+        inputs: Any = call.args[3]
+        if not isinstance(kernel, FusedKernel) or kernel.after is not None:
+            continue  # what runs behind the loop needs all of it
+        param = inputs[kernel.positions["param"]]
+        states = [inputs[position].meta["val"] for position in kernel.positions.values()]
+        cut = _cut(param.meta["val"])
+        if cut is None or not all(_has_rows_of(param.meta["val"], state) for state in states):
+            continue
+        gradient = _copied_gradient(call, kernel, param)
+        if gradient:
+            found[gradient] = cut
+        found[name] = replace(cut, follows=gradient)
+        found |= {back: replace(cut, follows=name) for back in _ways_back(param, name)}
+    return found
+
+
+def _cut(param: torch.Tensor) -> Cut | None:
+    """Rows of about `PIECE_BYTES`; None where there would be one piece, or memory has gaps."""
+    if not param.dim() or not param.numel() or not _is_whole(param):
+        return None
+    count = param.shape[0]
+    rows = max(1, PIECE_BYTES * count // param.nbytes)
+    return Cut(rows, param.numel() // count, -(-count // rows)) if rows < count else None
+
+
+def _has_rows_of(param: torch.Tensor, state: torch.Tensor) -> bool:
+    """Whether a state goes with the rows of its parameter; a step count goes with all of them."""
+    return not state.dim() or (state.shape == param.shape and state.is_contiguous())
+
+
+def _is_whole(value: torch.Tensor) -> bool:
+    """Whether the elements of `value` lie in order and are all that its storage has."""
+    return value.is_contiguous() and value.untyped_storage().nbytes() == value.nbytes
+
+
+def _copied_gradient(call: fx.Node, kernel: FusedKernel, param: fx.Node) -> str:
+    """The copy of the gradient, if the update reads it row by row; "" where it does not.
+
+    The copy of the weight is waited for as a whole: its way back would overwrite what is still to
+    be copied.
+    """
+    inputs, after = call.args[3], call.args[2]
+    if kernel.gradient.shown is None:
+        return ""
+    gradient: Any = inputs[kernel.gradient.shown]  # type: ignore[index]
+    is_copy = gradient.target is cotrain.offload and task_name(gradient) in after  # type: ignore
+    is_alike = is_copy and _is_copied_alike(gradient.meta["val"], param.meta["val"])
+    return task_name(gradient) if is_alike else ""
+
+
+def _is_copied_alike(value: torch.Tensor, param: torch.Tensor) -> bool:
+    return value.numel() == param.numel() and _is_whole(value)
+
+
+def _ways_back(param: fx.Node, update: str) -> Iterator[str]:
+    """The copies of the new weight over the one on the device."""
+    for user in param.users:
+        if user.target is cotrain.prefetch_into and user.args[1] is param:
+            destination, after = user.args[0], user.args[3]
+            if update in after and _is_whole(destination.meta["val"]):  # type: ignore
+                yield task_name(user)

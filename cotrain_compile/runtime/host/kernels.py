@@ -1,0 +1,254 @@
+"""Host kernels: what runs a host region.
+
+A fused loop of ATen's, where every op between the gradient and the new parameter and states is
+accounted for by the rule that the loop computes (`match_update`): the ops before and behind run as
+captured. Else the captured ops, in parts that stay in the cache if they can (`captured_kernels`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+from cotrain_compile.dataflow import Role
+from cotrain_compile.graph import OptimizerRule, StepGraph, StepInput
+from cotrain_compile.machine import Tier
+from cotrain_compile.optimizer_loops import has_loop
+from cotrain_compile.runtime.course import WHOLE, Course
+from cotrain_compile.runtime.host.after_update import after_update
+from cotrain_compile.runtime.host.captured_kernels import CapturedKernel, chunked_kernel
+from cotrain_compile.runtime.host.fused_loops import FUSED_LOOPS, Update
+from cotrain_compile.runtime.host.gradient_prologue import (
+    GradientPart,
+    cache_rows,
+    gradient_part,
+    has_ops,
+    in_pieces,
+)
+from cotrain_compile.runtime.host.live_settings import live_settings, value_of, with_settings
+from cotrain_compile.runtime.host.match_update import match_update
+from cotrain_compile.runtime.host.trial import agree
+from cotrain_compile.runtime.meter import Meter
+from cotrain_compile.runtime.metered import MeteredGraph
+from cotrain_compile.runtime.ops import host_region
+
+# States that are sums of squares.
+NEVER_NEGATIVE = frozenset({"exp_avg_sq", "max_exp_avg_sq", "sum"})
+
+
+class HostKernel(Protocol):
+    """Updates one parameter and its states in place, from host tensors, along a `course`."""
+
+    def __call__(self, inputs: Sequence[Any], meter: Meter, course: Course = WHOLE, /) -> None: ...
+
+
+@dataclass(frozen=True)
+class FusedKernel:
+    """Runs what happens to the gradient before the optimizer, a fused loop, and what comes after.
+
+    The loop goes piece by piece, unless the gradient is ready as it is. `positions` says at which
+    input the parameter ("param") and each state are; `settings` are the optimizer's, `live` those
+    of them that are inputs (`lr`, `betas.0`, ...), with their positions; `skip` is the input that
+    says whether the loop is left out, `after` the ops behind it, None where there are none.
+    """
+
+    gradient: GradientPart
+    update: Update
+    positions: Mapping[str, int]
+    settings: Mapping[str, Any]
+    live: Mapping[str, int]
+    skip: int | None = None
+    after: MeteredGraph | None = None
+
+    def __call__(self, inputs: Sequence[Any], meter: Meter, course: Course = WHOLE) -> None:
+        if self.skip is None or not bool(inputs[self.skip]):
+            self._update(inputs, meter, course)
+        if self.after is not None:
+            self.after(inputs, meter)
+
+    def _update(self, inputs: Sequence[Any], meter: Meter, course: Course) -> None:
+        source, *small = self.gradient.begin(inputs, meter)
+        tensors = {name: inputs[position] for name, position in self.positions.items()}
+        live = {name: float(inputs[position]) for name, position in self.live.items()}
+        settings = with_settings(self.settings, live)
+        rows = course.cut.rows if course.cut is not None else _all_rows(source)
+        cut = zip(course.pieces(), in_pieces(tensors, source, rows), strict=False)
+        for _, (part, part_source) in cut:
+            for piece, piece_source in self._pieces(part, part_source):
+                (gradient,) = self.gradient.finish((piece_source, *small), meter)
+                self.update(piece, _laid_out_as(piece["param"], gradient), settings)
+
+    def _pieces(
+        self, tensors: Mapping[str, torch.Tensor], source: torch.Tensor
+    ) -> Iterable[tuple[Mapping[str, torch.Tensor], torch.Tensor]]:
+        is_ready = not self.gradient.ops and source.is_contiguous()
+        in_order = all(tensor.is_contiguous() for tensor in tensors.values())
+        rows = cache_rows(source) if in_order and not is_ready else _all_rows(source)
+        return in_pieces(tensors, source, rows)
+
+
+def _all_rows(source: torch.Tensor) -> int:
+    return source.shape[0] if source.dim() else 1
+
+
+def _laid_out_as(param: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """`gradient` with the strides of `param`: the loops go through memory in order."""
+    if param.is_contiguous() or gradient.stride() == param.stride():
+        return gradient.contiguous() if param.is_contiguous() else gradient
+    return torch.empty_like(param).copy_(gradient)
+
+
+def host_kernels(placed: StepGraph, choice: str) -> dict[str, HostKernel]:
+    """A kernel for every host region of `placed`, by task name.
+
+    `choice` is "fused" (as the module says) or "captured" (the captured ops as they are).
+    """
+    kernels: dict[str, HostKernel] = {}
+    checked: dict[object, bool] = {}
+    for call in _smallest_first(placed):
+        name = str(call.args[0].target)  # type: ignore[union-attr]
+        region = placed.module.get_submodule(name)
+        assert isinstance(region, fx.GraphModule)
+        found: HostKernel = CapturedKernel(MeteredGraph(region, Tier.HOST))
+        if choice == "fused":
+            found = _fast(region, _described_inputs(region, placed), placed, checked) or found
+        kernels[str(call.args[1])] = found
+    return kernels
+
+
+def _fast(
+    region: fx.GraphModule,
+    inputs: Sequence[StepInput | None],
+    placed: StepGraph,
+    checked: dict[object, bool],
+) -> HostKernel | None:
+    """A fused kernel, if the region's update is one, else captured ops in parts.
+
+    `checked` has which kinds of kernels have passed their trial, each on its smallest region.
+    """
+    rule = _rule(inputs, placed.rules)
+    fused = _fused(region, inputs, rule) if rule is not None else None
+    if rule is not None and fused is not None:
+        kind = _kind(region, rule)
+        if kind not in checked:
+            checked[kind] = _passes_trial(region, fused)
+        if checked[kind]:
+            return fused
+    return chunked_kernel(region)
+
+
+def _smallest_first(placed: StepGraph) -> list[fx.Node]:
+    """Region calls by size: the trial of a kind then runs on its smallest parameter."""
+    calls = placed.module.graph.find_nodes(op="call_function", target=host_region)
+
+    def size(call: fx.Node) -> int:
+        values = [n.meta.get("val") for n in call.all_input_nodes]
+        return sum(int(v.numel()) for v in values if isinstance(v, torch.Tensor))
+
+    return sorted(calls, key=size)
+
+
+def _described_inputs(region: fx.GraphModule, placed: StepGraph) -> list[StepInput | None]:
+    """For each input of the region the step input it is, None for what the step computed."""
+    names = [node.name for node in region.graph.find_nodes(op="placeholder")]
+    return [placed.input_of_node.get(name) for name in names]
+
+
+def _rule(
+    inputs: Sequence[StepInput | None], rules: Mapping[str, OptimizerRule]
+) -> OptimizerRule | None:
+    param = next((i.name for i in inputs if i is not None and i.role is Role.PARAM), "")
+    return rules.get(param)
+
+
+def _fused(
+    region: fx.GraphModule, inputs: Sequence[StepInput | None], rule: OptimizerRule
+) -> FusedKernel | None:
+    """A fused kernel for the region, None where some op of it is not accounted for."""
+    positions = {
+        "param" if item.role is Role.PARAM else item.name.removeprefix(f"{item.param}."): position
+        for position, item in enumerate(inputs)
+        if item is not None and item.role in (Role.PARAM, Role.OPTIMIZER_STATE)
+    }
+    nodes = list(region.graph.find_nodes(op="placeholder"))
+    tensors = {name: nodes[position] for name, position in positions.items()}
+    if not has_loop(rule, {name: node.meta["val"].dtype for name, node in tensors.items()}):
+        return None
+    live = live_settings(inputs, rule.settings)
+    if live is None or not _are_alike(tensors):
+        return None
+    settings = {name: nodes[position] for name, position in live.items()}
+    match = match_update(region, rule, tensors, settings)
+    after = after_update(region, match) if match is not None else None
+    if match is None or after is None:
+        return None
+    return FusedKernel(
+        gradient_part(region, match.gradient),
+        FUSED_LOOPS[rule.optimizer](rule.settings),
+        positions,
+        rule.settings,
+        live,
+        nodes.index(match.skip) if match.skip is not None else None,
+        MeteredGraph(after, Tier.HOST) if has_ops(after.graph) else None,
+    )
+
+
+def _are_alike(tensors: Mapping[str, fx.Node]) -> bool:
+    """Whether a loop through memory in order meets the same element of all, and no gaps.
+
+    A step count has one element and is no part of the loop.
+    """
+    param = tensors["param"].meta["val"]
+    own = [node.meta["val"] for name, node in tensors.items() if name != "step"]
+    same = all((v.dtype, v.shape, v.stride()) == _layout(param) for v in own)
+    return same and _is_dense(param)
+
+
+def _layout(value: torch.Tensor) -> tuple[torch.dtype, torch.Size, tuple[int, ...]]:
+    return value.dtype, value.shape, value.stride()
+
+
+def _is_dense(value: torch.Tensor) -> bool:
+    """Whether the elements lie side by side in some order of the dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return not value.numel()
+        expected *= size
+    return True
+
+
+def _kind(region: fx.GraphModule, rule: OptimizerRule) -> object:
+    """Kernels of one kind run the same loop with the same settings, between the same ops."""
+    ops = tuple(str(node.target) for node in region.graph.nodes if node.op == "call_function")
+    values = [node.meta.get("val") for node in region.graph.find_nodes(op="placeholder")]
+    layouts = tuple(_traits(value) if isinstance(value, torch.Tensor) else None for value in values)
+    return ops, layouts, rule.optimizer, str(sorted(rule.settings.items()))
+
+
+def _traits(value: torch.Tensor) -> object:
+    """Equal for tensors that a loop goes through alike: of any size where they are contiguous."""
+    return str(value.dtype) if value.is_contiguous() else str(_layout(value))
+
+
+def _passes_trial(region: fx.GraphModule, fused: FusedKernel) -> bool:
+    captured = CapturedKernel(MeteredGraph(region, Tier.HOST))
+    # Settings are of the size they have, and not as they were when the step was traced.
+    settings = {
+        position: torch.tensor(0.7 * value_of(fused.settings, name), dtype=torch.float64)
+        for name, position in fused.live.items()
+    }
+    squares = [place for name, place in fused.positions.items() if name in NEVER_NEGATIVE]
+    return agree(
+        region,
+        captured,
+        fused,
+        param=fused.positions["param"],
+        fixed=settings,
+        never_negative=squares,
+        skip=fused.skip,
+    )

@@ -1,0 +1,1 @@
+"""Process: signals, cores, and loading a checkpoint into the tensors that are there."""

@@ -1,0 +1,1 @@
+"""Text: what is said on the console about steps, plans and runs."""

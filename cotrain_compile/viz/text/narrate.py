@@ -1,0 +1,168 @@
+"""Narrate: what compiling a step says on stderr, on one ladder from nothing to every transfer.
+
+0 is silent, 1 a summary of a screen, 2 adds how each parameter is kept, 3 what each pass changes in
+the graph, 4 every task with its predicted times. `COTRAIN_DEBUG` in the environment chooses;
+without it the option `quiet` does, between 0 and 1. On a terminal there is progress while a plan is
+looked for; elsewhere lines are plain.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from rich.console import Console
+from rich.text import Text
+
+from cotrain_compile.errors import OptionError
+from cotrain_compile.graph import StepGraph
+from cotrain_compile.machine import Tier
+from cotrain_compile.options import Options
+from cotrain_compile.placement.explain.alternatives import every_strategy
+from cotrain_compile.placement.problem import Problem
+from cotrain_compile.plan import Plan, Transfer
+from cotrain_compile.units import format_bytes, format_seconds, printable
+from cotrain_compile.viz.text.terminal import PlainConsole
+from cotrain_compile.viz.timeline import LANE_TITLES
+
+VARIABLE = "COTRAIN_DEBUG"
+SUMMARY, PARAMETERS, PASSES, TASKS = 1, 2, 3, 4
+_BAR = 24
+
+
+def verbosity(options: Options) -> int:
+    """How much to say, 0 to 4; raises `OptionError` when the environment says anything else."""
+    asked = os.environ.get(VARIABLE)
+    if asked is None:
+        return 0 if options.quiet else SUMMARY
+    if asked not in map(str, range(TASKS + 1)):
+        raise OptionError(f"{VARIABLE} is {asked!r}, but must be a number from 0 to {TASKS}")
+    return int(asked)
+
+
+@dataclass(frozen=True)
+class Narrator:
+    """Says on `console` what `level` allows."""
+
+    level: int
+    console: Console = field(default_factory=lambda: PlainConsole(stderr=True))
+
+    @contextmanager
+    def progress(self) -> Iterator[Callable[[str], None]]:
+        """Yields what to tell each stage of looking for a plan."""
+        if not self.level or not self.console.is_terminal:
+            yield lambda stage: None
+            return
+        with self.console.status("placing the step") as status:
+            yield lambda stage: status.update(f"placing the step: {stage}")
+
+    @property
+    def observer(self) -> Callable[[str, StepGraph, StepGraph], None] | None:
+        """Says what each pass has changed; None where that is not to be said."""
+        return self._observe if self.level >= PASSES else None
+
+    def _observe(self, name: str, before: StepGraph, after: StepGraph) -> None:
+        for line in pass_lines(name, _body(before), _body(after)):
+            self.console.print(line)
+
+    def tell(self, problem: Problem, plan: Plan) -> None:
+        """Say what the plan is."""
+        if self.level >= SUMMARY:
+            for heading, words in summary_rows(plan, bars=self.console.is_terminal):
+                self.console.print(Text.assemble((f"{heading:11}", "bold"), printable(words)))
+        if self.level >= PARAMETERS:
+            for line in parameter_lines(problem, plan):
+                self.console.print(line)
+        if self.level >= TASKS:
+            for line in task_lines(plan):
+                self.console.print(line)
+
+    def tell_surplus(self, plan: Plan) -> None:
+        """Say what the rehearsal of `plan` has added to its notes."""
+        if self.level >= SUMMARY:
+            self.console.print(Text.assemble((f"{'rehearsed':11}", "bold"), plan.notes[-1]))
+
+
+def summary_rows(plan: Plan, *, bars: bool) -> Iterator[tuple[str, str]]:
+    """Heading and words of each line of the summary; `bars` draws how full the tiers are."""
+    step_s = plan.predicted.makespan_s
+    yield "cotrain", f"{plan.placement.policy} on {plan.machine}, step {plan.fingerprint}"
+    for note in plan.notes:
+        yield "", note
+    bound = ""
+    if plan.tasks and plan.report and plan.report.lower_bound_s:
+        least = format_seconds(plan.report.lower_bound_s)
+        bound = f", {plan.report.gap:.1%} above the {plan.report.bound_name}, {least}"
+    yield "a step", f"{format_seconds(step_s)} predicted{bound}"
+    for tier in Tier:
+        peak, budget = plan.predicted.peak_bytes[tier], plan.budgets[tier]
+        bar = f"{_bar(peak / budget)}  " if bars else ""
+        yield tier.value, f"{bar}{format_bytes(peak)} of {format_bytes(budget)} at the peak"
+    if not plan.tasks:
+        yield "moves", "nothing: everything fits on the device"
+        return
+    down, up = plan.bytes_moved("offload"), plan.bytes_moved("prefetch")
+    yield "moves", f"{format_bytes(down)} down, {format_bytes(up)} up in each step"
+    modes = Counter(mode.value.replace("_", " ") for mode in plan.placement.updates.values())
+    yield "updates", ", ".join(f"{count} {mode}" for mode, count in modes.items())
+    busy = (
+        f"{title} {plan.predicted.busy_s(lane) / step_s:.0%}" for lane, title in LANE_TITLES.items()
+    )
+    yield "busy", ", ".join(busy)
+
+
+def parameter_lines(problem: Problem, plan: Plan) -> Iterator[str]:
+    """How each parameter is kept, and what leaves the device between its uses."""
+    strategies = every_strategy(problem, plan.placement)
+    for param in plan.placement.updates:
+        kept = strategies[param].words
+        nbytes = problem.dataflow.buffer[param].nbytes
+        yield f"  {format_bytes(nbytes):>10}  {param}: {kept}"
+    for name in plan.placement.away:
+        nbytes = problem.dataflow.buffer[name].nbytes
+        yield f"  {format_bytes(nbytes):>10}  {name}: away between its uses"
+
+
+def task_lines(plan: Plan) -> Iterator[str]:
+    """Every task in the order of issue: when it runs, what it moves, what waits for it."""
+    spans = {span.name: span for span in plan.predicted.spans}
+    for task in plan.tasks:
+        span = spans[task.name]
+        when = f"{format_seconds(span.start_s)} to {format_seconds(span.end_s)}"
+        size = f" {format_bytes(task.nbytes)}" if isinstance(task, Transfer) else ""
+        issued = f"after {task.issue_after}" if task.issue_after else "at the start"
+        awaited = f"before {task.wait_before}" if task.wait_before else "at the end"
+        yield f"  {task.lane.value:5} {task.name}{size}: {when}, issued {issued}, awaited {awaited}"
+
+
+def pass_lines(name: str, before: str, after: str) -> Iterator[str]:
+    """What the pass `name` made of the text of a graph, as a unified diff."""
+    lines = list(
+        difflib.unified_diff(
+            before.splitlines(),
+            after.splitlines(),
+            f"before {name}",
+            f"after {name}",
+            "",
+            "",
+            1,
+            "",
+        )
+    )
+    if not lines:
+        yield f"pass {name}: no change"
+    yield from lines
+
+
+def _body(step: StepGraph) -> str:
+    """The text of a graph without the name of its class, which a copy changes."""
+    return "\n".join(line for line in step.text().splitlines() if not line.startswith("class "))
+
+
+def _bar(share: float) -> str:
+    full = round(_BAR * min(1.0, share))
+    return "[" + "#" * full + "." * (_BAR - full) + "]"

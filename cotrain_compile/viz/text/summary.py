@@ -1,0 +1,205 @@
+"""Summary: a plan in words: what lives and runs where, what moves, and how good the plan is."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+from cotrain_compile.dataflow import Dataflow
+from cotrain_compile.errors import PlacementError
+from cotrain_compile.machine import Tier
+from cotrain_compile.placement.simulate.reserved import Reserved, reserved
+from cotrain_compile.plan import Plan, SolveReport, Transfer, UpdateMode
+from cotrain_compile.units import format_bytes, format_seconds
+
+
+def summary(plan: Plan, dataflow: Dataflow | None = None) -> str:
+    """Policy, update modes, what leaves the device, memory, traffic, time and the solver's report.
+
+    With the `dataflow` that the plan was made for, each update mode has its bytes as well:
+    parameters with their optimizer states.
+    """
+    return "\n".join(
+        [
+            f"policy      {plan.placement.policy} on {plan.machine}",
+            *(f"{'':11} {note}" for note in plan.notes),
+            *_updates(plan, dataflow),
+            *_fetched(plan),
+            *_memory(plan),
+            *(f"{'':11} {told}" for told in (reserved_words(plan, dataflow) if dataflow else ())),
+            f"traffic     {format_bytes(plan.bytes_moved('offload'))} down, "
+            f"{format_bytes(plan.bytes_moved('prefetch'))} up each step",
+            f"predicted   {format_seconds(plan.predicted.makespan_s)} a step",
+            *_overlap(plan),
+            *(_report(plan.report) if plan.report else ()),
+        ]
+    )
+
+
+# Below, the allocator's segments of 2 and 20 MiB are more than what is in them.
+LEAST_TO_FRAGMENT_BYTES = 2**27
+EXPANDABLE = (
+    "that is above the budget: with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, memory is "
+    "not in pieces"
+)
+
+# The status of a plan for which nothing else was tried: everything fits on the device.
+NOT_NEEDED = "not needed"
+
+Rows = Iterator[tuple[str, ...]]
+
+
+def comparison(answers: Sequence[Plan | PlacementError]) -> Rows:
+    """Plans side by side: rows of a table, what a row tells and then one cell for each answer."""
+    yield "plan", *(_name(answer) for answer in answers)
+    for heading, tell in _TOLD.items():
+        yield heading, *(tell(a) if isinstance(a, Plan) else "" for a in answers)
+
+
+def candidates(answers: Sequence[Plan | PlacementError], rules: Sequence[str]) -> Rows:
+    """Rows as of `comparison`: the simulated step time of each candidate, and which do not fit.
+
+    `rules` are among the candidates. No rows where everything fits, as nothing else was tried then.
+    """
+    reports = [a.report for a in answers if isinstance(a, Plan) and a.report]
+    if all(report.status == NOT_NEEDED for report in reports):
+        return
+    tried = [policy for report in reports for policy in report.simulated_s]
+    for policy in dict.fromkeys((*rules, *tried)):
+        yield policy, *(_candidate(answer, policy) for answer in answers)
+
+
+def _name(answer: Plan | PlacementError) -> str:
+    if isinstance(answer, Plan):
+        return answer.placement.policy
+    return f"none: {format_bytes(answer.shortfall_bytes)} short"
+
+
+_TOLD: Mapping[str, Callable[[Plan], str]] = {
+    "a step": lambda plan: format_seconds(plan.predicted.makespan_s),
+    "above the bound": lambda plan: _above_bound(plan.report),
+    "status": lambda plan: plan.report.status if plan.report else "",
+    "device peak": lambda plan: format_bytes(plan.predicted.peak_bytes[Tier.DEVICE]),
+    "down each step": lambda plan: format_bytes(plan.bytes_moved("offload")),
+    "up each step": lambda plan: format_bytes(plan.bytes_moved("prefetch")),
+}
+
+
+def _above_bound(report: SolveReport | None) -> str:
+    return f"{report.gap:.1%}" if report and report.lower_bound_s else ""
+
+
+def _candidate(answer: Plan | PlacementError, policy: str) -> str:
+    if isinstance(answer, PlacementError) or answer.report is None:
+        return ""
+    seconds = answer.report.simulated_s.get(policy)
+    if seconds is not None:
+        return format_seconds(seconds)
+    return "not tried" if answer.report.status == NOT_NEEDED else "does not fit"
+
+
+def _updates(plan: Plan, dataflow: Dataflow | None) -> Iterator[str]:
+    params: dict[UpdateMode, list[str]] = {}
+    for param, mode in plan.placement.updates.items():
+        params.setdefault(mode, []).append(param)
+    words = []
+    for mode, names in params.items():
+        size = f" ({format_bytes(_bytes_with_states(dataflow, names))})" if dataflow else ""
+        words.append(f"{len(names)} {mode.value}{size}")
+    if words:
+        yield "updates     " + ", ".join(words)
+    homes = Counter(tier.value for tier in plan.placement.homes.values())
+    if homes:
+        yield "homes       " + ", ".join(f"{n} tensors on {tier}" for tier, n in homes.items())
+
+
+def _bytes_with_states(dataflow: Dataflow, params: Iterable[str]) -> int:
+    groups = [dataflow.update[param] for param in params]
+    return sum(dataflow.buffer[n].nbytes for g in groups for n in (g.param, *g.states))
+
+
+def _fetched(plan: Plan) -> Iterator[str]:
+    """Weights at home on the host, and activations that leave between forward and backward."""
+    offloads = [t for t in plan.transfers if t.direction == "offload"]
+    left = {t.buffer for t in offloads if not t.destination}
+    # What is written back and is no parameter is an optimizer state.
+    states = {t.destination for t in offloads} - set(plan.placement.updates)
+    activations: list[Transfer] = []
+    weights: list[Transfer] = []
+    for transfer in plan.transfers:
+        if transfer.is_fetch and transfer.buffer not in states:
+            (activations if transfer.buffer in left else weights).append(transfer)
+    if weights:
+        times = Counter(transfer.buffer for transfer in weights)
+        again = sum(count > 1 for count in times.values())
+        yield (
+            f"weights     {len(times)} fetched for their uses, {again} of them more than once, "
+            f"{format_bytes(_nbytes(weights))} up"
+        )
+    if activations:
+        yield (
+            f"activations {len(activations)} leave the device between their uses, "
+            f"{format_bytes(_nbytes(activations))}"
+        )
+
+
+def reserved_on_card(plan: Plan, dataflow: Dataflow) -> Reserved | None:
+    """What torch's caching allocator takes from a card for the plan; None where it is small."""
+    if plan.predicted.peak_bytes[Tier.DEVICE] < LEAST_TO_FRAGMENT_BYTES:
+        return None
+    return reserved(dataflow, plan)
+
+
+def reserved_words(plan: Plan, dataflow: Dataflow) -> Iterator[str]:
+    """The same in words, and what to do where that is above the budget."""
+    found = reserved_on_card(plan, dataflow)
+    if found is None:
+        return
+    yield (
+        f"{format_bytes(found.reserved_bytes)} reserved by torch's allocator on a card, "
+        f"{found.fragment_bytes / max(1, found.reserved_bytes):.0%} of it in no tensor at the peak"
+    )
+    if found.reserved_bytes > plan.budgets[Tier.DEVICE]:
+        yield EXPANDABLE
+
+
+def _nbytes(transfers: Iterable[Transfer]) -> int:
+    return sum(transfer.nbytes for transfer in transfers)
+
+
+def _memory(plan: Plan) -> Iterator[str]:
+    for tier in Tier:
+        # What the host holds depends on how fast its lanes are; on the device it does not.
+        most = "at most " if tier is Tier.HOST else ""
+        peak, budget = plan.predicted.peak_bytes[tier], plan.budgets[tier]
+        yield f"{tier.value:11} peak {most}{format_bytes(peak)} of {format_bytes(budget)}"
+
+
+def _overlap(plan: Plan) -> Iterator[str]:
+    if updates := sum(not isinstance(task, Transfer) for task in plan.carried):
+        yield f"overlap     {updates} updates on the host may end in the next step"
+
+
+def _report(report: SolveReport) -> Iterator[str]:
+    rounds = f", {report.rounds} rounds" if report.rounds > 1 else ""
+    yield (
+        f"solver      {report.solver}: {report.status} after {format_seconds(report.seconds)}"
+        f"{rounds}, seed {report.seed}"
+    )
+    if report.objective_s is not None:
+        bound = "none" if not report.bound_s else format_seconds(report.bound_s)
+        yield (
+            f"{'':11} its program says {format_seconds(report.objective_s)} a step, "
+            f"its bound is {bound}"
+        )
+    if report.lower_bound_s:
+        yield (
+            f"bound       no plan takes less than {format_seconds(report.lower_bound_s)}: "
+            f"this one is {report.gap:.1%} above"
+        )
+        if report.unknown_ops:
+            yield f"{'':11} not certified: it is a {report.bound_name}"
+    if report.simulated_s:
+        ranked = sorted(report.simulated_s.items(), key=lambda item: item[1])
+        told = ", ".join(f"{policy} {format_seconds(seconds)}" for policy, seconds in ranked)
+        yield f"candidates  {told}"

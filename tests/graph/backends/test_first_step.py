@@ -1,0 +1,237 @@
+"""The first step: a rehearsal out of memory changes nothing, and a smaller plan follows."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import cotrain_compile
+from cotrain_compile import compile as pipeline
+from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
+from cotrain_compile.backends.lifecycle.rehearsal import LEAST_STEP
+from cotrain_compile.errors import OutOfDeviceMemory, PlacementError
+from cotrain_compile.machine import Tier
+from cotrain_compile.runtime.meter import Meter
+
+WIDTH, BATCH = 64, 256
+COUNT = Meter._count
+
+
+class Training:
+    """A model with dropout whose activations may leave, and its step."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(3)
+        blocks = [
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.1)) for _ in range(4)
+        ]
+        self.model = nn.Sequential(*blocks)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, foreach=False)
+
+    def step(self, x: Tensor) -> Tensor:
+        self.optimizer.zero_grad()
+        loss: Tensor = self.model(x).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        return loss
+
+    def compiled(self, **options: Any) -> Callable[[Tensor], Tensor]:
+        torch._dynamo.reset()
+        step: Callable[[Tensor], Tensor] = torch.compile(
+            self.step, backend="cotrain", options=options
+        )
+        return step
+
+    def run(self, step: Callable[[Tensor], Tensor], steps: int = 3) -> list[Tensor]:
+        torch.manual_seed(5)
+        losses = [step(torch.randn(BATCH, WIDTH)).detach() for _ in range(steps)]
+        return [*losses, *self.tensors()]
+
+    def tensors(self) -> list[Tensor]:
+        return [p.detach().clone() for p in self.model.parameters()]
+
+
+@contextmanager
+def hidden_memory(nbytes: int) -> Iterator[None]:
+    """Every linear layer takes `nbytes` that no plan knows of, for as long as its result lives."""
+
+    def count(self: Meter, storage: Any, tier: Tier, where: str, size: int) -> None:
+        COUNT(self, storage, tier, where, size + (nbytes if where.startswith("addmm") else 0))
+
+    with mock.patch.object(Meter, "_count", count):
+        yield
+
+
+@contextmanager
+def noting_plans() -> Iterator[list[CompiledStep]]:
+    """What has been compiled within it."""
+    found: list[CompiledStep] = []
+    compile_step = pipeline.compile_step
+
+    def note(*arguments: Any, **named: Any) -> CompiledStep:
+        found.append(compile_step(*arguments, **named))
+        return found[-1]
+
+    with mock.patch.object(pipeline, "compile_step", note):
+        yield found
+
+
+def resident_peak_bytes() -> int:
+    training = Training()
+    step = training.compiled(policy="resident")
+    training.run(step, steps=1)
+    return cotrain_compile.inspect(step).predicted.peak_bytes[Tier.DEVICE]
+
+
+def test_a_rehearsal_leaves_training_and_random_numbers_as_they_were() -> None:
+    rehearsed, eager = Training(), Training()
+    found = rehearsed.run(rehearsed.compiled(host_kernels="captured", policy="coarse"))
+    torch.testing.assert_close(found, eager.run(eager.step), rtol=1e-3, atol=1e-4)
+
+
+def test_a_step_that_takes_more_than_planned_is_planned_again_and_exact() -> None:
+    budget = resident_peak_bytes()
+    options = {"host_kernels": "captured", "memory_budget": budget}
+    known, surprised = Training(), Training()
+    expected = known.run(known.compiled(**options))
+    with hidden_memory(1000), noting_plans() as plans:
+        step = surprised.compiled(**options)
+        with pytest.warns(
+            UserWarning, match=r"ran out of it; nothing was changed, and it is planned"
+        ):
+            found = surprised.run(step)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    budgets = [compiled.problem.budgets[Tier.DEVICE] for compiled in plans]
+    assert 2 <= len(budgets) <= 4
+    assert budgets == sorted(set(budgets), reverse=True)
+    last = cotrain_compile.inspect(step)
+    assert last is plans[-1]
+    assert last.plan.budgets[Tier.DEVICE] == budget
+    assert last.measured is not None
+    peak = last.measured.peak_bytes[Tier.DEVICE]
+    assert peak == last.rehearsed_device_bytes
+    assert last.predicted.peak_bytes[Tier.DEVICE] < peak <= budget
+    assert "a rehearsal took" in last.plan.notes[-1]
+
+
+def test_a_plan_for_less_may_take_the_whole_budget() -> None:
+    """Held to what it was planned for, each plan would fail by what no plan knows of."""
+    training, budget = Training(), resident_peak_bytes() // 2
+    with hidden_memory(10_000), noting_plans() as plans, pytest.warns(match="planned again"):
+        training.run(training.compiled(memory_budget=budget))
+    last = plans[-1]
+    assert last.rehearsed_device_bytes is not None
+    assert last.problem.budgets[Tier.DEVICE] < last.rehearsed_device_bytes <= budget
+
+
+def test_the_second_plan_knows_what_is_behind_the_place_where_the_first_ran_out() -> None:
+    """The first op above the budget is so by a little, others behind it by much more."""
+    training, budget = Training(), resident_peak_bytes()
+    with hidden_memory(40_000), noting_plans() as plans, pytest.warns(match="planned again"):
+        training.run(training.compiled(memory_budget=budget))
+    assert len(plans) == 2
+    assert plans[-1].rehearsed_device_bytes is not None
+    assert plans[-1].rehearsed_device_bytes <= budget
+
+
+def test_where_a_twentieth_less_does_not_fit_only_what_is_missing_comes_off() -> None:
+    training = Training()
+    with pytest.raises(PlacementError) as refusal:
+        training.compiled(memory_budget=1)(torch.randn(BATCH, WIDTH))
+    budget = 1 + refusal.value.shortfall_bytes + 1200
+    with hidden_memory(1000), noting_plans() as plans, pytest.warns(match="planned again"):
+        training.run(training.compiled(memory_budget=budget))
+    last = plans[-1]
+    assert last.problem.budgets[Tier.DEVICE] > (1 - LEAST_STEP) * budget
+    assert last.rehearsed_device_bytes is not None
+    assert last.rehearsed_device_bytes <= budget
+
+
+def test_a_card_that_has_less_than_planned_is_planned_for_with_what_it_had() -> None:
+    """A card fails below the plan: another process has the rest of its memory."""
+    training, budget = Training(), resident_peak_bytes()
+    limit = int(0.8 * budget)
+    rehearse = CompiledStep.rehearse
+
+    def on_a_small_card(self: CompiledStep, inputs: Any) -> None:
+        rehearse(self, inputs)
+        if self.peak_bytes[Tier.DEVICE] > limit:
+            self._device.meter.peak_bytes[Tier.DEVICE] = limit - 1000
+            raise torch.OutOfMemoryError("the card is full")
+
+    with (
+        mock.patch.object(CompiledStep, "rehearse", on_a_small_card),
+        noting_plans() as plans,
+        pytest.warns(UserWarning, match="planned again"),
+    ):
+        training.run(training.compiled(memory_budget=budget))
+    assert len(plans) == 2
+    assert plans[-1].problem.budgets[Tier.DEVICE] == limit - 1000
+
+
+def test_without_a_smaller_plan_the_error_reaches_the_user_and_nothing_has_changed() -> None:
+    training = Training()
+    before = training.tensors()
+    step = training.compiled(policy="resident", memory_budget=resident_peak_bytes())
+    with (
+        hidden_memory(1000),
+        noting_plans() as plans,
+        pytest.raises(OutOfDeviceMemory, match="out of memory on the device") as failure,
+    ):
+        step(torch.randn(BATCH, WIDTH))
+    assert len(plans) == 1
+    assert any("No parameter" in note for note in failure.value.__notes__)
+    assert any("Less does not fit" in note for note in failure.value.__notes__)
+    assert any("Raise memory_budget by" in note for note in failure.value.__notes__)
+    assert all(torch.equal(a, b) for a, b in zip(before, training.tensors(), strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:.*planned again")
+@pytest.mark.parametrize("policy", ["auto", "resident"])
+def test_a_step_that_every_plan_leaves_above_the_budget_is_refused_in_every_call(
+    policy: str,
+) -> None:
+    """A card has the memory, so the rehearsal comes to its end, but the budget says less."""
+    training = Training()
+    before = training.tensors()
+    rehearse = CompiledStep.rehearse
+
+    def on_a_large_card(self: CompiledStep, inputs: Any) -> None:
+        rehearse(self, inputs)
+        self._device.meter.peak_bytes[Tier.DEVICE] = self.allowed_bytes + 2048
+
+    step = training.compiled(policy=policy, memory_budget=resident_peak_bytes())
+    with mock.patch.object(CompiledStep, "rehearse", on_a_large_card), noting_plans() as plans:
+        for _ in range(2):
+            with pytest.raises(
+                OutOfDeviceMemory, match=r"needs .* on the device, budget"
+            ) as failure:
+                step(torch.randn(BATCH, WIDTH))
+            assert "Raise memory_budget by 2.0 KiB or more" in " ".join(failure.value.__notes__)
+    assert (len(plans) > 1) == (policy == "auto")
+    assert all(plan.steps == 0 for plan in plans)
+    assert all(torch.equal(a, b) for a, b in zip(before, training.tensors(), strict=True))
+
+
+@pytest.mark.parametrize("dynamic", [False, None])
+def test_no_batch_is_kept_alive(dynamic: bool | None) -> None:
+    training = Training()
+    torch._dynamo.reset()
+    step: Any = torch.compile(
+        training.step, backend="cotrain", options={"policy": "coarse"}, dynamic=dynamic
+    )
+    batches = [torch.randn(BATCH - 8 * n, WIDTH) for n in range(3 if dynamic is None else 1)]
+    for batch in batches:
+        step(batch)
+    left = [weakref.ref(batch) for batch in batches]
+    del batch, batches
+    gc.collect()
+    assert [ref() for ref in left] == [None] * len(left)

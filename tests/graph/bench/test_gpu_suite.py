@@ -1,0 +1,60 @@
+"""The GPU suite on the emulated device: every row is filled, a failing one says why."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from bench.gpu import suite as gpu_suite
+from cotrain_compile.placement.problem import Problem
+from cotrain_compile.placement.search.solve import SolveSettings, solve
+from cotrain_compile.plan import Plan
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    return tmp_path / "suite.json"
+
+
+def run(output: Path, *more: str) -> dict[str, list[dict[str, object]]]:
+    own = ("--only", "correctness", "performance")
+    given = ["--device", "cpu", "--size", "tiny", "--quick", "-o", str(output), *own, *more]
+    gpu_suite.main(given)
+    result: dict[str, list[dict[str, object]]] = json.loads(output.read_text())["result"]
+    return result
+
+
+def test_a_row_that_fails_has_its_error_and_the_others_run(
+    output: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail_on_coarse(problem: Problem, settings: SolveSettings) -> Plan:
+        if settings.policy == "coarse":
+            raise RuntimeError("no such luck")
+        return solve(problem, settings)
+
+    with (
+        mock.patch.object(gpu_suite, "solve", fail_on_coarse),
+        mock.patch.object(gpu_suite, "_correctness"),
+        mock.patch.object(gpu_suite, "HAS_PULP", new=False),
+    ):
+        rows = {row["name"]: row for row in run(output)["performance"]}
+    assert rows["coarse"]["error"] == "RuntimeError: no such luck"
+    placed = [row for name, row in rows.items() if name not in ("coarse", "capture")]
+    assert len(placed) == 5
+    for row in placed:
+        assert row["measured_s"] > 0  # type: ignore[operator]
+        assert row["measured_peak_bytes"] == row["predicted_peak_bytes"]
+    assert rows["streamed"]["fetched_bytes"] > 0  # type: ignore[operator]
+    printed = capsys.readouterr().out
+    assert "rows of auto are left out" in printed
+    assert "ERROR RuntimeError: no such luck" in printed
+    assert "1 of 7 rows have errors" in printed
+
+
+def test_without_time_the_rows_say_so_and_the_file_is_whole(output: Path) -> None:
+    result = run(output, "--minutes", "0.000001")
+    errors = {row.get("error") for row in [*result["correctness"], *result["performance"]]}
+    assert errors == {"no time left"}

@@ -1,0 +1,103 @@
+"""The comparison with the simple rules still runs, and its page says who is faster."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import bench.plans.plans
+from bench.plans.jobs import SHAPES, Shape, with_batch
+from bench.plans.page import draw, table
+from bench.plans.plans import budgets_of, main
+from cotrain_compile.files import save
+from tests.support.dataflows import chain
+
+TINY = Shape("Chain", "chain.py:chain", 8, 1)
+
+
+@pytest.fixture
+def result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the script finds out about a small step on one machine."""
+    save(chain(6, width=4096, batch=2048), tmp_path / TINY.file_name)
+    monkeypatch.setattr(bench.plans.plans, "SHAPES", (TINY,))
+    output = tmp_path / "plans.json"
+    where = ["--steps", str(tmp_path), "-o", str(output)]
+    main([*where, "--machine", "rtx4090", "--time-limit", "2", "--pictures", str(tmp_path)])
+    assert (tmp_path / "plans-rtx4090.png").read_bytes().startswith(b"\x89PNG")
+    found: dict[str, Any] = json.loads(output.read_text())["result"]
+    return found
+
+
+def test_from_just_feasible_to_everything_fits_no_rule_beats_a_plan_that_moves(
+    result: dict[str, Any],
+) -> None:
+    *moving, fits = result["rows"]
+    assert len(moving) == 2
+    assert fits["policy"] == "resident"
+    assert all(isinstance(fits["rules_s"][name], float) for name in fits["rules_s"])
+    steps_s = [row["step_s"] for row in moving]
+    assert steps_s == sorted(steps_s, reverse=True)
+    for row in moving:
+        rules_s = [value for value in row["rules_s"].values() if isinstance(value, float)]
+        assert row["bound_s"] <= row["step_s"] <= min(rules_s, default=row["step_s"])
+    assert any(isinstance(value, float) for value in moving[-1]["rules_s"].values())
+    assert [set(entry["models"].values()) for entry in result["largest"]] == [{"Chain"}] * 2
+    page = table(result)
+    assert page.count("| Chain, 8 × 1 |") == 3
+
+
+def test_the_page_marks_whoever_is_faster_and_names_what_is_too_large(tmp_path: Path) -> None:
+    row = {
+        "model": "A, 1 × 1",
+        "machine": "m",
+        "budget_bytes": 1 << 30,
+        "policy": "ilp",
+        "step_s": 2.0,
+        "bound_s": None,
+        "gap": None,
+        "seconds": 3.0,
+        "rules_s": {"resident": "does not fit", "zero-offload": 3.0, "streamed": 1.5},
+    }
+    models = {"auto": "A", "resident": None}
+    policies = ("zero-offload", "coarse", "fraction:auto", "streamed")
+    entry = {"machine": "m", "host_bytes": 1 << 30, "models": dict.fromkeys(policies) | models}
+    result = {"host_budget": "1TiB", "rows": [row], "largest": [entry]}
+    page = table(result)
+    line = "| A, 1 × 1 | 1.0 GiB | 2.00 s | – | 3 s | – | 3.00 s | – | – | **1.50 s** |"
+    assert line in page.splitlines()
+    assert "| m | 1.0 GiB | A | none | none | none | none | none |" in page.splitlines()
+    assert "takes 0.75 times as long as our plan in the median" in page
+    assert [path.name for path in draw(result, tmp_path)] == ["plans-m.png"]
+
+
+@pytest.mark.parametrize(
+    ("needs", "budgets"),
+    [
+        ((100, 500, 1000, 4000), (105, 510, 1000)),
+        ((100, 500, 1000, 700), (105, 510, 700)),
+        ((100, 500, 1000, 420), (105, 210, 420)),
+        ((100, 500, 1000, 99), ()),
+    ],
+)
+def test_budgets_are_where_something_begins_to_fit(
+    needs: tuple[int, int, int, int], budgets: tuple[int, ...]
+) -> None:
+    assert budgets_of(*needs) == budgets
+
+
+def test_a_job_takes_another_batch() -> None:
+    def build() -> tuple[Any, tuple[torch.Tensor]]:
+        return torch.sum, (torch.randint(0, 9, (2, 5)),)
+
+    _, (tokens,) = with_batch(build, 7)()
+    assert tokens.shape == (7, 5)
+    assert tokens.dtype == torch.int64
+
+
+def test_one_shape_of_every_model_is_its_smallest() -> None:
+    smallest = [shape.model for shape in SHAPES if shape.is_smallest]
+    assert sorted(smallest) == sorted({shape.model for shape in SHAPES})

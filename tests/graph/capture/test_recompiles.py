@@ -1,0 +1,62 @@
+"""What compiles again, as docs/training.md lists it, where no other test has it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+from tests.support.captured_steps import make_plain_mlp
+from tests.support.steps import SEED, Step, all_tensors, cotrain, cross_entropy, make_step, vectors
+
+STEPS = 5
+
+
+def graphs() -> int:
+    return int(counters["stats"]["unique_graphs"])
+
+
+class Remembering(nn.Module):
+    """Notes on itself what it was first called with, as Hugging Face's classifiers do."""
+
+    def __init__(self, kind: str | None) -> None:
+        super().__init__()
+        self.inner, self.kind = make_plain_mlp(), kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind is None:
+            self.kind = "single_label"
+        return self.inner(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("kind", "expected"), [(None, 2), ("single_label", 1)])
+def test_what_a_model_notes_in_its_first_step_compiles_once_more(
+    kind: str | None, expected: int
+) -> None:
+    model = Remembering(kind)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    step = cotrain()(make_step(model, [optimizer], cross_entropy))
+    for _ in range(STEPS):
+        step(*vectors())
+    assert model.kind == "single_label"
+    assert graphs() == expected
+
+
+def test_a_term_that_comes_and_goes_compiles_once_for_each() -> None:
+    def train(compile_with: Callable[[Step], Step]) -> dict[str, Any]:
+        torch.manual_seed(SEED)
+        model = make_plain_mlp().double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, weight_decay=0.0, foreach=False)
+        step = compile_with(make_step(model, [optimizer], cross_entropy))
+        for decay in (0.0, 0.1, 0.0, 0.1, 0.0):
+            optimizer.param_groups[0]["weight_decay"] = decay
+            x, y = vectors()
+            step(x.double(), y)
+        return all_tensors(model, [optimizer])
+
+    torch.testing.assert_close(train(cotrain()), train(lambda step: step))
+    assert graphs() == 2

@@ -1,0 +1,254 @@
+"""The advice of a refusal works: each step is refused, then follows the advice, and trains."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from traceback import FrameSummary
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from lightning_fabric import Fabric
+from torch import Tensor, nn
+
+from cotrain_compile.capture.dynamo.ways_on import way_on
+from cotrain_compile.errors import CaptureError
+from tests.support.steps import make_llama
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`"),
+    pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin"),
+    pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated"),
+]
+
+
+def train(parameters: Any, loss_of: Callable[[], Tensor]) -> None:
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+
+    def step() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    losses(step)
+
+
+def losses(step: Callable[[], Tensor]) -> None:
+    """Two steps, after which the loss is lower."""
+    run = torch.compile(step, backend="cotrain", options={"quiet": True})
+    first = run()
+    assert run() < first
+
+
+def test_a_causal_mask_is_said_to_be_one() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 1)
+    mask = nn.Transformer.generate_square_subsequent_mask(3)
+    x = torch.randn(2, 3, 8)
+    with pytest.raises(CaptureError, match=r"is_causal=True \(or False\) to an encoder, tgt_is_c"):
+        train(model.parameters(), lambda: (model(x, mask=mask)[..., 0] - 3).square().mean())
+    train(
+        model.parameters(),
+        lambda: (model(x, mask=mask, is_causal=True)[..., 0] - 3).square().mean(),
+    )
+
+
+def test_gradient_checkpointing_of_hugging_face_has_no_cache() -> None:
+    model = make_llama()
+    model.config.use_cache = True  # type: ignore[union-attr]
+    model.gradient_checkpointing_enable()  # type: ignore[operator]
+    x = torch.randint(1, 32, (1, 4))
+    with pytest.raises(CaptureError, match=r"Set model.config.use_cache = False"):
+        train(model.parameters(), lambda: model(input_ids=x, labels=x).loss)
+    model.config.use_cache = False  # type: ignore[union-attr]
+    train(model.parameters(), lambda: model(input_ids=x, labels=x).loss)
+
+
+def test_accelerate_gets_its_recipe() -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = nn.Linear(4, 2)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    x = torch.randn(2, 4)
+
+    def accumulating() -> Tensor:
+        with accelerator.accumulate(model):
+            loss: Tensor = model(x).square().mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss.detach()
+
+    def whole() -> Tensor:
+        total = torch.zeros(())
+        for part in x.chunk(2):
+            loss = model(part).square().mean()
+            accelerator.backward(loss)
+            total = total + loss.detach()
+        optimizer.optimizer.step()
+        optimizer.optimizer.zero_grad()
+        return total
+
+    with pytest.raises(CaptureError, match=r"optimizer.optimizer.step\(\).* without .*accumulate"):
+        losses(accumulating)
+    losses(whole)
+
+
+def test_fabric_gets_its_recipe() -> None:
+    fabric = Fabric(accelerator="cpu", devices=1)
+    model = nn.Linear(4, 2)
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    x = torch.randn(2, 4)
+
+    def clipping(**settings: Any) -> Callable[[], Tensor]:
+        def step() -> Tensor:
+            with fabric.autocast():
+                loss: Tensor = model.module(x).square().mean()
+            fabric.backward(loss)
+            fabric.clip_gradients(model, optimizer, max_norm=1.0, **settings)
+            optimizer.optimizer.step()
+            optimizer.optimizer.zero_grad()
+            return loss.detach()
+
+        return step
+
+    with pytest.raises(CaptureError, match=r"model.module .*error_if_nonfinite=False"):
+        losses(clipping())
+    losses(clipping(error_if_nonfinite=False))
+
+
+def test_hooks_that_transformers_installs_under_a_lock_are_there_after_a_first_call() -> None:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    model = MixtralForCausalLM(
+        MixtralConfig(
+            vocab_size=32,
+            hidden_size=8,
+            intermediate_size=8,
+            num_hidden_layers=1,
+            num_attention_heads=1,
+            num_key_value_heads=1,
+            num_local_experts=2,
+            use_cache=False,
+            output_router_logits=True,
+        )
+    )
+    x = torch.randint(1, 32, (1, 4))
+    with pytest.raises(CaptureError, match=r"Call the model once before, in eager"):
+        train(model.parameters(), lambda: model(input_ids=x, labels=x).loss)
+    with torch.no_grad():
+        model(input_ids=x)
+    train(model.parameters(), lambda: model(input_ids=x, labels=x).loss)
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda: random.uniform(0, 1),
+        lambda: random.random(),
+        random.Random(3).random,
+        lambda: torch.from_numpy(np.random.rand(1)),
+        lambda: np.random.default_rng(3).random(),
+        lambda: random.Random().random(),
+    ],
+)
+def test_numbers_that_python_or_numpy_draw_are_drawn_by_torch_instead(
+    draw: Callable[[], Any],
+) -> None:
+    layer, x = nn.Linear(2, 1), torch.ones(3, 2)
+    with pytest.raises(CaptureError, match=r"Draw the numbers with torch .*torch\.rand\(\(\)"):
+        train(layer.parameters(), lambda: (layer(x) - 3 - draw()).square().mean())
+    train(layer.parameters(), lambda: (layer(x) - 9 - torch.rand(())).square().mean())
+
+
+def test_a_full_backward_hook_becomes_one_of_what_the_module_returns() -> None:
+    layer, x = nn.Linear(2, 1), torch.ones(3, 2)
+    hook = layer.register_full_backward_hook(lambda module, inputs, outputs: None)
+    with pytest.raises(CaptureError, match=r"h = module\(x\), then h.register_hook"):
+        train(layer.parameters(), lambda: (layer(x) - 3).square().mean())
+    hook.remove()
+
+    def hooked() -> Tensor:
+        h = layer(x)
+        h.register_hook(lambda gradient: gradient / 2)
+        loss: Tensor = (h - 3).square().mean()
+        return loss
+
+    train(layer.parameters(), hooked)
+
+
+def test_parameters_from_a_vector_are_copied() -> None:
+    layer, x = nn.Linear(2, 1), torch.ones(3, 2)
+    params = list(layer.parameters())
+
+    def assigned() -> Tensor:
+        vector = nn.utils.parameters_to_vector(params) * 0.99
+        nn.utils.vector_to_parameters(vector, params)
+        loss: Tensor = (layer(x) - 3).square().mean()
+        return loss
+
+    def copied() -> Tensor:
+        with torch.no_grad():
+            vector = nn.utils.parameters_to_vector(params) * 0.99
+        for p, part in zip(params, vector.split([p.numel() for p in params])):  # noqa: B905
+            p.data.copy_(part.view_as(p))
+        loss: Tensor = (layer(x) - 3).square().mean()
+        return loss
+
+    with pytest.raises(CaptureError, match=r"in place of vector_to_parameters"):
+        train(params, assigned)
+    train(params, copied)
+
+
+def test_a_sparse_layer_becomes_a_dense_one() -> None:
+    words = torch.tensor([0, 2])
+    sparse = nn.Embedding(4, 2, sparse=True)
+    with pytest.raises(CaptureError, match="make the layer with sparse=False"):
+        train(sparse.parameters(), lambda: sparse(words).square().mean())
+    layer = nn.Embedding(4, 2)
+    train(layer.parameters(), lambda: layer(words).square().mean())
+
+
+@pytest.mark.parametrize(
+    ("path", "what", "way"),
+    [
+        ("/site-packages/lightning/pytorch/core/module.py", "a method", "loss.backward() in place"),
+        ("/site-packages/torch/nn/utils/clip_grad.py", "data-dependent", "error_if_nonfinite"),
+        ("/site-packages/some/library.py", "builtin `print`", "Move the print out"),
+        ("/home/me/train.py", "function `LRScheduler.step`", "outside the step, after it"),
+        ("/home/me/train.py", "function `save_on_cpu.__init__`", "Leave out the hooks on saved"),
+        ("/home/me/train.py", "function `detect_anomaly.__init__`", "with the step in eager"),
+        ("/home/me/train.py", "the builtin `time.time.`", "Read the clock outside"),
+        ("/home/me/train.py", "Tensor.tolist() with", "Index the tensor"),
+    ],
+)
+def test_where_the_graph_broke_says_more_than_how(path: str, what: str, way: str) -> None:
+    assert way in str(way_on([FrameSummary(path, 1, "f", line="")], what))
+
+
+def test_a_model_that_looks_at_its_labels_is_known_by_its_source(tmp_path: Path) -> None:
+    library = tmp_path / "modeling.py"
+    library.write_text("if labels.max() >= 3:\n    raise ValueError\n")
+    frame = FrameSummary(str(library), 1, "forward")
+    said = way_on([frame], "Data-dependent branching")
+    assert said is not None
+    assert said.startswith("Leave out the labels")
+
+
+def test_lora_with_gradient_checkpointing_trains() -> None:
+    peft = pytest.importorskip("peft")
+    model = make_llama()
+    model.config.use_cache = False  # type: ignore[union-attr]
+    model.gradient_checkpointing_enable()  # type: ignore[operator]
+    model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    adapters = [param for param in model.parameters() if param.requires_grad]
+    x = torch.randint(1, 32, (2, 8))
+    train(adapters, lambda: model(input_ids=x, labels=x).loss)

@@ -1,0 +1,245 @@
+"""Random training programs: placed they compute what the captured step does, or are refused.
+
+What holds for each is in `fuzz_run`; `bench.reliability.fuzz` runs programs by the clock.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from cotrain_compile.errors import PlanError
+from tests.support.fuzz.fuzz_compare import Broken, Left, compare, distance, nudge
+from tests.support.fuzz.fuzz_edits import GRADIENT_EDITS, PARAMETER_EDITS, UPDATES
+from tests.support.fuzz.fuzz_layers import AGAIN, LAYERS
+from tests.support.fuzz.fuzz_run import allowed_graphs, checked_refusal, run
+from tests.support.fuzz.fuzz_specs import (
+    LoopSpec,
+    ModelSpec,
+    OptimizerSpec,
+    Spec,
+    random_spec,
+    shrunk,
+)
+
+ROOT = Path(__file__).parents[3]
+IN_CI = (0, 3, 4, 6)
+WITHOUT_EDITS = (0, 6)  # of gradients and parameters, as the plain loops of most steps
+TIGHT = {"policy": "auto", "host_kernels": "captured", "quiet": True}
+
+
+@pytest.mark.usefixtures("one_thread", "watchdog")
+@pytest.mark.parametrize("seed", IN_CI)
+def test_a_random_program_keeps_every_promise(seed: int) -> None:
+    spec = random_spec(seed)
+    if seed in WITHOUT_EDITS:
+        spec = replace(spec, loop=replace(spec.loop, before=(), behind=()))
+    assert run(spec).status == "equal"
+
+
+def test_a_program_is_printed_as_one_that_runs() -> None:
+    spec = Spec(3, ModelSpec(()), loop=LoopSpec(rows=(2, 2)), options={**TIGHT, "policy": "coarse"})
+    shown = subprocess.run(
+        [sys.executable, "-c", str(spec)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert shown.stdout.startswith("Outcome(status='equal'"), shown.stderr
+
+
+def test_the_same_seed_gives_the_same_program() -> None:
+    assert random_spec(11) == random_spec(11)
+    assert len({repr(random_spec(seed)) for seed in range(50)}) == 50
+
+
+def test_the_programs_have_every_layer_optimizer_and_way_to_write_a_loop() -> None:
+    specs = [random_spec(seed) for seed in range(600)]
+    assert {kind for spec in specs for kind in spec.model.layers} == {*LAYERS, AGAIN}
+    assert len({spec.optimizer.name for spec in specs}) == 12
+    assert {spec.loop.clear for spec in specs} == {"first", "last", "zeros"}
+    assert {flag for spec in specs for flag in spec.optimizer.flags} == {
+        "foreach",
+        "fused",
+        "capturable",
+    }
+    assert {name for spec in specs for name in spec.loop.before} == {*GRADIENT_EDITS}
+    assert {name for spec in specs for name in spec.loop.behind} == {*PARAMETER_EDITS}
+    assert {spec.loop.by_hand for spec in specs} == {"", *UPDATES}
+
+
+def test_a_simpler_program_differs_in_one_thing() -> None:
+    spec = random_spec(12)
+    simpler = list(shrunk(spec))
+    assert simpler
+    assert spec not in simpler
+    optimizer = replace(spec, optimizer=replace(spec.optimizer, name="AdamW"))
+    assert optimizer in simpler or spec.optimizer.name == "AdamW"
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [(1e-12, "w differs in some bit"), (float("nan"), "w differs"), (None, "have other tensors")],
+)
+def test_a_difference_is_named(change: float | None, complaint: str) -> None:
+    w = torch.ones(3, dtype=torch.float64)
+    found = Left(tensors={} if change is None else {"w": w + change})
+    with pytest.raises(Broken, match=complaint):
+        compare(Left(tensors={"w": w}), found, "two runs", 0)
+
+
+@pytest.mark.parametrize("allowed", [0.0, 0.1, float("inf")])
+def test_a_difference_is_broken_unless_eager_itself_is_as_far_apart(allowed: float) -> None:
+    eager, captured = Left(tensors={"w": torch.ones(2)}), Left(tensors={"w": torch.full((2,), 1.3)})
+
+    def check() -> None:
+        compare(eager, captured, "two runs", 1e-3, lambda: {"w": allowed})
+
+    if allowed > 0.3:
+        check()
+    else:
+        with pytest.raises(Broken, match=r"w is .* are 0\.1 apart, rounding explains"):
+            check()
+
+
+def test_what_is_a_number_in_one_run_only_is_infinitely_far_away() -> None:
+    inf, nan = float("inf"), float("nan")
+    assert distance(torch.tensor([nan, inf, 3.0]), torch.tensor([nan, inf, 5.0])) == 2 / 4
+    assert distance(torch.tensor([nan, 1.0]), torch.tensor([0.0, 1.0])) == inf
+    assert distance(torch.tensor([inf]), torch.tensor([-inf])) == inf
+    assert distance(torch.tensor([]), torch.tensor([])) == 0
+
+
+def test_a_nudged_parameter_is_its_own_neighbour() -> None:
+    model = torch.nn.Linear(40, 1)
+    before = model.weight.detach().clone()
+    nudge(model, seed=0)
+    steps = (model.weight.detach().view(torch.int32) - before.view(torch.int32)).abs()
+    assert set(steps.flatten().tolist()) == {0, 1}
+
+
+@pytest.mark.usefixtures("one_thread", "watchdog")
+def test_only_the_program_alone_may_say_that_its_time_was_too_short() -> None:
+    late = PlanError("the solver found no plan in its time limit, though there is one")
+    assert checked_refusal(late, {"policy": "ilp"}).startswith("PlanError")
+    for error, policy in ((late, "auto"), (PlanError("unsound plan"), "ilp")):
+        with pytest.raises(Broken, match="refused by PlanError"):
+            checked_refusal(error, {"policy": policy})
+
+
+def test_a_program_that_leans_on_roundings_is_measured_by_its_own() -> None:
+    """Behind a batch norm over two equal rows a gradient is the rounding of two that cancel."""
+    layers = ("batch norm", "unused parameter", "group norm", "linear", "linear")
+    model = ModelSpec(layers, width=64, dtype="float32", reads_tokens=True, tied=True)
+    adadelta = OptimizerSpec(
+        "Adadelta",
+        {"eps": 0.01, "rho": 0.5, "maximize": True},
+        groups=({}, {"lr": 0.02, "weight_decay": 0.0}, {"lr": 0.0001, "weight_decay": 0.2}),
+    )
+    loop = LoopSpec((4,) * 6, micro_batches=2)
+    assert run(Spec(20255, model, adadelta, loop, options=TIGHT)).status == "equal"
+
+
+@pytest.mark.parametrize("name", ["Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "ASGD"])
+def test_captured_steps_are_those_of_eager_with_corrections_in_float32(name: str) -> None:
+    """`run` holds them to 1e-12; with eager's own corrections most are 1e-8 apart and more."""
+    flags = {"capturable": True} if name in ("RAdam", "ASGD") else {}
+    options = {**TIGHT, "policy": "resident"}
+    spec = Spec(1, ModelSpec(("linear",)), OptimizerSpec(name, flags=flags), options=options)
+    assert run(spec).status == "equal"
+
+
+@pytest.mark.usefixtures("one_thread", "watchdog")
+def test_a_program_that_leans_on_corrections_is_compared_with_the_same_ones() -> None:
+    """A batch norm over two rows makes 4e-5 of the 1.3e-5 that they are apart in the first step."""
+    layers = ("view", "batch norm", "dropout", "residual", "empty parameter")
+    model = ModelSpec(layers, width=64, reads_tokens=True, tied=True)
+    adam = OptimizerSpec(
+        "Adam",
+        {"eps": 0.01, "decoupled_weight_decay": True},
+        groups=({}, {"lr": 0.0, "weight_decay": 0.2}, {"lr": 0.02, "weight_decay": 0.2}),
+    )
+    for kernels in ("captured", "fused"):
+        options = {**TIGHT, "policy": "zero-offload", "host_kernels": kernels}
+        spec = Spec(70019, model, adam, LoopSpec((2,) * 4, clear="last"), options=options)
+        assert run(spec).status == "equal"
+
+
+@pytest.mark.parametrize(
+    ("loop", "graphs"),
+    [
+        (LoopSpec(rows=(4, 4)), 1),
+        (LoopSpec(rows=(6, 4, 8)), 2),
+        (LoopSpec(rows=(2, 2), micro_batches=2), 1),
+        (LoopSpec(rows=(6, 4, 8, 2), micro_batches=2), 3),
+        (LoopSpec(rows=(4, 8, 4), micro_batches=2), 2),
+        (LoopSpec(rows=(4, 8, 4), rates=(1e-3, 1e-2, 1e-3), clear="zeros"), 4),
+    ],
+)
+def test_a_batch_of_one_row_is_a_graph_of_its_own(loop: LoopSpec, graphs: int) -> None:
+    assert allowed_graphs(Spec(0, ModelSpec(()), loop=loop)) == graphs
+
+
+def test_parameters_in_one_storage_are_trained_under_any_policy() -> None:
+    model = ModelSpec(("linear", "neighbours"))
+    adam = OptimizerSpec("Adam", {"eps": 1e-2})
+    for policy in ("auto", "fraction:auto"):
+        spec = Spec(1, model, adam, options={**TIGHT, "policy": policy}, device_share=1.0)
+        assert run(spec).status == "equal"
+
+
+def test_a_parameter_that_is_part_of_a_larger_storage_is_counted_whole() -> None:
+    """The meter counts storages, and `run` compares it with the plan."""
+    spec = Spec(1, ModelSpec(("strided",)), options={**TIGHT, "policy": "resident"})
+    assert run(spec).status == "equal"
+
+
+def test_a_view_of_a_gradient_that_is_no_longer_copied_shows_the_gradient() -> None:
+    """`run` looks at every view of the captured graph."""
+    spec = Spec(1, ModelSpec(("in place",)), options={**TIGHT, "policy": "resident"})
+    assert run(spec).status == "equal"
+
+
+def test_the_gradient_of_an_empty_parameter_is_not_its_learning_rate() -> None:
+    """The rate is a tensor once it changes: of one element, where the gradient has none."""
+    model = ModelSpec(("bfloat16", "empty parameter"))
+    adamw = OptimizerSpec("AdamW", {"eps": 1e-2}, flags={"fused": True})
+    loop = LoopSpec(rows=(4, 4, 4), rates=(1e-3, 5e-3, 2e-3))
+    spec = Spec(1, model, adamw, loop, options={**TIGHT, "policy": "zero-offload"})
+    assert run(spec).status == "equal"
+
+
+@pytest.mark.parametrize("layer", ["convolution", "prelu"])
+def test_compiled_code_takes_no_more_than_in_the_rehearsal(layer: str) -> None:
+    """A kernel with memory of its own, and ops fused to one that holds what all of them need."""
+    loop = LoopSpec(rows=(4, 4, 4), micro_batches=2)
+    options = {**TIGHT, "lowering": "inductor"}
+    spec = Spec(1, ModelSpec((layer,), reads_tokens=True), loop=loop, options=options)
+    assert run(replace(spec, device_share=1.0)).status == "equal"
+
+
+@pytest.mark.parametrize("optimizer", ["Adam", "AdamW", "Adagrad", "SGD"])
+def test_the_host_updates_a_parameter_with_gaps_in_its_memory(optimizer: str) -> None:
+    """ATen's fused loops go through memory as if there were none."""
+    settings = {"momentum": 0.9} if optimizer == "SGD" else {}
+    options = {**TIGHT, "policy": "zero-offload", "host_kernels": "fused"}
+    model = ModelSpec(("strided",), dtype="float32")
+    spec = Spec(1, model, OptimizerSpec(optimizer, settings), options=options)
+    assert run(spec).status == "equal"
+
+
+def test_a_step_that_returns_a_number_is_compiled() -> None:
+    options = {**TIGHT, "policy": "resident", "lowering": "inductor"}
+    spec = Spec(1, ModelSpec(()), loop=LoopSpec((4, 4), returns="item"), options=options)
+    assert run(spec).status == "equal"
+
+
+def test_a_copy_that_the_host_makes_and_the_step_reads_once_is_fetched_once() -> None:
+    """The bias of the head in bfloat16: autocast makes it some ops before it is read."""
+    model = ModelSpec(("group norm",), width=64, dtype="float32", reads_tokens=True)
+    loop = LoopSpec((4, 4), autocast=True, clear="zeros")
+    options = {**TIGHT, "policy": "greedy"}
+    spec = Spec(1, model, OptimizerSpec("Adam"), loop, options=options, device_share=0.6)
+    assert run(spec).status == "equal"

@@ -1,0 +1,69 @@
+"""A run killed in the middle of an update goes on from its last checkpoint, to the bit."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from bench.reliability.killed_training import EXAMPLE, load_example
+
+# The example with one more line: the third update of the sixth step never returns.
+KILLED_RUN = """
+import os, runpy, signal, sys
+from cotrain_compile.runtime.emulated import EmulatedDevice
+
+run_region, calls = EmulatedDevice.run_region, []
+
+def run_and_die(*arguments):
+    calls.append(run_region(*arguments))
+    if len(calls) == 5 * 6 + 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+EmulatedDevice.run_region = run_and_die
+sys.argv[0] = sys.argv.pop(1)
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.fixture(scope="module")
+def example() -> ModuleType:
+    return load_example()
+
+
+def test_a_killed_run_goes_on_from_its_last_checkpoint(example: ModuleType, tmp_path: Path) -> None:
+    killed, whole = tmp_path / "killed.pt", tmp_path / "whole.pt"
+    command = [sys.executable, "-c", KILLED_RUN, str(EXAMPLE), str(killed), "--steps", "8"]
+    run = subprocess.run(command, cwd=EXAMPLE.parents[2], capture_output=True, text=True)
+    assert run.returncode == -signal.SIGKILL, run.stderr
+    assert torch.load(killed)["done"] == 4
+    losses = example.train(whole, 8)
+    torch._dynamo.reset()
+    assert example.train(killed, 8) == losses[4:]
+    left, right = torch.load(killed), torch.load(whole)
+    torch.testing.assert_close(left, right, rtol=0, atol=0)
+
+
+def test_a_process_killed_while_it_saves_leaves_the_last_checkpoint(
+    example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "run.pt"
+    parts = {"model": example.make_model()}
+    example.save_checkpoint(path, parts, 2)
+
+    class Killed(BaseException):
+        pass
+
+    def write_half(saved: object, file: object) -> None:
+        file.write(b"half")  # type: ignore[attr-defined]
+        raise Killed
+
+    monkeypatch.setattr(torch, "save", write_half)
+    with pytest.raises(Killed):
+        example.save_checkpoint(path, parts, 4)
+    assert example.load_checkpoint(path, parts) == 2

@@ -1,0 +1,147 @@
+"""Calibration: a quick run gives a usable machine, and each pressure point is put in words."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from cotrain_compile.errors import OptionError
+from cotrain_compile.files import load, save
+from cotrain_compile.machine import Machine
+from cotrain_compile.runtime.calibrate.calibrate import Calibration, calibrate, issue_s
+from cotrain_compile.runtime.calibrate.environment import (
+    Environment,
+    environment_remarks,
+    read_environment,
+)
+from cotrain_compile.runtime.calibrate.link_bench import Sizes
+from cotrain_compile.runtime.cuda.device import CudaDevice
+from cotrain_compile.runtime.cuda.pinned import PinnedPool
+from tests.support import thread_card
+from tests.support.thread_card import ThreadCard
+
+GIB = 2**30
+SMALL = Sizes(
+    copy_bytes=2**16, small_copy_bytes=64, matmul_side=32, updated_parameters=2**12, repeats=2
+)
+QUIET = Environment(
+    omp_num_threads=None,
+    machine_cores=16,
+    usable_cores=16,
+    installed_memory_bytes=64 * GIB,
+    memory_limit_bytes=None,
+    locked_memory_limit_bytes=None,
+    numa_nodes=1,
+    cuda=True,
+)
+
+
+@pytest.fixture(scope="module")
+def calibration() -> Calibration:
+    return calibrate(sizes=SMALL)
+
+
+def test_every_figure_of_the_measured_machine_is_positive(calibration: Calibration) -> None:
+    machine = calibration.machine
+    for tier in (machine.device, machine.host):
+        assert set(tier.flops_per_s) == {"float32", "bfloat16"}
+        assert min(tier.capacity_bytes, tier.bytes_per_s, tier.launch_s) > 0
+        assert min(tier.flops_per_s.values()) > 0
+    for link in (machine.h2d, machine.d2h):
+        assert min(link.bytes_per_s, link.latency_s) > 0
+    assert machine.host_update.slowdown_while_copying >= 1
+    assert max(calibration.host_update_bytes_per_s.values()) == machine.host_update.bytes_per_s
+    assert torch.__version__ in machine.source
+
+
+def test_a_calibrated_machine_survives_its_file(calibration: Calibration, tmp_path: Path) -> None:
+    save(calibration.machine, tmp_path / "machine.json")
+    assert load(tmp_path / "machine.json", Machine) == calibration.machine
+
+
+def test_host_updates_are_measured_from_one_thread_to_all_cores(calibration: Calibration) -> None:
+    threads = list(calibration.host_update_bytes_per_s)
+    assert threads[0] == 1
+    assert threads[-1] == read_environment().usable_cores
+    assert all(a < b for a, b in pairwise(threads))
+
+
+def test_calibration_reports_progress_and_leaves_the_thread_count_alone() -> None:
+    heard: list[tuple[str, float]] = []
+    before = torch.get_num_threads()
+    calibrate(lambda what, fraction: heard.append((what, fraction)), sizes=SMALL)
+    fractions = [fraction for _, fraction in heard]
+    assert (fractions[0], fractions[-1]) == (0.0, 1.0)
+    assert fractions == sorted(fractions)
+    assert all(what for what, _ in heard)
+    assert torch.get_num_threads() == before
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="what is not there can be asked for only here"
+)
+def test_what_could_not_be_measured_is_said(calibration: Calibration) -> None:
+    assert any("no CUDA device" in remark and "pinned" in remark for remark in calibration.remarks)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_is_not_there_is_refused() -> None:
+    with pytest.raises(OptionError, match="cannot calibrate device 'cuda'"):
+        calibrate(device="cuda", sizes=SMALL)
+
+
+@pytest.mark.gpu
+def test_a_cuda_device_is_measured_with_pinned_and_pageable_copies() -> None:
+    calibration = calibrate(device="cuda", sizes=replace(SMALL, copy_bytes=2**22))
+    assert calibration.machine.device.capacity_bytes > GIB
+    assert any("pageable" in remark for remark in calibration.remarks)
+
+
+def test_a_healthy_environment_is_not_remarked_on() -> None:
+    assert environment_remarks(QUIET) == ()
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        (replace(QUIET, cuda=False), ["no CUDA device", "could not be measured"]),
+        (replace(QUIET, omp_num_threads="1"), ["OMP_NUM_THREADS=1", "16 cores", "unset it"]),
+        (replace(QUIET, usable_cores=4), ["4 of 16 cores", "affinity"]),
+        (replace(QUIET, memory_limit_bytes=8 * GIB), ["8.00 GiB of 64.00 GiB", "host budget"]),
+        (replace(QUIET, locked_memory_limit_bytes=8 * 2**20), ["0.01 GiB", "ulimit -l"]),
+        (replace(QUIET, numa_nodes=2), ["2 NUMA nodes", "numactl"]),
+    ],
+)
+def test_each_pressure_point_is_named_with_a_way_on(
+    environment: Environment, words: list[str]
+) -> None:
+    (remark,) = environment_remarks(environment)
+    assert all(word in remark for word in words)
+
+
+def test_limits_that_do_not_bind_are_not_remarked_on() -> None:
+    wide = replace(
+        QUIET,
+        memory_limit_bytes=128 * GIB,
+        locked_memory_limit_bytes=64 * GIB,
+        omp_num_threads="16",
+    )
+    assert environment_remarks(wide) == ()
+
+
+def test_one_thread_on_one_core_is_as_it_should_be() -> None:
+    single = replace(QUIET, omp_num_threads="1", usable_cores=1, machine_cores=1)
+    assert environment_remarks(single) == ()
+
+
+def test_what_it_takes_to_issue_a_copy_is_measured_on_a_card_too() -> None:
+    card = ThreadCard()
+    with mock.patch.object(thread_card, "LONGEST_DELAY_S", 0.0):
+        seconds = issue_s(CudaDevice(card, PinnedPool(card.pin, card.unpin), 1 << 40, {}))
+    assert 0 < seconds < 1
+    assert not card.faults

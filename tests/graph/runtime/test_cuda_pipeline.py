@@ -1,0 +1,259 @@
+"""From `torch.compile` to the CUDA runtime, on a card of threads.
+
+What is CUDA is replaced: which device a step runs on, and its card. Homes are moved while the step
+is compiled and, for another batch size, when it is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import cotrain_compile
+from cotrain_compile import compile as pipeline
+from cotrain_compile.backends import devices
+from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
+from cotrain_compile.errors import HostMemoryError, OptionError
+from cotrain_compile.machine import Machine, Tier
+from cotrain_compile.options import Options
+from cotrain_compile.placement.problem import Problem
+from cotrain_compile.placement.simulate.reserved import Reserved
+from cotrain_compile.plan import Placement
+from cotrain_compile.runtime.cuda.card import is_out_of_memory
+from cotrain_compile.runtime.cuda.device import CudaDevice
+from cotrain_compile.runtime.cuda.pinned import PinnedPool
+from cotrain_compile.runtime.cuda.setup import in_pieces, machine_like, tell_if_not_free
+from cotrain_compile.runtime.host.kernels import HostKernel
+from tests.graph.gradients.test_gradients_between_calls import (
+    CALLS,
+    MICRO_BATCHES,
+    Loop,
+    OnTheHost,
+    gradients,
+)
+from tests.support.steps import CASES, OPTIMIZERS, all_tensors, cotrain, make_step, train
+from tests.support.thread_card import ThreadCard
+
+
+class ThreadCuda:
+    """Stands in for CUDA: every compiled step gets the one card and pool."""
+
+    def __init__(self) -> None:
+        self.card = ThreadCard(seed=1)
+        self.pool = PinnedPool(self.card.pin, self.card.unpin, lambda: 1 << 40)
+
+    def runtime_for(
+        self, step: object, problem: Problem, kernels: Mapping[str, HostKernel], options: Options
+    ) -> CudaDevice:
+        return CudaDevice(self.card, self.pool, problem.budgets[Tier.HOST], kernels)
+
+
+@pytest.fixture
+def cuda() -> Iterator[ThreadCuda]:
+    fake = ThreadCuda()
+    with ExitStack() as stack:
+        for name, stand_in in (
+            ("runs_on_cuda", lambda step: True),
+            ("runtime_for", fake.runtime_for),
+            ("within_free_memory", lambda options, *_: options),
+            ("tell_if_in_pieces", lambda *_: None),
+        ):
+            stack.enter_context(mock.patch.object(pipeline, name, stand_in))
+        torch._dynamo.reset()
+        yield fake
+    assert not fake.card.faults
+
+
+@pytest.mark.parametrize("policy", ["resident", "streamed", "coarse"])
+@pytest.mark.parametrize("case", ["mlp", "tied"])
+def test_training_through_torch_compile_is_exact(cuda: ThreadCuda, case: str, policy: str) -> None:
+    made = CASES[case], OPTIMIZERS["adamw"]
+    expected = train(*made, cotrain(policy="resident"))
+    torch._dynamo.reset()
+    found = train(*made, cotrain(policy=policy, host_kernels="captured"))
+    for name, tensor in expected.tensors.items():
+        assert torch.equal(found.tensors[name], tensor), name
+    assert found.losses == expected.losses
+
+
+def test_homes_of_the_first_plan_stay_for_other_batch_sizes(cuda: ThreadCuda) -> None:
+    case = CASES["mlp"]
+    torch.manual_seed(0)
+    model = case.make_model()
+    optimizers = OPTIMIZERS["adamw"](model)
+    step = cotrain(policy="zero-offload", host_kernels="captured")(
+        make_step(model, optimizers, case.loss_of)
+    )
+    placements: list[Placement] = []
+    sizes = (8, 6, 10, 8)
+    for rows in sizes:
+        step(torch.randn(rows, 12), torch.randint(0, 4, (rows,)))
+        placements.append(cotrain_compile.inspect(step).plan.placement)
+    assert {tuple(sorted(p.homes.items())) for p in placements} == {
+        tuple(sorted(placements[0].homes.items()))
+    }
+    hosted = {name for name, tier in placements[0].homes.items() if tier is Tier.HOST}
+    assert hosted
+    states = {
+        f"{name}.{key}": value
+        for name, param in model.named_parameters()
+        for key, value in optimizers[0].state[param].items()
+    }
+    assert all(cuda.pool.holds(states[name]) for name in hosted)
+    assert len(all_tensors(model, optimizers)) > len(hosted)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for rows in sizes:
+            step(torch.randn(rows, 12), torch.randint(0, 4, (rows,)))
+
+
+def test_kept_gradients_rest_where_their_parameters_do_and_compile_nothing_again(
+    cuda: ThreadCuda,
+) -> None:
+    ours, eager = Loop(OnTheHost(meters=False)), Loop()
+    places: list[tuple[bool, bool]] = []
+
+    def look(loop: Loop) -> list[torch.Tensor]:
+        for param in loop.model.parameters():
+            assert param.grad is not None
+            places.append((cuda.pool.holds(param), cuda.pool.holds(param.grad)))
+        return gradients(loop)
+
+    cycle, all_calls = range(MICRO_BATCHES), range(CALLS)
+    found, expected = ours.run(cycle, look), eager.run(all_calls, gradients)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        found += ours.run(all_calls[MICRO_BATCHES:], look)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    torch.testing.assert_close(ours.tensors(), eager.tensors(), rtol=0, atol=0)
+    assert set(places) == {(True, True), (False, False)}
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "Triton Error [CUDA]: out of memory",
+    ],
+)
+def test_a_library_that_finds_no_memory_leads_to_a_smaller_plan(
+    cuda: ThreadCuda, said: str
+) -> None:
+    case = CASES["mlp"]
+    expected = train(case, OPTIMIZERS["adamw"], cotrain(policy="resident"))
+    budgets: list[int] = []
+    rehearse = CompiledStep.rehearse
+
+    def run_full(self: CompiledStep, inputs: Any) -> None:
+        budgets.append(self.problem.budgets[Tier.DEVICE])
+        cuda.card.peak = 0
+        if len(budgets) == 1:
+            cuda.card.peak = self.predicted.peak_bytes[Tier.DEVICE] - 1000
+            raise RuntimeError(said)
+        rehearse(self, inputs)
+
+    torch._dynamo.reset()
+    with (
+        mock.patch.object(CompiledStep, "rehearse", run_full),
+        pytest.warns(UserWarning, match="ran out of it; nothing was changed"),
+    ):
+        found = train(case, OPTIMIZERS["adamw"], cotrain(host_kernels="captured"))
+    assert budgets[1] < budgets[0]
+    for name, tensor in expected.tensors.items():
+        assert torch.equal(found.tensors[name], tensor), name
+
+
+def test_other_errors_are_no_lack_of_memory() -> None:
+    others = (
+        ValueError("CUBLAS_STATUS_ALLOC_FAILED"),
+        RuntimeError("CUDA error: an illegal memory access was encountered"),
+        HostMemoryError("the driver cannot pin 8 MiB (CUDA error: out of memory)"),
+    )
+    assert not any(map(is_out_of_memory, others))
+
+
+def test_a_gradient_that_stays_is_refused_where_its_parameter_rests_on_the_host() -> None:
+    param = torch.nn.Parameter(torch.zeros(2))
+    item = SimpleNamespace(name="weight")
+    compiled: Any = SimpleNamespace(
+        graph=SimpleNamespace(inputs=[item]),
+        plan=SimpleNamespace(placement=SimpleNamespace(homes={"weight": Tier.HOST})),
+        problem=SimpleNamespace(dataflow=SimpleNamespace(kept_gradients={})),
+    )
+    with (
+        mock.patch.object(devices, "runs_on_cuda", return_value=True),
+        pytest.raises(OptionError, match=r"gradients in \.grad of 1 .*weight.*zero_grad"),
+    ):
+        devices.refuse_gradients_of_hosted(compiled, [param], {id(param)})
+    devices.refuse_gradients_of_hosted(compiled, [param], set())
+
+
+A_CARD = SimpleNamespace(
+    name="NVIDIA RTX 9999",
+    total_memory=1234 << 20,
+    major=8,
+    minor=9,
+    multi_processor_count=100,
+    clock_rate=2_000_000,
+    memory_clock_rate=10_000_000,
+    memory_bus_width=256,
+)
+
+
+@pytest.mark.parametrize(
+    ("card", "like"),
+    [
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA GH200 480GB", "gh200"),
+        ("NVIDIA GB200", "gb200"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80"),
+    ],
+)
+def test_a_card_gets_the_rates_of_the_preset_like_it_and_its_own_memory(
+    card: str, like: str
+) -> None:
+    machine: Machine = machine_like(SimpleNamespace(**{**vars(A_CARD), "name": card}))
+    assert machine.device.capacity_bytes == 1234 << 20
+    assert f"rates of the preset {like}" in machine.source
+    assert "no preset" not in machine.source
+
+
+def test_an_unknown_card_is_priced_by_its_properties_and_says_so() -> None:
+    machine = machine_like(A_CARD)
+    assert machine.device.flops_per_s["bfloat16"] == pytest.approx(0.6 * 1024 * 100 * 2e9)
+    assert machine.device.bytes_per_s == pytest.approx(0.85 * 2 * 10e9 * 256 / 8)
+    assert "no preset; by its properties (100 multiprocessors at 2.00 GHz" in machine.source
+    gamer = machine_like(SimpleNamespace(**{**vars(A_CARD), "name": "NVIDIA GeForce RTX 9999"}))
+    assert 2 * gamer.device.flops_per_s["bfloat16"] == machine.device.flops_per_s["bfloat16"]
+
+
+def test_a_card_whose_driver_says_too_little_has_rates_that_are_called_a_guess() -> None:
+    machine = machine_like(SimpleNamespace(**{**vars(A_CARD), "memory_clock_rate": 0}))
+    assert machine.device.capacity_bytes == 1234 << 20
+    assert "its driver says too little; rates of the preset rtx3090, which may be" in machine.source
+
+
+def test_what_does_not_fit_for_its_pieces_alone_is_said_before_it_runs() -> None:
+    said = in_pieces(Reserved(10 << 30, 13 << 30), 12 << 30)
+    assert "10.0 GiB in tensors" in said
+    assert "expandable_segments" in said
+    assert not in_pieces(Reserved(10 << 30, 13 << 30), 13 << 30)
+    # Without its pieces it would not fit either: that is for the budget to say.
+    assert not in_pieces(Reserved(10 << 30, 13 << 30), 9 << 30)
+    with pytest.warns(UserWarning, match=r"memory_budget is 12\.0 GiB, but only 11\.0 GiB"):
+        tell_if_not_free(12 << 30, 11 << 30)
+    tell_if_not_free(11 << 30, 11 << 30)
+
+
+def test_the_cuda_device_is_refused_where_there_is_none() -> None:
+    model = torch.nn.Linear(2, 2)
+    step = make_step(model, OPTIMIZERS["sgd"](model), lambda m, x: m(x).sum())
+    if not torch.cuda.is_available():
+        with pytest.raises(OptionError, match="sees no CUDA device"):
+            cotrain(device="cuda")(step)(torch.zeros(1, 2))

@@ -1,0 +1,216 @@
+"""A step for a card, on a machine without one: traced, planned, rewritten and cut into segments.
+
+The card is `tests/fake_cuda`: a library of ours that makes torch believe in one. It is loaded
+before torch, so the steps run in a process of their own, the same one for all stories here.
+`python -m bench.gpu.fake_cuda` runs many more.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import cotrain_compile
+from cotrain_compile.capture.offline.card_attention import (
+    BFLOAT16,
+    FLOAT,
+    HALF,
+    Call,
+    Kernel,
+    kernel_of,
+)
+from cotrain_compile.capture.offline.forked import in_a_copy
+from cotrain_compile.errors import CaptureError, OptionError
+from tests.fake_cuda.library import compiler, library
+from tests.fake_cuda.trainings import readme_job
+
+ROOT = Path(__file__).parents[3]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
+POLICIES = ("resident", "zero-offload", "streamed", "auto")
+# Every precision, every kernel of attention, and both ways to accumulate.
+KINDS: tuple[dict[str, Any], ...] = (
+    {"precision": "float32", "attention": "math"},
+    {"precision": "bfloat16 weights", "attention": "flash"},
+    {"precision": "bfloat16 autocast", "attention": "efficient", "micro_batches": 2},
+    {"precision": "float16 scaled", "attention": "cudnn"},
+)
+TRAININGS = ("readme", "every optimizer", "llama")
+
+pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler")
+
+
+def results_of(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What came of each cell, in one process that has the fake card."""
+    library()  # a failure to build it is told here
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.fake_cuda"],
+        input=json.dumps(cells),
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=ENVIRONMENT,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    lines = [line for line in run.stdout.splitlines() if line.startswith("RESULT ")]
+    return [json.loads(line.removeprefix("RESULT ")) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[tuple[str, str], dict[str, Any]]:
+    """By precision or training, and policy."""
+    trainings = [{"training": name} for name in TRAININGS]
+    cells = [{**c, "policy": policy} for c in (*trainings, *KINDS) for policy in POLICIES]
+    keys = [(str(c.get("precision", c.get("training"))), str(c["policy"])) for c in cells]
+    return dict(zip(keys, results_of(cells), strict=True))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", [*TRAININGS, *(str(kind["precision"]) for kind in KINDS)])
+def test_a_step_for_a_card_goes_through_to_its_segments(
+    results: Mapping[tuple[str, str], dict[str, Any]], name: str, policy: str
+) -> None:
+    found = results[name, policy]
+    assert not found["error"], found["error"]
+    assert found["segments"]
+    assert (found["tasks"] > 0) == (policy != "resident")
+
+
+# The same step, traced for a card by `trace`.
+
+
+TRACED = """
+import torch, cotrain_compile
+from cotrain_compile.errors import OptionError
+from tests.fake_cuda.trainings import job
+
+for precision, machine in (("bfloat16 weights", "rtx4090"), ("float16 scaled", "h100")):
+    traced = cotrain_compile.trace(lambda: job("AdamW", precision), machine=machine)
+    print("TRACED", precision, traced.fingerprint, sep="/")
+assert not torch.cuda.is_available()
+
+torch.ones(1, requires_grad=True).sum().backward()
+try:
+    cotrain_compile.trace(lambda: job("AdamW", "float32"), device="cuda")
+except OptionError as error:
+    print("TOLD", error, sep="/")
+"""
+
+
+def test_a_trace_for_a_card_is_that_of_the_step_on_it(
+    results: Mapping[tuple[str, str], dict[str, Any]],
+) -> None:
+    """So a plan made offline is accepted there. A 4090 takes flash attention, an H100 cuDNN's.
+
+    Once torch has run a backward it is too late for a card.
+    """
+    run = subprocess.run(
+        [sys.executable, "-c", TRACED], capture_output=True, text=True, cwd=ROOT, env=ENVIRONMENT
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    lines = [line.split("/") for line in run.stdout.splitlines() if "/" in line]
+    found = {line[1]: line[2] for line in lines if line[0] == "TRACED"}
+    assert found == {p: results[p, "resident"]["fingerprint"] for p in found}
+    assert len(found) == 2
+    assert [line[1] for line in lines if line[0] == "TOLD" and "before that" in line[1]]
+
+
+LLAMA = """
+import sys
+
+sys.path.insert(0, "docs/examples")
+import cotrain_compile, llama
+
+traced = cotrain_compile.trace(llama.llama_7b, machine="rtx4090")
+flash = [op for op in traced.ops if op.target == "aten._scaled_dot_product_flash_attention.default"]
+products = [op.dtype for op in traced.ops if op.target == "aten.mm.default"]
+print("TRACED", len(flash), len(products), *sorted(set(products)))
+"""
+
+
+@pytest.mark.long
+def test_a_7b_step_for_a_4090_has_flash_attention_and_bfloat16_products() -> None:
+    """Seven linear layers a block and the head; each again for two gradients.
+
+    A small Llama is looked at in the same way above (`cells._look_at_attention`).
+    """
+    run = subprocess.run(
+        [sys.executable, "-c", LLAMA], capture_output=True, text=True, cwd=ROOT, env=ENVIRONMENT
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    (line,) = [line for line in run.stdout.splitlines() if line.startswith("TRACED")]
+    assert line == f"TRACED 32 {21 * 32 + 3} bfloat16"
+
+
+def test_errors_of_a_trace_for_a_card_reach_its_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> None:
+        raise ValueError("no such model")
+
+    with pytest.raises(ValueError, match="no such model"):
+        in_a_copy(fails)
+    with pytest.raises(CaptureError, match="ended with 3"):
+        in_a_copy(lambda: os._exit(3))
+    with pytest.raises(OptionError, match="'tpu'"):
+        cotrain_compile.trace(readme_job, device="tpu")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(OptionError, match=r"needs a C\+\+ compiler"):
+        cotrain_compile.trace(readme_job, device="cuda")
+
+
+def test_an_autocast_that_torch_turns_off_is_no_trace_in_full_precision() -> None:
+    model = torch.nn.Linear(4, 4)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            return model(x)  # type: ignore[no-any-return]
+
+    with pytest.raises(CaptureError, match=r'autocast\("cuda"\) is off.*--device cuda'):
+        cotrain_compile.trace(lambda: (step, (torch.zeros(2, 4),)))
+
+
+def call(**changes: Any) -> Call:
+    """Causal attention in bfloat16 with heads of 128."""
+    usual = Call(
+        dtype=BFLOAT16,
+        query_width=128,
+        key_width=128,
+        value_width=128,
+        square=True,
+        empty=False,
+        grouped=False,
+        mask=False,
+        mask_grad=False,
+        grad=True,
+        dropout=False,
+        causal=True,
+        dense=True,
+    )
+    return replace(usual, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "capability", "kernel"),
+    [
+        ({}, (8, 9), Kernel.FLASH),
+        ({}, (9, 0), Kernel.CUDNN),
+        ({}, (7, 0), Kernel.MATH),  # no bfloat16 there
+        ({"dtype": HALF}, (7, 0), Kernel.EFFICIENT),
+        ({"dtype": FLOAT}, (9, 0), Kernel.EFFICIENT),
+        ({"mask": True, "causal": False}, (8, 9), Kernel.EFFICIENT),
+        ({"mask": True, "causal": False, "mask_grad": True}, (8, 9), Kernel.MATH),
+        ({"square": False}, (8, 0), Kernel.EFFICIENT),
+        ({"dense": False}, (9, 0), Kernel.MATH),
+    ],
+)
+def test_attention_takes_the_kernel_that_torch_takes_on_the_card(
+    changes: dict[str, Any], capability: tuple[int, int], kernel: Kernel
+) -> None:
+    assert kernel_of(call(**changes), capability) is kernel

@@ -1,0 +1,289 @@
+"""Hyper-parameters may change between steps: at once in effect, one more compile in all."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.optim.lr_scheduler as lr
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.optim import Optimizer
+
+import cotrain_compile
+from cotrain_compile.capture.aten import float_inputs
+from cotrain_compile.graph import StepGraph
+from cotrain_compile.runtime.host import kernels as kernels
+from cotrain_compile.runtime.host.captured_kernels import CapturedKernel
+from cotrain_compile.runtime.host.kernels import FusedKernel, host_kernels
+from tests.support.captured_steps import make_plain_mlp
+from tests.support.steps import (
+    OPTIMIZERS,
+    SEED,
+    Step,
+    all_tensors,
+    compiling_with,
+    cotrain,
+    cross_entropy,
+    make_step,
+    one,
+    vectors,
+)
+
+STEPS = 7
+
+SCHEDULES: dict[type, Callable[[Optimizer], Any]] = {
+    lr.LambdaLR: lambda o: lr.LambdaLR(o, lambda epoch: 0.9**epoch),
+    lr.MultiplicativeLR: lambda o: lr.MultiplicativeLR(o, lambda epoch: 0.9),
+    lr.StepLR: lambda o: lr.StepLR(o, 2),
+    lr.MultiStepLR: lambda o: lr.MultiStepLR(o, [2, 4]),
+    lr.ConstantLR: lambda o: lr.ConstantLR(o, 0.5, 3),
+    lr.LinearLR: lambda o: lr.LinearLR(o, 0.5, total_iters=4),
+    lr.ExponentialLR: lambda o: lr.ExponentialLR(o, 0.9),
+    lr.SequentialLR: lambda o: lr.SequentialLR(
+        o, [lr.ConstantLR(o, 0.5, 2), lr.ExponentialLR(o, 0.9)], [3]
+    ),
+    lr.ChainedScheduler: lambda o: lr.ChainedScheduler(
+        [lr.ConstantLR(o, 0.5, 2), lr.ExponentialLR(o, 0.9)]
+    ),
+    lr.PolynomialLR: lambda o: lr.PolynomialLR(o, 4),
+    lr.CosineAnnealingLR: lambda o: lr.CosineAnnealingLR(o, 5),
+    lr.CosineAnnealingWarmRestarts: lambda o: lr.CosineAnnealingWarmRestarts(o, 3),
+    lr.CyclicLR: lambda o: lr.CyclicLR(o, 1e-4, 1e-3, step_size_up=3),
+    lr.OneCycleLR: lambda o: lr.OneCycleLR(o, 1e-2, total_steps=STEPS + 1),
+    lr.ReduceLROnPlateau: lambda o: lr.ReduceLROnPlateau(o, patience=0),
+}
+
+
+def all_schedules() -> set[type]:
+    classes = inspect.getmembers(lr, inspect.isclass)
+    return {c for name, c in classes if issubclass(c, lr.LRScheduler) and not name.startswith("_")}
+
+
+def graphs() -> int:
+    return int(counters["stats"]["unique_graphs"])
+
+
+def train(
+    make_optimizers: Callable[[nn.Module], list[Optimizer]],
+    make_schedule: Callable[[Optimizer], Any],
+    compile_with: Callable[[Step], Step] = lambda step: step,
+) -> dict[str, Tensor]:
+    """Train in float64; every schedule is stepped after every step."""
+    torch.manual_seed(SEED)
+    model = make_plain_mlp().double()
+    optimizers = make_optimizers(model)
+    schedules = [make_schedule(optimizer) for optimizer in optimizers]
+    step = compile_with(make_step(model, optimizers, cross_entropy))
+    for _ in range(STEPS):
+        x, y = vectors()
+        step(x.double(), y)
+        for schedule in schedules:
+            args = (1.0,) if isinstance(schedule, lr.ReduceLROnPlateau) else ()
+            schedule.step(*args)
+    return all_tensors(model, optimizers)
+
+
+def assert_one_more_compile(
+    make_optimizers: Callable[[nn.Module], list[Optimizer]],
+    make_schedule: Callable[[Optimizer], Any],
+    policy: str = "resident",
+    compiles: int = 2,
+) -> None:
+    eager = train(make_optimizers, make_schedule)
+    ours = train(make_optimizers, make_schedule, cotrain(policy=policy))
+    # torch's compiled Adam takes its bias corrections in float32.
+    torch.testing.assert_close(ours, eager, rtol=1e-5, atol=2e-6)
+    assert graphs() == compiles
+
+
+def test_the_table_has_every_schedule_of_torch() -> None:
+    assert set(SCHEDULES) == all_schedules() - {lr.LRScheduler}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda c: c.__name__)
+def test_every_schedule_costs_one_compile(schedule: type) -> None:
+    """Two of them move the momentum as well, which for Adam is the first of its betas."""
+    assert_one_more_compile(OPTIMIZERS["adamw"], SCHEDULES[schedule])
+
+
+@pytest.mark.parametrize("schedule", [lr.CyclicLR, lr.OneCycleLR])
+@pytest.mark.parametrize("optimizer", ["sgd", "rmsprop", "nadam"])
+def test_schedules_of_momentum_cost_one_compile(optimizer: str, schedule: type) -> None:
+    assert_one_more_compile(OPTIMIZERS[optimizer], SCHEDULES[schedule], "zero-offload")
+
+
+class ByHand:
+    """Changes the hyper-parameters of an optimizer itself, all at once, from the second step on."""
+
+    def __init__(self, optimizer: Optimizer, names: Sequence[str]) -> None:
+        self.optimizer, self.names, self.steps = optimizer, names, 0
+
+    def step(self) -> None:
+        self.steps += 1
+        if self.steps >= 2:
+            for group in self.optimizer.param_groups:
+                for name in self.names:
+                    group[name] = scaled(group[name])
+
+
+class OneByOne(ByHand):
+    """Each setting first changes a step after the one before it."""
+
+    def step(self) -> None:
+        self.steps += 1
+        for group in self.optimizer.param_groups:
+            for name in self.names[: self.steps]:
+                group[name] = scaled(group[name])
+
+
+def scaled(value: Any) -> Any:
+    return tuple(map(scaled, value)) if isinstance(value, tuple) else value * 0.99
+
+
+BY_HAND: dict[str, tuple[str, ...]] = {
+    "adamw": ("lr", "betas", "eps", "weight_decay"),
+    "adamw-groups": ("lr", "betas", "eps"),
+    "adam": ("lr", "betas", "weight_decay"),
+    "sgd": ("lr", "momentum", "weight_decay"),
+    "rmsprop": ("lr", "alpha", "momentum", "eps"),
+    "adagrad": ("lr", "eps"),
+    "nadam": ("lr", "betas", "momentum_decay"),
+    "adafactor": ("lr", "beta2_decay"),
+    "muon": ("lr",),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_changes_by_hand_cost_one_compile(optimizer: str) -> None:
+    assert_one_more_compile(OPTIMIZERS[optimizer], lambda o: ByHand(o, BY_HAND[optimizer]))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_changes_at_different_times_cost_two_compiles(optimizer: str) -> None:
+    """Then all settings are inputs: the third and the fourth to change cost nothing."""
+    change = functools.partial(OneByOne, names=BY_HAND[optimizer])
+    assert_one_more_compile(OPTIMIZERS[optimizer], change, "zero-offload", compiles=3)
+
+
+@pytest.mark.parametrize(
+    ("make", "settings"),
+    [
+        (one(torch.optim.Rprop, lr=1e-3), ("etas", "step_sizes")),
+        (OPTIMIZERS["muon"], ("ns_coefficients",)),
+    ],
+)
+def test_settings_that_torch_bakes_into_its_ops_compile_at_each_change(
+    make: Callable[[nn.Module], list[Optimizer]], settings: Sequence[str]
+) -> None:
+    def change(optimizer: Optimizer) -> ByHand:
+        return ByHand(optimizer, [name for name in settings if name in optimizer.defaults])
+
+    assert_one_more_compile(make, change, compiles=STEPS - 1)
+
+
+def kernels_with_changed_settings(optimizer: str) -> set[type]:
+    """What runs the host updates after every setting has changed."""
+    steps: list[Step] = []
+
+    def compile_with(step: Step) -> Step:
+        steps.append(cotrain(policy="zero-offload")(step))
+        return steps[0]
+
+    train(OPTIMIZERS[optimizer], lambda o: ByHand(o, BY_HAND[optimizer]), compile_with)
+    placed = cotrain_compile.inspect(steps[0]).graph
+    return {type(kernel) for kernel in host_kernels(placed, "fused").values()}
+
+
+@pytest.mark.parametrize("optimizer", ["adamw-groups", "adam", "sgd", "adagrad"])
+def test_fused_loops_take_settings_that_are_inputs(optimizer: str) -> None:
+    assert kernels_with_changed_settings(optimizer) == {FusedKernel}
+
+
+def test_a_fused_loop_with_old_settings_fails_its_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "with_settings", lambda settings, live: settings)
+    assert kernels_with_changed_settings("sgd") == {CapturedKernel}
+
+
+def test_a_rate_in_a_tensor_costs_no_compile() -> None:
+    def make(model: nn.Module) -> list[Optimizer]:
+        rate = torch.tensor(1e-2, dtype=torch.float64)
+        return [torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9, foreach=False)]
+
+    eager = train(make, SCHEDULES[lr.CosineAnnealingLR])
+    ours = train(make, SCHEDULES[lr.CosineAnnealingLR], cotrain())
+    torch.testing.assert_close(ours, eager)
+    assert graphs() == 1
+
+
+def test_what_keeps_floats_inputs_on_older_versions_leaves_no_trace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[StepGraph] = []
+
+    def note(step: StepGraph, *_: object) -> Callable[[list[Any]], Any]:
+        seen.append(step)
+        return lambda inputs: step.module(*inputs)
+
+    monkeypatch.setattr(float_inputs, "INPUTS_ARE_HIDDEN", True)
+    with compiling_with(note):
+        train(OPTIMIZERS["sgd"], lambda o: ByHand(o, ["lr"]), cotrain())
+    first, second = seen
+    rates = [len(step.inputs) - len(first.inputs) for step in seen]
+    assert rates == [0, 1]
+    products = second.module.graph.find_nodes(op="call_function", target=torch.ops.aten.mul.Tensor)
+    assert products
+    assert all(product.users for product in products)
+
+
+def test_a_rate_in_a_tensor_that_the_step_changes_is_sent_to_updates_on_the_host() -> None:
+    def parameters(compile_with: Callable[[Step], Step]) -> list[Tensor]:
+        torch.manual_seed(SEED)
+        model = nn.Linear(12, 4)
+        rate = torch.tensor(1e-2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate, foreach=False)
+
+        def step(x: Tensor, y: Tensor) -> None:
+            optimizer.zero_grad()
+            cross_entropy(model, x, y).backward()
+            rate.mul_(0.5)
+            optimizer.step()
+
+        run = compile_with(step)
+        for _ in range(3):
+            run(*vectors())
+        return [*model.parameters(), rate]
+
+    eager = parameters(lambda step: step)
+    ours = parameters(cotrain(policy="zero-offload", host_kernels="captured"))
+    torch.testing.assert_close(ours, eager, rtol=0, atol=0)
+
+
+def test_an_optimizer_that_the_step_reaches_in_two_ways_is_traced_once() -> None:
+    class Parts:
+        def __init__(self, optimizer: Optimizer) -> None:
+            self.optimizer = optimizer
+
+    def states(compile_with: Callable[[Step], Step]) -> list[Tensor]:
+        torch.manual_seed(SEED)
+        model = nn.Linear(12, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
+        parts = Parts(optimizer)
+
+        def step(x: Tensor, y: Tensor) -> None:
+            optimizer.zero_grad()
+            cross_entropy(model, x, y).backward()
+            optimizer.step()
+            for p in model.parameters():
+                parts.optimizer.state[p]["momentum_buffer"].mul_(0.5)
+
+        run = compile_with(step)
+        for _ in range(2):
+            run(*vectors())
+        return [optimizer.state[p]["momentum_buffer"] for p in model.parameters()]
+
+    torch.testing.assert_close(states(cotrain()), states(lambda step: step), rtol=0, atol=0)

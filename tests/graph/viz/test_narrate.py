@@ -1,0 +1,129 @@
+"""What compiling says: a ladder from nothing to every task, on stderr, plain off a terminal."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from io import StringIO
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+
+import cotrain_compile
+from cotrain_compile.errors import OptionError
+from cotrain_compile.options import Options
+from cotrain_compile.plan import Plan
+from cotrain_compile.units import format_bytes, format_seconds
+from cotrain_compile.viz.text.narrate import (
+    Narrator,
+    pass_lines,
+    summary_rows,
+    task_lines,
+    verbosity,
+)
+from tests.unit.viz.test_report import PLAN, PROBLEM
+
+Step = Callable[[torch.Tensor], torch.Tensor]
+
+
+def compiled(**options: Any) -> Step:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def train(batch: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = model(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    step: Step = torch.compile(train, backend="cotrain", options=options)
+    return step
+
+
+def told(level: int, *, terminal: bool = False) -> str:
+    out = StringIO()
+    console = Console(file=out, force_terminal=terminal, soft_wrap=True, markup=False)
+    Narrator(level, console).tell(PROBLEM, PLAN)
+    return out.getvalue()
+
+
+def test_compiling_says_on_stderr_what_was_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    step = compiled(policy="coarse", machine="rtx4090")
+    step(torch.ones(4, 8))
+    plan = cotrain_compile.inspect(step).plan
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert f"a step     {format_seconds(plan.predicted.makespan_s)} predicted" in captured.err
+    assert f"{format_bytes(plan.bytes_moved('offload'))} down" in captured.err
+    step(torch.ones(4, 8))
+    assert capsys.readouterr().err == ""
+
+
+def test_a_quiet_step_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    compiled(quiet=True)(torch.ones(4, 8))
+    assert capsys.readouterr().err == ""
+
+
+def test_the_environment_outranks_the_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert verbosity(Options()) == 1
+    assert verbosity(Options(quiet=True)) == 0
+    monkeypatch.setenv("COTRAIN_DEBUG", "3")
+    assert verbosity(Options(quiet=True)) == 3
+    monkeypatch.setenv("COTRAIN_DEBUG", "loud")
+    with pytest.raises(OptionError, match="'loud', but must be a number from 0 to 4"):
+        verbosity(Options())
+
+
+def test_the_third_level_shows_what_each_pass_changes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COTRAIN_DEBUG", "3")
+    compiled(policy="coarse", machine="rtx4090")(torch.ones(4, 8))
+    said = capsys.readouterr().err
+    assert "pass move_ops: no change" in said
+    assert "+++ after insert_transfers" in said
+    added = [
+        line for line in said.splitlines() if line.startswith("+") and "cotrain.offload" in line
+    ]
+    assert added
+
+
+def test_each_level_adds_to_the_one_below() -> None:
+    said = [told(level) for level in range(5)]
+    assert said[0] == ""
+    assert all(more.startswith(less) for less, more in itertools.pairwise(said))
+    assert "w1" not in said[1]
+    assert all(f"{param}: " in said[2] for param in PLAN.placement.updates)
+    assert said[4].endswith("".join(f"{line}\n" for line in task_lines(PLAN)))
+
+
+def test_every_task_is_told_with_what_waits_for_it() -> None:
+    lines = list(task_lines(PLAN))
+    assert len(lines) == len(PLAN.tasks)
+    for line, task in zip(lines, PLAN.tasks, strict=True):
+        assert f" {task.name}" in line
+        assert (task.wait_before or "at the end") in line
+
+
+def test_off_a_terminal_there_are_no_bars_and_no_codes() -> None:
+    assert "#" not in told(1)
+    assert "\x1b" not in told(1)
+    assert "[####" in told(1, terminal=True)
+
+
+def test_where_nothing_moves_it_says_so() -> None:
+    still: Plan = replace(PLAN, tasks=())
+    rows = dict(summary_rows(still, bars=False))
+    assert rows["moves"] == "nothing: everything fits on the device"
+    assert "updates" not in rows
+
+
+def test_a_change_is_a_diff() -> None:
+    assert list(pass_lines("p", "a\nb", "a\nb")) == ["pass p: no change"]
+    assert list(pass_lines("p", "a\nb", "a\nc"))[-2:] == ["-b", "+c"]

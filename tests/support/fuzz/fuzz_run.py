@@ -1,0 +1,349 @@
+"""Runs a random program in eager, as captured, and placed, and compares what the three leave.
+
+In: a `Spec`. Out: an `Outcome`, or a `Broken` that says which promise does not hold: numbers,
+budgets, tensors that stay alive, compiles, or an error that is not one of ours.
+"""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.utils._pytree import tree_leaves, tree_map
+
+import cotrain_compile
+from cotrain_compile.analysis.liveness import liveness
+from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
+from cotrain_compile.dataflow import PERSISTENT_ROLES
+from cotrain_compile.errors import (
+    CaptureError,
+    CotrainError,
+    OutOfDeviceMemory,
+    PlacementError,
+    PlanError,
+)
+from cotrain_compile.extract.extract import extract
+from cotrain_compile.graph import StepGraph, returns_argument_memory
+from cotrain_compile.machine import Tier
+from cotrain_compile.options import Options
+from cotrain_compile.passes.views import storage
+from tests.support.fuzz.fuzz_compare import (
+    Broken,
+    Left,
+    Spread,
+    compare,
+    compiled_corrections,
+    distances,
+    nudge,
+    same_bits,
+)
+from tests.support.fuzz.fuzz_parts import (
+    make_batches,
+    make_edits,
+    make_masters,
+    make_model,
+    make_optimizers,
+    make_step,
+)
+from tests.support.fuzz.fuzz_specs import Spec
+from tests.support.steps import Step, all_tensors, compiling_with
+
+Compile = Callable[[Step], Step]
+# The last steps of a program, after which tensors are counted.
+COUNTED = 3
+# Runs of eager that show how far one rounding leads a program.
+NUDGED_RUNS = 3
+# How far fused kernels may lead: they compute bias corrections in float64, captured ops in float32.
+FUSED = 1e-5
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """`status` is "equal", "refused", or "no program" where eager itself fails."""
+
+    status: str
+    message: str = ""
+    tasks: int = 0
+
+
+def run(spec: Spec) -> Outcome:
+    """Run `spec` three times and compare; raises `Broken`."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with compiled_corrections():
+            try:
+                eager = train(spec, None)
+            except Exception as error:
+                return Outcome("no program", f"{type(error).__name__}: {error}"[:300])
+        try:
+            unplaced, whole = train_unplaced(spec)
+            placed = train_placed(spec, whole)
+        except CotrainError as error:
+            return Outcome("refused", checked_refusal(error, spec.options))
+        finally:
+            cotrain_compile.synchronize()
+        relative, spread = rounding(spec), cache(lambda: spread_of(spec, eager))
+        compare(eager, unplaced, "the captured step and eager", relative, spread)
+        who = "the placed and the captured step"
+        if is_exact(spec.options):
+            compare(unplaced, placed, who, 0)
+        else:
+            fused = partial(spread_of_fused, spec, eager, spread)
+            compare(unplaced, placed, who, max(relative, FUSED), fused)
+    return Outcome("equal", tasks=placed.tasks)
+
+
+def is_exact(options: Mapping[str, Any]) -> bool:
+    """Whether the placed step promises the bits of the captured one."""
+    captured = options.get("host_kernels") == "captured"
+    return bool(captured and options.get("lowering") != "inductor")
+
+
+def rounding(spec: Spec) -> float:
+    """How far two runs may be apart, relative to 1 plus the largest element of a tensor."""
+    if spec.loop.autocast or "bfloat16" in spec.model.layers:
+        return 0.1
+    # Its steps hang on the sign of a gradient, which may be rounding only.
+    if spec.optimizer.name == "Rprop":
+        return 0.05
+    return 1e-12 if spec.model.dtype == "float64" else 1e-5
+
+
+def spread_of(spec: Spec, eager: Left) -> dict[str, float]:
+    """How far roundings alone may lead a run away from `eager`, by tensor.
+
+    A program may lean on a difference of near equals, such as the gradient behind a batch norm
+    over two equal rows: then a rounding is all that there is of it, and grows from step to step. So
+    the program is measured: how far the widest of some runs of eager goes, for one rounding of the
+    parameters at the start. Every step rounds them once, and what it rounds grows for fewer steps
+    than that.
+    """
+    found: dict[str, float] = {}
+    for seed in range(NUDGED_RUNS):
+        with compiled_corrections():
+            nudged = train(spec, None, prepare=partial(nudge, seed=seed))
+        for name, far in distances(eager, nudged).items():
+            found[name] = max(found.get(name, 0.0), len(spec.loop.rows) * far)
+    return found
+
+
+def spread_of_fused(spec: Spec, eager: Left, spread: Spread) -> dict[str, float]:
+    """As `spread_of`, and how far the corrections in float64 of fused kernels may lead a run."""
+    corrected = distances(eager, train(spec, None))
+    return {name: corrected[name] + far + rounding(spec) for name, far in spread().items()}
+
+
+def checked_refusal(error: CotrainError, options: Mapping[str, Any]) -> str:
+    """The message of a refusal; `Broken` where it is one that nothing in a program explains."""
+    if isinstance(error, PlanError) and is_late(error, options):
+        return f"{type(error).__name__}: {error}"
+    if isinstance(error, OutOfDeviceMemory) and has_no_smaller_plan(error):
+        return f"{type(error).__name__}: {error}"
+    if not isinstance(error, CaptureError | PlacementError):
+        raise Broken(f"refused by {type(error).__name__}: {error}") from error
+    if isinstance(error, PlacementError) and error.shortfall_bytes <= 0:
+        raise Broken(f"a refusal that lacks nothing: {error}") from error
+    return f"{type(error).__name__}: {error}"
+
+
+def is_late(error: PlanError, options: Mapping[str, Any]) -> bool:
+    """Whether the program alone was asked for, and said that its time was too short for it.
+
+    Where it has used up its rounds, and not its time, it tries simpler ways and never says so.
+    """
+    return options.get("policy") == "ilp" and "found no plan in its time limit" in str(error)
+
+
+def has_no_smaller_plan(error: OutOfDeviceMemory) -> bool:
+    """Whether less was tried after a rehearsal, does not fit, and the error says the way on."""
+    told = " ".join(getattr(error, "__notes__", []))
+    return all(words in told for words in ("Less does not fit", "Raise memory_budget by"))
+
+
+# The three runs.
+
+
+def train(
+    spec: Spec,
+    compile_with: Compile | None,
+    *,
+    counts: bool = False,
+    prepare: Callable[[nn.Module], None] | None = None,
+) -> Left:
+    """Run the steps of `spec`, compiled by `compile_with`, or in eager where that is None.
+
+    With `counts` the tensors alive after the last steps are counted. `prepare` changes the model
+    before the first step.
+    """
+    torch._dynamo.reset()
+    counters.clear()
+    torch.manual_seed(spec.seed)
+    dtype = getattr(torch, spec.model.dtype)
+    model, batches = make_model(spec, dtype), make_batches(spec, dtype)
+    if prepare is not None:
+        prepare(model)
+    edits = make_edits(spec, model)
+    masters = make_masters(spec, model)
+    optimizers = make_optimizers(spec, model, masters, is_eager=compile_with is None)
+    plain = make_step(spec, model, optimizers, edits, masters)
+
+    def tensors() -> dict[str, Tensor]:
+        wide = {f"master of {name}": q for name, (_, q) in masters.items()}
+        own: dict[str, Tensor] = detached({**edits.tensors(), **wide})
+        return {**all_tensors(model, [] if masters else optimizers), **own}
+
+    step = compile_with(plain) if compile_with else plain
+    left = Left()
+    for i, batch in enumerate(batches):
+        if spec.loop.rates:
+            for optimizer in optimizers[:1]:
+                optimizer.param_groups[0]["lr"] = spec.loop.rates[i]
+        before = tensors() if compile_with else {}
+        try:
+            left.returned.append(detached(step(*batch)))
+        except CotrainError as error:
+            check_nothing_changed(before, tensors(), error)
+            raise
+        if counts and i >= len(batches) - COUNTED:
+            cotrain_compile.synchronize()  # updates in flight hold tensors
+            left.live_tensors.append(live_tensors() - len(tree_leaves(left.returned)))
+    cotrain_compile.synchronize()
+    left.tensors = {**tensors(), "random state": torch.get_rng_state()}
+    return left
+
+
+def train_unplaced(spec: Spec) -> tuple[Left, dict[Tier, int]]:
+    """As the captured graph says, without a plan; also the bytes alive in it, by tier of a share.
+
+    A share of the device is one of the peak of the step, a share of the host one of all tensors.
+    """
+    whole = dict.fromkeys(Tier, 1)
+
+    def as_captured(step: StepGraph, values: Sequence[Any], options: Options) -> Step:
+        check_views(step)
+        dataflow = extract(step)
+        if not dataflow.symbols:
+            whole[Tier.DEVICE] = max(whole[Tier.DEVICE], liveness(dataflow).peak_bytes)
+            whole[Tier.HOST] = max(whole[Tier.HOST], dataflow.total_bytes(*PERSISTENT_ROLES))
+
+        def run_graph(inputs: list[Any]) -> Any:
+            with torch.no_grad():
+                return step.module(*inputs)
+
+        return run_graph
+
+    options = {"keep_grads": spec.options.get("keep_grads", False)}
+    with compiling_with(as_captured):
+        left = train(spec, lambda step: torch.compile(step, backend="cotrain", options=options))
+    return left, whole
+
+
+def train_placed(spec: Spec, whole: Mapping[Tier, int]) -> Left:
+    """With the options of `spec`: its shares are of `whole`."""
+    options = dict(spec.options)
+    for name, tier, share in (
+        ("memory_budget", Tier.DEVICE, spec.device_share),
+        ("host_memory_budget", Tier.HOST, spec.host_share),
+    ):
+        if share is not None:
+            options[name] = max(1, int(share * whole[tier]))
+    last: list[CompiledStep] = []
+
+    def compile_with(step: Step) -> Step:
+        compiled = torch.compile(step, backend="cotrain", options=options)
+
+        def call(*batch: Tensor) -> Any:
+            returned = compiled(*batch)
+            last[:] = [cotrain_compile.inspect(compiled)]
+            check_meter(last[0], is_exact=options.get("lowering") != "inductor")
+            return returned
+
+        return call
+
+    gc.freeze()  # what is alive now is not looked at when tensors are counted
+    try:
+        left = train(spec, compile_with, counts=True)
+    finally:
+        gc.unfreeze()
+    check_compiles(spec)
+    settled = len(spec.loop.rows) > COUNTED and len(set(spec.loop.rows)) == 1
+    if settled and all(a < b for a, b in pairwise(left.live_tensors)):
+        raise Broken(f"tensors alive after each step: {left.live_tensors}")
+    left.tasks = len(last[0].plan.tasks)
+    return left
+
+
+# What holds of the graph, after each step, and at the end.
+
+
+def check_views(step: StepGraph) -> None:
+    """What shows the memory of a value in the run shows it in the trace, too."""
+    for node in step.nodes:
+        if returns_argument_memory(node) and storage(node) != storage(node.all_input_nodes[0]):
+            raise Broken(f"{node} does not show the memory of its argument in the trace")
+
+
+def check_meter(compiled: CompiledStep, *, is_exact: bool) -> None:
+    """No tier held more than its budget, nor the device more than in the rehearsal.
+
+    Nor the host more than was predicted.
+
+    `is_exact`: it held just what was predicted.
+    """
+    measured, plan, rehearsed = compiled.measured, compiled.plan, compiled.rehearsed_device_bytes
+    assert measured is not None
+    assert rehearsed is not None
+    for tier, budget in plan.budgets.items():
+        if measured.peak_bytes[tier] > budget:
+            raise Broken(f"{measured.peak_bytes[tier]} bytes on {tier}, {budget} allowed")
+    found, planned = (t.peak_bytes[Tier.HOST] for t in (measured, compiled.predicted))
+    if found > planned:
+        raise Broken(f"{found} bytes on the host, at most {planned} predicted")
+    found, planned = (t.peak_bytes[Tier.DEVICE] for t in (measured, compiled.predicted))
+    if found > rehearsed:
+        raise Broken(f"{found} bytes on the device, {rehearsed} in the rehearsal")
+    if is_exact and found != planned:
+        raise Broken(f"{found} bytes on the device, {planned} predicted")
+
+
+def check_compiles(spec: Spec) -> None:
+    found, allowed = counters["stats"]["unique_graphs"], allowed_graphs(spec)
+    if found > allowed:
+        raise Broken(f"compiled {found} graphs, at most {allowed} are documented")
+
+
+def allowed_graphs(spec: Spec) -> int:
+    """One graph for each kind of size; one more for new rates, and for gradients that are there.
+
+    The first size is traced as it is and all others of two rows and more share a graph, but torch
+    specialises a dimension of 1: a micro-batch of one row has a graph of its own.
+    """
+    micro_rows = {rows // spec.loop.micro_batches for rows in spec.loop.rows}
+    by_size = min(2, len(micro_rows - {1})) + (1 in micro_rows)
+    has_grads = spec.loop.clear == "zeros" or bool(spec.options.get("keep_grads"))
+    return by_size + bool(spec.loop.rates) + has_grads + spec.loop.masters
+
+
+def check_nothing_changed(
+    before: Mapping[str, Tensor], after: Mapping[str, Tensor], error: Exception
+) -> None:
+    for name, value in before.items():
+        if not same_bits(value, after[name]):
+            raise Broken(f"{name} changed in a step that was refused: {error}") from error
+
+
+def live_tensors() -> int:
+    gc.collect()
+    return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
+
+
+def detached(value: Any) -> Any:
+    return tree_map(lambda t: t.detach().clone() if isinstance(t, Tensor) else t, value)

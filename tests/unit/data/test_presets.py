@@ -1,0 +1,172 @@
+"""Presets: plausible figures with a source, found by name or file; limits read from cgroups."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from cotrain_compile.errors import OptionError
+from cotrain_compile.files import save
+from cotrain_compile.machine import Machine
+from cotrain_compile.presets import (
+    ADAMW_BYTES_PER_PARAMETER,
+    PRESETS,
+    cgroup_cores,
+    cgroup_memory_limit_bytes,
+    find,
+    this_machine,
+    usable_cores,
+    usable_memory_bytes,
+    with_changes,
+)
+
+DATA = Path(__file__).parents[2] / "data" / "zero_offload_tables.json"
+NAMES = {
+    *("v100-dgx2", "rtx3090", "rtx4080", "rtx4090", "rtx5090", "a6000", "l40s"),
+    *("a100-40", "a100-80", "h100-pcie", "h100", "h200", "gh200", "b200", "gb200"),
+}
+
+
+def test_every_promised_machine_is_there_under_its_name() -> None:
+    assert set(PRESETS) == NAMES
+    assert all(machine.name == name for name, machine in PRESETS.items())
+
+
+@pytest.mark.parametrize("machine", PRESETS.values(), ids=lambda machine: machine.name)
+def test_a_preset_says_where_each_kind_of_figure_comes_from(machine: Machine) -> None:
+    source = machine.source.lower()
+    for words in (
+        ("tflop/s",),
+        ("memory", "tb/s", "gb/s"),
+        ("pcie", "nvlink"),
+        ("host update", "adam"),
+    ):
+        assert any(word in source for word in words), words
+    assert "data sheet" in source or "measured by" in source
+
+
+@pytest.mark.parametrize("machine", PRESETS.values(), ids=lambda machine: machine.name)
+def test_a_preset_has_the_order_of_a_real_machine(machine: Machine) -> None:
+    """Device memory is faster than host memory, which is no slower than an update that uses it."""
+    assert machine.device.bytes_per_s > machine.host.bytes_per_s
+    assert machine.host_update.bytes_per_s <= machine.host.bytes_per_s
+    assert machine.h2d.bytes_per_s < machine.host.bytes_per_s
+    assert machine.host.capacity_bytes > machine.device.capacity_bytes
+    assert machine.device.flops_per_s_of("float16") > machine.device.flops_per_s_of("float32")
+
+
+def test_the_v100_updates_at_the_rate_that_zero_offload_measured() -> None:
+    table = json.loads(DATA.read_text(encoding="utf-8"))["table4_adam_s"]
+    rates = [b * 1e9 / s for b, s in zip(table["params_B"], table["cpu_adam"], strict=True)]
+    per_s = PRESETS["v100-dgx2"].host_update.bytes_per_s / ADAMW_BYTES_PER_PARAMETER
+    assert min(rates) <= per_s <= max(rates)
+    assert per_s == pytest.approx(rates[-1])  # the largest model of the table
+
+
+def test_bfloat16_on_a_card_without_it_runs_at_the_float32_rate() -> None:
+    v100 = PRESETS["v100-dgx2"].device
+    assert v100.flops_per_s_of("bfloat16") == v100.flops_per_s_of("float32")
+
+
+@pytest.mark.parametrize("name", ["rtx4080", "rtx4090", "rtx5090", "l40s", "h100", "h200", "b200"])
+def test_float8_runs_at_twice_the_rate_where_the_card_has_it(name: str) -> None:
+    device = PRESETS[name].device
+    for dtype in ("float8_e4m3fn", "float8_e5m2"):
+        assert device.flops_per_s_of(dtype) == pytest.approx(
+            2 * device.flops_per_s_of("bfloat16"), rel=0.03
+        )
+    for older in ("rtx3090", "a6000", "a100-80"):
+        spec = PRESETS[older].device
+        assert spec.flops_per_s_of("float8_e4m3fn") == spec.flops_per_s_of("float32")
+
+
+def test_what_follows_a_name_is_changed_and_found_again() -> None:
+    plain = PRESETS["rtx4090"]
+    name = with_changes("rtx4090", host_memory="192 GiB", device_memory=None, link="48GB")
+    assert name == "rtx4090 host-memory=192GiB link=48GB"
+    found = find(name)
+    assert found.name == name
+    assert found.host.capacity_bytes == 192 * 2**30
+    assert found.device == plain.device
+    assert (found.h2d.bytes_per_s, found.d2h.bytes_per_s) == (48e9, 48e9)
+    assert found.source.endswith("Changed by hand: host-memory=192GiB, link=48GB.")
+    assert find("rtx4090 device-memory=48GiB").device.capacity_bytes == 48 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("h999 host-memory=1GiB", "no machine named 'h999'"),
+        ("h100 memory=1GiB", "'memory=1GiB' after a machine's name is none of device-memory"),
+        ("h100 host-memory=80%", "host-memory is '80%', but must be bytes"),
+        ("h100 link=fast", "link is 'fast', but must be"),
+    ],
+)
+def test_a_change_that_is_none_is_refused(name: str, told: str) -> None:
+    with pytest.raises(OptionError, match=re.escape(told)):
+        find(name)
+
+
+def test_a_machine_is_found_by_name_or_in_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    save(PRESETS["h100"], path)
+    assert find("h100") == PRESETS["h100"]
+    assert find(str(path)) == PRESETS["h100"]
+
+
+def test_an_unknown_machine_error_lists_the_known_ones() -> None:
+    with pytest.raises(OptionError, match=r"'h999'.*rtx4090.*this-machine.*calibrate"):
+        find("h999")
+
+
+def test_this_machine_stays_within_what_the_process_may_use() -> None:
+    machine = find("this-machine")
+    assert machine == this_machine()
+    assert machine.device.capacity_bytes + machine.host.capacity_bytes <= usable_memory_bytes()
+    assert usable_cores() >= 1
+    assert "nothing measured" in machine.source
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text, encoding="utf-8")
+    return root
+
+
+@pytest.mark.parametrize(
+    ("files", "limit_bytes", "cores"),
+    [
+        ({}, None, None),
+        ({"memory.max": "max\n", "cpu.max": "max 100000\n"}, None, None),
+        ({"memory.max": "8589934592\n", "cpu.max": "150000 100000\n"}, 8 * 2**30, 1.5),
+        (
+            {
+                "memory/memory.limit_in_bytes": "9223372036854771712\n",
+                "cpu/cpu.cfs_quota_us": "-1\n",
+                "cpu/cpu.cfs_period_us": "100000\n",
+            },
+            None,
+            None,
+        ),
+        (
+            {
+                "memory/memory.limit_in_bytes": "1073741824\n",
+                "cpu/cpu.cfs_quota_us": "400000\n",
+                "cpu/cpu.cfs_period_us": "100000\n",
+            },
+            2**30,
+            4.0,
+        ),
+    ],
+    ids=["none", "v2 unlimited", "v2 limited", "v1 unlimited", "v1 limited"],
+)
+def test_cgroup_limits_are_read_in_both_versions(
+    tmp_path: Path, files: dict[str, str], limit_bytes: int | None, cores: float | None
+) -> None:
+    root = write(tmp_path, files)
+    assert cgroup_memory_limit_bytes(root) == limit_bytes
+    assert cgroup_cores(root) == cores

@@ -1,0 +1,144 @@
+"""What the documentation says was measured is what the committed JSONs say."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from bench.results_page import compare, compiler_tables, figures, tables
+from bench.results_page.compare import ELSEWHERE, PAGE, RESULTS, SECTIONS, page
+from bench.results_page.figures import FIGURES, Figure, refreshed
+
+ROOT = Path(__file__).parents[3]
+GO_ON = "run `make results`, or `python -m bench.results_page.compare --write`, and read the diff"
+
+
+def test_the_results_page_is_made_from_the_results() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(), GO_ON
+
+
+@pytest.mark.parametrize("name", sorted({figure.page for figure in FIGURES}))
+def test_the_sentences_of_a_page_quote_the_results(name: str) -> None:
+    text = (ROOT / name).read_text(encoding="utf-8")
+    assert text == refreshed(text, name), GO_ON
+
+
+def test_every_result_has_a_section() -> None:
+    patterns = [*(section.pattern for section in SECTIONS), *ELSEWHERE]
+    shown = {path for pattern in patterns for path in RESULTS.glob(f"{pattern}.json")}
+    assert sorted(RESULTS.glob("*.json")) == sorted(shown)
+
+
+QUOTED = Figure("page.md", "a step takes {} ms and {} bytes", "step", lambda r: [r["ms"], r["nb"]])
+
+
+@pytest.fixture
+def one_figure(tmp_path: Path) -> Iterator[None]:
+    (tmp_path / "step.json").write_text(json.dumps({"result": {"ms": "7.5", "nb": "1,024"}}))
+    with (
+        mock.patch.object(figures, "RESULTS", tmp_path),
+        mock.patch.object(figures, "FIGURES", (QUOTED,)),
+    ):
+        yield
+
+
+@pytest.mark.usefixtures("one_figure")
+def test_only_the_numbers_of_a_sentence_change_not_its_line_breaks() -> None:
+    text = "Here 12 tests: a step\ntakes 123.4 ms and 99 bytes. A step takes long.\n"
+    found = refreshed(text, "page.md")
+    assert found == "Here 12 tests: a step\ntakes 7.5 ms and 1,024 bytes. A step takes long.\n"
+    assert refreshed(found, "page.md") == found
+
+
+@pytest.mark.usefixtures("one_figure")
+@pytest.mark.parametrize("count", [0, 2])
+def test_a_sentence_that_cannot_be_told_from_others_is_refused(count: int) -> None:
+    with pytest.raises(ValueError, match=f"{count} times, not once; when you change"):
+        refreshed("a step takes 1 ms and 2 bytes\n" * count, "page.md")
+
+
+def test_a_page_without_results_has_only_its_head(tmp_path: Path) -> None:
+    with mock.patch.object(compare, "RESULTS", tmp_path):
+        assert page() == compare.HEAD
+
+
+def test_growth_has_a_column_for_each_size_and_its_exponent() -> None:
+    stage = {"sizes": [100, 200], "values": [1.0, 2.0], "exponent": 1.0}
+    found = compiler_tables.growth(
+        {
+            "nodes": [100, 200, 400],
+            "seconds": {"capture": stage, "check": stage},
+            "calls": {"check": {**stage, "exponent": 1.02}},
+            "compiler_bytes": {**stage, "values": [2**30, 2**31]},
+            "seconds_a_step": {"resident": {"us_an_op": [5.0, 6.0]}},
+        }
+    )
+    assert "| stage | 100 nodes | 200 nodes | 400 nodes | exponent | of calls |" in found
+    assert "| capture | 1 | 2 | - | 1.00 | - |" in found
+    assert "| check | 1 | 2 | - | 1.00 | 1.02 |" in found
+    assert "| memory, GiB | 1 | 2 | - | 1.00 | - |" in found
+    assert "resident 5 to 6 µs" in found
+
+
+def test_first_steps_are_beside_each_other() -> None:
+    cold, warm = {"processor_s": 30.2}, {"processor_s": 9.8}
+    ours = {"cold": {**cold, "segments": 40, "kinds": 8}, "warm": warm}
+    one = {"ours": ours, "stock": {"cold": {"processor_s": 50.0}, "warm": warm}}
+    found = compiler_tables.compile_seconds({"gpt2": one})
+    assert "| gpt2 | 30 s | 10 s | 50 s | 10 s | 40 / 8 |" in found
+
+
+def peers(ours: float, theirs: float) -> dict[str, Any]:
+    seconds = {"ours": ours, "torch fused": theirs, "limit": ours / 2}
+    return {
+        "peers": {"deepspeed": "1.0"},
+        "records": [
+            {
+                "parameters": 1_000_000,
+                "gradient": "float32",
+                "threads": 1,
+                "seconds": {name: {"quiet_median": value} for name, value in seconds.items()},
+                "ours_against": {"torch fused": theirs / ours, "limit": 0.5},
+            }
+        ],
+    }
+
+
+def test_where_a_peer_wins_the_text_says_why() -> None:
+    assert "Where torch fused wins" in tables.host_update_peers(peers(ours=2e-3, theirs=1e-3))
+    assert "wins" not in tables.host_update_peers(peers(ours=1e-3, theirs=2e-3))
+
+
+def test_a_rule_that_beats_auto_in_measurement_is_named() -> None:
+    def record(plan: str, seconds: float, nbytes: int) -> dict[str, Any]:
+        return {
+            "model": "mlp",
+            "link": "1 GB/s",
+            "plan": plan,
+            "predicted_s": 1.0,
+            "measured_s": {"median": seconds},
+            "time_error": 0.0,
+            "predicted_peak_bytes": nbytes,
+            "measured_peak_bytes": nbytes,
+        }
+
+    summary = {"time_error_median": 0.0, "time_error_worst": 0.0}
+    rows = [record("auto at 30%", 1.0, 100), record("coarse", 0.9, 100), record("fast", 0.5, 200)]
+    text = tables.simulated_vs_measured({"records": rows, "summary": summary})
+    assert "Faster than `auto` in no more memory: coarse for mlp." in text
+
+
+def test_rows_of_a_card_have_their_peers_beside_them() -> None:
+    own = {"name": "resident", "predicted_s": 1.0, "measured_s": 1.5, "busy": 0.5}
+    peer = {"name": "eager", "measured_s": 2.0, "allocator_peak_bytes": 2**30, "remark": "plain"}
+    largest = [{"name": "eager, 24 GiB", "parameters": 1.3e9}, {"name": "x", "error": "no card"}]
+    found = tables.gpu_suite({"performance": [own], "peers": [peer], "largest": largest})
+    assert "| resident | 1.000 s | 1.500 s | - | 50.0 % |  |" in found
+    assert "| eager | - | 2.000 s | 1.0 GiB | - | plain |" in found
+    assert "| eager, 24 GiB | 1.3 |" in found
+    assert "| x | no card |" in found

@@ -1,0 +1,146 @@
+"""A solver that is absent, fails or has no time: simpler ways give the plan, said in one line."""
+
+from __future__ import annotations
+
+import math
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pulp
+import pytest
+
+from cotrain_compile.errors import PlanError
+from cotrain_compile.placement.check.check import check
+from cotrain_compile.placement.milp import solvers
+from cotrain_compile.placement.milp.program import Program
+from cotrain_compile.placement.milp.solvers import Solution
+from cotrain_compile.placement.search.solve import SolveSettings, solve
+from cotrain_compile.plan import Plan
+from tests.support.dataflows import mixed_precision_step
+from tests.unit.placement.test_solve import problem_of
+
+PROBLEM = problem_of(mixed_precision_step(3, params=500_000), 0.5)
+SETTINGS = SolveSettings("auto", time_limit_s=1.0)
+
+
+def sound(plan: Plan) -> Plan:
+    check(PROBLEM, plan)
+    return plan
+
+
+def absent(monkeypatch: pytest.MonkeyPatch, *classes: type) -> None:
+    for solver in classes:
+        monkeypatch.setattr(solver, "available", lambda self: False)
+
+
+def fails_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    def fail(*_: Any) -> Any:
+        raise error
+
+    for name in ("highs", "cbc"):
+        monkeypatch.setitem(solvers._SOLVE, name, fail)
+
+
+def test_without_highs_cbc_takes_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    absent(monkeypatch, pulp.HiGHS)
+    plan = sound(solve(PROBLEM, SETTINGS))
+    assert plan.notes[0] == "the solver highs is not installed; cbc has taken its place"
+    assert plan.report is not None
+    assert plan.report.solver == "cbc"
+
+
+def test_without_any_solver_the_plan_is_that_of_a_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    absent(monkeypatch, pulp.HiGHS, pulp.PULP_CBC_CMD)
+    plan = sound(solve(PROBLEM, SETTINGS))
+    (note,) = plan.notes
+    assert note.startswith("the solver highs failed (OptionError: no solver found: install highspy")
+    assert note.endswith(f"the plan is that of {plan.placement.policy}")
+    assert plan.report is not None
+    assert plan.report.solver == "rules"
+    assert plan.report.status == "failed"
+    updates = {name for group in PROBLEM.dataflow.updates for name in group.ops}
+    stays_s = sum(s for name, s in PROBLEM.costs.device_s.items() if name not in updates)
+    assert 0 < plan.report.lower_bound_s <= stays_s
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        pulp.PulpSolverError("Pulp: Error while executing cbc\nsee its log"),
+        MemoryError(),
+        RuntimeError("HiGHS returned kError"),
+        ValueError("nan"),
+        OSError(28, "No space left on device"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_solver_that_fails_costs_no_plan(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    fails_with(monkeypatch, error)
+    (note,) = sound(solve(PROBLEM, SETTINGS)).notes
+    assert f"the solver highs failed ({type(error).__name__}" in note
+    assert "\n" not in note
+
+
+def test_the_program_alone_says_that_its_solver_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    fails_with(monkeypatch, RuntimeError("HiGHS returned kError"))
+    with pytest.raises(PlanError, match=r"solver failed \(RuntimeError: HiGHS .* policy 'auto'"):
+        solve(PROBLEM, SolveSettings("ilp", time_limit_s=1.0))
+
+
+def test_the_program_alone_says_that_its_time_was_too_short(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def stopped(program: Program, solver: str, *, time_limit_s: float, **_: object) -> Solution:
+        return Solution("time limit reached", None, math.inf, math.inf, 0.0, time_limit_s)
+
+    monkeypatch.setattr("cotrain_compile.placement.search.solve.solve_program", stopped)
+    with pytest.raises(PlanError, match=r"no plan in its time limit.*time_limit.*policy 'auto'"):
+        solve(PROBLEM, SolveSettings("ilp", time_limit_s=1.0))
+
+
+def test_a_search_takes_as_long_as_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(*_: object, **__: object) -> float:
+        time.sleep(0.5)
+        return 0.0
+
+    monkeypatch.setattr("cotrain_compile.placement.search.solve.certified_bound_s", slow)
+    report = sound(solve(PROBLEM, SolveSettings("greedy"))).report
+    assert report is not None
+    assert report.seconds >= 0.5
+
+
+def test_ctrl_c_ends_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    fails_with(monkeypatch, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        solve(PROBLEM, SolveSettings("ilp", time_limit_s=1.0))
+
+
+def test_with_hardly_any_time_there_is_a_plan() -> None:
+    plan = sound(solve(PROBLEM, SolveSettings("auto", time_limit_s=1e-6)))
+    assert plan.report is not None
+    assert plan.report.simulated_s
+
+
+def test_highs_without_a_bound_of_its_own_has_that_of_no_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Stopped early it says minus infinity, where it has a solution, too."""
+
+    class Stopped:
+        def __init__(self, highs: Any) -> None:
+            self.highs = highs
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.highs, name)
+
+        def getInfo(self) -> Any:  # noqa: N802 (HiGHS' name)
+            return SimpleNamespace(mip_dual_bound=float("-inf"))
+
+    run = solvers._run_highs
+    monkeypatch.setattr(solvers, "_run_highs", lambda *a, **k: Stopped(run(*a, **k)))
+    report = sound(solve(PROBLEM, SETTINGS)).report
+    assert report is not None
+    assert (report.objective_s is None, report.bound_s) == (False, 0.0)

@@ -1,0 +1,60 @@
+"""Every strategy for a parameter makes a placement that can be carried out, however small it is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import chain
+
+import pytest
+
+from cotrain_compile.machine import Tier
+from cotrain_compile.placement.check.rules import check_placement
+from cotrain_compile.placement.decisions.effects import Flow
+from cotrain_compile.placement.decisions.find_decisions import decision_space
+from cotrain_compile.placement.decisions.strategies import PARAM_STRATEGIES, Strategy
+from cotrain_compile.placement.policies import resident
+from cotrain_compile.placement.problem import formulate
+from cotrain_compile.placement.residency import thin_copies
+from cotrain_compile.presets import find
+from tests.support.dataflows import mixed_precision_step
+from tests.support.nets import every_small_step
+
+
+@pytest.mark.parametrize("elements", [8, 1_000_000])
+@pytest.mark.parametrize("strategy", [s for s in PARAM_STRATEGIES if s.mode is not None], ids=str)
+def test_a_strategy_makes_a_placement_that_can_be_carried_out(
+    strategy: Strategy, elements: int
+) -> None:
+    dataflow = mixed_precision_step(2, params=elements, batch_bytes=4096)
+    group, base = dataflow.updates[0], resident(dataflow)
+    fetched = thin_copies(dataflow).get(group.param, group.param)
+    kept = strategy.placed(dataflow, group.param, fetched)
+    placement = replace(
+        base, homes={**base.homes, **kept.homes}, updates={**base.updates, **kept.updates}
+    )
+    check_placement(dataflow, replace(placement, away=kept.away))
+    assert kept.updates[group.param] is strategy.mode or (elements == 8 and strategy.trips == 0)
+
+
+def test_a_parameter_that_is_written_without_an_update_group_is_no_choice() -> None:
+    """Two parameters in one storage have no group: what is written to them must not be lost."""
+    whole = mixed_precision_step(2, params=1_000, batch_bytes=4096)
+    written, *updates = whole.updates
+    dataflow = replace(whole, updates=tuple(updates))
+    problem = formulate(dataflow, find("h100"), dict.fromkeys(Tier, 1 << 40))
+    decided = {name for d in decision_space(problem).params for name in d.cluster.params}
+    assert decided == {group.param for group in updates}
+    assert written.param not in decided
+
+
+def test_copies_that_change_memory_say_so_everywhere() -> None:
+    """A flow that begins or ends a hold is in a hold always: so its totals are memory."""
+    ends, moved = set[Flow](), set[Flow]()
+    for _, dataflow in every_small_step():
+        problem = formulate(dataflow, find("h100"), dict.fromkeys(Tier, 1 << 40))
+        for effect in chain.from_iterable(decision_space(problem).effects):
+            moved |= {demand.flow for demand in effect.moved}
+            ends |= {d.flow for hold in effect.holds for d in (hold.begins, hold.ends) if d}
+            assert effect.update is not None or not effect.freed_bytes
+    assert {Flow.OFFLOAD, Flow.RELOAD, Flow.GRADIENT, Flow.FETCH, Flow.REFETCH} == ends
+    assert ends.isdisjoint(moved)

@@ -1,0 +1,213 @@
+"""The report: every number on it is one of the plan, its timelines or a simulation of it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from cotrain_compile import files
+from cotrain_compile.analysis.reuse import reuse_distances
+from cotrain_compile.cli.main import app
+from cotrain_compile.dataflow import Dataflow
+from cotrain_compile.errors import OptionError
+from cotrain_compile.machine import Tier
+from cotrain_compile.placement.explain.slack import slacks
+from cotrain_compile.placement.problem import formulate
+from cotrain_compile.placement.residency import device_bytes, device_program
+from cotrain_compile.placement.search.solve import solve
+from cotrain_compile.placement.simulate.reserved import reserved
+from cotrain_compile.plan import Lane
+from cotrain_compile.presets import find
+from cotrain_compile.units import format_bytes, format_seconds
+from cotrain_compile.viz.layers import layer, layers
+from cotrain_compile.viz.report import facts
+from cotrain_compile.viz.report.bars import bars_of, merged
+from cotrain_compile.viz.report.page import report_html
+from cotrain_compile.viz.report.parameters import parameter_rows
+from cotrain_compile.viz.text.summary import summary
+from tests.support.dataflows import chain, mixed_precision_step
+
+KIB = 1024
+STEP = chain(4, width=256)
+PROBLEM = formulate(STEP, find("rtx4090"), {Tier.DEVICE: 1500 * KIB, Tier.HOST: 1 << 30})
+PLAN = solve(PROBLEM)
+MEASURED = replace(
+    PLAN.predicted,
+    source="measured",
+    spans=tuple(
+        replace(span, start_s=1 + 3 * span.start_s, end_s=1 + 3 * span.end_s)
+        for span in PLAN.predicted.spans
+    ),
+)
+
+
+class Cells(HTMLParser):
+    """The table of parameters: for each row the text of its cells."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.rows: list[list[str]] = []
+        self.feed(page[page.index('<table id="parameters">') :].partition("</table>")[0])
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_data(self, data: str) -> None:
+        if self.rows and self.rows[-1]:
+            self.rows[-1][-1] += data.strip()
+
+
+@pytest.fixture(scope="module")
+def page() -> str:
+    return report_html(PROBLEM, PLAN, MEASURED)
+
+
+def test_the_page_loads_nothing(page: str) -> None:
+    own = re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL)
+    assert not re.findall(r"(?:src|href)\s*=|@import|url\(", own)
+    assert "<script src" not in page
+
+
+def test_the_tiles_are_the_plans(page: str) -> None:
+    assert PLAN.tasks
+    assert PLAN.report is not None
+    tiles = {
+        words: number for number, words in re.findall(r"<b>([^<]*)</b><span>([^<]*)</span>", page)
+    }
+    moved = PLAN.bytes_moved("offload") + PLAN.bytes_moved("prefetch")
+    bound = f"certified bound; {100 * PLAN.report.gap:.1f}% above it"
+    assert tiles == {
+        "a step, predicted": format_seconds(PLAN.predicted.makespan_s),
+        "a step, measured": format_seconds(3 * PLAN.predicted.makespan_s),
+        bound: format_seconds(PLAN.report.lower_bound_s),
+        "device peak of 1.5 MiB": format_bytes(PLAN.predicted.peak_bytes[Tier.DEVICE]),
+        "host peak of 1.0 GiB": format_bytes(PLAN.predicted.peak_bytes[Tier.HOST]),
+        "over the link, both ways, each step": format_bytes(moved),
+    }
+
+
+def test_the_table_has_every_parameter_with_numbers_of_its_own(page: str) -> None:
+    rows = {row[0]: row for row in Cells(page).rows[1:]}
+    assert list(rows) == ["w0", "w1", "w2", "w3"]
+    distance = reuse_distances(STEP, PROBLEM.costs.device_s)
+    slack_s = slacks(STEP, PLAN)
+    for name, row in rows.items():
+        assert row[1:3] == ["256.0 KiB", "256.0 KiB"]
+        assert row[4] == PLAN.placement.homes[name].value
+        assert row[5] == format_seconds(distance[name].seconds)
+        assert row[6] == (format_seconds(slack_s[name]) if name in slack_s else "")
+
+
+def test_predicted_and_measured_are_side_by_side() -> None:
+    rows = {row[0]: row[1:] for row in facts.comparison(PROBLEM, PLAN, MEASURED)}
+    step_s = PLAN.predicted.makespan_s
+    assert rows["a step"] == (format_seconds(step_s), format_seconds(3 * step_s), "")
+    busy_s = PLAN.predicted.busy_s(Lane.DEVICE)
+    assert rows["device busy"][0] == f"{format_seconds(busy_s)} ({busy_s / step_s:.0%})"
+    assert rows["device busy"][1] == f"{format_seconds(3 * busy_s)} ({busy_s / step_s:.0%})"
+    assert [len(row) for row in facts.comparison(PROBLEM, PLAN, None)] == [3] * 7
+
+
+def test_what_a_card_reserves_stands_beside_the_peak_in_the_words_of_the_summary() -> None:
+    step = chain(4, width=8192)
+    problem = formulate(step, find("rtx4090"), dict.fromkeys(Tier, 1 << 40))
+    plan = solve(problem)
+    rows = {row[0]: row[1:] for row in facts.comparison(problem, plan, plan.predicted)}
+    held = format_bytes(reserved(step, plan).reserved_bytes)
+    assert rows["reserved on a card"] == (held, "", "")
+    (told,) = [line.strip() for line in summary(plan, step).splitlines() if "reserved" in line]
+    assert f"{told}." in list(facts.sentences(problem, plan))
+    assert told in report_html(problem, plan).replace("&#39;", "'")
+
+
+def test_the_peak_adds_up() -> None:
+    found = facts.peak(PROBLEM, PLAN)
+    program = device_program(STEP, PLAN.placement, PLAN.moved)
+    used = device_bytes(program, PLAN.placement, PLAN.tasks)
+    assert found.nbytes == max(used) == PLAN.predicted.peak_bytes[Tier.DEVICE]
+    assert sum(nbytes for _, nbytes in found.by_kind) == found.nbytes
+    assert found.where.startswith(program.ops[used.index(max(used))].name)
+
+
+def test_candidates_are_those_of_the_solver_and_rules_that_do_not_fit() -> None:
+    assert PLAN.report is not None
+    found = {pace.policy: pace.step_s for pace in facts.paces(PLAN)}
+    assert {policy: s for policy, s in found.items() if s is not None} == PLAN.report.simulated_s
+    assert found["resident"] is None
+
+
+def test_where_everything_fits_the_page_says_so() -> None:
+    roomy = replace(PROBLEM, budgets={Tier.DEVICE: 1 << 30, Tier.HOST: 1 << 30})
+    plan = solve(roomy)
+    assert facts.regime(roomy, plan) == "Everything fits on the device: nothing moves."
+    assert facts.paces(plan) == ()
+    assert {row.why for row in parameter_rows(roomy, plan)} == {"everything fits"}
+    assert "Everything fits on the device" in report_html(roomy, plan)
+
+
+def test_bars_are_the_spans_from_the_start_of_the_step() -> None:
+    bars = bars_of(MEASURED, PLAN, STEP)
+    assert len(bars) == len(MEASURED.spans)
+    assert min(bar.start_s for bar in bars) == 0
+    assert max(bar.end_s for bar in bars) == pytest.approx(MEASURED.makespan_s)
+    (bar,) = (bar for bar in bars if bar.name == "forward_2")
+    assert (bar.lane, bar.kind, bar.what) == ("device", "forward", "test.forward")
+
+
+def test_merged_bars_keep_the_work_and_the_ends() -> None:
+    bars = bars_of(PLAN.predicted, PLAN, STEP)
+    few = merged(bars)
+    assert len(few) < len(bars)
+    assert sum(bar.count for bar in few) == len(bars)
+    assert sum(bar.busy_s for bar in few) == pytest.approx(sum(bar.busy_s for bar in bars))
+    for lane in Lane:
+        ends = [max(b.end_s for b in some if b.lane == lane) for some in (few, bars)]
+        assert ends[0] == ends[1]
+
+
+def test_a_layer_is_a_module_up_to_its_number() -> None:
+    assert layer("model.layers.17.mlp.down_proj") == "model.layers.17"
+    assert layer("lm_head") == "lm_head"
+
+
+def test_the_backward_and_the_update_belong_to_the_layer_of_their_parameter() -> None:
+    step = mixed_precision_step(2)
+    ops = tuple(
+        replace(op, module=f"net.{op.name[-1]}" if op.name.startswith("forward") else "")
+        for op in step.ops
+    )
+    renamed = {"p32_0": "net.0.weight", "p32_1": "net.1.weight"}
+    text = files.to_json(replace(step, ops=ops))
+    for old, new in renamed.items():
+        text = text.replace(f'"{old}"', f'"{new}"')
+    found = layers(files.from_json(text, Dataflow))
+    assert found.of_op["backward_1"] == found.of_op["update_1"] == "net.1"
+    assert found.of_op["cast_p_0"] == found.of_op["cast_g_0"] == "net.0"
+    assert found.of_buffer["h1"] == "net.1"
+
+
+def test_show_writes_the_report(tmp_path: Path) -> None:
+    files.save(STEP, tmp_path / "step.json")
+    files.save(PLAN, tmp_path / "plan.json")
+    files.save(MEASURED, tmp_path / "timeline.json")
+    plan, out, timeline = (str(tmp_path / n) for n in ("plan.json", "report.html", "timeline.json"))
+    result = CliRunner().invoke(app, ["show", plan, "--html", out, "--measured", timeline])
+    assert result.exception is None, result.exception
+    written = Path(out).read_text(encoding="utf-8")
+    assert f"<b>{format_seconds(MEASURED.makespan_s)}</b><span>a step, measured</span>" in written
+    assert Cells(written).rows == Cells(report_html(PROBLEM, PLAN)).rows
+
+
+def test_only_a_plan_has_a_report(tmp_path: Path) -> None:
+    files.save(STEP, tmp_path / "step.json")
+    out = str(tmp_path / "report.html")
+    result = CliRunner().invoke(app, ["show", str(tmp_path / "step.json"), "--html", out])
+    assert isinstance(result.exception, OptionError)
