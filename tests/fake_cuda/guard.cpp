@@ -1,6 +1,6 @@
 // A CUDA device without memory or kernels, for a build of torch that has none.
 //
-// The guard and the hooks are those of `capture/absent_card.h`; attention takes the kernel that a test
+// The guard and the hooks are those of `capture/offline/absent_card.h`; attention takes the kernel that a test
 // names.
 //
 // To be loaded before torch is imported: torch asks the hooks once and remembers the answer.

@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name("guard.cpp")
-HEADER = Path(__file__).parents[2] / "cotrain_compile" / "capture" / "absent_card.h"
+HEADER = Path(__file__).parents[2] / "cotrain_compile" / "capture" / "offline" / "absent_card.h"
 FLAGS = ("-std=c++20", "-O1", "-shared", "-fPIC")
 
 

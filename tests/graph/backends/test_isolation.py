@@ -152,7 +152,7 @@ def test_a_thread_that_traces_for_us_does_not_change_another(
         assert go_on.wait(60)
         prepare(module)
 
-    monkeypatch.setattr("cotrain_compile.capture.aten.prepare", prepare_when_told)
+    monkeypatch.setattr("cotrain_compile.capture.prepare", prepare_when_told)
     hooks: list[str] = []
     _, hooked_optimizer, eager_step = make_training()
     hooked_optimizer.register_step_post_hook(lambda *_: hooks.append("after"))

@@ -205,7 +205,7 @@ def test_a_graph_without_an_update_that_eager_makes_is_refused(
         write.replace_all_uses_with(write.args[1])
         module.graph.erase_node(write)
 
-    monkeypatch.setattr("cotrain_compile.capture.aten.prepare", lose_one_update)
+    monkeypatch.setattr("cotrain_compile.capture.prepare", lose_one_update)
     model = nn.Linear(12, 4, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = everything(model, optimizer)

@@ -7,9 +7,10 @@ budgets, tensors that stay alive, compiles, or an error that is not one of ours.
 from __future__ import annotations
 
 import gc
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import pairwise
 from typing import Any
@@ -26,6 +27,7 @@ from cotrain_compile.dataflow import PERSISTENT_ROLES
 from cotrain_compile.errors import (
     CaptureError,
     CotrainError,
+    LoweringError,
     OutOfDeviceMemory,
     PlacementError,
     PlanError,
@@ -86,6 +88,9 @@ def run(spec: Spec) -> Outcome:
         try:
             unplaced, whole = train_unplaced(spec)
             placed = train_placed(spec, whole)
+        except LoweringError as error:
+            after = run(replace(spec, options=as_advised(error, spec.options)))
+            return Outcome("refused" if after.status == "equal" else after.status, str(error))
         except CotrainError as error:
             return Outcome("refused", checked_refusal(error, spec.options))
         finally:
@@ -99,6 +104,15 @@ def run(spec: Spec) -> Outcome:
             fused = partial(spread_of_fused, spec, eager, spread)
             compare(unplaced, placed, who, max(relative, FUSED), fused)
     return Outcome("equal", tasks=placed.tasks)
+
+
+def as_advised(error: LoweringError, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options with the way on of the error; `Broken` where it names none that is new."""
+    named = re.search(r'options=\{"eager_segments": \[(.*?)\]', str(error))
+    segments = re.findall(r"'([^']+)'", named[1]) if named else []
+    if not segments or set(segments) <= set(options.get("eager_segments", ())):
+        raise Broken(f"refused by {type(error).__name__}: {error}") from error
+    return {**options, "eager_segments": [*options.get("eager_segments", ()), *segments]}
 
 
 def is_exact(options: Mapping[str, Any]) -> bool:
