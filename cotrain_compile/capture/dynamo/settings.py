@@ -4,8 +4,9 @@ Dynamo makes an input of each Python number that it has seen change. So a learni
 scheduler changes costs one more compile, and so would each setting (`betas`, `eps`, ...) that first
 changes later. Here the second such compile makes inputs of all settings, and is the last.
 
-Private torch API used: `variables.builder.process_automatic_dynamic`, `pgo.auto_dynamic`. Reason:
-they decide which numbers are inputs. Tried on torch 2.11.0, 2.13.0 and 2.15.0.
+Private torch API used: `variables.builder.process_automatic_dynamic` and
+`is_int_specialization_case`, `pgo.auto_dynamic`. Reason: they decide which numbers are inputs.
+Tried on torch 2.11.0, 2.13.0 and 2.15.0, the second one on 2.13.0.
 """
 
 from __future__ import annotations
@@ -47,10 +48,31 @@ def note_settings(optimizer: torch.optim.Optimizer, function: Hashable) -> None:
 
 @contextmanager
 def settings_traced(function: Hashable) -> Iterator[None]:
-    """Within it, a trace of `function` takes all settings as inputs, if it has come to that."""
-    if not _change_at_different_times(function):
-        yield
-        return
+    """Within it, a trace of `function` takes settings as inputs that change.
+
+    All of them are inputs, if it has come to that. A count of steps, there or in a state, can be
+    one also where the optimizer is a global: Dynamo takes whole numbers that it finds by way of
+    globals for constants, and would trace every step anew.
+    """
+    with mock.patch.object(builder, "is_int_specialization_case", _is_constant):
+        if _change_at_different_times(function):
+            with _all_as_inputs():
+                yield
+        else:
+            yield
+
+
+_is_constant_to_dynamo = builder.is_int_specialization_case
+
+
+def _is_constant(value: Any, source: Any) -> bool:
+    name = source.name() if callable(source.name) else source.name  # a method in torch 2.11
+    is_of_an_optimizer = "param_groups" in name or ".state[" in name
+    return not is_of_an_optimizer and bool(_is_constant_to_dynamo(value, source))
+
+
+@contextmanager
+def _all_as_inputs() -> Iterator[None]:
     original = builder.process_automatic_dynamic  # type: ignore[attr-defined]
 
     def process(tx: Any, name: str, entry: Any, **options: Any) -> Any:

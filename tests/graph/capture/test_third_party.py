@@ -211,6 +211,27 @@ def test_a_plain_subclass_is_captured(
     assert counters["stats"]["unique_graphs"] == graphs
 
 
+SCRIPT = """
+def step(x):
+    optimizer.zero_grad()
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+"""
+
+
+def test_a_count_of_steps_is_an_input_where_the_optimizer_is_a_global() -> None:
+    """As in a script: Dynamo takes whole numbers that it finds by way of globals for constants."""
+    model = nn.Linear(4, 2)
+    names: dict[str, Any] = {"model": model, "optimizer": CountingSteps(model.parameters())}
+    exec(SCRIPT, names)
+    step = cotrain()(names["step"])
+    for _ in range(6):
+        step(torch.ones(3, 4))
+    assert counters["stats"]["unique_graphs"] == 3
+
+
 def test_a_count_of_steps_needs_no_new_plan() -> None:
     plans = []
     inspected: list[Step] = []
