@@ -62,7 +62,7 @@ def settings_traced(function: Hashable) -> Iterator[None]:
             yield
 
 
-_is_constant_to_dynamo = builder.is_int_specialization_case
+_is_constant_to_dynamo = builder.is_int_specialization_case  # type: ignore[attr-defined]
 
 
 def _is_constant(value: Any, source: Any) -> bool:
