@@ -188,7 +188,7 @@ def test_where_a_hook_cannot_be_called_the_step_is_refused(
 def test_a_torch_in_which_no_hook_can_be_traced_refuses_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for module in ("capture", "capture.gradient_hooks"):
+    for module in ("capture", "capture.dynamo.gradient_hooks"):
         monkeypatch.setattr(f"cotrain_compile.{module}.can_be_traced", lambda: False)
     layer = nn.Linear(2, 1)
     step = plain_step(layer)
