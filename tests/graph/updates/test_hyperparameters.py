@@ -105,7 +105,15 @@ def test_the_table_has_every_schedule_of_torch() -> None:
     assert set(SCHEDULES) == all_schedules() - {lr.LRScheduler}
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda c: c.__name__)
+# One of each kind: by a function, by cycles of more than the rate, by what is measured, chained.
+OFTEN = (lr.LambdaLR, lr.OneCycleLR, lr.ReduceLROnPlateau, lr.SequentialLR)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [pytest.param(s, marks=() if s in OFTEN else pytest.mark.long) for s in SCHEDULES],
+    ids=lambda c: c.__name__,
+)
 def test_every_schedule_costs_one_compile(schedule: type) -> None:
     """Two of them move the momentum as well, which for Adam is the first of its betas."""
     assert_one_more_compile(OPTIMIZERS["adamw"], SCHEDULES[schedule])
@@ -158,7 +166,13 @@ BY_HAND: dict[str, tuple[str, ...]] = {
 }
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        pytest.param(o, marks=() if o in ("adamw-groups", "sgd", "nadam") else pytest.mark.long)
+        for o in OPTIMIZERS
+    ],
+)
 def test_changes_by_hand_cost_one_compile(optimizer: str) -> None:
     assert_one_more_compile(OPTIMIZERS[optimizer], lambda o: ByHand(o, BY_HAND[optimizer]))
 
