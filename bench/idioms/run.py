@@ -20,7 +20,7 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -188,7 +188,7 @@ def detached(value: Any) -> Any:
     return tree_map(lambda t: t.detach().clone() if isinstance(t, Tensor) else t, value)
 
 
-def campaign(names: list[str], cells: int, turn: int = 0) -> Iterator[Result]:
+def campaign(names: list[str], cells: int, turn: int = 0) -> Generator[Result]:
     """Results of idioms; each process runs some of them, since Dynamo keeps something of each."""
     for at in range(0, len(names), IN_ONE_PROCESS):
         left = names[at : at + IN_ONE_PROCESS]
