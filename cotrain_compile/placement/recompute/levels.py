@@ -1,0 +1,212 @@
+"""Levels: how much of the forward is made again, from what is cheapest for its bytes to all of it.
+
+In: a Dataflow, the seconds of its ops and the buffers that may be made again. Out: for every region
+a few nested sets of buffers, and for the whole step as well. They are the optima for the prices of
+a byte of memory (`closure`): at one price, those of the regions together are that of the step.
+
+Regions with equal ops are solved once, with the means of their seconds, so equal layers get equal
+levels also where times were measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import log
+from statistics import fmean
+
+from cotrain_compile.dataflow import Dataflow, Op, Phase, Role
+from cotrain_compile.placement.recompute.closure import Need, Stretch, closures
+from cotrain_compile.placement.recompute.regions import inside, regions_of
+
+MOST_LEVELS = 5
+
+# In place of a price of nothing, whose logarithm there is not: far below what any link takes.
+_CHEAPEST = 1e-18
+
+
+@dataclass(frozen=True)
+class Level:
+    """One answer to what is made again: the buffers to be `recomputed`.
+
+    `saved_bytes` are no longer kept for the backward, less what is kept only to make them again;
+    `seconds` is what the ops take that run again.
+    """
+
+    recomputed: frozenset[str]
+    saved_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class RegionLevels:
+    """The levels of one region, each containing the one before it."""
+
+    name: str
+    levels: tuple[Level, ...]
+
+
+@dataclass(frozen=True)
+class Levels:
+    """`uniform`: levels of the whole step, nested, cheapest for their bytes first. `regions`: those
+    of each region alone, in program order; a region with nothing worth making again has none."""
+
+    uniform: tuple[Level, ...] = ()
+    regions: tuple[RegionLevels, ...] = ()
+
+
+def find_levels(
+    dataflow: Dataflow, seconds: Mapping[str, float], recomputable: Collection[str]
+) -> Levels:
+    """At most `MOST_LEVELS` levels for the step and for each region; `seconds` is by op name."""
+    regions = regions_of(dataflow, recomputable)
+    insides = inside(dataflow, regions, recomputable)
+    later = frozenset(n for op in dataflow.ops if op.phase is not Phase.FORWARD for n in op.reads)
+    replays = [
+        _replay(dataflow, [dataflow.ops[position] for position in region.ops], free, later, seconds)
+        for region, free in zip(regions, insides, strict=True)
+    ]
+    steps = _steps(replays)
+    return Levels(
+        uniform=_most_telling(_of_the_step(replays, steps)),
+        regions=tuple(
+            RegionLevels(region.name, _most_telling([replay.level(again) for _, again in found]))
+            for region, replay, found in zip(regions, replays, steps, strict=True)
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class _Replay:
+    """Running the ops of one region again: the numbers of it, and the names behind them.
+
+    `made` are the names of the buffers that each op may make again, `later` of them what the
+    backward reads.
+    """
+
+    ops: tuple[Op, ...]
+    made: tuple[tuple[str, ...], ...]
+    later: frozenset[str]
+    stretch: Stretch
+
+    @property
+    def kind(self) -> object:
+        """Equal for regions that run the same ops on the same sizes."""
+        ops = tuple((op.target, op.flops, op.bytes_moved, op.dtype) for op in self.ops)
+        return ops, self.stretch.gains, self.stretch.needs
+
+    def level(self, again: frozenset[int]) -> Level:
+        """What is made again when the ops `again` run again: what anything reads of it."""
+        read = {name for number in again for name in self.ops[number].reads} | self.later
+        names = (name for number in again for name in self.made[number] if name in read)
+        return Level(frozenset(names), self.stretch.saved_bytes(again), self.stretch.spent_s(again))
+
+
+def _replay(
+    dataflow: Dataflow,
+    ops: Sequence[Op],
+    free: Collection[str],
+    later: Collection[str],
+    seconds: Mapping[str, float],
+) -> _Replay:
+    """The replay of `ops`, which make the buffers `free` and others; the backward reads `later`."""
+    made = [tuple(name for name in op.writes if name in free) for op in ops]
+    maker = {name: number for number, names in enumerate(made) for name in names}
+    readers: dict[str, list[int]] = {}
+    for number, op in enumerate(ops):
+        for name in dict.fromkeys(op.reads) if made[number] else ():
+            buffer = dataflow.buffer[name]
+            is_kept = buffer.is_input or buffer.is_output or name in later
+            if buffer.role is Role.TEMPORARY and not is_kept:
+                readers.setdefault(name, []).append(number)
+    sizes = {name: dataflow.buffer[name].nbytes for name in (*maker, *readers)}
+    stretch = Stretch(
+        gains=tuple(sum(sizes[name] for name in names if name in later) for names in made),
+        seconds=tuple(seconds[op.name] for op in ops),
+        needs=tuple(
+            Need(sizes[name], tuple(numbers), maker.get(name)) for name, numbers in readers.items()
+        ),
+    )
+    return _Replay(tuple(ops), tuple(made), frozenset(maker).intersection(later), stretch)
+
+
+# By region: what runs again there, and the price from which on it is worth that.
+_Steps = list[tuple[float, frozenset[int]]]
+
+
+def _steps(replays: Sequence[_Replay]) -> list[_Steps]:
+    """The closures of every replay; one search serves all of the same kind."""
+    of_kind: dict[object, list[_Replay]] = {}
+    for replay in replays:
+        of_kind.setdefault(replay.kind, []).append(replay)
+    found = {kind: _steps_of(_mean(alike)) for kind, alike in of_kind.items()}
+    return [found[replay.kind] for replay in replays]
+
+
+def _mean(alike: Sequence[_Replay]) -> Stretch:
+    one = alike[0].stretch
+    seconds = zip(*(replay.stretch.seconds for replay in alike), strict=True)
+    return Stretch(one.gains, tuple(fmean(each) for each in seconds), one.needs)
+
+
+def _steps_of(stretch: Stretch) -> _Steps:
+    found: _Steps = []
+    saved_bytes, spent_s = 0, 0.0
+    for again in closures(stretch):
+        more_bytes, more_s = stretch.saved_bytes(again), stretch.spent_s(again)
+        found.append(((more_s - spent_s) / (more_bytes - saved_bytes), again))
+        saved_bytes, spent_s = more_bytes, more_s
+    return found
+
+
+def _of_the_step(replays: Sequence[_Replay], steps: Sequence[_Steps]) -> list[Level]:
+    """What is made again in all regions together, for each price at which that changes."""
+    changes: dict[float, list[tuple[int, frozenset[int]]]] = {}
+    for region, found in enumerate(steps):
+        for price, again in found:
+            changes.setdefault(price, []).append((region, again))
+    current: dict[int, Level] = {}
+    levels = []
+    for price in sorted(changes):
+        current.update({region: replays[region].level(again) for region, again in changes[price]})
+        levels.append(
+            Level(
+                frozenset().union(*(level.recomputed for level in current.values())),
+                sum(level.saved_bytes for level in current.values()),
+                sum(level.seconds for level in current.values()),
+            )
+        )
+    return levels
+
+
+def _most_telling(levels: Sequence[Level]) -> tuple[Level, ...]:
+    """At most `MOST_LEVELS` of nested levels, the last of them, which saves the most, included.
+
+    Left out, one at a time, is the one without which the price of the bytes around it is told
+    least wrong, as a factor of it.
+    """
+    kept = [Level(frozenset(), 0, 0.0), *levels]
+    while len(kept) > MOST_LEVELS + 1:
+        wrong = [_wrong(*kept[i - 1 : i + 2]) for i in range(1, len(kept) - 1)]
+        del kept[1 + wrong.index(min(wrong))]
+    for less, more in pairwise(kept):
+        assert less.recomputed < more.recomputed, "a level does not contain the one before it"
+    return tuple(kept[1:])
+
+
+def _wrong(less: Level, level: Level, more: Level) -> float:
+    """How wrong the price of a byte between `less` and `more` is without `level`, over its bytes.
+
+    Prices rise from level to level, so each term is positive.
+    """
+    price = _price(less, more)
+    cheap = (level.saved_bytes - less.saved_bytes) * log(price / _price(less, level))
+    dear = (more.saved_bytes - level.saved_bytes) * log(_price(level, more) / price)
+    return cheap + dear
+
+
+def _price(less: Level, more: Level) -> float:
+    """Seconds for each further byte."""
+    spent_s = more.seconds - less.seconds
+    return max(spent_s / max(more.saved_bytes - less.saved_bytes, 1), _CHEAPEST)

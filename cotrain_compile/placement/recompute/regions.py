@@ -1,0 +1,168 @@
+"""Regions: the stretches of the forward inside of which values are made again.
+
+In: a Dataflow and its recomputable buffers. Out: the regions, each a run of forward ops, and which
+buffers lie inside of one. What leaves a region, read by the forward elsewhere, is never made again:
+the replay of a region starts from there, as that of a checkpoint does from its inputs.
+
+Regions are the layers of the model, which are numbered modules (`transformer.h.3`), where these
+hold most of what could be made again. Otherwise, as for a model in functional code, a U-Net or one
+long `Sequential`, the forward is cut where the fewest bytes cross.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from cotrain_compile.dataflow import Dataflow, Op, Phase, Role
+
+# Modules are taken for regions where they hold at least this share of the recomputable bytes that
+# the backward reads, and none holds more than this share alone: that would be no part of a step.
+_ENOUGH, _TOO_MUCH = 0.5, 0.6
+# Levels of numbered modules that are tried, from the outermost inwards.
+_DEPTHS = 3
+# A stretch between two cuts has at least one part of so many, and mostly no more than three times
+# that: about 16 of them.
+_PARTS, _WIDEST = 32, 3
+
+
+@dataclass(frozen=True)
+class Region:
+    """A run of the forward: its ops by position in the Dataflow, views left out."""
+
+    name: str
+    ops: tuple[int, ...]
+
+
+def regions_of(dataflow: Dataflow, recomputable: Collection[str]) -> tuple[Region, ...]:
+    """The regions of a step, in program order; none where there is nothing to make again."""
+    saved = saved_bytes(dataflow, recomputable)
+    total = sum(saved.values())
+    if not total:
+        return ()
+    for depth in range(1, _DEPTHS + 1):
+        regions = tuple(_numbered(dataflow, depth))
+        held = [sum(saved.get(n, 0) for n in names) for names in _inside(dataflow, regions)]
+        if sum(held) >= _ENOUGH * total and max(held) <= _TOO_MUCH * total:
+            return regions
+    return tuple(_between_cuts(dataflow, saved))
+
+
+def inside(
+    dataflow: Dataflow, regions: Sequence[Region], recomputable: Collection[str]
+) -> tuple[frozenset[str], ...]:
+    """The recomputable buffers of each region that do not leave it."""
+    return tuple(names & frozenset(recomputable) for names in _inside(dataflow, regions))
+
+
+def saved_bytes(dataflow: Dataflow, names: Collection[str]) -> Mapping[str, int]:
+    """Of `names`, the bytes of those that are read after the forward that made them."""
+    read = {name for op in dataflow.ops if op.phase is not Phase.FORWARD for name in op.reads}
+    return {name: dataflow.buffer[name].nbytes for name in sorted(read.intersection(names))}
+
+
+def _inside(dataflow: Dataflow, regions: Sequence[Region]) -> list[frozenset[str]]:
+    """What the ops of each region make and no forward op of elsewhere reads."""
+    region_at = {position: i for i, region in enumerate(regions) for position in region.ops}
+    made_in: dict[str, int] = {}
+    leaving: set[str] = {buffer.name for buffer in dataflow.buffers if buffer.is_output}
+    for position, op in _forward(dataflow):
+        here = region_at.get(position, -1)
+        leaving.update(name for name in op.reads if made_in.get(name, -1) != here)
+        for name in op.writes:
+            made_in.setdefault(name, here)
+    found: list[set[str]] = [set() for _ in regions]
+    for name, at in made_in.items():
+        if at >= 0 and name not in leaving:
+            found[at].add(name)
+    return [frozenset(names) for names in found]
+
+
+def _forward(dataflow: Dataflow) -> Iterator[tuple[int, Op]]:
+    """Forward ops that do something, by position. A view is part of whatever reads it."""
+    for position, op in enumerate(dataflow.ops):
+        if op.phase is Phase.FORWARD and op.writes:
+            yield position, op
+
+
+def _numbered(dataflow: Dataflow, depth: int) -> Iterator[Region]:
+    """Runs of ops of one numbered module, which is inside of `depth` - 1 others.
+
+    A module that is called again later, as for the next micro-batch, is another region then.
+    """
+    name, ops = "", list[int]()
+    for position, op in enumerate(dataflow.ops):
+        is_forward = op.phase is Phase.FORWARD and bool(op.writes)
+        here = _numbered_module(op.module, depth) if is_forward else ""
+        ends = op.phase is Phase.BACKWARD or (here and here != name)
+        if ends and ops:
+            yield Region(name, tuple(ops))
+            ops = []
+        if here:
+            name = here
+            ops.append(position)
+    if ops:
+        yield Region(name, tuple(ops))
+
+
+def _numbered_module(path: str, depth: int) -> str:
+    """`path` up to its `depth`-th number, or up to its last where it has fewer; "" without any."""
+    parts = path.split(".")
+    ends = [position for position, part in enumerate(parts, 1) if part.isdigit()]
+    return ".".join(parts[: ends[:depth][-1]]) if ends else ""
+
+
+def _between_cuts(dataflow: Dataflow, saved: Mapping[str, int]) -> Iterator[Region]:
+    """Stretches of about equal saved bytes, each cut off where the fewest bytes go on."""
+    least = sum(saved.values()) / _PARTS
+    for round_ in _rounds(dataflow):
+        ops = [dataflow.ops[position] for position in round_]
+        crossing = _crossing_bytes(dataflow, ops)
+        made = [0, *accumulate(sum(saved.get(name, 0) for name in op.writes) for op in ops)]
+        start = 0
+        while start < len(ops):
+            stop = _cut(made, crossing, start, least)
+            yield Region(f"{ops[start].name}..{ops[stop - 1].name}", round_[start:stop])
+            start = stop
+
+
+def _cut(made: Sequence[int], crossing: Sequence[int], start: int, least: float) -> int:
+    """Behind which op a stretch from `start` on ends: the narrowest of the places that it may.
+
+    The first of equal ones, so that equal layers are cut alike.
+    """
+    stops = range(start + 1, len(made))
+    allowed = [i for i in stops if least <= made[i] - made[start] <= _WIDEST * least]
+    if not allowed:
+        allowed = [i for i in stops if made[i] - made[start] >= least][:1]
+    rest = made[-1] - made[start]
+    if not allowed or rest < least:
+        return len(made) - 1
+    return min(allowed, key=lambda i: crossing[i])
+
+
+def _rounds(dataflow: Dataflow) -> Iterator[tuple[int, ...]]:
+    """Positions of the forward ops between two backwards, as of each micro-batch."""
+    ops: list[int] = []
+    for position, op in enumerate(dataflow.ops):
+        if op.phase is Phase.BACKWARD and ops:
+            yield tuple(ops)
+            ops = []
+        elif op.phase is Phase.FORWARD and op.writes:
+            ops.append(position)
+    if ops:
+        yield tuple(ops)
+
+
+def _crossing_bytes(dataflow: Dataflow, ops: Sequence[Op]) -> list[int]:
+    """For every place between two of `ops`, the bytes made before it that an op behind it reads."""
+    last = {name: i for i, op in enumerate(ops) for name in op.reads}
+    changes = [0] * (len(ops) + 1)
+    for i, op in enumerate(ops):
+        for name in op.writes:
+            buffer = dataflow.buffer[name]
+            if buffer.role is Role.TEMPORARY and last.get(name, -1) > i:
+                changes[i + 1] += buffer.nbytes
+                changes[last[name] + 1] -= buffer.nbytes
+    return list(accumulate(changes))
