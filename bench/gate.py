@@ -27,7 +27,6 @@ from torch import nn
 
 from cotrain_compile import presets
 from cotrain_compile.backends.inductor.lower import segments_of
-from cotrain_compile.compile import trace_graph
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.demo.model import CharacterGPT, Shape
 from cotrain_compile.extract.extract import extract
@@ -38,6 +37,7 @@ from cotrain_compile.placement.policies import resident
 from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.placement.search.solve import SolveSettings, solve
+from cotrain_compile.tracing import trace_graph
 
 ROOT = Path(__file__).parents[1]
 EXPECTED = ROOT / "bench" / "gate.json"

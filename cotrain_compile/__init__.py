@@ -14,15 +14,20 @@ from cotrain_compile import errors
 from cotrain_compile.options import Options
 
 if TYPE_CHECKING:
-    from cotrain_compile.compile import inspect, report, synchronize, trace
+    from cotrain_compile.compiled import inspect, report, synchronize
+    from cotrain_compile.tracing import trace
 
 __all__ = ["Options", "errors", "inspect", "report", "synchronize", "trace"]
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("inspect", "report", "synchronize", "trace"):
-        from cotrain_compile import compile as pipeline
+    if name in ("inspect", "report", "synchronize"):
+        from cotrain_compile import compiled
 
-        return getattr(pipeline, name)
+        return getattr(compiled, name)
+    if name == "trace":
+        from cotrain_compile import tracing
+
+        return tracing.trace
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,20 +6,13 @@ types in `docs/architecture.md`.
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from contextvars import ContextVar
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
-from types import CodeType
 from typing import Any
 
-import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves
 
 from cotrain_compile.analysis.costs import CostTable
 from cotrain_compile.analysis.symbolic import at
@@ -34,25 +27,21 @@ from cotrain_compile.backends.devices import (
 )
 from cotrain_compile.backends.inductor.lower import LoweredStep, lower
 from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
-from cotrain_compile.backends.lifecycle.deferred import Owner, guard_state, wait_for_tails
+from cotrain_compile.backends.lifecycle.deferred import Owner, guard_state
 from cotrain_compile.backends.lifecycle.per_shape import PerShape
 from cotrain_compile.backends.lifecycle.rehearsal import Rehearsed
 from cotrain_compile.backends.verify.verify import VerifiedStep, refuse_race
 from cotrain_compile.capture import Session, capture, current_session, install
 from cotrain_compile.capture.aten.aot import traced_modules
-from cotrain_compile.capture.dynamo.hook import frame_objects
-from cotrain_compile.capture.offline.absent_card import absent_card, card_for
-from cotrain_compile.capture.offline.forked import in_a_copy
-from cotrain_compile.capture.offline.offline import offline
-from cotrain_compile.capture.offline.skip_initialisation import skip_initialisation
+from cotrain_compile.capture.offline.only_trace import hand_back_if_only_traced
 from cotrain_compile.check_options import check_options, load_profile
 from cotrain_compile.choose_plan import plan_for
+from cotrain_compile.compiled import Origin, last_placement, register
 from cotrain_compile.dataflow import Dataflow
-from cotrain_compile.errors import CaptureError, CotrainError, OptionError
+from cotrain_compile.errors import CaptureError, OptionError
 from cotrain_compile.extract.extract import extract
-from cotrain_compile.files import from_json, to_json
 from cotrain_compile.graph import StepGraph
-from cotrain_compile.machine import Machine, Tier
+from cotrain_compile.machine import Tier
 from cotrain_compile.options import Options, as_option_error
 from cotrain_compile.passes import run_passes
 from cotrain_compile.placement.check.check import check
@@ -64,7 +53,7 @@ from cotrain_compile.runtime.host.kernels import host_kernels
 from cotrain_compile.runtime.process.load_into_homes import load_into_homes
 from cotrain_compile.units import format_bytes
 from cotrain_compile.viz.dump import dump_step
-from cotrain_compile.viz.text.live import LiveLine, live_line
+from cotrain_compile.viz.text.live import live_line
 from cotrain_compile.viz.text.narrate import Narrator, verbosity
 
 
@@ -86,8 +75,7 @@ def cotrain(
         )
 
     def compile_captured(step: StepGraph, values: Sequence[Any]) -> Callable[..., Any]:
-        if _trace_only.get():
-            raise _Traced(step, values)
+        hand_back_if_only_traced(step, values)
         refuse_other_devices(step, session.options)
         tell_of_unused_card(step, session.options)
         dataflow, origin = extract(step), _origin(session, owners)
@@ -117,35 +105,16 @@ def cotrain(
     return run
 
 
-@dataclass(frozen=True)
-class _Origin:
-    """The step function that was compiled, and how. It keeps no tensor of the user's alive.
-
-    `owners` are the modules and optimizers that the trace has met; `live` is the line of its run.
-    """
-
-    code: CodeType
-    frame_objects: tuple[int, ...]
-    options: Options
-    keeping_gradient: frozenset[int]
-    owners: tuple[weakref.ref[Any], ...]
-    live: LiveLine | None
-
-    @property
-    def function(self) -> tuple[CodeType, tuple[int, ...]]:
-        return self.code, self.frame_objects
-
-
-def _origin(session: Session, owners: Sequence[Owner]) -> _Origin:
+def _origin(session: Session, owners: Sequence[Owner]) -> Origin:
     keeping = frozenset(session.keeping_gradient)
     refs = tuple(weakref.ref(owner) for owner in owners)
     code, objects, options = session.code, session.frame_objects, session.options
     live = live_line((code, objects), options)
-    return _Origin(code, objects, options, keeping, refs, live)
+    return Origin(code, objects, options, keeping, refs, live)
 
 
 def _compiler(
-    origin: _Origin, step: StepGraph, dataflow: Dataflow
+    origin: Origin, step: StepGraph, dataflow: Dataflow
 ) -> Callable[[int | None, Sequence[Any], Mapping[str, int]], CompiledStep]:
     """What compiles `step` for its inputs, planned for so many bytes (None: the device budget).
 
@@ -162,7 +131,7 @@ def _compiler(
         options, before = origin.options, None
         if cuda:
             options = within_free_memory(options, inputs, compute_device_of(step))
-            before = _last_placement(origin) if options.plan is None else None
+            before = last_placement(origin) if options.plan is None else None
         less: dict[str, Any] = {} if budget_bytes is None else {"plan_bytes": budget_bytes}
         if workspace:
             less["workspace"] = workspace
@@ -176,86 +145,10 @@ def _compiler(
         if options.overlap_steps:
             owners = [owner for ref in origin.owners if (owner := ref()) is not None]
             guard_state(compiled, compiled.tail, owners)
-        _compiled[compiled] = origin
+        register(compiled, origin)
         return compiled
 
     return compile_within
-
-
-Build = Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]
-
-
-def trace(
-    build: Build,
-    *,
-    dynamic: bool = False,
-    device: str | None = None,
-    machine: str | Machine | None = None,
-) -> Dataflow:
-    """The `Dataflow` of a step of any size, without allocating it or running it.
-
-    `build()` returns the step function and its example arguments. It runs under fake tensors, so a
-    model of any size can be built in it, on any machine; `torch.nn.init` draws no values there.
-    With `dynamic`, sizes of the arguments (batch, sequence length) are symbols: see
-    `analysis.symbolic`.
-
-    With `device="cuda"` the step is traced as on a card, also where there is none: `build()` makes
-    tensors there if it names no device. `machine`, a card's preset or file, says as on which
-    one. Without a card here this happens in a copy of the process, and needs a C++ compiler.
-
-    Raises `CaptureError` as compiling does, and `OptionError` where this machine lacks something.
-    """
-    on_card = card_for(device, machine)
-    if on_card is None:
-        return extract(trace_graph(build, dynamic=dynamic))
-    work = partial(trace_graph, build, dynamic=dynamic, device="cuda")
-    if torch.cuda.is_available():
-        return extract(work())
-
-    def absent() -> str:
-        with absent_card(*on_card):
-            return to_json(extract(work()))
-
-    return from_json(in_a_copy(absent), Dataflow)
-
-
-def trace_graph(build: Build, *, dynamic: bool = False, device: str | None = None) -> StepGraph:
-    """As `trace`, the step graph itself. A card has to be there for `device="cuda"`."""
-    options: dict[str, Any] = {} if device is None else {"device": device}
-    with offline():
-        with skip_initialisation(), torch.device(device) if device else nullcontext():
-            step, arguments = build()
-        token = _trace_only.set(True)
-        try:
-            if dynamic:
-                _let_sizes_vary(arguments)
-            torch.compile(
-                step, backend=cotrain, dynamic=None if dynamic else False, options=options
-            )(*arguments)
-        except _Traced as traced:
-            return traced.step
-        finally:
-            _trace_only.reset(token)
-    raise CaptureError("build() returned a step that torch.compile did not trace")
-
-
-def _let_sizes_vary(arguments: tuple[Any, ...]) -> None:
-    """Make every dimension of the tensors in `arguments` a symbol, where the step allows it."""
-    for tensor in tree_leaves(arguments):
-        if isinstance(tensor, torch.Tensor):
-            for dimension in range(tensor.dim()):
-                torch._dynamo.maybe_mark_dynamic(tensor, dimension)
-
-
-_trace_only: ContextVar[bool] = ContextVar("cotrain_trace_only", default=False)
-
-
-class _Traced(CotrainError):
-    """Ends a trace that is only for looking at; carries the captured step and its tensors."""
-
-    def __init__(self, step: StepGraph, values: Sequence[Any]) -> None:
-        super().__init__("traced")
-        self.step, self.values = step, values
 
 
 def compile_step(
@@ -336,57 +229,6 @@ def _is_compiled(step: StepGraph, options: Options) -> bool:
 
 def _profile(options: Options) -> CostTable | None:
     return None if options.profile is None else load_profile(options.profile)
-
-
-def inspect(step: Callable[..., Any]) -> CompiledStep:
-    """The `CompiledStep` behind a function compiled with this backend, after its first call.
-
-    Where it was compiled more than once (another batch shape, a learning rate that became an
-    input), the one that ran last. Raises `CotrainError` when there is none.
-    """
-    function: Any = getattr(step, "_torchdynamo_orig_callable", step)
-    function = getattr(function, "__func__", function)
-    code = getattr(function, "__code__", None)
-    key = frame_objects(code, function.__closure__) if code is not None else ()
-    found = [c for c, origin in _compiled.items() if origin.function == (code, key)]
-    if not found:
-        raise CotrainError(
-            'this step has not been compiled yet: compile it with backend="cotrain" and call it '
-            "once before inspecting it"
-        )
-    return max(found, key=lambda compiled: compiled.last_run_s)
-
-
-def report(step: Callable[..., Any], path: str | os.PathLike[str]) -> None:
-    """Write one HTML page about a compiled step to `path`: its plan, beside what it measured last.
-
-    Raises `CotrainError` as `inspect` does, OSError when `path` cannot be written.
-    """
-    # Bokeh takes a while to import, and is needed for reports alone.
-    from cotrain_compile.viz.report.page import write_report
-
-    compiled = inspect(step)
-    write_report(Path(path), compiled.problem, compiled.plan, compiled.measured)
-
-
-def synchronize() -> None:
-    """Wait until every compiled step has finished all its work.
-
-    A step is complete when it returns, but for what the option `overlap_steps` lets go on under the
-    next one. Raises `StepFailed` where that failed; it says what is left of the parameters.
-    """
-    wait_for_tails()
-
-
-_compiled: weakref.WeakKeyDictionary[CompiledStep, _Origin] = weakref.WeakKeyDictionary()
-
-
-def _last_placement(origin: _Origin) -> Placement | None:
-    """The placement of what ran last of this step function with these options."""
-    found = [c for c, of in _compiled.items() if c.steps and of.function == origin.function]
-    found = [c for c in found if _compiled[c].options == origin.options]
-    newest = max(found, key=lambda compiled: compiled.last_run_s, default=None)
-    return None if newest is None else newest.plan.placement
 
 
 def _our_options(compiler_fn: object) -> Mapping[str, Any] | None:

@@ -35,7 +35,6 @@ from cotrain_compile.analysis.reuse import reuse_distances
 from cotrain_compile.backends.inductor import lower
 from cotrain_compile.backends.inductor.segments import SegmentedStep
 from cotrain_compile.collector import collector_off
-from cotrain_compile.compile import trace_graph
 from cotrain_compile.demo.model import CharacterGPT, Shape
 from cotrain_compile.errors import PlacementError
 from cotrain_compile.extract.extract import extract
@@ -56,6 +55,7 @@ from cotrain_compile.placement.simulate.predict import predict_steady_state
 from cotrain_compile.plan import Plan
 from cotrain_compile.runtime.host.kernels import host_kernels
 from cotrain_compile.runtime.ops import TASKS
+from cotrain_compile.tracing import trace_graph
 
 BUDGET_SHARE = 0.5
 """What the device may take of the peak with everything resident."""

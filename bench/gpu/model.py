@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cotrain_compile import compile as pipeline
+from cotrain_compile.capture.offline.only_trace import only_traced
 from cotrain_compile.demo.model import CharacterGPT, Shape
 from cotrain_compile.graph import StepGraph
 
@@ -88,14 +88,9 @@ class Training:
         """The step as a graph, and the tensors it runs on: to be placed in many ways."""
         options: dict[str, Any] = {"device": "cuda"} if self.device == "cuda" else {}
         compiled: Callable[..., Any] = torch.compile(self.step, backend="cotrain", options=options)
-        token = pipeline._trace_only.set(True)
-        try:
-            compiled(*self.batch())
-        except pipeline._Traced as traced:
-            return traced.step, list(traced.values)
-        finally:
-            pipeline._trace_only.reset(token)
-        raise AssertionError("the step was not traced")
+        traced = only_traced(lambda: compiled(*self.batch()))
+        assert traced is not None, "the step was not traced"
+        return traced.step, list(traced.values)
 
 
 def _filled(model: nn.Module, device: str, built_on: str) -> nn.Module:

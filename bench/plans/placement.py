@@ -26,7 +26,6 @@ from rich.table import Table
 from bench.plans.targets import Row, summary
 from bench.report import write_report
 from cotrain_compile import presets
-from cotrain_compile.compile import trace
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import PlacementError
 from cotrain_compile.files import load
@@ -43,6 +42,7 @@ from cotrain_compile.placement.search.greedy import least_memory
 from cotrain_compile.placement.search.solve import SolveSettings, solve
 from cotrain_compile.plan import Placement, Plan
 from cotrain_compile.sizes import Size
+from cotrain_compile.tracing import trace
 from cotrain_compile.units import format_bytes, format_seconds
 
 STEPS = (

@@ -31,7 +31,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from bench.report import write_report
 from cotrain_compile import presets
-from cotrain_compile.compile import trace_graph
 from cotrain_compile.extract.extract import extract
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.machine import Tier
@@ -43,6 +42,7 @@ from cotrain_compile.runtime.host.kernels import FusedKernel, HostKernel, host_k
 from cotrain_compile.runtime.lanes import Lane
 from cotrain_compile.runtime.meter import Meter
 from cotrain_compile.runtime.ops import host_region, task_name
+from cotrain_compile.tracing import trace_graph
 
 Work = Callable[[], None]
 

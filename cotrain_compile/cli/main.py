@@ -134,8 +134,8 @@ def trace(
     ] = None,
 ) -> None:
     """Capture the step that FUNCTION() returns with its arguments; nothing is allocated or run."""
-    from cotrain_compile.compile import trace as capture
     from cotrain_compile.jobs import load_job
+    from cotrain_compile.tracing import trace as capture
 
     files.refuse_unwritable(output)
     with console.status("tracing"):

@@ -14,7 +14,6 @@ import torch
 from torch import fx
 
 from cotrain_compile.backends.inductor.lower import segments_of
-from cotrain_compile.compile import trace_graph
 from cotrain_compile.dataflow import Dataflow, Phase, Role
 from cotrain_compile.errors import PlacementError
 from cotrain_compile.extract.extract import extract
@@ -27,6 +26,7 @@ from cotrain_compile.placement.search.solve import SolveSettings, solve
 from cotrain_compile.plan import Plan
 from cotrain_compile.presets import find
 from cotrain_compile.runtime.host.kernels import host_kernels
+from cotrain_compile.tracing import trace_graph
 from tests.fake_cuda.card import choose_attention, there
 from tests.fake_cuda.trainings import CARD, Job, every_optimizer_job, job, llama_job, readme_job
 

@@ -16,7 +16,7 @@ from cotrain_compile import files
 from cotrain_compile.backends.inductor.lower import segments_of
 from cotrain_compile.cli.main import app
 from cotrain_compile.cli.reading import read_problem
-from cotrain_compile.compile import compile_step, trace_graph
+from cotrain_compile.compile import compile_step
 from cotrain_compile.demo.model import CharacterGPT, Shape
 from cotrain_compile.extract.extract import extract
 from cotrain_compile.graph import StepGraph
@@ -28,6 +28,7 @@ from cotrain_compile.placement.saved import load_plan
 from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.plan import Plan
 from cotrain_compile.presets import find
+from cotrain_compile.tracing import trace_graph
 from tests.support.captured_steps import captured
 
 CARD = "rtx4090"

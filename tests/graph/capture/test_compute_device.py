@@ -27,9 +27,9 @@ import torch
 from unittest import mock
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 _setup_privateuseone_for_python_backend("card")
-from cotrain_compile import compile as pipeline
 from cotrain_compile.capture.dynamo import hook
 from cotrain_compile.capture.dynamo.compute_device import resting_on_host
+from cotrain_compile.capture.offline.only_trace import only_traced
 
 CARD = torch.device("card:0")
 
@@ -51,14 +51,9 @@ def training(optimizer):
 
 def traced(step, device=None):
     torch._dynamo.reset()
-    token = pipeline._trace_only.set(True)
-    try:
-        with mock.patch.object(hook, "chosen_device", lambda option: device):
-            torch.compile(step, backend="cotrain")(torch.randn(3, 4))
-    except pipeline._Traced as found:
-        return found.step
-    finally:
-        pipeline._trace_only.reset(token)
+    with mock.patch.object(hook, "chosen_device", lambda option: device):
+        compiled = torch.compile(step, backend="cotrain")
+        return only_traced(lambda: compiled(torch.randn(3, 4))).step
 
 def devices(step):
     inputs = zip(step.module.graph.find_nodes(op="placeholder"), step.inputs)

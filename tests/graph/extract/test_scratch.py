@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cotrain_compile.compile import trace
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.extract import scratch as extract_scratch
 from cotrain_compile.machine import Tier
@@ -19,6 +18,7 @@ from cotrain_compile.placement.problem import formulate
 from cotrain_compile.placement.residency import device_bytes, device_program
 from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.presets import find
+from cotrain_compile.tracing import trace
 
 ROWS, HEADS, LENGTH, WIDTH = 2, 2, 64, 8
 ON_THE_HOST = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default

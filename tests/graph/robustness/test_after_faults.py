@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cotrain_compile import compile as pipeline
+from cotrain_compile import compiled as compiled_steps
 from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
 from cotrain_compile.dataflow import Phase
 from cotrain_compile.errors import OutOfDeviceMemory, StepFailed
@@ -144,7 +144,9 @@ def test_after_a_torn_step_a_loaded_checkpoint_goes_on() -> None:
 
 
 def last_compiled() -> CompiledStep:
-    return max(pipeline._compiled, key=lambda compiled: compiled.last_run_s)
+    newest = compiled_steps.newest()
+    assert newest is not None
+    return newest
 
 
 # No faults, no leaks.

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from cotrain_compile.backends.inductor.lower import segments_of
-from cotrain_compile.compile import trace_graph
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.extract.extract import extract
 from cotrain_compile.graph import StepGraph
@@ -21,6 +20,7 @@ from cotrain_compile.placement.policies import rule
 from cotrain_compile.placement.problem import formulate
 from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.presets import find
+from cotrain_compile.tracing import trace_graph
 from tests.support.call_counts import calls_in, growing_faster
 
 SMALL, LARGE = 8, 32

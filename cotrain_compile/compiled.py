@@ -1,0 +1,102 @@
+"""The registry of compiled steps: which `CompiledStep`s stand behind a user's step function.
+
+Read by what looks at a step that runs: `inspect`, `report`, `synchronize`.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
+from cotrain_compile.backends.lifecycle.deferred import wait_for_tails
+from cotrain_compile.capture.dynamo.hook import frame_objects
+from cotrain_compile.errors import CotrainError
+from cotrain_compile.options import Options
+from cotrain_compile.plan import Placement
+from cotrain_compile.viz.text.live import LiveLine
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The step function that was compiled, and how. It keeps no tensor of the user's alive.
+
+    `owners` are the modules and optimizers that the trace has met; `live` is the line of its run.
+    """
+
+    code: CodeType
+    frame_objects: tuple[int, ...]
+    options: Options
+    keeping_gradient: frozenset[int]
+    owners: tuple[weakref.ref[Any], ...]
+    live: LiveLine | None
+
+    @property
+    def function(self) -> tuple[CodeType, tuple[int, ...]]:
+        return self.code, self.frame_objects
+
+
+_compiled: weakref.WeakKeyDictionary[CompiledStep, Origin] = weakref.WeakKeyDictionary()
+
+
+def register(compiled: CompiledStep, origin: Origin) -> None:
+    """Let `inspect` find `compiled`, for as long as something runs it."""
+    _compiled[compiled] = origin
+
+
+def newest() -> CompiledStep | None:
+    """What ran last of all that is compiled."""
+    return max(_compiled, key=lambda compiled: compiled.last_run_s, default=None)
+
+
+def inspect(step: Callable[..., Any]) -> CompiledStep:
+    """The `CompiledStep` behind a function compiled with this backend, after its first call.
+
+    Where it was compiled more than once (another batch shape, a learning rate that became an
+    input), the one that ran last. Raises `CotrainError` when there is none.
+    """
+    function: Any = getattr(step, "_torchdynamo_orig_callable", step)
+    function = getattr(function, "__func__", function)
+    code = getattr(function, "__code__", None)
+    key = frame_objects(code, function.__closure__) if code is not None else ()
+    found = [c for c, origin in _compiled.items() if origin.function == (code, key)]
+    if not found:
+        raise CotrainError(
+            'this step has not been compiled yet: compile it with backend="cotrain" and call it '
+            "once before inspecting it"
+        )
+    return max(found, key=lambda compiled: compiled.last_run_s)
+
+
+def report(step: Callable[..., Any], path: str | os.PathLike[str]) -> None:
+    """Write one HTML page about a compiled step to `path`: its plan, beside what it measured last.
+
+    Raises `CotrainError` as `inspect` does, OSError when `path` cannot be written.
+    """
+    # Bokeh takes a while to import, and is needed for reports alone.
+    from cotrain_compile.viz.report.page import write_report
+
+    compiled = inspect(step)
+    write_report(Path(path), compiled.problem, compiled.plan, compiled.measured)
+
+
+def synchronize() -> None:
+    """Wait until every compiled step has finished all its work.
+
+    A step is complete when it returns, but for what the option `overlap_steps` lets go on under the
+    next one. Raises `StepFailed` where that failed; it says what is left of the parameters.
+    """
+    wait_for_tails()
+
+
+def last_placement(origin: Origin) -> Placement | None:
+    """The placement of what ran last of this step function with these options."""
+    found = [c for c, of in _compiled.items() if c.steps and of.function == origin.function]
+    found = [c for c in found if _compiled[c].options == origin.options]
+    newest = max(found, key=lambda compiled: compiled.last_run_s, default=None)
+    return None if newest is None else newest.plan.placement

@@ -1,0 +1,85 @@
+"""Tracing: the graph or the `Dataflow` of a step that is only looked at, with nothing allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from cotrain_compile.capture.offline.absent_card import absent_card, card_for
+from cotrain_compile.capture.offline.forked import in_a_copy
+from cotrain_compile.capture.offline.offline import offline
+from cotrain_compile.capture.offline.only_trace import only_traced
+from cotrain_compile.capture.offline.skip_initialisation import skip_initialisation
+from cotrain_compile.compile import cotrain
+from cotrain_compile.dataflow import Dataflow
+from cotrain_compile.errors import CaptureError
+from cotrain_compile.extract.extract import extract
+from cotrain_compile.files import from_json, to_json
+from cotrain_compile.graph import StepGraph
+from cotrain_compile.machine import Machine
+
+Build = Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]
+
+
+def trace(
+    build: Build,
+    *,
+    dynamic: bool = False,
+    device: str | None = None,
+    machine: str | Machine | None = None,
+) -> Dataflow:
+    """The `Dataflow` of a step of any size, without allocating it or running it.
+
+    `build()` returns the step function and its example arguments. It runs under fake tensors, so a
+    model of any size can be built in it, on any machine; `torch.nn.init` draws no values there.
+    With `dynamic`, sizes of the arguments (batch, sequence length) are symbols: see
+    `analysis.symbolic`.
+
+    With `device="cuda"` the step is traced as on a card, also where there is none: `build()` makes
+    tensors there if it names no device. `machine`, a card's preset or file, says as on which
+    one. Without a card here this happens in a copy of the process, and needs a C++ compiler.
+
+    Raises `CaptureError` as compiling does, and `OptionError` where this machine lacks something.
+    """
+    on_card = card_for(device, machine)
+    if on_card is None:
+        return extract(trace_graph(build, dynamic=dynamic))
+    work = partial(trace_graph, build, dynamic=dynamic, device="cuda")
+    if torch.cuda.is_available():
+        return extract(work())
+
+    def absent() -> str:
+        with absent_card(*on_card):
+            return to_json(extract(work()))
+
+    return from_json(in_a_copy(absent), Dataflow)
+
+
+def trace_graph(build: Build, *, dynamic: bool = False, device: str | None = None) -> StepGraph:
+    """As `trace`, the step graph itself. A card has to be there for `device="cuda"`."""
+    options: dict[str, Any] = {} if device is None else {"device": device}
+    with offline():
+        with skip_initialisation(), torch.device(device) if device else nullcontext():
+            step, arguments = build()
+        if dynamic:
+            _let_sizes_vary(arguments)
+        compiled = torch.compile(
+            step, backend=cotrain, dynamic=None if dynamic else False, options=options
+        )
+        traced = only_traced(partial(compiled, *arguments))
+    if traced is None:
+        raise CaptureError("build() returned a step that torch.compile did not trace")
+    return traced.step
+
+
+def _let_sizes_vary(arguments: tuple[Any, ...]) -> None:
+    """Make every dimension of the tensors in `arguments` a symbol, where the step allows it."""
+    for tensor in tree_leaves(arguments):
+        if isinstance(tensor, torch.Tensor):
+            for dimension in range(tensor.dim()):
+                torch._dynamo.maybe_mark_dynamic(tensor, dimension)
