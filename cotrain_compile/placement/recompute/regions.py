@@ -6,25 +6,22 @@ the replay of a region starts from there, as that of a checkpoint does from its 
 
 Regions are the layers of the model, which are numbered modules (`transformer.h.3`), where these
 hold most of what could be made again. Otherwise, as for a model in functional code, a U-Net or one
-long `Sequential`, the forward is cut where the fewest bytes cross.
+long `Sequential`, the forward is cut where few bytes cross (`cuts`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 from cotrain_compile.dataflow import Dataflow, Op, Phase, Role
+from cotrain_compile.placement.recompute.cuts import Value, stretches
 
 # Modules are taken for regions where they hold at least this share of the recomputable bytes that
 # the backward reads, and none holds more than this share alone: that would be no part of a step.
 _ENOUGH, _TOO_MUCH = 0.5, 0.6
 # Levels of numbered modules that are tried, from the outermost inwards.
 _DEPTHS = 3
-# A stretch between two cuts has at least one part of so many, and mostly no more than three times
-# that: about 16 of them.
-_PARTS, _WIDEST = 32, 3
 
 
 @dataclass(frozen=True)
@@ -114,32 +111,13 @@ def _numbered_module(path: str, depth: int) -> str:
 
 
 def _between_cuts(dataflow: Dataflow, saved: Mapping[str, int]) -> Iterator[Region]:
-    """Stretches of about equal saved bytes, each cut off where the fewest bytes go on."""
-    least = sum(saved.values()) / _PARTS
+    """Stretches out of which few bytes go, of the forward before each backward."""
     for round_ in _rounds(dataflow):
         ops = [dataflow.ops[position] for position in round_]
-        crossing = _crossing_bytes(dataflow, ops)
-        made = [0, *accumulate(sum(saved.get(name, 0) for name in op.writes) for op in ops)]
-        start = 0
-        while start < len(ops):
-            stop = _cut(made, crossing, start, least)
-            yield Region(f"{ops[start].name}..{ops[stop - 1].name}", round_[start:stop])
-            start = stop
-
-
-def _cut(made: Sequence[int], crossing: Sequence[int], start: int, least: float) -> int:
-    """Behind which op a stretch from `start` on ends: the narrowest of the places that it may.
-
-    The first of equal ones, so that equal layers are cut alike.
-    """
-    stops = range(start + 1, len(made))
-    allowed = [i for i in stops if least <= made[i] - made[start] <= _WIDEST * least]
-    if not allowed:
-        allowed = [i for i in stops if made[i] - made[start] >= least][:1]
-    rest = made[-1] - made[start]
-    if not allowed or rest < least:
-        return len(made) - 1
-    return min(allowed, key=lambda i: crossing[i])
+        kept_bytes = [sum(saved.get(name, 0) for name in op.writes) for op in ops]
+        for stretch in stretches(kept_bytes, _values(dataflow, ops)):
+            name = f"{ops[stretch.start].name}..{ops[stretch.stop - 1].name}"
+            yield Region(name, round_[stretch.start : stretch.stop])
 
 
 def _rounds(dataflow: Dataflow) -> Iterator[tuple[int, ...]]:
@@ -155,14 +133,12 @@ def _rounds(dataflow: Dataflow) -> Iterator[tuple[int, ...]]:
         yield tuple(ops)
 
 
-def _crossing_bytes(dataflow: Dataflow, ops: Sequence[Op]) -> list[int]:
-    """For every place between two of `ops`, the bytes made before it that an op behind it reads."""
-    last = {name: i for i, op in enumerate(ops) for name in op.reads}
-    changes = [0] * (len(ops) + 1)
-    for i, op in enumerate(ops):
-        for name in op.writes:
-            buffer = dataflow.buffer[name]
-            if buffer.role is Role.TEMPORARY and last.get(name, -1) > i:
-                changes[i + 1] += buffer.nbytes
-                changes[last[name] + 1] -= buffer.nbytes
-    return list(accumulate(changes))
+def _values(dataflow: Dataflow, ops: Sequence[Op]) -> list[Value]:
+    """What `ops` make for each other."""
+    last = {name: number for number, op in enumerate(ops) for name in op.reads}
+    return [
+        Value(number, last[name], dataflow.buffer[name].nbytes)
+        for number, op in enumerate(ops)
+        for name in op.writes
+        if dataflow.buffer[name].role is Role.TEMPORARY and name in last
+    ]

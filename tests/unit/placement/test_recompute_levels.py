@@ -17,6 +17,7 @@ from cotrain_compile.placement.recompute.closure import (
     at_price,
     closures,
 )
+from cotrain_compile.placement.recompute.cuts import Value, stretches
 from cotrain_compile.placement.recompute.levels import MOST_LEVELS, Level, find_levels
 from cotrain_compile.placement.recompute.regions import inside, regions_of
 from tests.support.nets import MIB, Layer, Training, perceptron, recurrent, residual_conv, step_of
@@ -176,8 +177,23 @@ def test_without_modules_the_forward_is_cut_where_it_is_narrow(net: list[Layer])
     regions = regions_of(dataflow, values(dataflow))
     forward = [i for i, op in enumerate(dataflow.ops) if op.phase is Phase.FORWARD]
     assert [position for region in regions for position in region.ops] == forward
-    assert 8 <= len(regions) <= 32
+    assert 4 <= len(regions) <= 32
     assert find_levels(dataflow, seconds_of(dataflow), values(dataflow)).uniform
+
+
+def test_a_chain_is_cut_as_by_its_square_root() -> None:
+    """What is kept at the cuts and what one stretch makes are then the least together."""
+    chain = [Value(op, op + 1, 1) for op in range(36)]
+    assert [len(stretch) for stretch in stretches([1] * 36, chain[:-1])] == [6] * 6
+
+
+def test_a_cut_spares_what_many_bytes_cross() -> None:
+    """Every fourth value is narrow."""
+    nbytes = [100, 100, 100, 1] * 6
+    chain = [Value(op, op + 1, size) for op, size in enumerate(nbytes)]
+    found = stretches(nbytes, chain[:-1])
+    assert all(stretch.stop % 4 == 0 for stretch in found)
+    assert len(found) == 6
 
 
 def test_a_cut_is_between_equal_layers() -> None:
