@@ -10,9 +10,11 @@ Private torch API used: `config.trace_autograd_ops`, `variables.builder.Optimize
 `guards.match_on_id_for_tensor`, `OutputGraph.remove_tensorify_specialized_graphargs`,
 `_inductor.config.fallback_random`, `UserDefinedObjectVariable.is_supported_random`,
 `RandomVariable.is_supported_random_obj` (2.13 alone), `RandomClassVariable.call_function`,
-`config.use_numpy_random_stream`. Reason: there is no public way to keep `backward()` and
-`optimizer.step()` in one graph, nor to have it refuse the numbers that it draws otherwise than
-eager. Tried on torch 2.11.0, 2.13.0 and 2.15.0, what is about random numbers on 2.13.0 alone.
+`config.use_numpy_random_stream`, `builder.is_int_specialization_case` (where a torch has it).
+Reason: there is no public way to keep `backward()` and `optimizer.step()` in one graph, to have it
+refuse the numbers that it draws otherwise than eager, nor to have it make an input of a whole
+number that a script counts. Tried on torch 2.11.0, 2.13.0 and 2.15.0, what is about random numbers
+and whole numbers on 2.13.0 alone.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ from cotrain_compile.capture.dynamo.optimizers import build_optimizer_variable, 
 from cotrain_compile.capture.dynamo.rewritten import rewritten, rewritten_traced
 from cotrain_compile.capture.dynamo.scaling import scalers_traced, traced_instead
 from cotrain_compile.capture.dynamo.session import Session
-from cotrain_compile.capture.dynamo.settings import settings_traced
+from cotrain_compile.capture.dynamo.settings import settings_traced, whole_numbers_traced
 
 # The second is not in every torch: tried with 2.13.0.
 _CHECKS_OF_OUTPUTS = {
@@ -125,6 +127,8 @@ def _of_this_torch() -> Iterator[Patch]:
     for name in ("var_getattr", "tp_getattro_impl"):
         if name in vars(TensorVariable):
             yield TensorVariable, name, _attribute_as_traced(vars(TensorVariable)[name])
+    if hasattr(builder, _IS_CONSTANT):
+        yield builder, _IS_CONSTANT, whole_numbers_traced(getattr(builder, _IS_CONSTANT))
     if hasattr(SymNodeVariable, _DIVIDE):
         yield SymNodeVariable, _DIVIDE, _divide_as_python(getattr(SymNodeVariable, _DIVIDE))
 
@@ -135,6 +139,7 @@ def _refuse_generator(self: Any, tx: Any, args: Any, kwargs: Any) -> NoReturn:
     unimplemented(gb_type="random.Random()", context="", explanation=explanation, hints=[])
 
 
+_IS_CONSTANT = "is_int_specialization_case"
 _DIVIDE = "nb_true_divide_impl"
 
 

@@ -1,18 +1,21 @@
-"""Settings of the step's optimizers in the trace: constants, and inputs once they change.
+"""Numbers of Python's in the trace: constants, and inputs once they change.
 
-Dynamo makes an input of each Python number that it has seen change. So a learning rate that a
-scheduler changes costs one more compile, and so would each setting (`betas`, `eps`, ...) that first
-changes later. Here the second such compile makes inputs of all settings, and is the last.
+Dynamo makes an input of each number that it has seen change. So a learning rate that a scheduler
+changes costs one more compile, and so would each setting (`betas`, `eps`, ...) that first changes
+later. Here the second such compile makes inputs of all settings, and is the last. A whole number
+that Dynamo finds by way of a global is a constant to it, whatever it does: a script that counts its
+steps would be traced anew in each. Here it becomes an input as one of a closure does.
 
-Private torch API used: `variables.builder.process_automatic_dynamic` and
-`is_int_specialization_case`, `pgo.auto_dynamic`. Reason: they decide which numbers are inputs.
-Tried on torch 2.11.0, 2.13.0 and 2.15.0, the second one on 2.13.0.
+Private torch API used: `variables.builder.process_automatic_dynamic`, `pgo.auto_dynamic`,
+`GuardSource.GLOBAL`. Reason: they decide which numbers are inputs. Tried on torch 2.11.0, 2.13.0
+and 2.15.0, the last one on 2.13.0 alone.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,6 +24,7 @@ from unittest import mock
 import torch
 from torch._dynamo import pgo
 from torch._dynamo.variables import builder
+from torch._guards import GuardSource
 from torch.utils._pytree import tree_leaves
 
 
@@ -50,25 +54,26 @@ def note_settings(optimizer: torch.optim.Optimizer, function: Hashable) -> None:
 def settings_traced(function: Hashable) -> Iterator[None]:
     """Within it, a trace of `function` takes settings as inputs that change.
 
-    All of them are inputs, if it has come to that. A count of steps, there or in a state, can be
-    one also where the optimizer is a global: Dynamo takes whole numbers that it finds by way of
-    globals for constants, and would trace every step anew.
+    All of them are inputs, if it has come to that.
     """
-    with mock.patch.object(builder, "is_int_specialization_case", _is_constant):
-        if _change_at_different_times(function):
-            with _all_as_inputs():
-                yield
-        else:
+    if _change_at_different_times(function):
+        with _all_as_inputs():
             yield
+    else:
+        yield
 
 
-_is_constant_to_dynamo = builder.is_int_specialization_case  # type: ignore[attr-defined]
+def whole_numbers_traced(is_constant: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
+    """`is_constant` of Dynamo but for numbers found by way of globals, and counts of optimizers."""
 
+    @functools.wraps(is_constant)
+    def decide(value: Any, source: Any) -> bool:
+        name = source.name() if callable(source.name) else source.name  # a method in torch 2.11
+        is_of_an_optimizer = "param_groups" in name or ".state[" in name
+        is_of_a_global = source.guard_source is GuardSource.GLOBAL and "defaults__" not in name
+        return not is_of_an_optimizer and not is_of_a_global and bool(is_constant(value, source))
 
-def _is_constant(value: Any, source: Any) -> bool:
-    name = source.name() if callable(source.name) else source.name  # a method in torch 2.11
-    is_of_an_optimizer = "param_groups" in name or ".state[" in name
-    return not is_of_an_optimizer and bool(_is_constant_to_dynamo(value, source))
+    return decide
 
 
 @contextmanager
