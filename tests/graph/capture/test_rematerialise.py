@@ -171,3 +171,53 @@ def test_dropout_in_a_checkpoint_is_eagers(remat: bool) -> None:
         n for n in graph.nodes if torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ())
     ]
     assert len(drawn) == LAYERS
+
+
+class Attention(nn.Module):
+    """Attention with a skip connection, in float64: eager's numbers in every bit."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.heads, self.dropout = nn.Linear(8, 24).double(), dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.heads(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout)
+        return x + mixed.transpose(1, 2).flatten(2)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_attention_in_a_checkpoint_is_made_again_where_it_drops_nothing(dropout: float) -> None:
+    def run(compile_with: Callable[[Step], Step]) -> tuple[list[Tensor], Step]:
+        torch.manual_seed(0)
+        layers = nn.ModuleList(Attention(dropout) for _ in range(2))
+        optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
+
+        def step(x: Tensor) -> Tensor:
+            for layer in layers:
+                x = checkpointed(layer, x)
+            loss = x.pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        compiled = compile_with(step)
+        torch.manual_seed(1)
+        found = [compiled(torch.randn(3, 5, 8, dtype=torch.float64)) for _ in range(2)]
+        return [*found, *layers.parameters(), torch.get_rng_state()], compiled
+
+    expected, _ = run(lambda step: step)
+    found, compiled = run(cotrain(policy="resident", remat=False))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    graph = cotrain_compile.inspect(compiled).graph
+    again = [
+        str(node.target).removeprefix("aten._").removesuffix(".default")
+        for node in graph.nodes
+        if graph.phases.get(node.name) is Phase.BACKWARD
+        and str(node.target).startswith(("aten._safe_softmax", "aten._scaled", "aten.native_drop"))
+        and "backward" not in str(node.target)
+    ]
+    made = "safe_softmax" if dropout else "scaled_dot_product_flash_attention_for_cpu"
+    assert again == [made] * 2  # what is dropped is drawn once, in the forward
