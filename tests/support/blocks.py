@@ -24,7 +24,7 @@ def in_modules(dataflow: Dataflow, modules: Mapping[str, str]) -> Dataflow:
 
 
 def blocks(count: int, training: Training | None = None) -> Dataflow:
-    """A wide value inside each block, and a narrow one between two of them."""
+    """Wide values inside each block, narrow ones between them, and a head that is no block."""
     net, modules = list[Layer](), {}
     for i in range(count):
         before = f"out{i - 1}" if i else "x"
@@ -34,4 +34,5 @@ def blocks(count: int, training: Training | None = None) -> Dataflow:
         for part in ("in", "act", "out"):
             for batch in ("", ".0", ".1"):
                 modules[f"f_{part}{i}{batch}"] = f"model.blocks.{i}.{part}.0"
+    net.append(Layer("head", (f"out{count - 1}",), "", 0, 8 * MIB))
     return in_modules(step_of("blocks", net, training), modules)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import log
 from statistics import fmean
 
@@ -60,6 +60,7 @@ def find_levels(
     dataflow: Dataflow, seconds: Mapping[str, float], recomputable: Collection[str]
 ) -> Levels:
     """At most `MOST_LEVELS` levels for the step and for each region; `seconds` is by op name."""
+    recomputable = frozenset(recomputable) - _read_at_once(dataflow)
     regions = regions_of(dataflow, recomputable)
     insides = inside(dataflow, regions, recomputable)
     later = frozenset(n for op in dataflow.ops if op.phase is not Phase.FORWARD for n in op.reads)
@@ -75,6 +76,30 @@ def find_levels(
             for region, replay, found in zip(regions, replays, steps, strict=True)
         ),
     )
+
+
+def _read_at_once(dataflow: Dataflow) -> frozenset[str]:
+    """Values of the forward between whose last read there and the first behind it less is made than
+    they are large, as the logarithms of a head. To make one again spares at most those bytes.
+    """
+    made = [0, *accumulate(_made_bytes(dataflow, op) for op in dataflow.ops)]
+    left: dict[str, int] = {}
+    found: set[str] = set()
+    for position, op in enumerate(dataflow.ops):
+        if op.phase is Phase.FORWARD:
+            left.update(dict.fromkeys((*op.reads, *op.writes), position))
+            continue
+        for name in op.reads:
+            if name in left:
+                between = made[position] - made[left.pop(name) + 1]
+                if between < dataflow.buffer[name].nbytes:
+                    found.add(name)
+    return frozenset(found)
+
+
+def _made_bytes(dataflow: Dataflow, op: Op) -> int:
+    made = (dataflow.buffer[name] for name in op.writes if name not in op.reads)
+    return sum(buffer.nbytes for buffer in made if not buffer.is_input)
 
 
 @dataclass(frozen=True)

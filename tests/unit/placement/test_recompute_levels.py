@@ -204,23 +204,32 @@ def test_equal_layers_have_equal_levels_also_where_times_are_measured() -> None:
             assert level.seconds == pytest.approx(sum(own))
 
 
-def test_at_most_five_levels_are_told_of_many() -> None:
-    """Ten values that the backward reads, each dearer than the one before it."""
-    count = 10
+def dearer_and_dearer(count: int) -> tuple[Dataflow, dict[str, float]]:
+    """A step of values h0, h1, ... that the backward reads, each dearer than the one before it."""
     buffers = [Buffer("x", MIB, Role.BATCH, is_input=True)]
-    buffers += [Buffer(f"h{i}", MIB, Role.TEMPORARY) for i in range(count)]
-    buffers += [Buffer("g", MIB, Role.TEMPORARY)]
+    buffers += [
+        Buffer(name, MIB, Role.TEMPORARY) for name in (*(f"h{i}" for i in range(count)), "g")
+    ]
     forward = [
         Op(f"f{i}", "aten.mul", Phase.FORWARD, ("x",), (f"h{i}",), flops=2**i) for i in range(count)
     ]
     backward = Op("b", "aten.sum", Phase.BACKWARD, tuple(f"h{i}" for i in range(count)), ("g",))
     dataflow = Dataflow("many", (*forward, backward), tuple(buffers))
-    seconds = {op.name: 1e-6 * op.flops for op in dataflow.ops}
-    recomputable = {f"h{i}" for i in range(count)}
-    levels = find_levels(dataflow, seconds, recomputable).uniform
+    return dataflow, {op.name: 1e-6 * op.flops for op in dataflow.ops}
+
+
+def test_at_most_five_levels_are_told_of_many() -> None:
+    dataflow, seconds = dearer_and_dearer(10)
+    levels = find_levels(dataflow, seconds, {f"h{i}" for i in range(10)}).uniform
     assert len(levels) == MOST_LEVELS
-    assert levels[-1].recomputed == recomputable
     assert all(less.recomputed < more.recomputed for less, more in pairwise(levels))
+
+
+def test_what_the_backward_reads_at_once_is_not_made_again() -> None:
+    """Nothing is made between the last value and its use, for which it could give up its place."""
+    dataflow, seconds = dearer_and_dearer(4)
+    last = find_levels(dataflow, seconds, {f"h{i}" for i in range(4)}).uniform[-1]
+    assert last.recomputed == {"h0", "h1", "h2"}
 
 
 def test_a_step_with_nothing_to_make_again_has_no_levels() -> None:
