@@ -11,9 +11,9 @@ from __future__ import annotations
 import os
 import stat
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 from uuid import uuid4
 
 import pydantic_core
@@ -21,8 +21,13 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from pydantic_core import ErrorDetails, PydanticSerializationError
 
 from cotrain_compile.errors import FormatError, OptionError
+from cotrain_compile.machine_files import Machine1
 
 T = TypeVar("T")
+
+# Types that are still read as an earlier version has saved them, by kind and version: what is read
+# checks itself there, and says by `upgraded()` what it is today.
+_OLDER: Mapping[tuple[str, int], type[Machine1]] = {("machine", 1): Machine1}
 
 # The step of a model of 70 billion parameters has some 100 MB.
 LARGEST_FILE_BYTES = 1 << 32
@@ -113,7 +118,8 @@ def to_json(value: Any, where: str = "the value") -> str:
     kind = _kind(type(value))
     version = _version(type(value))
     try:
-        document = _document(type(value))(kind=kind, format_version=version, data=value)
+        model = _document(type(value), kind, version)
+        document = model(kind=kind, format_version=version, data=value)
         return document.model_dump_json() + "\n"
     except ValidationError as error:
         place, problem = _first(error.errors(include_url=False, include_context=False))
@@ -124,12 +130,15 @@ def to_json(value: Any, where: str = "the value") -> str:
 
 def from_json(text: str, type_: type[T], where: str = "the text") -> T:
     """The `type_` in the document `text`; `where` names the source in a FormatError."""
+    kind = _kind(type_)
     try:
-        document = _document(type_).model_validate_json(text)
+        document: Any = _document(type_, kind, _version(type_)).model_validate_json(text)
     except ValidationError as error:
         details = error.errors(include_url=False, include_context=False)
-        raise FormatError(_complaint(details, type_, where)) from None
-    value: T = document.data  # type: ignore[attr-defined]
+        if (version := _older_version(details, kind)) is None:
+            raise FormatError(_complaint(details, type_, where)) from None
+        return cast(T, _read_older(text, kind, version, where))
+    value: T = document.data
     if verify := getattr(value, "verify_read", None):
         try:
             verify()
@@ -138,11 +147,29 @@ def from_json(text: str, type_: type[T], where: str = "the text") -> T:
     return value
 
 
-def _document(type_: type) -> type[BaseModel]:
+def _older_version(details: Sequence[ErrorDetails], kind: str) -> int | None:
+    """The version of a document that is not today's, where that is still read."""
+    by_place = {error["loc"]: error for error in details}
+    found = by_place.get(("format_version",))
+    version = None if found is None or ("kind",) in by_place else found["input"]
+    return version if isinstance(version, int) and (kind, version) in _OLDER else None
+
+
+def _read_older(text: str, kind: str, version: int, where: str) -> object:
+    older = _OLDER[kind, version]
+    try:
+        document: Any = _document(older, kind, version).model_validate_json(text)
+    except ValidationError as error:
+        details = error.errors(include_url=False, include_context=False)
+        raise FormatError(_complaint(details, older, where)) from None
+    return document.data.upgraded()
+
+
+def _document(type_: type, kind: str, version: int) -> type[BaseModel]:
     """The model of a whole document; its strictness holds for the dataclasses inside as well."""
     fields: dict[str, Any] = {
-        "kind": (Literal[_kind(type_)], ...),
-        "format_version": (Literal[_version(type_)], ...),
+        "kind": (Literal[kind], ...),
+        "format_version": (Literal[version], ...),
         "data": (type_, ...),
     }
     return create_model("Document", __config__=_CONFIG, **fields)

@@ -1,162 +1,294 @@
-"""Machine: what a step runs on, as numbers: memory tiers, links, the host's update rate.
+"""Machine: what a step runs on, as numbers: memory spaces, processors and the links between them.
 
-A machine comes from a preset, from a JSON file, or from `cotrain-compile calibrate`. No torch.
+Any number of each, by name. Links that share a path say what they reach together. From a preset,
+a JSON file, or `cotrain-compile calibrate`. `two_tier` makes the machine of one device and its
+host, which a plan is made for. No torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import cached_property
 
-FORMAT_VERSION = 1
+from cotrain_compile.machine_parts import (
+    LARGEST,
+    UNDISTURBED,
+    Contention,
+    HostUpdate,
+    Link,
+    Processor,
+    SharedPath,
+    Space,
+    TierSpec,
+)
 
-# No bytes, seconds, flops or rates of anything real are more, and their products are still floats.
-LARGEST = 10**30
-# About thirty years: no latency is longer.
-LONGEST_S = 1e9
+__all__ = [
+    "LARGEST",
+    "UNDISTURBED",
+    "Contention",
+    "HostUpdate",
+    "Link",
+    "Machine",
+    "Processor",
+    "SharedPath",
+    "Space",
+    "Tier",
+    "TierSpec",
+    "two_tier",
+]
 
-# Where it is not measured: an op takes for an element as long as a fused loop for so many bytes,
-# and the system clears and maps a page of 4 KiB in two microseconds.
-ASSUMED_BYTES_AN_ELEMENT = 6.5
-ASSUMED_FRESH_BYTES_PER_S = 2e9
+# 2: any number of spaces, processors and links; `machine_files` reads what came before.
+FORMAT_VERSION = 2
 
 
 class Tier(StrEnum):
-    """A memory space and the processor beside it."""
+    """The spaces of a machine with one device; the processor that works in each has its name."""
 
     DEVICE = "device"
     HOST = "host"
 
 
-@dataclass(frozen=True)
-class TierSpec:
-    """One tier: its capacity and the roofline of the processor that works on it.
-
-    `flops_per_s` is the achieved (not the advertised) matrix rate by dtype name ("float32",
-    "bfloat16"); a dtype that is absent runs at the lowest rate given. `launch_s` is the least time
-    an op takes however little it does.
-    """
-
-    capacity_bytes: int
-    bytes_per_s: float
-    flops_per_s: Mapping[str, float]
-    launch_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.capacity_bytes <= 0 or self.bytes_per_s <= 0 or self.launch_s < 0:
-            raise ValueError(
-                "capacity_bytes and bytes_per_s must be positive, launch_s not negative"
-            )
-        if not self.flops_per_s or min(self.flops_per_s.values()) <= 0:
-            raise ValueError("flops_per_s needs at least one dtype, every rate positive")
-        _refuse_absurd("capacity_bytes", self.capacity_bytes)
-        _refuse_absurd("bytes_per_s", self.bytes_per_s)
-        for dtype, rate in self.flops_per_s.items():
-            _refuse_absurd(f"flops_per_s of {dtype}", rate)
-        _refuse_long("launch_s", self.launch_s)
-
-    def flops_per_s_of(self, dtype: str) -> float:
-        """The rate for `dtype`, or the lowest known one."""
-        return self.flops_per_s.get(dtype, min(self.flops_per_s.values()))
-
-
-@dataclass(frozen=True)
-class Link:
-    """One direction between two tiers."""
-
-    bytes_per_s: float
-    latency_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.bytes_per_s <= 0 or self.latency_s < 0:
-            raise ValueError("bytes_per_s must be positive, latency_s not negative")
-        _refuse_absurd("bytes_per_s", self.bytes_per_s)
-        _refuse_long("latency_s", self.latency_s)
-
-    def seconds(self, nbytes: int) -> float:
-        """Time of one copy of `nbytes` that has the link to itself."""
-        return self.latency_s + nbytes / self.bytes_per_s
-
-
-@dataclass(frozen=True)
-class HostUpdate:
-    """How fast the host runs optimizer updates.
-
-    `bytes_per_s` counts every byte a fused update reads or writes. `slowdown_while_copying` is the
-    factor (at least 1) by which an update slows down while a link is busy: both share the host's
-    memory bandwidth. Where ops run one by one, `elements_per_s` of any dtype are read or written in
-    parts that stay in the cache, and large results are made in memory that the system hands out at
-    `fresh_bytes_per_s`; 0 where nobody has measured it.
-    """
-
-    bytes_per_s: float
-    workers: int = 1
-    slowdown_while_copying: float = 1.0
-    elements_per_s: float = 0.0
-    fresh_bytes_per_s: float = 0.0
-
-    @property
-    def seconds_per_element(self) -> float:
-        """Of what an op reads or writes."""
-        return 1.0 / (self.elements_per_s or self.bytes_per_s / ASSUMED_BYTES_AN_ELEMENT)
-
-    @property
-    def seconds_per_fresh_byte(self) -> float:
-        """Of a large result."""
-        return 1.0 / (self.fresh_bytes_per_s or min(self.bytes_per_s, ASSUMED_FRESH_BYTES_PER_S))
-
-    def __post_init__(self) -> None:
-        if self.bytes_per_s <= 0 or self.workers < 1 or self.slowdown_while_copying < 1:
-            raise ValueError(
-                "bytes_per_s must be positive, workers and slowdown_while_copying at least 1"
-            )
-        for name in ("bytes_per_s", "workers", "slowdown_while_copying"):
-            _refuse_absurd(name, getattr(self, name))
-        for name in ("elements_per_s", "fresh_bytes_per_s"):
-            _refuse_absurd(name, getattr(self, name) or 1.0)
+# The links of a machine with one device.
+_DOWN, _UP = "d2h", "h2d"
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A device with its host.
+    """Spaces, processors and links by name; `source` says where the figures come from.
 
-    `duplex` is what both link directions together reach, as a multiple of the faster one: 2.0 when
-    they do not disturb each other, 1.0 when they share one path. `issue_s` is how long the device
-    stands still for each copy or host update that it starts and waits for: 0 where that is
-    asynchronous. `fuses_updates` says whether the device updates a parameter in one loop, as
-    compiled code does, or op by op. `source` says where the figures come from.
+    A copy goes over the one link from its source to its target. A processor that runs updates is
+    slowed by every link that begins or ends in its space.
     """
 
     name: str
-    device: TierSpec
-    host: TierSpec
-    h2d: Link
-    d2h: Link
-    host_update: HostUpdate
-    duplex: float = 2.0
+    spaces: Mapping[str, Space]
+    processors: Mapping[str, Processor]
+    links: Mapping[str, Link]
+    shared_paths: tuple[SharedPath, ...] = ()
     source: str = ""
-    issue_s: float = 0.0
-    fuses_updates: bool = False
 
     def __post_init__(self) -> None:
-        if not 1.0 <= self.duplex <= 2.0:
-            raise ValueError("duplex must lie between 1.0 (shared) and 2.0 (independent)")
-        if self.issue_s < 0:
-            raise ValueError("issue_s must not be negative")
-        _refuse_long("issue_s", self.issue_s)
+        for name, processor in self.processors.items():
+            _require(
+                processor.space in self.spaces,
+                f"processor {name} works in {processor.space!r}, which is no space",
+            )
+        for name, link in self.links.items():
+            known = {link.source, link.target} <= self.spaces.keys()
+            _require(
+                known and link.source != link.target,
+                f"link {name} goes from {link.source!r} to {link.target!r}, not between two of "
+                f"the spaces {', '.join(self.spaces)}",
+            )
+        _require(len(self._link_between) == len(self.links), "two links have the same ends")
+        both = self.processors.keys() & self.links.keys()
+        _require(not both, f"{', '.join(sorted(both))}: a processor and a link share a name")
+        for path in self.shared_paths:
+            unknown = set(path.links) - self.links.keys()
+            _require(not unknown, f"shared_paths names {sorted(unknown)}, no links")
 
-    def tier(self, tier: Tier) -> TierSpec:
-        return self.device if tier is Tier.DEVICE else self.host
+    @cached_property
+    def _link_between(self) -> Mapping[tuple[str, str], str]:
+        return {(link.source, link.target): name for name, link in self.links.items()}
+
+    # Copies.
+
+    def link_between(self, source: str, target: str) -> str:
+        """The name of the link from `source` to `target`; ValueError where there is none."""
+        try:
+            return self._link_between[source, target]
+        except KeyError:
+            raise ValueError(f"machine {self.name} has no link from {source} to {target}") from None
+
+    def copy_s(self, nbytes: float, source: str, target: str, *, copies: int = 1) -> float:
+        """Seconds to bring `nbytes` from `source` to `target` in so many copies, undisturbed.
+
+        With no copy given (0) it is what the bytes alone take: a bound for any number of them.
+        """
+        link = self.links[self.link_between(source, target)]
+        return copies * link.latency_s + nbytes / link.bytes_per_s
+
+    def slowdown(self, lane: str, busy: Collection[str]) -> float:
+        """How many times longer work on `lane` takes while the lanes `busy` are at work."""
+        processor = self.processors.get(lane)
+        if processor is None:
+            return max(
+                (
+                    path.slowdown(len({lane, *busy}.intersection(path.links)))
+                    for path in self.shared_paths
+                    if lane in path.links
+                ),
+                default=1.0,
+            )
+        links = (self.links[name] for name in busy if name in self.links)
+        is_slowed = any(processor.space in (link.source, link.target) for link in links)
+        return processor.update.slowdown_while_copying if processor.update and is_slowed else 1.0
+
+    # Lanes.
+
+    @cached_property
+    def lanes(self) -> Mapping[str, int]:
+        """What works beside each other: every processor and every link, with its workers."""
+        workers = {
+            name: 1 if processor.update is None else processor.update.workers
+            for name, processor in self.processors.items()
+        }
+        return workers | dict.fromkeys(self.links, 1)
+
+    @cached_property
+    def contention(self) -> Contention:
+        """How the lanes slow one another."""
+        crowded = tuple(path for path in self.shared_paths if len(path.links) > 2)
+        return Contention(self._disturbed(), crowded)
+
+    def _disturbed(self) -> dict[tuple[str, str], float]:
+        """By how much a busy lane slows another, (slowed, busy), where these two say it all."""
+        pairs = {
+            (path.links[i], path.links[1 - i]): path.slowdown(2)
+            for path in self.shared_paths
+            if len(path.links) == 2
+            for i in (0, 1)
+        }
+        for name, processor in self.processors.items():
+            if processor.update is not None:
+                pairs |= {
+                    (name, link): self.slowdown(name, (link,)) for link in self._links_at(processor)
+                }
+        return pairs
+
+    def _links_at(self, processor: Processor) -> Iterator[str]:
+        for name, link in self.links.items():
+            if processor.space in (link.source, link.target):
+                yield name
+
+    # One device and its host.
+
+    def tier(self, space: str) -> TierSpec:
+        """A space with the processor that works in it."""
+        return self._tiers[space]
+
+    @cached_property
+    def _tiers(self) -> Mapping[str, TierSpec]:
+        return {
+            p.space: TierSpec(
+                self.spaces[p.space].capacity_bytes, p.bytes_per_s, p.flops_per_s, p.launch_s
+            )
+            for p in self.processors.values()
+        }
+
+    @property
+    def device(self) -> TierSpec:
+        return self._tiers[Tier.DEVICE]
+
+    @property
+    def host(self) -> TierSpec:
+        return self._tiers[Tier.HOST]
+
+    @property
+    def h2d(self) -> Link:
+        return self.links[_UP]
+
+    @property
+    def d2h(self) -> Link:
+        return self.links[_DOWN]
+
+    @property
+    def duplex(self) -> float:
+        """What both directions together reach, as a multiple of one."""
+        return min((path.together for path in self.shared_paths), default=2.0)
+
+    @property
+    def issue_s(self) -> float:
+        return self.processors[Tier.DEVICE].issue_s
+
+    @property
+    def fuses_updates(self) -> bool:
+        return self.processors[Tier.DEVICE].fuses_updates
+
+    @property
+    def host_update(self) -> HostUpdate:
+        update = self.processors[Tier.HOST].update
+        assert update is not None, "the host of one device runs updates"
+        return update
+
+    def but(
+        self,
+        *,
+        name: str | None = None,
+        device: TierSpec | None = None,
+        host: TierSpec | None = None,
+        h2d: Link | None = None,
+        d2h: Link | None = None,
+        host_update: HostUpdate | None = None,
+        duplex: float | None = None,
+        source: str | None = None,
+        issue_s: float | None = None,
+        fuses_updates: bool | None = None,
+    ) -> Machine:
+        """The same machine of one device with other figures, named as `two_tier` has them."""
+        return two_tier(
+            name=self.name if name is None else name,
+            device=device or self.device,
+            host=host or self.host,
+            h2d=h2d or self.h2d,
+            d2h=d2h or self.d2h,
+            host_update=host_update or self.host_update,
+            duplex=self.duplex if duplex is None else duplex,
+            source=self.source if source is None else source,
+            issue_s=self.issue_s if issue_s is None else issue_s,
+            fuses_updates=self.fuses_updates if fuses_updates is None else fuses_updates,
+        )
 
 
-def _refuse_absurd(name: str, figure: float) -> None:
-    """At one byte a second all bytes that there are take a time that can still be added up."""
-    if not 1 <= figure <= LARGEST:
-        # Not as a float: a whole number in a file may be more than one can hold.
-        raise ValueError(f"{name}: no computer has {figure}; figures go from 1 to 1e30")
+def two_tier(
+    name: str,
+    device: TierSpec,
+    host: TierSpec,
+    h2d: Link,
+    d2h: Link,
+    host_update: HostUpdate,
+    duplex: float = 2.0,
+    source: str = "",
+    issue_s: float = 0.0,
+    fuses_updates: bool = False,
+) -> Machine:
+    """A device with its host.
+
+    `duplex` is what both link directions together reach, as a multiple of one: 2.0 when they do not
+    disturb each other, 1.0 when they share one path. `issue_s` and `fuses_updates` are those of the
+    device, see `Processor`.
+    """
+    if not 1.0 <= duplex <= 2.0:
+        raise ValueError("duplex must lie between 1.0 (shared) and 2.0 (independent)")
+    on_device = Processor(
+        Tier.DEVICE.value,
+        device.bytes_per_s,
+        device.flops_per_s,
+        device.launch_s,
+        issue_s,
+        fuses_updates,
+    )
+    on_host = Processor(
+        Tier.HOST.value, host.bytes_per_s, host.flops_per_s, host.launch_s, update=host_update
+    )
+    return Machine(
+        name=name,
+        spaces={
+            Tier.DEVICE.value: Space(device.capacity_bytes),
+            Tier.HOST.value: Space(host.capacity_bytes),
+        },
+        processors={Tier.DEVICE.value: on_device, Tier.HOST.value: on_host},
+        links={
+            _DOWN: replace(d2h, source=Tier.DEVICE.value, target=Tier.HOST.value),
+            _UP: replace(h2d, source=Tier.HOST.value, target=Tier.DEVICE.value),
+        },
+        shared_paths=(SharedPath((_DOWN, _UP), duplex),),
+        source=source,
+    )
 
 
-def _refuse_long(name: str, seconds: float) -> None:
-    if not seconds <= LONGEST_S:
-        raise ValueError(f"{name}: no computer takes {seconds} s; seconds go from 0 to 1e9")
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)

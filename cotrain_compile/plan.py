@@ -37,7 +37,7 @@ class UpdateMode(StrEnum):
 
 
 class Lane(StrEnum):
-    """A row of the timeline: work on one lane runs in order."""
+    """The lanes of a machine with one device, `Machine.lanes`: work on one lane runs in order."""
 
     DEVICE = "device"
     HOST = "host"
@@ -102,7 +102,20 @@ class Transfer:
 
     @property
     def lane(self) -> Lane:
-        return Lane.D2H if self.direction == "offload" else Lane.H2D
+        match self.direction:
+            case "offload":
+                return Lane.D2H
+            case "prefetch":
+                return Lane.H2D
+
+    @property
+    def ends(self) -> tuple[Tier, Tier]:
+        """The spaces that it copies from and to."""
+        match self.direction:
+            case "offload":
+                return Tier.DEVICE, Tier.HOST
+            case "prefetch":
+                return Tier.HOST, Tier.DEVICE
 
     @property
     def is_fetch(self) -> bool:

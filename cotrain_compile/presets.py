@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from cotrain_compile.errors import OptionError
-from cotrain_compile.machine import HostUpdate, Link, Machine, TierSpec
+from cotrain_compile.machine import HostUpdate, Link, Machine, TierSpec, two_tier
 from cotrain_compile.preset_tables import CARDS, HOSTS, Card, Host
 from cotrain_compile.sizes import Size
 
@@ -39,7 +39,7 @@ def _machine(card: Card, host: Host) -> Machine:
     """A GPU and its host. Updates and copies share the host's memory in proportion to demand."""
     update = host.adam * ADAMW_BYTES_PER_PARAMETER
     demand = update + host.up + host.down
-    return Machine(
+    return two_tier(
         name=card.name,
         device=TierSpec(round(card.gib * _GIB), card.memory * _GB, _rates(card), _LAUNCH_S),
         host=TierSpec(
@@ -108,7 +108,7 @@ def _changed(machine: Machine, changes: Sequence[str]) -> Machine:
             )
         machine = CHANGES[key](machine, _bytes(key, size))
     source = f"{machine.source} Changed by hand: {', '.join(changes)}.".strip()
-    return replace(machine, source=source)
+    return machine.but(source=source)
 
 
 def _bytes(what: str, size: str) -> int:
@@ -124,13 +124,13 @@ def _bytes(what: str, size: str) -> int:
 def _link(machine: Machine, bytes_per_s: int) -> Machine:
     """Both directions at that rate."""
     h2d, d2h = (replace(way, bytes_per_s=bytes_per_s) for way in (machine.h2d, machine.d2h))
-    return replace(machine, h2d=h2d, d2h=d2h)
+    return machine.but(h2d=h2d, d2h=d2h)
 
 
 # What may follow a machine's name. A rate is a size a second.
 CHANGES: Mapping[str, Callable[[Machine, int], Machine]] = {
-    "device-memory": lambda m, size: replace(m, device=replace(m.device, capacity_bytes=size)),
-    "host-memory": lambda m, size: replace(m, host=replace(m.host, capacity_bytes=size)),
+    "device-memory": lambda m, size: m.but(device=replace(m.device, capacity_bytes=size)),
+    "host-memory": lambda m, size: m.but(host=replace(m.host, capacity_bytes=size)),
     "link": _link,
 }
 
@@ -149,7 +149,7 @@ def this_machine() -> Machine:
         launch_s=10e-6,
     )
     link = Link(4 * _GB, 50e-6)
-    return Machine(
+    return two_tier(
         name=THIS_MACHINE,
         device=half,
         host=half,

@@ -15,7 +15,6 @@ import argparse
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +64,7 @@ def step_of(width: int) -> Callable[[], tuple[Callable[..., Any], tuple[Any, ...
 
 def measure(width: int, repeats: int, folder: Path, sizes: Sizes | None) -> dict[str, Any]:
     """Measured and predicted seconds of both plans, and the ratio of each."""
-    machine = replace(calibrate(sizes=sizes).machine, h2d=LINK, d2h=LINK)
+    machine = calibrate(sizes=sizes).machine.but(h2d=LINK, d2h=LINK)
     save(machine, folder / "machine.json")
     build, throttled = step_of(width), {"machine": str(folder / "machine.json"), "throttle": True}
     steps = {("", plan): compile_step(build, {"policy": plan}) for plan in ("resident", PLANS[0])}

@@ -18,7 +18,6 @@ import argparse
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -189,7 +188,7 @@ def main() -> None:
 def emulate(console: Console) -> dict[str, Any]:
     """Measure, and print a line."""
     slow = Link(1e9, LATENCY_S)
-    machine = replace(calibrate().machine, name="1 GB/s", d2h=slow, h2d=slow)
+    machine = calibrate().machine.but(name="1 GB/s", d2h=slow, h2d=slow)
     with tempfile.TemporaryDirectory() as folder:
         emulated = measured(machine, Path(folder))
     console.print(

@@ -135,7 +135,7 @@ def compare(machine: Machine, folder: Path) -> Iterator[dict[str, Any]]:
         for link, bytes_per_s in LINKS_BYTES_PER_S.items():
             wire = Link(bytes_per_s, LATENCY_S)
             path = folder / "machine.json"
-            save(replace(machine, h2d=wire, d2h=wire, duplex=2.0), path)
+            save(machine.but(h2d=wire, d2h=wire, duplex=2.0), path)
             throttled = {"machine": str(path), "throttle": True}
             for plan in PLANS:
                 steps[link, plan] = compile_step(build, {"policy": plan, **throttled})

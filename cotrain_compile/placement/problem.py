@@ -9,7 +9,8 @@ from cotrain_compile.analysis.costs import CostTable, roofline, with_measured
 from cotrain_compile.dataflow import Dataflow, Op
 from cotrain_compile.machine import Machine, Tier
 
-FORMAT_VERSION = 1
+# 2: its machine is one of any number of spaces, processors and links.
+FORMAT_VERSION = 2
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
-from cotrain_compile.machine import Link, Machine, Tier
+from cotrain_compile.machine import Machine, Tier
 from cotrain_compile.plan import Lane as LaneName
 from cotrain_compile.plan import Span
 from cotrain_compile.runtime.course import Course, Cut
@@ -43,8 +43,7 @@ class EmulatedDevice(Device):
         workers = machine.host_update.workers
         super().__init__(Meter(budgets), kernels, cuts or {}, workers, host_cores)
         self._poison = _poison if poison else _leave
-        links = {LaneName.D2H: machine.d2h, LaneName.H2D: machine.h2d}
-        self._links: Mapping[LaneName, Link] = links if throttle else {}
+        self._machine = machine if throttle else None
         self._host_bytes_per_s = machine.host.bytes_per_s
 
     def mark(self) -> float:
@@ -101,11 +100,12 @@ class EmulatedDevice(Device):
         self._submit(LaneName.HOST, launch, work, course)
 
     def _copy(self, lane: LaneName, destination: torch.Tensor, source: torch.Tensor) -> None:
-        link = self._links.get(lane)
-        if link is None:
+        machine = self._machine
+        if machine is None:
             destination.copy_(source)
             return
-        end_s = time.perf_counter() + link.seconds(source.nbytes)
+        copy_s = machine.copy_s(source.nbytes, *machine.links[lane].ends)
+        end_s = time.perf_counter() + copy_s
         # The bytes land as late as they may, so that until then a missing wait shows.
         _sleep_until(end_s - 2 * source.nbytes / self._host_bytes_per_s)
         destination.copy_(source)

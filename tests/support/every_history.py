@@ -85,9 +85,9 @@ class Everything:
         return self.copy_s(item, missing) if missing and missing not in place else 0.0
 
     def copy_s(self, item: Item, to: str) -> float:
-        machine = self.problem.machine
-        link = machine.d2h if to == "h" else machine.h2d
-        return sum(link.seconds(self.step.buffer[name].nbytes) for name in item.names)
+        ends = (Tier.DEVICE, Tier.HOST) if to == "h" else (Tier.HOST, Tier.DEVICE)
+        sizes = (self.step.buffer[name].nbytes for name in item.names)
+        return sum(self.problem.machine.copy_s(nbytes, *ends) for nbytes in sizes)
 
     def moves(
         self, slot: int, places: tuple[Sides, ...], updated: frozenset[str]

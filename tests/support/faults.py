@@ -91,7 +91,7 @@ SETTINGS = {
 def compile_setting(name: str) -> CompiledStep:
     setting = SETTINGS[name]
     link = Link(bytes_per_s=1e9, latency_s=2e-4)  # so slow that work is in flight when a fault hits
-    machine = replace(find("this-machine"), h2d=link, d2h=link)
+    machine = find("this-machine").but(h2d=link, d2h=link)
     problem = captured(setting.training).problem(machine)
     plan = schedule(problem, setting.placement())
     check(problem, plan)

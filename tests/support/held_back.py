@@ -56,7 +56,7 @@ def make_training(folder: Path, *, overlap: bool = True, lr: float | Tensor = 1e
     """Two of these are equal, but for whether their steps overlap."""
     machine = find("this-machine")
     # A device whose forward takes long enough for all updates.
-    slow = replace(machine, device=replace(machine.device, launch_s=1e-3))
+    slow = machine.but(device=replace(machine.device, launch_s=1e-3))
     files.save(slow, folder / "machine.json")
     torch.manual_seed(0)
     model = make_mlp().train()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import PlacementError
-from cotrain_compile.machine import HostUpdate, Link, Machine, Tier, TierSpec
+from cotrain_compile.machine import HostUpdate, Link, Machine, Tier, TierSpec, two_tier
 from cotrain_compile.placement.policies import resident
 from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.schedule.schedule import draft, schedule
@@ -28,7 +28,7 @@ def machines(draw: st.DrawFn) -> Machine:
     rates = st.sampled_from([1, 2, 3, 5, 8, 13, 21, 34])
     latency_s = draw(st.sampled_from([0.0, 1e-5]))
     device = TierSpec(PLENTY, 20 * draw(rates) * GB_PER_S, {"float32": draw(rates) * 1e11}, 1e-6)
-    return Machine(
+    return two_tier(
         name="drawn",
         device=device,
         host=TierSpec(PLENTY, 2 * draw(rates) * GB_PER_S, {"float32": 1e11}, 1e-6),

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from enum import StrEnum
 from typing import Literal, NamedTuple
 
-from cotrain_compile.machine import Link, Tier
+from cotrain_compile.machine import Tier
 from cotrain_compile.placement.autotm.step import Kind, Step, Tensor
 from cotrain_compile.plan import Lane
 
@@ -93,13 +93,24 @@ def _stalls(step: Step, variant: Variant, tensor: Tensor, point: int) -> Iterato
     moves_freely = variant != "static"
     if not (moves_freely or _feeds_host_update(step, tensor)):
         return
-    machine = step.problem.machine
     is_after_use = point == tensor.first or point - 1 in tensor.touched
     is_before_use = point in tensor.touched or (tensor.persists and point > tensor.last)
     if is_after_use and (point <= tensor.leaves or tensor.persists):
-        yield Arc(point, _DEVICE, _BOTH, crosses=False, seconds=_copy_s(machine.d2h, tensor))
+        yield Arc(
+            point,
+            _DEVICE,
+            _BOTH,
+            crosses=False,
+            seconds=_copy_s(step, tensor, Lane.D2H),
+        )
     if is_before_use:
-        yield Arc(point, _HOST, _BOTH, crosses=False, seconds=_copy_s(machine.h2d, tensor))
+        yield Arc(
+            point,
+            _HOST,
+            _BOTH,
+            crosses=False,
+            seconds=_copy_s(step, tensor, Lane.H2D),
+        )
     if moves_freely:
         yield Arc(point, _BOTH, _HOST, crosses=False)
 
@@ -120,11 +131,16 @@ def _stays(tensor: Tensor, slot: int, pinned: bool) -> Iterator[Arc]:
 def _copies_beside(step: Step, tensor: Tensor, slot: int) -> Iterator[Arc]:
     if slot > tensor.leaves:
         return
-    machine = step.problem.machine
     if not tensor.uses.get(slot, False):
-        yield Arc(slot, _DEVICE, _BOTH, seconds=_copy_s(machine.d2h, tensor), lane=Lane.D2H)
+        yield Arc(
+            slot,
+            _DEVICE,
+            _BOTH,
+            seconds=_copy_s(step, tensor, Lane.D2H),
+            lane=Lane.D2H,
+        )
     if slot not in tensor.uses:
-        yield Arc(slot, _HOST, _BOTH, seconds=_copy_s(machine.h2d, tensor), lane=Lane.H2D)
+        yield Arc(slot, _HOST, _BOTH, seconds=_copy_s(step, tensor, Lane.H2D), lane=Lane.H2D)
 
 
 def _host_updates(
@@ -143,8 +159,10 @@ def _host_updates(
         yield Arc(slot, _HOST, _HOST, held=pinned, seconds=seconds, lane=lane, updates=True)
 
 
-def _copy_s(link: Link, tensor: Tensor) -> float:
-    return sum(link.seconds(buffer.nbytes) for buffer in tensor.buffers)
+def _copy_s(step: Step, tensor: Tensor, lane: Lane) -> float:
+    machine = step.problem.machine
+    ends = machine.links[lane].ends
+    return sum(machine.copy_s(buffer.nbytes, *ends) for buffer in tensor.buffers)
 
 
 def homes_of(variant: Variant, tensor: Tensor) -> tuple[Tier, ...]:

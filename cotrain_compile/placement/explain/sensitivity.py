@@ -14,8 +14,8 @@ from cotrain_compile.machine import Tier
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.residency import device_program
 from cotrain_compile.placement.simulate.engine import Work, simulate
-from cotrain_compile.placement.simulate.predict import joined, lanes_of, slowdown_of, works_of
-from cotrain_compile.plan import Lane, Plan
+from cotrain_compile.placement.simulate.predict import joined, lanes_of, works_of
+from cotrain_compile.plan import Plan
 
 # How much faster a lane is made: enough to stand out of rounding, little enough to be a slope.
 FASTER = 0.02
@@ -32,13 +32,13 @@ class Limits:
     """
 
     step_s: float
-    shares: Mapping[Lane, float]
+    shares: Mapping[str, float]
     full: tuple[Tier, ...]
 
     @property
-    def first(self) -> Lane:
+    def first(self) -> str:
         """The lane that the step hangs on most."""
-        return max(Lane, key=lambda lane: self.shares[lane])
+        return max(self.shares, key=lambda lane: self.shares[lane])
 
 
 def limits(problem: Problem, plan: Plan) -> Limits:
@@ -47,7 +47,7 @@ def limits(problem: Problem, plan: Plan) -> Limits:
     works = joined(works_of(problem, program, plan.tasks))
     step_s = _simulated_s(problem, works)
     shares = {}
-    for lane in Lane:
+    for lane in problem.machine.lanes:
         faster = [
             replace(work, seconds=work.seconds * (1 - FASTER)) if work.lane == lane else work
             for work in works
@@ -59,7 +59,7 @@ def limits(problem: Problem, plan: Plan) -> Limits:
 
 def _simulated_s(problem: Problem, works: Sequence[Work]) -> float:
     machine = problem.machine
-    return simulate(works, lanes_of(machine), slowdown_of(machine)).makespan_s
+    return simulate(works, lanes_of(machine), machine.contention).makespan_s
 
 
 def _is_full(plan: Plan, tier: Tier) -> bool:

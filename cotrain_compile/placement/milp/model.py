@@ -14,6 +14,7 @@ from cotrain_compile.placement.decisions.clusters import ParamCluster
 from cotrain_compile.placement.decisions.decisions import DecisionSpace
 from cotrain_compile.placement.decisions.effects import Demand, Effect
 from cotrain_compile.placement.milp.linear import pulp
+from cotrain_compile.plan import Lane
 
 MIB = float(1 << 20)
 # A parameter with this share of all is decided as a whole even for the bound.
@@ -47,8 +48,8 @@ class Model:
         self.tail = space.tail
         self.segments = range(self.tail + 1)
         self.machine = space.problem.machine
-        self.down_rate = self.machine.d2h.bytes_per_s / MIB / 1e3
-        self.up_rate = self.machine.h2d.bytes_per_s / MIB / 1e3
+        self.down_rate = self.machine.links[Lane.D2H].bytes_per_s / MIB / 1e3
+        self.up_rate = self.machine.links[Lane.H2D].bytes_per_s / MIB / 1e3
         self.pulp = pulp.LpProblem("placement", pulp.LpMinimize)
         self._sums = 0
         self.params = [

@@ -46,8 +46,8 @@ def _add_device(model: Model, flows: Flows) -> None:
 
 def _add_links_and_host(model: Model, flows: Flows) -> None:
     """Each direction of the link, both together, and the host have so much time a segment."""
-    shared = 2.0 / model.machine.duplex
-    disturbed = 1.0 - 1.0 / model.machine.host_update.slowdown_while_copying
+    shared = model.machine.slowdown(Lane.H2D, (Lane.D2H,))
+    disturbed = 1.0 - 1.0 / model.machine.slowdown(Lane.HOST, (Lane.H2D, Lane.D2H))
     for k, length in enumerate(model.length):
         down = pulp.lpSum(flow.within(k) for flow in flows.on(Lane.D2H)) * (1.0 / model.down_rate)
         up = pulp.lpSum(flow.within(k) for flow in flows.on(Lane.H2D)) * (1.0 / model.up_rate)
@@ -56,7 +56,7 @@ def _add_links_and_host(model: Model, flows: Flows) -> None:
         model.add(down + (shared - 1.0) * up <= length)
         model.add(up + (shared - 1.0) * down <= length)
         host = pulp.lpSum(flow.within(k) for flow in flows.on(Lane.HOST)) * (
-            1.0 / model.machine.host_update.workers
+            1.0 / model.machine.lanes[Lane.HOST]
         )
         if model.relaxed:
             model.add(host + disturbed * down <= length)

@@ -24,24 +24,30 @@ class Clock:
         self._machine, self._elapsed_s = machine, elapsed_s
         self.gap = 0
         self.now_s = 0.0
-        self.free_s = dict.fromkeys(Lane, 0.0)
+        self.free_s = dict.fromkeys(machine.lanes, 0.0)
+        self._others = {lane: machine.links.keys() - {lane} for lane in machine.links}
         self.end_s: dict[str, float] = {}
 
     def transfer(self, lane: Lane, name: str, nbytes: int, ready_s: float) -> None:
-        """Put a copy on `lane`; the other direction slows it as the machine's duplex says."""
+        """Put a copy on `lane`, slowed by the links that are busy meanwhile."""
         machine = self._machine
-        link, other = (machine.d2h, Lane.H2D) if lane is Lane.D2H else (machine.h2d, Lane.D2H)
         start_s = max(self.now_s, ready_s, self.free_s[lane])
-        seconds, shared = link.seconds(nbytes), 2.0 / machine.duplex
-        both_s = max(0.0, self.free_s[other] - start_s)
-        done_s = min(seconds, both_s / shared)
-        self.free_s[lane] = self.end_s[name] = start_s + done_s * shared + (seconds - done_s)
+        seconds = machine.copy_s(nbytes, *machine.links[lane].ends)
+        others = self._others[lane]
+        at_s, left_s = start_s, seconds
+        for until_s in sorted({self.free_s[other] for other in others}):
+            if until_s > at_s:
+                busy = [other for other in others if self.free_s[other] >= until_s]
+                slower = machine.slowdown(lane, busy)
+                done_s = min(left_s, (until_s - at_s) / slower)
+                at_s, left_s = at_s + done_s * slower, left_s - done_s
+        self.free_s[lane] = self.end_s[name] = at_s + left_s
 
     def host(self, name: str, seconds: float, ready_s: float) -> None:
         """Put work on the host's workers."""
         start_s = max(self.now_s, ready_s, self.free_s[Lane.HOST])
         self.end_s[name] = start_s + seconds
-        self.free_s[Lane.HOST] = start_s + seconds / self._machine.host_update.workers
+        self.free_s[Lane.HOST] = start_s + seconds / self._machine.lanes[Lane.HOST]
 
     def ready(self, tasks: Sequence[str]) -> float:
         """When all of `tasks` are done; infinity where one has not been issued."""

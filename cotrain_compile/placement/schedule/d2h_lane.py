@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from cotrain_compile.machine import Machine
+from cotrain_compile.machine import Machine, Tier
 from cotrain_compile.placement.schedule.clock import Clock
 from cotrain_compile.placement.schedule.memory_ledger import MemoryLedger
 from cotrain_compile.placement.schedule.moves import Moves, Send
@@ -124,7 +124,7 @@ class OffloadLane:
 
     def _would_hold_up_a_scalar(self, send: Send) -> bool:
         """Whether a small copy that host updates wait for comes up long before this one ends."""
-        ahead_s = 0.25 * self._machine.d2h.seconds(send.nbytes)
+        ahead_s = 0.25 * self._machine.copy_s(send.nbytes, Tier.DEVICE, Tier.HOST)
         clock = self._clock
         return any(
             clock.gap <= slot and clock.until(slot + 1) < ahead_s

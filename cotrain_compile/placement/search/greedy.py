@@ -160,9 +160,10 @@ class _State:
 
 def _busy_s(effect: Effect, machine: Machine) -> float:
     """Seconds that an effect takes on whatever it keeps busy longest."""
-    up_s = effect.link_bytes(Lane.H2D) / machine.h2d.bytes_per_s
-    down_s = effect.link_bytes(Lane.D2H) / machine.d2h.bytes_per_s
-    link_s = max(up_s, down_s)
+    link_s = max(
+        machine.copy_s(effect.link_bytes(lane), *machine.links[lane].ends, copies=0)
+        for lane in (Lane.H2D, Lane.D2H)
+    )
     update = effect.update
     if update is not None and update.tier is Tier.HOST:
         return max(update.seconds, link_s)
@@ -171,7 +172,8 @@ def _busy_s(effect: Effect, machine: Machine) -> float:
 
 def _round_trip_s(effect: Effect, machine: Machine) -> float:
     """Seconds that an effect takes whose copies wait for each other."""
-    links = ((machine.d2h, Lane.D2H), (machine.h2d, Lane.H2D))
-    moved = ((link, int(effect.link_bytes(lane))) for link, lane in links)
-    copies_s = sum(link.seconds(nbytes) for link, nbytes in moved if nbytes)
+    moved = ((lane, int(effect.link_bytes(lane))) for lane in (Lane.D2H, Lane.H2D))
+    copies_s = sum(
+        machine.copy_s(nbytes, *machine.links[lane].ends) for lane, nbytes in moved if nbytes
+    )
     return copies_s + max(0.0, effect.only_device_s)

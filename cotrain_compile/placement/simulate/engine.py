@@ -1,16 +1,16 @@
 """Engine: discrete-event simulation of works on lanes, for any number of devices, hosts and links.
 
-In: `Work`s (seconds, dependencies, bytes they allocate and free), `LaneSpec`s, and by how much a
-busy lane slows another. Out: a predicted `Timeline`, or the period of the repeated step.
+In: `Work`s (seconds, dependencies, bytes they allocate and free), `LaneSpec`s, and how busy lanes
+slow one another (`Contention`). Out: a predicted `Timeline`, or the period of the repeated step.
 
 Lanes and tiers are names and nothing else ("device0", "h2d1"), so several devices need nothing
 new. The rules are:
 
 - A lane starts its works in the order listed: the first that has not started waits for its
   dependencies and holds up those behind it. Up to `workers` of a lane's works run at once.
-- A work on lane A proceeds at the rate 1 / f while other lanes are busy, where f is the largest
-  `slowdown[A, B]` over the busy lanes B. Rates change only when a lane becomes busy or idle, so
-  the end of every work is exact.
+- A work on lane A proceeds at the rate 1 / f while others are busy, where f is the largest of
+  `slowdown[A, B]` for each busy lane B and of what each crowded path of A says for its busy links.
+  Rates change only when a lane becomes busy or idle, so the end of every work is exact.
 - Bytes are allocated when a work starts and freed when it ends. Of events at the same instant,
   ends come first.
 
@@ -30,7 +30,7 @@ from typing import TypeVar, cast
 import networkx as nx
 
 from cotrain_compile.errors import PlanError
-from cotrain_compile.machine import Tier
+from cotrain_compile.machine import UNDISTURBED, Contention, SharedPath, Tier
 from cotrain_compile.plan import Span, Timeline
 
 _V = TypeVar("_V")
@@ -101,19 +101,18 @@ class Periodic:
 def simulate(
     works: Sequence[Work],
     lanes: Iterable[LaneSpec],
-    slowdown: Mapping[tuple[str, str], float] | None = None,
+    contention: Contention = UNDISTURBED,
     initial_bytes: Mapping[str, int] | None = None,
 ) -> Timeline:
     """Run `works` from time 0, each lane in the order listed, and say when everything happened.
 
-    `slowdown[a, b]` (at least 1) is how many times longer a work on lane a takes while lane b is
-    busy. `initial_bytes` are the bytes alive on each tier before the first work.
+    `initial_bytes` are the bytes alive on each tier before the first work.
 
     Raises:
         PlanError: two works share a name, a lane or dependency is unknown, works wait for each
             other in a circle, or a tier would hold less than nothing.
     """
-    run = _run(works, lanes, slowdown or {}, initial_bytes or {})
+    run = _run(works, lanes, contention, initial_bytes or {})
     return Timeline(
         source="predicted",
         spans=tuple(span for _, span in run.ended),
@@ -125,20 +124,18 @@ def simulate(
 def _run(
     works: Sequence[Work],
     lanes: Iterable[LaneSpec],
-    slowdown: Mapping[tuple[str, str], float],
+    contention: Contention,
     initial_bytes: Mapping[str, int],
 ) -> _Run:
     lane_specs = {lane.name: lane for lane in lanes}
-    before = _dependencies(works, lane_specs, slowdown)
-    run = _Run(works, before, lane_specs, slowdown, initial_bytes)
-    run.to_the_end()
-    return run
+    before = _dependencies(works, lane_specs, contention)
+    return _Run(works, before, lane_specs, contention, initial_bytes).to_the_end()
 
 
 def steady_state(
     works: Sequence[Work],
     lanes: Iterable[LaneSpec],
-    slowdown: Mapping[tuple[str, str], float] | None = None,
+    contention: Contention = UNDISTURBED,
     initial_bytes: Mapping[str, int] | None = None,
     *,
     steps: int = 8,
@@ -156,7 +153,7 @@ def steady_state(
     if steps < 2:
         raise ValueError(f"a period needs at least 2 steps, not {steps}")
     spans: list[list[Span]] = [[] for _ in range(steps)]
-    for work, span in _run(repeat(works, steps), lanes, slowdown or {}, initial_bytes or {}).ended:
+    for work, span in _run(repeat(works, steps), lanes, contention, initial_bytes or {}).ended:
         spans[work.step].append(span)
     # In order of their end: the last one of a step ends it.
     ends_s = [of_step[-1].end_s if of_step else 0.0 for of_step in spans]
@@ -180,7 +177,7 @@ def lower_bound(works: Sequence[Work], lanes: Iterable[LaneSpec]) -> float:
         PlanError: a lane or dependency is unknown, or works wait for each other in a circle.
     """
     lane_specs = {lane.name: lane for lane in lanes}
-    before = _dependencies(works, lane_specs, {})
+    before = _dependencies(works, lane_specs, UNDISTURBED)
     busy_s = dict.fromkeys(lane_specs, 0.0)
     for work in works:
         busy_s[work.lane] += work.seconds
@@ -203,7 +200,7 @@ def _longest_chain_s(works: Sequence[Work], before: Sequence[Sequence[int]]) -> 
 def _dependencies(
     works: Sequence[Work],
     lanes: Mapping[str, LaneSpec],
-    slowdown: Mapping[tuple[str, str], float],
+    contention: Contention,
 ) -> list[list[int]]:
     """The works that each waits for, by their places among `works`; refuses names without sense."""
     place = {(work.name, work.step): i for i, work in enumerate(works)}
@@ -217,16 +214,18 @@ def _dependencies(
         try:
             before.append([place[key] for key in work.before])
         except KeyError as error:
-            missing, _ = error.args[0]
-            raise PlanError(
-                f"work {work.name} waits for {missing}, which is no work here"
-            ) from None
-    for (slowed, busy), factor in slowdown.items():
+            missing = error.args[0][0]
+            text = f"work {work.name} waits for {missing}, which is no work here"
+            raise PlanError(text) from None
+    for (slowed, busy), factor in contention.slowdown.items():
         if slowed not in lanes or busy not in lanes or slowed == busy or not factor >= 1:
             raise PlanError(
                 f"slowdown of lane {slowed} by {busy} is {factor}: it takes two different lanes "
                 f"of {sorted(lanes)} and a factor of at least 1"
             )
+    strange = {lane for path in contention.crowded for lane in path.links} - lanes.keys()
+    if strange:
+        raise PlanError(f"{sorted(strange)} share a path, known lanes are {sorted(lanes)}")
     return before
 
 
@@ -270,7 +269,7 @@ class _Run:
         works: Sequence[Work],
         before: Sequence[Sequence[int]],
         lanes: Mapping[str, LaneSpec],
-        slowdown: Mapping[tuple[str, str], float],
+        contention: Contention,
         initial_bytes: Mapping[str, int],
     ) -> None:
         self.works = works
@@ -286,21 +285,27 @@ class _Run:
                 self.dependents[earlier].append(place)
         self.slowed_by: dict[str, list[tuple[str, float]]] = {name: [] for name in lanes}
         self.slows: dict[str, list[str]] = {name: [] for name in lanes}
-        for (slowed, busy), factor in slowdown.items():
+        for (slowed, busy), factor in contention.slowdown.items():
             self.slowed_by[slowed].append((busy, factor))
             self.slows[busy].append(slowed)
+        self.paths: dict[str, list[SharedPath]] = {}
+        for path in contention.crowded:
+            for lane in path.links:
+                self.paths.setdefault(lane, []).append(path)
+                self.slows[lane] += [other for other in path.links if other != lane]
         self.now_s = 0.0
         self.tickets = 0
         self.ends: list[tuple[float, int, _Running]] = []
         self.ended: list[tuple[Work, Span]] = []
         self.memory = _Memory(initial_bytes)
 
-    def to_the_end(self) -> None:
+    def to_the_end(self) -> _Run:
         self._start_ready(self.lanes)
         while self.ends:
             self._start_ready(self._end_due())
         if len(self.ended) < len(self.works):
             raise PlanError(self._deadlock())
+        return self
 
     def _end_due(self) -> dict[str, None]:
         """End every work that is due first; return the lanes on which something may start now."""
@@ -348,7 +353,11 @@ class _Run:
 
     def _rate(self, lane: str) -> float:
         factors = (factor for busy, factor in self.slowed_by[lane] if self.running[busy])
-        return 1.0 / max(factors, default=1.0)
+        slowdown = max(factors, default=1.0)
+        for path in self.paths.get(lane, ()):
+            others = sum(bool(self.running[other]) for other in path.links if other != lane)
+            slowdown = max(slowdown, path.slowdown(1 + others))
+        return 1.0 / slowdown
 
     def _correct_rate(self, lane: str) -> None:
         rate = self._rate(lane)
@@ -387,6 +396,5 @@ class _Run:
 
 
 def _by_tier(values: Mapping[str, _V]) -> dict[Tier, _V]:
-    """Keys that name a tier become that `Tier`; others ("device1") stay plain names."""
     known = {tier.value: tier for tier in Tier}
     return {cast(Tier, known.get(name, name)): value for name, value in values.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from cotrain_compile.machine import Machine, Tier
@@ -84,14 +84,14 @@ def predict_steady_state(
     works = works_of(problem, device_program(problem.dataflow, placement, moved), tasks)
     machine = problem.machine
     endless = repeatable(works, tasks)
-    return steady_state(endless, lanes_of(machine), slowdown_of(machine), steps=steps)
+    return steady_state(endless, lanes_of(machine), machine.contention, steps=steps)
 
 
 def _timeline(problem: Problem, works: Sequence[Work], tasks: Sequence[Task]) -> Timeline:
-    lanes, slowdown = lanes_of(problem.machine), slowdown_of(problem.machine)
+    lanes, contention = lanes_of(problem.machine), problem.machine.contention
     if any(task.carried for task in tasks):
-        return steady_step(works, tasks, lanes, slowdown)
-    return simulate(works, lanes, slowdown)
+        return steady_step(works, tasks, lanes, contention)
+    return simulate(works, lanes, contention)
 
 
 def works_of(problem: Problem, program: DeviceProgram, tasks: Sequence[Task]) -> list[Work]:
@@ -139,33 +139,15 @@ def _following(program: DeviceProgram) -> Mapping[str | None, str | None]:
 
 def _seconds(problem: Problem, task: Task) -> float:
     if isinstance(task, Transfer):
-        link = problem.machine.d2h if task.direction == "offload" else problem.machine.h2d
-        return link.seconds(task.nbytes)
+        return problem.machine.copy_s(task.nbytes, *task.ends)
     if task.makes:
         return problem.host_cast_s(task.ops)
     return problem.costs.host_update_s[task.param]
 
 
-def lanes_of(machine: Machine) -> Iterable[LaneSpec]:
-    """One lane for the device, one for each direction of the link, the host's workers."""
-    return (
-        LaneSpec(Lane.DEVICE),
-        LaneSpec(Lane.HOST, machine.host_update.workers),
-        LaneSpec(Lane.D2H),
-        LaneSpec(Lane.H2D),
-    )
-
-
-def slowdown_of(machine: Machine) -> dict[tuple[str, str], float]:
-    """How lanes disturb one another: copies and updates share host memory, directions the link."""
-    shared_link = 2.0 / machine.duplex
-    contended = machine.host_update.slowdown_while_copying
-    return {
-        (Lane.D2H, Lane.H2D): shared_link,
-        (Lane.H2D, Lane.D2H): shared_link,
-        (Lane.HOST, Lane.D2H): contended,
-        (Lane.HOST, Lane.H2D): contended,
-    }
+def lanes_of(machine: Machine) -> Sequence[LaneSpec]:
+    """A lane for each processor, with its workers, and one for each direction of each link."""
+    return tuple(LaneSpec(name, workers) for name, workers in machine.lanes.items())
 
 
 def _curve(

@@ -7,9 +7,10 @@ what training takes for each step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
+from cotrain_compile.machine import Contention
 from cotrain_compile.placement.simulate.engine import LaneSpec, Periodic, Work, steady_state
 from cotrain_compile.plan import Lane, Span, Task, Timeline
 
@@ -33,13 +34,13 @@ def steady_step(
     works: Sequence[Work],
     tasks: Sequence[Task],
     lanes: Iterable[LaneSpec],
-    slowdown: Mapping[tuple[str, str], float],
+    contention: Contention,
 ) -> Timeline:
     """One step in the steady state, from the end of the one before to its own.
 
     Where steps differ for ever, the longer of two neighbours.
     """
-    periodic = steady_state(repeatable(works, tasks), lanes, slowdown, steps=STEPS)
+    periodic = steady_state(repeatable(works, tasks), lanes, contention, steps=STEPS)
     ends_s = [next(s.end_s for s in spans if s.name == END) for spans in periodic.steps]
     last = max((STEPS - 1, STEPS - 2), key=lambda step: ends_s[step] - ends_s[step - 1])
     spans = _cut(periodic, last, ends_s[last - 1], ends_s[last])

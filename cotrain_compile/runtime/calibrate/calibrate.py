@@ -16,7 +16,7 @@ import torch
 
 from cotrain_compile import presets
 from cotrain_compile.errors import OptionError
-from cotrain_compile.machine import HostUpdate, Machine, Tier, TierSpec
+from cotrain_compile.machine import HostUpdate, Machine, Tier, TierSpec, two_tier
 from cotrain_compile.runtime.calibrate.environment import (
     Environment,
     environment_remarks,
@@ -93,7 +93,7 @@ def calibrate(
     slowdown = _slowdown_while_copying(bench, sizes)
     tell("done", 1.0)
 
-    machine = Machine(
+    machine = two_tier(
         name=f"{presets.THIS_MACHINE} (calibrated)",
         device=device_tier,
         host=host_tier,

@@ -69,8 +69,9 @@ def _why(problem: Problem, plan: Plan, param: str) -> str:
     gradient, weight = dataflow.buffer[group.gradient].nbytes, dataflow.buffer[param].nbytes
     states = sum(dataflow.buffer[name].nbytes for name in group.states)
     update_s = problem.costs.host_update_s[param]
-    host_s = machine.d2h.seconds(gradient) + update_s + machine.h2d.seconds(weight)
-    link_s = machine.h2d.seconds(states) + machine.d2h.seconds(states)
+    down, up = (Tier.DEVICE, Tier.HOST), (Tier.HOST, Tier.DEVICE)
+    host_s = machine.copy_s(gradient, *down) + update_s + machine.copy_s(weight, *up)
+    link_s = machine.copy_s(states, *up) + machine.copy_s(states, *down)
     trip = f"host trip {format_seconds(host_s)}, {format_seconds(update_s)} of it the update"
     streams = f"states over the link {format_seconds(link_s)}"
     match plan.placement.updates[param]:

@@ -35,7 +35,7 @@ def slow_machine() -> Machine:
     slow = Link(bytes_per_s=1e9, latency_s=0.002)
     machine = find("this-machine")
     # With two workers the order on the host's lane holds nothing back.
-    return replace(machine, h2d=slow, d2h=slow, host_update=replace(machine.host_update, workers=2))
+    return machine.but(h2d=slow, d2h=slow, host_update=replace(machine.host_update, workers=2))
 
 
 def seeds(count: int) -> list[Any]:

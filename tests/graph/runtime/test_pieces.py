@@ -64,7 +64,7 @@ class Placed:
     def _device(self, kind: str, kernels: Mapping[str, HostKernel]) -> Device:
         if kind == "emulated":
             slow = Link(1e6, latency_s=1e-4)
-            machine = replace(find("this-machine"), d2h=slow, h2d=slow)
+            machine = find("this-machine").but(d2h=slow, h2d=slow)
             return EmulatedDevice(machine, self.plan.budgets, kernels, self.cuts, throttle=True)
         pool = PinnedPool(self.card.pin, self.card.unpin, lambda: 1 << 40)
         return CudaDevice(self.card, pool, 1 << 40, kernels, self.cuts)

@@ -10,12 +10,12 @@ from cotrain_compile.analysis.costs import CostTable, roofline, with_measured
 from cotrain_compile.analysis.host_update_costs import KEPT_BYTES, update_bytes
 from cotrain_compile.dataflow import Buffer, Dataflow, Op, Phase, Role, UpdateGroup
 from cotrain_compile.errors import PlanError
-from cotrain_compile.machine import HostUpdate, Link, Machine, Tier, TierSpec
+from cotrain_compile.machine import HostUpdate, Link, Tier, TierSpec, two_tier
 from cotrain_compile.placement.problem import formulate
 from cotrain_compile.placement.search.solve import SolveSettings, solve
 from tests.support.dataflows import chain
 
-MACHINE = Machine(
+MACHINE = two_tier(
     name="round numbers",
     device=TierSpec(10**9, 1e9, {"float32": 1e12, "bfloat16": 4e12}, launch_s=1e-6),
     host=TierSpec(10**9, 1e8, {"float32": 1e11}, launch_s=2e-6),
@@ -77,7 +77,7 @@ def test_an_update_without_a_fused_loop_takes_its_time_for_each_element_of_its_o
     plain = step()
     loopless = replace(plain, updates=(replace(plain.updates[0], has_loop=False),))
     rates = HostUpdate(1e8, elements_per_s=1e6, fresh_bytes_per_s=1e7)
-    machine = replace(MACHINE, host_update=rates)
+    machine = MACHINE.but(host_update=rates)
     costs = roofline(loopless, machine)
     assert costs.seconds("w", Tier.HOST) == pytest.approx(2e-6 + 0.012)
     assert costs.device_s == roofline(plain, machine).device_s
@@ -88,7 +88,7 @@ def test_an_update_without_a_fused_loop_takes_its_time_for_each_element_of_its_o
 def test_updates_that_run_as_captured_go_through_memory_that_is_made_for_them() -> None:
     """Also where there is a loop. What the C library keeps is not made anew."""
     plain, rates = step(), HostUpdate(1e8, elements_per_s=1e6, fresh_bytes_per_s=1e7)
-    machine = replace(MACHINE, host_update=rates)
+    machine = MACHINE.but(host_update=rates)
     loop_s = roofline(plain, machine).seconds("w", Tier.HOST)
     own_s = roofline(plain, machine, captured=True).seconds("w", Tier.HOST)
     assert own_s == pytest.approx(2e-6 + 0.012 + 48_000 / 1e8)
@@ -124,7 +124,7 @@ def test_a_low_precision_copy_made_by_the_update_counts_once() -> None:
 
 def test_a_device_that_fuses_updates_takes_one_loop_for_each() -> None:
     dataflow = step()
-    costs = roofline(dataflow, replace(MACHINE, fuses_updates=True))
+    costs = roofline(dataflow, MACHINE.but(fuses_updates=True))
     update = dataflow.updates[0]
     assert sum(costs.device_s[name] for name in update.ops) == pytest.approx(28_000 / 1e9)
     assert costs.device_s["root"] == pytest.approx(28e-6 * 8 / 48)  # shared by bytes moved
@@ -136,7 +136,7 @@ def test_an_update_that_multiplies_matrices_is_no_loop() -> None:
     product = Op("mm_w", "aten.mm", Phase.OPTIMIZER, ("g", "m"), ("t",), 10**7, 12_000)
     group = replace(plain.updates[0], ops=(*plain.updates[0].ops, "mm_w"))
     dataflow = replace(plain, ops=(*plain.ops, product), updates=(group,))
-    assert roofline(dataflow, replace(MACHINE, fuses_updates=True)) == roofline(dataflow, MACHINE)
+    assert roofline(dataflow, MACHINE.but(fuses_updates=True)) == roofline(dataflow, MACHINE)
 
 
 def test_measured_times_replace_computed_ones_and_the_table_says_so() -> None:

@@ -48,7 +48,7 @@ def test_a_device_that_starts_copies_itself_stands_still_for_each() -> None:
     assert plan.tasks
     busy_s = []
     for issue_s in (0.0, 1.0):
-        problem = replace(sound.problem, machine=replace(sound.problem.machine, issue_s=issue_s))
+        problem = replace(sound.problem, machine=sound.problem.machine.but(issue_s=issue_s))
         timeline = predict(problem, plan.placement, plan.tasks, plan.moved)
         busy_s.append(timeline.busy_s(Lane.DEVICE))
     ops = [span.name for span in timeline.lane(Lane.DEVICE)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from cotrain_compile.dataflow import (
 )
 from cotrain_compile.errors import FormatError
 from cotrain_compile.files import from_json, load, save, to_json
-from cotrain_compile.machine import HostUpdate, Link, Machine, Tier, TierSpec
+from cotrain_compile.machine import HostUpdate, Link, Machine, Tier, TierSpec, two_tier
 from cotrain_compile.plan import (
     HostRegion,
     Placement,
@@ -36,7 +37,7 @@ from cotrain_compile.plan import (
 from tests.support.dataflow_text import parse, text
 from tests.support.dataflows import chain, mixed_precision_step, random_dataflows
 
-MACHINE = Machine(
+MACHINE = two_tier(
     "desk",
     device=TierSpec(8 << 30, 1e12, {"float32": 1e13}, launch_s=3e-6),
     host=TierSpec(64 << 30, 5e10, {"float32": 1e11}),
@@ -181,12 +182,27 @@ def _changed(value: Any, *path: Any, to: Any) -> str:
     [
         (MACHINE, ["kind"], "plan", r"m\.json: kind is 'plan', not 'machine'; give a machine file"),
         (MACHINE, ["kind"], None, r"kind is missing"),
-        (MACHINE, ["format_version"], 2, r"format_version is 2, this program reads 1; make the"),
-        (MACHINE, ["data", "h2d", "speed"], 1, r"m\.json: h2d\.speed: unknown field"),
-        (MACHINE, ["data", "h2d", "bytes_per_s"], None, r"h2d\.bytes_per_s: missing field"),
-        (MACHINE, ["data", "h2d", "bytes_per_s"], -1.0, r"h2d: bytes_per_s must be positive"),
-        (MACHINE, ["data", "h2d", "bytes_per_s"], "fast", r"valid number, found 'fast'; correct"),
-        (MACHINE, ["data", "duplex"], math.nan, r"duplex: Input should be a finite number"),
+        (MACHINE, ["format_version"], 3, r"format_version is 3, this program reads 2; make the"),
+        (
+            MACHINE,
+            ["data", "links", "h2d", "speed"],
+            1,
+            r"links.*h2d.*speed: unknown field",
+        ),
+        (MACHINE, ["data", "links", "h2d", "bytes_per_s"], None, r"bytes_per_s: missing field"),
+        (MACHINE, ["data", "links", "h2d", "bytes_per_s"], -1.0, r"bytes_per_s must be positive"),
+        (MACHINE, ["data", "links", "h2d", "bytes_per_s"], "fast", r"found 'fast'; correct"),
+        (MACHINE, ["data", "links", "h2d", "source"], "disk", r"h2d goes from 'disk' to 'device'"),
+        (MACHINE, ["data", "links", "h2d", "source"], "device", r"h2d goes from 'device' to 'dev"),
+        (MACHINE, ["data", "processors", "host", "space"], "disk", r"host works in 'disk', which"),
+        (
+            MACHINE,
+            ["data", "shared_paths", 0, "links", 0],
+            "x",
+            r"shared_paths names \['x'\], no l",
+        ),
+        (MACHINE, ["data", "shared_paths", 0, "together"], math.nan, r"together: .*finite number"),
+        (MACHINE, ["data", "shared_paths", 0, "together"], 3.0, r"between 1.0 \(shared\) and 2.0"),
         (MACHINE, ["data", "name"], "\ud800", r"m\.json: "),
         (chain(1), ["data", "ops", 1, "reads"], "h0", r"ops\[1\]\.reads: Input should be a valid"),
         (chain(1), ["data", "ops", 1, "reads", 0], 7, r"ops\[1\]\.reads\[0\]: .*, found 7"),
@@ -200,6 +216,39 @@ def _changed(value: Any, *path: Any, to: Any) -> str:
 def test_a_wrong_field_is_named(value: Any, path: list[Any], to: Any, complaint: str) -> None:
     with pytest.raises(FormatError, match=complaint):
         from_json(_changed(value, *path, to=to), type(value), where="m.json")
+
+
+def machine_of_version_1(**changes: object) -> str:
+    """MACHINE as the first version of the format has it."""
+    data = {
+        "name": "desk",
+        "device": asdict(MACHINE.device),
+        "host": asdict(MACHINE.host),
+        "h2d": {"bytes_per_s": 2.2e10, "latency_s": 1e-5},
+        "d2h": {"bytes_per_s": 2.1e10, "latency_s": 0.0},
+        "host_update": asdict(MACHINE.host_update),
+        "duplex": 2.0,
+        "source": "",
+        "issue_s": 0.0,
+        "fuses_updates": False,
+    }
+    return json.dumps({"kind": "machine", "format_version": 1, "data": {**data, **changes}})
+
+
+def test_a_machine_of_the_first_version_is_read() -> None:
+    """A calibration that somebody has made stays good; its mistakes are named by its own fields."""
+    assert from_json(machine_of_version_1(), Machine) == MACHINE
+    shared = from_json(machine_of_version_1(duplex=1.0, issue_s=1e-6), Machine)
+    assert shared == MACHINE.but(duplex=1.0, issue_s=1e-6)
+    wrong: tuple[tuple[str, object, str], ...] = (
+        ("h2d", {"bytes_per_s": 1e9, "speed": 1}, r"m\.json: h2d\.speed: unknown field"),
+        ("d2h", {"bytes_per_s": -1.0}, r"d2h: bytes_per_s must be positive"),
+        ("duplex", 3.0, r"duplex must lie between"),
+        ("links", {}, r"links: unknown field"),
+    )
+    for field, value, complaint in wrong:
+        with pytest.raises(FormatError, match=complaint):
+            from_json(machine_of_version_1(**{field: value}), Machine, where="m.json")
 
 
 @pytest.mark.parametrize(

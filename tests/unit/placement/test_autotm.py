@@ -16,7 +16,7 @@ from cotrain_compile.analysis.costs import CostTable
 from cotrain_compile.analysis.liveness import liveness
 from cotrain_compile.dataflow import Buffer, Dataflow, Op, Phase, Role
 from cotrain_compile.errors import PlacementError, PlanError
-from cotrain_compile.machine import HostUpdate, Link, Machine, Tier, TierSpec
+from cotrain_compile.machine import HostUpdate, Link, Tier, TierSpec, two_tier
 from cotrain_compile.placement.autotm.arcs import Variant
 from cotrain_compile.placement.autotm.autotm import OVERLAP_PRICE, autotm
 from cotrain_compile.placement.autotm.step import Step
@@ -28,7 +28,7 @@ from tests.support.every_history import everything
 
 PLENTY = 1 << 62
 VARIANTS: tuple[Variant, ...] = get_args(Variant)
-MACHINE = Machine(
+MACHINE = two_tier(
     name="small",
     device=TierSpec(PLENTY, 1e9, {"float32": 1e9}),
     host=TierSpec(PLENTY, 1e9, {"float32": 1e9}),

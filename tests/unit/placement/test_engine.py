@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cotrain_compile.errors import PlanError
-from cotrain_compile.machine import Tier
+from cotrain_compile.machine import Contention, SharedPath, Tier
 from cotrain_compile.placement.simulate.engine import (
     LaneSpec,
     Work,
@@ -60,7 +60,7 @@ def test_an_update_slows_down_exactly_while_a_copy_runs() -> None:
         Work("before", "device", 1.0),
         Work("fetch", "copy", 2.0, after=("before",)),
     ]
-    timeline = simulate(works, [HOST, DEVICE, COPY], {("host", "copy"): 2.0})
+    timeline = simulate(works, [HOST, DEVICE, COPY], Contention({("host", "copy"): 2.0}))
     assert times(timeline)["update"] == (0, 4)
     assert times(timeline)["fetch"] == (1, 3)
 
@@ -68,16 +68,30 @@ def test_an_update_slows_down_exactly_while_a_copy_runs() -> None:
 def test_two_directions_that_share_a_path_slow_each_other() -> None:
     """Both at 2/3 speed: the short one ends at 3, having left the long one 2 of its 4 s."""
     works = [Work("up", "h2d", 2.0), Work("down", "d2h", 4.0)]
-    slowdown = {("h2d", "d2h"): 1.5, ("d2h", "h2d"): 1.5}
+    slowdown = Contention({("h2d", "d2h"): 1.5, ("d2h", "h2d"): 1.5})
     timeline = simulate(works, [LaneSpec("h2d"), LaneSpec("d2h")], slowdown)
     assert times(timeline) == {"up": (0, 3), "down": (0, 5)}
 
 
 def test_of_several_busy_lanes_the_worst_one_counts() -> None:
     works = [Work("update", "host", 2.0), Work("up", "h2d", 9.0), Work("down", "d2h", 9.0)]
-    slowdown = {("host", "h2d"): 2.0, ("host", "d2h"): 3.0}
+    slowdown = Contention({("host", "h2d"): 2.0, ("host", "d2h"): 3.0})
     timeline = simulate(works, [HOST, LaneSpec("h2d"), LaneSpec("d2h")], slowdown)
     assert times(timeline)["update"] == (0, 6)
+
+
+def test_on_a_crowded_path_it_counts_how_many_are_busy() -> None:
+    """Three at half speed for 2 s, then two at 3/4 for 4/3 s, then one alone for 1 s."""
+    names = ("a", "b", "c")
+    works = [
+        Work(f"copy {n}", n, seconds) for n, seconds in zip(names, (1.0, 2.0, 3.0), strict=True)
+    ]
+    crowded = Contention(crowded=(SharedPath(names, together=1.5),))
+    timeline = simulate(works, [LaneSpec(name) for name in names], crowded)
+    ends_s = [span.end_s for span in timeline.spans]
+    assert ends_s == pytest.approx([2, 10 / 3, 13 / 3])
+    with pytest.raises(PlanError, match=r"\['c'\] share a path, known lanes are \['a', 'b'\]"):
+        simulate([], [LaneSpec("a"), LaneSpec("b")], crowded)
 
 
 def test_memory_is_taken_at_the_start_and_returned_at_the_end() -> None:
@@ -160,7 +174,7 @@ def test_wrong_names_are_refused(works: list[Work], message: str) -> None:
 @pytest.mark.parametrize("pair", [("device", "moon"), ("device", "device")])
 def test_a_slowdown_needs_two_known_lanes(pair: tuple[str, str]) -> None:
     with pytest.raises(PlanError, match="two different lanes"):
-        simulate([], [DEVICE], {pair: 2.0})
+        simulate([], [DEVICE], Contention({pair: 2.0}))
 
 
 def test_bad_numbers_are_refused() -> None:
@@ -169,7 +183,7 @@ def test_bad_numbers_are_refused() -> None:
     with pytest.raises(ValueError, match="0 workers"):
         LaneSpec("host", workers=0)
     with pytest.raises(PlanError, match="factor of at least 1"):
-        simulate([], [DEVICE, HOST], {("device", "host"): 0.5})
+        simulate([], [DEVICE, HOST], Contention({("device", "host"): 0.5}))
     with pytest.raises(ValueError, match="at least 2 steps"):
         steady_state([Work("a", "device", 1.0)], [DEVICE], steps=1)
 
@@ -249,7 +263,7 @@ def test_slowing_lanes_never_shortens_a_work(
     names = [lane.name for lane in lanes]
     pairs = [(a, b) for a in names for b in names if a != b]
     slowdown = {pair: data.draw(st.sampled_from([1.0, 1.5, 3.0])) for pair in pairs}
-    timeline = simulate(works, lanes, slowdown)
+    timeline = simulate(works, lanes, Contention(slowdown))
     seconds = {work.name: work.seconds for work in works}
     for span in timeline.spans:
         taken, alone = span.end_s - span.start_s, seconds[span.name]

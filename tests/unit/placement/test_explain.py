@@ -168,7 +168,7 @@ def test_what_limits_a_step_is_what_makes_it_faster() -> None:
     assert found.shares[Lane.DEVICE] == pytest.approx(1.0)
     assert found.first is Lane.DEVICE
     assert found.full == ()
-    slow = replace(PROBLEM.machine, h2d=replace(PROBLEM.machine.h2d, bytes_per_s=1e7))
+    slow = PROBLEM.machine.but(h2d=replace(PROBLEM.machine.h2d, bytes_per_s=1e7))
     behind = replace(PROBLEM, machine=slow)
     assert limits(behind, plan_of(behind)).first is Lane.H2D
 

@@ -170,11 +170,11 @@ def better(machine: Machine, data: st.DataObject) -> Machine:
     return data.draw(
         st.sampled_from(
             [
-                replace(machine, d2h=replace(down, bytes_per_s=faster * down.bytes_per_s)),
-                replace(machine, h2d=replace(up, bytes_per_s=faster * up.bytes_per_s)),
-                replace(machine, duplex=2.0),
-                replace(machine, host_update=replace(host, workers=host.workers + 1)),
-                replace(machine, host_update=replace(host, slowdown_while_copying=1.0)),
+                machine.but(d2h=replace(down, bytes_per_s=faster * down.bytes_per_s)),
+                machine.but(h2d=replace(up, bytes_per_s=faster * up.bytes_per_s)),
+                machine.but(duplex=2.0),
+                machine.but(host_update=replace(host, workers=host.workers + 1)),
+                machine.but(host_update=replace(host, slowdown_while_copying=1.0)),
             ]
         )
     )

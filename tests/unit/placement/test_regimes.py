@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from cotrain_compile.analysis.costs import CostTable
-from cotrain_compile.machine import HostUpdate, Link, Machine, Tier, TierSpec
+from cotrain_compile.machine import HostUpdate, Link, Machine, Tier, TierSpec, two_tier
 from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.decisions.clusters import ParamCluster
 from cotrain_compile.placement.decisions.find_decisions import decision_space
@@ -42,7 +42,7 @@ LARGE_MODEL = mixed_precision_step(LAYERS, params=PARAMS, batch_bytes=4096)
 
 def machine(device_flops: float, device_bytes: float, link_bytes: float, host: float) -> Machine:
     """Rates per second; `host` is that of updates, in bytes."""
-    return Machine(
+    return two_tier(
         name="regime",
         device=TierSpec(PLENTY, device_bytes, {"float32": device_flops}),
         host=TierSpec(PLENTY, 100e9, {"float32": 1e12}),

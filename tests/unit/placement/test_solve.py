@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from cotrain_compile.dataflow import PERSISTENT_ROLES, Dataflow
 from cotrain_compile.errors import PlacementError
-from cotrain_compile.machine import HostUpdate, Link, Machine, Tier, TierSpec
+from cotrain_compile.machine import HostUpdate, Link, Tier, TierSpec, two_tier
 from cotrain_compile.placement.autotm.autotm import autotm
 from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.decisions.find_decisions import decision_space
@@ -174,7 +174,7 @@ def test_a_host_that_is_too_small_leaves_more_on_the_device(
 
 def test_the_least_budget_is_that_of_every_cut_of_the_step() -> None:
     """The weight of this step can be away over its loss, wherever segments happen to end."""
-    machine = Machine(
+    machine = two_tier(
         name="slow link",
         device=TierSpec(PLENTY, 160e9, {"float32": 1e11}, 1e-6),
         host=TierSpec(PLENTY, 2e9, {"float32": 1e11}, 1e-6),

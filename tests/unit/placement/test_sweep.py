@@ -96,12 +96,12 @@ def test_budgets_go_from_the_least_to_all_that_can_be_used() -> None:
     assert len(budgets) == 5
     assert budgets[0] == least_bytes(problem)
     assert budgets[-1] == resident_bytes(problem)
-    small = replace(MACHINE, device=replace(MACHINE.device, capacity_bytes=budgets[2]))
+    small = MACHINE.but(device=replace(MACHINE.device, capacity_bytes=budgets[2]))
     assert device_budgets(STEP, small, PLENTY, 2) == (budgets[0], budgets[2])
 
 
 def test_a_machine_that_is_too_small_for_the_step_is_refused() -> None:
-    small = replace(MACHINE, device=replace(MACHINE.device, capacity_bytes=1000))
+    small = MACHINE.but(device=replace(MACHINE.device, capacity_bytes=1000))
     with pytest.raises(PlacementError):
         device_budgets(STEP, small, PLENTY, 3)
 
