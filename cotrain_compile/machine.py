@@ -82,7 +82,7 @@ class Machine:
                 f"link {name} goes from {link.source!r} to {link.target!r}, not between two of "
                 f"the spaces {', '.join(self.spaces)}",
             )
-        _require(len(self._link_between) == len(self.links), "two links have the same ends")
+        _require(len(self._by_ends) == len(self.links), "two links have the same ends")
         both = self.processors.keys() & self.links.keys()
         _require(not both, f"{', '.join(sorted(both))}: a processor and a link share a name")
         for path in self.shared_paths:
@@ -90,24 +90,19 @@ class Machine:
             _require(not unknown, f"shared_paths names {sorted(unknown)}, no links")
 
     @cached_property
-    def _link_between(self) -> Mapping[tuple[str, str], str]:
-        return {(link.source, link.target): name for name, link in self.links.items()}
+    def _by_ends(self) -> Mapping[tuple[str, str], Link]:
+        return {link.ends: link for link in self.links.values()}
 
     # Copies.
-
-    def link_between(self, source: str, target: str) -> str:
-        """The name of the link from `source` to `target`; ValueError where there is none."""
-        try:
-            return self._link_between[source, target]
-        except KeyError:
-            raise ValueError(f"machine {self.name} has no link from {source} to {target}") from None
 
     def copy_s(self, nbytes: float, source: str, target: str, *, copies: int = 1) -> float:
         """Seconds to bring `nbytes` from `source` to `target` in so many copies, undisturbed.
 
         With no copy given (0) it is what the bytes alone take: a bound for any number of them.
         """
-        link = self.links[self.link_between(source, target)]
+        link = self._by_ends.get((source, target))
+        if link is None:
+            raise ValueError(f"machine {self.name} has no link from {source} to {target}")
         return copies * link.latency_s + nbytes / link.bytes_per_s
 
     def slowdown(self, lane: str, busy: Collection[str]) -> float:

@@ -25,7 +25,6 @@ class Clock:
         self.gap = 0
         self.now_s = 0.0
         self.free_s = dict.fromkeys(machine.lanes, 0.0)
-        self._others = {lane: machine.links.keys() - {lane} for lane in machine.links}
         self.end_s: dict[str, float] = {}
 
     def transfer(self, lane: Lane, name: str, nbytes: int, ready_s: float) -> None:
@@ -33,14 +32,14 @@ class Clock:
         machine = self._machine
         start_s = max(self.now_s, ready_s, self.free_s[lane])
         seconds = machine.copy_s(nbytes, *machine.links[lane].ends)
-        others = self._others[lane]
+        busy = [other for other in machine.links if other != lane and self.free_s[other] > start_s]
         at_s, left_s = start_s, seconds
-        for until_s in sorted({self.free_s[other] for other in others}):
-            if until_s > at_s:
-                busy = [other for other in others if self.free_s[other] >= until_s]
-                slower = machine.slowdown(lane, busy)
-                done_s = min(left_s, (until_s - at_s) / slower)
-                at_s, left_s = at_s + done_s * slower, left_s - done_s
+        while busy:
+            slower = machine.slowdown(lane, busy)
+            until_s = min(self.free_s[other] for other in busy)
+            done_s = min(left_s, (until_s - at_s) / slower)
+            at_s, left_s = at_s + done_s * slower, left_s - done_s
+            busy = [other for other in busy if self.free_s[other] > until_s]
         self.free_s[lane] = self.end_s[name] = at_s + left_s
 
     def host(self, name: str, seconds: float, ready_s: float) -> None:

@@ -142,9 +142,8 @@ def steady_state(
 ) -> Periodic:
     """Repeat the step `steps` times and measure the first one and the period.
 
-    The period is the mean distance of the ends of the steps over the second half of the run. A
-    mean, because the slowest circuit of dependencies may span two steps or more, and the distance
-    of two neighbouring ends then swings for ever.
+    The period is the mean distance of the ends of the steps over the second half of the run: the
+    slowest circuit of dependencies may span several steps, and single distances swing for ever.
 
     Raises:
         ValueError: `steps` is below 2.
@@ -354,10 +353,12 @@ class _Run:
     def _rate(self, lane: str) -> float:
         factors = (factor for busy, factor in self.slowed_by[lane] if self.running[busy])
         slowdown = max(factors, default=1.0)
-        for path in self.paths.get(lane, ()):
-            others = sum(bool(self.running[other]) for other in path.links if other != lane)
-            slowdown = max(slowdown, path.slowdown(1 + others))
+        if lane in self.paths:
+            slowdown = max(slowdown, *(self._crowding(path, lane) for path in self.paths[lane]))
         return 1.0 / slowdown
+
+    def _crowding(self, path: SharedPath, lane: str) -> float:
+        return path.slowdown(1 + sum(bool(self.running[n]) for n in path.links if n != lane))
 
     def _correct_rate(self, lane: str) -> None:
         rate = self._rate(lane)
@@ -396,5 +397,4 @@ class _Run:
 
 
 def _by_tier(values: Mapping[str, _V]) -> dict[Tier, _V]:
-    known = {tier.value: tier for tier in Tier}
-    return {cast(Tier, known.get(name, name)): value for name, value in values.items()}
+    return {cast(Tier, next((t for t in Tier if t == name), name)): v for name, v in values.items()}

@@ -166,11 +166,11 @@ def test_what_limits_a_step_is_what_makes_it_faster() -> None:
     free = with_budget(PROBLEM, PLENTY)
     found = limits(free, plan_of(free, "resident"))
     assert found.shares[Lane.DEVICE] == pytest.approx(1.0)
-    assert found.first is Lane.DEVICE
+    assert found.first == Lane.DEVICE
     assert found.full == ()
     slow = PROBLEM.machine.but(h2d=replace(PROBLEM.machine.h2d, bytes_per_s=1e7))
     behind = replace(PROBLEM, machine=slow)
-    assert limits(behind, plan_of(behind)).first is Lane.H2D
+    assert limits(behind, plan_of(behind)).first == Lane.H2D
 
 
 def test_memory_limits_where_its_budget_is_reached() -> None:
