@@ -245,6 +245,11 @@ class Dataflow:
                 found[buffer.param] = (*found.get(buffer.param, ()), buffer.name)
         return found
 
+    @cached_property
+    def rewritten(self) -> dict[frozenset[str], tuple[Dataflow, Mapping[str, str]]]:
+        """Steps made of this one, by what they make again, each with the ops that run again."""
+        return {}
+
     def with_workspace(self, workspace: Mapping[str, int]) -> Dataflow:
         """The same step, in which kernels take more bytes while they run, given by op."""
         taken = {buffer.name for buffer in self.buffers}

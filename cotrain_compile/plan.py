@@ -55,8 +55,9 @@ class Placement:
     device in the longest gap between two uses, from forward to backward: activations, and such
     fetched weights, which are then fetched twice. With `early_updates` an update, wherever it runs,
     starts as soon as its gradient allows, otherwise after the backward. With `overlap_steps` an
-    update on the host and its weight's way back may end in the next step (`Task.carried`). `policy`
-    is the name of the rule or solver that chose.
+    update on the host and its weight's way back may end in the next step (`Task.carried`).
+    `recomputed` names forward values that are made again for the backward; tasks are those of the
+    step in which they are. `policy` is the name of the rule or solver that chose.
     """
 
     policy: str
@@ -65,6 +66,7 @@ class Placement:
     away: tuple[str, ...] = ()
     early_updates: bool = False
     overlap_steps: bool = False
+    recomputed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

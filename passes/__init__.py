@@ -16,6 +16,7 @@ from cotrain_compile.passes.insert_transfers import insert_transfers
 from cotrain_compile.passes.insert_waits import insert_waits
 from cotrain_compile.passes.move_ops import move_ops
 from cotrain_compile.passes.outline_host_regions import outline_host_regions
+from cotrain_compile.passes.recompute_values import recompute_values
 from cotrain_compile.passes.use_fetched_copies import use_fetched_copies
 from cotrain_compile.plan import Plan
 from cotrain_compile.random_ops import is_random
@@ -24,6 +25,7 @@ Pass = Callable[[StepGraph, Plan], StepGraph]
 Observer = Callable[[str, StepGraph, StepGraph], None]
 
 PASSES: tuple[Pass, ...] = (
+    recompute_values,
     move_ops,
     outline_host_regions,
     insert_transfers,

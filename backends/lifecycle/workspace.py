@@ -26,7 +26,8 @@ def beyond_plan(
     most that is planned for the call is then what was measured. A convolution may have reached that
     itself, from what was planned at its own place: cut apart by the next plan, it would again.
     """
-    program = device_program(problem.dataflow, plan.placement, plan.moved)
+    dataflow = problem.under(plan.placement).dataflow
+    program = device_program(dataflow, plan.placement, plan.moved)
     planned = device_bytes(program, plan.placement, plan.tasks)
     found: dict[str, int] = {}
     passed = -1

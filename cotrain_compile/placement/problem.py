@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from cotrain_compile.analysis.costs import CostTable, roofline, with_measured
 from cotrain_compile.dataflow import Dataflow, Op
 from cotrain_compile.machine import Machine, Tier
+from cotrain_compile.placement.recompute.rewrite import recomputed, recomputed_ops
+from cotrain_compile.plan import Placement
 
 # 2: its machine is one of any number of spaces, processors and links.
 FORMAT_VERSION = 2
@@ -17,7 +19,8 @@ FORMAT_VERSION = 2
 class Problem:
     """A step to be placed: `budgets` are the bytes allowed on each tier.
 
-    `captured` says that updates on the host run op by op even where there is a loop.
+    `captured` says that updates on the host run op by op even where there is a loop. In `dataflow`
+    the values `recomputed` are made again, which is nothing in the problem of a step.
     """
 
     dataflow: Dataflow
@@ -25,6 +28,26 @@ class Problem:
     costs: CostTable
     budgets: Mapping[Tier, int]
     captured: bool = False
+    recomputed: tuple[str, ...] = ()
+
+    def under(self, placement: Placement) -> Problem:
+        """The problem of the step that is left where `placement` has values made again."""
+        return self.recomputing(placement.recomputed)
+
+    def recomputing(self, names: Sequence[str]) -> Problem:
+        """The problem of the step in which `names` are made again: this one, where they are.
+
+        An op takes as long the second time as the first.
+        """
+        if frozenset(names) == frozenset(self.recomputed):
+            return self
+        assert not self.recomputed, "this step makes other values again already"
+        again = recomputed_ops(self.dataflow, names)
+        known = self.costs.device_s
+        device_s = {**known, **{copy: known[op] for copy, op in again.items()}}
+        costs = replace(self.costs, device_s=device_s)
+        dataflow = recomputed(self.dataflow, names)
+        return replace(self, dataflow=dataflow, costs=costs, recomputed=tuple(names))
 
     def with_budget(self, tier: Tier, budget_bytes: int) -> Problem:
         """The same with another budget on one tier."""

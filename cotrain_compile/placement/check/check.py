@@ -1,6 +1,7 @@
 """Check: is a plan sound for its problem? Written without the code that makes plans.
 
-First the placement and the tasks must fit each other (`rules`). Then the step is replayed op by op
+First the placement and the tasks must fit each other (`rules`), and what is made again must come
+out as it was (`recomputed`). Then the step is replayed op by op
 with every copy of every buffer (`replay`): what each op and task finds there, and the bytes on both
 tiers. The error says which rule is broken where.
 """
@@ -9,9 +10,11 @@ from __future__ import annotations
 
 from cotrain_compile.errors import PlanError
 from cotrain_compile.machine import Tier
+from cotrain_compile.placement.check.recomputed import check_recomputed
 from cotrain_compile.placement.check.replay import Peak, replay
 from cotrain_compile.placement.check.rules import check_placement, check_tasks, require
 from cotrain_compile.placement.problem import Problem
+from cotrain_compile.placement.recompute.rewrite import recomputed
 from cotrain_compile.plan import Plan
 
 
@@ -24,6 +27,8 @@ def check(problem: Problem, plan: Plan) -> None:
             "make a new plan for it"
         )
     require(set(plan.budgets) == set(Tier), "every tier needs a budget")
+    check_recomputed(dataflow, plan.placement)
+    dataflow = recomputed(dataflow, plan.placement.recomputed)
     check_placement(dataflow, plan.placement)
     check_tasks(dataflow, plan)
     for tier, peak in replay(dataflow, plan).items():

@@ -131,7 +131,8 @@ def _tried(problem: Problem, placement: Placement, param: str, strategy: Strateg
 
 
 def _of(problem: Problem, strategy: Strategy, found: Draft) -> Alternative:
-    program = device_program(problem.dataflow, found.placement, found.moved)
+    dataflow = problem.under(found.placement).dataflow
+    program = device_program(dataflow, found.placement, found.moved)
     used = device_bytes(program, found.placement, found.tasks)
     traffic = sum(task.nbytes for task in found.tasks if isinstance(task, Transfer))
     return Alternative(strategy, found.step_s, max(used, default=0), traffic)

@@ -63,6 +63,7 @@ def explain(
 
     Costs are those of `problem`. Raises `PlanError` when the step has no such parameter.
     """
+    problem = problem.under(plan.placement)
     dataflow, costs = problem.dataflow, problem.costs
     now = current(problem, plan, param)
     tried = alternatives(

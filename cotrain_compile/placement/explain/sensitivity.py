@@ -43,6 +43,7 @@ class Limits:
 
 def limits(problem: Problem, plan: Plan) -> Limits:
     """What limits `plan`, simulated again with the costs of `problem`."""
+    problem = problem.under(plan.placement)
     program = device_program(problem.dataflow, plan.placement, plan.moved)
     works = joined(works_of(problem, program, plan.tasks))
     step_s = _simulated_s(problem, works)

@@ -35,7 +35,7 @@ from cotrain_compile.plan import Placement
 
 def moves_of(problem: Problem, placement: Placement) -> Moves:
     """The moves of `placement`."""
-    return _Finder(problem, placement).moves()
+    return _Finder(problem.under(placement), placement).moves()
 
 
 class _Finder:

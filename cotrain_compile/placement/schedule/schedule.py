@@ -64,6 +64,7 @@ def schedule(
 
 def draft(problem: Problem, placement: Placement, *, tactics: Tactics = EAGER) -> Draft:
     """As `schedule`, but only what is needed to compare plans."""
+    problem = problem.under(placement)
     moves = moves_of(problem, placement)
     listed, moved = list_schedule(problem, placement, moves, tactics)
     program = device_program(problem.dataflow, placement, moved)
@@ -79,6 +80,7 @@ def finished(problem: Problem, draft: Draft, *, compiled: bool | None = False) -
 
     Where the device runs `compiled` code (None: if the machine's does) its tasks are settled.
     """
+    problem = problem.under(draft.placement)
     plan = Plan(
         fingerprint=problem.dataflow.fingerprint,
         machine=problem.machine.name,

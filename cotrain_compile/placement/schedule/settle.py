@@ -83,6 +83,7 @@ def settled_plan(problem: Problem, plan: Plan) -> Plan:
     What it gains is counted as one launch for every place between ops of one layer at which a task
     stands no more: compiled code begins again behind it.
     """
+    problem = problem.under(plan.placement)
     program = device_program(problem.dataflow, plan.placement, plan.moved)
     if not plan.tasks or not program.ops:
         return plan

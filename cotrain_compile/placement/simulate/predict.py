@@ -29,6 +29,7 @@ def step_s(
     problem: Problem, placement: Placement, tasks: Sequence[Task], moved: Sequence[MovedOps] = ()
 ) -> float:
     """Seconds of one step, as `predict` has them; quicker, for comparing plans."""
+    problem = problem.under(placement)
     works = joined(works_of(problem, device_program(problem.dataflow, placement, moved), tasks))
     return _timeline(problem, works, tasks).makespan_s
 
@@ -58,6 +59,7 @@ def predict(
     Where tasks are carried it is a step in the steady state, see `steady`. Host memory is an upper
     bound, see `residency.host_bytes`.
     """
+    problem = problem.under(placement)
     program = device_program(problem.dataflow, placement, moved)
     timeline = _timeline(problem, works_of(problem, program, tasks), tasks)
     device = device_bytes(program, placement, tasks)
@@ -81,6 +83,7 @@ def predict_steady_state(
 
     A step is complete when it returns, but for the tasks it carries into the next one.
     """
+    problem = problem.under(placement)
     works = works_of(problem, device_program(problem.dataflow, placement, moved), tasks)
     machine = problem.machine
     endless = repeatable(works, tasks)

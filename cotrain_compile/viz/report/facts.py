@@ -60,6 +60,7 @@ def regime(problem: Problem, plan: Plan) -> str:
 
 def sentences(problem: Problem, plan: Plan) -> Iterator[str]:
     """What a reader should know first."""
+    problem = problem.under(plan.placement)
     predicted, report = plan.predicted, plan.report
     step_s = predicted.makespan_s
     work_s = predicted.busy_s(Lane.DEVICE)
@@ -107,6 +108,7 @@ def comparison(
     problem: Problem, plan: Plan, measured: Timeline | None
 ) -> Iterator[tuple[str, ...]]:
     """Rows: a heading, the predicted value, the measured one where there is one, the budget."""
+    problem = problem.under(plan.placement)
     timelines = [plan.predicted, *([measured] if measured else [])]
     yield "a step", *(format_seconds(t.makespan_s) for t in timelines), ""
     for lane, title in LANE_TITLES.items():
@@ -124,6 +126,7 @@ def comparison(
 
 def peak(problem: Problem, plan: Plan) -> Peak:
     """What is alive on the device in the first slot in which most is."""
+    problem = problem.under(plan.placement)
     program = device_program(problem.dataflow, plan.placement, plan.moved)
     used = device_bytes(program, plan.placement, plan.tasks)
     slot = used.index(max(used))

@@ -67,6 +67,7 @@ def _charts(
     problem: Problem, plan: Plan, measured: Timeline | None
 ) -> tuple[str, Mapping[str, Any], set[str]]:
     """The script that draws the charts, the place of each, and the kinds of bars in them."""
+    problem = problem.under(plan.placement)
     timelines = [plan.predicted, *([measured] if measured else [])]
     axis = time_axis(timelines)
     figures: dict[str, Model] = {}

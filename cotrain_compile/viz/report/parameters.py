@@ -31,6 +31,7 @@ class Row:
 
 def parameter_rows(problem: Problem, plan: Plan) -> tuple[Row, ...]:
     """Every parameter of the step, in its order."""
+    problem = problem.under(plan.placement)
     dataflow = problem.dataflow
     distances = reuse_distances(dataflow, problem.costs.device_s)
     slack_s = slacks(dataflow, plan)

@@ -1,0 +1,88 @@
+"""Recomputed: may the values that a placement names be made again, and do they come out as before?
+
+In: the Dataflow of the step and a Placement. Out: nothing, or `PlanError` with the name that is
+wrong. Asked of the step itself, as if run: each op that runs again must find what it read the first
+time, and must change nothing but what it makes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from cotrain_compile.dataflow import Buffer, Dataflow, Op, Phase, Role
+from cotrain_compile.errors import PlanError
+from cotrain_compile.plan import Placement
+
+def check_recomputed(dataflow: Dataflow, placement: Placement) -> None:
+    """Raise `PlanError` unless all of `placement.recomputed` can be made again."""
+    names = placement.recomputed
+    if not names:
+        return
+    _require(len(set(names)) == len(names), "names a buffer twice")
+    for name in names:
+        _require(name in dataflow.buffer, f"names {name}, which the step has not")
+        _check_buffer(dataflow.buffer[name])
+    maker = _makers(dataflow, frozenset(names))
+    for name in names:
+        _require(name in maker, f"names {name}, which no op of the forward makes")
+    versions: dict[str, int] = {}
+    found: dict[str, dict[str, int]] = {}  # by op, which version of each buffer it read
+    again: set[str] = set()
+    for op in dataflow.ops:
+        if op.phase is not Phase.FORWARD:
+            for name in op.reads:
+                _run_again(name, maker, versions, found, again)
+        found[op.name] = {name: versions.get(name, 0) for name in op.reads}
+        for name in op.writes:
+            versions[name] = versions.get(name, 0) + 1
+
+
+def _check_buffer(buffer: Buffer) -> None:
+    own = not (buffer.is_input or buffer.is_output) and buffer.role is Role.TEMPORARY
+    _require(own, f"names {buffer.name}, which is no value of the step's own")
+
+
+def _makers(dataflow: Dataflow, names: frozenset[str]) -> Mapping[str, Op]:
+    """The op of the forward that makes each of `names`; raises where running it twice would show."""
+    maker: dict[str, Op] = {}
+    buffers = dataflow.buffer
+    for op in dataflow.ops:
+        for name in names.intersection(op.writes):
+            _require(name not in maker, f"names {name}, which is written twice")
+            _require(op.phase is Phase.FORWARD, f"names {name}, which the forward does not make")
+            maker[name] = op
+    writers = Counter(name for op in dataflow.ops for name in op.writes)
+    for op in maker.values():
+        known = op.target.startswith(("aten.", "prims."))
+        _require(known, f"has {op.name} run again, an op of which nobody knows what else it does")
+        for name in op.writes:
+            own = writers[name] == 1 and not buffers[name].is_input and name not in op.reads
+            _require(own, f"has {op.name} run again, which writes into {name}")
+    return maker
+
+
+def _run_again(
+    name: str,
+    maker: Mapping[str, Op],
+    versions: Mapping[str, int],
+    found: Mapping[str, Mapping[str, int]],
+    again: set[str],
+) -> None:
+    """Whatever runs again for a read of `name` reads what it did the first time."""
+    waiting = [name]
+    while waiting:
+        op = maker.get(waiting.pop())
+        if op is None or op.name in again:
+            continue
+        _require(op.name in found, f"has {op.name} run again before it has run")
+        again.add(op.name)
+        for read, version in found[op.name].items():
+            same = versions.get(read, 0) == version
+            _require(same, f"has {op.name} run again after {read}, which it reads, was overwritten")
+            waiting.append(read)
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise PlanError(f"unsound plan: placement.recomputed {message}")

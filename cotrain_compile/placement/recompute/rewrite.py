@@ -1,0 +1,246 @@
+"""Rewrite: the step in which some forward values are made again, as a Dataflow.
+
+In: a Dataflow and the names of buffers. Out: the Dataflow in which the ops that make them run again
+right before the first op outside the forward that reads one of them, and all such ops read what is
+made there. Schedule, simulation, check and replay see nothing but that step. The pass
+`recompute_values` does the same to the graph, and a law says that the two agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from cotrain_compile.dataflow import Buffer, Dataflow, Op, Phase, Role, SizeExpressions
+
+# What the name of an op that runs again ends with, behind the name of the op.
+SUFFIX = "_recomputed"
+# Ops of torch that are no functions of their arguments, or that decide: the smallest difference,
+# as of code compiled otherwise, would make the backward take another branch than the forward.
+_NEVER = (
+    "aten.copy_",
+    "aten.set_",
+    "aten._local_scalar_dense",
+    "aten.empty",
+    "aten.new_empty",
+    "aten._assert",
+    "aten.topk",
+    "aten.sort",
+    "aten.argsort",
+    "aten.argmax",
+    "aten.argmin",
+    "aten.max.dim",
+    "aten.min.dim",
+    "aten.max_pool",
+    "aten.adaptive_max_pool",
+    "aten.kthvalue",
+    "aten.median",
+    "aten.mode",
+    "aten.nonzero",
+    "aten.unique",
+    "aten._unique",
+    "aten.searchsorted",
+    "aten.bucketize",
+    "aten.cummax",
+    "aten.cummin",
+    "aten.round",
+    "aten.floor",
+    "aten.ceil",
+    "aten.trunc",
+    "aten.sign",
+)
+
+
+def recomputable(dataflow: Dataflow) -> frozenset[str]:
+    """The buffers that may be made again: forward temporaries, each made by one pure op of torch.
+
+    An op is not run again that draws random numbers, writes into an input, takes a discrete
+    decision, talks to other devices, reads a value on the host, or is none of torch's own, as
+    nobody knows what else it does; nor one that reads what is written before the last op that
+    could need it again. The low-precision copy of a parameter is the parameter's, and no temporary.
+    """
+    writers: dict[str, int] = {}
+    for op in dataflow.ops:
+        for name in op.writes:
+            writers[name] = writers.get(name, 0) + 1
+    latest = _latest_needs(dataflow)
+    written = _written_at(dataflow)
+    taken = {group.low_precision for group in dataflow.updates}
+    taken |= {name for group in dataflow.updates for name in (group.gradient, *group.scalars)}
+    found: set[str] = set()
+    for position, op in enumerate(dataflow.ops):
+        made = [dataflow.buffer[name] for name in op.writes]
+        if not made or not _is_pure(op) or not all(_is_own(b, op, writers) for b in made):
+            continue
+        until = max(latest.get(b.name, -1) for b in made)
+        stay = (position < at <= until for name in op.reads for at in written.get(name, ()))
+        if until >= 0 and not any(stay):
+            found |= {
+                b.name
+                for b in made
+                if b.role is Role.TEMPORARY and not b.is_output and b.name not in taken
+            }
+    return frozenset(found)
+
+
+def _is_pure(op: Op) -> bool:
+    own = op.target.startswith(("aten.", "prims."))
+    return op.phase is Phase.FORWARD and own and op.cost_is_known and not _is_excluded(op.target)
+
+
+def _is_excluded(target: str) -> bool:
+    return any(target == never or target.startswith((never + ".", never + "_")) for never in _NEVER)
+
+
+def _is_own(buffer: Buffer, op: Op, writers: Mapping[str, int]) -> bool:
+    """Whether `op` alone makes `buffer`, from nothing of it."""
+    return not buffer.is_input and writers[buffer.name] == 1 and buffer.name not in op.reads
+
+
+def _latest_needs(dataflow: Dataflow) -> dict[str, int]:
+    """By buffer, the last position at which its maker may have to run again, whatever else does.
+
+    That is where an op outside the forward first reads it, or anything that the forward made of it.
+    """
+    first: dict[str, int] = {}
+    for position, op in enumerate(dataflow.ops):
+        if op.phase is not Phase.FORWARD:
+            for name in op.reads:
+                first.setdefault(name, position)
+    latest = dict(first)
+    for op in reversed(dataflow.ops):
+        if op.phase is Phase.FORWARD and op.writes:
+            needed = max(latest.get(name, -1) for name in op.writes)
+            for name in op.reads:
+                if needed > latest.get(name, -1):
+                    latest[name] = needed
+    return latest
+
+
+def _written_at(dataflow: Dataflow) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for position, op in enumerate(dataflow.ops):
+        for name in op.writes:
+            found.setdefault(name, []).append(position)
+    return found
+
+
+def recomputed(dataflow: Dataflow, names: Iterable[str]) -> Dataflow:
+    """The step in which the buffers `names` are made again for what follows the forward.
+
+    Their makers run again with all that they make; what else they read is kept for that, or is
+    among `names` itself. Each op runs again at most once. The fingerprint stays that of the step.
+    """
+    return _rewritten(dataflow, frozenset(names))[0]
+
+
+def recomputed_ops(dataflow: Dataflow, names: Iterable[str]) -> Mapping[str, str]:
+    """By the name of each op that runs again in `recomputed(dataflow, names)`, that of the first.
+
+    In the order in which they run.
+    """
+    return _rewritten(dataflow, frozenset(names))[1]
+
+
+def _rewritten(dataflow: Dataflow, names: frozenset[str]) -> tuple[Dataflow, Mapping[str, str]]:
+    if not names:
+        return dataflow, {}
+    if names not in dataflow.rewritten:
+        rewriting = _Rewriting(dataflow, names)
+        made = rewriting.run()
+        again = {copy: op for op, copy in rewriting.again.items()}
+        dataflow.rewritten[names] = made, again
+    return dataflow.rewritten[names]
+
+
+@dataclass
+class _Rewriting:
+    dataflow: Dataflow
+    names: Collection[str]
+    ops: list[Op] = field(default_factory=list)
+    copied: dict[str, str] = field(default_factory=dict)
+    again: dict[str, str] = field(default_factory=dict)
+
+    def run(self) -> Dataflow:
+        maker = {
+            name: op
+            for op in self.dataflow.ops
+            if op.phase is Phase.FORWARD
+            for name in op.writes
+            if name in self.names
+        }
+        for op in self.dataflow.ops:
+            if op.phase is not Phase.FORWARD:
+                for name in op.reads:
+                    self._make_again(name, maker)
+                op = replace(op, reads=self._mapped(op.reads))
+            self.ops.append(op)
+        copies = [
+            replace(self.dataflow.buffer[old], name=new, is_output=False)
+            for old, new in self.copied.items()
+        ]
+        return replace(
+            self.dataflow,
+            ops=tuple(self.ops),
+            buffers=(*self.dataflow.buffers, *copies),
+            expressions=self._expressions(),
+        )
+
+    def _make_again(self, name: str, maker: Mapping[str, Op]) -> None:
+        """Run the op again that made `name`, and before it what that reads, where it is chosen."""
+        waiting = [name]
+        while waiting:
+            op = maker.get(waiting[-1])
+            if op is None or op.name in self.again:
+                waiting.pop()
+                continue
+            missing = [read for read in op.reads if self._is_missing(read, maker)]
+            if missing:
+                waiting += reversed(missing)
+                continue
+            waiting.pop()
+            self._copy(op)
+
+    def _is_missing(self, name: str, maker: Mapping[str, Op]) -> bool:
+        return name in maker and maker[name].name not in self.again
+
+    def _copy(self, op: Op) -> None:
+        copy = again_name(op.name)
+        self.again[op.name] = copy
+        writes = []
+        for name in op.writes:
+            writes.append(self._unused(copy + name.removeprefix(op.name).rstrip("~")))
+            self.copied[name] = writes[-1]
+        reads = self._mapped(op.reads)
+        self.ops.append(
+            replace(op, name=copy, phase=Phase.BACKWARD, reads=reads, writes=tuple(writes))
+        )
+
+    def _unused(self, name: str) -> str:
+        while name in self.dataflow.buffer:
+            name += "~"
+        return name
+
+    def _mapped(self, reads: Iterable[str]) -> tuple[str, ...]:
+        """`reads` of an op outside the forward."""
+        return tuple(
+            self.copied.get(name, name) if name in self.names else name for name in reads
+        )
+
+    def _expressions(self) -> SizeExpressions:
+        of = self.dataflow.expressions
+        return SizeExpressions(
+            _with_copies(of.buffer_nbytes, self.copied),
+            _with_copies(of.op_flops, self.again),
+            _with_copies(of.op_bytes_moved, self.again),
+        )
+
+
+def again_name(op: str) -> str:
+    """The name of the op that does the work of `op` again."""
+    return op + SUFFIX
+
+
+def _with_copies(texts: Mapping[str, str], copies: Mapping[str, str]) -> Mapping[str, str]:
+    added = {new: texts[old] for old, new in copies.items() if old in texts}
+    return {**texts, **added}
