@@ -192,7 +192,7 @@ def compile_step(
     narrator.tell(problem, plan)
     kernels = host_kernels(placed, options.host_kernels)
     device = runtime_for(placed, allowed, kernels, options)
-    lowered = _lowered(step, placed, dataflow, options)
+    lowered = _lowered(step, placed, allowed.under(plan.placement).dataflow, options)
     compiled = CompiledStep(problem, plan, placed, device, lowered)
     _dump(step, compiled, options)
     return compiled

@@ -91,6 +91,10 @@ class _Copier:
             last = waiting.pop()
             if last not in self.copies:
                 self.copies[last] = self._copy_one(last, place)
+                # Items are taken at once: a tuple would keep them where a plan sends them away.
+                for item in last.users:
+                    if item in self._again and item.target is operator.getitem:
+                        self.copies[item] = self._copy_one(item, place)
         return self.copies[node]
 
     def _copy_one(self, node: fx.Node, place: fx.Node) -> fx.Node:

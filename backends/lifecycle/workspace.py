@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from cotrain_compile.placement.problem import Problem
+from cotrain_compile.placement.recompute.rewrite import recomputed_ops
 from cotrain_compile.placement.residency import device_bytes, device_program
 from cotrain_compile.plan import Plan
 
@@ -27,6 +28,7 @@ def beyond_plan(
     itself, from what was planned at its own place: cut apart by the next plan, it would again.
     """
     dataflow = problem.under(plan.placement).dataflow
+    again = recomputed_ops(problem.dataflow, plan.placement.recomputed)
     program = device_program(dataflow, plan.placement, plan.moved)
     planned = device_bytes(program, plan.placement, plan.tasks)
     found: dict[str, int] = {}
@@ -41,7 +43,9 @@ def beyond_plan(
             for slot in slots:
                 op = program.ops[slot]
                 own_bytes = most_bytes - planned[slot]
-                found[op.name] = own_bytes if _CONVOLUTION in op.target else over_bytes
+                taken = own_bytes if _CONVOLUTION in op.target else over_bytes
+                name = again.get(op.name, op.name)  # it takes as much each time it runs
+                found[name] = max(taken, found.get(name, 0))
     return found
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from cotrain_compile.analysis.costs import CostTable, roofline, with_measured
 from cotrain_compile.dataflow import Dataflow, Op
 from cotrain_compile.machine import Machine, Tier
-from cotrain_compile.placement.recompute.rewrite import recomputed, recomputed_ops
+from cotrain_compile.placement.recompute.rewrite import again_name, recomputed, recomputed_ops
 from cotrain_compile.plan import Placement
 
 # 2: its machine is one of any number of spaces, processors and links.
@@ -76,10 +76,13 @@ def formulate(
 ) -> Problem:
     """The problem of `dataflow` on `machine`; `captured` as in `Problem`.
 
-    Costs come from the machine's roofline, and from `profile` where it has a measured time. Raises
-    `PlanError` when the profile is of another step.
+    Costs come from the machine's roofline, and from `profile` where it has a measured time; what a
+    plan has made again in the measured step is in no other plan, and left out. Raises `PlanError`
+    when the profile is of another step.
     """
     costs = roofline(dataflow, machine, captured=captured)
     if profile is not None:
-        costs = with_measured(costs, device_s=profile.device_s, host_update_s=profile.host_update_s)
+        again = {again_name(op.name) for op in dataflow.ops}
+        device_s = {n: s for n, s in profile.device_s.items() if n not in again}
+        costs = with_measured(costs, device_s=device_s, host_update_s=profile.host_update_s)
     return Problem(dataflow, machine, costs, dict(budgets), captured)

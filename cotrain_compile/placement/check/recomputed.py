@@ -14,6 +14,7 @@ from cotrain_compile.dataflow import Buffer, Dataflow, Op, Phase, Role
 from cotrain_compile.errors import PlanError
 from cotrain_compile.plan import Placement
 
+
 def check_recomputed(dataflow: Dataflow, placement: Placement) -> None:
     """Raise `PlanError` unless all of `placement.recomputed` can be made again."""
     names = placement.recomputed
@@ -23,6 +24,7 @@ def check_recomputed(dataflow: Dataflow, placement: Placement) -> None:
     for name in names:
         _require(name in dataflow.buffer, f"names {name}, which the step has not")
         _check_buffer(dataflow.buffer[name])
+        _require(name not in placement.away, f"names {name}, as placement.away does")
     maker = _makers(dataflow, frozenset(names))
     for name in names:
         _require(name in maker, f"names {name}, which no op of the forward makes")
@@ -44,7 +46,7 @@ def _check_buffer(buffer: Buffer) -> None:
 
 
 def _makers(dataflow: Dataflow, names: frozenset[str]) -> Mapping[str, Op]:
-    """The op of the forward that makes each of `names`; raises where running it twice would show."""
+    """The op of the forward that makes each of `names`; raises where it may not run twice."""
     maker: dict[str, Op] = {}
     buffers = dataflow.buffer
     for op in dataflow.ops:

@@ -223,9 +223,7 @@ class _Rewriting:
 
     def _mapped(self, reads: Iterable[str]) -> tuple[str, ...]:
         """`reads` of an op outside the forward."""
-        return tuple(
-            self.copied.get(name, name) if name in self.names else name for name in reads
-        )
+        return tuple(self.copied.get(name, name) if name in self.names else name for name in reads)
 
     def _expressions(self) -> SizeExpressions:
         of = self.dataflow.expressions

@@ -7,6 +7,7 @@ from dataclasses import replace
 from cotrain_compile.dataflow import PERSISTENT_ROLES
 from cotrain_compile.errors import PlacementError
 from cotrain_compile.placement.problem import Problem
+from cotrain_compile.placement.recompute.rewrite import recomputable
 from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.plan import Placement, Plan
 
@@ -16,7 +17,7 @@ def keep(problem: Problem, placement: Placement, *, compiled: bool = False) -> P
 
     Homes that stay spare the moves between them, and a new trace: Dynamo checks on which device a
     tensor is. `compiled` is as for `schedule`. Activations that `problem` does not know stay on the
-    device.
+    device, as those do that cannot be made again in it.
     """
     dataflow = problem.dataflow
     persistent = {b.name for b in dataflow.buffers if b.role in PERSISTENT_ROLES}
@@ -24,7 +25,10 @@ def keep(problem: Problem, placement: Placement, *, compiled: bool = False) -> P
     if set(placement.homes) != persistent or set(placement.updates) != groups:
         return None
     away = tuple(name for name in placement.away if name in dataflow.buffer)
+    may = recomputable(dataflow) if placement.recomputed else frozenset()
+    again = tuple(name for name in placement.recomputed if name in may)
+    kept = replace(placement, away=away, recomputed=again)
     try:
-        return schedule(problem, replace(placement, away=away), compiled=compiled)
+        return schedule(problem, kept, compiled=compiled)
     except PlacementError:
         return None

@@ -34,8 +34,12 @@ from tests.support.plans.random_moves import Mover
 
 
 def random_plan(problem: Problem, rng: random.Random) -> Plan:
-    """A plan whose placement and schedule are random, with budgets that it just fits."""
+    """A plan whose placement and schedule are random, with budgets that it just fits.
+
+    What is made again is what `problem` makes again.
+    """
     placement = _random_placement(problem.dataflow, rng)
+    placement = replace(placement, recomputed=problem.recomputed)
     moved = Mover(problem.dataflow, placement, rng).moved()
     program = device_program(problem.dataflow, placement, moved)
     return _plan(problem, moved, _TaskPlacer(program, placement, rng))
@@ -287,7 +291,8 @@ class _TaskPlacer:
     def _place_activation(self, name: str) -> None:
         touches = self.program.touches.get(name, [])
         splits = [i for i in range(1, len(touches)) if touches[i] > touches[i - 1] + 1]
-        if not splits or not self._is_sent_away():
+        # What is made again leaves by itself.
+        if not splits or name in self.placement.recomputed or not self._is_sent_away():
             return
         split = self.rng.choice(splits)
         before, use = touches[split - 1], touches[split]
