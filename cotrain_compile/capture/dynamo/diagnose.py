@@ -53,7 +53,11 @@ def diagnose(
     # A branch on a number that the trace read from a tensor is a UserError.
     if isinstance(error, exc.Unsupported | exc.UserError):
         what, hint = _what_broke(error)
-        way = way_on(_library_frames(error), what) or hint or "Move that line out of the step"
+        way = (
+            way_on(_library_frames(error), what, location)
+            or hint
+            or "Move that line out of the step"
+        )
         eager = _IN_EAGER if suggests_eager else "."
         return CaptureError(
             f"{location}: the step cannot be captured as one graph: {what}. {way}{eager}"

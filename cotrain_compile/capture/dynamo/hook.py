@@ -22,7 +22,7 @@ from typing import Any
 import torch._dynamo
 import torch._dynamo.convert_frame as convert_frame
 from torch._dynamo import config
-from torch._dynamo.exc import ShortenTraceback
+from torch._dynamo.exc import FailOnRecompileLimitHit, ShortenTraceback
 from torch._dynamo.types import (  # type: ignore[attr-defined]
     ConvertFrameReturn,
     FrameAction,
@@ -127,7 +127,10 @@ def _trace_step(
     except Exception as error:
         session.undo()
         warns = options.on_break == "warn"
-        known = diagnose(error, session.refusal, session.code, suggests_eager=not warns)
+        refusal = session.refusal
+        if isinstance(error, FailOnRecompileLimitHit) and session.changing:
+            refusal = CaptureError(f"{_where(session.code)}: {session.changing}")
+        known = diagnose(error, refusal, session.code, suggests_eager=not warns)
         if known is None:
             raise
         if isinstance(known, CaptureError) and warns:
@@ -140,6 +143,9 @@ def _trace_step(
     except BaseException:
         session.undo()
         raise
+    if session.changing:
+        told = f"cotrain: the step is compiled again and again. {_where(session.code)}: "
+        warnings.warn(told + session.changing, stacklevel=2)
     return result
 
 

@@ -40,6 +40,7 @@ from cotrain_compile.capture.dynamo.causal_masks import known_in_trace, not_expo
 from cotrain_compile.capture.dynamo.gradient_hooks import backward_traced
 from cotrain_compile.capture.dynamo.leaves import leaves_traced
 from cotrain_compile.capture.dynamo.optimizers import build_optimizer_variable, update_itself
+from cotrain_compile.capture.dynamo.recompiles import reasons_noted
 from cotrain_compile.capture.dynamo.rewritten import rewritten, rewritten_traced
 from cotrain_compile.capture.dynamo.scaling import scalers_traced, traced_instead
 from cotrain_compile.capture.dynamo.session import Session
@@ -71,7 +72,11 @@ def whole_step_tracing(session: Session) -> Iterator[None]:
     with ExitStack() as stack:
         for context in _settings():
             stack.enter_context(context)
-        for owner, name, instead in (*_general(session), *_of_this_torch()):
+        for owner, name, instead in (
+            *_general(session),
+            *_of_this_torch(),
+            *reasons_noted(session),
+        ):
             stack.enter_context(mock.patch.object(owner, name, instead))
         stack.enter_context(scalers_traced())
         stack.enter_context(not_exporting())

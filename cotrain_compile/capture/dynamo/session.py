@@ -40,6 +40,8 @@ class Session:
     copied_data: list[CopiedData] = field(default_factory=list)
     # Whether the next torch.autograd.grad() in the trace is that of a backward().
     differentiates_backward: bool = False
+    # What has made most of the step's earlier graphs useless, if it is one value.
+    changing: str | None = None
     refusal: CaptureError | None = None
     graph_was_compiled: bool = False
 

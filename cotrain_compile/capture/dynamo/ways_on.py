@@ -47,13 +47,31 @@ _FRAMEWORKS = (
     ),
 )
 
+_DRAW = (
+    "draw the numbers with torch in the step (torch.rand((), device=...), torch.randint), or draw "
+    "them before it and pass them in as tensors"
+)
+
 # By words in Dynamo's own description, or in the source that broke the graph.
 _WORDS = (
     (("print",), "move the print out of the step, or print what the step returns"),
+    (("Random.", "numpy.random", "default_rng", "`RandomState`", "`Generator`", "`Random`"), _DRAW),
     (
-        ("Random.", "numpy.random", "default_rng", "`RandomState`", "`Generator`", "`Random`"),
-        "draw the numbers with torch in the step (torch.rand((), device=...), torch.randint), or "
-        "draw them before it and pass them in as tensors",
+        ("`cython_function_or_method`",),
+        "this calls a function made with Cython, as methods of NumPy's generators are. Where it is "
+        f"one, {_DRAW}; call any other before the step, and pass in what it returns",
+    ),
+    (
+        ("tp_iternext",),
+        "call next() outside the step, and pass in what it gives; to count, keep a number",
+    ),
+    (
+        ("`SimpleNamespace.__setattr__`", "`__setattr__` of class `SimpleNamespace`"),
+        "keep what the step sets in a dictionary, or in an object of a class of yours",
+    ),
+    (
+        ("setattr() is not supported on type function",),
+        "keep what the step sets in a global, a dictionary or an object, not on a function",
     ),
     (("`time.", ".time."), "read the clock outside the step"),
     (("LRScheduler.step",), "call scheduler.step() outside the step, after it"),
@@ -98,9 +116,22 @@ _WORDS = (
     (("data-dependent",), "decide outside the step, or with torch.where inside it"),
 )
 
+# By words in the user's own line, where Dynamo's description names neither.
+_LINES = (
+    ("RandomState(", _DRAW),
+    (
+        "generator=",
+        "leave out generator=, so that the numbers are of torch's own generator (seed it with "
+        "torch.manual_seed), or draw them before the step and pass them in",
+    ),
+)
 
-def way_on(stack: Sequence[traceback.FrameSummary], what: str) -> str | None:
-    """What to do about `what`, Dynamo's description of what the last line of `stack` does."""
+
+def way_on(stack: Sequence[traceback.FrameSummary], what: str, users_line: str = "") -> str | None:
+    """What to do about `what`, Dynamo's description of what the last line of `stack` does.
+
+    `users_line` is the last line of the user's that led there.
+    """
     if stack and os.path.abspath(stack[-1].filename).startswith(_OPTIMIZERS):
         return "Create the optimizer with capturable=True where it has that, or use another one"
     paths = [frame.filename.replace(os.sep, "/") for frame in stack]
@@ -111,6 +142,7 @@ def way_on(stack: Sequence[traceback.FrameSummary], what: str) -> str | None:
         for words, way in _WORDS
         if any(word in what or _is_in_source(word, source) for word in words)
     ]
+    found += [way for word, way in _LINES if word in users_line]
     return found[0][0].upper() + found[0][1:] if found else None
 
 

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo import convert_frame
 from torch._dynamo.utils import counters
 from torch._dynamo.variables import builder
 
 from cotrain_compile.capture.dynamo import patches
+from cotrain_compile.errors import CaptureError
 from tests.support.steps import SEED, Step, all_tensors, cotrain
 
 HEAD = """
@@ -51,6 +53,19 @@ step = compile_with(step)
 for x, y in batches:
     losses.append(step(x, y))
     weights["rows"] += 1
+"""
+
+APPENDING = """
+def step(x, y):
+    optimizer.zero_grad()
+    loss = F.mse_loss(model(x), y)
+    loss.backward()
+    optimizer.step()
+    losses.append(loss.detach())
+
+step = compile_with(step)
+for x, y in batches:
+    step(x, y)
 """
 
 
@@ -93,3 +108,21 @@ def test_a_torch_without_the_rule_for_whole_numbers_traces_every_count(
     script.write_text(HEAD + COUNTING)
     check_same(script)
     assert counters["stats"]["unique_graphs"] == 5
+
+
+def test_who_appends_to_a_list_is_told_why_the_step_is_compiled_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(HEAD + APPENDING)
+    told = r"train\.py:\d+ in step: `losses` changes from call to call.*`losses\.append\(.* outside"
+    with pytest.warns(UserWarning, match=told):
+        left = run(script, cotrain())
+    eager = run(script, lambda step: step)
+    torch.testing.assert_close(left["losses"], eager["losses"], rtol=0, atol=1e-12)
+    # As after 64 compiles.
+    monkeypatch.setattr(
+        convert_frame, "exceeds_recompile_limit", lambda *_: (True, "recompile_limit")
+    )
+    with pytest.raises(CaptureError, match=told):
+        left["step"](*left["batches"][0])

@@ -158,15 +158,64 @@ def test_hooks_that_transformers_installs_under_a_lock_are_there_after_a_first_c
         lambda: torch.from_numpy(np.random.rand(1)),
         lambda: np.random.default_rng(3).random(),
         lambda: random.Random().random(),
+        np.random.RandomState(3).rand,
+        np.random.default_rng(3).random,
+        lambda: np.random.RandomState(3).rand(),
     ],
 )
 def test_numbers_that_python_or_numpy_draw_are_drawn_by_torch_instead(
     draw: Callable[[], Any],
 ) -> None:
     layer, x = nn.Linear(2, 1), torch.ones(3, 2)
-    with pytest.raises(CaptureError, match=r"Draw the numbers with torch .*torch\.rand\(\(\)"):
+    with pytest.raises(CaptureError, match=r"[Dd]raw the numbers with torch .*torch\.rand\(\(\)"):
         train(layer.parameters(), lambda: (layer(x) - 3 - draw()).square().mean())
     train(layer.parameters(), lambda: (layer(x) - 9 - torch.rand(())).square().mean())
+
+
+def test_noise_of_a_generator_of_its_own_becomes_torchs_own() -> None:
+    layer, x, own = nn.Linear(2, 1), torch.ones(3, 2), torch.Generator().manual_seed(3)
+
+    def loss(noise: Callable[[], Tensor]) -> Tensor:
+        return (layer(x + noise() / 100) - 9).square().mean()
+
+    with pytest.raises(CaptureError, match="Leave out generator=, "):
+        train(layer.parameters(), lambda: loss(lambda: torch.randn(3, 2, generator=own)))
+    train(layer.parameters(), lambda: loss(lambda: torch.randn(3, 2)))
+
+
+def test_what_an_iterator_gives_is_passed_in() -> None:
+    layer, goals = nn.Linear(2, 1), iter([9.0, 9.0, 9.0])
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+
+    def step(goal: float) -> Tensor:
+        optimizer.zero_grad()
+        loss = (layer(torch.ones(3, 2)) - goal).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    with pytest.raises(CaptureError, match=r"Call next\(\) outside the step"):
+        losses(lambda: step(next(goals)))
+    run = torch.compile(step, backend="cotrain", options={"quiet": True})
+    first = run(next(goals))
+    assert run(next(goals)) < first
+
+
+def test_what_a_step_sets_on_a_function_is_kept_in_a_dictionary() -> None:
+    layer, count = nn.Linear(2, 1), {"calls": 0}
+
+    def loss() -> Tensor:
+        loss.calls = 1  # type: ignore[attr-defined]
+        return (layer(torch.ones(3, 2)) - 9).square().mean()
+
+    def counted() -> Tensor:
+        count["calls"] += 1
+        return (layer(torch.ones(3, 2)) - 9).square().mean()
+
+    with pytest.raises(CaptureError, match="Keep what the step sets in a global, a dictionary"):
+        train(layer.parameters(), loss)
+    train(layer.parameters(), counted)
+    assert count["calls"] == 2
 
 
 def test_a_full_backward_hook_becomes_one_of_what_the_module_returns() -> None:
