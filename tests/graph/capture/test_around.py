@@ -22,12 +22,11 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import cotrain_compile
 from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
 from cotrain_compile.backends.lifecycle.per_shape import LIMIT
+from tests.support.loops import EACH_POLICY
 from tests.support.steps import SEED, Step, all_tensors, cotrain, make_step
 
 CompileWith = Callable[[Step], Step]
 Loop = Callable[[CompileWith], Any]
-
-POLICIES = ("resident", "zero-offload")
 
 
 class Net(nn.Module):
@@ -211,7 +210,7 @@ LOOPS: dict[str, tuple[Loop, int]] = {
 }
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", EACH_POLICY)
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_loop_gives_eagers_numbers(loop: str, policy: str) -> None:
     run, expected_graphs = LOOPS[loop]

@@ -47,7 +47,11 @@ def largest_gap(losses: list[float], expected: list[float]) -> float:
 
 
 @pytest.mark.parametrize(
-    ("settings", "rounding"), [({}, FLOAT32), ({"mixed_precision": "bf16"}, BFLOAT16)]
+    ("settings", "rounding"),
+    [
+        ({}, FLOAT32),
+        pytest.param({"mixed_precision": "bf16"}, BFLOAT16, marks=pytest.mark.long),
+    ],
 )
 def test_accelerate(
     settings: dict[str, str], rounding: float, example: Callable[[str], ModuleType]
@@ -59,7 +63,8 @@ def test_accelerate(
 
 
 @pytest.mark.parametrize(
-    ("precision", "rounding"), [("32-true", FLOAT32), ("bf16-mixed", BFLOAT16)]
+    ("precision", "rounding"),
+    [pytest.param("32-true", FLOAT32, marks=pytest.mark.long), ("bf16-mixed", BFLOAT16)],
 )
 def test_fabric(precision: str, rounding: float, example: Callable[[str], ModuleType]) -> None:
     train = example("fabric_loop").train

@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 import cotrain_compile
 from cotrain_compile.errors import CaptureError
 from tests.support.captured_steps import make_plain_mlp
+from tests.support.loops import EACH_POLICY
 from tests.support.steps import SEED, Step, all_tensors, cotrain, cross_entropy, make_step, vectors
 
-POLICIES = ("resident", "zero-offload")
 STEPS = 8
 
 
@@ -187,7 +187,7 @@ def train(
     return losses, all_tensors(model, [optimizer])
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", EACH_POLICY)
 @pytest.mark.parametrize(
     ("make_optimizer", "graphs"),
     # State that the first step makes is there in the second one, which is then another graph. A
@@ -195,7 +195,7 @@ def train(
     # is one more.
     [
         (SignDescent, 2),
-        (CountingSteps, 3),
+        pytest.param(CountingSteps, 3, marks=pytest.mark.long),
         (WarmedMomentum, 3),
         (ScheduleFree, 4),
         (Lookahead, 3),

@@ -28,7 +28,7 @@ from tests.support.fuzz.fuzz_specs import (
 )
 
 ROOT = Path(__file__).parents[3]
-IN_CI = (0, 3, 4, 6)
+IN_CI = (0, pytest.param(3, marks=pytest.mark.long), 4, 6)
 WITHOUT_EDITS = (0, 6)  # of gradients and parameters, as the plain loops of most steps
 TIGHT = {"policy": "auto", "host_kernels": "captured", "quiet": True}
 
@@ -142,7 +142,13 @@ def test_a_program_that_leans_on_roundings_is_measured_by_its_own() -> None:
     assert run(Spec(20255, model, adadelta, loop, options=TIGHT)).status == "equal"
 
 
-@pytest.mark.parametrize("name", ["Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "ASGD"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("AdamW", "NAdam", "RAdam"),
+        *(pytest.param(n, marks=pytest.mark.long) for n in ("Adagrad", "Adam", "Adamax", "ASGD")),
+    ],
+)
 def test_captured_steps_are_those_of_eager_with_corrections_in_float32(name: str) -> None:
     """`run` holds them to 1e-12; with eager's own corrections most are 1e-8 apart and more."""
     flags = {"capturable": True} if name in ("RAdam", "ASGD") else {}
@@ -220,7 +226,10 @@ def test_compiled_code_takes_no_more_than_in_the_rehearsal(layer: str) -> None:
     assert run(replace(spec, device_share=1.0)).status == "equal"
 
 
-@pytest.mark.parametrize("optimizer", ["Adam", "AdamW", "Adagrad", "SGD"])
+@pytest.mark.parametrize(
+    "optimizer",
+    ["AdamW", "SGD", *(pytest.param(n, marks=pytest.mark.long) for n in ("Adam", "Adagrad"))],
+)
 def test_the_host_updates_a_parameter_with_gaps_in_its_memory(optimizer: str) -> None:
     """ATen's fused loops go through memory as if there were none."""
     settings = {"momentum": 0.9} if optimizer == "SGD" else {}
