@@ -53,6 +53,11 @@ def make_plain_mlp() -> nn.Module:
     )
 
 
+def make_two_layers() -> nn.Module:
+    """For what goes by the update of each parameter, a matrix or a bias, and not by the model."""
+    return nn.Sequential(nn.Linear(12, 8), nn.GELU(), nn.Linear(8, 4))
+
+
 class Checkpointed(nn.Sequential):
     """Layers whose values are made again for the backward."""
 

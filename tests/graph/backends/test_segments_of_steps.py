@@ -69,8 +69,9 @@ def resident_plan(name: str) -> Plan:
     return solve(captured(name).problem(), SolveSettings(policy="resident"))
 
 
+LONG_ONLY = ("llama", "muon", "t5")
 SEEDS = [
-    pytest.param(name, seed, marks=pytest.mark.long if seed else ())
+    pytest.param(name, seed, marks=pytest.mark.long if seed or name in LONG_ONLY else ())
     for name in TRAININGS
     for seed in range(5)
 ]
@@ -85,7 +86,7 @@ def test_segments_of_a_random_plan_leave_the_same_bits(name: str, seed: int) -> 
     assert not differences(captured(name).train(compiled(name, plan)), reference(name))
 
 
-@pytest.mark.parametrize("name", TRAININGS)
+@pytest.mark.parametrize("name", ["clipped", "gpt2", "accumulating", "autocast"])
 def test_segments_of_a_resident_step_leave_the_same_bits(name: str) -> None:
     step = compiled(name, resident_plan(name))
     assert not differences(captured(name).train(step), reference(name))

@@ -26,7 +26,14 @@ TINY = SIZES["tiny"]
 HERE = [peer for peer in PEERS if peer.missing("cpu") is None]
 
 
-@pytest.mark.parametrize("peer", HERE, ids=lambda peer: peer.name)
+@pytest.mark.parametrize(
+    "peer",
+    [
+        pytest.param(peer, marks=pytest.mark.long if "torch.compile" in peer.name else ())
+        for peer in HERE
+    ],
+    ids=lambda peer: peer.name,
+)
 def test_a_peer_trains_the_same_model(peer: Peer) -> None:
     batch = TINY.batch("cpu")
 

@@ -34,8 +34,13 @@ pytestmark = [
 
 @pytest.fixture
 def example(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
-    """Imports an example by name, as it does its neighbours."""
+    """Imports an example by name, as it does its neighbours; its model has a single layer here."""
     monkeypatch.syspath_prepend(EXAMPLES)
+    text: Any = importlib.import_module("text")
+    config = text.LlamaConfig
+    monkeypatch.setattr(
+        text, "LlamaConfig", lambda **settings: config(**{**settings, "num_hidden_layers": 1})
+    )
     AcceleratorState._reset_state(reset_partial_state=True)
     return importlib.import_module
 

@@ -28,7 +28,7 @@ from cotrain_compile.runtime.host import kernels as kernels
 from cotrain_compile.runtime.host.captured_kernels import CapturedKernel
 from cotrain_compile.runtime.host.kernels import FusedKernel, host_kernels
 from cotrain_compile.runtime.host.match_update import Match, match_update
-from tests.support.captured_steps import make_plain_mlp
+from tests.support.captured_steps import make_two_layers
 from tests.support.loops import EACH_POLICY
 from tests.support.steps import OPTIMIZERS, SEED, Batch, Step, all_tensors, check_peak, cotrain
 
@@ -151,7 +151,7 @@ def train(
 ) -> dict[str, Any]:
     """Everything that training leaves, of every step; and the scaler's own state."""
     torch.manual_seed(SEED)
-    model = make_plain_mlp().double()
+    model = make_two_layers().double()
     optimizers = OPTIMIZERS[optimizer](model)
     scaler = GradScaler("cpu", init_scale=2.0**10, growth_interval=2, enabled=enabled)
     step = compile_with(make(model, optimizers, scaler))
@@ -261,7 +261,7 @@ def test_the_scale_can_be_updated_outside_the_step() -> None:
 
     def run(compile_with: Callable[[Step], Step]) -> Any:
         torch.manual_seed(SEED)
-        model = make_plain_mlp().double()
+        model = make_two_layers().double()
         optimizers = OPTIMIZERS["adamw"](model)
         scaler = GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
         step = compile_with(make(model, optimizers, scaler))
@@ -381,7 +381,7 @@ def lazy_sgd(params: Any) -> Optimizer:
 def test_an_optimizer_that_cannot_be_skipped_is_refused(
     make_optimizer: Callable[..., Optimizer], says: str
 ) -> None:
-    model = make_plain_mlp().double()
+    model = make_two_layers().double()
     optimizer = make_optimizer(model.parameters())
     scaler = GradScaler("cpu")
     before = copy.deepcopy((model.state_dict(), optimizer.state_dict()["state"]))

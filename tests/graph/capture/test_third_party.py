@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 import cotrain_compile
 from cotrain_compile.errors import CaptureError
-from tests.support.captured_steps import make_plain_mlp
+from tests.support.captured_steps import make_two_layers
 from tests.support.loops import EACH_POLICY
 from tests.support.steps import SEED, Step, all_tensors, cotrain, cross_entropy, make_step, vectors
 
@@ -177,7 +177,7 @@ def train(
     make_optimizer: Callable[[Any], Optimizer], compile_with: Callable[[Step], Step]
 ) -> tuple[list[Any], Any]:
     torch.manual_seed(SEED)
-    model = make_plain_mlp().double()
+    model = make_two_layers().double()
     optimizer = make_optimizer(model.parameters())
     step = compile_with(make_step(model, [optimizer], cross_entropy))
     losses = []
@@ -259,14 +259,14 @@ class AskingTheDevice(SignDescent):
 
 
 def test_one_that_decides_by_data_is_refused_with_a_reason() -> None:
-    model: nn.Module = make_plain_mlp()
+    model: nn.Module = make_two_layers()
     step = make_step(model, [AskingTheDevice(model.parameters())], cross_entropy)
     with pytest.raises(CaptureError, match=r"norm\(\) > 1.*torch.where"):
         cotrain()(step)(*vectors())
 
 
 def test_states_that_start_from_new_parameters_share_no_memory_with_them() -> None:
-    model = make_plain_mlp()
+    model = make_two_layers()
     optimizer = Lookahead(model.parameters())
     cotrain()(make_step(model, [optimizer], cross_entropy))(*vectors())
     for param in model.parameters():
@@ -275,7 +275,7 @@ def test_states_that_start_from_new_parameters_share_no_memory_with_them() -> No
 
 
 def test_a_wrapper_leaves_the_flags_of_the_groups_it_shares() -> None:
-    model = make_plain_mlp()
+    model = make_two_layers()
     optimizer = Lookahead(model.parameters())
     cotrain()(make_step(model, [optimizer], cross_entropy))(*vectors())
     assert optimizer.param_groups[0]["foreach"] is True

@@ -21,7 +21,7 @@ from cotrain_compile.graph import StepGraph
 from cotrain_compile.runtime.host import kernels as kernels
 from cotrain_compile.runtime.host.captured_kernels import CapturedKernel
 from cotrain_compile.runtime.host.kernels import FusedKernel, host_kernels
-from tests.support.captured_steps import make_plain_mlp
+from tests.support.captured_steps import make_two_layers
 from tests.support.steps import (
     OPTIMIZERS,
     SEED,
@@ -77,7 +77,7 @@ def train(
 ) -> dict[str, Tensor]:
     """Train in float64; every schedule is stepped after every step."""
     torch.manual_seed(SEED)
-    model = make_plain_mlp().double()
+    model = make_two_layers().double()
     optimizers = make_optimizers(model)
     schedules = [make_schedule(optimizer) for optimizer in optimizers]
     step = compile_with(make_step(model, optimizers, cross_entropy))
