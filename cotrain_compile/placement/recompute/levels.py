@@ -30,8 +30,8 @@ _CHEAPEST = 1e-18
 class Level:
     """One answer to what is made again: the buffers to be `recomputed`.
 
-    `saved_bytes` are no longer kept for the backward, less what is kept only to make them again;
-    `seconds` is what the ops take that run again.
+    `saved_bytes` are no longer kept for the backward, less what is kept only to make them again, in
+    all micro-batches together; `seconds` is what the ops take that run again.
     """
 
     recomputed: frozenset[str]

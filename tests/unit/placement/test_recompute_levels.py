@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import combinations, pairwise
 
 import pytest
@@ -19,6 +20,7 @@ from cotrain_compile.placement.recompute.closure import (
 from cotrain_compile.placement.recompute.cuts import Value, stretches
 from cotrain_compile.placement.recompute.levels import MOST_LEVELS, Level, find_levels
 from cotrain_compile.placement.recompute.regions import inside, regions_of
+from cotrain_compile.placement.recompute.rewrite import recomputable
 from tests.support.blocks import blocks, in_modules, values
 from tests.support.nets import MIB, Layer, Training, perceptron, recurrent, residual_conv, step_of
 
@@ -173,6 +175,32 @@ def test_a_cut_is_between_equal_layers() -> None:
     regions = regions_of(dataflow, values(dataflow))
     assert [len(region.ops) for region in regions[:-1]] == [3] * (len(regions) - 1)
     assert all(dataflow.ops[region.ops[0]].name.startswith("f_in") for region in regions)
+
+
+# What may be made again.
+
+
+@pytest.mark.parametrize(
+    ("target", "may"),
+    [
+        ("aten.mul.Tensor", True),
+        ("aten.sigmoid.default", True),
+        ("prims.convert_element_type.default", True),
+        ("aten.topk.default", False),
+        ("aten.max_pool2d_with_indices.default", False),
+        ("aten.adaptive_max_pool2d.default", False),
+        ("mylib.mul.default", False),
+    ],
+)
+def test_an_op_that_decides_or_is_not_torchs_is_not_run_again(target: str, may: bool) -> None:
+    dataflow = blocks(2)
+    ops = (
+        replace(op, target=target if op.name == "f_act0" else "aten.mul.Tensor")
+        for op in dataflow.ops
+    )
+    found = recomputable(replace(dataflow, ops=tuple(ops)))
+    assert ("h_act0" in found) is may
+    assert "h_in0" in found
 
 
 # Levels.
