@@ -102,8 +102,15 @@ class Machine:
         """
         link = self._by_ends.get((source, target))
         if link is None:
-            raise ValueError(f"machine {self.name} has no link from {source} to {target}")
+            link = self.links[self.link_between(source, target)]
         return copies * link.latency_s + nbytes / link.bytes_per_s
+
+    def link_between(self, source: str, target: str) -> str:
+        """The name of the link from `source` to `target`; ValueError where there is none."""
+        for name, link in self.links.items():
+            if link.ends == (source, target):
+                return name
+        raise ValueError(f"machine {self.name} has no link from {source} to {target}")
 
     def slowdown(self, lane: str, busy: Collection[str]) -> float:
         """How many times longer work on `lane` takes while the lanes `busy` are at work."""

@@ -8,6 +8,9 @@ tiers. The error says which rule is broken where.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import PlanError
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.check.recomputed import check_recomputed
@@ -26,16 +29,23 @@ def check(problem: Problem, plan: Plan) -> None:
             f"the plan was made for step {plan.fingerprint}, this step is {dataflow.fingerprint}; "
             "make a new plan for it"
         )
-    require(set(plan.budgets) == set(Tier), "every tier needs a budget")
+    spaces = set(problem.machine.spaces)
+    require(set(plan.budgets) == spaces, "every space of the machine needs a budget, and no other")
+    for space, peak in peaks_of(dataflow, plan).items():
+        check_budget(space, peak, plan.budgets[space])
+
+
+def peaks_of(dataflow: Dataflow, plan: Plan) -> Mapping[Tier, Peak]:
+    """The peak in each space; `PlanError` unless `plan` computes `dataflow`, in whatever memory."""
     check_recomputed(dataflow, plan.placement)
     dataflow = recomputed(dataflow, plan.placement.recomputed)
     check_placement(dataflow, plan.placement)
     check_tasks(dataflow, plan)
-    for tier, peak in replay(dataflow, plan).items():
-        _check_budget(tier, peak, plan.budgets[tier])
+    return replay(dataflow, plan)
 
 
-def _check_budget(tier: Tier, peak: Peak, budget_bytes: int) -> None:
+def check_budget(tier: str, peak: Peak, budget_bytes: int) -> None:
+    """Raise `PlanError` unless `peak` is within the budget of its space."""
     if peak.nbytes > budget_bytes:
         raise PlanError(
             f"unsound plan: {peak.nbytes} bytes on the {tier} {peak.where}, budget {budget_bytes}, "
