@@ -167,6 +167,17 @@ class Machine:
 
     # One device and its host.
 
+    @property
+    def has_one_device(self) -> bool:
+        """Whether it is one that `two_tier` could have made, which a plan is made for."""
+        names = {Tier.DEVICE.value, Tier.HOST.value}
+        ends = {name: link.ends for name, link in self.links.items()}
+        return (
+            self.spaces.keys() == names == self.processors.keys()
+            and ends == {_DOWN: (Tier.DEVICE, Tier.HOST), _UP: (Tier.HOST, Tier.DEVICE)}
+            and self.processors[Tier.HOST].update is not None
+        )
+
     def tier(self, space: str) -> TierSpec:
         """A space with the processor that works in it."""
         return self._tiers[space]

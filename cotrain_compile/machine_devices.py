@@ -64,8 +64,14 @@ def seen_from(machine: Machine, device: str, *, crowded: bool = False) -> Machin
         h2d=h2d,
         d2h=d2h,
         host_update=update,
-        duplex=2.0 if crowded else 2.0 / machine.slowdown(down, (up,)),
+        duplex=2.0 if crowded else _duplex(machine, down, up),
         source=machine.source,
         issue_s=works.issue_s,
         fuses_updates=works.fuses_updates,
     )
+
+
+def _duplex(machine: Machine, down: str, up: str) -> float:
+    """What both links reach together while all others are idle, as a multiple of one."""
+    paths = (path for path in machine.shared_paths if {down, up} <= set(path.links))
+    return min((path.together for path in paths if path.together < 2.0), default=2.0)

@@ -83,7 +83,7 @@ def find(name_or_path: str) -> Machine:
     if os.path.isfile(name_or_path):
         from cotrain_compile.files import load  # needed for files only; presets stay plain data
 
-        return load(name_or_path, Machine)
+        return _of_one_device(name_or_path, load(name_or_path, Machine))
     base, *changes = name_or_path.split()
     if changes:
         return replace(_changed(find(base), changes), name=name_or_path)
@@ -91,6 +91,17 @@ def find(name_or_path: str) -> Machine:
         f"no machine named {name_or_path!r} and no such file; known are "
         f"{', '.join([*PRESETS, THIS_MACHINE])}, or a file written by `cotrain-compile calibrate`"
     )
+
+
+def _of_one_device(path: str, machine: Machine) -> Machine:
+    if not machine.has_one_device:
+        raise OptionError(
+            f"{path}: a plan is for one device and its host, with the links d2h and h2d; this "
+            f"machine has the spaces {', '.join(machine.spaces)} and the links "
+            f"{', '.join(machine.links) or 'none'}; plan for one of its devices, as "
+            "machine_devices.seen_from(machine, device) has it, or for all with plan_devices"
+        )
+    return machine
 
 
 def with_changes(name: str, **sizes: str | None) -> str:

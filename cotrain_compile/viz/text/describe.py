@@ -8,13 +8,15 @@ from collections.abc import Iterator, Set
 from cotrain_compile.analysis.costs import unknown_words
 from cotrain_compile.analysis.liveness import liveness
 from cotrain_compile.dataflow import PERSISTENT_ROLES, Dataflow, Phase
-from cotrain_compile.machine import HostUpdate, Link, Machine, TierSpec
+from cotrain_compile.machine import HostUpdate, Link, Machine, Processor, TierSpec
 from cotrain_compile.plan import HostRegion, Lane, Plan, Timeline
 from cotrain_compile.units import format_bytes, format_seconds
 
 
 def describe_machine(machine: Machine) -> str:
     """Tiers, links and host updates with their rates, and where the figures come from."""
+    if not machine.has_one_device:
+        return "\n".join(_parts_of(machine))
     update = machine.host_update
     return "\n".join(
         [
@@ -30,6 +32,20 @@ def describe_machine(machine: Machine) -> str:
             f"source       {machine.source or 'not given'}",
         ]
     )
+
+
+def _parts_of(machine: Machine) -> Iterator[str]:
+    """A machine with any spaces, processors and links, a line for each."""
+    yield f"machine      {machine.name}"
+    for name, space in machine.spaces.items():
+        yield f"space        {name}: {format_bytes(space.capacity_bytes)}"
+    for name, processor in machine.processors.items():
+        yield f"processor    {name} in {processor.space}: {_rates(processor)}"
+    for name, link in machine.links.items():
+        yield f"link         {name} from {link.source} to {link.target}: {_link(link)}"
+    for path in machine.shared_paths:
+        yield f"shared       {', '.join(path.links)}: {path.together:.2f} times one of them"
+    yield f"source       {machine.source or 'not given'}"
 
 
 def _op_by_op(update: HostUpdate) -> str:
@@ -134,8 +150,12 @@ def _some(names: Set[str]) -> str:
 
 
 def _tier(tier: TierSpec) -> str:
-    rates = ", ".join(f"{dtype} {rate / 1e12:.3g}" for dtype, rate in tier.flops_per_s.items())
-    return f"{format_bytes(tier.capacity_bytes)}, {_rate(tier.bytes_per_s)}, Tflop/s: {rates}"
+    return f"{format_bytes(tier.capacity_bytes)}, {_rates(tier)}"
+
+
+def _rates(of: TierSpec | Processor) -> str:
+    rates = ", ".join(f"{dtype} {rate / 1e12:.3g}" for dtype, rate in of.flops_per_s.items())
+    return f"{_rate(of.bytes_per_s)}, Tflop/s: {rates}"
 
 
 def _link(link: Link) -> str:

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from cotrain_compile.errors import OptionError
-from cotrain_compile.files import save
+from cotrain_compile.files import load, save
 from cotrain_compile.machine import Machine
+from cotrain_compile.machine_devices import seen_from, side_by_side
 from cotrain_compile.presets import (
     ADAMW_BYTES_PER_PARAMETER,
     PRESETS,
@@ -22,6 +23,7 @@ from cotrain_compile.presets import (
     usable_memory_bytes,
     with_changes,
 )
+from cotrain_compile.viz.text.describe import describe_machine
 
 DATA = Path(__file__).parents[2] / "data" / "zero_offload_tables.json"
 NAMES = {
@@ -170,3 +172,22 @@ def test_cgroup_limits_are_read_in_both_versions(
     root = write(tmp_path, files)
     assert cgroup_memory_limit_bytes(root) == limit_bytes
     assert cgroup_cores(root) == cores
+
+
+def test_a_machine_of_several_devices_is_described_but_no_plan_is_made_for_it(
+    tmp_path: Path,
+) -> None:
+    two = side_by_side(PRESETS["rtx4090"], 2)
+    save(two, tmp_path / "two.json")
+    assert load(tmp_path / "two.json", Machine) == two
+    told = describe_machine(two)
+    assert "link         h2d1 from host to device1" in told
+    assert "shared       h2d0, h2d1: 1.00 times one of them" in told
+    with pytest.raises(
+        OptionError, match=r"one device and its host.* device0, device1, host .*seen"
+    ):
+        find(str(tmp_path / "two.json"))
+    one = seen_from(two, "device0")
+    save(one, tmp_path / "one.json")
+    assert find(str(tmp_path / "one.json")) == one
+    assert one.but(name="rtx4090") == PRESETS["rtx4090"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ from cotrain_compile.presets import find
 from tests.support.dataflows import chain
 
 ROOT = Path(__file__).parents[3]
-RECIPES = sorted(path for path in (ROOT / "docs" / "recipes").glob("add-*.md"))
+RECIPES = sorted(path for path in (ROOT / "docs" / "recipes").glob("*.md") if path.stem != "README")
 FOLDERS = (ROOT, ROOT / "cotrain_compile")
 
 
@@ -56,3 +57,16 @@ def test_a_policy_in_the_table_is_solved_for_and_tried_by_auto(
     report = solve(problem).report
     assert report is not None
     assert report.simulated_s["last-on-host"] == plan.predicted.makespan_s
+
+
+def test_the_link_of_the_recipe_is_a_lane_with_its_time_and_what_it_shares() -> None:
+    """The page's own lines, run; then what its steps promise."""
+    page = (ROOT / "docs" / "recipes" / "link.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    made: dict[str, Any] = {}
+    exec(code, made)
+    machine = made["machine"]
+    assert made["seconds"] == pytest.approx(1e-5 + (1 << 30) / 20e9)
+    assert "peer" in machine.lanes
+    assert machine.slowdown("peer", ("h2d1",)) == machine.slowdown("h2d1", ("peer",)) == 2.0
+    assert machine.slowdown("peer", ("h2d0",)) == 1.0
