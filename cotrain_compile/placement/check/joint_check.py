@@ -19,6 +19,7 @@ from cotrain_compile.placement.check.copies import values_of
 from cotrain_compile.placement.check.replay import Peak, run_order
 from cotrain_compile.placement.check.rules import require
 from cotrain_compile.placement.joint import JointPlan, JointProblem, Message
+from cotrain_compile.placement.recompute.rewrite import recomputed
 
 
 def check_joint(problem: JointProblem, plan: JointPlan) -> None:
@@ -95,7 +96,9 @@ class _Crossings:
     def __init__(self, problem: JointProblem, plan: JointPlan) -> None:
         self.problem, self.dataflow = problem, problem.dataflow
         self.order = {
-            device: run_order(problem.parts[device], of_device)
+            device: run_order(
+                recomputed(problem.parts[device], of_device.placement.recomputed), of_device
+            )
             for device, of_device in plan.plans.items()
         }
         self.slot = {op.name: i for ops in self.order.values() for i, op in enumerate(ops)}

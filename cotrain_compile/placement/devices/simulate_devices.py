@@ -99,15 +99,15 @@ def _placed_works(problem: JointProblem, plans: Mapping[str, Plan]) -> Iterator[
 
 def _works_on(problem: JointProblem, device: str, plan: Plan) -> Iterator[_Placed]:
     """The works of one plan, by the names that the machine has for its lanes."""
-    alone = problem_of(problem, device, plan.budgets[Tier.HOST])
+    alone = problem_of(problem, device, plan.budgets[Tier.HOST]).under(plan.placement)
     program = device_program(alone.dataflow, plan.placement, plan.moved)
     lanes = _lanes_seen_from(problem.machine, device)
     issued = {task.name: task.issue_after for task in plan.tasks}
     latest: dict[str, int] = {}
     for work in works_of(alone, program, plan.tasks):
         begins = issued.get(work.name, work.name)
-        position = -1 if begins is None else problem.dataflow.position[begins]
-        # Ops that were moved do not change the order in which a plan feeds a lane.
+        position = -1 if begins is None else problem.dataflow.position.get(begins, -1)
+        # Ops that were moved or made again do not change the order in which a plan feeds a lane.
         latest[work.lane] = max(latest.get(work.lane, -1), position)
         yield _Placed(
             latest[work.lane],
