@@ -122,7 +122,8 @@ def _works_on(problem: JointProblem, device: str, plan: Plan) -> Iterator[_Place
 
 def _legs(machine: Machine, message: Message) -> Sequence[Work]:
     """The copies that a message is made of, one behind the other."""
-    after, works = _named(message.source, message.after), []
+    works: list[Work] = []
+    after = _named(message.source, message.after)
     for name in hops(machine, message):
         seconds = machine.copy_s(message.nbytes, *machine.links[name].ends)
         works.append(Work(_leg(message.name, name), name, seconds, after=(after,)))

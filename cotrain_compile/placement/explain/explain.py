@@ -6,7 +6,7 @@ Each alternative is scheduled and simulated, none is a canned sentence.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from cotrain_compile.analysis.reuse import reuse_distances
@@ -19,7 +19,7 @@ from cotrain_compile.placement.problem import Problem
 from cotrain_compile.plan import Lane, Plan
 from cotrain_compile.units import format_bytes, format_seconds
 
-LANES = {
+LANES: Mapping[str, str] = {
     Lane.DEVICE: "device work",
     Lane.HOST: "updates on the host",
     Lane.D2H: "copies device to host",

@@ -22,7 +22,7 @@ from cotrain_compile.viz.text.summary import NOT_NEEDED, reserved_on_card, reser
 from cotrain_compile.viz.timeline import LANE_TITLES
 
 LARGEST = 14
-_REGIMES: Mapping[Lane, str] = {
+_REGIMES: Mapping[str, str] = {
     Lane.DEVICE: "Device compute sets the pace",
     Lane.HOST: "Updates on the host set the pace",
     Lane.D2H: "The link down to the host sets the pace",

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from cotrain_compile.dataflow import Buffer, Dataflow, Op, Phase, Role
+from cotrain_compile.dataflow import Buffer, Dataflow, Op, Phase, Role, UpdateGroup
 from cotrain_compile.errors import PlacementError, PlanError
 from cotrain_compile.machine import HostUpdate, Link, Machine, Tier, TierSpec, two_tier
 from cotrain_compile.machine_devices import seen_from, side_by_side
@@ -15,7 +15,7 @@ from cotrain_compile.placement.check.joint_check import check_joint
 from cotrain_compile.placement.devices.plan_devices import plan_devices
 from cotrain_compile.placement.devices.simulate_devices import joined, problem_of
 from cotrain_compile.placement.devices.split import formulate_jointly
-from cotrain_compile.placement.joint import JointPlan, JointProblem
+from cotrain_compile.placement.joint import JointPlan, JointProblem, Message
 from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.placement.search.solve import SolveSettings
 from cotrain_compile.plan import Placement
@@ -118,14 +118,15 @@ def test_what_crosses_must_be_there_in_time() -> None:
     problem = stages_on(side_by_side(SLOW, 2))
     plan = fetching(problem)
     (message,) = problem.messages
-    for wrong, complaint in (
+    cases: tuple[tuple[tuple[Message, ...], str | None], ...] = (
         ((), "device1 has y without a message"),
         ((replace(message, before="b"),), None),
         ((replace(message, after="b"),), "goes from device0 to device1"),
         ((replace(message, before="a"),), "goes from device0 to device1"),
         ((replace(message, nbytes=4),), "moves 4 bytes of 100"),
         ((message, message), "sent to a device twice"),
-    ):
+    )
+    for wrong, complaint in cases:
         changed = replace(problem, messages=wrong)
         if complaint is None:  # earlier than it has to be
             check_joint(changed, plan)
@@ -168,7 +169,8 @@ def halves(layers: int) -> tuple[Dataflow, dict[str, str]]:
     """Two chains beside each other, as of two models in one step, and a device for each."""
     ops: list[Op] = []
     buffers: list[Buffer] = []
-    updates, device_of = [], {}
+    updates: list[UpdateGroup] = []
+    device_of: dict[str, str] = {}
     for device in (ONE, OTHER):
         half = chain(layers, width=256, batch=256)
 
