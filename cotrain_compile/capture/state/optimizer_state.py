@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cotrain_compile.capture.state.untouched import MAKE_ZEROS, zeros_on_host
+from cotrain_compile.errors import HostMemoryError
 
 
 @dataclass
@@ -105,8 +106,26 @@ def create_state(
     is no longer empty. `_init_group` of torch's optimizers only looks at whether a parameter has a
     gradient, so each gets a stand-in of one element. An optimizer without `_init_group`, and SGD
     whose dampening makes its first step a different one, keep their lazy state (and cost that
-    second compile).
+    second compile). Raises `HostMemoryError`, and has made no state, where memory is short.
     """
+    had = {param for param in _params(optimizer) if optimizer.state.get(param)}
+    try:
+        return _create_state(optimizer, stateless)
+    except HostMemoryError:
+        for param in _params(optimizer):
+            if param not in had:
+                optimizer.state.pop(param, None)
+        raise
+
+
+def _params(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _create_state(
+    optimizer: torch.optim.Optimizer, stateless: frozenset[int]
+) -> list[torch.Tensor]:
     created: list[torch.Tensor] = []
     init_group = undecorated(getattr(type(optimizer), "_init_group", None))
     for group in optimizer.param_groups:

@@ -14,6 +14,9 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from cotrain_compile.errors import HostMemoryError
+from cotrain_compile.units import format_bytes
+
 MAKE_ZEROS = frozenset(
     {
         torch.ops.aten.zeros.default,
@@ -29,18 +32,34 @@ _made = WeakTensorKeyDictionary()
 
 
 def zeros_on_host(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor:
-    """What `func`, one of `MAKE_ZEROS`, makes, on the host."""
+    """What `func`, one of `MAKE_ZEROS`, makes, on the host.
+
+    Raises `HostMemoryError` where the system has no such memory to give.
+    """
     like: torch.Tensor = func(*args, **{**kwargs, "device": torch.device("meta")})
     is_plain = type(like) is torch.Tensor and like.layout is torch.strided
     nbytes = like.untyped_storage().nbytes() if is_plain else 0
     if nbytes < _LEAST_BYTES:
         small: torch.Tensor = func(*args, **{**kwargs, "device": torch.device("cpu")})
         return small
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = _map(nbytes, like)
     storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
     made = torch.empty(0, dtype=like.dtype).set_(storage, 0, like.size(), like.stride())
     _made[made] = made._version
     return made
+
+
+def _map(nbytes: int, like: torch.Tensor) -> mmap.mmap:
+    try:
+        return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise HostMemoryError(
+            f"a state of the optimizer, {str(like.dtype).removeprefix('torch.')} of "
+            f"{tuple(like.shape)}, takes {format_bytes(nbytes)} of host memory, and the system "
+            f"does not give them: {error.strerror}. Free host memory, raise the limit of the "
+            "container, or take a smaller model or an optimizer with smaller states. Nothing was "
+            "updated, and no state was made."
+        ) from error
 
 
 def is_untouched_zero(tensor: torch.Tensor) -> bool:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from cotrain_compile.capture.state import untouched
 from cotrain_compile.capture.state.optimizer_state import create_state
 from cotrain_compile.capture.state.untouched import is_untouched_zero
+from cotrain_compile.errors import HostMemoryError
 from cotrain_compile.machine import Tier
 from cotrain_compile.runtime.cuda import homes
 from cotrain_compile.runtime.cuda.pinned import PinnedPool
@@ -54,3 +59,33 @@ def test_a_state_that_was_written_is_copied(write: Callable[[Tensor], object]) -
     state = states()[0]
     write(state)
     assert not is_untouched_zero(state)
+
+
+def test_a_state_that_the_system_has_no_memory_for_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = nn.Sequential(nn.Linear(2, 1), nn.Linear(1, 2**18))
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    maps = iter([mmap.mmap])  # the first moment, and none for the second
+
+    def map_once(*args: Any, **kwargs: Any) -> mmap.mmap:
+        for real in maps:
+            return real(*args, **kwargs)
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    compiled = torch.compile(step, backend="cotrain", options={"quiet": True})
+    with monkeypatch.context() as patched:
+        patched.setattr(untouched.mmap, "mmap", map_once)
+        with pytest.raises(HostMemoryError, match=r"1\.0 MiB of host memory.*Free host memory"):
+            compiled(torch.ones(3, 2))
+    assert not optimizer.state
+    first = compiled(torch.ones(3, 2))
+    assert compiled(torch.ones(3, 2)) < first
