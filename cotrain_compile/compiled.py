@@ -16,6 +16,7 @@ from typing import Any
 from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
 from cotrain_compile.backends.lifecycle.deferred import wait_for_tails
 from cotrain_compile.capture.dynamo.hook import frame_objects
+from cotrain_compile.capture.dynamo.session import FrameObjects
 from cotrain_compile.errors import CotrainError
 from cotrain_compile.options import Options
 from cotrain_compile.plan import Placement
@@ -30,14 +31,14 @@ class Origin:
     """
 
     code: CodeType
-    frame_objects: tuple[int, ...]
+    frame_objects: FrameObjects
     options: Options
     keeping_gradient: frozenset[int]
     owners: tuple[weakref.ref[Any], ...]
     live: LiveLine | None
 
     @property
-    def function(self) -> tuple[CodeType, tuple[int, ...]]:
+    def function(self) -> tuple[CodeType, FrameObjects]:
         return self.code, self.frame_objects
 
 
@@ -65,12 +66,19 @@ def inspect(step: Callable[..., Any]) -> CompiledStep:
     code = getattr(function, "__code__", None)
     key = frame_objects(code, function.__closure__) if code is not None else ()
     found = [c for c, origin in _compiled.items() if origin.function == (code, key)]
+    if not found:  # the same step made anew: the cells of its numbers are others
+        of_objects = {c: _objects(o.frame_objects) for c, o in _compiled.items() if o.code is code}
+        found = [c for c, objects in of_objects.items() if objects == _objects(key)]
     if not found:
         raise CotrainError(
             'this step has not been compiled yet: compile it with backend="cotrain" and call it '
             "once before inspecting it"
         )
     return max(found, key=lambda compiled: compiled.last_run_s)
+
+
+def _objects(key: FrameObjects) -> FrameObjects:
+    return tuple(entry for entry in key if entry[0] == "object")
 
 
 def report(step: Callable[..., Any], path: str | os.PathLike[str]) -> None:

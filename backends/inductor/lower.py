@@ -5,6 +5,7 @@ A placed StepGraph and the dataflow of its sizes in, a `LoweredStep` out.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -75,7 +76,9 @@ def segments_of(
     """As `lower`, without compiling."""
     placed = placed.copy()
     sink_into_updates(placed.module.graph, dataflow)
-    stretches = cut(placed.module.graph, layers_of(dataflow), _runs_alone)
+    symbols = frozenset(dataflow.symbols)
+    alone = functools.partial(_runs_alone, symbols=symbols)
+    stretches = cut(placed.module.graph, layers_of(dataflow), alone)
     _refuse_unmatched(eager_segments, [stretch.name for stretch in stretches])
     compiled = [s for s in stretches if not any(fnmatch(s.name, p) for p in eager_segments)]
     # All sizes are numbers, but without an environment for shapes Inductor leaves its cache alone.
@@ -114,17 +117,26 @@ def _compile(equal: Sequence[Segment], settings: Settings) -> Code:
         ) from error
 
 
-def _runs_alone(node: fx.Node) -> bool:
+def _runs_alone(node: fx.Node, symbols: frozenset[str]) -> bool:
     """Whether an op can be in no segment: it takes a subgraph, or takes or makes a number.
 
-    Or it would draw random numbers before or behind others.
+    A segment is compiled for the sizes of `symbols`, and a number that is none may be another in
+    the next call. Or the op would draw random numbers before or behind others.
     """
     if may_draw_out_of_order(node):
         return True
     given = [source.meta.get("val") for source in node.all_input_nodes]
     if any(value is None for value in given):
         return True
-    return any(isinstance(v, torch.SymFloat | float) for v in (*given, node.meta.get("val")))
+    numbers = (*given, node.meta.get("val"))
+    return any(isinstance(v, torch.SymFloat | float) for v in numbers) or any(
+        isinstance(v, torch.SymInt) and not _symbols_of(v) <= symbols for v in given
+    )
+
+
+def _symbols_of(number: torch.SymInt) -> set[str]:
+    expression = number.node.shape_env.simplify(number.node.expr)
+    return {str(symbol) for symbol in expression.free_symbols}
 
 
 def _refuse_settings(settings: Settings) -> None:

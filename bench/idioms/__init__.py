@@ -25,6 +25,7 @@ MODULES = (
     "results",
     "refusals",
     "refused_values",
+    "scripts",
 )
 
 

@@ -7,6 +7,7 @@ write the whole step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import cycle
@@ -31,6 +32,7 @@ class Training:
     step: Step
     batches: list[Batch]
     watched: list[nn.Module | Optimizer | Tensor]
+    compiles: float = math.inf  # no more graphs than these, however many steps
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,8 @@ Edit = Callable[[Parts], None]
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 
-def _add(idiom: Idiom) -> None:
+def add(idiom: Idiom) -> None:
+    """Have `idiom` among those that are run."""
     assert idiom.name not in IDIOMS, f"two idioms are called {idiom.name}"
     IDIOMS[idiom.name] = idiom
 
@@ -162,7 +165,7 @@ def gradient_edit(edit: Edit) -> Edit:
         model = mlp()
         return plain(model, make_optimizer(model), after_backward=edit)
 
-    _add(Idiom(_name(edit), "gradients", make))
+    add(Idiom(_name(edit), "gradients", make))
     return edit
 
 
@@ -174,7 +177,7 @@ def parameter_edit(edit: Edit) -> Edit:
         model = mlp()
         return plain(model, make_optimizer(model), after_step=edit)
 
-    _add(Idiom(_name(edit), "parameters", make))
+    add(Idiom(_name(edit), "parameters", make))
     return edit
 
 
@@ -188,7 +191,7 @@ def loss_idiom(batches: Callable[[], list[Batch]] = regression) -> Callable[[Los
             model = mlp()
             return plain(model, make_optimizer(model), loss=loss, batches=batches())
 
-        _add(Idiom(_name(loss), "losses", make))
+        add(Idiom(_name(loss), "losses", make))
         return loss
 
     return register
@@ -206,7 +209,7 @@ def model_idiom(
             model = make_model().double()
             return plain(model, make_optimizer(model), loss=loss, batches=batches())
 
-        _add(Idiom(_name(make_model), "models", make))
+        add(Idiom(_name(make_model), "models", make))
         return make_model
 
     return register
@@ -219,7 +222,7 @@ def optimizer_idiom(make_optimizer: Callable[[nn.Module], Optimizer]) -> Callabl
         model = mlp()
         return plain(model, make_optimizer(model))
 
-    _add(Idiom(_name(make_optimizer), "optimizers", make))
+    add(Idiom(_name(make_optimizer), "optimizers", make))
     return make_optimizer
 
 
@@ -227,7 +230,7 @@ def program(topic: str) -> Callable[[Callable[[], Training]], Callable[[], Train
     """A whole training program."""
 
     def register(make: Callable[[], Training]) -> Callable[[], Training]:
-        _add(Idiom(_name(make), topic, make))
+        add(Idiom(_name(make), topic, make))
         return make
 
     return register
@@ -239,7 +242,7 @@ def refused(
     """A program that may be refused in words that hold `advice`; followed, they give `instead`."""
 
     def register(make: Callable[[], Training]) -> Callable[[], Training]:
-        _add(Idiom(_name(make), "refusals", make, advice, instead))
+        add(Idiom(_name(make), "refusals", make, advice, instead))
         return make
 
     return register

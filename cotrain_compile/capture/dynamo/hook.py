@@ -12,6 +12,7 @@ called after the trace, too late to change it or to check options before it. Tri
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
 import warnings
@@ -32,9 +33,11 @@ from torch._dynamo.types import (  # type: ignore[attr-defined]
 from cotrain_compile.capture.dynamo.compute_device import chosen_device, seen_on_compute_device
 from cotrain_compile.capture.dynamo.diagnose import diagnose
 from cotrain_compile.capture.dynamo.patches import whole_step_tracing
-from cotrain_compile.capture.dynamo.session import Session, active
+from cotrain_compile.capture.dynamo.session import FrameObjects, Session, active
 from cotrain_compile.errors import CaptureError, CotrainError
 from cotrain_compile.options import Options
+
+_NUMBERS = (int, float, complex, str, type(None))
 
 
 def install(
@@ -149,10 +152,27 @@ def _trace_step(
     return result
 
 
-def frame_objects(code: CodeType, closure: tuple[Any, ...] | None) -> tuple[int, ...]:
-    """Identity of what a function closes over: tells two steps made by one factory apart."""
+def frame_objects(code: CodeType, closure: tuple[Any, ...] | None) -> FrameObjects:
+    """What a function closes over: tells two steps made by one factory apart.
+
+    A number, and what the function itself binds anew, is another object in the next call; its cell
+    is not.
+    """
     names = zip(code.co_freevars, closure or (), strict=False)
-    return tuple(id(cell.cell_contents) for _, cell in names if _filled(cell))
+    return tuple(
+        _identity(cell, name in _bound_anew(code)) for name, cell in names if _filled(cell)
+    )
+
+
+def _identity(cell: Any, is_bound_anew: bool) -> tuple[str, int]:
+    changes = is_bound_anew or isinstance(cell.cell_contents, _NUMBERS)
+    return ("cell", id(cell)) if changes else ("object", id(cell.cell_contents))
+
+
+@functools.lru_cache(64)
+def _bound_anew(code: CodeType) -> frozenset[str]:
+    """The names of a closure that `code` assigns to, as `nonlocal` allows."""
+    return frozenset(i.argval for i in dis.get_instructions(code) if i.opname == "STORE_DEREF")
 
 
 def _filled(cell: Any) -> bool:

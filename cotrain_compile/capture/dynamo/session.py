@@ -18,6 +18,9 @@ from cotrain_compile.capture.state.scaler_state import ScalerRecord
 from cotrain_compile.errors import CaptureError
 from cotrain_compile.options import Options
 
+# What a function closes over: "object" or "cell", and its id.
+FrameObjects = tuple[tuple[str, int], ...]
+
 
 @dataclass
 class Session:
@@ -25,7 +28,7 @@ class Session:
 
     options: Options
     code: CodeType
-    frame_objects: tuple[int, ...]
+    frame_objects: FrameObjects
     # Where the user wants the step to compute; None: where its model is.
     device: torch.device | None = None
     optimizers: list[OptimizerRecord] = field(default_factory=list)
@@ -46,7 +49,7 @@ class Session:
     graph_was_compiled: bool = False
 
     @property
-    def function(self) -> tuple[CodeType, tuple[int, ...]]:
+    def function(self) -> tuple[CodeType, FrameObjects]:
         """Tells step functions apart, also two that one factory has made."""
         return self.code, self.frame_objects
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
+import cotrain_compile
 from tests.support.captured_steps import make_plain_mlp
 from tests.support.steps import SEED, Step, all_tensors, cotrain, cross_entropy, make_step, vectors
 
@@ -59,4 +60,29 @@ def test_a_term_that_comes_and_goes_compiles_once_for_each() -> None:
         return all_tensors(model, [optimizer])
 
     torch.testing.assert_close(train(cotrain()), train(lambda step: step))
+    assert graphs() == 2
+
+
+def test_a_step_that_counts_in_its_closure_is_found_again() -> None:
+    model = make_plain_mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    calls, last = 0, torch.zeros(())
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        nonlocal calls, last
+        calls += 1
+        optimizer.zero_grad()
+        loss = cross_entropy(model, x, y) / calls
+        loss.backward()
+        optimizer.step()
+        last = loss.detach()
+        return loss
+
+    run = cotrain(lowering="inductor")(step)
+    first = run(*vectors())
+    for _ in range(STEPS - 1):
+        run(*vectors())
+        assert cotrain_compile.inspect(run).measured is not None
+    assert calls == STEPS
+    assert last < first / 2  # divided by the number of calls, in compiled code too
     assert graphs() == 2
