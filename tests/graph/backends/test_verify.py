@@ -54,16 +54,17 @@ def same(run: Run, other: Run) -> bool:
 
 SHORT = [
     ("mlp", "adamw", "resident", "captured"),
-    ("mlp", "adamw", "coarse", "captured"),
     ("mlp", "adamw", "coarse", "fused"),
     ("mlp", "muon", "streamed", "fused"),
     ("conv", "sgd", "zero-offload", "fused"),
-    ("tied", "adagrad", "zero-offload", "fused"),
 ]
 LONG = [
-    pytest.param(case, optimizer, "zero-offload", "fused", marks=pytest.mark.long)
-    for case in CASES
-    for optimizer in OPTIMIZERS
+    pytest.param("mlp", "adamw", "coarse", "captured", marks=pytest.mark.long),
+    *(
+        pytest.param(case, optimizer, "zero-offload", "fused", marks=pytest.mark.long)
+        for case in CASES
+        for optimizer in OPTIMIZERS
+    ),
 ]
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +126,7 @@ def llama_flops(config: LlamaConfig, batch: int, length: int) -> int:
 SMALL = LlamaConfig(
     hidden_size=64,
     intermediate_size=176,
-    num_hidden_layers=3,
+    num_hidden_layers=2,
     num_attention_heads=4,
     vocab_size=512,
     use_cache=False,
@@ -144,12 +144,12 @@ def llama_7b(**changes: int) -> LlamaConfig:
 @pytest.mark.parametrize(
     ("config", "batch", "length"),
     [
-        (SMALL, 2, 32),
+        pytest.param(SMALL, 2, 32, marks=pytest.mark.long),
         (SMALL, 3, 48),
-        (llama_7b(num_hidden_layers=4), 4, 2048),
+        (llama_7b(num_hidden_layers=1), 4, 2048),
         pytest.param(llama_7b(), 4, 2048, marks=pytest.mark.long),
     ],
-    ids=["small", "small, other shape", "four layers of 7B", "7B"],
+    ids=["small", "small, other shape", "one layer of 7B", "7B"],
 )
 def test_a_llama_step_has_the_bytes_that_hand_arithmetic_gives(
     config: LlamaConfig, batch: int, length: int
@@ -203,7 +203,7 @@ def test_under_autocast_the_narrow_gradient_is_what_leaves_the_backward() -> Non
     ("optimizer", "dtype", "has_loop"),
     [
         (torch.optim.AdamW, torch.float32, True),
-        (partial(torch.optim.SGD, momentum=0.9), torch.float32, True),
+        (functools.partial(torch.optim.SGD, momentum=0.9), torch.float32, True),
         (torch.optim.AdamW, torch.bfloat16, False),
         (torch.optim.RMSprop, torch.float32, False),
     ],
@@ -229,12 +229,17 @@ def test_an_update_says_whether_the_host_has_a_fused_loop_for_it(
     assert [group.has_loop for group in updates] == [has_loop, has_loop]
 
 
+@functools.cache
+def dynamic_perceptron() -> Dataflow:
+    return cotrain_compile.trace(perceptron(batch=8), dynamic=True)
+
+
 def test_sizes_of_a_dynamic_batch_agree_with_a_step_traced_at_that_batch() -> None:
-    dynamic = cotrain_compile.trace(perceptron(batch=8), dynamic=True)
+    dynamic = dynamic_perceptron()
     (symbol,) = (name for name, size in dynamic.symbols.items() if size == 8)
     others = {name: size for name, size in dynamic.symbols.items() if name != symbol}
     peak = peak_expression(dynamic)
-    for batch in (4, 8, 24, 96):
+    for batch in (4, 24):
         static = cotrain_compile.trace(perceptron(batch=batch))
         resized = at(dynamic, {symbol: batch, **others})
         assert resized.total_bytes(Role.TEMPORARY) == static.total_bytes(Role.TEMPORARY)
@@ -245,7 +250,7 @@ def test_sizes_of_a_dynamic_batch_agree_with_a_step_traced_at_that_batch() -> No
 
 
 def test_the_largest_batch_fits_and_the_next_one_does_not() -> None:
-    dynamic = cotrain_compile.trace(perceptron(batch=8), dynamic=True)
+    dynamic = dynamic_perceptron()
     (symbol,) = (name for name, size in dynamic.symbols.items() if size == 8)
     budget = 2 * liveness(dynamic).peak_bytes
     batch = largest(dynamic, symbol, budget)

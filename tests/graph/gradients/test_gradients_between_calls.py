@@ -185,6 +185,7 @@ def test_a_checkpoint_between_micro_steps_has_the_gradients_and_goes_on() -> Non
     assert host.on_host
 
 
+@pytest.mark.long
 def test_a_llama_accumulates_over_calls_in_less_than_its_weights_and_gradients_take() -> None:
     """Eager rounds some of its ops otherwise; what was captured leaves the same bits anywhere."""
     eager = Loop(case=LLAMA)

@@ -32,6 +32,7 @@ from tests.support.plans.random_plans import last_moment_plan
 from tests.support.steps import CASES, OPTIMIZERS, Step, all_tensors, cotrain, make_step
 
 TASKS = (ops.offload, ops.prefetch_into, host_region)
+OTHER_CASES = [pytest.param(case, marks=pytest.mark.long) for case in ("conv", "llama")]
 
 
 @functools.cache
@@ -70,7 +71,7 @@ def test_the_text_of_a_placed_graph_shows_its_tasks() -> None:
 
 
 @pytest.mark.parametrize("policy", ["zero-offload", "coarse", "fraction:0.5"])
-@pytest.mark.parametrize("case", ["mlp", "conv", "tied", "llama"])
+@pytest.mark.parametrize("case", ["mlp", "tied", *OTHER_CASES])
 def test_every_task_is_issued_once_after_what_it_needs_and_waited_for_once(
     case: str, policy: str
 ) -> None:
@@ -92,7 +93,7 @@ def test_every_task_is_issued_once_after_what_it_needs_and_waited_for_once(
     assert sorted(waited) == names
 
 
-@pytest.mark.parametrize("case", ["mlp", "tied", "llama"])
+@pytest.mark.parametrize("case", ["mlp", "tied", *OTHER_CASES])
 def test_what_is_being_copied_is_not_written_until_the_wait(case: str) -> None:
     step = captured_step(case)
     in_flight: dict[str, object] = {}

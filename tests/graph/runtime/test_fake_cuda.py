@@ -64,17 +64,37 @@ def results_of(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [json.loads(line.removeprefix("RESULT ")) for line in lines]
 
 
+CELLS: dict[tuple[str, str], dict[str, Any]] = {
+    (str(cell.get("precision", cell.get("training"))), policy): {**cell, "policy": policy}
+    for cell in (*({"training": name} for name in TRAININGS), *KINDS)
+    for policy in POLICIES
+}
+# Every policy, and every training; the traces that `trace` is compared with.
+IN_EVERY_RUN = {
+    *(("readme", policy) for policy in POLICIES),
+    ("every optimizer", "zero-offload"),
+    ("llama", "streamed"),
+    ("float32", "zero-offload"),
+    ("bfloat16 weights", "resident"),
+    ("bfloat16 autocast", "auto"),
+    ("float16 scaled", "resident"),
+    ("float16 scaled", "zero-offload"),
+}
+
+
 @pytest.fixture(scope="module")
-def results() -> dict[tuple[str, str], dict[str, Any]]:
-    """By precision or training, and policy."""
-    trainings = [{"training": name} for name in TRAININGS]
-    cells = [{**c, "policy": policy} for c in (*trainings, *KINDS) for policy in POLICIES]
-    keys = [(str(c.get("precision", c.get("training"))), str(c["policy"])) for c in cells]
-    return dict(zip(keys, results_of(cells), strict=True))
+def results(request: pytest.FixtureRequest) -> dict[tuple[str, str], dict[str, Any]]:
+    """By precision or training, and policy: those in every run, and others that are asked for."""
+    asked = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    wanted = IN_EVERY_RUN | {(p.get("name"), p.get("policy")) for p in asked}
+    cells = {key: cell for key, cell in CELLS.items() if key in wanted}
+    return dict(zip(cells, results_of(list(cells.values())), strict=True))
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", [*TRAININGS, *(str(kind["precision"]) for kind in KINDS)])
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [pytest.param(*key, marks=() if key in IN_EVERY_RUN else pytest.mark.long) for key in CELLS],
+)
 def test_a_step_for_a_card_goes_through_to_its_segments(
     results: Mapping[tuple[str, str], dict[str, Any]], name: str, policy: str
 ) -> None:

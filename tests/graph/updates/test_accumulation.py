@@ -16,6 +16,7 @@ import cotrain_compile
 from cotrain_compile.dataflow import Role
 from cotrain_compile.errors import CaptureError
 from tests.support.captured_steps import make_plain_mlp
+from tests.support.loops import EACH_POLICY
 from tests.support.steps import SEED, Step, all_tensors, check_peak, cotrain, cross_entropy, vectors
 
 MICRO_BATCHES = 3
@@ -130,7 +131,7 @@ def checked(**options: Any) -> CompileWith:
     return compile_with
 
 
-@pytest.mark.parametrize("policy", ["resident", "zero-offload"])
+@pytest.mark.parametrize("policy", EACH_POLICY)
 @pytest.mark.parametrize(
     ("make", "graphs"),
     # The first micro-batch finds no gradient, later ones do, and the last one updates.

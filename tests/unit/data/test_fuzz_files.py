@@ -71,8 +71,19 @@ def renamed(text: str, old: str, new: str) -> str:
     return json.dumps(walk(json.loads(text)))
 
 
-@pytest.mark.parametrize("name", NAMES, ids=lambda name: ascii(name)[:24])
-@pytest.mark.parametrize("role", ["w0", "f_l1", "rtx4090", STEP.fingerprint])
+ROLES = ("w0", "f_l1", "rtx4090", STEP.fingerprint)
+
+
+def marked(number: int, position: int) -> Any:
+    """A name in a role: in every run a name has one of them, in a long one all."""
+    name, role = NAMES[number], ROLES[position]
+    marks = () if number % len(ROLES) == position else pytest.mark.long
+    return pytest.param(role, name, marks=marks, id=f"{role[:8]}-{ascii(name)[:24]}")
+
+
+@pytest.mark.parametrize(
+    ("role", "name"), [marked(n, p) for n in range(len(NAMES)) for p in range(len(ROLES))]
+)
 def test_a_name_is_shown_and_never_obeyed(tmp_path: Path, name: str, role: str) -> None:
     for kind, text in TEXTS.items():
         (tmp_path / f"{kind}.json").write_text(renamed(text, role, name))

@@ -9,6 +9,7 @@ and its period with the period of CoTrain's.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from dataclasses import replace
@@ -34,6 +35,8 @@ from tests.support.nets import Layer, step_of
 from tests.support.random_problems import PLENTY, with_budget
 from tests.unit.placement.test_harmony import DATA, DEVICE_BYTES_PER_S, LINK_BYTES_PER_S, bert_large
 
+# Microbatch and prefix: no layer kept and many, a host that is busy all along and one that waits.
+OFTEN = (("1", 0), ("8", 2), ("32", 10))
 # What is optimal does not depend on how busy this computer is.
 UNHURRIED_S = 120.0
 LAYERS, PARAMS = 12, 4_000_000
@@ -172,8 +175,13 @@ def step_and_period_s(layers: Layers, prefix: int) -> tuple[float, float]:
     return simulate(works, LANES).makespan_s, steady_state(works, LANES).period_s
 
 
-@pytest.mark.parametrize("microbatch", ["1", "8", "32"])
-@pytest.mark.parametrize("prefix", [0, 2, 10])
+@pytest.mark.parametrize(
+    ("microbatch", "prefix"),
+    [
+        pytest.param(*each, marks=() if each in OFTEN else pytest.mark.long)
+        for each in itertools.product(("1", "8", "32"), (0, 2, 10))
+    ],
+)
 def test_bert_large_keeps_its_first_layers_and_is_no_slower_than_cotrain(
     harmony: dict[str, Any], microbatch: str, prefix: int
 ) -> None:
@@ -204,14 +212,20 @@ def own_plan(harmony: dict[str, Any], microbatch: str) -> tuple[Plan, int, float
     return plan, best, min(step_s)
 
 
-@pytest.mark.parametrize("microbatch", ["3", "4", "5", "6", "8", "9", "10", "12", "16", "32"])
+@pytest.mark.parametrize(
+    "microbatch",
+    [
+        pytest.param(size, marks=() if size in ("3", "8", "32") else pytest.mark.long)
+        for size in ("3", "4", "5", "6", "8", "9", "10", "12", "16", "32")
+    ],
+)
 def test_the_program_alone_finds_the_best_prefix(harmony: dict[str, Any], microbatch: str) -> None:
     plan, best, step_s = own_plan(harmony, microbatch)
     assert resident_layers(plan) == list(range(best))
     assert plan.predicted.makespan_s <= step_s * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("microbatch", ["1", "2"])
+@pytest.mark.parametrize("microbatch", ["1", pytest.param("2", marks=pytest.mark.long)])
 def test_where_the_host_is_busy_all_along_only_the_first_layers_matter(
     harmony: dict[str, Any], microbatch: str
 ) -> None:
