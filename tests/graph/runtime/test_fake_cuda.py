@@ -73,7 +73,6 @@ CELLS: dict[tuple[str, str], dict[str, Any]] = {
 IN_EVERY_RUN = {
     *(("readme", policy) for policy in POLICIES),
     ("every optimizer", "zero-offload"),
-    ("llama", "streamed"),
     ("float32", "zero-offload"),
     ("bfloat16 weights", "resident"),
     ("bfloat16 autocast", "auto"),
