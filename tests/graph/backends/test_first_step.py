@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from collections.abc import Callable, Iterator
@@ -84,6 +85,7 @@ def noting_plans() -> Iterator[list[CompiledStep]]:
         yield found
 
 
+@functools.cache
 def resident_peak_bytes() -> int:
     training = Training()
     step = training.compiled(policy="resident")

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from cotrain_compile.errors import CaptureError
+from tests.support.loops import EACH_POLICY
 
 Step = Callable[[Tensor], Tensor]
 
@@ -71,7 +72,7 @@ def per_parameter(model: Forked) -> tuple[Step, list[Any]]:
     return step, [optimizer.state_dict()["state"] for optimizer in optimizers.values()]
 
 
-@pytest.mark.parametrize("policy", ["resident", "zero-offload"])
+@pytest.mark.parametrize("policy", EACH_POLICY)
 def test_an_optimizer_in_a_hook_updates_in_the_backward(policy: str) -> None:
     train_as_in_eager(per_parameter, policy)
 

@@ -82,7 +82,10 @@ MODELS = [tuple(sorted(LAYERS)[first::3]) for first in range(3)]
 
 
 @pytest.mark.parametrize("kinds", MODELS, ids=range(3))
-@pytest.mark.parametrize(("autocast", "remat"), [(True, False), (True, True), (False, False)])
+@pytest.mark.parametrize(
+    ("autocast", "remat"),
+    [(True, True), (False, False), pytest.param(True, False, marks=pytest.mark.long)],
+)
 def test_traced_values_are_those_of_the_kernels(
     kinds: tuple[str, ...], autocast: bool, remat: bool
 ) -> None:

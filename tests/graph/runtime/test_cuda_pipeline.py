@@ -70,8 +70,16 @@ def cuda() -> Iterator[ThreadCuda]:
     assert not fake.card.faults
 
 
-@pytest.mark.parametrize("policy", ["resident", "streamed", "coarse"])
-@pytest.mark.parametrize("case", ["mlp", "tied"])
+@pytest.mark.parametrize(
+    ("case", "policy"),
+    [
+        *(("mlp", policy) for policy in ("resident", "streamed", "coarse")),
+        *(
+            pytest.param("tied", policy, marks=pytest.mark.long)
+            for policy in ("resident", "streamed", "coarse")
+        ),
+    ],
+)
 def test_training_through_torch_compile_is_exact(cuda: ThreadCuda, case: str, policy: str) -> None:
     made = CASES[case], OPTIMIZERS["adamw"]
     expected = train(*made, cotrain(policy="resident"))
