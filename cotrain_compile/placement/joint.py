@@ -1,8 +1,8 @@
 """Joint: a step whose ops are spread over several devices, and a plan for each of them.
 
 The whole step is one `Dataflow`. Each device has its part of it, which is a `Dataflow` of its own:
-what it reads of another device is an input there, what another device reads of it an output. A
-`Message` is the copy between them. Plain data.
+what another device reads of it is an output there, what it reads of another device is made by an op
+that receives it. A `Message` is the copy between them. Plain data.
 """
 
 from __future__ import annotations
@@ -14,12 +14,18 @@ from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.machine import Machine
 from cotrain_compile.plan import Plan, Timeline
 
+FORMAT_VERSION = 1
+
+# The target of an op that receives a message. It takes no time of its own.
+RECEIVE = "cotrain.receive"
+
 
 @dataclass(frozen=True)
 class Message:
     """`buffer` is copied from `source` to `target`: begun after op `after`, done before `before`.
 
-    Both devices keep their copy to the end of the step.
+    `before` is an op of the target's part alone, which receives: it makes the buffer there, right
+    before the op `needed_by`. The source keeps its copy to the end of the step.
     """
 
     buffer: str
@@ -28,6 +34,7 @@ class Message:
     target: str
     after: str
     before: str
+    needed_by: str
 
     @property
     def name(self) -> str:

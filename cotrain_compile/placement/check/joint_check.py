@@ -18,7 +18,7 @@ from cotrain_compile.placement.check.check import check_budget, peaks_of
 from cotrain_compile.placement.check.copies import values_of
 from cotrain_compile.placement.check.replay import Peak, run_order
 from cotrain_compile.placement.check.rules import require
-from cotrain_compile.placement.joint import JointPlan, JointProblem, Message
+from cotrain_compile.placement.joint import RECEIVE, JointPlan, JointProblem, Message
 from cotrain_compile.placement.recompute.rewrite import recomputed
 
 
@@ -40,27 +40,33 @@ def check_joint(problem: JointProblem, plan: JointPlan) -> None:
 def _check_parts(problem: JointProblem) -> None:
     """Each op is in the part of its device, as the step has it, and so is all that it touches."""
     dataflow, device_of = problem.dataflow, problem.device_of
-    ops = sum(len(part.ops) for part in problem.parts.values())
-    require(ops == len(dataflow.ops), f"the parts have {ops} ops, the step {len(dataflow.ops)}")
     updates = sum(len(part.updates) for part in problem.parts.values())
     require(updates == len(dataflow.updates), "the parts have other updates than the step")
+    require(set(device_of.values()) == set(problem.parts), "every device with ops has one part")
     for device, part in problem.parts.items():
-        own = tuple(op for op in dataflow.ops if device_of[op.name] == device)
-        require(part.ops == own, f"the part of {device} has other ops than the step has there")
+        receiving = {m.before for m in problem.messages if m.target == device}
+        ops = tuple(op for op in dataflow.ops if device_of[op.name] == device)
+        own = tuple(op for op in part.ops if op.name not in receiving)
+        require(own == ops, f"the part of {device} has other ops than the step has there")
+        require(len(part.ops) == len(own) + len(receiving), f"{device} does not receive all of it")
         strange = [group.param for group in part.updates if group not in dataflow.updates]
         require(not strange, f"{device} updates {strange[:3]} otherwise than the step")
         sent = {m.buffer for m in problem.messages if m.source == device}
         received = {m.buffer for m in problem.messages if m.target == device}
         for buffer in part.buffers:
-            whole = dataflow.buffer[buffer.name]
+            whole = dataflow.buffer.get(buffer.name)
+            if whole is None:
+                nothing = buffer.nbytes == 0 and buffer.is_input
+                require(nothing, f"{buffer.name} on {device} is none of the step's")
+                continue
             same = (whole.nbytes, whole.role, whole.param) == (
                 buffer.nbytes,
                 buffer.role,
                 buffer.param,
             )
             require(same, f"{buffer.name} on {device} is not as in the step")
-            is_input = whole.is_input or buffer.name in received
-            require(buffer.is_input is is_input, f"{device} has {buffer.name} without a message")
+            same = buffer.is_input is whole.is_input
+            require(same, f"{device} has {buffer.name} without a message")
             kept = buffer.is_output or buffer.name not in sent
             require(kept, f"{device} does not keep {buffer.name}, which it sends")
             returned = whole.is_output and buffer.name not in received
@@ -102,6 +108,7 @@ class _Crossings:
             for device, of_device in plan.plans.items()
         }
         self.slot = {op.name: i for ops in self.order.values() for i, op in enumerate(ops)}
+        self.runs = {op.name: d for d, ops in self.order.items() for op in ops}
         self.message = {(m.buffer, m.target): m for m in problem.messages}
 
     def check(self) -> None:
@@ -123,11 +130,15 @@ class _Crossings:
     def _check_message(self, m: Message) -> None:
         require(m.after in self.slot, f"{m.name} follows {m.after}, which no device runs")
         require(m.before in self.slot, f"{m.name} is for {m.before}, which no device runs")
-        ends = (self._device(m.after), self._device(m.before))
+        ends = (self.runs[m.after], self.runs[m.before])
         require(ends == (m.source, m.target), f"{m.name} goes from {m.source} to {m.target}")
         size = self.dataflow.buffer[m.buffer].nbytes
         require(m.nbytes == size, f"{m.name} moves {m.nbytes} bytes of {size}")
         _way(self.problem, m)
+        target = self.problem.parts[m.target]
+        receives = target.ops[target.position[m.before]]
+        wrote = (receives.target, receives.writes, receives.flops)
+        require(wrote == (RECEIVE, (m.buffer,), 0), f"{m.before} does not receive {m.buffer}")
         for op in self.dataflow.ops:
             if m.buffer in op.writes:
                 early = op.name in self.slot and self.slot[op.name] <= self.slot[m.after]
@@ -144,8 +155,9 @@ class _Crossings:
         message = self.message.get((name, here))
         require(message is not None, f"{op.name} reads {name} on {here}, where nothing sends it")
         assert message is not None
-        in_time = op.name in self.slot and self.slot[message.before] <= self.slot[op.name]
-        require(in_time, f"{op.name} reads {name} before {message.name} is waited for")
+        position = self.problem.parts[here].position
+        in_time = position[message.before] < position[op.name]
+        require(in_time, f"{op.name} reads {name} before {message.name} is received")
 
     def _check_written_once(self) -> None:
         """What the step finds is written on one device at most, and then on no other touched."""

@@ -15,7 +15,7 @@ from cotrain_compile.machine import Machine, Tier
 from cotrain_compile.machine_devices import seen_from
 from cotrain_compile.placement.joint import JointPlan, JointProblem, Message
 from cotrain_compile.placement.problem import Problem, formulate
-from cotrain_compile.placement.residency import device_program
+from cotrain_compile.placement.residency import DeviceProgram, device_program
 from cotrain_compile.placement.simulate.engine import Work, simulate
 from cotrain_compile.placement.simulate.predict import lanes_of, works_of
 from cotrain_compile.plan import Lane, Plan
@@ -72,13 +72,12 @@ def joined(problem: JointProblem, plans: Mapping[str, Plan]) -> JointPlan:
 
 
 def _require_on_device(message: Message, works: Set[str]) -> None:
-    """A device sends and receives: neither end is an op that a plan has sent to the host."""
-    for device, op in ((message.source, message.after), (message.target, message.before)):
-        if _named(device, op) not in works:
-            raise PlanError(
-                f"{op} sends or receives {message.buffer}, but the plan of {device} has it on the "
-                "host; plan that device with a policy that updates on the device"
-            )
+    """A device sends: what makes a message is no op that a plan has sent to the host."""
+    if _named(message.source, message.after) not in works:
+        raise PlanError(
+            f"{message.after} makes {message.buffer} for {message.target}, but the plan of "
+            f"{message.source} has it on the host; plan with a policy that updates on the device"
+        )
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,7 @@ def _placed_works(problem: JointProblem, plans: Mapping[str, Plan]) -> Iterator[
         yield from _works_on(problem, device, plan)
     for message in problem.messages:
         for work in _legs(problem.machine, message):
-            yield _Placed(problem.dataflow.position[message.after] + 1, work)
+            yield _Placed(problem.dataflow.position[message.after], work)
 
 
 def _works_on(problem: JointProblem, device: str, plan: Plan) -> Iterator[_Placed]:
@@ -102,15 +101,11 @@ def _works_on(problem: JointProblem, device: str, plan: Plan) -> Iterator[_Place
     alone = problem_of(problem, device, plan.budgets[Tier.HOST]).under(plan.placement)
     program = device_program(alone.dataflow, plan.placement, plan.moved)
     lanes = _lanes_seen_from(problem.machine, device)
+    position = _positions(problem, program, plan)
     issued = {task.name: task.issue_after for task in plan.tasks}
-    latest: dict[str, int] = {}
     for work in works_of(alone, program, plan.tasks):
-        begins = issued.get(work.name, work.name)
-        position = -1 if begins is None else problem.dataflow.position.get(begins, -1)
-        # Ops that were moved or made again do not change the order in which a plan feeds a lane.
-        latest[work.lane] = max(latest.get(work.lane, -1), position)
         yield _Placed(
-            latest[work.lane],
+            position[issued.get(work.name, work.name)],
             replace(
                 work,
                 name=_named(device, work.name),
@@ -118,6 +113,25 @@ def _works_on(problem: JointProblem, device: str, plan: Plan) -> Iterator[_Place
                 after=tuple(_named(device, name) for name in work.after),
             ),
         )
+
+
+def _positions(
+    problem: JointProblem, program: DeviceProgram, plan: Plan
+) -> Mapping[str | None, int]:
+    """Where in the whole step each op of a device runs; None is the start.
+
+    One that was moved or is made again is where the op before it is.
+    """
+    known = dict(problem.dataflow.position)
+    known |= {m.before: known[m.needed_by] for m in problem.messages}
+    moved = {name for entry in plan.moved for name in entry.ops}
+    position: dict[str | None, int] = {None: -1}
+    latest = -1
+    for op in program.ops:
+        if op.name not in moved:
+            latest = known.get(op.name, latest)
+        position[op.name] = latest
+    return position
 
 
 def _legs(machine: Machine, message: Message) -> Sequence[Work]:

@@ -1,19 +1,20 @@
 """Split: a step and the device of each op in, the part of each device and their messages out.
 
 Pure function of a Dataflow. A buffer that one device makes and another reads crosses once to each
-reader, after its last writer. What the step finds (a batch, a setting) each device has by itself as
-long as nobody writes it. What outlives the step and is written belongs to one device.
+reader, after its last writer; the reader's part has an op that receives it. What the step finds (a
+batch, a setting) each device has by itself as long as nobody writes it. What outlives the step and
+is written belongs to one device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 
-from cotrain_compile.dataflow import Buffer, Dataflow, Op
+from cotrain_compile.dataflow import Buffer, Dataflow, Op, Role
 from cotrain_compile.errors import PlanError
 from cotrain_compile.machine import Machine
-from cotrain_compile.placement.joint import JointProblem, Message
+from cotrain_compile.placement.joint import RECEIVE, JointProblem, Message
 
 
 def formulate_jointly(
@@ -68,16 +69,19 @@ def _message(
         f"{first.name} reads {name} on {target} while {last.name} writes it on {source}; put both "
         "on one device",
     )
-    return Message(name, buffer.nbytes, source, target, last.name, first.name)
+    # A name with a dot is none of a graph's, and with the target none of another device's.
+    received = f"receive.{name}.{target}"
+    return Message(name, buffer.nbytes, source, target, last.name, received, first.name)
 
 
 def _part(
     dataflow: Dataflow, device_of: Mapping[str, str], device: str, messages: tuple[Message, ...]
 ) -> Dataflow:
-    """The ops of `device` and what they touch."""
-    ops = tuple(op for op in dataflow.ops if device_of[op.name] == device)
+    """The ops of `device`, what they touch, and what receives for them."""
+    received = [message for message in messages if message.target == device]
+    own = {op.name for op in dataflow.ops if device_of[op.name] == device}
+    ops = tuple(_with_receiving(dataflow, own, received))
     touched = {name for op in ops for name in (*op.reads, *op.writes)}
-    own = {op.name for op in ops}
     updates = []
     for group in dataflow.updates:
         here = own.intersection(group.ops)
@@ -90,24 +94,41 @@ def _part(
             touched |= {group.param, group.gradient, *group.states, *group.scalars}
             touched |= {group.low_precision} - {""}
     sent = {message.buffer for message in messages if message.source == device}
-    received = {message.buffer for message in messages if message.target == device}
+    arrived = {message.buffer for message in received}
+    buffers = [
+        _as_in_part(buffer, is_sent=buffer.name in sent, has_arrived=buffer.name in arrived)
+        for buffer in dataflow.buffers
+        if buffer.name in touched
+    ]
     return Dataflow(
         fingerprint=f"{dataflow.fingerprint} on {device}",
         ops=ops,
-        buffers=tuple(
-            _as_in_part(buffer, sent, received)
-            for buffer in dataflow.buffers
-            if buffer.name in touched
-        ),
+        buffers=(*buffers, *map(_sender_side, received)),
         updates=tuple(updates),
         notes=dataflow.notes,
     )
 
 
-def _as_in_part(buffer: Buffer, sent: set[str], received: set[str]) -> Buffer:
-    if buffer.name in received:
-        return replace(buffer, is_input=True, is_output=False)
-    return replace(buffer, is_output=True) if buffer.name in sent else buffer
+def _with_receiving(dataflow: Dataflow, own: Set[str], received: Sequence[Message]) -> Iterator[Op]:
+    """The `own` ops, and right before the first that needs a message, the op that receives it."""
+    for op in dataflow.ops:
+        if op.name in own:
+            for message in received:
+                if message.needed_by == op.name:
+                    reads = (_sender_side(message).name,)
+                    yield Op(message.before, RECEIVE, op.phase, reads, (message.buffer,))
+            yield op
+
+
+def _sender_side(message: Message) -> Buffer:
+    """What a receiving op reads: nothing, but the host and the step do not know it."""
+    return Buffer(f"{message.before}.from", 0, Role.BATCH, is_input=True)
+
+
+def _as_in_part(buffer: Buffer, *, is_sent: bool, has_arrived: bool) -> Buffer:
+    if has_arrived:
+        return replace(buffer, is_output=False)
+    return replace(buffer, is_output=True) if is_sent else buffer
 
 
 def _require(condition: bool, message: str) -> None:

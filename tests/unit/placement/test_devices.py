@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from cotrain_compile.dataflow import Buffer, Dataflow, Op, Phase, Role, UpdateGroup
 from cotrain_compile.errors import PlacementError, PlanError
+from cotrain_compile.files import from_json, load, to_json
 from cotrain_compile.machine import HostUpdate, Link, Machine, Tier, TierSpec, two_tier
 from cotrain_compile.machine_devices import seen_from, side_by_side
 from cotrain_compile.placement.check.joint_check import check_joint
+from cotrain_compile.placement.devices.assign import stages
 from cotrain_compile.placement.devices.plan_devices import plan_devices
 from cotrain_compile.placement.devices.simulate_devices import joined, problem_of
 from cotrain_compile.placement.devices.split import formulate_jointly
@@ -19,6 +22,7 @@ from cotrain_compile.placement.joint import JointPlan, JointProblem, Message
 from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.placement.search.solve import SolveSettings
 from cotrain_compile.plan import Placement
+from cotrain_compile.presets import find
 from tests.support.dataflows import chain
 
 ONE, OTHER = "device0", "device1"
@@ -77,6 +81,7 @@ def test_copies_to_two_devices_share_the_link_of_their_host() -> None:
         f"{ONE}/a": (ONE, 6.0, 7.0),
         "d2h0/send.y.device1": ("d2h0", 7.0, 8.0),
         "h2d1/send.y.device1": ("h2d1", 8.0, 9.0),
+        f"{OTHER}/receive.y.device1": (OTHER, 9.0, 9.0),
         f"{OTHER}/c": (OTHER, 9.0, 10.0),
     }
 
@@ -101,11 +106,11 @@ def test_a_device_sees_of_the_link_what_the_others_leave() -> None:
 
 
 def test_each_space_has_a_budget_of_its_own() -> None:
-    """Ledger by hand: v and y; w, y and z; both weights, and y on its way."""
+    """Ledger by hand: v and y; w and z, y comes when w has gone; both weights, and y on its way."""
     problem = stages_on(side_by_side(SLOW, 2))
     plan = fetching(problem)
     check_joint(problem, plan)
-    assert plan.peak_bytes == {ONE: 500, OTHER: 400, "host": 700}
+    assert plan.peak_bytes == {ONE: 500, OTHER: 300, "host": 700}
     for space, needed in plan.peak_bytes.items():
         tight = replace(problem, budgets={**problem.budgets, space: needed})
         check_joint(tight, plan)
@@ -114,21 +119,40 @@ def test_each_space_has_a_budget_of_its_own() -> None:
             check_joint(less, plan)
 
 
-def test_what_crosses_must_be_there_in_time() -> None:
+def test_what_crosses_is_sent_once_from_where_it_is_made() -> None:
     problem = stages_on(side_by_side(SLOW, 2))
     plan = fetching(problem)
     (message,) = problem.messages
-    cases: tuple[tuple[tuple[Message, ...], str | None], ...] = (
-        ((), "device1 has y without a message"),
-        ((replace(message, before="b"),), None),
+    cases: tuple[tuple[tuple[Message, ...], str], ...] = (
+        ((), "the part of device1 has other ops than the step"),
+        ((replace(message, before="c"),), "the part of device1 has other ops than the step"),
         ((replace(message, after="b"),), "goes from device0 to device1"),
-        ((replace(message, before="a"),), "goes from device0 to device1"),
+        ((replace(message, after="moon"),), "follows moon, which no device runs"),
+        ((replace(message, buffer="z"),), "receive.y.device1 does not receive z"),
         ((replace(message, nbytes=4),), "moves 4 bytes of 100"),
         ((message, message), "sent to a device twice"),
     )
-    for wrong, complaint in cases:
-        changed = replace(problem, messages=wrong)
-        if complaint is None:  # earlier than it has to be
+    for messages, complaint in cases:
+        with pytest.raises(PlanError, match=complaint):
+            check_joint(replace(problem, messages=messages), plan)
+
+
+def test_what_crosses_is_received_before_it_is_read() -> None:
+    problem = stages_on(side_by_side(SLOW, 2))
+    plan = fetching(problem)
+    part = problem.parts[OTHER]
+    b, receive, c = part.ops
+    assert (receive.name, receive.writes, c.name) == ("receive.y.device1", ("y",), "c")
+    cases: tuple[tuple[tuple[Op, ...], str | None], ...] = (
+        ((receive, b, c), None),  # earlier than it has to be
+        ((b, c, receive), "y, which is not on the device"),
+        ((b, c), "device1 does not receive all of it"),
+        ((b, replace(receive, target="aten.empty"), c), "does not receive y"),
+        ((b, replace(receive, flops=1), c), "does not receive y"),
+    )
+    for ops, complaint in cases:
+        changed = replace(problem, parts={**problem.parts, OTHER: replace(part, ops=ops)})
+        if complaint is None:
             check_joint(changed, plan)
             continue
         with pytest.raises(PlanError, match=complaint):
@@ -136,21 +160,24 @@ def test_what_crosses_must_be_there_in_time() -> None:
 
 
 def test_devices_that_wait_for_each_other_are_refused() -> None:
-    """`back` on the first device is moved before `a`, whose result it needs by way of `c`."""
+    """The first device would receive before `a` what `c` makes of the result of `a`."""
     step = two_stages()
     whole = replace(
         step,
         ops=(*step.ops, op("back", ("result",), ("end",))),
         buffers=(*step.buffers, Buffer("end", 4, Role.TEMPORARY, is_output=True)),
     )
-    machine = side_by_side(SLOW, 2)
     device_of = {"a": ONE, "b": OTHER, "c": OTHER, "back": ONE}
-    problem = formulate_jointly(whole, machine, PLENTY, device_of)
+    problem = formulate_jointly(whole, side_by_side(SLOW, 2), PLENTY, device_of)
     plan = fetching(problem)
     check_joint(problem, plan)
-    early = tuple(replace(m, before="a") if m.buffer == "result" else m for m in problem.messages)
-    with pytest.raises(PlanError, match="wait for each other"):
-        check_joint(replace(problem, messages=early), plan)
+    part = problem.parts[ONE]
+    a, receive, back = part.ops
+    early = replace(problem, parts={**problem.parts, ONE: replace(part, ops=(receive, a, back))})
+    with pytest.raises(PlanError, match="devices wait for each other"):
+        check_joint(early, plan)
+    with pytest.raises(PlanError, match="can never start; these wait for each other"):
+        fetching(early)
 
 
 @pytest.mark.parametrize(
@@ -224,8 +251,8 @@ def test_an_update_spread_over_devices_is_refused() -> None:
         formulate_jointly(dataflow, machine, PLENTY, device_of)
 
 
-def test_what_is_sent_to_an_update_on_the_host_is_refused() -> None:
-    """A scalar of the other device arrives on the device, and the update is not there."""
+def test_an_update_on_the_host_waits_for_what_another_device_makes() -> None:
+    """A scalar crosses to the device of the update, and goes on to the host from there."""
     step = chain(1)
     scaled = [replace(o, reads=(*o.reads, "s")) if o.name == "update_0" else o for o in step.ops]
     dataflow = replace(
@@ -236,6 +263,33 @@ def test_what_is_sent_to_an_update_on_the_host_is_refused() -> None:
     )
     device_of = {o.name: ONE if o.name == "scale" else OTHER for o in dataflow.ops}
     problem = formulate_jointly(dataflow, side_by_side(SLOW, 2), PLENTY, device_of)
-    check_joint(problem, plan_devices(problem, SolveSettings("resident")))
-    with pytest.raises(PlanError, match="update_0 sends or receives s, but the plan of device1"):
-        plan_devices(problem, SolveSettings("zero-offload"))
+    plan = plan_devices(problem, SolveSettings("zero-offload"))
+    check_joint(problem, plan)
+    assert [region.param for region in plan.plans[OTHER].host_updates] == ["w0"]
+    when = spans(plan)
+    arrived_s, sent_s = when["h2d1/send.s.device1"][2], when["device1/offload.s"][1]
+    assert arrived_s <= sent_s < when["device1/update.w0"][1]
+
+
+def test_a_model_is_cut_into_stages_by_its_modules() -> None:
+    """A captured GPT of four blocks: its activation crosses forwards, its gradient backwards.
+
+    Clipping gathers the norms of the second stage on the first, and brings the factor back.
+    """
+    dataflow = load(Path(__file__).parents[2] / "problems" / "gpt.json", Dataflow)
+    first, second = ("character", "position", "blocks.0", "blocks.1"), ("blocks", "norm", "head")
+    device_of = stages(dataflow, {**dict.fromkeys(second, OTHER), **dict.fromkeys(first, ONE)})
+    machine = side_by_side(find("rtx4090"), 2)
+    problem = formulate_jointly(dataflow, machine, dict.fromkeys(PLENTY, 1 << 40), device_of)
+    large = [(m.buffer, m.source) for m in problem.messages if m.nbytes > 4]
+    assert large == [("add_4", ONE), ("add_12", OTHER)]
+    whole = plan_devices(problem, SolveSettings("resident"))
+    check_joint(problem, whole)
+    budgets = {d: whole.peak_bytes[d] * 2 // 3 for d in (ONE, OTHER)}
+    plan = plan_devices(replace(problem, budgets={**problem.budgets, **budgets}))
+    check_joint(replace(problem, budgets={**problem.budgets, **budgets}), plan)
+    assert all(plan.peak_bytes[device] <= budgets[device] for device in budgets)
+    assert plan.step_s > whole.step_s
+    assert from_json(to_json(plan), JointPlan) == plan
+    with pytest.raises(PlanError, match=r"no op is in module 'block'; modules are .*blocks\.0"):
+        stages(dataflow, {"block": ONE})
