@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import cotrain_compile
+from cotrain_compile.backends.lifecycle import per_shape
 from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
-from cotrain_compile.backends.lifecycle.per_shape import LIMIT
 from tests.support.loops import EACH_POLICY
 from tests.support.steps import SEED, Step, all_tensors, cotrain, make_step
 
@@ -236,8 +236,13 @@ def test_another_compile_of_the_model_evaluates_between_steps() -> None:
     assert graphs() == 2
 
 
-def test_many_batch_sizes_and_lengths_share_two_graphs_and_few_plans() -> None:
+def test_many_batch_sizes_and_lengths_share_two_graphs_and_few_plans(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The first size has a graph of its own; the second makes sizes symbols for all others."""
+
+    limit = 5
+    monkeypatch.setattr(per_shape, "LIMIT", limit)
 
     def run(compile_with: CompileWith, inspect: Callable[[Step], None]) -> Any:
         torch.manual_seed(SEED)
@@ -247,7 +252,7 @@ def test_many_batch_sizes_and_lengths_share_two_graphs_and_few_plans() -> None:
             make_step(model, [optimizer], lambda m, x, y: F.cross_entropy(m(x).mT, y))
         )
         found = []
-        for number in range(LIMIT + 4):
+        for number in range(limit + 4):
             tokens = torch.randint(0, 16, (2 + number % 5, 4 + number))
             found.append(step(tokens, tokens))
             inspect(step)
@@ -263,7 +268,7 @@ def test_many_batch_sizes_and_lengths_share_two_graphs_and_few_plans() -> None:
     ours = run(cotrain(), count)
     torch.testing.assert_close(ours, run(lambda step: step, lambda step: None))
     assert graphs() <= 3
-    assert LIMIT <= alive[-1] <= LIMIT + 2
+    assert limit <= alive[-1] <= limit + 2
     gc.collect()
     assert not plans  # with the model and the step go their plans
 

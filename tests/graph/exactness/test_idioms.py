@@ -15,7 +15,7 @@ IN_EVERY_RUN: dict[str, Cell] = {
     "cleared by hand": ("streamed", "fused", "inductor"),
     "subclass that clamps": ("streamed", "captured", "eager"),
     "truncated backpropagation": ("zero-offload", "fused", "eager"),
-    "gru": ("auto", "fused", "eager"),
+    "gru": ("coarse", "fused", "eager"),
     "adversarial examples": ("zero-offload", "fused", "eager"),
     "rows chosen by a mask": ("resident", "captured", "eager"),
 }
