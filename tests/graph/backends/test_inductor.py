@@ -27,6 +27,7 @@ from cotrain_compile.backends.inductor.lower import lower, segments_of
 from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
 from cotrain_compile.errors import LoweringError, OptionError, OutOfDeviceMemory, StepFailed
 from cotrain_compile.extract.extract import extract
+from cotrain_compile.graph import StepGraph
 from cotrain_compile.machine import Tier
 from cotrain_compile.passes import run_passes
 from cotrain_compile.plan import Plan
@@ -140,20 +141,25 @@ def test_what_code_holds_beyond_the_plan_is_told_after_the_rehearsal(
     assert told in capfd.readouterr().err
 
 
+@functools.cache
+def deep_step(layers: int) -> StepGraph:
+    def build() -> tuple[Step, tuple[Any, ...]]:
+        blocks = [nn.Sequential(nn.Linear(12, 12), nn.GELU()) for _ in range(layers)]
+        model = nn.Sequential(*blocks, nn.Linear(12, 4))
+        optimizers = OPTIMIZERS["adamw"](model)
+        return make_step(model, optimizers, CASES["mlp"].loss_of), CASES["mlp"].make_batch()
+
+    torch._dynamo.reset()
+    return trace_graph(build)
+
+
 def test_deeper_models_have_more_segments_but_no_more_kinds() -> None:
     def kinds(layers: int) -> tuple[int, int]:
-        def build() -> tuple[Step, tuple[Any, ...]]:
-            blocks = [nn.Sequential(nn.Linear(12, 12), nn.GELU()) for _ in range(layers)]
-            model = nn.Sequential(*blocks, nn.Linear(12, 4))
-            optimizers = OPTIMIZERS["adamw"](model)
-            return make_step(model, optimizers, CASES["mlp"].loss_of), CASES["mlp"].make_batch()
-
-        torch._dynamo.reset()
-        step = trace_graph(build)
+        step = deep_step(layers)
         segments = segments_of(step, step, extract(step)).segments.values()
         return len(segments), len({segment.key for segment in segments})
 
-    (few, kinds_of_few), (many, kinds_of_many) = kinds(4), kinds(8)
+    (few, kinds_of_few), (many, kinds_of_many) = kinds(4), kinds(6)
     assert many > few
     assert kinds_of_many == kinds_of_few
 
@@ -165,18 +171,18 @@ def test_segments_of_one_kind_share_their_code() -> None:
         compiled.append(str(module.graph))
         return lambda arguments: ()
 
-    step = captured("llama").step
+    step = deep_step(4)
     with mock.patch.object(lowering, "compile_graph", count):
-        lowered = lower(step, step, captured("llama").dataflow, {}, ())
+        lowered = lower(step, step, extract(step), {}, ())
     assert len(compiled) == lowered.kinds < len(lowered.code)
 
 
 def test_code_compiled_before_comes_from_the_cache_on_disk() -> None:
-    step = captured("clipped").step
+    step = deep_step(0)
     with fresh_cache():
-        kinds = lower(step, step, captured("clipped").dataflow, {}, ()).kinds
+        kinds = lower(step, step, extract(step), {}, ()).kinds
         compiled = counters["inductor"]["fxgraph_cache_miss"]
-        again = lower(step, step, captured("clipped").dataflow, {}, ()).kinds
+        again = lower(step, step, extract(step), {}, ()).kinds
     assert again == kinds == compiled == counters["inductor"]["fxgraph_cache_hit"]
     assert counters["inductor"]["fxgraph_cache_bypass"] == 0
 
