@@ -6,6 +6,10 @@ parameter it is that one's update. A traced `backward()` is one call of `torch.a
 one accumulation for each leaf. Here each accumulation calls the hooks of its leaf, and they come in
 the order of autograd's engine, which is asked for it on the tensors of the trace.
 
+A trace holds as long as its leaves have the hooks that they had: two guards for each parameter, at
+0.03 us a parameter and call (100 parameters without hooks: a call's guards take 54.3 us with them
+and 51.5 us without, the least of 200 times on one core).
+
 Private torch API used: `TorchInGraphFunctionVariable._get_handlers`,
 `TensorVariable._collect_backward_inputs`, `Tensor._backward_hooks` and
 `._post_accumulate_grad_hooks`, `SideEffects.tensor_hooks`, the sources and guards of Dynamo.
