@@ -147,6 +147,19 @@ FOUND = (
         "tests/graph/passes/test_races.py",
     ),
     Found(
+        "A whole number that a script counts as a global was a constant of the trace: the numbers "
+        "were right, but the step was compiled in every call.",
+        "tests/graph/capture/test_scripts.py",
+    ),
+    Found(
+        "With Inductor, a step that computes with a whole number that changes ended in a KeyError.",
+        "tests/graph/capture/test_recompiles.py",
+    ),
+    Found(
+        "A step that counts in its closure (`nonlocal`) was not found by `inspect`.",
+        "tests/graph/capture/test_recompiles.py",
+    ),
+    Found(
         "Names from a file reached the terminal with the commands in them.",
         "tests/unit/data/test_fuzz_files.py",
     ),
