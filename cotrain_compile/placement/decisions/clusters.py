@@ -74,10 +74,29 @@ class ParamCluster:
 
 
 @dataclass(frozen=True)
+class Again:
+    """The least that it takes to make activations again: `seconds` of the device.
+
+    They are missing in segments `first` to `last`; the work is done by the end of segment `by`.
+    """
+
+    seconds: float
+    first: int
+    last: int
+    by: int
+
+
+@dataclass(frozen=True)
 class ActivationCluster:
-    """Temporaries that may be away from segment `leaves` (last use) to `returns` (next use)."""
+    """Temporaries that may be away from segment `leaves` (last use) to `returns` (next use).
+
+    Where they are not `movable` there is nothing in between. `again` says what it takes to make
+    them again, None where that is not to be decided here.
+    """
 
     buffers: tuple[str, ...]
     nbytes: int
     leaves: int
     returns: int
+    movable: bool = True
+    again: Again | None = None

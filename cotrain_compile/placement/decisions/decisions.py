@@ -91,11 +91,20 @@ class DecisionSpace:
         """The placement that `decisions` make."""
         base = resident(self.problem.dataflow)
         homes, updates, away = dict(base.homes), dict(base.updates), list[str]()
+        recomputed = list(self.problem.recomputed)
         for placed in self._placed(decisions):
             homes |= placed.homes
             updates |= placed.updates
             away += placed.away
-        return Placement(policy, homes, updates, tuple(away), early_updates=True)
+            recomputed += placed.recomputed
+        return Placement(
+            policy,
+            homes,
+            updates,
+            tuple(away),
+            early_updates=True,
+            recomputed=tuple(recomputed),
+        )
 
     def _placed(self, decisions: Decisions) -> Iterator[Placed]:
         dataflow = self.problem.dataflow
@@ -122,6 +131,9 @@ def activation_decisions(
 ) -> tuple[Decision[ActivationCluster, Stays], ...]:
     """The same for activations."""
     return tuple(
-        Decision(cluster, tuple(Option(s, s.effect(cluster)) for s in ACTIVATION_STRATEGIES))
+        Decision(
+            cluster,
+            tuple(Option(s, s.effect(cluster)) for s in ACTIVATION_STRATEGIES if s.fits(cluster)),
+        )
         for cluster in clusters
     )

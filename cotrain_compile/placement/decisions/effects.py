@@ -108,10 +108,11 @@ class MemoryLedger:
 
 @dataclass(frozen=True)
 class DeviceWork:
-    """`seconds` more (or less) of the device in `segment`."""
+    """`seconds` more (or less) of the device in `segment`; or before, where it may be `earlier`."""
 
     seconds: float
     segment: int
+    earlier: bool = False
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from math import log2
+from types import MappingProxyType
 from typing import Protocol, TypeVar
 
 from cotrain_compile.dataflow import Buffer, Role, UpdateGroup
@@ -16,6 +18,7 @@ from cotrain_compile.placement.decisions.bucketed_step import BucketedStep
 from cotrain_compile.placement.decisions.clusters import (
     NO_GRADIENTS,
     ActivationCluster,
+    Again,
     KeptGradients,
     ParamCluster,
 )
@@ -25,33 +28,62 @@ from cotrain_compile.placement.schedule.hoisted_updates import workspace_bytes
 
 # Temporaries smaller than this part of the peak are left alone.
 SMALLEST = 20_000
+NOTHING: Mapping[str, Again] = MappingProxyType({})
+
+# Segments in which something leaves and returns, and whether there are any between them.
+_Gap = tuple[int, int, bool]
 
 
 # Activations.
 
 
 def activation_clusters(
-    step: BucketedStep, pieces: int, *, everything: bool
+    step: BucketedStep, pieces: int, *, everything: bool, again: Mapping[str, Again] = NOTHING
 ) -> tuple[ActivationCluster, ...]:
     """Temporaries that may leave, in clusters of at most 1/`pieces` of their bytes.
 
-    With `everything` the smallest may too, and no cluster is cut.
+    With `everything` the smallest may too, and no cluster is cut. `again` says which may be made
+    again, and what that takes; those that take about as long for a byte are in one cluster, as if
+    all took as little as the one that takes least.
     """
-    candidates = list(_leaving(step, 0 if everything else max(step.moves.slot_bytes) // SMALLEST))
+    floor_bytes = 0 if everything else max(step.moves.slot_bytes) // SMALLEST
+    candidates = list(_leaving(step, floor_bytes, again))
     total = sum(buffer.nbytes for buffer, _ in candidates)
     most = total if everything else total // pieces + 1
-    clusters: dict[tuple[int, int], list[Buffer]] = {}
-    for buffer, window in candidates:
-        clusters.setdefault(window, []).append(buffer)
+    clusters: dict[tuple[_Gap, object], list[Buffer]] = {}
+    for buffer, gap in candidates:
+        alike = _about(again[buffer.name], buffer) if buffer.name in again else None
+        clusters.setdefault((gap, alike), []).append(buffer)
     return tuple(
-        ActivationCluster(tuple(b.name for b in part), sum(b.nbytes for b in part), *window)
-        for window, buffers in clusters.items()
+        ActivationCluster(
+            tuple(b.name for b in part),
+            sum(b.nbytes for b in part),
+            *gap,
+            again=_least(part, again) if alike else None,
+        )
+        for (gap, alike), buffers in clusters.items()
         for part in _parts(buffers, most)
     )
 
 
-def _leaving(step: BucketedStep, floor_bytes: int) -> Iterable[tuple[Buffer, tuple[int, int]]]:
-    """Temporaries whose longest gap spans whole segments, with the segments it lies between."""
+def _about(again: Again, buffer: Buffer) -> tuple[int, ...]:
+    """Equal for what is missing in the same segments and takes about as long for each byte."""
+    rate = again.seconds / max(1, buffer.nbytes)
+    return again.first, again.last, again.by, round(4 * log2(rate + 1e-18))
+
+
+def _least(part: Sequence[Buffer], again: Mapping[str, Again]) -> Again:
+    rate = min(again[b.name].seconds / max(1, b.nbytes) for b in part)
+    return replace(again[part[0].name], seconds=rate * sum(b.nbytes for b in part))
+
+
+def _leaving(
+    step: BucketedStep, floor_bytes: int, again: Mapping[str, Again]
+) -> Iterable[tuple[Buffer, _Gap]]:
+    """Temporaries whose longest gap spans whole segments, and those that may be made again.
+
+    With the segments that the gap lies between, and whether it spans any.
+    """
     copies = set(step.thin.values())
     updates = step.dataflow.updates
     taken = copies | {name for group in updates for name in (group.gradient, *group.scalars)}
@@ -64,8 +96,9 @@ def _leaving(step: BucketedStep, floor_bytes: int) -> Iterable[tuple[Buffer, tup
         if gap is None or casts.issuperset(range(gap[0] + 1, gap[1])):
             continue  # where the host makes the copies there is no gap
         leaves, returns = step.segment(gap[0]), step.segment(gap[1])
-        if step.apart(leaves, returns):
-            yield buffer, (leaves, returns)
+        movable = step.apart(leaves, returns)
+        if movable or buffer.name in again:
+            yield buffer, (leaves, returns, movable)
 
 
 # Parameters.

@@ -14,6 +14,7 @@ from cotrain_compile.placement.decisions.decisions import (
     activation_decisions,
     param_decisions,
 )
+from cotrain_compile.placement.decisions.find_again import least_again
 from cotrain_compile.placement.decisions.find_clusters import activation_clusters, param_clusters
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.residency import IntervalSum
@@ -31,20 +32,23 @@ def decision_space(
     *,
     at_peaks: bool = False,
     everything: bool = False,
+    recompute: bool = False,
 ) -> DecisionSpace:
     """What can be decided about `problem`, in about `segments` segments.
 
     Cuts are where few bytes cross, or, with `at_peaks`, right before the ops at which most is
     alive; memory is then checked at the cuts alone, where the amounts sent and brought are known.
     With `everything`, the smallest temporaries may leave too, and no cluster of temporaries is cut
-    into pieces: what a bound needs, and a plan does not.
+    into pieces: what a bound needs, and a plan does not. With `recompute`, each value may be made
+    again for no more than its own op, as if what that reads were always there: for a bound.
     """
     step = segmented(problem, segments, at_peaks=at_peaks)
     elapsed_s = step.moves.elapsed_s
     seconds = [
         elapsed_s[end] - elapsed_s[start] for start, end in zip(step.starts, step.ends, strict=True)
     ]
-    activations = activation_clusters(step, pieces, everything=everything)
+    again = least_again(step) if recompute else {}
+    activations = activation_clusters(step, pieces, everything=everything, again=again)
     return DecisionSpace(
         problem,
         (0.0, *seconds, 0.0),

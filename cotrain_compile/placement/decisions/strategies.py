@@ -38,11 +38,15 @@ _TRIPS = ("", ", weight fetched", ", weight fetched twice")
 
 @dataclass(frozen=True)
 class Placed:
-    """What a strategy writes into a placement: homes and update modes by name, what is away."""
+    """What a strategy writes into a placement: homes and update modes by name, and values.
+
+    These are what is away, and what is recomputed.
+    """
 
     homes: Mapping[str, Tier] = field(default_factory=dict)
     updates: Mapping[str, UpdateMode] = field(default_factory=dict)
     away: tuple[str, ...] = ()
+    recomputed: tuple[str, ...] = ()
 
     def differs(self, placement: Placement, owned: frozenset[str]) -> tuple[int, int]:
         """In how many modes, then homes and absences, it is not `placement`.
@@ -252,6 +256,11 @@ class Stays:
 
     words: str = "kept"
 
+    def fits(self, cluster: ActivationCluster) -> bool:
+        """Whether it can be chosen for `cluster`."""
+        del cluster
+        return True
+
     def placed(self, cluster: ActivationCluster) -> Placed:
         del cluster
         return Placed()
@@ -267,6 +276,9 @@ class Away(Stays):
 
     words: str = "away"
 
+    def fits(self, cluster: ActivationCluster) -> bool:
+        return cluster.movable
+
     def placed(self, cluster: ActivationCluster) -> Placed:
         return Placed(away=cluster.buffers)
 
@@ -276,6 +288,27 @@ class Away(Stays):
         back = Demand(Flow.RELOAD, c.nbytes, needed=c.returns)
         gone = Hold(-c.nbytes, c.leaves + 1, c.returns - 1, out, back)
         return Effect(holds=(gone,), host_bytes=c.nbytes)
+
+
+@dataclass(frozen=True)
+class MadeAgain(Stays):
+    """Activations are made again right before the backward needs them."""
+
+    words: str = "made again"
+
+    def fits(self, cluster: ActivationCluster) -> bool:
+        return cluster.again is not None
+
+    def placed(self, cluster: ActivationCluster) -> Placed:
+        return Placed(recomputed=cluster.buffers)
+
+    def effect(self, cluster: ActivationCluster) -> Effect:
+        again = cluster.again
+        assert again is not None
+        missing = Hold(-cluster.nbytes, again.first, again.last)
+        return Effect(
+            holds=(missing,), device_work=(DeviceWork(again.seconds, again.by, earlier=True),)
+        )
 
 
 # All there are; the first that fits is where the greedy begins.
@@ -288,7 +321,7 @@ PARAM_STRATEGIES: tuple[Strategy, ...] = (
     Strategy(UpdateMode.RESIDENT, 0, gradient_away=True),
     *(Strategy(UpdateMode.STREAMED, trips, gradient_away=True) for trips in (0, 2)),
 )
-ACTIVATION_STRATEGIES: tuple[Stays, ...] = (Stays(), Away())
+ACTIVATION_STRATEGIES: tuple[Stays, ...] = (Stays(), Away(), MadeAgain())
 
 
 def fitting(cluster: ParamCluster) -> tuple[Strategy, ...]:

@@ -21,14 +21,21 @@ GAP = 1e-3
 
 
 def certified_bound_s(
-    problem: Problem, solver: str, *, time_limit_s: float, seed: int, cyclic: bool
+    problem: Problem,
+    solver: str,
+    *,
+    time_limit_s: float,
+    seed: int,
+    cyclic: bool,
+    recompute: bool = False,
 ) -> float:
     """The optimum of the relaxed program in seconds; `cyclic` where steps overlap.
 
+    With `recompute` it holds for plans that make forward values again, each at most once.
     Where time runs out, or there is no solver, the solver's bound so far, and at the least what
     the device alone has to compute.
     """
-    space = decision_space(problem, at_peaks=True, everything=True)
+    space = decision_space(problem, at_peaks=True, everything=True, recompute=recompute)
     only_there_s = _only_on_device_s(space)
     try:
         relaxed = Program(

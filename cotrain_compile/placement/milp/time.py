@@ -31,8 +31,10 @@ def _add_device(model: Model, flows: Flows) -> None:
         (work.segment, 1e3 * work.seconds * option.z)
         for option in model.options
         for work in option.effect.device_work
+        if not (model.relaxed and work.earlier)
     )
     at_once = by_segment(resident)
+    again = _done_earlier(model)
     later = Total("updates", model)
     if model.relaxed:
         later.at_most(resident)
@@ -41,7 +43,25 @@ def _add_device(model: Model, flows: Flows) -> None:
         streamed = pulp.lpSum(stream.ms * stream.updated.within(k) for stream in flows.streams)
         updates = later.within(k) if model.relaxed else at_once.get(k, 0.0)
         ops_ms = 1e3 * seconds + decided.get(k, 0.0)
+        ops_ms += again.within(k) if again is not None else 0.0
         model.add(model.length[k] == ops_ms + model.stall[k] + updates + streamed)
+
+
+def _done_earlier(model: Model) -> Total | None:
+    """Relaxed: work that is done when it suits best, by the end of its segment; None without."""
+    if not model.relaxed:
+        return None
+    asked = [
+        (work.segment, 1e3 * work.seconds * option.z)
+        for option in model.options
+        for work in option.effect.device_work
+        if work.earlier
+    ]
+    if not asked:
+        return None
+    total = Total("again", model)
+    total.at_least(asked)
+    return total
 
 
 def _add_links_and_host(model: Model, flows: Flows) -> None:

@@ -1,18 +1,20 @@
 """Solve: the plan for a problem, by a named policy or by the ladder of all of them.
 
 `auto` is the ladder: what fits stays as it is; otherwise simple rules and the greedy give plans,
-the integer program a better one, each is scheduled and simulated, and the fastest is returned. So a
-bad model can cost speed and never correctness, and the plan is never slower than any simple rule's.
-Its report has the certified bound of the relaxed program.
+for the step as it is and with more and more of it made again, the integer program a better one,
+each is scheduled and simulated, and the fastest is returned. So a bad model can cost speed and
+never correctness, and the plan is never slower than any simple rule's. Its report has the certified
+bound of the relaxed program.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import partial
 from typing import NoReturn
 
 from cotrain_compile.collector import collector_off
@@ -20,13 +22,12 @@ from cotrain_compile.errors import OptionError, PlacementError
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.autotm.autotm import autotm
 from cotrain_compile.placement.decisions.decisions import Decisions, DecisionSpace
-from cotrain_compile.placement.decisions.find_decisions import decision_space
 from cotrain_compile.placement.milp.beside import Beside
 from cotrain_compile.placement.milp.bound import certified_bound_s
 from cotrain_compile.placement.milp.model import MIB
 from cotrain_compile.placement.milp.program import Program
 from cotrain_compile.placement.milp.solvers import Solution, failed, solve_program
-from cotrain_compile.placement.policies import RULES, fraction, rule
+from cotrain_compile.placement.policies import RULES, fraction
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.residency import HOST_MODES
 from cotrain_compile.placement.schedule.list_scheduler import EAGER, Tactics
@@ -40,6 +41,7 @@ from cotrain_compile.placement.search.solve_report import (
     notes_on_step,
     report_of,
 )
+from cotrain_compile.placement.search.variants import Variant, levels_of
 from cotrain_compile.plan import Placement, Plan
 
 # Shares of the updates of `coarse` that `auto` tries as well.
@@ -52,6 +54,8 @@ CERTIFIED = ("auto", "ilp", "greedy")
 TACTICS = (EAGER, Tactics(patient=True))
 # Orders of updates on the host where they may go on in the next step.
 OVERLAPPING = (Tactics(by_use=True), EAGER)
+# For so many variants of the step the integer program is solved, as long as there is time.
+PROGRAMS = 2
 # A plan so much slower than the program claims is worth another round.
 TRUST = 1.03
 
@@ -62,8 +66,9 @@ class SolveSettings:
 
     `time_limit_s` is for the integer programs together; scheduling and simulating come on top.
     `gap` is the relative gap at which a program counts as solved. With `overlap_steps` each
-    placement is also tried with updates on the host that go on in the next step. Where the device
-    runs `compiled` code (None: if the machine's does) tasks are settled, as `settle` says.
+    placement is also tried with updates on the host that go on in the next step. With `recompute`
+    the policy `auto` also tries to make values again. Where the device runs `compiled` code (None:
+    if the machine's does) tasks are settled, as `settle` says.
     """
 
     policy: str = "auto"
@@ -73,6 +78,7 @@ class SolveSettings:
     seed: int = 0
     overlap_steps: bool = False
     compiled: bool | None = False
+    recompute: bool = True
 
 
 Progress = Callable[[str], None]
@@ -111,7 +117,8 @@ class _Search:
     ) -> None:
         self.problem, self.settings, self.progress = problem, settings, progress
         self.began = time.monotonic()
-        self.given = space
+        self.step = Variant(problem, given=space)
+        self.variants = [self.step]
         self.drafts: dict[str, Draft] = {}
         self.solution: Solution | None = None
         self.rounds = 0
@@ -139,20 +146,12 @@ class _Search:
             time_limit_s=settings.time_limit_s,
             seed=settings.seed,
             cyclic=settings.overlap_steps,
+            recompute=settings.recompute,
         )
 
-    @cached_property
-    def space(self) -> DecisionSpace:
-        """What can be decided; the budgets of this problem."""
-        if self.given is not None:
-            return replace(self.given, problem=self.problem)
-        self.progress("looking for what can be decided")
-        return decision_space(self.problem)
-
-    @cached_property
-    def peak_space(self) -> DecisionSpace:
-        """The same with memory known exactly at the peaks, for the relaxed program."""
-        return decision_space(self.problem, at_peaks=True)
+    @property
+    def _fastest(self) -> Draft | None:
+        return min(self.drafts.values(), key=lambda found: found.step_s, default=None)
 
     @property
     def _is_late(self) -> bool:
@@ -165,18 +164,45 @@ class _Search:
         return self.solution.failure if self.solution else ""
 
     def _climb(self, incumbents: Sequence[Plan]) -> None:
-        if self._attempt("resident", lambda: rule("resident")(self.problem.dataflow)):
+        if self._attempt("resident", lambda: self.step.by_rule("resident")):
             return
         for name in tuple(RULES)[1:]:
-            self._attempt(name, lambda name=name: rule(name)(self.problem.dataflow))  # type: ignore[misc]
+            self._attempt(name, lambda name=name: self.step.by_rule(name))  # type: ignore[misc]
         if "coarse" in self.drafts:  # the fraction that needs least
             self._sweep_fractions()
-        self._greedy()
-        self._programs()
+        self._greedy(self.step)
+        if self.settings.recompute:
+            self._climb_levels()
+        for number, variant in enumerate(self._most_promising()):
+            if not (number and self._is_late):
+                self._programs(variant)
         for plan in incumbents:
             self._reuse(plan)
         if not self.drafts:
             self._refuse()
+
+    def _climb_levels(self) -> None:
+        """Simple rules and the greedy, with more and more values made again.
+
+        Once everything stays on the device, making more again only takes longer.
+        """
+        self.progress("looking for what can be made again")
+        for level in levels_of(self.problem):
+            self.variants.append(level)
+            for name in RULES:
+                placement = partial(level.by_rule, name)
+                if self._attempt(name + level.suffix, placement) and name == "resident":
+                    return
+            self._greedy(level)
+
+    def _most_promising(self) -> list[Variant]:
+        """The variants for the integer program: those with the fastest plans, fastest first."""
+
+        def fastest_s(variant: Variant) -> float:
+            own = (d for d in self.drafts.values() if d.placement.recomputed == variant.recomputed)
+            return min((found.step_s for found in own), default=math.inf)
+
+        return sorted(self.variants, key=fastest_s)[:PROGRAMS]
 
     def _single(self, policy: str) -> None:
         """One policy, whose refusal is the user's answer."""
@@ -186,30 +212,31 @@ class _Search:
             if not self.drafts:  # the refusal of the fraction that needs least is the user's answer
                 self._keep(policy, self._follow(self._fraction(FRACTIONS[-1])))
         elif policy == "greedy":
-            self._greedy()
+            self._greedy(self.step)
         elif policy in ("ilp", "lp-round"):
-            self._programs(whole=policy == "ilp")
+            self._programs(self.step, whole=policy == "ilp")
             if not self.drafts and not self._is_late and not self._failure:
-                self._greedy()
+                self._greedy(self.step)
         elif kind.startswith("autotm-"):
             variant = kind.removeprefix("autotm-")
             limit_s, seed = self.settings.time_limit_s, self.settings.seed
             found = autotm(self.problem, variant, time_limit_s=limit_s, seed=seed)  # type: ignore[arg-type]
             self._keep(policy, draft(self.problem, found.placement))
         else:
-            self._keep(policy, self._follow(rule(policy)(self.problem.dataflow)))
+            self._keep(policy, self._follow(self.step.by_rule(policy)))
         if not self.drafts:
             self._refuse()
 
     def _refuse(self) -> NoReturn:
-        refuse(self.problem, (self.space, self.peak_space), self._failure)
+        refuse(self.problem, (self.step.space, self.step.peak_space), self._failure)
 
     def _follow(self, placement: Placement) -> Draft:
         """Schedule what a simple rule says; its refusal says what `auto` would need."""
         try:
             return draft(self.problem, placement)
         except PlacementError as refusal:
-            refuse_rule(self.problem, placement, refusal, (self.space, self.peak_space))
+            cuts = self.step.space, self.step.peak_space
+            refuse_rule(self.problem, placement, refusal, cuts)
 
     def _attempt(self, name: str, placement: Callable[[], Placement]) -> bool:
         """Schedule a placement; returns whether it fits."""
@@ -257,24 +284,25 @@ class _Search:
             if best is None or step_s < best.step_s:
                 self.drafts[plan.placement.policy] = found
 
-    def _greedy(self) -> None:
+    def _greedy(self, variant: Variant) -> None:
         """Aim lower by what was missing until it fits; at last with everything away that can be."""
+        name = "greedy" + variant.suffix
         targets: dict[Tier, float] = dict(self.problem.budgets)
         for _ in range(3):
-            decisions = greedy(self.space, targets[Tier.DEVICE], targets[Tier.HOST])
-            refusal = self._decide("greedy", decisions)
+            decisions = greedy(variant.space, targets[Tier.DEVICE], targets[Tier.HOST])
+            refusal = self._decide(name, decisions, variant.space)
             if refusal is None:
                 return
             targets[refusal.tier] -= 1.05 * refusal.shortfall_bytes
-        for space in (self.space, self.peak_space):
-            if self._decide("greedy", least_memory(space), space) is None:
+        for space in (variant.space, variant.peak_space):
+            if self._decide(name, least_memory(space), space) is None:
                 return
 
     def _decide(
-        self, name: str, decisions: Decisions, space: DecisionSpace | None = None
+        self, name: str, decisions: Decisions, space: DecisionSpace
     ) -> PlacementError | None:
         """Schedule decisions; returns what is missing where they do not fit."""
-        placement = (space or self.space).placement(name, decisions)
+        placement = space.placement(name, decisions)
         self.progress(f"scheduling {name}")
         try:
             drafts = [draft(self.problem, placement, tactics=tactics) for tactics in TACTICS]
@@ -283,44 +311,44 @@ class _Search:
         self._keep(name, min(drafts, key=lambda found: found.step_s))
         return None
 
-    def _programs(self, *, whole: bool = True) -> None:
+    def _programs(self, variant: Variant, *, whole: bool = True) -> None:
         """The program of a single step; where steps overlap that of many, too."""
-        self._program(whole=whole)
+        self._program(variant, whole=whole)
         if self.settings.overlap_steps:
-            self._cyclic_program(whole=whole)
+            self._cyclic_program(variant, whole=whole)
 
-    def _cyclic_program(self, *, whole: bool) -> None:
+    def _cyclic_program(self, variant: Variant, *, whole: bool) -> None:
         """Decisions for overlapping steps; the simulation of many says what they are worth."""
-        name = "ilp" if whole else "lp-round"
+        name = ("ilp" if whole else "lp-round") + variant.suffix
         self.left_s = max(self.left_s, 0.3 * self.settings.time_limit_s)
         targets: dict[Tier, float] = dict(self.problem.budgets)
         before = self.drafts.get(name)
         for _ in range(2):
-            solution = self._solve(self.space, targets, True, whole, cyclic=True)
+            solution = self._solve(variant.space, targets, True, whole, cyclic=True)
             if solution.decisions is None:
                 return
-            refusal = self._decide(name, solution.decisions)
+            refusal = self._decide(name, solution.decisions, variant.space)
             if refusal is None:
                 break
             targets[refusal.tier] -= 1.05 * refusal.shortfall_bytes
         if self.drafts.get(name) is not before:
             self.solution = solution
 
-    def _program(self, *, whole: bool = True) -> None:
+    def _program(self, variant: Variant, *, whole: bool = True) -> None:
         """The integer program (or its LP relaxation, rounded), with a margin where it needs one.
 
         Where the careful program finds nothing in a budget or in time, the relaxed one decides, at
         last with split clusters, rounded: the scheduler keeps to the budget whatever is decided,
         and only time is at stake.
         """
-        name = "ilp" if whole else "lp-round"
+        name = ("ilp" if whole else "lp-round") + variant.suffix
         budgets = self.problem.budgets
         versions = [(True, whole), (False, whole), (False, False)]
         margins, before_short = dict.fromkeys(Tier, 0.0), 0
         for number in range(1, ROUNDS + 1):
             self.rounds = number
             careful, in_one = versions[0]
-            space = self.space if careful else self.peak_space
+            space = variant.space if careful else variant.peak_space
             targets = {tier: budgets[tier] - margins[tier] for tier in Tier}
             solution = self._solve(space, targets, careful, in_one)
             if solution.decisions is None:
@@ -332,7 +360,7 @@ class _Search:
             before = self.drafts.get(name)
             refusal = self._decide(name, solution.decisions, space)
             found = self.drafts.get(name)
-            if self.solution is None or found is not before:
+            if self.solution is None or (found is not before and found is self._fastest):
                 self.solution = solution  # the claim that belongs to the plan
             trusted = found is not None and found.step_s <= TRUST * solution.step_s
             if refusal is None and (trusted or self._is_late or not careful):
