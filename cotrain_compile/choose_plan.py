@@ -50,6 +50,7 @@ def solve_settings(options: Options, compiled: bool | None = None) -> SolveSetti
         gap=options.gap,
         seed=options.seed,
         overlap_steps=options.overlap_steps,
+        recompute=options.recompute == "auto",
         compiled=compiled,
     )
 
@@ -58,8 +59,8 @@ def saved_plan(path: str, problem: Problem, options: Options) -> Plan:
     """The plan saved at `path`, made for the step of `problem`, on whichever machine.
 
     Raises `PlanError` when it was made for another step, with up to three differences, for more
-    memory than `options` allow, or with overlapping steps where they do not; `OptionError` and
-    `FormatError` when there is no plan in the file.
+    memory than `options` allow, or with overlapping steps or values made again where they do not;
+    `OptionError` and `FormatError` when there is no plan in the file.
     """
     with as_option_error("plan", path):
         plan = load_plan(path)
@@ -75,6 +76,12 @@ def saved_plan(path: str, problem: Problem, options: Options) -> Plan:
         raise PlanError(
             f"plan {path} lets host updates go on under the next step, which only the option "
             "overlap_steps allows: set it to True, or solve the step again without --overlap-steps"
+        )
+    if plan.placement.recomputed and options.recompute == "off":
+        raise PlanError(
+            f"plan {path} makes {len(plan.placement.recomputed)} values again for the backward, "
+            "but the option recompute is 'off': leave it out, or solve the step again with "
+            "--recompute off"
         )
     _refuse_more_memory(path, plan, problem, options)
     return plan

@@ -42,6 +42,7 @@ class Options:
     gap: float = 0.005
     seed: int = 0
     overlap_steps: bool = False
+    recompute: str = "auto"
     lowering: str | None = None
     inductor: Mapping[str, Any] | None = None
     eager_segments: tuple[str, ...] = ()
@@ -236,6 +237,7 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
     "gap": _fraction,
     "seed": _seed,
     "overlap_steps": _flag,
+    "recompute": _one_of("auto", "off"),
     "lowering": _one_of("eager", "inductor"),
     "inductor": _settings,
     "eager_segments": _names,

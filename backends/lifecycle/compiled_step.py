@@ -104,7 +104,7 @@ class CompiledStep:
     @property
     def predicted_reserved(self) -> Reserved:
         """What torch's caching allocator takes from a card for the plan, op by op, and uses."""
-        return reserved(self.problem.under(self.plan.placement).dataflow, self.plan)
+        return reserved(self.problem.dataflow, self.plan)
 
     @property
     def measured_reserved_bytes(self) -> int | None:

@@ -184,6 +184,9 @@ def solve(
     overlap_steps: Annotated[
         bool, typer.Option("--overlap-steps", help="Let host updates go on under the next step.")
     ] = False,
+    recompute: Annotated[
+        str, typer.Option(help="'auto' or 'off': whether values may be made again.")
+    ] = "auto",
     lowering: Annotated[
         str | None,
         typer.Option(help="'inductor' or 'eager': how ops will run; else as a preset's."),
@@ -198,6 +201,7 @@ def solve(
         "gap": gap,
         "seed": seed,
         "overlap_steps": overlap_steps,
+        "recompute": recompute,
         **({"lowering": lowering} if lowering else {}),
     }
     budgets = list(dict.fromkeys(memory_budget or ["100%"]))

@@ -62,6 +62,9 @@ def sweep(
     gap: Annotated[
         float, typer.Option(help="Good enough: so close to the solver's bound.")
     ] = 0.005,
+    recompute: Annotated[
+        str, typer.Option(help="'auto' or 'off': whether values may be made again.")
+    ] = "auto",
     jobs: Annotated[int | None, typer.Option(min=1, help="Processes; else one a core.")] = None,
 ) -> None:
     """Solve a step under many device budgets: what would more memory, or another card, buy?"""
@@ -70,6 +73,7 @@ def sweep(
             "policy": policy,
             "time_limit": time_limit,
             "gap": gap,
+            "recompute": recompute,
             "host_memory_budget": host_memory_budget,
         }
     )

@@ -31,6 +31,5 @@ def dump_step(
     files.save(plan, folder / "plan.json")
     kinds = kinds_of(plan, step.phases)
     save_trace([plan.predicted], folder / "predicted.trace.json", plan=plan, kinds=kinds)
-    run = problem.under(plan.placement).dataflow
-    write_picture(picture(run, plan), folder / "placed.dot")
+    write_picture(picture(dataflow, plan), folder / "placed.dot")
     write_report(folder / "report.html", problem, plan)

@@ -17,6 +17,7 @@ from matplotlib.ticker import FuncFormatter, MultipleLocator
 
 from cotrain_compile.dataflow import Phase
 from cotrain_compile.machine import Tier
+from cotrain_compile.placement.recompute.rewrite import again_name
 from cotrain_compile.plan import Lane, Plan, Span, Timeline
 from cotrain_compile.units import format_bytes, format_seconds
 
@@ -25,6 +26,7 @@ from cotrain_compile.units import format_bytes, format_seconds
 COLOURS: Mapping[str, str] = {
     "forward": "#56B4E9",
     "backward": "#0072B2",
+    "made again": "#332288",
     "optimizer": "#CC79A7",
     "work on the device": "#56B4E9",
     "weight": "#E69F00",
@@ -54,6 +56,8 @@ _NARROWEST = 1 / 1500
 def kinds_of(plan: Plan, phases: Mapping[str, Phase] | None = None) -> dict[str, str]:
     """What each task of `plan`, and each op whose phase is given, is: a key of `COLOURS`."""
     kinds = {name: phase.value for name, phase in (phases or {}).items()}
+    if plan.placement.recomputed:
+        kinds |= {again_name(name): "made again" for name in phases or {}}
     kinds |= {cast.name: "cast on the host" for cast in plan.host_regions if cast.makes}
     copied = _copied(plan)
     return kinds | {task.name: copied[task.buffer] for task in plan.transfers}

@@ -93,9 +93,14 @@ def segmented(problem: Problem, segments: int, *, at_peaks: bool) -> BucketedSte
     Cuts are where few bytes cross, or, with `at_peaks`, right before the ops with most alive.
     """
     base = resident(problem.dataflow)
-    moves = moves_of(
-        problem, Placement("choices", base.homes, base.updates, (), early_updates=True)
+    bare = Placement(
+        "choices",
+        base.homes,
+        base.updates,
+        early_updates=True,
+        recomputed=problem.recomputed,
     )
+    moves = moves_of(problem, bare)
     seconds = [b - a for a, b in pairwise(moves.elapsed_s)]
     if at_peaks:
         starts = peak_points(seconds, moves.slot_bytes, segments)

@@ -9,10 +9,9 @@ bound of the relaxed program.
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NoReturn
@@ -27,21 +26,15 @@ from cotrain_compile.placement.milp.bound import certified_bound_s
 from cotrain_compile.placement.milp.model import MIB
 from cotrain_compile.placement.milp.program import Program
 from cotrain_compile.placement.milp.solvers import Solution, failed, solve_program
-from cotrain_compile.placement.policies import RULES, fraction
+from cotrain_compile.placement.policies import RULES
 from cotrain_compile.placement.problem import Problem
-from cotrain_compile.placement.residency import HOST_MODES
 from cotrain_compile.placement.schedule.list_scheduler import EAGER, Tactics
 from cotrain_compile.placement.schedule.schedule import Draft, draft, finished
+from cotrain_compile.placement.search.found import Found
 from cotrain_compile.placement.search.greedy import greedy, least_memory
 from cotrain_compile.placement.search.infeasible import floor_bytes, refuse, refuse_rule
-from cotrain_compile.placement.search.solve_report import (
-    note_on_budget,
-    note_on_loops,
-    notes_on,
-    notes_on_step,
-    report_of,
-)
-from cotrain_compile.placement.search.variants import Variant, levels_of
+from cotrain_compile.placement.search.solve_report import notes_of, report_of
+from cotrain_compile.placement.search.variants import Levels, Variant, promising
 from cotrain_compile.plan import Placement, Plan
 
 # Shares of the updates of `coarse` that `auto` tries as well.
@@ -52,10 +45,6 @@ ROUNDS = 5
 CERTIFIED = ("auto", "ilp", "greedy")
 # Ways to schedule what the greedy and the program decide.
 TACTICS = (EAGER, Tactics(patient=True))
-# Orders of updates on the host where they may go on in the next step.
-OVERLAPPING = (Tactics(by_use=True), EAGER)
-# For so many variants of the step the integer program is solved, as long as there is time.
-PROGRAMS = 2
 # A plan so much slower than the program claims is worth another round.
 TRUST = 1.03
 
@@ -119,10 +108,10 @@ class _Search:
         self.began = time.monotonic()
         self.step = Variant(problem, given=space)
         self.variants = [self.step]
-        self.drafts: dict[str, Draft] = {}
+        self.found = Found(problem, settings.overlap_steps)
         self.solution: Solution | None = None
         self.rounds = 0
-        self.left_s = settings.time_limit_s
+        self.left_s = 0.0
         self.bound: Beside[float] | None = None
 
     def run(self, incumbents: Sequence[Plan]) -> Plan:
@@ -150,10 +139,6 @@ class _Search:
         )
 
     @property
-    def _fastest(self) -> Draft | None:
-        return min(self.drafts.values(), key=lambda found: found.step_s, default=None)
-
-    @property
     def _is_late(self) -> bool:
         """Whether hardly any time is left for the integer programs."""
         return self.left_s <= 0.1 * self.settings.time_limit_s
@@ -164,67 +149,68 @@ class _Search:
         return self.solution.failure if self.solution else ""
 
     def _climb(self, incumbents: Sequence[Plan]) -> None:
-        if self._attempt("resident", lambda: self.step.by_rule("resident")):
+        if self._attempt("resident", partial(self.step.by_rule, "resident")):
             return
         for name in tuple(RULES)[1:]:
-            self._attempt(name, lambda name=name: self.step.by_rule(name))  # type: ignore[misc]
-        if "coarse" in self.drafts:  # the fraction that needs least
+            self._attempt(name, partial(self.step.by_rule, name))
+        if "coarse" in self.found.drafts:  # the fraction that needs least
             self._sweep_fractions()
         self._greedy(self.step)
         if self.settings.recompute:
             self._climb_levels()
-        for number, variant in enumerate(self._most_promising()):
-            if not (number and self._is_late):
-                self._programs(variant)
+        hopeful = promising(self.variants, self.found.fastest_s)
+        for variant in hopeful:
+            self._programs(variant, share=1.0 / len(hopeful))
         for plan in incumbents:
             self._reuse(plan)
-        if not self.drafts:
+        if not self.found.drafts:
             self._refuse()
 
     def _climb_levels(self) -> None:
-        """Simple rules and the greedy, with more and more values made again.
-
-        Once everything stays on the device, making more again only takes longer.
-        """
+        """Simple rules and the greedy with values made again, as long as a next level is faster."""
         self.progress("looking for what can be made again")
-        for level in levels_of(self.problem):
+        levels = Levels(self.problem)
+        found_s = {0: self.found.fastest_s(())}
+        at = levels.guess()
+        while at is not None:
+            level = levels.variant(at)
             self.variants.append(level)
-            for name in RULES:
-                placement = partial(level.by_rule, name)
-                if self._attempt(name + level.suffix, placement) and name == "resident":
-                    return
-            self._greedy(level)
+            if self._try_level(level):
+                levels.drop_above(at)  # making more again only takes longer
+            found_s[at] = self.found.fastest_s(level.recomputed)
+            at = levels.next_to_best(found_s)
 
-    def _most_promising(self) -> list[Variant]:
-        """The variants for the integer program: those with the fastest plans, fastest first."""
-
-        def fastest_s(variant: Variant) -> float:
-            own = (d for d in self.drafts.values() if d.placement.recomputed == variant.recomputed)
-            return min((found.step_s for found in own), default=math.inf)
-
-        return sorted(self.variants, key=fastest_s)[:PROGRAMS]
+    def _try_level(self, level: Variant) -> bool:
+        """Try what decides quickly; returns whether nothing has to move."""
+        for name in RULES:
+            fits = self._attempt(name + level.suffix, partial(level.by_rule, name))
+            if fits and name == "resident":
+                return True
+        self._greedy(level, TACTICS[:1])
+        return False
 
     def _single(self, policy: str) -> None:
         """One policy, whose refusal is the user's answer."""
         kind = policy.partition(":")[0]
         if policy == "fraction:auto":
             self._sweep_fractions()
-            if not self.drafts:  # the refusal of the fraction that needs least is the user's answer
-                self._keep(policy, self._follow(self._fraction(FRACTIONS[-1])))
+            if not self.found.drafts:  # the one that needs least: its refusal answers the user
+                least = self.step.by_rule(f"fraction:{FRACTIONS[-1]}")
+                self.found.keep(policy, self._follow(least))
         elif policy == "greedy":
             self._greedy(self.step)
         elif policy in ("ilp", "lp-round"):
             self._programs(self.step, whole=policy == "ilp")
-            if not self.drafts and not self._is_late and not self._failure:
+            if not self.found.drafts and not self._is_late and not self._failure:
                 self._greedy(self.step)
         elif kind.startswith("autotm-"):
             variant = kind.removeprefix("autotm-")
             limit_s, seed = self.settings.time_limit_s, self.settings.seed
             found = autotm(self.problem, variant, time_limit_s=limit_s, seed=seed)  # type: ignore[arg-type]
-            self._keep(policy, draft(self.problem, found.placement))
+            self.found.keep(policy, draft(self.problem, found.placement))
         else:
-            self._keep(policy, self._follow(self.step.by_rule(policy)))
-        if not self.drafts:
+            self.found.keep(policy, self._follow(self.step.by_rule(policy)))
+        if not self.found.drafts:
             self._refuse()
 
     def _refuse(self) -> NoReturn:
@@ -242,77 +228,62 @@ class _Search:
         """Schedule a placement; returns whether it fits."""
         self.progress(f"trying {name}")
         try:
-            self._keep(name, draft(self.problem, replace(placement(), policy=name)))
+            self.found.keep(name, draft(self.problem, replace(placement(), policy=name)))
         except PlacementError:
             return False
         return True
 
-    def _keep(self, name: str, found: Draft) -> None:
-        """Keep `found`, or the same placement with overlapping steps, if it is the fastest yet."""
-        for candidate in (found, *self._overlapping(found.placement)):
-            best = self.drafts.get(name)
-            if best is None or candidate.step_s < best.step_s:
-                self.drafts[name] = candidate
-
-    def _overlapping(self, placement: Placement) -> Iterator[Draft]:
-        """`placement` with updates on the host that go on in the next step, where there are any."""
-        if not (
-            self.settings.overlap_steps and HOST_MODES.intersection(placement.updates.values())
-        ):
-            return
-        for tactics in OVERLAPPING:
-            # Not where the host has no room for what updates of two steps read.
-            with suppress(PlacementError):
-                yield draft(self.problem, replace(placement, overlap_steps=True), tactics=tactics)
-
     def _sweep_fractions(self) -> None:
         """Twin-Flow with every fraction; the fastest one that fits."""
         for share in FRACTIONS:
-            self._attempt("fraction:auto", lambda share=share: self._fraction(share))  # type: ignore[misc]
-
-    def _fraction(self, share: float) -> Placement:
-        return fraction(self.problem.dataflow, share)
+            self._attempt("fraction:auto", partial(self.step.by_rule, f"fraction:{share}"))
 
     def _reuse(self, plan: Plan) -> None:
-        tight = plan.budgets[Tier.DEVICE] <= self.problem.budgets[Tier.DEVICE]
-        if plan.placement.overlap_steps > self.settings.overlap_steps:
-            return
-        if tight and plan.budgets[Tier.HOST] <= self.problem.budgets[Tier.HOST]:
-            step_s = plan.predicted.makespan_s
-            found = Draft(plan.placement, plan.tasks, plan.moved, step_s)
-            best = self.drafts.get(plan.placement.policy)
-            if best is None or step_s < best.step_s:
-                self.drafts[plan.placement.policy] = found
+        """Keep a plan for no more memory that does nothing that is not allowed here."""
+        settings, placement = self.settings, plan.placement
+        fits = all(plan.budgets[tier] <= self.problem.budgets[tier] for tier in Tier)
+        overlaps = placement.overlap_steps and not settings.overlap_steps
+        recomputes = bool(placement.recomputed) and not settings.recompute
+        if fits and not (overlaps or recomputes):
+            self.found.keep_plan(plan)
 
-    def _greedy(self, variant: Variant) -> None:
+    def _greedy(self, variant: Variant, tactics: Sequence[Tactics] = TACTICS) -> None:
         """Aim lower by what was missing until it fits; at last with everything away that can be."""
         name = "greedy" + variant.suffix
         targets: dict[Tier, float] = dict(self.problem.budgets)
         for _ in range(3):
             decisions = greedy(variant.space, targets[Tier.DEVICE], targets[Tier.HOST])
-            refusal = self._decide(name, decisions, variant.space)
+            refusal = self._decide(name, decisions, variant.space, tactics)
             if refusal is None:
                 return
             targets[refusal.tier] -= 1.05 * refusal.shortfall_bytes
         for space in (variant.space, variant.peak_space):
-            if self._decide(name, least_memory(space), space) is None:
+            if self._decide(name, least_memory(space), space, tactics) is None:
                 return
 
     def _decide(
-        self, name: str, decisions: Decisions, space: DecisionSpace
+        self,
+        name: str,
+        decisions: Decisions,
+        space: DecisionSpace,
+        tactics: Sequence[Tactics] = TACTICS,
     ) -> PlacementError | None:
         """Schedule decisions; returns what is missing where they do not fit."""
         placement = space.placement(name, decisions)
         self.progress(f"scheduling {name}")
         try:
-            drafts = [draft(self.problem, placement, tactics=tactics) for tactics in TACTICS]
+            drafts = [draft(self.problem, placement, tactics=each) for each in tactics]
         except PlacementError as refusal:
             return refusal
-        self._keep(name, min(drafts, key=lambda found: found.step_s))
+        self.found.keep(name, min(drafts, key=lambda found: found.step_s))
         return None
 
-    def _programs(self, variant: Variant, *, whole: bool = True) -> None:
-        """The program of a single step; where steps overlap that of many, too."""
+    def _programs(self, variant: Variant, *, share: float = 1.0, whole: bool = True) -> None:
+        """The program of a single step; where steps overlap that of many, too.
+
+        For that there is a `share` of the time limit, and what was left before.
+        """
+        self.left_s += share * self.settings.time_limit_s
         self._program(variant, whole=whole)
         if self.settings.overlap_steps:
             self._cyclic_program(variant, whole=whole)
@@ -322,7 +293,7 @@ class _Search:
         name = ("ilp" if whole else "lp-round") + variant.suffix
         self.left_s = max(self.left_s, 0.3 * self.settings.time_limit_s)
         targets: dict[Tier, float] = dict(self.problem.budgets)
-        before = self.drafts.get(name)
+        before = self.found.drafts.get(name)
         for _ in range(2):
             solution = self._solve(variant.space, targets, True, whole, cyclic=True)
             if solution.decisions is None:
@@ -331,7 +302,7 @@ class _Search:
             if refusal is None:
                 break
             targets[refusal.tier] -= 1.05 * refusal.shortfall_bytes
-        if self.drafts.get(name) is not before:
+        if self.found.drafts.get(name) is not before:
             self.solution = solution
 
     def _program(self, variant: Variant, *, whole: bool = True) -> None:
@@ -357,10 +328,10 @@ class _Search:
                 if not versions:
                     return
                 continue
-            before = self.drafts.get(name)
+            before = self.found.drafts.get(name)
             refusal = self._decide(name, solution.decisions, space)
-            found = self.drafts.get(name)
-            if self.solution is None or (found is not before and found is self._fastest):
+            found = self.found.drafts.get(name)
+            if self.solution is None or (found is not before and found is self.found.fastest):
                 self.solution = solution  # the claim that belongs to the plan
             trusted = found is not None and found.step_s <= TRUST * solution.step_s
             if refusal is None and (trusted or self._is_late or not careful):
@@ -403,9 +374,9 @@ class _Search:
 
     def _best(self) -> Plan:
         """The fastest plan, with a report of how it was found."""
-        name = min(self.drafts, key=lambda name: self.drafts[name].step_s)
+        name = min(self.found.drafts, key=lambda name: self.found.drafts[name].step_s)
         self.progress("simulating the plan")
-        plan = finished(self.problem, self.drafts[name], compiled=self.settings.compiled)
+        plan = finished(self.problem, self.found.drafts[name], compiled=self.settings.compiled)
         self.progress("certifying the bound")
         bound_s = self.bound.result() if self.bound else 0.0
         settings = self.settings
@@ -418,9 +389,8 @@ class _Search:
             seconds=time.monotonic() - self.began,
             bound_s=bound_s,
             rounds=self.rounds,
-            simulated_s={name: found.step_s for name, found in self.drafts.items()},
+            simulated_s={name: found.step_s for name, found in self.found.drafts.items()},
         )
-        notes = notes_on(name, self.solution, asked=settings.policy, solver=settings.solver)
-        notes = (*note_on_budget(self.problem), *notes, *notes_on_step(self.problem))
-        notes = (*notes, *note_on_loops(self.problem, plan))
+        asked, solver = settings.policy, settings.solver
+        notes = notes_of(self.problem, plan, name, self.solution, asked=asked, solver=solver)
         return replace(plan, report=report, notes=notes)

@@ -50,6 +50,24 @@ def report_of(
     )
 
 
+def notes_of(
+    problem: Problem,
+    plan: Plan,
+    name: str,
+    solution: Solution | None,
+    *,
+    asked: str,
+    solver: str,
+) -> tuple[str, ...]:
+    """All that is to be said of a plan found by the way called `name`, where `asked` was for."""
+    return (
+        *note_on_budget(problem),
+        *notes_on(name, solution, asked=asked, solver=solver),
+        *notes_on_step(problem),
+        *note_on_loops(problem, plan),
+    )
+
+
 def notes_on_step(problem: Problem) -> tuple[str, ...]:
     """What of the step costs more than it has to, and what of its cost is not known."""
     unknown = problem.unknown_ops

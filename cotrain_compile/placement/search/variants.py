@@ -5,7 +5,8 @@ In: the Problem of the step. Out: `Variant`s, each with what can be decided abou
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -53,10 +54,58 @@ class Variant:
         return replace(placement, recomputed=self.recomputed)
 
 
-def levels_of(problem: Problem) -> Iterator[Variant]:
-    """The step with more and more made again, first what costs least for its bytes."""
-    dataflow = problem.dataflow
-    levels = find_levels(dataflow, problem.costs.device_s, recomputable(dataflow))
-    for number, level in enumerate(levels.uniform, start=1):
-        names = tuple(b.name for b in dataflow.buffers if b.name in level.recomputed)
-        yield Variant(problem.recomputing(names), f"+recompute:{number}")
+def promising(
+    variants: Sequence[Variant], fastest_s: Callable[[tuple[str, ...]], float]
+) -> list[Variant]:
+    """The variants for the integer program: the fastest so far, and the step as it is, the first.
+
+    The step as it is may be the better one however slow it seems: the greedy can be far off.
+    """
+    best = min(variants, key=lambda variant: fastest_s(variant.recomputed))
+    return [best] if best is variants[0] else [best, variants[0]]
+
+
+class Levels:
+    """The levels of a step by number; 0 is the step as it is. Each contains the one before it."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem, dataflow = problem, problem.dataflow
+        may = recomputable(dataflow)
+        self._levels = [*find_levels(dataflow, problem.costs.device_s, may).uniform]
+
+    def variant(self, number: int) -> Variant:
+        """The step at a level above 0."""
+        recomputed = self._levels[number - 1].recomputed
+        names = tuple(b.name for b in self._problem.dataflow.buffers if b.name in recomputed)
+        return Variant(self._problem.recomputing(names), f"+recompute:{number}")
+
+    def guess(self) -> int | None:
+        """The level that makes again what takes less time than its way over the link and back.
+
+        At least the first one; None where there is none.
+        """
+        machine = self._problem.machine
+        link_s = 1.0 / machine.d2h.bytes_per_s + 1.0 / machine.h2d.bytes_per_s
+        number, saved_bytes, spent_s = 0, 0, 0.0
+        for level in self._levels:
+            more_bytes, more_s = level.saved_bytes - saved_bytes, level.seconds - spent_s
+            if number and more_s > link_s * more_bytes:
+                break
+            number, saved_bytes, spent_s = number + 1, level.saved_bytes, level.seconds
+        return number or None
+
+    def drop_above(self, number: int) -> None:
+        """Forget the levels above this one."""
+        del self._levels[number:]
+
+    def next_to_best(self, found_s: Mapping[int, float]) -> int | None:
+        """The next level to try: one beside the fastest in `found_s`; None when these are there.
+
+        Where nothing has fit so far, the one above all that were tried.
+        """
+        last = len(self._levels)
+        best = min(found_s, key=found_s.__getitem__)
+        if math.isinf(found_s[best]):
+            best = max(found_s)
+        beside = (number for number in (best - 1, best + 1) if 0 < number <= last)
+        return next((number for number in beside if number not in found_s), None)

@@ -18,7 +18,12 @@ from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.residency import device_bytes, device_program, instances
 from cotrain_compile.plan import Lane, Plan, Timeline
 from cotrain_compile.units import format_bytes, format_seconds
-from cotrain_compile.viz.text.summary import NOT_NEEDED, reserved_on_card, reserved_words
+from cotrain_compile.viz.text.summary import (
+    NOT_NEEDED,
+    recompute_words,
+    reserved_on_card,
+    reserved_words,
+)
 from cotrain_compile.viz.timeline import LANE_TITLES
 
 LARGEST = 14
@@ -60,7 +65,6 @@ def regime(problem: Problem, plan: Plan) -> str:
 
 def sentences(problem: Problem, plan: Plan) -> Iterator[str]:
     """What a reader should know first."""
-    problem = problem.under(plan.placement)
     predicted, report = plan.predicted, plan.report
     step_s = predicted.makespan_s
     work_s = predicted.busy_s(Lane.DEVICE)
@@ -78,6 +82,8 @@ def sentences(problem: Problem, plan: Plan) -> Iterator[str]:
             f"{format_bytes(plan.bytes_moved('offload'))} go down to the host and "
             f"{format_bytes(plan.bytes_moved('prefetch'))} up to the device in each step."
         )
+    for told in recompute_words(plan, problem.dataflow):
+        yield f"Values of the forward are made again for the backward: {told}."
     if reserved := list(reserved_words(plan, problem.dataflow)):
         yield f"{': '.join(reserved)}."
     if report and report.lower_bound_s:
@@ -108,7 +114,6 @@ def comparison(
     problem: Problem, plan: Plan, measured: Timeline | None
 ) -> Iterator[tuple[str, ...]]:
     """Rows: a heading, the predicted value, the measured one where there is one, the budget."""
-    problem = problem.under(plan.placement)
     timelines = [plan.predicted, *([measured] if measured else [])]
     yield "a step", *(format_seconds(t.makespan_s) for t in timelines), ""
     for lane, title in LANE_TITLES.items():

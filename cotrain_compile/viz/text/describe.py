@@ -9,6 +9,7 @@ from cotrain_compile.analysis.costs import unknown_words
 from cotrain_compile.analysis.liveness import liveness
 from cotrain_compile.dataflow import PERSISTENT_ROLES, Dataflow, Phase
 from cotrain_compile.machine import HostUpdate, Link, Machine, Processor, TierSpec
+from cotrain_compile.placement.recompute.rewrite import recomputed
 from cotrain_compile.plan import HostRegion, Lane, Plan, Timeline
 from cotrain_compile.units import format_bytes, format_seconds
 
@@ -107,6 +108,9 @@ def describe_differences(plan: Plan, dataflow: Dataflow) -> list[str]:
     moved, ops. Shapes and arguments cannot be: they are in the fingerprint alone.
     """
     placement = plan.placement
+    lost = set(placement.recomputed) - dataflow.buffer.keys()
+    if not lost:
+        dataflow = recomputed(dataflow, placement.recomputed)
     persistent = {b.name for b in dataflow.buffers if b.role in PERSISTENT_ROLES}
     moved = {transfer.buffer: transfer.nbytes for transfer in plan.transfers}
     resized = {
@@ -120,7 +124,10 @@ def describe_differences(plan: Plan, dataflow: Dataflow) -> list[str]:
         ("tensors that only the plan keeps", placement.homes.keys() - persistent),
         ("tensors that only this step keeps", persistent - placement.homes.keys()),
         ("other sizes", resized),
-        ("buffers that only the plan has", _buffers_named_by(plan) - dataflow.buffer.keys()),
+        (
+            "buffers that only the plan has",
+            (_buffers_named_by(plan) - dataflow.buffer.keys()) | lost,
+        ),
         ("ops that only the plan has", set(_ops_named_by(plan)) - dataflow.position.keys()),
     )
     return [f"{kind}: {_some(names)}" for kind, names in kinds if names]

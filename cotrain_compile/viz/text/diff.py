@@ -23,6 +23,7 @@ def describe_diff(before: Plan, after: Plan, dataflow: Dataflow | None = None) -
         _numbers(before, after),
         _kept_otherwise(before, after, dataflow),
         _away(before, after, dataflow),
+        _recomputed(before, after, dataflow),
     )
     lines = [line for section in sections for line in section]
     return "\n".join(lines or ["the plans say the same"])
@@ -87,6 +88,14 @@ def _away(before: Plan, after: Plan, dataflow: Dataflow | None) -> Iterator[str]
         yield f"leave the device now: {_some(left, dataflow)}"
     if stayed := sorted(was - now):
         yield f"stay on the device now: {_some(stayed, dataflow)}"
+
+
+def _recomputed(before: Plan, after: Plan, dataflow: Dataflow | None) -> Iterator[str]:
+    was, now = set(before.placement.recomputed), set(after.placement.recomputed)
+    if more := sorted(now - was):
+        yield f"made again for the backward now: {_some(more, dataflow)}"
+    if less := sorted(was - now):
+        yield f"not made again now: {_some(less, dataflow)}"
 
 
 def _some(names: Iterable[str], dataflow: Dataflow | None) -> str:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from rich.console import Console
 from rich.text import Text
 
+from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import OptionError
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.machine import Tier
@@ -26,6 +27,7 @@ from cotrain_compile.placement.explain.alternatives import every_strategy
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.plan import Plan, Transfer
 from cotrain_compile.units import format_bytes, format_seconds, printable
+from cotrain_compile.viz.text.summary import recompute_words
 from cotrain_compile.viz.text.terminal import PlainConsole
 from cotrain_compile.viz.timeline import LANE_TITLES
 
@@ -72,7 +74,8 @@ class Narrator:
     def tell(self, problem: Problem, plan: Plan) -> None:
         """Say what the plan is."""
         if self.level >= SUMMARY:
-            for heading, words in summary_rows(plan, bars=self.console.is_terminal):
+            bars = self.console.is_terminal
+            for heading, words in summary_rows(plan, problem.dataflow, bars=bars):
                 self.console.print(Text.assemble((f"{heading:11}", "bold"), printable(words)))
         if self.level >= PARAMETERS:
             for line in parameter_lines(problem, plan):
@@ -87,8 +90,11 @@ class Narrator:
             self.console.print(Text.assemble((f"{'rehearsed':11}", "bold"), plan.notes[-1]))
 
 
-def summary_rows(plan: Plan, *, bars: bool) -> Iterator[tuple[str, str]]:
-    """Heading and words of each line of the summary; `bars` draws how full the tiers are."""
+def summary_rows(plan: Plan, dataflow: Dataflow, *, bars: bool) -> Iterator[tuple[str, str]]:
+    """Heading and words of each line of the summary of a plan for the step `dataflow`.
+
+    `bars` draws how full the tiers are.
+    """
     step_s = plan.predicted.makespan_s
     yield "cotrain", f"{plan.placement.policy} on {plan.machine}, step {plan.fingerprint}"
     for note in plan.notes:
@@ -102,6 +108,8 @@ def summary_rows(plan: Plan, *, bars: bool) -> Iterator[tuple[str, str]]:
         peak, budget = plan.predicted.peak_bytes[tier], plan.budgets[tier]
         bar = f"{_bar(peak / budget)}  " if bars else ""
         yield tier.value, f"{bar}{format_bytes(peak)} of {format_bytes(budget)} at the peak"
+    for told in recompute_words(plan, dataflow):
+        yield "recomputes", told
     if not plan.tasks:
         yield "moves", "nothing: everything fits on the device"
         return

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import PlacementError
 from cotrain_compile.machine import Tier
+from cotrain_compile.placement.recompute.rewrite import recomputed_ops
 from cotrain_compile.placement.simulate.reserved import Reserved, reserved
-from cotrain_compile.plan import Plan, SolveReport, Transfer, UpdateMode
+from cotrain_compile.plan import Lane, Plan, SolveReport, Transfer, UpdateMode
 from cotrain_compile.units import format_bytes, format_seconds
 
 
@@ -25,6 +26,7 @@ def summary(plan: Plan, dataflow: Dataflow | None = None) -> str:
             *(f"{'':11} {note}" for note in plan.notes),
             *_updates(plan, dataflow),
             *_fetched(plan),
+            *(f"recomputes  {told}" for told in recompute_words(plan, dataflow)),
             *_memory(plan),
             *(f"{'':11} {told}" for told in (reserved_words(plan, dataflow) if dataflow else ())),
             f"traffic     {format_bytes(plan.bytes_moved('offload'))} down, "
@@ -34,6 +36,24 @@ def summary(plan: Plan, dataflow: Dataflow | None = None) -> str:
             *(_report(plan.report) if plan.report else ()),
         ]
     )
+
+
+def recompute_words(plan: Plan, dataflow: Dataflow | None) -> Iterator[str]:
+    """How much is made again for the backward, and in what time; nothing where nothing is.
+
+    Without the `dataflow` of the step nobody knows how large it is.
+    """
+    names = plan.placement.recomputed
+    if not names:
+        return
+    if dataflow is None:
+        yield f"{len(names)} values"
+        return
+    again = recomputed_ops(dataflow, names)
+    spans = plan.predicted.lane(Lane.DEVICE)
+    taken_s = sum(span.end_s - span.start_s for span in spans if span.name in again)
+    nbytes = sum(dataflow.buffer[name].nbytes for name in names if name in dataflow.buffer)
+    yield f"{format_bytes(nbytes)} in {format_seconds(taken_s)} of the step"
 
 
 # Below, the allocator's segments of 2 and 20 MiB are more than what is in them.

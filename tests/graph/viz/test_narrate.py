@@ -119,7 +119,7 @@ def test_off_a_terminal_there_are_no_bars_and_no_codes() -> None:
 
 def test_where_nothing_moves_it_says_so() -> None:
     still: Plan = replace(PLAN, tasks=())
-    rows = dict(summary_rows(still, bars=False))
+    rows = dict(summary_rows(still, PROBLEM.dataflow, bars=False))
     assert rows["moves"] == "nothing: everything fits on the device"
     assert "updates" not in rows
 

@@ -1,0 +1,60 @@
+"""Found: the fastest schedule of every way that was tried, by the name of the way."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+from cotrain_compile.errors import PlacementError
+from cotrain_compile.placement.problem import Problem
+from cotrain_compile.placement.residency import HOST_MODES
+from cotrain_compile.placement.schedule.list_scheduler import EAGER, Tactics
+from cotrain_compile.placement.schedule.schedule import Draft, draft
+from cotrain_compile.plan import Placement, Plan
+
+# Orders of updates on the host where they may go on in the next step.
+OVERLAPPING = (Tactics(by_use=True), EAGER)
+
+
+@dataclass
+class Found:
+    """Schedules of `problem`, each tried with overlapping steps as well if they may overlap."""
+
+    problem: Problem
+    overlap_steps: bool
+    drafts: dict[str, Draft] = field(default_factory=dict)
+
+    @property
+    def fastest(self) -> Draft | None:
+        return min(self.drafts.values(), key=lambda found: found.step_s, default=None)
+
+    def fastest_s(self, recomputed: tuple[str, ...]) -> float:
+        """Seconds of the fastest one that makes these values again; infinity without any."""
+        own = (d for d in self.drafts.values() if d.placement.recomputed == recomputed)
+        return min((found.step_s for found in own), default=math.inf)
+
+    def keep(self, name: str, found: Draft) -> None:
+        """Keep `found`, or the same placement with overlapping steps, if it is the fastest yet."""
+        for candidate in (found, *self._overlapping(found.placement)):
+            self._keep(name, candidate)
+
+    def keep_plan(self, plan: Plan) -> None:
+        """Keep a plan of the same step, if it is the fastest of its policy."""
+        found = Draft(plan.placement, plan.tasks, plan.moved, plan.predicted.makespan_s)
+        self._keep(plan.placement.policy, found)
+
+    def _keep(self, name: str, found: Draft) -> None:
+        best = self.drafts.get(name)
+        if best is None or found.step_s < best.step_s:
+            self.drafts[name] = found
+
+    def _overlapping(self, placement: Placement) -> Iterator[Draft]:
+        """`placement` with updates on the host that go on in the next step, where there are any."""
+        if not (self.overlap_steps and HOST_MODES.intersection(placement.updates.values())):
+            return
+        for tactics in OVERLAPPING:
+            # Not where the host has no room for what updates of two steps read.
+            with suppress(PlacementError):
+                yield draft(self.problem, replace(placement, overlap_steps=True), tactics=tactics)

@@ -1,0 +1,110 @@
+"""A step that makes values again, as a user writes it: eager's numbers, in less memory, and said."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import cotrain_compile
+from cotrain_compile import files
+from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
+from cotrain_compile.dataflow import Dataflow
+from cotrain_compile.errors import PlanError
+from cotrain_compile.machine import Link, Tier
+from cotrain_compile.placement.check.check import check
+from cotrain_compile.placement.problem import formulate
+from cotrain_compile.placement.residency import device_bytes, device_program
+from cotrain_compile.placement.schedule.schedule import draft
+from cotrain_compile.placement.search.solve import SolveSettings, solve
+from cotrain_compile.placement.search.variants import Levels
+from cotrain_compile.presets import find
+from cotrain_compile.units import format_bytes
+from cotrain_compile.viz.text.diff import describe_diff
+from cotrain_compile.viz.text.summary import summary
+from tests.support.steps import CASES, OPTIMIZERS, Run, check_peak, cotrain, train
+
+GPT = Path(__file__).parents[2] / "problems" / "gpt.json"
+# Of what the step takes with everything on the device.
+SHARE = 0.8
+
+
+def slow_link(folder: Path) -> str:
+    """A file with this machine, its links so slow that whatever can be is made again."""
+    slow = Link(bytes_per_s=2e6, latency_s=1e-4)
+    files.save(replace(find("this-machine"), h2d=slow, d2h=slow), folder / "slow.json")
+    return str(folder / "slow.json")
+
+
+def train_with(**options: Any) -> tuple[Run, CompiledStep]:
+    seen: list[CompiledStep] = []
+
+    def after(step: Any) -> None:
+        check_peak(step)
+        seen.append(cotrain_compile.inspect(step))
+
+    torch._dynamo.reset()
+    run = train(CASES["gpt2"], OPTIMIZERS["sgd"], cotrain(**options), after, steps=3)
+    return run, seen[-1]
+
+
+def test_a_step_makes_values_again_and_is_that_of_eager(tmp_path: Path) -> None:
+    machine = slow_link(tmp_path)
+    whole, resident = train_with(policy="resident")
+    budget = int(SHARE * resident.plan.predicted.peak_bytes[Tier.DEVICE])
+    asked = {"memory_budget": budget, "machine": machine, "time_limit": 2.0}
+    run, compiled = train_with(**asked, verify=1, dump=str(tmp_path / "dump"))
+    plan, step = compiled.plan, compiled.problem.dataflow
+    assert plan.placement.recomputed
+    assert all(torch.equal(a, b) for a, b in zip(run.losses, whole.losses, strict=True))
+    assert all(torch.equal(run.tensors[name], value) for name, value in whole.tensors.items())
+
+    told = f"recomputes  {format_bytes(made_again(plan.placement.recomputed, step))} in "
+    assert told in (tmp_path / "dump" / "summary.txt").read_text()
+    assert "made again for the backward" in (tmp_path / "dump" / "report.html").read_text()
+    assert "made again" in (tmp_path / "dump" / "predicted.trace.json").read_text()
+    assert "_recomputed" in (tmp_path / "dump" / "placed.py.txt").read_text()
+    assert "not made again now" in describe_diff(plan, resident.plan)
+
+    saved = str(tmp_path / "dump" / "plan.json")
+    again, reloaded = train_with(**asked, plan=saved)
+    assert reloaded.plan.placement == plan.placement
+    assert all(torch.equal(a, b) for a, b in zip(again.losses, whole.losses, strict=True))
+    with pytest.raises(PlanError, match="the option recompute is 'off'"):
+        train_with(**asked, plan=saved, recompute="off")
+
+
+def made_again(names: tuple[str, ...], step: Dataflow) -> int:
+    return sum(step.buffer[name].nbytes for name in names)
+
+
+def test_with_recomputation_no_plan_is_slower_nor_below_the_bound() -> None:
+    """On a slow link it is worth more than half of the step; the bound knows that."""
+    step = files.load(GPT, Dataflow)
+    roomy = formulate(step, find("rtx4090"), dict.fromkeys(Tier, 1 << 50))
+    program = device_program(step, (base := draft(roomy, solve(roomy).placement)).placement)
+    enough = max(device_bytes(program, base.placement, base.tasks))
+    problem = roomy.with_budget(Tier.DEVICE, enough // 2)
+    plans = [solve(problem, SolveSettings(time_limit_s=3, recompute=on)) for on in (False, True)]
+    for plan in plans:
+        check(problem, plan)
+    off, on = plans
+    assert not off.placement.recomputed
+    assert on.placement.recomputed
+    assert on.predicted.makespan_s < 0.6 * off.predicted.makespan_s
+    assert off.report is not None
+    assert on.report is not None
+    assert 0 < on.report.lower_bound_s <= on.predicted.makespan_s
+    assert f"{len(on.placement.recomputed)} values" in summary(on)
+    assert "recomputes  " in summary(on, step)
+
+    # Every level with everything on the device is a plan, too, and the bound holds for it.
+    levels = Levels(roomy)
+    number, before = 1, enough
+    while number in levels:
+        variant = levels.variant(number)
+        peak = max(device_bytes(device_program(variant.problem.dataflow, off.placement), *NOTHING))
+        number, before = number + 1, peak
