@@ -99,7 +99,7 @@ class _Folded:
         self.box_of: dict[str, str] = {}
         regions = plan.host_regions if plan else ()
         self.region_of = {op: region.name for region in regions for op in region.ops}
-        for op in dataflow.ops:
+        for op in run.ops:
             if op.name not in self.region_of:
                 where = self.layers.of_op[op.name]
                 self._fold(op.name, where, op.phase.value, Tier.DEVICE, 0)

@@ -30,6 +30,7 @@ from cotrain_compile.extract.extract import extract
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.machine import Tier
 from cotrain_compile.passes import run_passes
+from cotrain_compile.placement.recompute.rewrite import recomputable
 from cotrain_compile.plan import Plan
 from cotrain_compile.runtime.emulated import EmulatedDevice
 from cotrain_compile.runtime.host.kernels import host_kernels
@@ -50,10 +51,11 @@ def place_lowered(name: str, plan: Plan) -> CompiledStep:
     placed = run_passes(step, plan)
     budgets = {**plan.budgets, Tier.DEVICE: plan.budgets[Tier.DEVICE] + SCRATCH_BYTES[name]}
     device = EmulatedDevice(problem.machine, budgets, host_kernels(placed, "captured"))
-    lowered = lower(step, placed, problem.dataflow, {}, ())
+    lowered = lower(step, placed, problem.under(plan.placement).dataflow, {}, ())
     return CompiledStep(problem, plan, placed, device, lowered)
 
 
+@pytest.mark.parametrize("share", [0.0, 0.7])
 @pytest.mark.parametrize(
     ("name", "seed"),
     [
@@ -62,8 +64,13 @@ def place_lowered(name: str, plan: Plan) -> CompiledStep:
         *(pytest.param(n, s, marks=pytest.mark.long) for n in ROUNDING for s in range(2, 6)),
     ],
 )
-def test_a_random_plan_trains_the_same_in_the_memory_of_its_rehearsal(name: str, seed: int) -> None:
-    plan = random_plan(captured(name).problem(), random.Random(f"{name} {seed}"))
+def test_a_random_plan_trains_the_same_in_the_memory_of_its_rehearsal(
+    name: str, seed: int, share: float
+) -> None:
+    """With nothing made again, and with a `share` of what may be."""
+    problem, rng = captured(name).problem(), random.Random(f"{name} {seed}")
+    again = [n for n in sorted(recomputable(problem.dataflow)) if rng.random() < share]
+    plan = random_plan(problem.recomputing(again), rng)
     step = place_lowered(name, plan)
 
     def run(inputs: list[Any]) -> Any:
