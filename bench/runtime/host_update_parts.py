@@ -71,7 +71,7 @@ def measured_machine(quick: bool) -> Machine:
         elements_per_s=elements_per_s(sizes.repeats, seconds_of),
         fresh_bytes_per_s=fresh_bytes_per_s(sizes.repeats, seconds_of),
     )
-    return replace(presets.find(presets.THIS_MACHINE), host_update=rates)
+    return presets.find(presets.THIS_MACHINE).but(host_update=rates)
 
 
 def seconds_of(work: Callable[[], object]) -> float:

@@ -84,8 +84,7 @@ def machine_like(properties: Any) -> Machine:
                 f"no preset, its driver says too little; {told}, which may be far off",
             )
         )
-    return replace(
-        like,
+    return like.but(
         name=presets.THIS_MACHINE,
         device=device,
         host=replace(like.host, capacity_bytes=presets.usable_memory_bytes()),

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cotrain_compile.capture.state import untouched
 from cotrain_compile.capture.state.optimizer_state import create_state
 from cotrain_compile.capture.state.untouched import is_untouched_zero
 from cotrain_compile.errors import HostMemoryError
@@ -83,7 +82,7 @@ def test_a_state_that_the_system_has_no_memory_for_is_refused(
 
     compiled = torch.compile(step, backend="cotrain", options={"quiet": True})
     with monkeypatch.context() as patched:
-        patched.setattr(untouched.mmap, "mmap", map_once)
+        patched.setattr(mmap, "mmap", map_once)
         with pytest.raises(HostMemoryError, match=r"1\.0 MiB of host memory.*Free host memory"):
             compiled(torch.ones(3, 2))
     assert not optimizer.state

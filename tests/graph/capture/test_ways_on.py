@@ -176,7 +176,8 @@ def test_noise_of_a_generator_of_its_own_becomes_torchs_own() -> None:
     layer, x, own = nn.Linear(2, 1), torch.ones(3, 2), torch.Generator().manual_seed(3)
 
     def loss(noise: Callable[[], Tensor]) -> Tensor:
-        return (layer(x + noise() / 100) - 9).square().mean()
+        value: Tensor = (layer(x + noise() / 100) - 9).square().mean()
+        return value
 
     with pytest.raises(CaptureError, match="Leave out generator=, "):
         train(layer.parameters(), lambda: loss(lambda: torch.randn(3, 2, generator=own)))
@@ -189,7 +190,7 @@ def test_what_an_iterator_gives_is_passed_in() -> None:
 
     def step(goal: float) -> Tensor:
         optimizer.zero_grad()
-        loss = (layer(torch.ones(3, 2)) - goal).square().mean()
+        loss: Tensor = (layer(torch.ones(3, 2)) - goal).square().mean()
         loss.backward()
         optimizer.step()
         return loss.detach()
@@ -206,11 +207,13 @@ def test_what_a_step_sets_on_a_function_is_kept_in_a_dictionary() -> None:
 
     def loss() -> Tensor:
         loss.calls = 1  # type: ignore[attr-defined]
-        return (layer(torch.ones(3, 2)) - 9).square().mean()
+        value: Tensor = (layer(torch.ones(3, 2)) - 9).square().mean()
+        return value
 
     def counted() -> Tensor:
         count["calls"] += 1
-        return (layer(torch.ones(3, 2)) - 9).square().mean()
+        value: Tensor = (layer(torch.ones(3, 2)) - 9).square().mean()
+        return value
 
     with pytest.raises(CaptureError, match="Keep what the step sets in a global, a dictionary"):
         train(layer.parameters(), loss)
