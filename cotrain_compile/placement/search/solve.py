@@ -106,7 +106,7 @@ class _Search:
     ) -> None:
         self.problem, self.settings, self.progress = problem, settings, progress
         self.began = time.monotonic()
-        self.step = Variant(problem, given=space)
+        self.step = Variant(problem, given=space, progress=progress)
         self.variants = [self.step]
         self.found = Found(problem, settings.overlap_steps)
         self.solution: Solution | None = None

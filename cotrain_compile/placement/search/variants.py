@@ -24,12 +24,14 @@ class Variant:
     """A step in which some values are made again.
 
     `problem` is of that step, `suffix` follows the name of a policy that is tried on it; both say
-    nothing of recomputation for the step as it is. A `given` space is used in place of a new one.
+    nothing of recomputation for the step as it is. A `given` space is used in place of a new one,
+    and `progress` told where that is looked for.
     """
 
     problem: Problem
     suffix: str = ""
     given: DecisionSpace | None = None
+    progress: Callable[[str], None] = lambda stage: None
 
     @property
     def recomputed(self) -> tuple[str, ...]:
@@ -41,6 +43,7 @@ class Variant:
         """What can be decided; the budgets of this problem."""
         if self.given is not None:
             return replace(self.given, problem=self.problem)
+        self.progress("looking for what can be decided")
         return decision_space(self.problem)
 
     @cached_property
