@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import NoReturn
 
@@ -33,6 +33,7 @@ from cotrain_compile.placement.schedule.schedule import Draft, draft, finished
 from cotrain_compile.placement.search.found import Found
 from cotrain_compile.placement.search.greedy import greedy, least_memory
 from cotrain_compile.placement.search.infeasible import floor_bytes, refuse, refuse_rule
+from cotrain_compile.placement.search.settings import SolveSettings
 from cotrain_compile.placement.search.solve_report import notes_of, report_of
 from cotrain_compile.placement.search.variants import Levels, Variant, promising
 from cotrain_compile.plan import Placement, Plan
@@ -47,27 +48,6 @@ CERTIFIED = ("auto", "ilp", "greedy")
 TACTICS = (EAGER, Tactics(patient=True))
 # A plan so much slower than the program claims is worth another round.
 TRUST = 1.03
-
-
-@dataclass(frozen=True)
-class SolveSettings:
-    """How to look for a plan.
-
-    `time_limit_s` is for the integer programs together; scheduling and simulating come on top.
-    `gap` is the relative gap at which a program counts as solved. With `overlap_steps` each
-    placement is also tried with updates on the host that go on in the next step. With `recompute`
-    the policy `auto` also tries to make values again. Where the device runs `compiled` code (None:
-    if the machine's does) tasks are settled, as `settle` says.
-    """
-
-    policy: str = "auto"
-    solver: str = "highs"
-    time_limit_s: float = 10.0
-    gap: float = 0.005
-    seed: int = 0
-    overlap_steps: bool = False
-    compiled: bool | None = False
-    recompute: bool = True
 
 
 Progress = Callable[[str], None]
@@ -167,9 +147,10 @@ class _Search:
             self._refuse()
 
     def _climb_levels(self) -> None:
-        """Simple rules and the greedy with values made again, as long as a next level is faster."""
+        """Simple rules and a rounding with values made again, as long as a next level is faster."""
         self.progress("looking for what can be made again")
         levels = Levels(self.problem)
+        self._relax(self.step)
         found_s = {0: self.found.fastest_s(())}
         at = levels.guess()
         while at is not None:
@@ -186,7 +167,27 @@ class _Search:
             fits = self._attempt(name + level.suffix, partial(level.by_rule, name))
             if fits and name == "resident":
                 return True
-        self._greedy(level, TACTICS[:1])
+        if not self._relax(level):
+            self._greedy(level, TACTICS[:1])
+        return False
+
+    def _relax(self, variant: Variant) -> bool:
+        """Schedule the program's linear relaxation, rounded; returns whether that fits.
+
+        What it claims no whole solution of the program can take less than.
+        """
+        left_s, name = self.left_s, "lp-round" + variant.suffix
+        targets: dict[Tier, float] = dict(self.problem.budgets)
+        for _ in range(2):
+            solution = self._solve(variant.space, targets, True, False)
+            self.left_s = left_s  # the time limit is for the integer programs
+            if solution.decisions is None:
+                return False
+            variant.claim_s = variant.claim_s or solution.step_s
+            refusal = self._decide(name, solution.decisions, variant.space, TACTICS[:1])
+            if refusal is None:
+                return True
+            targets[refusal.tier] -= 1.05 * refusal.shortfall_bytes
         return False
 
     def _single(self, policy: str) -> None:
@@ -394,3 +395,6 @@ class _Search:
         asked, solver = settings.policy, settings.solver
         notes = notes_of(self.problem, plan, name, self.solution, asked=asked, solver=solver)
         return replace(plan, report=report, notes=notes)
+
+
+__all__ = ["SolveSettings", "solve"]

@@ -18,6 +18,9 @@ from cotrain_compile.placement.recompute.levels import find_levels
 from cotrain_compile.placement.recompute.rewrite import recomputable
 from cotrain_compile.plan import Placement
 
+# A program that claims so much more than a plan takes has no plan that is faster.
+HOPELESS = 1.1
+
 
 @dataclass(eq=False)
 class Variant:
@@ -25,13 +28,15 @@ class Variant:
 
     `problem` is of that step, `suffix` follows the name of a policy that is tried on it; both say
     nothing of recomputation for the step as it is. A `given` space is used in place of a new one,
-    and `progress` told where that is looked for.
+    and `progress` told where that is looked for. `claim_s` is the least that a solution of the
+    program claims, None where nobody has looked.
     """
 
     problem: Problem
     suffix: str = ""
     given: DecisionSpace | None = None
     progress: Callable[[str], None] = lambda stage: None
+    claim_s: float | None = None
 
     @property
     def recomputed(self) -> tuple[str, ...]:
@@ -62,10 +67,11 @@ def promising(
 ) -> list[Variant]:
     """The variants for the integer program: the fastest so far, and the step as it is, the first.
 
-    The step as it is may be the better one however slow it seems: the greedy can be far off.
+    Only one of them where the step as it is has no chance, or is the fastest.
     """
-    best = min(variants, key=lambda variant: fastest_s(variant.recomputed))
-    return [best] if best is variants[0] else [best, variants[0]]
+    step, best = variants[0], min(variants, key=lambda variant: fastest_s(variant.recomputed))
+    hopeless = (step.claim_s or 0.0) > HOPELESS * fastest_s(best.recomputed)
+    return [best] if hopeless or best is step else [best, step]
 
 
 class Levels:

@@ -1,0 +1,26 @@
+"""Settings: how to look for a plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class SolveSettings:
+    """How to look for a plan.
+
+    `time_limit_s` is for the integer programs together; scheduling and simulating come on top.
+    `gap` is the relative gap at which a program counts as solved. With `overlap_steps` each
+    placement is also tried with updates on the host that go on in the next step. With `recompute`
+    the policy `auto` also tries to make values again. Where the device runs `compiled` code (None:
+    if the machine's does) tasks are settled, as `settle` says.
+    """
+
+    policy: str = "auto"
+    solver: str = "highs"
+    time_limit_s: float = 10.0
+    gap: float = 0.005
+    seed: int = 0
+    overlap_steps: bool = False
+    compiled: bool | None = False
+    recompute: bool = True
