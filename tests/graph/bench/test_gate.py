@@ -36,7 +36,7 @@ def test_no_capture_has_got_worse(job: str) -> None:
 @pytest.mark.parametrize("question", QUESTIONS, ids=lambda question: question.name)
 def test_no_plan_has_got_worse(question: gate.Question) -> None:
     dataflow = load(gate.PROBLEMS / f"{question.job}.json", Dataflow)
-    found = {question.name: gate.solved(gate.problem_of(question, dataflow))}
+    found = {question.name: gate.solved(question, dataflow)}
     lines = complaints(only(question.name), found)
     assert not lines, "\n".join([*lines, advice(lines)])
 

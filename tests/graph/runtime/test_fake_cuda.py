@@ -84,7 +84,8 @@ IN_EVERY_RUN = {
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest) -> dict[tuple[str, str], dict[str, Any]]:
     """By precision or training, and policy: those in every run, and others that are asked for."""
-    asked = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    own = [item for item in request.session.items if getattr(item, "module", 0) is request.module]
+    asked = [item.callspec.params for item in own if hasattr(item, "callspec")]
     wanted = IN_EVERY_RUN | {(p.get("name"), p.get("policy")) for p in asked}
     cells = {key: cell for key, cell in CELLS.items() if key in wanted}
     return dict(zip(cells, results_of(list(cells.values())), strict=True))
