@@ -35,14 +35,16 @@ from cotrain_compile.sizes import Size
 HOST_BYTES = 1 << 40
 # Steps by the name of their shape, with the machines and the budgets to plan for.
 CELLS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    ("GPT-2 124M, 32 × 1024", "rtx4090", ("12GiB", "16GiB", "20GiB", "24GiB")),
-    ("GPT-2 124M, 32 × 1024", "h100", ("12GiB", "20GiB", "40GiB")),
-    ("GPT-2 124M, 32 × 1024", "gh200", ("12GiB", "20GiB")),
-    ("Llama 1B, 2 × 2048", "rtx4090", ("6.17GiB", "9.7GiB", "15.26GiB", "24GiB")),
-    ("Llama 1B, 2 × 2048", "h100", ("10.45GiB", "17.69GiB")),
+    ("GPT-2 124M, 32 × 1024", "rtx4090", ("12GiB", "20GiB", "24GiB")),
+    ("Llama 1B, 2 × 2048", "rtx4090", ("9.7GiB", "24GiB")),
+    ("Llama 7B, 4 × 2048", "h100", ("30.53GiB",)),
     ("Llama 1B, 2 × 2048", "gh200", ("10.45GiB",)),
+    ("GPT-2 124M, 32 × 1024", "h100", ("12GiB", "20GiB", "40GiB")),
+    ("Llama 1B, 2 × 2048", "h100", ("10.45GiB", "17.69GiB")),
+    ("Llama 1B, 2 × 2048", "rtx4090", ("6.17GiB", "15.26GiB")),
     ("Llama 7B, 4 × 2048", "rtx4090", ("13.68GiB", "24GiB")),
-    ("Llama 7B, 4 × 2048", "h100", ("30.53GiB", "80GiB")),
+    ("Llama 7B, 4 × 2048", "h100", ("80GiB",)),
+    ("GPT-2 124M, 32 × 1024", "gh200", ("12GiB", "20GiB")),
 )
 RULES = {"every layer": every_layer, "every other layer": every_other_layer}
 
