@@ -8,6 +8,7 @@ timing.
 
 from __future__ import annotations
 
+import heapq
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -214,11 +215,14 @@ def device_bytes(program: DeviceProgram, placement: Placement, tasks: Sequence[T
     return curve.values()
 
 
-def host_bytes(program: DeviceProgram, placement: Placement, tasks: Sequence[Task]) -> int:
-    """Most bytes the plan can hold on the host: homes, every copy left there, one update's values.
+def host_bytes(
+    program: DeviceProgram, placement: Placement, tasks: Sequence[Task], workers: int
+) -> int:
+    """Most bytes the plan can hold on the host: homes, copies left there, values in updates.
 
     Host copies are counted to the end of the step, those that a carried update reads once more for
-    the next one. Updates run one after the other, and free the values inside them at the last use.
+    the next one. As many updates as there are `workers` run at once, and free the values inside
+    them at the last use.
     """
     dataflow = program.dataflow
     homes = sum(
@@ -233,7 +237,8 @@ def host_bytes(program: DeviceProgram, placement: Placement, tasks: Sequence[Tas
             copies += task.nbytes * copied * (2 if task.buffer in carried else 1)
         elif task.makes:
             copies += dataflow.buffer[task.makes].nbytes
-    return homes + copies + max((made_by(dataflow, g) for g in program.host_groups), default=0)
+    inside = heapq.nlargest(workers, (made_by(dataflow, group) for group in program.host_groups))
+    return homes + copies + sum(inside)
 
 
 def _read_by_carried(dataflow: Dataflow, tasks: Sequence[Task]) -> Iterator[str]:

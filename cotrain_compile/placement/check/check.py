@@ -31,17 +31,18 @@ def check(problem: Problem, plan: Plan) -> None:
         )
     spaces = set(problem.machine.spaces)
     require(set(plan.budgets) == spaces, "every space of the machine needs a budget, and no other")
-    for space, peak in peaks_of(dataflow, plan).items():
+    workers = problem.machine.host_update.workers
+    for space, peak in peaks_of(dataflow, plan, workers).items():
         check_budget(space, peak, plan.budgets[space])
 
 
-def peaks_of(dataflow: Dataflow, plan: Plan) -> Mapping[Tier, Peak]:
+def peaks_of(dataflow: Dataflow, plan: Plan, host_workers: int) -> Mapping[Tier, Peak]:
     """The peak in each space; `PlanError` unless `plan` computes `dataflow`, in whatever memory."""
     check_recomputed(dataflow, plan.placement)
     dataflow = recomputed(dataflow, plan.placement.recomputed)
     check_placement(dataflow, plan.placement)
     check_tasks(dataflow, plan)
-    return replay(dataflow, plan)
+    return replay(dataflow, plan, host_workers)
 
 
 def check_budget(tier: str, peak: Peak, budget_bytes: int) -> None:

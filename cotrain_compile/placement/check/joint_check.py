@@ -77,8 +77,9 @@ def _check_budgets(problem: JointProblem, plan: JointPlan) -> None:
     """In every space, the sum of what all plans and messages have there at the most."""
     require(set(problem.budgets) == set(problem.machine.spaces), "every space needs one budget")
     on_host = sum(m.nbytes for m in problem.messages if len(_way(problem, m)) > 1)
+    workers = problem.machine.host_update.workers
     for device, of_device in plan.plans.items():
-        peaks = peaks_of(problem.parts[device], of_device)
+        peaks = peaks_of(problem.parts[device], of_device, workers)
         check_budget(device, peaks[Tier.DEVICE], problem.budgets[device])
         on_host += peaks[Tier.HOST].nbytes
     host = Peak(on_host, "for all devices together")

@@ -13,6 +13,7 @@ left to do still to be done. What comes after that is the second step again.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -40,17 +41,19 @@ class Peak:
     where: str
 
 
-def replay(dataflow: Dataflow, plan: Plan) -> Mapping[Tier, Peak]:
-    """The peak of each tier; that of the host is an upper bound.
+def replay(dataflow: Dataflow, plan: Plan, host_workers: int = 1) -> Mapping[Tier, Peak]:
+    """The peak of each tier; that of the host, with so many workers, is an upper bound.
 
     On the device a copy counts from its first touch, a fetched one from its issue, to its last
     touch or the wait for the last task that uses it; inputs, outputs and homes to the end of the
     step. The host holds homes, what is copied there until the last task that reads it is waited
-    for, be it in the next step, and the values inside the largest region.
+    for, be it in the next step, and the values inside the largest regions: as many as run at once.
     """
-    first = _Replay(dataflow, plan)
+    first = _Replay(dataflow, plan, host_workers)
     peaks = first.run()
-    return _Replay(dataflow, plan, first.left_over()).run() if plan.carried else peaks
+    if not plan.carried:
+        return peaks
+    return _Replay(dataflow, plan, host_workers, first.left_over()).run()
 
 
 @dataclass(frozen=True)
@@ -99,9 +102,13 @@ class _Replay:
     """One pass over the step, after one that has `left` so much to do. `run` once."""
 
     def __init__(
-        self, dataflow: Dataflow, plan: Plan, left: Mapping[str, LeftOver] | None = None
+        self,
+        dataflow: Dataflow,
+        plan: Plan,
+        host_workers: int,
+        left: Mapping[str, LeftOver] | None = None,
     ) -> None:
-        self.dataflow, self.plan = dataflow, plan
+        self.dataflow, self.plan, self.host_workers = dataflow, plan, host_workers
         self.left = left or {}
         self.ops = run_order(dataflow, plan)
         self.values = values_of(dataflow)
@@ -115,7 +122,7 @@ class _Replay:
         self.used_by: dict[str, list[Copy]] = {task.name: [] for task in plan.tasks}
         self.on_device: list[Copy] = []
         self.on_host: list[Copy] = []
-        self.region_bytes = 0
+        self.inside: list[int] = []  # the most that each region holds for itself
         self.before: dict[str, frozenset[str]] = {}  # what each issued task comes after
         self.done: set[str] = set()
         self.issues: dict[int, list[Task]] = {}
@@ -167,9 +174,10 @@ class _Replay:
         self._end()
         device, tick = peak(self.on_device, self.end_tick)
         host, host_tick = peak(self.on_host, self.end_tick)
+        inside = sum(heapq.nlargest(self.host_workers, self.inside))
         return {
             Tier.DEVICE: Peak(device, self._where(tick)),
-            Tier.HOST: Peak(host + self.region_bytes, self._where(host_tick)),
+            Tier.HOST: Peak(host + inside, self._where(host_tick)),
         }
 
     def _where(self, tick: int) -> str:
@@ -314,6 +322,7 @@ class _Replay:
     def _run_region(self, region: HostRegion) -> None:
         """The ops of `region` on what is on the host; what it makes on the way is its own."""
         own: dict[str, Copy] = {}
+        most = 0
         ops = [self.dataflow.ops[self.dataflow.position[name]] for name in region.ops]
         last_use = {name: op for op in ops for name in touched(op)}
         for op in ops:
@@ -327,8 +336,9 @@ class _Replay:
                 copy.expect(self._actor(region), self.values.needed[op.name][name])
                 if name in op.writes:
                     self._writes(region, copy, op.name)
-            self.region_bytes = max(self.region_bytes, sum(copy.nbytes for copy in own.values()))
+            most = max(most, sum(copy.nbytes for copy in own.values()))
             own = {name: copy for name, copy in own.items() if last_use[name] is not op}
+        self.inside.append(most)
 
     def _made_by(self, region: HostRegion, op: Op, name: str, own: dict[str, Copy]) -> Copy:
         is_new = name not in op.reads and not self.dataflow.buffer[name].is_input

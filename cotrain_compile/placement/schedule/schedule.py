@@ -69,7 +69,7 @@ def draft(problem: Problem, placement: Placement, *, tactics: Tactics = EAGER) -
     listed, moved = list_schedule(problem, placement, moves, tactics)
     program = device_program(problem.dataflow, placement, moved)
     tasks = with_latest_waits(problem, placement, program, listed)
-    needed = host_bytes(program, placement, tasks)
+    needed = host_bytes(program, placement, tasks, problem.machine.host_update.workers)
     if needed > problem.budgets[Tier.HOST]:
         refuse_host(problem, placement, needed)
     return Draft(placement, tuple(tasks), moved, step_s(problem, placement, tasks, moved))

@@ -107,7 +107,7 @@ def _host_bytes(problem: Problem, space: DecisionSpace) -> int:
     placement = _frugal(space)
     found = draft(problem, placement)
     program = device_program(problem.dataflow, placement, found.moved)
-    return host_bytes(program, placement, found.tasks)
+    return host_bytes(program, placement, found.tasks, problem.machine.host_update.workers)
 
 
 def _in_words(peak: Peak) -> str:

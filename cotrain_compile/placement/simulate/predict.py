@@ -63,7 +63,7 @@ def predict(
     program = device_program(problem.dataflow, placement, moved)
     timeline = _timeline(problem, works_of(problem, program, tasks), tasks)
     device = device_bytes(program, placement, tasks)
-    host = host_bytes(program, placement, tasks)
+    host = host_bytes(program, placement, tasks, problem.machine.host_update.workers)
     return replace(
         timeline,
         peak_bytes={Tier.DEVICE: max(device, default=0), Tier.HOST: host},

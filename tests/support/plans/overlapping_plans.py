@@ -27,7 +27,8 @@ def overlapping(problem: Problem, plan: Plan, rng: random.Random, share: float =
     }
     tasks = tuple(_after_previous(program, _carried(program, t, waits), waits) for t in plan.tasks)
     placement = replace(plan.placement, overlap_steps=True)
-    budgets = {**plan.budgets, Tier.HOST: host_bytes(program, placement, tasks)}
+    workers = problem.machine.host_update.workers
+    budgets = {**plan.budgets, Tier.HOST: host_bytes(program, placement, tasks, workers)}
     return replace(plan, placement=placement, tasks=tasks, budgets=budgets)
 
 

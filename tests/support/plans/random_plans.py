@@ -58,7 +58,7 @@ def _plan(problem: Problem, moved: tuple[MovedOps, ...], placer: _TaskPlacer) ->
     tasks = placer.in_order_of_issue()
     peaks = {
         Tier.DEVICE: max(device_bytes(program, placement, tasks)),
-        Tier.HOST: host_bytes(program, placement, tasks),
+        Tier.HOST: host_bytes(program, placement, tasks, problem.machine.host_update.workers),
     }
     return Plan(
         fingerprint=dataflow.fingerprint,

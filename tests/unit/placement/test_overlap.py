@@ -138,6 +138,22 @@ def test_host_memory_is_that_counted_by_hand() -> None:
     assert plan.predicted.peak_bytes[Tier.HOST] == (3 + 2 * 6) * WEIGHT
 
 
+@pytest.mark.parametrize(("workers", "at_once"), [(1, 1), (2, 2), (9, 3)])
+def test_updates_that_run_at_once_hold_their_values_at_once(workers: int, at_once: int) -> None:
+    """The widened gradient inside each of three updates; the check counts as the plan does."""
+    dataflow, alone = PLANS["mixed"]
+    problem = problem_of(dataflow)
+    host = replace(problem.machine.host_update, workers=workers)
+    problem = replace(problem, machine=problem.machine.but(host_update=host))
+    plan = schedule(problem, alone.placement, tactics=Tactics(by_use=True))
+    widened = plan.predicted.peak_bytes[Tier.HOST] - alone.predicted.peak_bytes[Tier.HOST]
+    assert widened == (at_once - 1) * 4 * 1000
+    peak = replay(dataflow, plan, workers)[Tier.HOST].nbytes
+    assert peak - replay(dataflow, plan)[Tier.HOST].nbytes == widened
+    with pytest.raises(PlanError, match="bytes on the host"):
+        check(problem, replace(plan, budgets={**plan.budgets, Tier.HOST: peak - 1}))
+
+
 def test_what_the_step_returns_is_not_carried() -> None:
     step = STEPS["chain"]
     buffers = [replace(b, is_output=b.is_output or b.name == "w1") for b in step.buffers]
