@@ -38,6 +38,7 @@ from cotrain_compile.check_options import check_options, load_profile
 from cotrain_compile.choose_plan import plan_for
 from cotrain_compile.compiled import Origin, last_placement, register
 from cotrain_compile.dataflow import Dataflow
+from cotrain_compile.distribute.ranks import warn_where_ranks_train_apart
 from cotrain_compile.errors import CaptureError, OptionError
 from cotrain_compile.extract.extract import extract
 from cotrain_compile.graph import StepGraph
@@ -78,6 +79,7 @@ def cotrain(
         hand_back_if_only_traced(step, values)
         refuse_other_devices(step, session.options)
         tell_of_unused_card(step, session.options)
+        warn_where_ranks_train_apart(step)
         dataflow, origin = extract(step), _origin(session, owners)
 
         def tell_surplus(compiled: CompiledStep) -> None:

@@ -1,0 +1,43 @@
+"""Collectives: which nodes of a graph let the ranks of a process group exchange data.
+
+A functional collective (`torch.ops._c10d_functional`) issues the exchange and returns at once;
+`wait_tensor` makes what follows wait until its result is there, in the same memory.
+
+Private torch API used: the names of the ops of `torch.ops._c10d_functional`. Reason: they are what
+every collective becomes in a trace, also `torch.distributed.all_reduce` and what a DTensor does.
+Tried on torch 2.13.0.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+_NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "_dtensor")
+_WAIT = "wait_tensor"
+
+
+def is_wait(node: fx.Node) -> bool:
+    """Whether `node` waits for the result of a collective."""
+    return _name(node) == _WAIT
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Whether `node` lets ranks exchange data; a wait for it is none."""
+    return _name(node) not in ("", _WAIT)
+
+
+def group_name_of(node: fx.Node) -> str:
+    """The name of the process group of a collective, by which torch finds it in this process."""
+    schema = node.target._schema  # type: ignore[union-attr]
+    names = [argument.name for argument in schema.arguments]
+    found = node.kwargs.get("group_name", None)
+    if found is None and "group_name" in names and names.index("group_name") < len(node.args):
+        found = node.args[names.index("group_name")]
+    return str(found or "")
+
+
+def _name(node: fx.Node) -> str:
+    """What a collective or wait is called, such as `all_reduce`; "" for all else."""
+    if node.op != "call_function" or getattr(node.target, "namespace", "") not in _NAMESPACES:
+        return ""
+    return str(node.target._opname)  # type: ignore[union-attr]

@@ -1,0 +1,28 @@
+"""Ranks: how many processes train together, and whether a step exchanges anything with them."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch.distributed as dist
+
+from cotrain_compile.collectives import is_collective
+from cotrain_compile.graph import StepGraph
+
+
+def count_of_ranks() -> int:
+    """The ranks of the default process group; 1 where none is initialised."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def warn_where_ranks_train_apart(step: StepGraph) -> None:
+    """Warn where there are several ranks, and each would train a model of its own."""
+    ranks = count_of_ranks()
+    if ranks > 1 and not any(map(is_collective, step.nodes)):
+        warnings.warn(
+            f"cotrain: a process group of {ranks} ranks is initialised, but the step exchanges "
+            "nothing with the other ranks: each trains a model of its own. Wrap the model, "
+            "model = torch.nn.parallel.DistributedDataParallel(model), and call that in the step; "
+            "or reduce the gradients in the step, after backward() (torch.distributed.all_reduce)",
+            stacklevel=2,
+        )
