@@ -14,27 +14,28 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import assert_never
 
 import torch
 from torch import fx
 
 from cotrain_compile.analysis.races import Event, Race, find_race
 from cotrain_compile.graph import StepGraph, writes
+from cotrain_compile.machine import Tier
 from cotrain_compile.passes.views import COPY, viewed
 from cotrain_compile.plan import Lane
 from cotrain_compile.random_ops import generators_in, generators_of
-from cotrain_compile.runtime.ops import TASKS, cotrain, host_region, task_name
-
-LANES: Mapping[Any, Lane] = {
-    cotrain.offload: Lane.D2H,
-    cotrain.offload_into: Lane.D2H,
-    cotrain.prefetch: Lane.H2D,
-    cotrain.prefetch_into: Lane.H2D,
-    cotrain.host_cast: Lane.HOST,
-    host_region: Lane.HOST,
-}
-ON_HOST = (cotrain.offload, cotrain.host_cast)
+from cotrain_compile.runtime.task_nodes import (
+    HostCast,
+    Offload,
+    Prefetch,
+    RegionCall,
+    TaskNode,
+    TaskStart,
+    Wait,
+    WaitPrevious,
+    view_of,
+)
 
 
 def find_race_in(placed: StepGraph) -> Race | None:
@@ -67,59 +68,79 @@ def _generators(devices: Iterable[str]) -> tuple[str, ...]:
 
 
 def _events_of(node: fx.Node, placed: StepGraph, names: Mapping[fx.Node, str]) -> Iterator[Event]:
-    made = (names[node],) if _makes_memory(node) else ()
-    if node.target is cotrain.wait:
-        yield Event(node.name, Lane.DEVICE, after=_texts(node.args[0]))
-    elif node.target is cotrain.wait_previous:
-        yield Event(node.name, Lane.DEVICE, after_previous=_texts(node.args[0]))
-    elif node.target in TASKS:
-        yield Event(f"the issue of {task_name(node)}", Lane.DEVICE, writes=made)
-        yield _task(node, placed, names)
-    elif _computes(node):
-        written = _named(_destinations(node), names)
-        drawn = _generators(generators_of(node))
-        read = (*_named(node.all_input_nodes, names), *drawn)
-        yield Event(node.name, Lane.DEVICE, read, (*made, *written, *drawn))
+    view = view_of(node)
+    match view:
+        case Wait(tasks):
+            yield Event(node.name, Lane.DEVICE, after=tuple(tasks))
+        case WaitPrevious(tasks):
+            yield Event(node.name, Lane.DEVICE, after_previous=tuple(tasks))
+        case Offload() | Prefetch() | HostCast() | RegionCall():
+            made = (names[node],) if _memory_on(view) is not None else ()
+            yield Event(f"the issue of {view.launch.task}", Lane.DEVICE, writes=made)
+            yield _task(node, view, placed, names)
+        case None:
+            if _computes(node):
+                yield _op(node, names)
+        case _:
+            assert_never(view)
 
 
-def _task(node: fx.Node, placed: StepGraph, names: Mapping[fx.Node, str]) -> Event:
-    # The arguments are those that `runtime.ops` defines.
-    task: Any
-    after: Any
-    tensors: Any
-    previous: list[Any]
-    written: list[Any]
-    if node.target is host_region:
-        _, task, after, tensors, *previous = node.args
-        written = _written_by_region(node, placed)
-    elif node.target in (cotrain.offload_into, cotrain.prefetch_into):
-        destination, source, task, after, *previous = node.args
-        tensors, written = [source], [destination]
-    elif node.target is cotrain.host_cast:
-        source, _, task, after, *previous = node.args
-        tensors, written = [source], [node]
-    else:
-        source, task, after, *previous = node.args
-        tensors, written = [source], [node]
-    reads = [value for value in tensors if isinstance(value, fx.Node)]
-    earlier = _texts(previous[0]) if previous else ()
+def _op(node: fx.Node, names: Mapping[fx.Node, str]) -> Event:
+    made = (names[node],) if viewed(node) is None else ()
+    written = _named(_destinations(node), names)
+    drawn = _generators(generators_of(node))
+    read = (*_named(node.all_input_nodes, names), *drawn)
+    return Event(node.name, Lane.DEVICE, read, (*made, *written, *drawn))
+
+
+def _task(node: fx.Node, view: TaskStart, placed: StepGraph, names: Mapping[fx.Node, str]) -> Event:
+    lane, read, written = _work(node, view, placed)
     drawn = _generators(generators_of(node))
     return Event(
-        str(task),
-        LANES[node.target],
-        (*_named(reads, names), *drawn),
+        view.launch.task,
+        lane,
+        (*_named(read, names), *drawn),
         (*_named(written, names), *drawn),
-        _texts(after),
-        earlier,
+        tuple(view.launch.after),
+        tuple(view.launch.after_previous),
     )
 
 
-def _written_by_region(call: fx.Node, placed: StepGraph) -> list[fx.Node]:
-    called: Any = call.args[0]
-    region: Any = placed.module.get_submodule(str(called.target))
-    arguments: Any = call.args[3]
-    given = dict(zip(region.graph.find_nodes(op="placeholder"), arguments, strict=True))
-    return [given[_base(destination)] for _, destination, _ in writes(region.graph)]
+def _work(
+    node: fx.Node, view: TaskStart, placed: StepGraph
+) -> tuple[Lane, list[fx.Node], list[fx.Node]]:
+    """On which lane a task runs, and what it reads and writes."""
+    match view:
+        case Offload(source, _, destination):
+            return Lane.D2H, [source], [node if destination is None else destination]
+        case Prefetch(source, _, destination):
+            return Lane.H2D, [source], [node if destination is None else destination]
+        case HostCast(source):
+            return Lane.HOST, [source], [node]
+        case RegionCall():
+            read = [value for value in view.inputs if isinstance(value, fx.Node)]
+            return Lane.HOST, read, _written_by_region(view, placed)
+        case _:
+            assert_never(view)
+
+
+def _written_by_region(call: RegionCall, placed: StepGraph) -> list[fx.Node]:
+    given = call.given(placed.module)
+    written = writes(call.subgraph(placed.module).graph)
+    return [given[_base(destination)] for _, destination, _ in written]
+
+
+def _memory_on(view: TaskNode) -> Tier | None:
+    """Where the node of `view` makes new memory; None where it makes none."""
+    match view:
+        case Offload(destination=None) | HostCast():
+            return Tier.HOST
+        case Prefetch(destination=None):
+            return Tier.DEVICE
+        case Offload() | Prefetch() | RegionCall() | Wait() | WaitPrevious():
+            return None
+        case _:
+            assert_never(view)
 
 
 def _destinations(node: fx.Node) -> list[fx.Node]:
@@ -144,19 +165,6 @@ def _computes(node: fx.Node) -> bool:
     return node.target is COPY or viewed(node) is None
 
 
-def _makes_memory(node: fx.Node) -> bool:
-    return node.target not in _WITHOUT_RESULT and viewed(node) is None and _computes(node)
-
-
-_WITHOUT_RESULT = (
-    host_region,
-    cotrain.wait,
-    cotrain.wait_previous,
-    cotrain.offload_into,
-    cotrain.prefetch_into,
-)
-
-
 def _base(node: fx.Node) -> fx.Node:
     while (source := viewed(node)) is not None:
         node = source
@@ -178,7 +186,7 @@ def _freed_after(placed: StepGraph, names: Mapping[fx.Node, str]) -> dict[fx.Nod
     made = {
         names[node]
         for node in placed.nodes
-        if node.op == "call_function" and viewed(node) is None and node.target not in ON_HOST
+        if node.op == "call_function" and viewed(node) is None and not _is_on_host(node)
     }
     last: dict[str, fx.Node] = {}
     for node in placed.nodes:
@@ -192,9 +200,11 @@ def _freed_after(placed: StepGraph, names: Mapping[fx.Node, str]) -> dict[fx.Nod
     return freed
 
 
+def _is_on_host(node: fx.Node) -> bool:
+    """Whether the node of a task makes memory there."""
+    view = view_of(node)
+    return view is not None and _memory_on(view) is Tier.HOST
+
+
 def _named(nodes: Iterable[fx.Node], names: Mapping[fx.Node, str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names[node] for node in nodes))
-
-
-def _texts(names: Any) -> tuple[str, ...]:
-    return tuple(str(name) for name in names)

@@ -11,8 +11,8 @@ Host regions take the host copies. Everything is put where the plan issues it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import assert_never
 
 from torch import fx
 
@@ -21,9 +21,15 @@ from cotrain_compile.graph import StepGraph
 from cotrain_compile.passes.gaps import Gaps
 from cotrain_compile.passes.views import available_before
 from cotrain_compile.plan import HostRegion, Plan, Task, Transfer
-from cotrain_compile.runtime.ops import cotrain, host_region, task_name
-
-Target = Callable[..., Any]
+from cotrain_compile.runtime.task_nodes import (
+    HostCast,
+    Offload,
+    Prefetch,
+    RegionCall,
+    insert,
+    launch_of,
+    view_of,
+)
 
 
 def insert_transfers(step: StepGraph, plan: Plan) -> StepGraph:
@@ -35,10 +41,13 @@ def insert_transfers(step: StepGraph, plan: Plan) -> StepGraph:
     inserter = _Inserter(step)
     for task in sorted(plan.tasks, key=_takes_memory):  # those alike keep their order
         place = gaps.after(task.issue_after)
-        if isinstance(task, HostRegion):
-            inserter.move_region(task, place)
-        else:
-            inserter.insert(task, place)
+        match task:
+            case HostRegion():
+                inserter.move_region(task, place)
+            case Transfer():
+                inserter.insert(task, place)
+            case _:
+                assert_never(task)
     step.module.recompile()
     return step
 
@@ -58,9 +67,9 @@ class _Inserter:
             if node.name in self.buffer_of:
                 self.original.setdefault(self.buffer_of[node.name], node)
         self.regions: Mapping[str, fx.Node] = {
-            task_name(node): node
+            view.launch.task: node
             for node in step.nodes
-            if node.target in (host_region, cotrain.host_cast)
+            if isinstance(view := view_of(node), RegionCall | HostCast)
         }
         self.host_copy: dict[str, fx.Node] = {}
 
@@ -72,41 +81,37 @@ class _Inserter:
             if value.op == "get_attr" and not value < place:
                 place.prepend(value)  # the region itself, or a constant that it reads
             call.replace_input_with(value, self.host_copy.get(self._buffer(value), value))
-        if task.after_previous:
-            call.args = (*call.args, list(task.after_previous))
         place.prepend(call)
 
     def _buffer(self, node: fx.Node) -> str:
         return self.buffer_of.get(node.name, "")
 
     def insert(self, task: Transfer, place: fx.Node) -> None:
-        if task.direction == "offload":
-            self._insert_offload(task, place)
-            return
-        on_host = self.host_copy.get(task.buffer) or self.original[task.buffer]
-        if task.destination:
-            over = (self.original[task.destination], on_host)
-            self._call(cotrain.prefetch_into, over, task, place)
-        else:
-            self._call(cotrain.prefetch, (on_host,), task, place)
+        match task.direction:
+            case "offload":
+                self._insert_offload(task, place)
+            case "prefetch":
+                self._insert_prefetch(task, place)
+            case _:
+                assert_never(task.direction)
 
     def _insert_offload(self, task: Transfer, place: fx.Node) -> None:
         source = available_before(place, self.original[task.buffer])
-        if task.destination:
-            over = (self.original[task.destination], source)
-            self._call(cotrain.offload_into, over, task, place)
-        else:
-            copy = self._call(cotrain.offload, (source,), task, place)
-            self.host_copy[task.buffer] = copy
+        node = self._insert(Offload(source, launch_of(task), self._overwritten(task)), place)
+        if not task.destination:
+            self.host_copy[task.buffer] = node
 
-    def _call(
-        self, target: Target, tensors: tuple[fx.Node, ...], task: Transfer, place: fx.Node
-    ) -> fx.Node:
-        previous = (list(task.after_previous),) if task.after_previous else ()
-        arguments = (*tensors, task.name, list(task.after), *previous)
+    def _insert_prefetch(self, task: Transfer, place: fx.Node) -> None:
+        on_host = self.host_copy.get(task.buffer) or self.original[task.buffer]
+        self._insert(Prefetch(on_host, launch_of(task), self._overwritten(task)), place)
+
+    def _overwritten(self, task: Transfer) -> fx.Node | None:
+        return self.original[task.destination] if task.destination else None
+
+    def _insert(self, copy: Offload | Prefetch, place: fx.Node) -> fx.Node:
         with self.graph.inserting_before(place):
-            node = self.graph.call_function(target, arguments)
-        if len(tensors) == 1:
+            node = insert(self.graph, copy)
+        if copy.destination is None:
             # A fresh copy has the traced value of what it is a copy of: see `views`.
-            node.meta["val"] = tensors[0].meta["val"]
+            node.meta["val"] = copy.source.meta["val"]
         return node

@@ -16,7 +16,7 @@ from torch import fx
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.passes.gaps import Gaps
 from cotrain_compile.plan import Plan, Task, Transfer
-from cotrain_compile.runtime.ops import cotrain
+from cotrain_compile.runtime.task_nodes import Prefetch, Wait, WaitPrevious, insert, view_of
 
 
 def insert_waits(step: StepGraph, plan: Plan) -> StepGraph:
@@ -42,7 +42,7 @@ def _wait_for_the_step_before(gaps: Gaps, plan: Plan) -> None:
         waits.setdefault(gaps.before(task.wait_before), []).append(task.name)
     for gap, names in waits.items():
         with gap.graph.inserting_before(gap):
-            gap.graph.call_function(cotrain.wait_previous, (names,))
+            insert(gap.graph, WaitPrevious(names))
 
 
 def _is_offload(task: Task) -> bool:
@@ -51,12 +51,17 @@ def _is_offload(task: Task) -> bool:
 
 def _first_fetch(gap: fx.Node) -> fx.Node:
     """The first of the prefetches right before `gap` that take memory, or `gap` itself."""
-    while gap.prev.target is cotrain.prefetch:
+    while _takes_memory(gap.prev):
         gap = gap.prev
     return gap
+
+
+def _takes_memory(node: fx.Node) -> bool:
+    view = view_of(node)
+    return isinstance(view, Prefetch) and view.destination is None
 
 
 def _insert_wait(place: fx.Node, tasks: Sequence[Task]) -> None:
     if tasks:
         with place.graph.inserting_before(place):
-            place.graph.call_function(cotrain.wait, ([task.name for task in tasks], []))
+            insert(place.graph, Wait([task.name for task in tasks]))

@@ -20,7 +20,7 @@ from cotrain_compile.graph import StepGraph
 from cotrain_compile.lazy_module import graph_module
 from cotrain_compile.passes.views import COPY, viewed, written_by
 from cotrain_compile.plan import HostRegion, Plan
-from cotrain_compile.runtime.ops import cotrain, host_region
+from cotrain_compile.runtime.task_nodes import HostCast, RegionCall, insert, launch_of
 
 CAST = torch.ops.aten._to_copy.default
 
@@ -43,9 +43,10 @@ def outline_host_regions(step: StepGraph, plan: Plan) -> StepGraph:
 def _outline_cast(members: list[fx.Node], task: HostRegion) -> None:
     (cast,) = members
     assert cast.target is CAST and set(cast.kwargs) == {"dtype"}, f"{cast} is no plain cast"
-    arguments = (cast.args[0], cast.kwargs["dtype"], task.name, list(task.after))
+    (source,), dtype = cast.all_input_nodes, cast.kwargs["dtype"]
+    assert isinstance(dtype, torch.dtype)
     with cast.graph.inserting_before(cast):
-        call = cast.graph.call_function(cotrain.host_cast, arguments)
+        call = insert(cast.graph, HostCast(source, dtype, launch_of(task)))
     call.meta["val"] = cast.meta["val"]
     cast.replace_all_uses_with(call)
     cast.graph.erase_node(cast)
@@ -64,7 +65,7 @@ def _outline_update(
     step.module.add_submodule(name, _subgraph(step.module, members, inputs))
     with graph.inserting_before(members[-1]):
         region = graph.get_attr(name)
-        graph.call_function(host_region, (region, task.name, list(task.after), inputs))
+        insert(graph, RegionCall(region, inputs, launch_of(task)))
     _use_the_parameter_itself(members)
     for node in reversed(members):
         graph.erase_node(node)

@@ -14,7 +14,8 @@ user's tensor, or the copy there of a gradient that the step makes.
 from __future__ import annotations
 
 from collections.abc import Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import assert_never
 
 import torch
 from torch import fx
@@ -23,7 +24,16 @@ from cotrain_compile.graph import StepGraph, shape
 from cotrain_compile.machine import Tier
 from cotrain_compile.passes.views import COPY, storage, viewed, written_by
 from cotrain_compile.plan import Plan
-from cotrain_compile.runtime.ops import TASKS, cotrain, task_name
+from cotrain_compile.runtime.task_nodes import (
+    HostCast,
+    Offload,
+    Prefetch,
+    RegionCall,
+    Wait,
+    WaitPrevious,
+    rewrite,
+    view_of,
+)
 
 ALIAS = torch.ops.aten.alias.default
 
@@ -76,23 +86,29 @@ class _Walk:
         self.offloaded: dict[str, fx.Node] = {}
 
     def visit(self, node: fx.Node) -> None:
-        if node.target is cotrain.wait:
-            self._wait(node)
-        elif node.target is cotrain.prefetch:
-            self.fetched[task_name(node)] = node
-        elif node.target is cotrain.offload:
-            self._offload(node, 0)
-            self.on_host.add(node)
-            if task_name(node) in self.to_homes:
-                self.homes.append(node)  # a gradient that the step makes and keeps there
-        elif node.target is cotrain.offload_into:
-            self._offload(node, 1)
-        elif node.target is cotrain.host_cast:
-            self.on_host.add(node)
-        elif node.op == "output":
+        view = view_of(node)
+        match view:
+            case Wait():
+                self._wait(node, view)
+            case Prefetch():
+                if view.destination is None:
+                    self.fetched[view.launch.task] = node
+            case Offload():
+                self._offload(node, view)
+            case HostCast():
+                self.on_host.add(node)
+            case RegionCall() | WaitPrevious():
+                pass
+            case None:
+                self._op(node)
+            case _:
+                assert_never(view)
+
+    def _op(self, node: fx.Node) -> None:
+        if node.op == "output":
             self.copies |= {storage(home): _Copy(home) for home in self.homes}
             self._update_inputs(node)
-        elif node.op == "call_function" and node.target not in TASKS:
+        elif node.op == "call_function":
             self._update_inputs(node)
             self._check_inputs(node)
             if storage(node) in self.copies:
@@ -108,19 +124,21 @@ class _Walk:
             node.target = ALIAS
         copy.shown[node] = node
 
-    def _wait(self, wait: fx.Node) -> None:
-        tasks: list[str] = wait.args[0]  # type: ignore[assignment]
+    def _wait(self, node: fx.Node, wait: Wait) -> None:
         copied = self.offloaded | self.fetched
-        wait.args = (tasks, [copied[t] for t in tasks if t in copied])
-        for task in tasks:
+        rewrite(node, replace(wait, kept=[copied[t] for t in wait.tasks if t in copied]))
+        for task in wait.tasks:
             if task in self.fetched:
                 self.copies[storage(self.fetched[task])] = _Copy(self.fetched[task])
 
-    def _offload(self, node: fx.Node, position: int) -> None:
-        source = node.args[position]
-        assert isinstance(source, fx.Node)
-        node.update_arg(position, self._current(source, node))
-        self.offloaded[task_name(node)] = node.args[position]  # type: ignore[assignment]
+    def _offload(self, node: fx.Node, offload: Offload) -> None:
+        task, source = offload.launch.task, self._current(offload.source, node)
+        rewrite(node, replace(offload, source=source))
+        self.offloaded[task] = source
+        if offload.destination is None:
+            self.on_host.add(node)
+            if task in self.to_homes:
+                self.homes.append(node)  # a gradient that the step makes and keeps there
 
     def _update_inputs(self, node: fx.Node) -> None:
         for value in node.all_input_nodes:

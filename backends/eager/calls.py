@@ -7,24 +7,26 @@ every step is looked up here, once.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, assert_never
 
 import torch
 from torch import fx
 
 from cotrain_compile.dataflow import PERSISTENT_ROLES, Role
 from cotrain_compile.graph import StepGraph, returns_argument_memory, writes
+from cotrain_compile.runtime.carry_out import Carry, carrying_out
 from cotrain_compile.runtime.metered import last_uses
-from cotrain_compile.runtime.ops import (
-    COPIES,
-    TASKS,
-    Carry,
-    carrying_out,
-    cotrain,
-    host_region,
-    task_name,
+from cotrain_compile.runtime.task_nodes import (
+    HostCast,
+    Offload,
+    Prefetch,
+    RegionCall,
+    TaskNode,
+    Wait,
+    WaitPrevious,
+    view_of,
 )
 
 COPY = torch.ops.aten.copy_.default
@@ -81,16 +83,16 @@ def calls_of(placed: StepGraph, more_writes: Mapping[fx.Node, Sequence[Write]]) 
     for node in graph.nodes:
         if node.op in ("placeholder", "get_attr", "output") or _is_item_of_a_segment(node):
             continue
-        is_task, is_segment = node.target in TASKS, node.op == "call_module"
+        view, is_segment = view_of(node), node.op == "call_module"
         shows_argument = node.target is operator.getitem or returns_argument_memory(node)
         calls.append(
             Call(
                 node=node,
-                carry=carrying_out(node, alongside=alongside) if is_task else None,
+                carry=carrying_out(node, view, alongside=alongside) if view else None,
                 writes=written.get(node, ()),
                 updates=any(write.is_update for write in written.get(node, ())),
                 overwrites_input=node.target is COPY and node.args[0].op == "placeholder",
-                is_new=not (is_task or shows_argument),
+                is_new=view is None and not shows_argument,
                 # An op may leave a small result in a large storage.
                 may_be_spare=not shows_argument and isinstance(node.target, torch._ops.OpOverload),
                 items=[(user, user.args[1]) for user in node.users] if is_segment else (),
@@ -99,7 +101,7 @@ def calls_of(placed: StepGraph, more_writes: Mapping[fx.Node, Sequence[Write]]) 
                 done_with=[n for n in done_with.get(node, ()) if not (is_segment and n is node)],
             )
         )
-        alongside = node.target in COPIES or (alongside and not _is_work_for_the_device(node))
+        alongside = _leaves_idle(view, alongside)
     return calls
 
 
@@ -109,9 +111,17 @@ def _is_item_of_a_segment(node: fx.Node) -> bool:
     return isinstance(source, fx.Node) and source.op == "call_module"
 
 
-def _is_work_for_the_device(node: fx.Node) -> bool:
-    on_host = node.target in (host_region, cotrain.host_cast)
-    return not on_host
+def _leaves_idle(view: TaskNode | None, alongside: bool) -> bool:
+    """Whether the device has been given nothing since the copy that was started last."""
+    match view:
+        case Offload() | Prefetch():
+            return True
+        case HostCast() | RegionCall():
+            return alongside
+        case Wait() | WaitPrevious() | None:
+            return False
+        case _:
+            assert_never(view)
 
 
 def _takes(
@@ -146,14 +156,25 @@ def _persistent_writes(placed: StepGraph) -> dict[fx.Node, list[Write]]:
 
     for node, destination, _ in writes(graph):
         note(node, destination)
-    for target in (cotrain.offload_into, cotrain.prefetch_into):
-        for node in graph.find_nodes(op="call_function", target=target):
-            note(node, node.args[0], task_name(node))
-    for node in graph.find_nodes(op="call_function", target=host_region):
-        called: Any = node.args[0]
-        arguments: Any = node.args[3]
-        region: Any = placed.module.get_submodule(str(called.target))
-        given = dict(zip(region.graph.find_nodes(op="placeholder"), arguments, strict=True))
-        for _, destination, _ in writes(region.graph):
-            note(node, given[destination], task_name(node))
+    for node in graph.nodes:
+        for destination, task in _written_by_task(view_of(node), placed.module):
+            note(node, destination, task)
     return found
+
+
+def _written_by_task(
+    view: TaskNode | None, module: fx.GraphModule
+) -> Iterator[tuple[fx.Node, str]]:
+    """What the task of a node writes over, and its name."""
+    match view:
+        case Offload() | Prefetch():
+            if view.destination is not None:
+                yield view.destination, view.launch.task
+        case RegionCall():
+            given = view.given(module)
+            for _, destination, _ in writes(view.subgraph(module).graph):
+                yield given[destination], view.launch.task
+        case HostCast() | Wait() | WaitPrevious() | None:
+            pass
+        case _:
+            assert_never(view)

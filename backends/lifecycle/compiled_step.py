@@ -32,8 +32,9 @@ from cotrain_compile.placement.simulate.reserved import Reserved, reserved
 from cotrain_compile.plan import STEP_BEGINS, Plan, Timeline
 from cotrain_compile.runtime.allocations import unprofiled
 from cotrain_compile.runtime.device import Device, rehearsing
-from cotrain_compile.runtime.ops import cotrain, host_region, running_on
+from cotrain_compile.runtime.ops import running_on
 from cotrain_compile.runtime.process.signals import HeldSignals
+from cotrain_compile.runtime.task_nodes import Offload, region_calls, view_of
 
 
 class CompiledStep:
@@ -81,7 +82,7 @@ class CompiledStep:
         self._gradients_on_host = [
             position
             for position, value in enumerate(returned_values(graph))
-            if isinstance(value, fx.Node) and value.target is cotrain.offload
+            if isinstance(value, fx.Node) and isinstance(view_of(value), Offload)
         ]
         tiers = [plan.placement.homes.get(item.name, Tier.DEVICE) for item in graph.inputs]
         is_homed = [item.role in PERSISTENT_ROLES for item in graph.inputs]
@@ -320,9 +321,9 @@ def _read_by_carried(graph: StepGraph, plan: Plan) -> list[int]:
     """
     carried = {task.name for task in plan.carried}
     read: set[str] = set()
-    for call in graph.module.graph.find_nodes(op="call_function", target=host_region):
-        if call.args[1] in carried:
-            read.update(node.name for node in call.all_input_nodes)
+    for node, call in region_calls(graph.module.graph):
+        if call.launch.task in carried:
+            read.update(source.name for source in node.all_input_nodes)
     written = {destination.name for _, destination, _ in writes(graph.module.graph)}
     return [
         position

@@ -8,9 +8,9 @@ update's largest change (`docs/decisions/0005-fused-loops-by-structure.md`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, assert_never
 
 import torch
 from torch import fx
@@ -27,14 +27,14 @@ from cotrain_compile.backends.verify.reference import (
     on,
     run_reference,
 )
-from cotrain_compile.dataflow import PERSISTENT_ROLES
+from cotrain_compile.dataflow import PERSISTENT_ROLES, UpdateGroup
 from cotrain_compile.errors import VerifyError
 from cotrain_compile.extract.extract import buffer_names
 from cotrain_compile.graph import StepGraph, writes
 from cotrain_compile.machine import Tier
 from cotrain_compile.options import Options
 from cotrain_compile.passes.find_accesses import find_race_in
-from cotrain_compile.plan import Plan, Task, Transfer
+from cotrain_compile.plan import HostRegion, Plan, Task, Transfer
 from cotrain_compile.runtime.host.trial import TOLERANCE
 
 
@@ -108,7 +108,7 @@ class VerifiedStep:
             return ""
         by = f"{largest_difference(found, right):.3g} at most"
         within = f" (rounding explains {allowed:.3g})" if allowed else ""
-        moved = where_moved(self.compiled.plan, result.buffer)
+        moved = where_moved(self.compiled, result.buffer)
         elements = f"{count} of {right.numel()} elements"
         return f"{result.name} differs in {elements}, by {by}{within}; {moved}"
 
@@ -182,18 +182,27 @@ def _rounding(right: torch.Tensor, change: float | None) -> float:
     return TOLERANCE * scale + 4 * eps * largest
 
 
-def where_moved(plan: Plan, buffer: str) -> str:
-    """The home of `buffer` and the tasks of `plan` that touch it, with those they come after."""
+def where_moved(compiled: CompiledStep, buffer: str) -> str:
+    """The home of `buffer` and the tasks that touch it, with those they come after."""
+    plan, updates = compiled.plan, compiled.problem.dataflow.update
     home = plan.placement.homes.get(buffer, Tier.DEVICE)
     tasks = {task.name: task for task in plan.tasks}
-    names = [task.name for task in plan.tasks if _touches(task, buffer)]
+    names = [task.name for task in plan.tasks if buffer in _touched(task, updates)]
     for name in names:  # grows while it is read
         names += [other for other in tasks[name].after if other not in names]
     told = ", ".join(names) if names else "none"
     return f"its home is the {home.value}, tasks of the plan that touch it: {told}"
 
 
-def _touches(task: Task, buffer: str) -> bool:
-    if isinstance(task, Transfer):
-        return buffer in (task.buffer, task.destination)
-    return buffer == task.makes or buffer == task.param or buffer.startswith(f"{task.param}.")
+def _touched(task: Task, updates: Mapping[str, UpdateGroup]) -> set[str]:
+    """The buffers that a task reads or writes, by the update groups of the step."""
+    match task:
+        case Transfer():
+            return {task.buffer, task.destination}
+        case HostRegion(makes=copy) if copy:
+            return {task.param, copy}
+        case HostRegion():
+            group = updates[task.param]
+            return {task.param, group.gradient, *group.states, *group.scalars}
+        case _:
+            assert_never(task)

@@ -289,7 +289,7 @@ class Placer:
     def _take_profile(self, compiled: CompiledStep) -> None:
         """Measured op times of a resident step, for the rows that follow."""
         if compiled.measured is not None and compiled.measured.lane(Lane.DEVICE):
-            self.profile = measured_costs([compiled.measured])
+            self.profile = measured_costs([compiled.measured], compiled.plan)
 
 
 def _performance(suite: Suite, size: str, machine: Machine) -> None:

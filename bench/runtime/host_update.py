@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from bench.report import write_report
@@ -41,7 +41,7 @@ from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.runtime.host.kernels import FusedKernel, HostKernel, host_kernels
 from cotrain_compile.runtime.lanes import Lane
 from cotrain_compile.runtime.meter import Meter
-from cotrain_compile.runtime.ops import host_region, task_name
+from cotrain_compile.runtime.task_nodes import RegionCall, region_calls
 from cotrain_compile.tracing import trace_graph
 
 Work = Callable[[], None]
@@ -179,13 +179,15 @@ def updates(case: Case) -> list[Update]:
     step = placed_step(case)
     kernels = host_kernels(step, "fused")
     assert all(isinstance(kernel, FusedKernel) for kernel in kernels.values())
-    calls = step.module.graph.find_nodes(op="call_function", target=host_region)
-    found = [_update(step, call, kernels[task_name(call)], case) for call in calls]
+    calls = region_calls(step.module.graph)
+    found = [_update(step, call, kernels[call.launch.task], case) for _, call in calls]
     return [update for param, update in found if param.startswith(case.prefix)]
 
 
-def _update(step: StepGraph, call: fx.Node, kernel: HostKernel, case: Case) -> tuple[str, Update]:
-    region: Any = step.module.get_submodule(str(call.args[0].target))  # type: ignore[union-attr]
+def _update(
+    step: StepGraph, call: RegionCall, kernel: HostKernel, case: Case
+) -> tuple[str, Update]:
+    region = call.subgraph(step.module)
     nodes = region.graph.find_nodes(op="placeholder")
     inputs = {node.name: _like(node.meta["val"]) for node in nodes}
     described = step.input_of_node

@@ -20,7 +20,7 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -131,7 +131,7 @@ def compare(machine: Machine, folder: Path) -> Iterator[dict[str, Any]]:
         torch._dynamo.reset()
         steps = {("", plan): compile_step(build, {"policy": plan}) for plan in PROFILED}
         before = folder / "profile.json"
-        save(profile(run_in_turn(steps, PROFILE_REPEATS)), before)
+        save(profile(steps, run_in_turn(steps, PROFILE_REPEATS)), before)
         for link, bytes_per_s in LINKS_BYTES_PER_S.items():
             wire = Link(bytes_per_s, LATENCY_S)
             path = folder / "machine.json"
@@ -147,7 +147,7 @@ def compare(machine: Machine, folder: Path) -> Iterator[dict[str, Any]]:
                 steps[link, f"auto at {share:.0%}"] = compile_step(build, options)
                 steps[link, f"auto at {share:.0%}"]()
         timelines = run_in_turn(steps, REPEATS)
-        costs = profile(timelines)
+        costs = profile(steps, timelines)
         for (link, plan), step in steps.items():
             if link:
                 yield record(model, link, plan, step(), costs, timelines[link, plan])
@@ -204,9 +204,13 @@ def idle_share() -> float:
     return (idle[1] - idle[0]) / max(1, total[1] - total[0])
 
 
-def profile(timelines: dict[tuple[str, str], list[Timeline]]) -> CostTable:
+def profile(
+    steps: Mapping[tuple[str, str], Callable[[], CompiledStep]],
+    timelines: Mapping[tuple[str, str], list[Timeline]],
+) -> CostTable:
     """Op times from resident steps, update times from steps that update on the host."""
-    device, host = (measured_costs(timelines["", plan]) for plan in PROFILED)
+    keys = [("", plan) for plan in PROFILED]
+    device, host = (measured_costs(timelines[key], steps[key]().plan) for key in keys)
     return replace(device, host_update_s=host.host_update_s)
 
 

@@ -15,7 +15,7 @@ from cotrain_compile.analysis.host_update_costs import host_update_s, update_byt
 from cotrain_compile.dataflow import Dataflow, Op, UpdateGroup
 from cotrain_compile.errors import PlanError
 from cotrain_compile.machine import LARGEST, Machine, Tier, TierSpec
-from cotrain_compile.plan import Lane, Timeline
+from cotrain_compile.plan import Lane, Plan, Timeline
 from cotrain_compile.units import format_bytes
 
 FORMAT_VERSION = 1
@@ -110,15 +110,16 @@ def unknown_words(ops: Sequence[Op]) -> str:
     return f"{len(ops)} ops of unknown cost ({', '.join(kinds[:3])}{more}) move {moved}"
 
 
-def measured_costs(timelines: Sequence[Timeline]) -> CostTable:
-    """What the ops and host updates of measured steps took: the median over `timelines`.
+def measured_costs(timelines: Sequence[Timeline], plan: Plan) -> CostTable:
+    """What the ops and host updates of measured steps took: the median over `timelines` of `plan`.
 
     The profile of a step: `formulate` prefers it to the roofline, and `save`d it can be passed as
     the option `profile`. The medians of a lane are scaled so that they add up to its median step:
     on a busy machine some op is slow in every step, and a different one each time. Where steps
     overlap, a step has the end of one update and the beginning of the next: together a whole one.
     """
-    updates = [_update_s(timeline) for timeline in timelines]
+    param_of = {region.name: region.param for region in plan.host_updates}
+    updates = [_update_s(timeline, param_of) for timeline in timelines]
     ops = [
         {span.name: span.end_s - span.start_s for span in timeline.lane(Lane.DEVICE)}
         for timeline in timelines
@@ -126,12 +127,12 @@ def measured_costs(timelines: Sequence[Timeline]) -> CostTable:
     return CostTable(_typical_step(ops), _typical_step(updates), source="measured")
 
 
-def _update_s(timeline: Timeline) -> dict[str, float]:
-    """Seconds of each host update, by parameter."""
+def _update_s(timeline: Timeline, param_of: Mapping[str, str]) -> dict[str, float]:
+    """Seconds of each host update, by parameter; `param_of` has it by the name of the task."""
     seconds: dict[str, float] = {}
     for span in timeline.lane(Lane.HOST):
-        if span.name.startswith("update."):
-            param = span.name.removeprefix("update.")
+        param = param_of.get(span.name)
+        if param is not None:
             seconds[param] = seconds.get(param, 0.0) + span.end_s - span.start_s
     return seconds
 

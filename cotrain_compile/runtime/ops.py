@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -133,57 +133,6 @@ _library.impl("wait", _wait, "CompositeExplicitAutograd")
 _library.impl("wait_previous", _wait_previous, "CompositeExplicitAutograd")
 
 
-Carry = Callable[[Runtime, Callable[[fx.Node], Any]], Any]
-
-
-def carrying_out(node: fx.Node, *, alongside: bool) -> Carry:
-    """What carries out a node of a task on a runtime, given the values of nodes.
-
-    As the op does, by way of torch's dispatcher, at a small part of its price: all that is the same
-    in every step is looked up here. `alongside` is as of `Launch`.
-    """
-    if node.target is cotrain.wait:
-        tasks: Any = list(node.args[0])  # type: ignore[arg-type]
-        return lambda runtime, value: runtime.wait(tasks)
-    if node.target is cotrain.wait_previous:
-        tasks = list(node.args[0])  # type: ignore[arg-type]
-        return lambda runtime, value: runtime.wait_previous(tasks)
-    if node.target is host_region:
-        return _region_launch(node)
-    name = str(node.target).split(".")[1]
-    operands = _OPERANDS[name]
-    launch = replace(
-        Launch(*node.args[operands:]),  # type: ignore[arg-type]
-        alongside=alongside,
-        more=_direction(node) == _direction(node.next) != "",
-    )
-    first, *others = node.args[:operands]
-    assert isinstance(first, fx.Node)
-    if not others:
-        return lambda runtime, value: getattr(runtime, name)(value(first), launch)
-    (second,) = others
-    if not isinstance(second, fx.Node):
-        return lambda runtime, value: getattr(runtime, name)(value(first), second, launch)
-    return lambda runtime, value: getattr(runtime, name)(value(first), value(second), launch)
-
-
-def _direction(node: fx.Node) -> str:
-    """The op of a copy, without where it goes; "" for other nodes."""
-    return str(node.target).split(".")[1].removesuffix("_into") if node.target in COPIES else ""
-
-
-def _region_launch(node: fx.Node) -> Carry:
-    region, task, after, inputs, *previous = node.args
-    launch = Launch(task, after, *previous)  # type: ignore[arg-type]
-    sources: Any = inputs
-
-    def launch_region(runtime: Runtime, value: Callable[[fx.Node], Any]) -> None:
-        given = [value(v) if isinstance(v, fx.Node) else v for v in sources]
-        runtime.run_region(value(region), given, launch)  # type: ignore[arg-type]
-
-    return launch_region
-
-
 def current_runtime() -> Runtime:
     """What carries out ops here; raises LookupError outside `running_on`."""
     return _current.get()
@@ -217,17 +166,6 @@ TASKS: frozenset[Any] = frozenset(
     }
 )
 
-# Those that start a copy over the link.
-COPIES: frozenset[Any] = frozenset(
-    {cotrain.offload, cotrain.offload_into, cotrain.prefetch, cotrain.prefetch_into}
-)
-
 # They are called for their effect: dead-code elimination must leave them alone.
 for _target in TASKS:
     fx.node.has_side_effect(_target)
-
-
-def task_name(node: fx.Node) -> str:
-    """The task that a node other than a wait carries out."""
-    second = (cotrain.offload_into, cotrain.prefetch_into, cotrain.host_cast)
-    return str(node.args[2 if node.target in second else 1])

@@ -12,6 +12,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from cotrain_compile.machine import Machine, Tier
+from cotrain_compile.placement.schedule import task_names
 from cotrain_compile.placement.schedule.clock import Clock
 from cotrain_compile.placement.schedule.memory_ledger import MemoryLedger
 from cotrain_compile.placement.schedule.moves import Moves, Send
@@ -58,7 +59,8 @@ class OffloadLane:
         """Send a fetched `buffer` back over its home; its copy is held until it is there."""
         gap = self._clock.gap
         self._room.held_bytes += nbytes
-        send = Send(f"store.{buffer}", buffer, nbytes, gap - 1, gap, buffer)
+        name = task_names.task_name("store", buffer)
+        send = Send(name, buffer, nbytes, gap - 1, gap, buffer)
         self._urgent[send.name] = send
 
     def feed(self, until_s: float) -> None:

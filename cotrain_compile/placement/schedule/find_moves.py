@@ -20,6 +20,7 @@ from cotrain_compile.placement.residency import (
     gradients_at_home,
     longest_gap,
 )
+from cotrain_compile.placement.schedule import task_names
 from cotrain_compile.placement.schedule.gradient_uses import GradientUses, gradient_uses
 from cotrain_compile.placement.schedule.hoisted_updates import Support, movable, workspace_bytes
 from cotrain_compile.placement.schedule.moves import (
@@ -63,10 +64,16 @@ class _Finder:
         self.read_by_moved = {group.gradient: group for group in self.moving}
         self.shared = {name for group in self.moving for name in group.scalars}
         self.shared |= {made for op in whole.ops if op.name in supporting for made in op.writes}
-        self.sends: dict[str, Send] = {}
+        self.sends: list[Send] = []
+        self.offloads: dict[str, Send] = {}  # those of `sends` that make a copy, by buffer
+        self.stores: dict[str, Send] = {}  # those that go over a home
         self.fetches: list[Fetch] = []
         self.instances: list[Instance] = []
         self.casts: list[Cast] = []
+        self.update_names = {
+            group.param: task_names.task_name("update", group.param)
+            for group in self.program.host_groups
+        }
         # Names of what makes and fetches each weight at home on the host.
         self.weight_tasks: dict[str, tuple[str, ...]] = {}
 
@@ -87,7 +94,7 @@ class _Finder:
         return Moves(
             self.program,
             self.elapsed_s,
-            tuple(sorted(self.sends.values(), key=lambda send: send.ready)),
+            tuple(sorted(self.sends, key=lambda send: send.ready)),
             tuple(sorted(self.fetches, key=lambda fetch: fetch.need)),
             tuple(self.casts),
             tuple(sorted(host_updates, key=self._landed)),
@@ -108,7 +115,8 @@ class _Finder:
         for param, copy in sorted(thin, key=lambda pair: first_use.get(pair[1], 0)):
             ops = (writer[copy].name,)
             seconds = self.problem.host_cast_s(ops)
-            cast = Cast(f"cast.{param}", param, copy, ops, seconds, self._carried_update(param))
+            name = task_names.task_name("cast", param)
+            cast = Cast(name, param, copy, ops, seconds, self._carried_update(param))
             self.casts.append(cast)
             self.weight_tasks[param] = (cast.name,)
 
@@ -124,7 +132,7 @@ class _Finder:
         if stays and len(old) < len(touched):
             stays[-1] = (stays[-1][0], touched[-1])
         for number, (first, last) in enumerate(stays):
-            name = f"{'refetch' if number else 'fetch'}.{buffer.name}"
+            name = task_names.task_name("refetch" if number else "fetch", buffer.name)
             # Where there is a cast, that follows the update of the step before.
             previous = () if after else self._carried_update(param)
             self.fetches.append(Fetch(name, buffer.name, buffer.nbytes, first, after, previous))
@@ -145,15 +153,16 @@ class _Finder:
         # Where the update is the first to touch it, that has a fetch of its own.
         first_number = 1 if updates_here and not uses.before else 0
         for number, (first, last) in enumerate(uses.stays, start=first_number):
-            fetch = f"{'refetch' if number else 'fetch'}.{name}"
+            fetch = task_names.task_name("refetch" if number else "fetch", name)
             self.fetches.append(Fetch(fetch, name, buffer.nbytes, first))
             if updates_here and uses.before and (first, last) == uses.stays[-1]:
                 last = max(last, self.windows[updates_here.param][0])
             self.instances.append(Instance(buffer, first, last + 1))
         if uses.written and (uses.written_late or not updates_here):
             ready, last = uses.written[-1], uses.stays[-1][1]
-            store = Send(f"store.{name}", name, buffer.nbytes, ready, last + 1, name)
-            self.sends[store.name] = store
+            store = task_names.task_name("store", name)
+            self.stores[name] = Send(store, name, buffer.nbytes, ready, last + 1, name)
+            self.sends.append(self.stores[name])
 
     def _uses_of(self, name: str) -> GradientUses:
         group = self.updated_from.get(name)
@@ -190,9 +199,7 @@ class _Finder:
             if number:
                 before = stays[number - 1][1]
                 send = self._send(buffer, before, before + 1)
-                name = f"fetch.{buffer.name}"
-                fetch = Fetch(name, buffer.name, buffer.nbytes, first, (send.name,))
-                self.fetches.append(fetch)
+                self.fetches.append(_fetch(buffer, first, send.name))
 
     def _stays(self, buffer: Buffer, touched: list[int]) -> list[tuple[int, int]]:
         """First and last slot of each stay of `buffer` on the device."""
@@ -205,10 +212,11 @@ class _Finder:
         return [(touched[0], touched[-1])]
 
     def _send(self, buffer: Buffer, ready: int, holds_from: int | None) -> Send:
-        name = f"offload.{buffer.name}"
-        if name not in self.sends:
-            self.sends[name] = Send(name, buffer.name, buffer.nbytes, ready, holds_from)
-        return self.sends[name]
+        if buffer.name not in self.offloads:
+            name = task_names.task_name("offload", buffer.name)
+            self.offloads[buffer.name] = Send(name, buffer.name, buffer.nbytes, ready, holds_from)
+            self.sends.append(self.offloads[buffer.name])
+        return self.offloads[buffer.name]
 
     # Updates.
 
@@ -221,7 +229,7 @@ class _Finder:
         inputs = []
         for name in sources:
             if name in self.at_home:  # the host reads it there, after what the device has written
-                inputs += [f"store.{name}"] if self._uses_of(name).written_before else []
+                inputs += [self.stores[name].name] if self._uses_of(name).written_before else []
                 continue
             buffer = self.dataflow.buffer[name]
             stays = buffer.is_input or buffer.is_output
@@ -236,6 +244,7 @@ class _Finder:
             before = bisect_left(self.backward, limit)
             earliest = max([earliest, *self.backward[max(before - 1, 0) : before]])
         return HostUpdate(
+            self.update_names[group.param],
             group,
             tuple(inputs),
             self.weight_tasks.get(group.param, ()),
@@ -266,7 +275,7 @@ class _Finder:
         group = self.dataflow.update.get(param)
         if group not in self.program.host_groups or self._next_use(group) is None:
             return ()
-        return (f"update.{param}",)
+        return (self.update_names[param],)
 
     def _device_update(self, group: UpdateGroup) -> DeviceUpdate:
         buffers, homes, param = self.dataflow.buffer, self.placement.homes, group.param
@@ -279,7 +288,7 @@ class _Finder:
                 kept_bytes = buffers[param].nbytes
             else:
                 fetched = [*states, param]
-        fetches = [Fetch(f"fetch.{s}", s, buffers[s].nbytes, earliest) for s in fetched]
+        fetches = [_fetch(buffers[name], earliest) for name in fetched]
         gradient = buffers[group.gradient]
         fetched_gradient, held_bytes = self._gradient_for(group)
         fetches += fetched_gradient
@@ -305,12 +314,12 @@ class _Finder:
         name, earliest = gradient.name, self.windows[group.param][0]
         on_host = self.placement.homes.get(name) is Tier.HOST
         if name in self.at_home and not self._uses_of(name).before:
-            return [Fetch(f"fetch.{name}", name, gradient.nbytes, earliest)], 0
+            return [_fetch(gradient, earliest)], 0
         stays = (gradient.is_input or gradient.is_output) and not on_host
         if not gradient.is_input and (on_host or (name in self.away and not stays)):
             last = self.program.touches[name][-1]
             send = self._send(gradient, last, last + 1)
-            return [Fetch(f"fetch.{name}", name, gradient.nbytes, earliest, (send.name,))], 0
+            return [_fetch(gradient, earliest, send.name)], 0
         return [], 0 if stays else gradient.nbytes
 
     def _window(self, group: UpdateGroup) -> tuple[int, int]:
@@ -329,6 +338,11 @@ class _Finder:
         later = [slot for slot in touched if position[program.ops[slot].name] > write]
         made = [program.last_write(name) for name in inputs]
         return max([-1, *before, *made]), min([program.end, *later])
+
+
+def _fetch(buffer: Buffer, need: int, *after: str) -> Fetch:
+    name = task_names.task_name("fetch", buffer.name)
+    return Fetch(name, buffer.name, buffer.nbytes, need, after)
 
 
 def _on_device(dataflow: Dataflow, scalars: Iterable[str]) -> list[str]:

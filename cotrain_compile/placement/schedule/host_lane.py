@@ -11,6 +11,7 @@ from bisect import insort
 from collections import deque
 
 from cotrain_compile.placement.problem import Problem
+from cotrain_compile.placement.schedule import task_names
 from cotrain_compile.placement.schedule.clock import Clock
 from cotrain_compile.placement.schedule.d2h_lane import OffloadLane
 from cotrain_compile.placement.schedule.moves import HostUpdate, Moves
@@ -89,13 +90,13 @@ class HostLane:
         self._returning.remove(update)
         param = update.group.param
         task = Transfer(
-            f"prefetch.{param}",
+            task_names.task_name("prefetch", param),
             "prefetch",
             param,
             self._buffers[param].nbytes,
             None,
             self._limit(update),
-            (_region(update),),
+            (update.name,),
             param,
             carried=update.next_use is not None,
         )
@@ -103,7 +104,7 @@ class HostLane:
         self._clock.transfer(Lane.H2D, task.name, task.nbytes, self._done_s(update))
 
     def _issue(self, update: HostUpdate) -> None:
-        group, name = update.group, _region(update)
+        group, name = update.group, update.name
         after = (*update.inputs, *update.after)
         carried = update.next_use is not None
         self._tasks.issue(
@@ -116,7 +117,7 @@ class HostLane:
             insort(self._returning, update, key=self._done_s)
 
     def _done_s(self, update: HostUpdate) -> float:
-        return self._clock.end_s[_region(update)]
+        return self._clock.end_s[update.name]
 
     def _limit(self, update: HostUpdate) -> str | None:
         """Waited for at the end of the step, or before the op that reads the result."""
@@ -133,8 +134,3 @@ def _as_gradients_land(update: HostUpdate) -> int:
 def _as_weights_are_used(update: HostUpdate) -> tuple[int, int]:
     """Lets the next step wait least: of those that may start together, first what it uses first."""
     return update.earliest, -1 if update.next_use is None else update.next_use
-
-
-def _region(update: HostUpdate) -> str:
-    """The name of the region that runs `update`."""
-    return f"update.{update.group.param}"

@@ -79,6 +79,7 @@ class HostUpdate:
     where they end in their own step.
     """
 
+    name: str
     group: UpdateGroup
     inputs: tuple[str, ...]
     after: tuple[str, ...]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import fx
@@ -18,7 +17,7 @@ from torch import fx
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.runtime.course import Cut
 from cotrain_compile.runtime.host.kernels import FusedKernel, HostKernel
-from cotrain_compile.runtime.ops import cotrain, host_region, task_name
+from cotrain_compile.runtime.task_nodes import Offload, Prefetch, RegionCall, region_calls, view_of
 
 # Of the parameter. A link takes about a millisecond for it, so that what starting a copy and waking
 # a thread take is a small part.
@@ -28,10 +27,9 @@ PIECE_BYTES = 1 << 24
 def cuts(placed: StepGraph, kernels: Mapping[str, HostKernel]) -> dict[str, Cut]:
     """The cut of every task that is cut, by task name; most steps have none."""
     found: dict[str, Cut] = {}
-    for call in placed.module.graph.find_nodes(op="call_function", target=host_region):
-        name = str(call.args[1])
+    for _, call in region_calls(placed.module.graph):
+        name, inputs = call.launch.task, call.inputs
         kernel = kernels[name]
-        inputs: Any = call.args[3]
         if not isinstance(kernel, FusedKernel) or kernel.after is not None:
             continue  # what runs behind the loop needs all of it
         param = inputs[kernel.positions["param"]]
@@ -66,19 +64,21 @@ def _is_whole(value: torch.Tensor) -> bool:
     return value.is_contiguous() and value.untyped_storage().nbytes() == value.nbytes
 
 
-def _copied_gradient(call: fx.Node, kernel: FusedKernel, param: fx.Node) -> str:
+def _copied_gradient(call: RegionCall, kernel: FusedKernel, param: fx.Node) -> str:
     """The copy of the gradient, if the update reads it row by row; "" where it does not.
 
     The copy of the weight is waited for as a whole: its way back would overwrite what is still to
     be copied.
     """
-    inputs, after = call.args[3], call.args[2]
     if kernel.gradient.shown is None:
         return ""
-    gradient: Any = inputs[kernel.gradient.shown]  # type: ignore[index]
-    is_copy = gradient.target is cotrain.offload and task_name(gradient) in after  # type: ignore
-    is_alike = is_copy and _is_copied_alike(gradient.meta["val"], param.meta["val"])
-    return task_name(gradient) if is_alike else ""
+    gradient = call.inputs[kernel.gradient.shown]
+    match view_of(gradient):
+        case Offload(destination=None, launch=launch) if launch.task in call.launch.after:
+            is_alike = _is_copied_alike(gradient.meta["val"], param.meta["val"])
+            return launch.task if is_alike else ""
+        case _:
+            return ""
 
 
 def _is_copied_alike(value: torch.Tensor, param: torch.Tensor) -> bool:
@@ -88,7 +88,8 @@ def _is_copied_alike(value: torch.Tensor, param: torch.Tensor) -> bool:
 def _ways_back(param: fx.Node, update: str) -> Iterator[str]:
     """The copies of the new weight over the one on the device."""
     for user in param.users:
-        if user.target is cotrain.prefetch_into and user.args[1] is param:
-            destination, after = user.args[0], user.args[3]
-            if update in after and _is_whole(destination.meta["val"]):  # type: ignore
-                yield task_name(user)
+        match view_of(user):
+            case Prefetch(source=source, launch=launch, destination=fx.Node() as old) if (
+                source is param and update in launch.after and _is_whole(old.meta["val"])
+            ):
+                yield launch.task

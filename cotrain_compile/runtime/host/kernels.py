@@ -34,7 +34,7 @@ from cotrain_compile.runtime.host.match_update import match_update
 from cotrain_compile.runtime.host.trial import agree
 from cotrain_compile.runtime.meter import Meter
 from cotrain_compile.runtime.metered import MeteredGraph
-from cotrain_compile.runtime.ops import host_region
+from cotrain_compile.runtime.task_nodes import RegionCall, region_calls
 
 # States that are sums of squares.
 NEVER_NEGATIVE = frozenset({"exp_avg_sq", "max_exp_avg_sq", "sum"})
@@ -110,13 +110,11 @@ def host_kernels(placed: StepGraph, choice: str) -> dict[str, HostKernel]:
     kernels: dict[str, HostKernel] = {}
     checked: dict[object, bool] = {}
     for call in _smallest_first(placed):
-        name = str(call.args[0].target)  # type: ignore[union-attr]
-        region = placed.module.get_submodule(name)
-        assert isinstance(region, fx.GraphModule)
+        region = call.subgraph(placed.module)
         found: HostKernel = CapturedKernel(MeteredGraph(region, Tier.HOST))
         if choice == "fused":
             found = _fast(region, _described_inputs(region, placed), placed, checked) or found
-        kernels[str(call.args[1])] = found
+        kernels[call.launch.task] = found
     return kernels
 
 
@@ -141,15 +139,14 @@ def _fast(
     return chunked_kernel(region)
 
 
-def _smallest_first(placed: StepGraph) -> list[fx.Node]:
+def _smallest_first(placed: StepGraph) -> list[RegionCall]:
     """Region calls by size: the trial of a kind then runs on its smallest parameter."""
-    calls = placed.module.graph.find_nodes(op="call_function", target=host_region)
 
-    def size(call: fx.Node) -> int:
-        values = [n.meta.get("val") for n in call.all_input_nodes]
+    def size(call: tuple[fx.Node, RegionCall]) -> int:
+        values = [n.meta.get("val") for n in call[0].all_input_nodes]
         return sum(int(v.numel()) for v in values if isinstance(v, torch.Tensor))
 
-    return sorted(calls, key=size)
+    return [view for _, view in sorted(region_calls(placed.module.graph), key=size)]
 
 
 def _described_inputs(region: fx.GraphModule, placed: StepGraph) -> list[StepInput | None]:

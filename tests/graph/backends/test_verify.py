@@ -28,7 +28,8 @@ from cotrain_compile.passes import run_passes
 from cotrain_compile.plan import Plan
 from cotrain_compile.runtime.emulated import EmulatedDevice
 from cotrain_compile.runtime.host.kernels import HostKernel, host_kernels
-from cotrain_compile.runtime.ops import Launch, host_region
+from cotrain_compile.runtime.ops import Launch
+from cotrain_compile.runtime.task_nodes import region_calls
 from tests.support.steps import (
     CASES,
     OPTIMIZERS,
@@ -113,12 +114,12 @@ def adamw_step(policy: str = "zero-offload", **options: Any) -> Step:
 
 def position_in_region(placed: StepGraph, param: str) -> int:
     """At which input of its host update a parameter comes in."""
-    for call in placed.module.graph.find_nodes(op="call_function", target=host_region):
-        if call.args[1] == f"update.{param}":
-            region: Any = placed.module.get_submodule(call.args[0].target)
-            nodes = region.graph.find_nodes(op="placeholder")
-            items = [placed.input_of_node.get(node.name) for node in nodes]
-            return [item.name if item else "" for item in items].index(param)
+    for _, call in region_calls(placed.module.graph):
+        nodes = call.given(placed.module)
+        items = [placed.input_of_node.get(node.name) for node in nodes]
+        names = [item.name if item else "" for item in items]
+        if param in names:
+            return names.index(param)
     raise AssertionError(f"no host update of {param}")
 
 

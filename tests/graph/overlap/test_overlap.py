@@ -23,7 +23,7 @@ from cotrain_compile.presets import find
 from cotrain_compile.runtime.host.kernels import HostKernel
 from cotrain_compile.runtime.lanes import Task
 from cotrain_compile.runtime.ops import cotrain as ops
-from cotrain_compile.runtime.ops import task_name
+from cotrain_compile.runtime.task_nodes import task_name
 from tests.graph.runtime.test_modes import LONG_ONLY, plan_with
 from tests.support.captured_steps import TRAININGS, captured, differences, place, reference
 from tests.support.plans.overlapping_plans import overlapping

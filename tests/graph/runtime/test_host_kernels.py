@@ -21,7 +21,7 @@ from cotrain_compile.runtime.host.captured_kernels import CapturedKernel
 from cotrain_compile.runtime.host.kernels import FusedKernel, host_kernels
 from cotrain_compile.runtime.meter import Meter
 from cotrain_compile.runtime.metered import MeteredGraph
-from cotrain_compile.runtime.ops import host_region, task_name
+from cotrain_compile.runtime.task_nodes import region_calls
 from tests.support.captured_steps import captured
 from tests.support.steps import cotrain, make_step
 
@@ -32,9 +32,9 @@ def kernels_of(training: str) -> list[tuple[CapturedKernel, FusedKernel, list[An
     placed = run_passes(step.step, schedule(step.problem(), zero_offload(step.dataflow)))
     fused = host_kernels(placed, "fused")
     found = []
-    for call in placed.module.graph.find_nodes(op="call_function", target=host_region):
-        region: Any = placed.module.get_submodule(str(call.args[0].target))
-        kernel = fused[task_name(call)]
+    for _, call in region_calls(placed.module.graph):
+        region = call.subgraph(placed.module)
+        kernel = fused[call.launch.task]
         assert isinstance(kernel, FusedKernel)
         values = [node.meta["val"] for node in region.graph.find_nodes(op="placeholder")]
         found.append(
@@ -148,8 +148,8 @@ def test_captured_ops_in_parts_leave_the_same_bits(
 
 
 def region_of(placed: StepGraph, task: str) -> str:
-    calls = placed.module.graph.find_nodes(op="call_function", target=host_region)
-    return next(str(call.args[0].target) for call in calls if task_name(call) == task)
+    calls = region_calls(placed.module.graph)
+    return next(str(call.region.target) for _, call in calls if call.launch.task == task)
 
 
 def test_a_parameter_that_is_not_only_worked_on_element_by_element_is_not_cut(

@@ -26,8 +26,9 @@ from cotrain_compile.placement.policies import resident
 from cotrain_compile.placement.residency import device_bytes, device_program
 from cotrain_compile.plan import HostRegion, Plan, Task, Transfer, UpdateMode
 from cotrain_compile.presets import find
-from cotrain_compile.runtime.ops import TASKS, Launch, task_name
+from cotrain_compile.runtime.ops import TASKS, Launch
 from cotrain_compile.runtime.ops import cotrain as ops
+from cotrain_compile.runtime.task_nodes import task_name
 from tests.support.captured_steps import (
     TRAININGS,
     Captured,

@@ -17,7 +17,7 @@ from cotrain_compile.graph import StepGraph
 from cotrain_compile.machine import Tier
 from cotrain_compile.runtime.host.kernels import FusedKernel, HostKernel, host_kernels
 from cotrain_compile.runtime.meter import Meter
-from cotrain_compile.runtime.ops import host_region, task_name
+from cotrain_compile.runtime.task_nodes import region_calls
 from tests.support.examples import examples
 from tests.support.idioms import (
     EDITS_AFTER,
@@ -110,15 +110,15 @@ def test_random_edits_leave_what_the_captured_ops_do(edits: Any, optimizer: str)
     compiled(torch.randn(8, 6))
     placed = cotrain_compile.inspect(compiled).graph
     fused, captured = (host_kernels(placed, choice) for choice in ("fused", "captured"))
-    for call in placed.module.graph.find_nodes(op="call_function", target=host_region):
-        region: Any = placed.module.get_submodule(str(call.args[0].target))
+    for _, call in region_calls(placed.module.graph):
+        region = call.subgraph(placed.module)
         inputs = [drawn(node.meta["val"]) for node in region.graph.find_nodes(op="placeholder")]
         for position, node in enumerate(region.graph.find_nodes(op="placeholder")):
             item = placed.input_of_node.get(node.name)
             if item is not None and item.name.endswith(("exp_avg_sq", "sum")):
                 inputs[position] = inputs[position].abs()
-        found = updated(fused[task_name(call)], inputs)
-        expected = updated(captured[task_name(call)], inputs)
+        found = updated(fused[call.launch.task], inputs)
+        expected = updated(captured[call.launch.task], inputs)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
