@@ -120,6 +120,11 @@ class Transfer:
                 return Tier.HOST, Tier.DEVICE
 
     @property
+    def is_offload(self) -> bool:
+        """Whether it copies from the device."""
+        return self.ends[0] is Tier.DEVICE
+
+    @property
     def is_fetch(self) -> bool:
         """Whether it makes a fresh copy on the device."""
         return self.direction == "prefetch" and not self.destination
@@ -148,7 +153,18 @@ class HostRegion:
     def lane(self) -> Lane:
         return Lane.HOST
 
+    @property
+    def is_offload(self) -> bool:
+        """Never: what it reads and writes is on the host, as of `Transfer`."""
+        return False
 
+    @property
+    def is_fetch(self) -> bool:
+        """Never: see `is_offload`."""
+        return False
+
+
+# Closed: who has to know the kind matches on it to the end (`assert_never`).
 Task = Transfer | HostRegion
 
 

@@ -12,6 +12,7 @@ Host regions take the host copies. Everything is put where the plan issues it.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import assert_never
 
 from torch import fx
@@ -20,7 +21,7 @@ from cotrain_compile.extract.extract import buffer_names
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.passes.gaps import Gaps
 from cotrain_compile.passes.views import available_before
-from cotrain_compile.plan import HostRegion, Plan, Task, Transfer
+from cotrain_compile.plan import HostRegion, Plan, Transfer
 from cotrain_compile.runtime.task_nodes import (
     HostCast,
     Offload,
@@ -39,7 +40,7 @@ def insert_transfers(step: StepGraph, plan: Plan) -> StepGraph:
     """
     gaps = Gaps(step)
     inserter = _Inserter(step)
-    for task in sorted(plan.tasks, key=_takes_memory):  # those alike keep their order
+    for task in sorted(plan.tasks, key=attrgetter("is_fetch")):  # those alike keep their order
         place = gaps.after(task.issue_after)
         match task:
             case HostRegion():
@@ -50,10 +51,6 @@ def insert_transfers(step: StepGraph, plan: Plan) -> StepGraph:
                 assert_never(task)
     step.module.recompile()
     return step
-
-
-def _takes_memory(task: Task) -> bool:
-    return isinstance(task, Transfer) and task.is_fetch
 
 
 class _Inserter:

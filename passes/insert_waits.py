@@ -15,7 +15,7 @@ from torch import fx
 
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.passes.gaps import Gaps
-from cotrain_compile.plan import Plan, Task, Transfer
+from cotrain_compile.plan import Plan, Task
 from cotrain_compile.runtime.task_nodes import Prefetch, Wait, WaitPrevious, insert, view_of
 
 
@@ -27,9 +27,9 @@ def insert_waits(step: StepGraph, plan: Plan) -> StepGraph:
         if not task.carried:
             waits.setdefault(gaps.before(task.wait_before), []).append(task)
     for gap, tasks in waits.items():
-        offloads = [task for task in tasks if _is_offload(task)]
+        offloads = [task for task in tasks if task.is_offload]
         _insert_wait(_first_fetch(gap), offloads)
-        _insert_wait(gap, [task for task in tasks if not _is_offload(task)])
+        _insert_wait(gap, [task for task in tasks if not task.is_offload])
     _wait_for_the_step_before(gaps, plan)
     step.module.recompile()
     return step
@@ -43,10 +43,6 @@ def _wait_for_the_step_before(gaps: Gaps, plan: Plan) -> None:
     for gap, names in waits.items():
         with gap.graph.inserting_before(gap):
             insert(gap.graph, WaitPrevious(names))
-
-
-def _is_offload(task: Task) -> bool:
-    return isinstance(task, Transfer) and task.direction == "offload"
 
 
 def _first_fetch(gap: fx.Node) -> fx.Node:

@@ -14,10 +14,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
+from typing import assert_never
 
 from cotrain_compile.dataflow import Buffer, Dataflow, Op, Role, UpdateGroup
 from cotrain_compile.machine import Tier
-from cotrain_compile.plan import MovedOps, Placement, Task, Transfer, UpdateMode
+from cotrain_compile.plan import HostRegion, MovedOps, Placement, Task, Transfer, UpdateMode
 
 HOST_MODES = frozenset({UpdateMode.HOST, UpdateMode.HOST_STREAMED})
 
@@ -163,7 +164,7 @@ def instances(
     for task in tasks:
         if isinstance(task, Transfer):
             issue, wait = program.issue_slot(task), program.wait_slot(task)
-            if task.direction == "offload":
+            if task.is_offload:
                 departures.setdefault(task.buffer, []).append((issue, wait))
             elif task.is_fetch:
                 arrivals.setdefault(task.buffer, []).append((wait, issue + 1))
@@ -231,12 +232,15 @@ def host_bytes(
     copies = 0
     carried = set(_read_by_carried(dataflow, tasks))
     for task in tasks:
-        if isinstance(task, Transfer):
-            rests = placement.homes.get(task.buffer) is Tier.HOST
-            copied = task.direction == "offload" and not (task.destination or rests)
-            copies += task.nbytes * copied * (2 if task.buffer in carried else 1)
-        elif task.makes:
-            copies += dataflow.buffer[task.makes].nbytes
+        match task:
+            case Transfer():
+                rests = placement.homes.get(task.buffer) is Tier.HOST
+                copied = task.is_offload and not (task.destination or rests)
+                copies += task.nbytes * copied * (2 if task.buffer in carried else 1)
+            case HostRegion():
+                copies += dataflow.buffer[task.makes].nbytes if task.makes else 0
+            case _:
+                assert_never(task)
     inside = heapq.nlargest(workers, (made_by(dataflow, group) for group in program.host_groups))
     return homes + copies + sum(inside)
 
@@ -246,11 +250,14 @@ def _read_by_carried(dataflow: Dataflow, tasks: Sequence[Task]) -> Iterator[str]
     for task in tasks:
         if not task.carried:
             continue
-        if isinstance(task, Transfer):
-            yield task.buffer
-        else:
-            for name in task.ops:
-                yield from dataflow.ops[dataflow.position[name]].reads
+        match task:
+            case Transfer():
+                yield task.buffer
+            case HostRegion():
+                for name in task.ops:
+                    yield from dataflow.ops[dataflow.position[name]].reads
+            case _:
+                assert_never(task)
 
 
 def made_by(dataflow: Dataflow, group: UpdateGroup) -> int:

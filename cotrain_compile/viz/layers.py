@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import assert_never
 
 from cotrain_compile.dataflow import Dataflow, Op, Phase, Role
-from cotrain_compile.plan import Plan, Transfer
+from cotrain_compile.plan import HostRegion, Plan, Task, Transfer
 
 # What belongs to no layer: scalars, clipping.
 REST = "rest"
@@ -26,11 +27,17 @@ class Layers:
 
     def of_tasks(self, plan: Plan) -> dict[str, str]:
         """The layer of each task of `plan`."""
-        buffers = {
-            task.name: task.buffer if isinstance(task, Transfer) else task.param
-            for task in plan.tasks
-        }
-        return {name: self.of_buffer.get(buffer, REST) for name, buffer in buffers.items()}
+        return {task.name: self.of_buffer.get(_buffer(task), REST) for task in plan.tasks}
+
+
+def _buffer(task: Task) -> str:
+    match task:
+        case Transfer():
+            return task.buffer
+        case HostRegion():
+            return task.param
+        case _:
+            assert_never(task)
 
 
 def layer(path: str) -> str:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import assert_never
 
 from cotrain_compile.dataflow import PERSISTENT_ROLES, Dataflow, Op
 from cotrain_compile.machine import Tier
@@ -139,19 +140,17 @@ class _Replay:
                     place is None or place in slot,
                     f"{task.name} names {place}, which the device does not run",
                 )
-            is_offload = isinstance(task, Transfer) and task.direction == "offload"
-            is_fetch = isinstance(task, Transfer) and task.is_fetch
             gap = 0 if task.issue_after is None else slot[task.issue_after] + 1
             require(gap >= latest, f"{task.name} is listed after a task that is issued later")
             latest = gap
-            issue = tick_of(gap, Moment.FETCH if is_fetch else Moment.ISSUE)
+            issue = tick_of(gap, Moment.FETCH if task.is_fetch else Moment.ISSUE)
             self.issues.setdefault(issue, []).append(task)
             if task.carried:
                 wait = tick_of(slot[task.wait_before], Moment.DONE)
                 self.waits_before.setdefault(wait, []).append(task.name)
                 continue
             gap = len(self.ops) if task.wait_before is None else slot[task.wait_before]
-            wait = tick_of(gap, Moment.OFFLOADS_DONE if is_offload else Moment.DONE)
+            wait = tick_of(gap, Moment.OFFLOADS_DONE if task.is_offload else Moment.DONE)
             require(issue < wait, f"{task.name} is waited for before its issue")
             self.waits.setdefault(wait, []).append(task)
 
@@ -278,12 +277,22 @@ class _Replay:
         left = [_before(name) for name in task.after_previous if name in self.left]
         earlier = (self.before[name] for name in (*task.after, *left))
         self.before[task.name] = frozenset((*task.after, *left)).union(*earlier) - self.done
-        if isinstance(task, HostRegion):
-            self._run_region(task)
-        elif task.direction == "offload":
-            self._offload(task)
-        else:
-            self._prefetch(task)
+        match task:
+            case HostRegion():
+                self._run_region(task)
+            case Transfer():
+                self._copy(task)
+            case _:
+                assert_never(task)
+
+    def _copy(self, task: Transfer) -> None:
+        match task.direction:
+            case "offload":
+                self._offload(task)
+            case "prefetch":
+                self._prefetch(task)
+            case _:
+                assert_never(task.direction)
 
     def _wait(self, task: str) -> None:
         self.done |= {task, *self.before[task]}

@@ -18,11 +18,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from typing import assert_never
 
 from cotrain_compile.dataflow import PERSISTENT_ROLES, Buffer, Dataflow, Role, UpdateGroup
 from cotrain_compile.errors import PlanError
 from cotrain_compile.machine import Tier
-from cotrain_compile.plan import HostRegion, Lane, Placement, Plan, Transfer, UpdateMode
+from cotrain_compile.plan import HostRegion, Placement, Plan, Task, Transfer, UpdateMode
 
 # Where the parameter and the states must be at home; a streamed update leaves the choice.
 _HOMES = {
@@ -128,9 +129,8 @@ def _check_carried(plan: Plan) -> None:
     """Only updates on the host and the ways back of their weights go on in the next step."""
     carried = {task.name for task in plan.carried}
     for task in plan.carried:
-        is_update = not task.makes if isinstance(task, HostRegion) else bool(task.destination)
         require(
-            plan.placement.overlap_steps and is_update and task.lane is not Lane.D2H,
+            plan.placement.overlap_steps and _may_be_carried(task),
             f"{task.name} goes on in the next step, where the placement has only updates on the "
             "host and the ways back of their weights do so, and only with overlap_steps",
         )
@@ -141,6 +141,17 @@ def _check_carried(plan: Plan) -> None:
     for task in plan.tasks:
         unknown = sorted(set(task.after_previous) - carried)
         require(not unknown, f"{task.name} comes after {unknown[:3]}, which no step carries over")
+
+
+def _may_be_carried(task: Task) -> bool:
+    """Whether it is an update on the host, or the way back of its weight."""
+    match task:
+        case HostRegion():
+            return not task.makes
+        case Transfer():
+            return task.direction == "prefetch" and bool(task.destination)
+        case _:
+            assert_never(task)
 
 
 def _check_cast(dataflow: Dataflow, placement: Placement, region: HostRegion) -> None:

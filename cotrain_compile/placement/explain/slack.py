@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import assert_never
 
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.placement.residency import thin_copies
-from cotrain_compile.plan import Lane, Plan, Task, Transfer
+from cotrain_compile.plan import HostRegion, Lane, Plan, Task, Transfer
 
 
 def slacks(dataflow: Dataflow, plan: Plan) -> Mapping[str, float]:
@@ -40,6 +41,10 @@ def _owners(dataflow: Dataflow) -> dict[str, str]:
 
 
 def _param_of(task: Task, owner: Mapping[str, str]) -> str | None:
-    if isinstance(task, Transfer):
-        return owner.get(task.destination) or owner.get(task.buffer)
-    return task.param
+    match task:
+        case Transfer():
+            return owner.get(task.destination) or owner.get(task.buffer)
+        case HostRegion():
+            return task.param
+        case _:
+            assert_never(task)

@@ -144,7 +144,7 @@ def with_latest_waits(
         ends.setdefault(held.buffer.name, {})[held.current] = held.last
     result: list[Task] = []
     for task in tasks:
-        if isinstance(task, Transfer) and task.direction == "offload":
+        if isinstance(task, Transfer) and task.is_offload:
             task = _with_latest_wait(program, ends.get(task.buffer, {}), task, room)
         result.append(task)
     return result

@@ -18,12 +18,13 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import assert_never
 
 from cotrain_compile.analysis.layers import layers_of
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.residency import DeviceProgram, device_program
 from cotrain_compile.placement.simulate.predict import predict
-from cotrain_compile.plan import Plan, Task, Transfer
+from cotrain_compile.plan import HostRegion, Plan, Task, Transfer
 
 
 def settled(program: DeviceProgram, tasks: Sequence[Task]) -> list[Task]:
@@ -56,19 +57,24 @@ def _latest(program: DeviceProgram, task: Task) -> int:
     """The last slot after which `task` may be issued: right before its wait, or its next write."""
     latest = program.end - 1 if task.carried else program.wait_slot(task) - 1
     before = program.issue_slot(task)
-    written = (task.buffer, task.destination) if isinstance(task, Transfer) else ()
-    for name in written:
+    for name in _touched_on_device(task):
         touched = program.touches.get(name, [])
         for slot in touched[bisect_left(touched, before + 1) :]:
             if slot > latest:
                 break
-            if name in program.ops[slot].writes or not _is_offload(task):
+            if name in program.ops[slot].writes or not task.is_offload:
                 return min(latest, slot - 1)
     return max(before, latest)
 
 
-def _is_offload(task: Task) -> bool:
-    return isinstance(task, Transfer) and task.direction == "offload"
+def _touched_on_device(task: Task) -> tuple[str, ...]:
+    match task:
+        case Transfer():
+            return task.buffer, task.destination
+        case HostRegion():
+            return ()
+        case _:
+            assert_never(task)
 
 
 def _issued_after(program: DeviceProgram, task: Task, slot: int) -> Task:

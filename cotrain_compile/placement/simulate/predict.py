@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import assert_never
 
 from cotrain_compile.machine import Machine, Tier
 from cotrain_compile.placement.problem import Problem
@@ -22,7 +23,7 @@ from cotrain_compile.placement.simulate.engine import (
     steady_state,
 )
 from cotrain_compile.placement.simulate.steady import repeatable, steady_step
-from cotrain_compile.plan import Lane, MovedOps, Placement, Task, Timeline, Transfer
+from cotrain_compile.plan import HostRegion, Lane, MovedOps, Placement, Task, Timeline, Transfer
 
 
 def step_s(
@@ -109,7 +110,7 @@ def works_of(problem: Problem, program: DeviceProgram, tasks: Sequence[Task]) ->
     for task in tasks:
         waiting = carried if task.carried else waits
         waiting.setdefault(task.wait_before, []).append(task.name)
-        if isinstance(task, Transfer) and task.direction == "offload":
+        if task.is_offload:
             freeing.setdefault(task.wait_before, []).append(task.name)
     following = _following(program)
     issued = Counter(following[task.issue_after] for task in tasks)
@@ -126,8 +127,7 @@ def works_of(problem: Problem, program: DeviceProgram, tasks: Sequence[Task]) ->
     for task in tasks:
         begins = () if task.issue_after is None else (task.issue_after,)
         # A fetched copy takes its memory after what is freed before the same op.
-        takes_memory = isinstance(task, Transfer) and task.is_fetch
-        freed = freeing.get(following[task.issue_after], ()) if takes_memory else ()
+        freed = freeing.get(following[task.issue_after], ()) if task.is_fetch else ()
         after = tuple(dict.fromkeys((*begins, *task.after, *freed)))
         seconds = _seconds(problem, task)
         works.append(Work(task.name, task.lane, seconds, after, task.after_previous))
@@ -141,11 +141,15 @@ def _following(program: DeviceProgram) -> Mapping[str | None, str | None]:
 
 
 def _seconds(problem: Problem, task: Task) -> float:
-    if isinstance(task, Transfer):
-        return problem.machine.copy_s(task.nbytes, *task.ends)
-    if task.makes:
-        return problem.host_cast_s(task.ops)
-    return problem.costs.host_update_s[task.param]
+    match task:
+        case Transfer():
+            return problem.machine.copy_s(task.nbytes, *task.ends)
+        case HostRegion():
+            if task.makes:
+                return problem.host_cast_s(task.ops)
+            return problem.costs.host_update_s[task.param]
+        case _:
+            assert_never(task)
 
 
 def lanes_of(machine: Machine) -> Sequence[LaneSpec]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Literal
+from typing import Literal, assert_never
 
 from cotrain_compile.dataflow import Dataflow, Op
 from cotrain_compile.errors import OptionError
@@ -107,9 +107,14 @@ class _Folded:
             self._fold_task(task, self.layers.of_tasks(plan) if plan else {})
 
     def _fold_task(self, task: Task, layer_of: Mapping[str, str]) -> None:
-        nbytes = task.nbytes if isinstance(task, Transfer) else 0
-        group = "host" if isinstance(task, HostRegion) else task.direction
-        self._fold(task.name, layer_of.get(task.name, REST), group, Tier.HOST, nbytes)
+        layer = layer_of.get(task.name, REST)
+        match task:
+            case Transfer():
+                self._fold(task.name, layer, task.direction, Tier.HOST, task.nbytes)
+            case HostRegion():
+                self._fold(task.name, layer, "host", Tier.HOST, 0)
+            case _:
+                assert_never(task)
 
     def _fold(self, name: str, layer: str, group: str, tier: Tier, nbytes: int) -> None:
         """Put an op or task into its box."""

@@ -10,7 +10,7 @@ from cotrain_compile.errors import PlacementError
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.recompute.rewrite import recomputed_ops
 from cotrain_compile.placement.simulate.reserved import Reserved, reserved
-from cotrain_compile.plan import Lane, Plan, SolveReport, Transfer, UpdateMode
+from cotrain_compile.plan import HostRegion, Lane, Plan, SolveReport, Transfer, UpdateMode
 from cotrain_compile.units import format_bytes, format_seconds
 
 
@@ -196,7 +196,7 @@ def _memory(plan: Plan) -> Iterator[str]:
 
 
 def _overlap(plan: Plan) -> Iterator[str]:
-    if updates := sum(not isinstance(task, Transfer) for task in plan.carried):
+    if updates := sum(isinstance(task, HostRegion) for task in plan.carried):
         yield f"overlap     {updates} updates on the host may end in the next step"
 
 
