@@ -2,8 +2,8 @@
 
     step = torch.compile(step, backend="cotrain", options={"memory_budget": "20GiB"})
 
-Importing this package loads no torch; `inspect`, `report`, `synchronize` and `trace` do on first
-use.
+Importing this package loads no torch; `inspect`, `report`, `shard`, `synchronize` and `trace` do on
+first use.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from cotrain_compile.options import Options
 
 if TYPE_CHECKING:
     from cotrain_compile.compiled import inspect, report, synchronize
+    from cotrain_compile.distribute.shard import shard
     from cotrain_compile.tracing import trace
 
-__all__ = ["Options", "errors", "inspect", "report", "synchronize", "trace"]
+__all__ = ["Options", "errors", "inspect", "report", "shard", "synchronize", "trace"]
 __version__ = "0.1.0"
 
 
@@ -30,4 +31,8 @@ def __getattr__(name: str) -> Any:
         from cotrain_compile import tracing
 
         return tracing.trace
+    if name == "shard":
+        from cotrain_compile.distribute import shard
+
+        return shard.shard
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -30,6 +30,7 @@ class Role(StrEnum):
     BATCH = "batch"
     HYPERPARAMETER = "hyperparameter"
     RNG = "rng"
+    MESH = "mesh"
     CONSTANT = "constant"
     TEMPORARY = "temporary"
     WORKSPACE = "workspace"

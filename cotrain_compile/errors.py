@@ -30,6 +30,10 @@ class CaptureError(CotrainError, RuntimeError):
     """The step cannot be captured as one graph."""
 
 
+class DistributeError(CotrainError, RuntimeError):
+    """A model cannot be trained by several ranks in the way it was asked for."""
+
+
 class ExtractError(CotrainError, RuntimeError):
     """The captured graph holds something whose memory effects are unknown."""
 

@@ -42,9 +42,10 @@ from cotrain_compile.capture.roles.accumulation import (
 )
 from cotrain_compile.capture.roles.inputs import describe_inputs
 from cotrain_compile.capture.roles.kept_gradients import kept_in, kept_outputs
+from cotrain_compile.capture.roles.local_parts import LocalParts, local_parts
 from cotrain_compile.dataflow import PERSISTENT_ROLES
 from cotrain_compile.errors import CaptureError
-from cotrain_compile.graph import OptimizerRule, StepGraph, StepInput
+from cotrain_compile.graph import OptimizerRule, StepGraph
 
 __all__ = ["Session", "capture", "current_session", "install"]
 
@@ -95,10 +96,12 @@ def capture(
         use_kernel_values(aten_module.graph)
         rematerialise(aten_module.graph, saved_values if remat else None)
         prepare(aten_module)
-        step = _step_graph(session, aten_module, inputs, example_inputs)
-        step = replace(step, kept=kept_in(step, kept, inputs, example_inputs))
-        refuse_missing_updates(session, step, example_inputs)
-        return compile_step(step, example_inputs)
+        parts = local_parts(aten_module, inputs, example_inputs)
+        step = _step_graph(session, aten_module, parts)
+        step = replace(step, kept=kept_in(step, kept, parts.whole))
+        refuse_missing_updates(session, step, parts.whole)
+        session.keeping_gradient = parts.local_ids(session.keeping_gradient)
+        return compile_step(step, parts.values)
 
     compiled = to_aten(module, example_inputs, compile_aten)
     for record in session.optimizers:
@@ -116,10 +119,9 @@ def _device_type(placeholders: Sequence[fx.Node]) -> str:
 def _step_graph(
     session: Session,
     module: fx.GraphModule,
-    inputs: Sequence[StepInput],
-    values: Sequence[Any],
+    parts: LocalParts,
 ) -> StepGraph:
-    placeholders = module.graph.find_nodes(op="placeholder")
+    placeholders, inputs = module.graph.find_nodes(op="placeholder"), parts.inputs
     if len(placeholders) != len(inputs):
         raise CaptureError(
             f"the step has {len(inputs)} inputs but its ATen graph {len(placeholders)}: some "
@@ -128,10 +130,10 @@ def _step_graph(
     named = tuple(
         replace(item, node=node.name) for node, item in zip(placeholders, inputs, strict=True)
     )
-    for node, item, value in zip(placeholders, inputs, values, strict=True):
+    for node, item, value in zip(placeholders, inputs, parts.values, strict=True):
         if item.role in PERSISTENT_ROLES and isinstance(value, torch.Tensor):
             _with_whole_storage(node.meta["val"], value)
-    names = {id(value): item.name for value, item in zip(values, inputs, strict=True)}
+    names = {id(value): item.name for value, item in zip(parts.whole, inputs, strict=True)}
     rules = {
         names[id(param)]: OptimizerRule(
             type(record.optimizer), {k: v for k, v in group.items() if k != "params"}

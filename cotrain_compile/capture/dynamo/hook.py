@@ -15,11 +15,13 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
+import os
 import warnings
 from collections.abc import Callable, Mapping
 from types import CodeType
 from typing import Any
 
+import torch
 import torch._dynamo
 import torch._dynamo.convert_frame as convert_frame
 from torch._dynamo import config
@@ -37,6 +39,7 @@ from cotrain_compile.capture.dynamo.session import FrameObjects, Session, active
 from cotrain_compile.errors import CaptureError, CotrainError
 from cotrain_compile.options import Options
 
+_TORCH_DISTRIBUTED = os.path.join(os.path.dirname(torch.__file__), "distributed") + os.sep
 _NUMBERS = (int, float, complex, str, type(None))
 
 
@@ -121,6 +124,8 @@ def _trace_step(
     try:
         with active(session), whole_step_tracing(session), seen_on_compute_device(session):
             result = trace()
+        if not session.graph_was_compiled and _is_of_torch_distributed(code):
+            return result
         if not session.graph_was_compiled:
             raise session.refuse(
                 f"{_where(session.code)}: the step holds no tensor operation, so there is nothing "
@@ -150,6 +155,14 @@ def _trace_step(
         told = f"cotrain: the step is compiled again and again. {_where(session.code)}: "
         warnings.warn(told + session.changing, stacklevel=2)
     return result
+
+
+def _is_of_torch_distributed(code: CodeType) -> bool:
+    """Whether a frame is one of torch's own that the compiled step calls.
+
+    What AOTAutograd puts around a step reads `DTensor.device_mesh`, a property that Dynamo sees.
+    """
+    return code.co_filename.startswith(_TORCH_DISTRIBUTED)
 
 
 def frame_objects(code: CodeType, closure: tuple[Any, ...] | None) -> FrameObjects:

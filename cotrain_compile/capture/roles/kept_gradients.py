@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from cotrain_compile.graph import StepGraph, StepInput, returned_values
+from cotrain_compile.capture.roles.local_parts import returned_positions
+from cotrain_compile.graph import StepGraph, returned_values
 
 
 def kept_outputs(
@@ -29,20 +30,19 @@ def kept_outputs(
 def kept_in(
     step: StepGraph,
     kept: tuple[int, Mapping[int, torch.Tensor]],
-    inputs: Sequence[StepInput],
     values: Sequence[Any],
 ) -> Mapping[str, str]:
     """The names of the returned nodes that are `kept` gradients, with their parameters'.
 
-    None where the ATen graph returns something else than Dynamo's, value by value.
+    `values` are the user's tensors that the inputs of `step` stand for. None where the ATen graph
+    returns something else than Dynamo's, value by value.
     """
     count, params = kept
     returned = returned_values(step)
-    names = {id(value): item.name for value, item in zip(values, inputs, strict=True)}
-    if len(returned) != count:
-        return {}
+    names = {id(value): item.name for value, item in zip(values, step.inputs, strict=True)}
+    positions = returned_positions(step.module.graph, count)
     return {
-        returned[position].name: names[id(param)]
-        for position, param in params.items()
-        if isinstance(returned[position], fx.Node) and id(param) in names
+        node.name: names[id(params[position])]
+        for node, position in zip(returned, positions, strict=True)
+        if isinstance(node, fx.Node) and position in params and id(params[position]) in names
     }

@@ -1,0 +1,161 @@
+"""Sharded training: a small model, trained a few steps on several ranks in one of many ways.
+
+`train` runs a `Training` on this rank and returns what a test compares: losses, the parameters as
+they would be on one rank, and the peak that was metered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import cotrain_compile
+from cotrain_compile.machine import Tier
+
+SIZE, BATCH, STEPS = 8, 4, 3
+
+
+class Block(nn.Module):
+    """A residual block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(SIZE)
+        self.up = nn.Linear(SIZE, 4 * SIZE, bias=False)
+        self.down = nn.Linear(4 * SIZE, SIZE, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + self.down(F.gelu(self.up(self.norm(x))))
+        return out
+
+
+class Net(nn.Module):
+    """A block between a layer and a head that share a weight, and a layer that is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(SIZE, SIZE)
+        self.block = Block()
+        self.frozen = nn.Linear(SIZE, SIZE, bias=False).requires_grad_(False)
+        self.head = nn.Linear(SIZE, SIZE, bias=False)
+        self.head.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.frozen(self.block(self.first(x))))
+        return out
+
+
+OPTIMIZERS: Mapping[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2),
+    "rmsprop": lambda params: torch.optim.RMSprop(params, lr=1e-3),
+}
+
+
+@dataclass(frozen=True)
+class Training:
+    """How the model is trained.
+
+    `model` is "shard" or "fully_shard"; `way` "plain", "clipped", "accumulated" or "autocast".
+    Without `options` the step runs in eager.
+    """
+
+    model: str = "shard"
+    way: str = "plain"
+    optimizer: str = "sgd"
+    options: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What came of it on one rank."""
+
+    losses: tuple[float, ...]
+    params: Mapping[str, torch.Tensor]
+    predicted_peak: int = 0
+    measured_peak: int = 0
+    plan: Mapping[str, int] = field(default_factory=dict)
+
+
+def train(rank: int, training: Training) -> Trained:
+    """Train on this rank, on batches of its own."""
+    torch.manual_seed(0)
+    model = _MODELS[training.model](Net())
+    optimizer = OPTIMIZERS[training.optimizer]([p for p in model.parameters() if p.requires_grad])
+    step: Any = step_of(model, optimizer, training.way)
+    if training.options is not None:
+        step = torch.compile(step, backend="cotrain", options={"quiet": True, **training.options})
+    losses = tuple(float(step(*batch(number, rank))) for number in range(STEPS))
+    trained = Trained(losses, whole(model.state_dict()))
+    return trained if training.options is None else _with_plan(trained, step)
+
+
+def batch(number: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * number + rank)
+    x, y = torch.randn(2, BATCH, SIZE, generator=generator)
+    return x, y
+
+
+def whole(tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Copies of `tensors`, gathered from all ranks."""
+    return {
+        name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+        for name, value in tensors.items()
+    }
+
+
+def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, way: str) -> Callable[..., Any]:
+    def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast"):
+            return F.mse_loss(model(x).float(), y)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        parts = 2 if way == "accumulated" else 1
+        total = torch.zeros(())
+        for part_x, part_y in zip(x.chunk(parts), y.chunk(parts), strict=True):
+            loss = loss_of(part_x, part_y) / parts
+            loss.backward()
+            total = total + loss.detach()
+        if way == "clipped":
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        return total
+
+    return step
+
+
+def _with_plan(trained: Trained, step: Any) -> Trained:
+    placed = cotrain_compile.inspect(step)
+    assert placed.measured is not None
+    kinds = [type(task).__name__ for task in placed.plan.tasks]
+    return Trained(
+        trained.losses,
+        trained.params,
+        placed.predicted.peak_bytes[Tier.DEVICE],
+        placed.measured.peak_bytes[Tier.DEVICE],
+        {
+            "transfers": kinds.count("Transfer"),
+            "host updates": kinds.count("HostRegion"),
+            "made again": len(placed.plan.placement.recomputed),
+        },
+    )
+
+
+def _fully_sharded(model: Net) -> nn.Module:
+    fully_shard(model.block)
+    fully_shard(model)
+    return model
+
+
+_MODELS: Mapping[str, Callable[[Net], nn.Module]] = {
+    "shard": cotrain_compile.shard,
+    "fully_shard": _fully_sharded,
+}
