@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 from collections.abc import Iterator
 
@@ -10,6 +11,13 @@ import torch
 from torch._dynamo.utils import counters
 
 WATCHDOG_S = 120
+
+
+@pytest.fixture(autouse=True, scope="module")
+def freeze_what_stays() -> None:
+    """Torch and what it has imported are a million objects, which each collection looks through."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

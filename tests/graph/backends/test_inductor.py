@@ -186,6 +186,7 @@ def test_segments_of_one_kind_share_their_code() -> None:
     assert len(compiled) == lowered.kinds < len(lowered.code)
 
 
+@pytest.mark.long
 def test_code_compiled_before_comes_from_the_cache_on_disk() -> None:
     step = deep_step(0)
     with fresh_cache():

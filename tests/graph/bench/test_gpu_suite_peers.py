@@ -49,6 +49,7 @@ def test_a_peer_trains_the_same_model(peer: Peer) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-2)
 
 
+@pytest.mark.long
 def test_the_compiled_peer_really_offloads_what_it_saves() -> None:
     """The switch is a private one of torch's: it may change its name or what it listens to."""
     passes = torch._functorch._activation_offloading.activation_offloading

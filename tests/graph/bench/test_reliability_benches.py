@@ -26,6 +26,7 @@ from bench.reliability.soak import slope, soak
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("one_thread")
 def test_a_short_soak_is_flat_and_equal_to_eager() -> None:
     result = soak(410)

@@ -2,15 +2,17 @@
 
 torch lets Python register a device without memory or kernels. Fake tensors on it go through
 forward, backward and optimizer, which CUDA's do only beside a real card. It is registered for a
-whole process, so each story runs in one of its own.
+whole process, so the stories run in one of their own.
 """
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import textwrap
 import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -58,6 +60,15 @@ def traced(step, device=None):
 def devices(step):
     inputs = zip(step.module.graph.find_nodes(op="placeholder"), step.inputs)
     return {item.name: str(node.meta["val"].device) for node, item in inputs}
+
+import json, sys, traceback
+for line in sys.stdin:
+    try:
+        exec(json.loads(line), dict(globals()))
+        failed = ""
+    except BaseException:
+        failed = traceback.format_exc()
+    print(json.dumps(failed), flush=True)
 """
 
 needs_python_device = pytest.mark.skipif(
@@ -66,16 +77,31 @@ needs_python_device = pytest.mark.skipif(
 )
 
 
-def tell(story: str) -> None:
-    code = PREPARATION + textwrap.dedent(story)
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-3000:]
+@pytest.fixture(scope="module")
+def tell() -> Iterator[Callable[[str], None]]:
+    """Runs a story in the process that has the device; fails where it fails."""
+    command = [sys.executable, "-c", PREPARATION]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        told, answers = process.stdin, process.stdout
+        assert told is not None
+        assert answers is not None
+
+        def run(story: str) -> None:
+            print(json.dumps(textwrap.dedent(story)), file=told, flush=True)
+            failed = json.loads(answers.readline())
+            assert not failed, failed
+
+        yield run
+        told.close()
+        assert process.wait(60) == 0
 
 
 @needs_python_device
-@pytest.mark.parametrize("optimizer", ["AdamW", "Adafactor"])
+@pytest.mark.parametrize("optimizer", ["AdamW", pytest.param("Adafactor", marks=pytest.mark.long)])
 def test_a_model_on_the_cpu_is_traced_on_the_chosen_device_but_for_its_batch(
-    optimizer: str,
+    optimizer: str, tell: Callable[[str], None]
 ) -> None:
     tell(f"""
         model, updates, step = training({optimizer!r})
@@ -89,7 +115,9 @@ def test_a_model_on_the_cpu_is_traced_on_the_chosen_device_but_for_its_batch(
 
 
 @needs_python_device
-def test_a_tensor_that_is_no_buffer_stays_where_it_is_as_with_module_to() -> None:
+def test_a_tensor_that_is_no_buffer_stays_where_it_is_as_with_module_to(
+    tell: Callable[[str], None],
+) -> None:
     tell("""
         model, updates, step = training("SGD")
         model.scale = torch.full((2,), 2.0)
@@ -105,7 +133,7 @@ def test_a_tensor_that_is_no_buffer_stays_where_it_is_as_with_module_to() -> Non
 
 
 @needs_python_device
-def test_a_trace_with_mixed_homes_gives_the_same_graph() -> None:
+def test_a_trace_with_mixed_homes_gives_the_same_graph(tell: Callable[[str], None]) -> None:
     tell("""
         model, updates, step = training("AdamW")
         first = traced(step, CARD)

@@ -135,7 +135,8 @@ def parameters(trainer: Any) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in trainer.model.state_dict().items()}
 
 
-@pytest.mark.parametrize("max_grad_norm", [pytest.param(0.5, marks=pytest.mark.long), 0.0])
+@pytest.mark.long
+@pytest.mark.parametrize("max_grad_norm", [0.5, 0.0])
 def test_the_trainer_logs_the_norm_of_the_gradients(
     max_grad_norm: float, example: Callable[[str], ModuleType], tmp_path: Path
 ) -> None:
@@ -184,7 +185,8 @@ def mean_of_batch(trainer: Any, model: Any, inputs: Any, *args: Any, **kwargs: A
     return model(**inputs).loss
 
 
-@pytest.mark.parametrize("is_scaled", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("is_scaled", [True, False])
 def test_accumulated_micro_batches_are_one_step(
     is_scaled: bool, example: Callable[[str], ModuleType], tmp_path: Path
 ) -> None:

@@ -84,6 +84,7 @@ def test_it_takes_the_fastest_plan_and_tells_what_each_rule_would_have_cost(
         assert re.search(rf"{rule} +│ +{re.escape(format_seconds(costs_s[rule]))}", said)
 
 
+@pytest.mark.long
 def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(
     whole: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,6 +96,7 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(
     assert losses(tmp_path, "loss") == losses(whole[0], "loss")[2:]
 
 
+@pytest.mark.long
 def test_a_budget_that_suffices_is_told_so(tmp_path: Path) -> None:
     said = said_by(settings(tmp_path, budget="64MiB", steps=1))
     assert "fits: device peak" in said

@@ -13,10 +13,13 @@ from tests.support.steps import cross_entropy, make_step
 
 LESS_THAN_RESIDENT = "900KiB"
 
-TOGETHER: list[dict[str, Any]] = [
+TOGETHER: list[Any] = [
+    pytest.param(
+        {"policy": "coarse", "overlap_steps": True, "lowering": "inductor"},
+        marks=pytest.mark.long,
+    ),
     {"policy": "zero-offload", "overlap_steps": True, "throttle": True},
     {"policy": "zero-offload", "overlap_steps": True, "verify": 2},
-    {"policy": "coarse", "overlap_steps": True, "lowering": "inductor"},
     {"memory_budget": LESS_THAN_RESIDENT, "lowering": "inductor"},
     {"memory_budget": LESS_THAN_RESIDENT, "verify": 3, "host_kernels": "captured"},
 ]

@@ -56,7 +56,10 @@ def rewritten_and_cut(layers: int, policy: str) -> Callable[[], object]:
     return lambda: segments_of(step, run_passes(step, plan), dataflow)
 
 
-@pytest.mark.parametrize("policy", ["resident", "zero-offload", "streamed"])
+@pytest.mark.parametrize(
+    "policy",
+    [*(pytest.param(p, marks=pytest.mark.long) for p in ("resident", "zero-offload")), "streamed"],
+)
 def test_rewriting_and_cutting_are_about_linear_in_the_layers(policy: str) -> None:
     few, many = (calls_in(rewritten_and_cut(layers, policy)) for layers in (SMALL, LARGE))
     nodes = len(traced(LARGE)[0].nodes)

@@ -109,8 +109,12 @@ FORMATS = {
     "safetensors": through_safetensors,
     "distributed": through_distributed_checkpoint,
 }
-DIRECTIONS = [("eager", "zero-offload"), ("zero-offload", "eager"), ("streamed", "zero-offload")]
-MORE_DIRECTIONS = [("zero-offload", "zero-offload"), ("resident", "streamed")]
+DIRECTIONS = [("eager", "zero-offload"), ("zero-offload", "eager")]
+MORE_DIRECTIONS = [
+    ("streamed", "zero-offload"),
+    ("zero-offload", "zero-offload"),
+    ("resident", "streamed"),
+]
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")

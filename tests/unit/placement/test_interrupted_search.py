@@ -118,8 +118,15 @@ def python(folder: Path, script: str, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        *((name, signal.SIGTERM) for name in COMMANDS),
+        ("solve", signal.SIGINT),
+        pytest.param("sweep", signal.SIGINT, marks=pytest.mark.long),
+        pytest.param("cbc", signal.SIGINT, marks=pytest.mark.long),
+    ],
+)
 def test_a_signal_ends_a_command_and_all_that_it_started(
     folder: Path, name: str, number: signal.Signals
 ) -> None:

@@ -140,7 +140,7 @@ def small_spaces(draw: st.DrawFn, most: int = 200) -> DecisionSpace:
 
 
 @given(small_spaces())
-@examples(120)
+@examples(60)
 def test_the_optimum_is_the_best_of_all_decisions(space: DecisionSpace) -> None:
     """To a few bytes: what just does not fit may fit within the tolerance of a solver."""
     program = program_of(space)
@@ -152,7 +152,7 @@ def test_the_optimum_is_the_best_of_all_decisions(space: DecisionSpace) -> None:
 
 
 @given(small_spaces(most=20))
-@examples(40)
+@examples(20)
 def test_cbc_finds_the_same_optimum(space: DecisionSpace) -> None:
     """To a few bytes: what just does not fit, does within the tolerance of one of the solvers."""
     highs = optimum_ms(program_of(space))
@@ -181,7 +181,7 @@ def better(machine: Machine, data: st.DataObject) -> Machine:
 
 
 @given(small_spaces(), st.data())
-@examples(100)
+@examples(50)
 def test_more_of_anything_never_makes_the_optimum_worse(
     space: DecisionSpace, data: st.DataObject
 ) -> None:

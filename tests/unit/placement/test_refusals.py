@@ -64,7 +64,7 @@ def test_a_refusal_says_what_is_needed_where_and_what_to_do() -> None:
 
 
 @given(problems())
-@examples(100)
+@examples(25)
 def test_no_plan_gets_by_with_less_than_one_op_touches(problem: Problem) -> None:
     """On the least budget that is told, where a plan is found in it, and on more."""
     least, floor = least_bytes(problem), floor_bytes(problem)
