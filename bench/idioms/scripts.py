@@ -27,21 +27,22 @@ def update(loss):
     optimizer.step()
 """
 
-SCRIPTS = {
-    "a global counts the steps": """
+COUNTING = """
 n = 0
 def step(x, y):
     global n
     n += 1
+"""
+
+SCRIPTS = {
+    "a global counts the steps": COUNTING
+    + """\
     loss = F.mse_loss(model(x), y)
     update(loss)
     return loss, n
 """,
-    "a global count divides the loss": """
-n = 0
-def step(x, y):
-    global n
-    n += 1
+    "a global count divides the loss": COUNTING
+    + """\
     loss = F.mse_loss(model(x), y) / n
     update(loss)
     return loss
@@ -64,22 +65,16 @@ def step(x, y):
     average = 0.9 * average + 0.1 * loss.detach()
     return loss, average
 """,
-    "a warmup by hand with a global count": """
-n = 0
-def step(x, y):
-    global n
-    n += 1
+    "a warmup by hand with a global count": COUNTING
+    + """\
     for group in optimizer.param_groups:
         group["lr"] = 0.02 * min(1.0, n / 4)
     loss = F.mse_loss(model(x), y)
     update(loss)
     return loss, n
 """,
-    "a cosine by hand with a global count": """
-n = 0
-def step(x, y):
-    global n
-    n += 1
+    "a cosine by hand with a global count": COUNTING
+    + """\
     for group in optimizer.param_groups:
         group["lr"] = 0.01 * (1 + math.cos(math.pi * n / 8))
     loss = F.mse_loss(model(x), y)

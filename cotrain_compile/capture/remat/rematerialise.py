@@ -14,16 +14,12 @@ from collections.abc import Callable, Collection
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from cotrain_compile.capture.nodes.copies import Copier
 from cotrain_compile.capture.nodes.phases import phases
-from cotrain_compile.capture.nodes.refake import traced_again
-from cotrain_compile.capture.nodes.storages import read_instead
 from cotrain_compile.dataflow import Phase
 from cotrain_compile.random_ops import is_random
 
 RECOMPUTE = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
-
-# What a copied node must not take along: it would be taken for a part of the forward.
-_OF_THE_FORWARD = ("nn_module_stack", "recompute", "ac_graph_id")
 
 Saved = Callable[[fx.Graph, Collection[fx.Node]], Collection[fx.Node]]
 
@@ -43,10 +39,12 @@ def rematerialise(graph: fx.Graph, saved_values: Saved | None) -> None:
     if saved_values is not None:
         kept = set(saved_values(graph, checkpointed))
     free = forward - kept
-    rewriter = _Rewriter({node for node in free if not is_drawn(node)})
+    copier = Copier({node for node in free if not is_drawn(node)})
     for node in list(graph.nodes):
         if phase.get(node.name) is Phase.BACKWARD:
-            rewriter.use_copies(node)
+            copier.use_copies(node)
+    for copy in copier.copies.values():
+        copy.meta["autograd_backward"] = True
     graph.eliminate_dead_code()
 
 
@@ -69,30 +67,3 @@ def _is_checkpointed(node: fx.Node, forward: Collection[fx.Node]) -> bool:
         for user in node.users
         if user in forward
     )
-
-
-class _Rewriter:
-    """Puts copies of `free` forward nodes where the backward first needs them."""
-
-    def __init__(self, free: set[fx.Node]) -> None:
-        self._free = free
-        self._copies: dict[fx.Node, fx.Node] = {}
-
-    def use_copies(self, node: fx.Node) -> None:
-        for source in node.all_input_nodes:
-            if source in self._free:
-                read_instead(node, source, self._copy(source, node))
-
-    def _copy(self, node: fx.Node, place: fx.Node) -> fx.Node:
-        if node not in self._free:
-            return node
-        if node not in self._copies:
-            for source in node.all_input_nodes:
-                self._copy(source, place)
-            with place.graph.inserting_before(place):
-                copy = place.graph.node_copy(node, lambda source: self._copies.get(source, source))
-            copy.meta = {k: v for k, v in node.meta.items() if k not in _OF_THE_FORWARD}
-            copy.meta["autograd_backward"] = True
-            copy.meta["val"] = traced_again(copy)  # with storages of its own, or of the copies
-            self._copies[node] = copy
-        return self._copies[node]

@@ -96,23 +96,15 @@ def _stalls(step: Step, variant: Variant, tensor: Tensor, point: int) -> Iterato
     is_after_use = point == tensor.first or point - 1 in tensor.touched
     is_before_use = point in tensor.touched or (tensor.persists and point > tensor.last)
     if is_after_use and (point <= tensor.leaves or tensor.persists):
-        yield Arc(
-            point,
-            _DEVICE,
-            _BOTH,
-            crosses=False,
-            seconds=_copy_s(step, tensor, Lane.D2H),
-        )
+        yield _stall(step, tensor, point, _DEVICE, Lane.D2H)
     if is_before_use:
-        yield Arc(
-            point,
-            _HOST,
-            _BOTH,
-            crosses=False,
-            seconds=_copy_s(step, tensor, Lane.H2D),
-        )
+        yield _stall(step, tensor, point, _HOST, Lane.H2D)
     if moves_freely:
         yield Arc(point, _BOTH, _HOST, crosses=False)
+
+
+def _stall(step: Step, tensor: Tensor, point: int, source: Place, lane: Lane) -> Arc:
+    return Arc(point, source, _BOTH, crosses=False, seconds=_copy_s(step, tensor, lane))
 
 
 def _stays(tensor: Tensor, slot: int, pinned: bool) -> Iterator[Arc]:

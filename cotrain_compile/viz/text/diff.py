@@ -83,19 +83,23 @@ def _kept(plan: Plan) -> dict[str, str]:
 
 
 def _away(before: Plan, after: Plan, dataflow: Dataflow | None) -> Iterator[str]:
-    was, now = set(before.placement.away), set(after.placement.away)
-    if left := sorted(now - was):
-        yield f"leave the device now: {_some(left, dataflow)}"
-    if stayed := sorted(was - now):
-        yield f"stay on the device now: {_some(stayed, dataflow)}"
+    was, now = before.placement.away, after.placement.away
+    yield from _changed(was, now, "leave the device", "stay on the device", dataflow)
 
 
 def _recomputed(before: Plan, after: Plan, dataflow: Dataflow | None) -> Iterator[str]:
-    was, now = set(before.placement.recomputed), set(after.placement.recomputed)
-    if more := sorted(now - was):
-        yield f"made again for the backward now: {_some(more, dataflow)}"
-    if less := sorted(was - now):
-        yield f"not made again now: {_some(less, dataflow)}"
+    was, now = before.placement.recomputed, after.placement.recomputed
+    yield from _changed(was, now, "made again for the backward", "not made again", dataflow)
+
+
+def _changed(
+    was: Iterable[str], now: Iterable[str], more: str, less: str, dataflow: Dataflow | None
+) -> Iterator[str]:
+    """What only the second plan names, as `more`, and what only the first one does, as `less`."""
+    if added := sorted({*now} - {*was}):
+        yield f"{more} now: {_some(added, dataflow)}"
+    if left := sorted({*was} - {*now}):
+        yield f"{less} now: {_some(left, dataflow)}"
 
 
 def _some(names: Iterable[str], dataflow: Dataflow | None) -> str:

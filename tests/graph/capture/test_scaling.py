@@ -1,12 +1,7 @@
-"""A captured `GradScaler` skips, scales and counts as in eager, and the step stays one graph.
-
-Batches with an inf in them make gradients that are not finite: eager then skips the update.
-"""
+"""A captured `GradScaler` skips, scales and counts as in eager, and the step stays one graph."""
 
 from __future__ import annotations
 
-import copy
-import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,15 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._dynamo.utils import counters
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 import cotrain_compile
-from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
-from cotrain_compile.errors import CaptureError
 from cotrain_compile.plan import UpdateMode
 from cotrain_compile.runtime.host import kernels as kernels
 from cotrain_compile.runtime.host.captured_kernels import CapturedKernel
@@ -30,169 +21,26 @@ from cotrain_compile.runtime.host.kernels import FusedKernel, host_kernels
 from cotrain_compile.runtime.host.match_update import Match, match_update
 from tests.support.captured_steps import make_two_layers
 from tests.support.loops import EACH_POLICY
-from tests.support.steps import OPTIMIZERS, SEED, Batch, Step, all_tensors, check_peak, cotrain
+from tests.support.scaled_steps import (
+    FP16_ROUNDING,
+    MAKERS,
+    ROUNDING,
+    SKIPPED,
+    MakeStep,
+    assert_as_eager,
+    assert_close,
+    batches,
+    graphs,
+    loss_of,
+    make_accumulating,
+    make_clipping,
+    make_in_fp16,
+    placed,
+    train,
+)
+from tests.support.steps import OPTIMIZERS, SEED, Step, all_tensors, cotrain
 
 SKIPPED_OFTEN = ("sgd", "adagrad", "adafactor", "muon")
-MakeStep = Callable[[nn.Module, Sequence[Optimizer], GradScaler], Step]
-
-LossOf = Callable[[nn.Module, Tensor, Tensor], Tensor]
-
-# In float64 what differs is torch's compiled Adam: it takes bias corrections in float32.
-ROUNDING = (1e-5, 2e-6)
-# One ulp of a float16 activation or gradient, which a rounding of a parameter can flip.
-FP16_ROUNDING = (1e-3, 1e-5)
-
-# Which of the batches hold an inf; the scale grows after two good ones.
-SKIPPED = (False, False, True, False, True, True, False, False)
-
-
-def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(model(x), y)
-
-
-def fp16_loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    with torch.autocast("cpu", dtype=torch.float16):
-        return loss_of(model, x.float(), y)
-
-
-def make_clipping(
-    model: nn.Module, optimizers: Sequence[Optimizer], scaler: GradScaler, loss_of: LossOf = loss_of
-) -> Step:
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        loss = loss_of(model, x, y)
-        scaler.scale(loss).backward()
-        for optimizer in optimizers:
-            scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in optimizers:
-            scaler.step(optimizer)
-        scaler.update()
-        return loss
-
-    return step
-
-
-def make_in_fp16(model: nn.Module, optimizers: Sequence[Optimizer], scaler: GradScaler) -> Step:
-    model.float()  # autocast leaves float64 alone
-    return make_clipping(model, optimizers, scaler, fp16_loss_of)
-
-
-def make_accumulating(
-    model: nn.Module, optimizers: Sequence[Optimizer], scaler: GradScaler
-) -> Step:
-    """Two micro-batches; the update unscales; gradients are cleared last."""
-
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        total = torch.zeros((), dtype=torch.float64)
-        for half in (slice(None, 4), slice(4, None)):
-            loss = loss_of(model, x[half], y[half]) / 2
-            scaler.scale(loss).backward()
-            total = total + loss.detach()
-        for optimizer in optimizers:
-            scaler.step(optimizer)
-        scaler.update()
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        return total
-
-    return step
-
-
-def make_one_of_two(model: nn.Module, optimizers: Sequence[Optimizer], scaler: GradScaler) -> Step:
-    """Two optimizers, of which only the first meets the inf: the other one still steps."""
-    first = torch.optim.Adam(list(model.parameters())[:2], lr=1e-2, foreach=False)
-    second = torch.optim.SGD(list(model.parameters())[2:], lr=1e-2, momentum=0.9, foreach=False)
-
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        loss = loss_of(model, x.nan_to_num(posinf=1.0), y)
-        scaler.scale(loss).backward()
-        for param in first.param_groups[0]["params"]:
-            param.grad.mul_(x.sum())
-        for optimizer in (first, second):
-            scaler.step(optimizer)
-        scaler.update()
-        first.zero_grad()
-        second.zero_grad()
-        return loss
-
-    return step
-
-
-MAKERS: dict[str, MakeStep] = {
-    "clipping": make_clipping,
-    "fp16": make_in_fp16,
-    "accumulating": make_accumulating,
-    "one of two": make_one_of_two,
-}
-
-
-def batches() -> list[Batch]:
-    found: list[Batch] = []
-    for skipped in SKIPPED:
-        x, y = torch.randn(8, 12, dtype=torch.float64), torch.randint(0, 4, (8,))
-        if skipped:
-            x[0, 0] = math.inf
-        found.append((x, y))
-    return found
-
-
-def graphs() -> int:
-    return int(counters["stats"]["unique_graphs"])
-
-
-def train(
-    make: MakeStep,
-    optimizer: str = "adamw",
-    compile_with: Callable[[Step], Step] = lambda step: step,
-    after_step: Callable[[Step], None] = lambda step: None,
-    enabled: bool = True,
-) -> dict[str, Any]:
-    """Everything that training leaves, of every step; and the scaler's own state."""
-    torch.manual_seed(SEED)
-    model = make_two_layers().double()
-    optimizers = OPTIMIZERS[optimizer](model)
-    scaler = GradScaler("cpu", init_scale=2.0**10, growth_interval=2, enabled=enabled)
-    step = compile_with(make(model, optimizers, scaler))
-    left: dict[str, Any] = {}
-    for number, batch in enumerate(batches()):
-        left[f"{number} loss"] = step(*batch)
-        after_step(step)
-        left[f"{number} scaler"] = scaler.state_dict()
-        for name, value in all_tensors(model, optimizers).items():
-            left[f"{number} {name}"] = value
-    left["pending"] = dict(scaler._per_optimizer_states) if enabled else {}
-    return left
-
-
-def assert_close(ours: object, eager: object, rounding: tuple[float, float] = ROUNDING) -> None:
-    rtol, atol = rounding
-    torch.testing.assert_close(ours, eager, rtol=rtol, atol=atol, equal_nan=True)
-
-
-def assert_as_eager(
-    make: MakeStep, optimizer: str = "adamw", enabled: bool = True, **options: Any
-) -> None:
-    eager = train(make, optimizer, enabled=enabled)
-    ours = train(make, optimizer, cotrain(**options), check_peak, enabled=enabled)
-    rounding = FP16_ROUNDING if make is make_in_fp16 else ROUNDING
-    assert_close(ours, eager, rounding)
-    assert graphs() == 1
-
-
-@functools.cache
-def placed(make: MakeStep, optimizer: str, policy: str) -> tuple[dict[str, Any], int, CompiledStep]:
-    """What training leaves, the number of graphs that it takes, and what was compiled."""
-    steps: list[Step] = []
-
-    def compile_with(step: Step) -> Step:
-        steps.append(cotrain(policy=policy)(step))
-        return steps[0]
-
-    before = graphs()
-    left = train(make, optimizer, compile_with, check_peak)
-    return left, graphs() - before, cotrain_compile.inspect(steps[0])
 
 
 @pytest.mark.parametrize("policy", EACH_POLICY)
@@ -349,59 +197,4 @@ def test_a_scaler_goes_on_in_eager_and_comes_back() -> None:
 
     ours, eager = train(make_switching), train(make_clipping)
     assert_close(ours, eager)
-    assert graphs() == 1
-
-
-# Refusals.
-
-
-class CountingInPython(torch.optim.Optimizer):
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1})
-        for param in self.param_groups[0]["params"]:
-            self.state[param]["count"] = 0
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    self.state[param]["count"] += 1
-                    param.sub_(param.grad, alpha=group["lr"] / self.state[param]["count"])
-
-
-def lazy_sgd(params: Any) -> Optimizer:
-    return torch.optim.SGD(params, lr=0.1, momentum=0.9, dampening=0.5)
-
-
-@pytest.mark.parametrize(
-    ("make_optimizer", "says"),
-    [(CountingInPython, "keep them in tensors"), (lazy_sgd, "run the first step in eager")],
-)
-def test_an_optimizer_that_cannot_be_skipped_is_refused(
-    make_optimizer: Callable[..., Optimizer], says: str
-) -> None:
-    model = make_two_layers().double()
-    optimizer = make_optimizer(model.parameters())
-    scaler = GradScaler("cpu")
-    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()["state"]))
-    with pytest.raises(CaptureError, match=says):
-        cotrain()(make_clipping(model, [optimizer], scaler))(*batches()[0])
-    after = (model.state_dict(), optimizer.state_dict()["state"])
-    torch.testing.assert_close(after, before, rtol=0, atol=0)
-    assert scaler._scale is None
-
-
-def test_the_first_step_in_eager_is_the_way_on_for_lazy_state() -> None:
-    def make_switching(
-        model: nn.Module, _: Sequence[Optimizer], scaler: GradScaler, ours: bool = True
-    ) -> Step:
-        plain = make_clipping(model, [lazy_sgd(model.parameters())], scaler)
-        turns = iter([plain, *[cotrain()(plain) if ours else plain] * (len(SKIPPED) - 1)])
-        return lambda *batch: next(turns)(*batch)
-
-    def make_eager(model: nn.Module, _: Sequence[Optimizer], scaler: GradScaler) -> Step:
-        return make_switching(model, _, scaler, ours=False)
-
-    assert_close(train(make_switching), train(make_eager))
     assert graphs() == 1
