@@ -128,13 +128,25 @@ class SizeExpressions:
 
 
 @dataclass(frozen=True)
+class Checkpoints:
+    """What the step's own checkpoints (`torch.utils.checkpoint`) say to make again, as buffers.
+
+    Where they are respected these are what is made in the backward; where they are dissolved, they
+    are values of the forward, which the step keeps unless a plan makes them again.
+    """
+
+    values: tuple[str, ...] = ()
+    dissolved: bool = False
+
+
+@dataclass(frozen=True)
 class Dataflow:
     """A step: `ops` in program order, `buffers`, and which ops update which parameter.
 
     `symbols` gives each dynamic dimension the value that the integers in `ops` and `buffers` were
     computed for; `expressions` holds the sizes that change with them. `fingerprint` identifies the
     step graph: a plan made for one fingerprint is refused for another. `notes` say in words what of
-    the step costs more than it has to.
+    the step costs more than it has to, `checkpoints` what the user's checkpoints are about.
     """
 
     fingerprint: str
@@ -144,6 +156,7 @@ class Dataflow:
     symbols: Mapping[str, int] = field(default_factory=dict)
     expressions: SizeExpressions = field(default_factory=SizeExpressions)
     notes: tuple[str, ...] = ()
+    checkpoints: Checkpoints = field(default_factory=Checkpoints)
 
     def __post_init__(self) -> None:
         names = [buffer.name for buffer in self.buffers]
@@ -169,6 +182,8 @@ class Dataflow:
             _require(group.param in params, f"{group.param} is updated and no parameter")
             _require(kept.issuperset(group.states), f"the step does not keep {group.states}")
             _require(bool(group.ops), f"the update of {group.param} has no ops")
+        unknown = set(self.checkpoints.values) - known
+        _require(not unknown, f"the step's checkpoints name {sorted(unknown)[:3]}")
         self._require_draws_in_order()
         _require(len(self.update) == len(self.updates), "two updates are of one parameter")
         in_updates = [name for group in self.updates for name in group.ops]

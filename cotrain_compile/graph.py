@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from cotrain_compile.dataflow import Phase, Role
+from cotrain_compile.dataflow import Checkpoints, Phase, Role
 from cotrain_compile.lazy_module import graph_module
 
 _CARD = re.compile(r"device\(type='cuda', index=\d+\)")
@@ -59,7 +59,7 @@ class StepGraph:
     `phases` and `modules` (dotted path of the calling module) are by node name; nodes that passes
     add have neither. `rules` says by parameter name which optimizer updates it; host kernels are
     chosen from it. `kept` says by the name of a returned node in which parameter's `.grad` it is
-    kept.
+    kept. `checkpoints` has names of nodes.
     """
 
     module: fx.GraphModule
@@ -68,6 +68,7 @@ class StepGraph:
     modules: Mapping[str, str] = field(default_factory=dict)
     rules: Mapping[str, OptimizerRule] = field(default_factory=dict)
     kept: Mapping[str, str] = field(default_factory=dict)
+    checkpoints: Checkpoints = field(default_factory=Checkpoints)
 
     @property
     def nodes(self) -> list[fx.Node]:

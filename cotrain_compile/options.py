@@ -43,6 +43,7 @@ class Options:
     seed: int = 0
     overlap_steps: bool = False
     recompute: str = "auto"
+    checkpoints: str = "respect"
     lowering: str | None = None
     inductor: Mapping[str, Any] | None = None
     eager_segments: tuple[str, ...] = ()
@@ -238,6 +239,7 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
     "seed": _seed,
     "overlap_steps": _flag,
     "recompute": _one_of("auto", "off"),
+    "checkpoints": _one_of("respect", "dissolve"),
     "lowering": _one_of("eager", "inductor"),
     "inductor": _settings,
     "eager_segments": _names,

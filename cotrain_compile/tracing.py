@@ -32,6 +32,7 @@ def trace(
     dynamic: bool = False,
     device: str | None = None,
     machine: str | Machine | None = None,
+    checkpoints: str = "respect",
 ) -> Dataflow:
     """The `Dataflow` of a step of any size, without allocating it or running it.
 
@@ -44,12 +45,14 @@ def trace(
     tensors there if it names no device. `machine`, a card's preset or file, says as on which
     one. Without a card here this happens in a copy of the process, and needs a C++ compiler.
 
+    `checkpoints` is "respect" or "dissolve", as the option of that name.
+
     Raises `CaptureError` as compiling does, and `OptionError` where this machine lacks something.
     """
     on_card = card_for(device, machine)
     if on_card is None:
-        return extract(trace_graph(build, dynamic=dynamic))
-    work = partial(trace_graph, build, dynamic=dynamic, device="cuda")
+        return extract(trace_graph(build, dynamic=dynamic, checkpoints=checkpoints))
+    work = partial(trace_graph, build, dynamic=dynamic, device="cuda", checkpoints=checkpoints)
     if torch.cuda.is_available():
         return extract(work())
 
@@ -60,9 +63,16 @@ def trace(
     return from_json(in_a_copy(absent), Dataflow)
 
 
-def trace_graph(build: Build, *, dynamic: bool = False, device: str | None = None) -> StepGraph:
+def trace_graph(
+    build: Build,
+    *,
+    dynamic: bool = False,
+    device: str | None = None,
+    checkpoints: str = "respect",
+) -> StepGraph:
     """As `trace`, the step graph itself. A card has to be there for `device="cuda"`."""
-    options: dict[str, Any] = {} if device is None else {"device": device}
+    on_device = {} if device is None else {"device": device}
+    options: dict[str, Any] = {"checkpoints": checkpoints, **on_device}
     with offline():
         with skip_initialisation(), torch.device(device) if device else nullcontext():
             step, arguments = build()

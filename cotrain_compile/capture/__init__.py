@@ -94,11 +94,14 @@ def capture(
     def compile_aten(aten_module: fx.GraphModule) -> Callable[..., Any]:
         refuse_checks_of_data(aten_module.graph)
         use_kernel_values(aten_module.graph)
-        rematerialise(aten_module.graph, saved_values if remat else None)
+        dissolve = session.options.checkpoints == "dissolve"
+        saved = saved_values if remat else None
+        checkpoints = rematerialise(aten_module.graph, saved, dissolve=dissolve)
         prepare(aten_module)
         parts = local_parts(aten_module, inputs, example_inputs)
         step = _step_graph(session, aten_module, parts)
-        step = replace(step, kept=kept_in(step, kept, parts.whole))
+        kept_gradients = kept_in(step, kept, parts.whole)
+        step = replace(step, kept=kept_gradients, checkpoints=checkpoints)
         refuse_missing_updates(session, step, parts.whole)
         session.keeping_gradient = parts.local_ids(session.keeping_gradient)
         return compile_step(step, parts.values)

@@ -132,6 +132,9 @@ def trace(
     machine: Annotated[
         str | None, typer.Option(help="Preset or machine.json: as on its card.")
     ] = None,
+    checkpoints: Annotated[
+        str, typer.Option(help="'respect' or 'dissolve': whether torch.utils.checkpoint counts.")
+    ] = "respect",
 ) -> None:
     """Capture the step that FUNCTION() returns with its arguments; nothing is allocated or run."""
     from cotrain_compile.jobs import load_job
@@ -139,7 +142,9 @@ def trace(
 
     files.refuse_unwritable(output)
     with console.status("tracing"):
-        dataflow = capture(load_job(job), dynamic=dynamic, device=device, machine=machine)
+        dataflow = capture(
+            load_job(job), dynamic=dynamic, device=device, machine=machine, checkpoints=checkpoints
+        )
     files.save(dataflow, output)
     console.print(describe_step(dataflow))
     console.print(f"saved {output}")

@@ -17,7 +17,15 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from cotrain_compile.capture.nodes.storages import storage_key
-from cotrain_compile.dataflow import Buffer, Dataflow, Op, Phase, Role, SizeExpressions
+from cotrain_compile.dataflow import (
+    Buffer,
+    Checkpoints,
+    Dataflow,
+    Op,
+    Phase,
+    Role,
+    SizeExpressions,
+)
 from cotrain_compile.errors import ExtractError
 from cotrain_compile.extract.gradients import gradients_kept
 from cotrain_compile.extract.notes import masked_attention
@@ -51,7 +59,15 @@ def extract(step: StepGraph) -> Dataflow:
         symbols=reader.sizes(),
         expressions=reader.expressions(),
         notes=masked_attention(step),
+        checkpoints=_checkpoints(step.checkpoints, reader),
     )
+
+
+def _checkpoints(of_nodes: Checkpoints, named: _Namer) -> Checkpoints:
+    """The same by buffers of the step's own: a view shows one of them, or an input."""
+    shown = dict.fromkeys(named.buffer_of.get(name, "") for name in of_nodes.values)
+    own = (n for n in shown if n and named.buffers[n].role is Role.TEMPORARY)
+    return replace(of_nodes, values=tuple(own))
 
 
 def buffer_names(step: StepGraph) -> Mapping[str, str]:

@@ -68,12 +68,8 @@ def solve(
     A `space` of the same step on the same machine is used again. `progress` is told what is being
     done. Raises `PlacementError` when nothing fits, with the least device budget that would do.
     """
-    search = _Search(problem, settings or SolveSettings(), progress or _silent, space)
-    return search.run(incumbents)
-
-
-def _silent(stage: str) -> None:
-    del stage
+    told = progress or (lambda stage: None)
+    return _Search(problem, settings or SolveSettings(), told, space).run(incumbents)
 
 
 class _Search:
@@ -160,6 +156,9 @@ class _Search:
                 levels.drop_above(at)  # making more again only takes longer
             found_s[at] = self.found.fastest_s(level.recomputed)
             at = levels.next_to_best(found_s)
+        for users in levels.dissolved():
+            self.variants.append(users)
+            self._try_level(users)
 
     def _try_level(self, level: Variant) -> bool:
         """Try what decides quickly; returns whether nothing has to move."""

@@ -5,10 +5,11 @@ In: the plan, and what the solver of the integer program came back with, if one 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from math import isfinite
 
 from cotrain_compile.analysis.costs import unknown_words
+from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.milp.solvers import Solution, pick
 from cotrain_compile.placement.problem import Problem
@@ -64,6 +65,7 @@ def notes_of(
         *note_on_budget(problem),
         *notes_on(name, solution, asked=asked, solver=solver),
         *notes_on_step(problem),
+        *note_on_checkpoints(problem, plan),
         *note_on_loops(problem, plan),
     )
 
@@ -79,6 +81,27 @@ def notes_on_step(problem: Problem) -> tuple[str, ...]:
         "can take. Measure them (option `profile`), or register a formula with "
         "torch.utils.flop_counter",
     )
+
+
+def note_on_checkpoints(problem: Problem, plan: Plan) -> tuple[str, ...]:
+    """What became of the user's checkpoints, where the step has any."""
+    dataflow, checkpoints = problem.dataflow, problem.dataflow.checkpoints
+    if not checkpoints.values:
+        return ()
+    told = _values_in_words(dataflow, checkpoints.values)
+    if not checkpoints.dissolved:
+        return (
+            f"torch.utils.checkpoint is respected: it has {told} made again; "
+            "checkpoints='dissolve' leaves that to the plan",
+        )
+    again = frozenset(plan.placement.recomputed).intersection(checkpoints.values)
+    kept = "none of them" if not again else _values_in_words(dataflow, again)
+    return (f"torch.utils.checkpoint is dissolved: of its {told} the plan makes again {kept}",)
+
+
+def _values_in_words(dataflow: Dataflow, names: Collection[str]) -> str:
+    nbytes = sum(dataflow.buffer[name].nbytes for name in names)
+    return f"{len(names)} values ({format_bytes(nbytes)})"
 
 
 def note_on_loops(problem: Problem, plan: Plan) -> tuple[str, ...]:

@@ -1,12 +1,14 @@
 """Variants: the step as it is, and with one of its levels of values made again in every layer.
 
+Where checkpoints of the user's were dissolved, what they would make again is one more.
+
 In: the Problem of the step. Out: `Variant`s, each with what can be decided about it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -79,14 +81,23 @@ class Levels:
 
     def __init__(self, problem: Problem) -> None:
         self._problem, dataflow = problem, problem.dataflow
-        may = recomputable(dataflow)
-        self._levels = [*find_levels(dataflow, problem.costs.device_s, may).uniform]
+        self._may = recomputable(dataflow)
+        self._levels = [*find_levels(dataflow, problem.costs.device_s, self._may).uniform]
 
     def variant(self, number: int) -> Variant:
         """The step at a level above 0."""
-        recomputed = self._levels[number - 1].recomputed
+        return self._variant(self._levels[number - 1].recomputed, str(number))
+
+    def dissolved(self) -> Iterator[Variant]:
+        """The step that makes again what the user's checkpoints would, where they are dissolved."""
+        checkpoints = self._problem.dataflow.checkpoints
+        values = self._may.intersection(checkpoints.values)
+        if checkpoints.dissolved and values:
+            yield self._variant(values, "checkpoints")
+
+    def _variant(self, recomputed: Collection[str], name: str) -> Variant:
         names = tuple(b.name for b in self._problem.dataflow.buffers if b.name in recomputed)
-        return Variant(self._problem.recomputing(names), f"+recompute:{number}")
+        return Variant(self._problem.recomputing(names), f"+recompute:{name}")
 
     def guess(self) -> int | None:
         """The level that makes again what takes less time than its way over the link and back.

@@ -200,10 +200,12 @@ def half_a_step():
 def test_a_job_is_traced_and_analyzed_without_running_it(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(JOB)
     saved = tmp_path / "step.json"
-    said = run("trace", f"{tmp_path}/job.py:build", "-o", str(saved), "--dynamic")
+    asked = ("--dynamic", "--checkpoints", "dissolve")
+    said = run("trace", f"{tmp_path}/job.py:build", "-o", str(saved), *asked)
     assert "2 parameters can be updated on the host" in said
     dataflow = files.load(saved, Dataflow)
     assert 8 in dataflow.symbols.values()
+    assert dataflow.checkpoints.dissolved
     assert {group.param for group in dataflow.updates} == {"weight", "bias"}
     said = run("analyze", str(saved), "--machine", "rtx4090", "--memory-budget", "1MiB")
     assert "budget 1.0 MiB" in said
