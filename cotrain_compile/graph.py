@@ -36,12 +36,14 @@ class StepInput:
     """A placeholder of the step graph: `name` is the user's word for it, `node` the graph's.
 
     `param` is the parameter that an optimizer state or a gradient belongs to, "" for all else.
+    `key` is what the optimizer calls a state (`exp_avg`) or a setting (`lr`, `betas.0`).
     """
 
     node: str
     name: str
     role: Role
     param: str = ""
+    key: str = ""
 
 
 @dataclass(frozen=True)

@@ -163,9 +163,7 @@ def _dtypes(step: StepGraph, inputs: list[fx.Node]) -> dict[str, torch.dtype]:
     found: dict[str, torch.dtype] = {}
     for node in inputs:
         item = step.input_of_node[node.name]
-        is_param = item.role is Role.PARAM
-        name = "param" if is_param else item.name.removeprefix(f"{item.param}.")
-        found[name] = node.meta["val"].dtype
+        found["param" if item.role is Role.PARAM else item.key] = node.meta["val"].dtype
     return found
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,39 +35,52 @@ def describe_inputs(
     known = _known_tensors(_roots(modules), optimizers)
     for position, scaler in enumerate(scalers):
         for name, tensor in scaler.tensors().items():
-            known[id(tensor)] = (f"scaler{position}.{name}", Role.OPTIMIZER_STATE, "")
+            name = f"scaler{position}.{name}"
+            known[id(tensor)] = _Known(name, Role.OPTIMIZER_STATE, key=name)
     taken: set[str] = set()
     inputs = []
     for placeholder, value in zip(placeholders, values, strict=True):
-        name, role, param = known.get(id(value)) or (*_from_source(placeholder, value), "")
-        inputs.append(StepInput(placeholder.name, _unique(name, taken), role, param))
+        found = known.get(id(value)) or _from_source(placeholder, value)
+        name = _unique(found.name, taken)
+        inputs.append(StepInput(placeholder.name, name, found.role, found.param, found.key))
     return tuple(inputs)
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What `StepInput` says of an input, but for the node."""
+
+    name: str
+    role: Role
+    param: str = ""
+    key: str = ""
 
 
 def _known_tensors(
     roots: Sequence[tuple[str, nn.Module]], optimizers: Sequence[OptimizerRecord]
-) -> dict[int, tuple[str, Role, str]]:
-    known: dict[int, tuple[str, Role, str]] = {}
+) -> dict[int, _Known]:
+    known: dict[int, _Known] = {}
     for prefix, module in roots:
         for name, param in module.named_parameters():
-            known.setdefault(id(param), (prefix + name, Role.PARAM, ""))
+            known.setdefault(id(param), _Known(prefix + name, Role.PARAM))
             if param.grad is not None:
-                gradient = (f"{prefix}{name}.grad", Role.GRADIENT, prefix + name)
+                gradient = _Known(f"{prefix}{name}.grad", Role.GRADIENT, prefix + name)
                 known.setdefault(id(param.grad), gradient)
         for name, buffer in module.named_buffers():
-            known.setdefault(id(buffer), (prefix + name, Role.BUFFER, ""))
+            known.setdefault(id(buffer), _Known(prefix + name, Role.BUFFER))
     for position, record in enumerate(optimizers):
         for g, group in enumerate(record.optimizer.param_groups):
             prefix = f"optimizer{position}.group{g}"
             for p, param in enumerate(group["params"]):
-                name = known.setdefault(id(param), (f"{prefix}.{p}", Role.PARAM, ""))[0]
+                name = known.setdefault(id(param), _Known(f"{prefix}.{p}", Role.PARAM)).name
                 if param.grad is not None:
-                    known[id(param.grad)] = (f"{name}.grad", Role.GRADIENT, name)
+                    known[id(param.grad)] = _Known(f"{name}.grad", Role.GRADIENT, name)
                 for key, value in record.optimizer.state.get(param, {}).items():
-                    known[id(value)] = (f"{name}.{key}", Role.OPTIMIZER_STATE, name)
+                    state = _Known(f"{name}.{key}", Role.OPTIMIZER_STATE, name, key)
+                    known[id(value)] = state
             for key, value in group.items():
                 if isinstance(value, torch.Tensor):
-                    known[id(value)] = (f"{prefix}.{key}", Role.HYPERPARAMETER, "")
+                    known[id(value)] = _Known(f"{prefix}.{key}", Role.HYPERPARAMETER)
     return known
 
 
@@ -79,7 +93,7 @@ def _roots(modules: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, nn.Modul
     return [(_readable(source) + ".", module) for source, module in outer.values()]
 
 
-def _from_source(placeholder: fx.Node, value: object) -> tuple[str, Role]:
+def _from_source(placeholder: fx.Node, value: object) -> _Known:
     argument = placeholder.meta.get("grapharg")
     source: Any = getattr(argument, "source", None)
     text = str(getattr(source, "name", "") or placeholder.name)
@@ -87,13 +101,12 @@ def _from_source(placeholder: fx.Node, value: object) -> tuple[str, Role]:
         text = source.name()
     text = text.rpartition("_hooks[")[2]  # what a hook uses is its own, and not its parameter's
     name = _readable(text)
-    if "param_groups" in text:
-        return name, Role.HYPERPARAMETER
-    if not isinstance(value, torch.Tensor):
-        return name, Role.HYPERPARAMETER
+    if "param_groups" in text or not isinstance(value, torch.Tensor):
+        setting = re.search(r"param_groups\.\d+\.(\w+(?:\.\d+)?)$", name)
+        return _Known(name, Role.HYPERPARAMETER, key=setting[1] if setting else "")
     if isinstance(value, nn.Parameter) or (value.requires_grad and value.is_leaf):
-        return name, Role.PARAM
-    return name, Role.BATCH
+        return _Known(name, Role.PARAM)
+    return _Known(name, Role.BATCH)
 
 
 def _readable(source: str) -> str:

@@ -167,7 +167,7 @@ def _fused(
 ) -> FusedKernel | None:
     """A fused kernel for the region, None where some op of it is not accounted for."""
     positions = {
-        "param" if item.role is Role.PARAM else item.name.removeprefix(f"{item.param}."): position
+        "param" if item.role is Role.PARAM else item.key: position
         for position, item in enumerate(inputs)
         if item is not None and item.role in (Role.PARAM, Role.OPTIMIZER_STATE)
     }

@@ -5,7 +5,6 @@ A name is the setting's key; of a tuple also the position in it: `lr`, `betas.0`
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,10 +20,9 @@ def live_settings(
     for position, item in enumerate(inputs):
         if item is None or item.role is not Role.HYPERPARAMETER:
             continue
-        match = re.search(r"param_groups\.\d+\.(\w+(?:\.\d+)?)$", item.name)
-        if match is None or not isinstance(value_of(settings, match[1]), float):
+        if not isinstance(value_of(settings, item.key), float):
             return None
-        found[match[1]] = position
+        found[item.key] = position
     return found
 
 

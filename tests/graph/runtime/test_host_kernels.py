@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import cotrain_compile
+from cotrain_compile.dataflow import Role
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.machine import Tier
 from cotrain_compile.passes import run_passes
@@ -26,10 +28,14 @@ from tests.support.captured_steps import captured
 from tests.support.steps import cotrain, make_step
 
 
+def placed_on_host(training: str) -> StepGraph:
+    step = captured(training)
+    return run_passes(step.step, schedule(step.problem(), zero_offload(step.dataflow)))
+
+
 def kernels_of(training: str) -> list[tuple[CapturedKernel, FusedKernel, list[Any]]]:
     """For each parameter its kernels, and random inputs for them."""
-    step = captured(training)
-    placed = run_passes(step.step, schedule(step.problem(), zero_offload(step.dataflow)))
+    placed = placed_on_host(training)
     fused = host_kernels(placed, "fused")
     found = []
     for _, call in region_calls(placed.module.graph):
@@ -78,6 +84,17 @@ def test_an_update_in_pieces_is_the_update(training: str, monkeypatch: pytest.Mo
         torch.testing.assert_close(pieces, whole, rtol=1e-6, atol=1e-9)
         needs_less = kernel.gradient.ops and inputs[kernel.positions["param"]].numel() > 40
         assert piece_bytes < whole_bytes if needs_less else piece_bytes == whole_bytes
+
+
+def test_a_state_is_known_by_its_key_whatever_it_is_called() -> None:
+    placed = placed_on_host("clipped")
+    called = [
+        replace(item, name=f"state {number}") if item.role is Role.OPTIMIZER_STATE else item
+        for number, item in enumerate(placed.inputs)
+    ]
+    kernels = host_kernels(replace(placed, inputs=tuple(called)), "fused").values()
+    assert kernels
+    assert {type(kernel) for kernel in kernels} == {FusedKernel}
 
 
 def test_a_gradient_that_is_laid_out_otherwise_is_read_right() -> None:
