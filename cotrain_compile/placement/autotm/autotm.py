@@ -78,7 +78,7 @@ def autotm(
     if len(step.tensors) > MAX_TENSORS:
         raise PlanError(
             f"policy 'autotm-{variant}' decides about {MAX_TENSORS} tensors at most, this step has "
-            f"{len(step.tensors)}; use the segment program (policy 'auto')"
+            f"{len(step.tensors)}; use the bucketed program (policy 'auto')"
         )
     program = _Program(step, variant)
     program.minimise_time(problem.budgets[Tier.DEVICE])
@@ -239,7 +239,7 @@ class _Program:
             return "infeasible"
         raise PlanError(
             f"policy 'autotm-{self.variant}' found no placement within {time_limit_s:g} s; raise "
-            "time_limit_s, or use the segment program (policy 'auto')"
+            "time_limit_s, or use the bucketed program (policy 'auto')"
         )
 
     def objective_and_bound(self) -> tuple[float, float]:

@@ -1,7 +1,7 @@
-"""Bucketed step: the base program, with everything at home on the device, cut in segments.
+"""Bucketed step: the base program, with everything at home on the device, cut in buckets.
 
-In: a Problem and about how many segments. Out: `BucketedStep`, which says for every slot in which
-segment it is. Segment 0 is a head without ops, the last one a tail.
+In: a Problem and about how many buckets. Out: `BucketedStep`, which says for every slot in which
+bucket it is. Bucket 0 is a head without ops, the last one a tail.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import cached_property
 from itertools import pairwise
 
 from cotrain_compile.dataflow import Buffer, Dataflow, Role
-from cotrain_compile.placement.decisions.segments import cut_points, peak_points
+from cotrain_compile.placement.decisions.buckets import cut_points, peak_points
 from cotrain_compile.placement.policies import resident
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.residency import DeviceProgram, IntervalSum, thin_copies
@@ -27,7 +27,7 @@ BRIEF = 0.05
 
 @dataclass(frozen=True)
 class BucketedStep:
-    """The segments with ops begin in slots `starts`; `at_peaks` says how they were found.
+    """The buckets with ops begin in slots `starts`; `at_peaks` says how they were found.
 
     `moves` are those of the base placement: its program has no update in it.
     """
@@ -47,12 +47,12 @@ class BucketedStep:
 
     @property
     def ends(self) -> Sequence[int]:
-        """The slot after each segment with ops."""
+        """The slot after each bucket with ops."""
         return [*self.starts[1:], self.program.end]
 
     @property
     def tail(self) -> int:
-        """Index of the last segment."""
+        """Index of the last bucket."""
         return len(self.starts) + 1
 
     @cached_property
@@ -73,12 +73,12 @@ class BucketedStep:
             and program.last_write(b.name) < 0
         ]
 
-    def segment(self, slot: int) -> int:
-        """The segment of a slot: the head before the first op, the tail after the last."""
+    def bucket(self, slot: int) -> int:
+        """The bucket of a slot: the head before the first op, the tail after the last."""
         return self.tail if slot >= self.program.end else bisect_right(self.starts, slot)
 
     def apart(self, leaves: int, returns: int) -> bool:
-        """Whether memory is checked between two segments while what leaves the one is away."""
+        """Whether memory is checked between two buckets while what leaves the one is away."""
         return leaves + (0 if self.at_peaks else 1) < returns
 
     def is_made_and_used_up(self, name: str) -> bool:
@@ -87,8 +87,8 @@ class BucketedStep:
         return not buffer.is_input and not buffer.is_output
 
 
-def segmented(problem: Problem, segments: int, *, at_peaks: bool) -> BucketedStep:
-    """The step of `problem` in about `segments` segments.
+def bucketed(problem: Problem, buckets: int, *, at_peaks: bool) -> BucketedStep:
+    """The step of `problem` in about `buckets` buckets.
 
     Cuts are where few bytes cross, or, with `at_peaks`, right before the ops with most alive.
     """
@@ -103,9 +103,9 @@ def segmented(problem: Problem, segments: int, *, at_peaks: bool) -> BucketedSte
     moves = moves_of(problem, bare)
     seconds = [b - a for a, b in pairwise(moves.elapsed_s)]
     if at_peaks:
-        starts = peak_points(seconds, moves.slot_bytes, segments)
+        starts = peak_points(seconds, moves.slot_bytes, buckets)
     else:
-        starts = cut_points(seconds, _crossing_bytes(moves), segments)
+        starts = cut_points(seconds, _crossing_bytes(moves), buckets)
     return BucketedStep(problem, moves, starts, at_peaks)
 
 

@@ -1,4 +1,4 @@
-"""Clusters: parameters, or activations, that are alike in every segment and decided on together.
+"""Clusters: parameters, or activations, that are alike in every bucket and decided on together.
 
 Types alone: `find_clusters` makes them. They say when and how large something is, and nothing about
 what may be done with it: that is for `strategies`.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 class KeptGradients:
     """What lies in the `.grad` of the parameters of a cluster, before the step or after it.
 
-    It rests where the parameter does. Segments: `made` of its making, 0 where the step finds it;
+    It rests where the parameter does. Buckets: `made` of its making, 0 where the step finds it;
     `fetched` of each use that it is fetched for where it rests on the host, `written` of its last
     write, None where there is none; `for_update` is the last one where only the update reads it.
     """
@@ -38,11 +38,11 @@ class ParamCluster:
     share that the largest of any part of the cluster has in that part. The values made inside the
     largest update take `made_bytes`, `workspace_bytes` beyond its gradient. `cast_s` is what the
     host takes to make the low-precision copies, `device_cast_s` what the device takes where it
-    makes them. The rest are segments: of the first use of the weight, the last in the forward, the
+    makes them. The rest are buckets: of the first use of the weight, the last in the forward, the
     first in the backward and the last, of the gradient's making, its last use, and the release of
     the update. `kept` lies in `.grad`. Frozen ones are not `updated`. At home on the host, the
     weight can be fetched up to `most_trips` times in a step; where the `gradient_waits` there are
-    segments between its last use and the update.
+    buckets between its last use and the update.
     """
 
     params: tuple[str, ...]
@@ -77,7 +77,7 @@ class ParamCluster:
 class Again:
     """The least that it takes to make activations again: `seconds` of the device.
 
-    They are missing in segments `first` to `last`; the work is done by the end of segment `by`.
+    They are missing in buckets `first` to `last`; the work is done by the end of bucket `by`.
     """
 
     seconds: float
@@ -88,7 +88,7 @@ class Again:
 
 @dataclass(frozen=True)
 class ActivationCluster:
-    """Temporaries that may be away from segment `leaves` (last use) to `returns` (next use).
+    """Temporaries that may be away from bucket `leaves` (last use) to `returns` (next use).
 
     Where they are not `movable` there is nothing in between. `again` says what it takes to make
     them again, None where that is not to be decided here.

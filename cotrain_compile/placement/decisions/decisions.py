@@ -1,4 +1,4 @@
-"""Decisions: what a placement can decide about a step, as numbers in segments.
+"""Decisions: what a placement can decide about a step, as numbers in buckets.
 
 Types alone: `find_decisions` makes a `DecisionSpace` from a Problem. It has for each cluster of
 parameters or activations the strategies that fit it, each with its `Effect`, and what the device
@@ -63,10 +63,10 @@ class Decisions:
 
 @dataclass(frozen=True)
 class DecisionSpace:
-    """All that can be decided. Segment 0 is a head without ops, the last one the tail.
+    """All that can be decided. Bucket 0 is a head without ops, the last one the tail.
 
-    `seconds` has the device time of each segment without updates; `checkpoints` the pairs of
-    (segment, bytes alive whatever is decided) at which memory is checked: all activations stay,
+    `seconds` has the device time of each bucket without updates; `checkpoints` the pairs of
+    (bucket, bytes alive whatever is decided) at which memory is checked: all activations stay,
     and no parameter, state or gradient of `params` is counted.
     """
 
@@ -78,7 +78,7 @@ class DecisionSpace:
 
     @property
     def tail(self) -> int:
-        """Index of the last segment."""
+        """Index of the last bucket."""
         return len(self.seconds) - 1
 
     @property

@@ -3,7 +3,7 @@
 `strategies` makes an `Effect`, once for each strategy of each cluster. The greedy, both versions of
 the integer program and with them the certified bound read nothing else of a strategy, so that none
 of them can leave out what another counts. Sizes are in bytes, times in seconds; moments are the
-segments of a `DecisionSpace`: 0 is before the first op, the last one after the last.
+buckets of a `DecisionSpace`: 0 is before the first op, the last one after the last.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ _LANES = {
 class Demand:
     """`amount` of a flow: bytes of a copy, seconds of work.
 
-    It can begin when segment `released` is over, and is done when segment `needed` begins; None
+    It can begin when bucket `released` is over, and is done when bucket `needed` begins; None
     where nothing but the step's end says so. What a bound may count on begins in `earliest`, where
-    that is another segment, and only what is `certain` is in every plan. What is `needed_again` in
-    a segment of the next step may go on up to that, where steps overlap.
+    that is another bucket, and only what is `certain` is in every plan. What is `needed_again` in
+    a bucket of the next step may go on up to that, where steps overlap.
     """
 
     flow: Flow
@@ -78,11 +78,11 @@ class Demand:
 
 @dataclass(frozen=True)
 class Hold:
-    """`nbytes` of the device in segments `first` to `last`, to the end of the step if that is None.
+    """`nbytes` of the device in buckets `first` to `last`, to the end of the step if that is None.
 
     Negative ones are missing there from what the step holds by itself. Where it `begins` or `ends`
-    with a copy, that copy says when, else the segments do. With `until_update` the update ends it,
-    not segment `last`.
+    with a copy, that copy says when, else the buckets do. With `until_update` the update ends it,
+    not bucket `last`.
     """
 
     nbytes: int
@@ -100,18 +100,18 @@ class Hold:
 
 @dataclass(frozen=True)
 class MemoryLedger:
-    """`nbytes` of the device that something in `segment` takes for a moment."""
+    """`nbytes` of the device that something in `bucket` takes for a moment."""
 
     nbytes: float
-    segment: int
+    bucket: int
 
 
 @dataclass(frozen=True)
 class DeviceWork:
-    """`seconds` more (or less) of the device in `segment`; or before, where it may be `earlier`."""
+    """`seconds` more (or less) of the device in `bucket`; or before, where it may be `earlier`."""
 
     seconds: float
-    segment: int
+    bucket: int
     earlier: bool = False
 
 

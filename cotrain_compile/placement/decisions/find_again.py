@@ -28,8 +28,8 @@ def least_again(step: BucketedStep) -> Mapping[str, Again]:
         op, buffer = maker[name], step.dataflow.buffer[name]
         made_bytes = sum(b.nbytes for b in _made_again(step, op, may))
         seconds = device_s[op.name] * buffer.nbytes / max(1, made_bytes)
-        # Memory is looked at where a segment starts: it may come back right behind that.
-        first, by = step.segment(left) + 1, step.segment(needed)
+        # Memory is looked at where a bucket starts: it may come back right behind that.
+        first, by = step.bucket(left) + 1, step.bucket(needed)
         if first <= by:
             found[name] = Again(seconds, first, by, by)
     return found

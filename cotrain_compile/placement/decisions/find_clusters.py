@@ -1,7 +1,7 @@
-"""Find clusters: parameters and activations that are alike in every segment, decided on together.
+"""Find clusters: parameters and activations that are alike in every bucket, decided on together.
 
 In: a BucketedStep. Out: `ParamCluster` and `ActivationCluster`. So the program grows with the
-segments and not with the ops.
+buckets and not with the ops.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from cotrain_compile.placement.schedule.hoisted_updates import workspace_bytes
 SMALLEST = 20_000
 NOTHING: Mapping[str, Again] = MappingProxyType({})
 
-# Segments in which something leaves and returns, and whether there are any between them.
+# Buckets in which something leaves and returns, and whether there are any between them.
 _Gap = tuple[int, int, bool]
 
 
@@ -67,7 +67,7 @@ def activation_clusters(
 
 
 def _about(again: Again, buffer: Buffer) -> tuple[int, ...]:
-    """Equal for what is missing in the same segments and takes about as long for each byte."""
+    """Equal for what is missing in the same buckets and takes about as long for each byte."""
     rate = again.seconds / max(1, buffer.nbytes)
     return again.first, again.last, again.by, round(4 * log2(rate + 1e-18))
 
@@ -80,9 +80,9 @@ def _least(part: Sequence[Buffer], again: Mapping[str, Again]) -> Again:
 def _leaving(
     step: BucketedStep, floor_bytes: int, again: Mapping[str, Again]
 ) -> Iterable[tuple[Buffer, _Gap]]:
-    """Temporaries whose longest gap spans whole segments, and those that may be made again.
+    """Temporaries whose longest gap spans whole buckets, and those that may be made again.
 
-    With the segments that the gap lies between, and whether it spans any.
+    With the buckets that the gap lies between, and whether it spans any.
     """
     copies = set(step.thin.values())
     updates = step.dataflow.updates
@@ -95,7 +95,7 @@ def _leaving(
         gap = longest_gap(step.program.touches.get(buffer.name, ()), step.moves.elapsed_s)
         if gap is None or casts.issuperset(range(gap[0] + 1, gap[1])):
             continue  # where the host makes the copies there is no gap
-        leaves, returns = step.segment(gap[0]), step.segment(gap[1])
+        leaves, returns = step.bucket(gap[0]), step.bucket(gap[1])
         movable = step.apart(leaves, returns)
         if movable or buffer.name in again:
             yield buffer, (leaves, returns, movable)
@@ -108,7 +108,7 @@ def _leaving(
 class _Param:
     """A parameter; `fetched` is what crosses the link for its uses.
 
-    Segments: `uses` are first, last before the longest gap, first after it and last; the gradient
+    Buckets: `uses` are first, last before the longest gap, first after it and last; the gradient
     is `made` and last `used`, the update is possible from `release`. `temporary` says whether the
     gradient is, `read_late` whether the step reads the parameter again after its update.
     """
@@ -170,9 +170,9 @@ def _updated(step: BucketedStep) -> Iterable[_Param]:
             fetched,
             _uses(step, fetched),
             temporary=step.is_made_and_used_up(group.gradient),
-            made=step.segment(gradient[0]),
-            used=step.segment(gradient[-1]),
-            release=step.tail if at_the_end else step.segment(earliest),
+            made=step.bucket(gradient[0]),
+            used=step.bucket(gradient[-1]),
+            release=step.tail if at_the_end else step.bucket(earliest),
             read_late=limit < step.program.end,
             kept=_kept(step, group.param),
         )
@@ -187,21 +187,21 @@ def _kept(step: BucketedStep, param: str) -> KeptGradients:
     touched = step.program.touches.get(first.name, [])
     written = step.program.last_write(first.name)
     if not first.is_input:
-        made = step.segment(touched[0])
-        return KeptGradients(nbytes, made, written=step.segment(written))
+        made = step.bucket(touched[0])
+        return KeptGradients(nbytes, made, written=step.bucket(written))
     old = [slot for slot in touched if slot <= written] if written >= 0 else touched
     gap = longest_gap(old, step.moves.elapsed_s)
     uses = [*touched[:1], *([gap[1]] if gap is not None else [])]
     return KeptGradients(
         nbytes,
-        fetched=tuple(step.segment(slot) for slot in uses),
-        written=step.segment(written) if written >= 0 else None,
+        fetched=tuple(step.bucket(slot) for slot in uses),
+        written=step.bucket(written) if written >= 0 else None,
         for_update=None if touched else step.tail,
     )
 
 
 def _uses(step: BucketedStep, fetched: str) -> Sequence[int]:
-    """The segments of the first use, the last before and the first after the gap, and the last.
+    """The buckets of the first use, the last before and the first after the gap, and the last.
 
     A low-precision copy is made in its first use. It is in no gap before the next: where the copy
     is fetched, the host has made it.
@@ -210,7 +210,7 @@ def _uses(step: BucketedStep, fetched: str) -> Sequence[int]:
     made = -1 if step.dataflow.buffer[fetched].is_input else step.program.last_write(fetched)
     reads = [slot for slot in uses if slot != made]
     gap = longest_gap(reads, step.moves.elapsed_s) or (uses[-1], uses[-1])
-    return [step.segment(slot) for slot in (uses[0], *gap, uses[-1])]
+    return [step.bucket(slot) for slot in (uses[0], *gap, uses[-1])]
 
 
 def _cluster(

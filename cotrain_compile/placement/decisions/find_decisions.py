@@ -1,4 +1,4 @@
-"""Find decisions: Problem -> DecisionSpace. What can be decided about a step, in segments.
+"""Find decisions: Problem -> DecisionSpace. What can be decided about a step, in buckets.
 
 In: a Problem. Out: the clusters with their strategies, and what the device holds in any case.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from cotrain_compile.placement.decisions.bucketed_step import BucketedStep, segmented
+from cotrain_compile.placement.decisions.bucketed_step import BucketedStep, bucketed
 from cotrain_compile.placement.decisions.clusters import ActivationCluster
 from cotrain_compile.placement.decisions.decisions import (
     DecisionSpace,
@@ -19,22 +19,22 @@ from cotrain_compile.placement.decisions.find_clusters import activation_cluster
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.residency import IntervalSum
 
-# Segments of the whole step, and into how many pieces the parameters (or activations) are cut at
+# Buckets of the whole step, and into how many pieces the parameters (or activations) are cut at
 # least: finer clusters are better plans and larger programs.
-SEGMENTS = 64
+BUCKETS = 64
 PIECES = 96
 
 
 def decision_space(
     problem: Problem,
-    segments: int = SEGMENTS,
+    buckets: int = BUCKETS,
     pieces: int = PIECES,
     *,
     at_peaks: bool = False,
     everything: bool = False,
     recompute: bool = False,
 ) -> DecisionSpace:
-    """What can be decided about `problem`, in about `segments` segments.
+    """What can be decided about `problem`, in about `buckets` buckets.
 
     Cuts are where few bytes cross, or, with `at_peaks`, right before the ops at which most is
     alive; memory is then checked at the cuts alone, where the amounts sent and brought are known.
@@ -42,7 +42,7 @@ def decision_space(
     into pieces: what a bound needs, and a plan does not. With `recompute`, each value may be made
     again for no more than its own op, as if what that reads were always there: for a bound.
     """
-    step = segmented(problem, segments, at_peaks=at_peaks)
+    step = bucketed(problem, buckets, at_peaks=at_peaks)
     elapsed_s = step.moves.elapsed_s
     seconds = [
         elapsed_s[end] - elapsed_s[start] for start, end in zip(step.starts, step.ends, strict=True)
@@ -61,7 +61,7 @@ def decision_space(
 def _checkpoints(
     step: BucketedStep, activations: Sequence[ActivationCluster]
 ) -> Iterable[tuple[int, int]]:
-    """(segment, bytes) where most is alive, with all activations there and with none."""
+    """(bucket, bytes) where most is alive, with all activations there and with none."""
     leaving = {name for cluster in activations for name in cluster.buffers}
     kept, bare = _undecided_bytes(step), _undecided_bytes(step, without=leaving)
     for number, (start, end) in enumerate(zip(step.starts, step.ends, strict=True), start=1):

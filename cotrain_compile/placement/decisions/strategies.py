@@ -174,8 +174,8 @@ class Strategy:
         by_update = self.mode is UpdateMode.STREAMED and c.kept.for_update is not None
         uses = (*c.kept.fetched, *((c.kept.for_update,) if by_update else ()))
         up = [
-            Demand(Flow.KEPT_UP, c.kept.nbytes, needed=segment, certain=number == 0)
-            for number, segment in enumerate(uses)
+            Demand(Flow.KEPT_UP, c.kept.nbytes, needed=bucket, certain=number == 0)
+            for number, bucket in enumerate(uses)
         ]
         if c.kept.written is None:
             return up

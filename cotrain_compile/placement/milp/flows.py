@@ -1,4 +1,4 @@
-"""The program's flows: what crosses the link and runs on the host, by which segment.
+"""The program's flows: what crosses the link and runs on the host, by which bucket.
 
 In: a `Model`, whose options have effects. Out: `Flows`, with the laws that nothing moves before it
 exists, everything that is needed is there in time, and all that the decisions send is sent.
@@ -76,7 +76,7 @@ def add_flows(model: Model) -> Flows:
     late = {flow: Total(name, model) for flow, name in _LATE.items() if model.cyclic}
     for flow, demands in asked.items():
         _add_demands(model, own[flow], demands, late.get(flow))
-    for k in model.segments:
+    for k in model.buckets:
         sent = own[Flow.OFFLOAD].by(k if k == model.tail else k - model.lag)
         model.add(own[Flow.RELOAD].by(k) <= sent)
     if not model.relaxed:
@@ -98,7 +98,7 @@ def _add_demands(model: Model, total: Total, asked: _Asked, late: Total | None) 
         for d, amount in asked
         if d.needed is None
     ]
-    exists = [(segment, amount) for segment, amount in released if segment is not None]
+    exists = [(bucket, amount) for bucket, amount in released if bucket is not None]
     if exists:
         total.at_most(exists)
     passed = total.total
@@ -155,7 +155,7 @@ def _add_stream(
     amounts = [(update, in_mib(update.up_bytes), z) for update, z in members]
     terms = [(update.released, mib * z) for update, mib, z in amounts]
     updated.at_most(terms)
-    for k in model.segments:
+    for k in model.buckets:
         lag = 0 if k == model.tail else model.lag
         model.add(updated.by(k) <= up.by(k - lag))
         model.add(stored.by(k) <= down * updated.by(k - lag))

@@ -26,15 +26,15 @@ def add_device_memory(model: Model, flows: Flows, budget_mib: float) -> None:
         _add_room_for_any_update(model, budget_mib)
     workspace = {} if model.relaxed else _workspaces(model)
     held = _held_flows(model)
-    for segment, nbytes in model.space.checkpoints:
+    for bucket, nbytes in model.space.checkpoints:
         due = []
-        while next_change < len(changes) and changes[next_change][0] <= segment:
+        while next_change < len(changes) and changes[next_change][0] <= bucket:
             due.append(changes[next_change][1])
             next_change += 1
         if due:
             fixed = model.running(fixed + pulp.lpSum(due))
-        in_flight = _in_flight(model, flows, held, segment)
-        used = in_mib(nbytes) + fixed + in_flight + workspace.get(segment, 0.0)
+        in_flight = _in_flight(model, flows, held, bucket)
+        used = in_mib(nbytes) + fixed + in_flight + workspace.get(bucket, 0.0)
         model.add(used <= budget_mib)
 
 
@@ -76,18 +76,18 @@ def _sent_bytes(effect: Effect) -> float:
 
 
 def _changes(model: Model) -> Iterable[tuple[int, Any]]:
-    """(first segment, MiB more or less from there on) of every decision."""
+    """(first bucket, MiB more or less from there on) of every decision."""
     for option in model.options:
         for hold in option.effect.holds:
-            for segment, nbytes in _changes_of(hold, model.lag):
-                yield segment, in_mib(nbytes) * option.z
+            for bucket, nbytes in _changes_of(hold, model.lag):
+                yield bucket, in_mib(nbytes) * option.z
 
 
 def _changes_of(hold: Hold, lag: int) -> Iterable[tuple[int, int]]:
     """Where a hold begins and ends, but for what flows and updates do.
 
-    In a segment that something begins in, the careful version counts it as there; the relaxed
-    one, which looks at the start of the segment, does not. What is missing is counted the other
+    In a bucket that something begins in, the careful version counts it as there; the relaxed
+    one, which looks at the start of the bucket, does not. What is missing is counted the other
     way round: the careful version misses it only in between.
     """
     is_missing = hold.nbytes < 0
@@ -99,7 +99,7 @@ def _changes_of(hold: Hold, lag: int) -> Iterable[tuple[int, int]]:
 
 
 def _in_flight(model: Model, flows: Flows, held_flows: Iterable[Flow], k: int) -> Any:
-    """What flows hold on the device in segment `k`: arrived and not yet used or sent."""
+    """What flows hold on the device in bucket `k`: arrived and not yet used or sent."""
     arrived = k - 1 if model.relaxed and k < model.tail else k
     gone = k if k == model.tail else k - 1
     held = pulp.lpSum([])
@@ -119,25 +119,25 @@ def _held_flows(model: Model) -> tuple[Flow, ...]:
 
 
 def _workspaces(model: Model) -> dict[int, Any]:
-    """Careful: room in which the largest update of a segment runs."""
-    by_segment: dict[int, list[Any]] = {}
+    """Careful: room in which the largest update of a bucket runs."""
+    by_bucket: dict[int, list[Any]] = {}
     streamed = model.variable("workspace")
     first = model.tail
     for option in model.options:
         effect, z = option.effect, option.z
         if (update := effect.resident_update) is not None and update.workspace_bytes:
             need = in_mib(update.workspace_bytes) * z
-            by_segment.setdefault(update.released, []).append(need)
+            by_bucket.setdefault(update.released, []).append(need)
         if (update := effect.streamed) is not None:
             model.add(streamed >= in_mib(update.workspace_bytes + update.up_bytes) * z)
         if (update := effect.streamed or effect.resident_update) is not None:
             first = min(first, update.released)
         for room in effect.rooms:
-            by_segment.setdefault(room.segment, []).append(in_mib(room.nbytes) * z)
+            by_bucket.setdefault(room.bucket, []).append(in_mib(room.nbytes) * z)
     result: dict[int, Any] = {}
-    for k in model.segments[min([first, *by_segment]) :]:
+    for k in model.buckets[min([first, *by_bucket]) :]:
         room = result[k] = model.variable(f"room_{k}")
-        for need in (streamed, *by_segment.get(k, ())):
+        for need in (streamed, *by_bucket.get(k, ())):
             model.add(room >= need)
     return result
 

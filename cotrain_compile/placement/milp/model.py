@@ -1,4 +1,4 @@
-"""The model under the program: decisions, segments and prefix flows as variables of pulp.
+"""The model under the program: decisions, buckets and prefix flows as variables of pulp.
 
 In: a `DecisionSpace`, and which version of the program it is to be. Out: a `Model` without laws, to
 which `program_flows`, `program_time` and `program_memory` add theirs.
@@ -36,8 +36,8 @@ class Model:
 
     `params[c][s]` says that strategy s is chosen for cluster c of parameters, `activations[c][s]`
     the same of those that are not kept: there the first strategy is what is left. `options` are
-    all of these. A segment has a `length` and in it a `stall`, in milliseconds. `lag` is by how
-    many segments a copy is counted late. Rates of the links are in MiB per millisecond.
+    all of these. A bucket has a `length` and in it a `stall`, in milliseconds. `lag` is by how
+    many buckets a copy is counted late. Rates of the links are in MiB per millisecond.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Model:
         self.space, self.relaxed, self.whole, self.cyclic = space, relaxed, whole, cyclic
         self.lag = 0 if relaxed else 1
         self.tail = space.tail
-        self.segments = range(self.tail + 1)
+        self.buckets = range(self.tail + 1)
         self.machine = space.problem.machine
         self.down_rate = self.machine.links[Lane.D2H].bytes_per_s / MIB / 1e3
         self.up_rate = self.machine.links[Lane.H2D].bytes_per_s / MIB / 1e3
@@ -66,8 +66,8 @@ class Model:
             if len(variables) > 1:
                 self.add(pulp.lpSum(variables) <= 1)
         self.options = tuple(self._options())
-        self.stall = [self.variable(f"w_{k}") for k in self.segments]
-        self.length = [self.variable(f"t_{k}") for k in self.segments]
+        self.stall = [self.variable(f"w_{k}") for k in self.buckets]
+        self.length = [self.variable(f"t_{k}") for k in self.buckets]
 
     def _is_whole(self, cluster: ParamCluster) -> bool:
         """In the relaxed version only a large parameter that is a cluster by itself is."""
@@ -103,26 +103,26 @@ class Model:
 
 
 class Total:
-    """An amount of one class, as running totals at the end of each segment."""
+    """An amount of one class, as running totals at the end of each bucket."""
 
     def __init__(self, name: str, model: Model) -> None:
         self._model = model
-        self._by = [model.variable(f"{name}_{k}") for k in model.segments]
-        for k in model.segments[1:]:
+        self._by = [model.variable(f"{name}_{k}") for k in model.buckets]
+        for k in model.buckets[1:]:
             model.add(self._by[k] - self._by[k - 1] >= 0)
 
-    def by(self, segment: int) -> Any:
-        """What has passed by the end of `segment`; nothing before the first."""
-        return self._by[segment] if segment >= 0 else 0.0
+    def by(self, bucket: int) -> Any:
+        """What has passed by the end of `bucket`; nothing before the first."""
+        return self._by[bucket] if bucket >= 0 else 0.0
 
-    def not_before(self, segment: int) -> None:
-        """Nothing passes before `segment`."""
-        for k in range(segment):
+    def not_before(self, bucket: int) -> None:
+        """Nothing passes before `bucket`."""
+        for k in range(bucket):
             self._model.add(self.by(k) == 0)
 
-    def within(self, segment: int) -> Any:
-        """What passes during `segment`."""
-        return self.by(segment) - self.by(segment - 1)
+    def within(self, bucket: int) -> Any:
+        """What passes during `bucket`."""
+        return self.by(bucket) - self.by(bucket - 1)
 
     @property
     def total(self) -> Any:
@@ -130,34 +130,34 @@ class Total:
         return self._by[-1]
 
     def at_least(self, terms: Iterable[tuple[int, Any]], before: Any = 0.0) -> None:
-        """What is needed in a segment has arrived: before it starts, or (relaxed) by its end.
+        """What is needed in a bucket has arrived: before it starts, or (relaxed) by its end.
 
         `before` is what arrived in the step before.
         """
         model, total = self._model, 0.0
-        needed = by_segment(terms)
-        for k in model.segments:
+        needed = by_bucket(terms)
+        for k in model.buckets:
             if k in needed:
                 total = model.running(total + needed[k])
                 in_time = k if k == model.tail else max(0, k - model.lag)
                 model.add(before + self.by(in_time) >= total)
 
     def at_most(self, terms: Iterable[tuple[int, Any]]) -> None:
-        """Nothing passes before it exists: made by the segment before, or (relaxed) in this."""
+        """Nothing passes before it exists: made by the bucket before, or (relaxed) in this."""
         model, total = self._model, 0.0
-        made = by_segment((min(segment + model.lag, model.tail), term) for segment, term in terms)
-        for k in model.segments:
+        made = by_bucket((min(bucket + model.lag, model.tail), term) for bucket, term in terms)
+        for k in model.buckets:
             if k in made:
                 total = model.running(total + made[k])
             model.add(self.by(k) <= total)
 
 
-def by_segment(terms: Iterable[tuple[int, Any]]) -> dict[int, Any]:
-    """The sum of the terms of each segment."""
+def by_bucket(terms: Iterable[tuple[int, Any]]) -> dict[int, Any]:
+    """The sum of the terms of each bucket."""
     grouped: dict[int, list[Any]] = {}
-    for segment, term in terms:
-        grouped.setdefault(segment, []).append(term)
-    return {segment: pulp.lpSum(items) for segment, items in sorted(grouped.items())}
+    for bucket, term in terms:
+        grouped.setdefault(bucket, []).append(term)
+    return {bucket: pulp.lpSum(items) for bucket, items in sorted(grouped.items())}
 
 
 def in_mib(nbytes: float) -> float:

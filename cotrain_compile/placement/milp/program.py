@@ -1,11 +1,11 @@
 """The integer program: which strategy for each cluster of parameters and of activations.
 
 In: a `DecisionSpace` and budgets. Out: a pulp model for `solvers`. A fluid model
-(`docs/placement.md` has it in formulas): the order of ops is fixed and cut into segments; how many
-bytes of each class cross the link by the end of each segment is a continuous variable. Two versions
-are built by the same code from the same effects. The *careful* one counts every copy one segment
+(`docs/placement.md` has it in formulas): the order of ops is fixed and cut into buckets; how many
+bytes of each class cross the link by the end of each bucket is a continuous variable. Two versions
+are built by the same code from the same effects. The *careful* one counts every copy one bucket
 late, so that whole tensors fit where its fluids do; its solution is scheduled. The *relaxed* one
-grants every copy the whole of its segment and asks for memory only what any schedule must hold, so
+grants every copy the whole of its bucket and asks for memory only what any schedule must hold, so
 that its optimum is a bound that no plan within the budgets can beat.
 
 Milliseconds and MiB throughout: bytes and seconds ruin the numerics.

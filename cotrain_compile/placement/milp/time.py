@@ -1,6 +1,6 @@
-"""The program's time: how long each segment takes for device, links and host, and the step's end.
+"""The program's time: how long each bucket takes for device, links and host, and the step's end.
 
-In: a `Model` with its `Flows`. Out: constraints on the segments' lengths, in milliseconds.
+In: a `Model` with its `Flows`. Out: constraints on the buckets' lengths, in milliseconds.
 """
 
 from __future__ import annotations
@@ -9,31 +9,31 @@ from cotrain_compile.machine import Tier
 from cotrain_compile.placement.decisions.effects import Flow
 from cotrain_compile.placement.milp.flows import Flows
 from cotrain_compile.placement.milp.linear import pulp
-from cotrain_compile.placement.milp.model import Model, Total, by_segment, in_mib
+from cotrain_compile.placement.milp.model import Model, Total, by_bucket, in_mib
 from cotrain_compile.plan import Lane
 
 
 def add_times(model: Model, flows: Flows) -> None:
-    """Add to `model` that no segment is shorter than what happens in it."""
+    """Add to `model` that no bucket is shorter than what happens in it."""
     _add_device(model, flows)
     _add_links_and_host(model, flows)
     _add_end_of_step(model, flows)
 
 
 def _add_device(model: Model, flows: Flows) -> None:
-    """A segment takes its ops, what is decided besides, its stall and the updates in it."""
+    """A bucket takes its ops, what is decided besides, its stall and the updates in it."""
     resident = [
         (update.released, 1e3 * update.seconds * option.z)
         for option in model.options
         if (update := option.effect.resident_update) is not None
     ]
-    decided = by_segment(
-        (work.segment, 1e3 * work.seconds * option.z)
+    decided = by_bucket(
+        (work.bucket, 1e3 * work.seconds * option.z)
         for option in model.options
         for work in option.effect.device_work
         if not (model.relaxed and work.earlier)
     )
-    at_once = by_segment(resident)
+    at_once = by_bucket(resident)
     again = _done_earlier(model)
     later = Total("updates", model)
     if model.relaxed:
@@ -48,11 +48,11 @@ def _add_device(model: Model, flows: Flows) -> None:
 
 
 def _done_earlier(model: Model) -> Total | None:
-    """Relaxed: work that is done when it suits best, by the end of its segment; None without."""
+    """Relaxed: work that is done when it suits best, by the end of its bucket; None without."""
     if not model.relaxed:
         return None
     asked = [
-        (work.segment, 1e3 * work.seconds * option.z)
+        (work.bucket, 1e3 * work.seconds * option.z)
         for option in model.options
         for work in option.effect.device_work
         if work.earlier
@@ -65,7 +65,7 @@ def _done_earlier(model: Model) -> Total | None:
 
 
 def _add_links_and_host(model: Model, flows: Flows) -> None:
-    """Each direction of the link, both together, and the host have so much time a segment."""
+    """Each direction of the link, both together, and the host have so much time a bucket."""
     shared = model.machine.slowdown(Lane.H2D, (Lane.D2H,))
     disturbed = 1.0 - 1.0 / model.machine.slowdown(Lane.HOST, (Lane.H2D, Lane.D2H))
     for k, length in enumerate(model.length):

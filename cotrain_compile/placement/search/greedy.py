@@ -36,7 +36,7 @@ def greedy(space: DecisionSpace, budget_bytes: float, host_bytes: float = math.i
 def least_memory(space: DecisionSpace) -> Decisions:
     """Everything leaves: no update on the device, and the least is held for the shortest time.
 
-    Where segments are too long to tell, what is fetched more often.
+    Where buckets are too long to tell, what is fetched more often.
     """
 
     def frugality(effect: Effect) -> tuple[bool, int, float]:
@@ -62,7 +62,7 @@ def _decisions(space: DecisionSpace, chosen: Sequence[int]) -> Decisions:
 
 
 def _held(effect: Effect, tail: int) -> int:
-    """Bytes times segments that an effect holds on the device."""
+    """Bytes times buckets that an effect holds on the device."""
     return sum(
         hold.nbytes * ((tail if hold.last is None else hold.last) - hold.first + 1)
         for hold in effect.holds
@@ -88,7 +88,7 @@ class _State:
 
     def __init__(self, space: DecisionSpace, host_bytes: float) -> None:
         self.space, self.machine, self.host_left = space, space.problem.machine, host_bytes
-        self.segments = np.array([segment for segment, _ in space.checkpoints])
+        self.buckets = np.array([bucket for bucket, _ in space.checkpoints])
         self.used = np.array([float(nbytes) for _, nbytes in space.checkpoints])
         self.effects = space.effects
         self.chosen = [0] * len(self.effects)
@@ -151,10 +151,10 @@ class _State:
                 yield _Change(index, option, seconds - now_s, change, host_bytes)
 
     def _profile(self, effect: Effect) -> Profile:
-        profile = np.zeros(len(self.segments))
+        profile = np.zeros(len(self.buckets))
         for hold in effect.holds:
             last = self.space.tail if hold.last is None else hold.last
-            profile += hold.nbytes * ((self.segments >= hold.first) & (self.segments <= last))
+            profile += hold.nbytes * ((self.buckets >= hold.first) & (self.buckets <= last))
         return profile
 
 

@@ -127,8 +127,10 @@ def test_a_refusal_says_what_where_and_how_to_go_on() -> None:
         autotm(problem_of(arch(3), 5), "static")
 
 
-def test_too_many_tensors_are_for_the_segment_program() -> None:
-    with pytest.raises(PlanError, match=r"400 tensors at most, this step has \d+; use the segment"):
+def test_too_many_tensors_are_for_the_bucket_program() -> None:
+    with pytest.raises(
+        PlanError, match=r"400 tensors at most, this step has \d+; use the bucketed"
+    ):
         autotm(problem_of(chain(140), PLENTY), "static")
 
 

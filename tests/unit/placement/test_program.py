@@ -202,15 +202,15 @@ def test_more_of_anything_never_makes_the_optimum_worse(
 
 @given(problems(), st.sampled_from([3, 5, 8]))
 @examples(20)
-def test_relaxations_are_below_what_they_relax(problem: Problem, segments: int) -> None:
+def test_relaxations_are_below_what_they_relax(problem: Problem, buckets: int) -> None:
     """But for the room for updates, which the relaxed program knows better than the careful one.
 
     Where that room is what is short, the careful one claims what cannot be scheduled.
     """
-    careful = decision_space(problem, segments, 3)
+    careful = decision_space(problem, buckets, 3)
     whole, split = solved(program_of(careful)), solved(program_of(careful, whole=False))
     assert split.objective_s <= whole.objective_s * (1 + 1e-6) + 1e-9
-    at_peaks = decision_space(problem, segments, 3, at_peaks=True)
+    at_peaks = decision_space(problem, buckets, 3, at_peaks=True)
     with mock.patch.object(program_memory, "_add_room_for_any_update"):
         relaxed = solved(program_of(at_peaks, relaxed=True))
     for program in (program_of(careful), program_of(at_peaks)):
@@ -233,7 +233,7 @@ def placed(draw: st.DrawFn) -> tuple[Problem, Placement]:
 @given(placed(), st.sampled_from([0.0, 0.0, 0.1, 1.0]), st.sampled_from([96, 96, 20, 5]))
 @examples(50)
 def test_no_plan_beats_the_certified_bound_at_its_own_peaks(
-    case: tuple[Problem, Placement], slack: float, segments: int
+    case: tuple[Problem, Placement], slack: float, buckets: int
 ) -> None:
     """Every plan, at budgets of exactly what it takes: the tightest that the bound can be asked."""
     problem, placement = case
@@ -242,7 +242,7 @@ def test_no_plan_beats_the_certified_bound_at_its_own_peaks(
     peaks = plan.predicted.peak_bytes
     own = with_budget(problem, peaks[Tier.DEVICE], peaks[Tier.HOST])
     check(own, replace(plan, budgets=own.budgets))
-    relaxed = program_of(decision_space(own, segments, at_peaks=True), relaxed=True)
+    relaxed = program_of(decision_space(own, buckets, at_peaks=True), relaxed=True)
     bound = solved(relaxed)
     assert bound.decisions is not None
     assert bound.bound_s <= plan.predicted.makespan_s * (1 + 1e-6)

@@ -173,7 +173,7 @@ def test_a_host_that_is_too_small_leaves_more_on_the_device(
 
 
 def test_the_least_budget_is_that_of_every_cut_of_the_step() -> None:
-    """The weight of this step can be away over its loss, wherever segments happen to end."""
+    """The weight of this step can be away over its loss, wherever buckets happen to end."""
     machine = two_tier(
         name="slow link",
         device=TierSpec(PLENTY, 160e9, {"float32": 1e11}, 1e-6),

@@ -1,4 +1,4 @@
-"""Segments: a cut is where little is alive or where most is, on any step."""
+"""Buckets: a cut is where little is alive or where most is, on any step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cotrain_compile.placement.decisions.segments import cut_points, peak_points
+from cotrain_compile.placement.decisions.buckets import cut_points, peak_points
 
 
 @st.composite
@@ -34,7 +34,7 @@ def test_a_cut_goes_out_of_its_way_for_less_to_cross() -> None:
     assert cut_points([1.0] * 10, crossing, 2)[:2] == [0, 3]
 
 
-def test_a_long_op_is_a_segment_of_its_own() -> None:
+def test_a_long_op_is_a_bucket_of_its_own() -> None:
     seconds = [10.0] * 4 + [100.0] + [10.0] * 4
     assert cut_points(seconds, [0] * 10, 6) == [0, 2, 4, 5, 7]
 
@@ -53,7 +53,7 @@ def test_cuts_are_ordered_and_inside_the_step(profile: tuple[list[float], list[i
 
 
 @given(profiles())
-def test_there_are_at_most_twice_as_many_segments_as_asked_for(
+def test_there_are_at_most_twice_as_many_buckets_as_asked_for(
     profile: tuple[list[float], list[int], int],
 ) -> None:
     """Each takes at least half a share; the rest of the step may be one more."""
@@ -76,7 +76,7 @@ def test_every_window_has_a_cut_at_its_peak(profile: tuple[list[float], list[int
 
 
 @pytest.mark.parametrize("points", [cut_points, peak_points])
-def test_a_step_without_ops_or_time_is_one_segment(points: object) -> None:
+def test_a_step_without_ops_or_time_is_one_bucket(points: object) -> None:
     assert callable(points)
     assert points([], [0], 4) == [0]
     assert points([0.0, 0.0, 0.0], [0, 1, 0, 0], 1)[0] == 0

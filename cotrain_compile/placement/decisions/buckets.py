@@ -1,6 +1,6 @@
-"""Segments: the step cut into stretches of ops between which little is alive.
+"""Buckets: the step cut into stretches of ops between which little is alive.
 
-In: the device program, seconds and short-lived bytes. Out: the first slot of each segment. Works on
+In: the device program, seconds and short-lived bytes. Out: the first slot of each bucket. Works on
 any graph: a cut is made where the fewest bytes of short-lived values cross, which in a transformer
 is between two blocks, in a U-Net between two levels, in a recurrent net between two time steps.
 """
@@ -11,11 +11,11 @@ from collections.abc import Sequence
 
 
 def cut_points(seconds: Sequence[float], crossing_bytes: Sequence[int], count: int) -> list[int]:
-    """First slots of about `count` segments, the first being 0.
+    """First slots of about `count` buckets, the first being 0.
 
-    `crossing_bytes[k]` are alive between slots k - 1 and k. Every segment takes at least half of an
+    `crossing_bytes[k]` are alive between slots k - 1 and k. Every bucket takes at least half of an
     equal share of the time, and its end is the cheapest cut before it would take twice that; an op
-    that alone takes longer is a segment of its own.
+    that alone takes longer is a bucket of its own.
     """
     if not seconds:
         return [0]
@@ -30,7 +30,7 @@ def cut_points(seconds: Sequence[float], crossing_bytes: Sequence[int], count: i
 
 
 def peak_points(seconds: Sequence[float], alive_bytes: Sequence[int], count: int) -> list[int]:
-    """First slots of about `count` segments, each but the first beginning where most is alive.
+    """First slots of about `count` buckets, each but the first beginning where most is alive.
 
     The time is divided into equal windows, and each is cut at the op with the most bytes alive.
     """
@@ -48,7 +48,7 @@ def peak_points(seconds: Sequence[float], alive_bytes: Sequence[int], count: int
 def _next_cut(
     seconds: Sequence[float], crossing_bytes: Sequence[int], start: int, share_s: float
 ) -> int:
-    """The cheapest cut after `start`, len(seconds) when the rest is one segment."""
+    """The cheapest cut after `start`, len(seconds) when the rest is one bucket."""
     taken_s, best = 0.0, 0
     for slot in range(start, len(seconds)):
         taken_s += seconds[slot]
