@@ -31,6 +31,7 @@ class Role(StrEnum):
     HYPERPARAMETER = "hyperparameter"
     RNG = "rng"
     MESH = "mesh"
+    GROUP = "group"
     CONSTANT = "constant"
     TEMPORARY = "temporary"
     WORKSPACE = "workspace"
@@ -55,8 +56,9 @@ class Buffer:
     `is_input` buffers exist before the first op; `is_output` buffers are still needed after the
     last one (the user holds them, or they are returned). `param` is the parameter in whose `.grad`
     a gradient is found before the step or kept after it, "" for all else. With role RNG it is the
-    state of a random generator, which every op that draws from it reads and writes; with role
-    WORKSPACE what the kernel of one op takes while it runs, which that op writes.
+    state of a random generator, which every op that draws from it reads and writes; with role GROUP
+    the order of exchanges in a process group, which every collective in it reads and writes; with
+    role WORKSPACE what the kernel of one op takes while it runs, which that op writes.
     """
 
     name: str
@@ -190,14 +192,15 @@ class Dataflow:
         _require(len(set(in_updates)) == len(in_updates), "two updates, or one, name an op twice")
 
     def _require_draws_in_order(self) -> None:
-        """No op of an update, which may run elsewhere and at another time, draws random numbers."""
-        generators = {buffer.name for buffer in self.buffers if buffer.role is Role.RNG}
+        """No op of an update, which may run elsewhere and at another time, is kept in order."""
+        ordered = {Role.RNG: "draws random numbers", Role.GROUP: "exchanges with other ranks"}
+        told = {buffer.name: ordered.get(buffer.role) for buffer in self.buffers}
         in_updates = {name: group.param for group in self.updates for name in group.ops}
-        for op in self.ops if generators else ():
+        for op in self.ops if any(told.values()) else ():
             if op.name in in_updates:
-                draws = not generators.isdisjoint((*op.reads, *op.writes))
+                does = [word for name in (*op.reads, *op.writes) if (word := told[name])]
                 where = f"the update of {in_updates[op.name]}"
-                _require(not draws, f"op {op.name} of {where} draws random numbers")
+                _require(not does, f"op {op.name} of {where} {' and '.join(does[:1])}")
 
     def verify_read(self) -> None:
         """Raise ValueError where this cannot be what `extract` has made: for one from a file."""

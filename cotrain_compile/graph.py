@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from cotrain_compile.collectives import is_wait
 from cotrain_compile.dataflow import Checkpoints, Phase, Role
 from cotrain_compile.lazy_module import graph_module
 
@@ -142,7 +143,7 @@ def returned_values(step: StepGraph) -> list[Any]:
 
 def returns_argument_memory(node: fx.Node) -> bool:
     """Whether the result of a node's op is known to share memory with an argument."""
-    if node.target in _UNDECLARED_VIEWS:
+    if node.target in _UNDECLARED_VIEWS or is_wait(node):
         return True
     schema = getattr(node.target, "_schema", None)
     return schema is not None and any(r.alias_info is not None for r in schema.returns)

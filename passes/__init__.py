@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import zip_longest
 
+from cotrain_compile.collectives import is_collective
 from cotrain_compile.collector import collector_off
 from cotrain_compile.errors import PlanError
 from cotrain_compile.graph import StepGraph
@@ -42,26 +43,30 @@ def run_passes(step: StepGraph, plan: Plan, observer: Observer | None = None) ->
     it every pass rewrites a copy of its own; otherwise one copy does for all.
     """
     step = step.copy()
-    drawn = _random_ops(step)
+    ordered = _ordered_ops(step)
     for rewrite in PASSES:
         before, step = step, step.copy() if observer is not None else step
         step = rewrite(step, plan).verify()
-        _check_draws(drawn, step, rewrite.__name__)
+        _check_order(ordered, step, rewrite.__name__)
         if observer is not None:
             observer(rewrite.__name__, before, step)
     return step
 
 
-def _random_ops(step: StepGraph) -> list[str]:
-    return [node.name for node in step.nodes if is_random(node)]
+def _ordered_ops(step: StepGraph) -> list[str]:
+    return [node.name for node in step.nodes if is_random(node) or is_collective(node)]
 
 
-def _check_draws(drawn: list[str], step: StepGraph, rewrite: str) -> None:
-    """Random ops are where they were, one behind the other: each would draw other numbers."""
-    found = _random_ops(step)
-    for before, after in zip_longest(drawn, found):
+def _check_order(ordered: list[str], step: StepGraph, rewrite: str) -> None:
+    """Random ops and collectives are where they were, one behind the other.
+
+    A random op elsewhere would draw other numbers, a collective meet another one of other ranks.
+    """
+    found = _ordered_ops(step)
+    for before, after in zip_longest(ordered, found):
         if before != after:
             raise PlanError(
-                f"{rewrite} puts random op {after} where the step has {before}, so that both would "
-                "draw other numbers; make a new plan, and report this with the plan's file"
+                f"{rewrite} puts random op or collective {after} where the step has {before}, so "
+                "that both would draw other numbers or meet others of other ranks; make a new "
+                "plan, and report this with the plan's file"
             )

@@ -20,6 +20,7 @@ import torch
 from torch import fx
 
 from cotrain_compile.analysis.races import Event, Race, find_race
+from cotrain_compile.collectives import group_name_of, is_collective, is_wait
 from cotrain_compile.graph import StepGraph, writes
 from cotrain_compile.machine import Tier
 from cotrain_compile.passes.views import COPY, viewed
@@ -60,11 +61,17 @@ def find_accesses(placed: StepGraph) -> Iterator[Event]:
 def _outliving(placed: StepGraph) -> tuple[str, ...]:
     """What is the user's between two steps: inputs, and the generators that are drawn from."""
     inputs = (item.name for item in placed.inputs)
-    return (*inputs, *_generators(generators_in(placed.module.graph)))
+    drawn = _generators(generators_in(placed.module.graph))
+    return (*inputs, *drawn, *_groups(placed.nodes))
 
 
 def _generators(devices: Iterable[str]) -> tuple[str, ...]:
     return tuple(f"generator.{device}" for device in devices)
+
+
+def _groups(nodes: Iterable[fx.Node]) -> tuple[str, ...]:
+    """The order of exchanges in each process group of collectives, each once."""
+    return tuple({f"group.{group_name_of(n)}": None for n in nodes if is_collective(n)})
 
 
 def _events_of(node: fx.Node, placed: StepGraph, names: Mapping[fx.Node, str]) -> Iterator[Event]:
@@ -88,7 +95,7 @@ def _events_of(node: fx.Node, placed: StepGraph, names: Mapping[fx.Node, str]) -
 def _op(node: fx.Node, names: Mapping[fx.Node, str]) -> Event:
     made = (names[node],) if viewed(node) is None else ()
     written = _named(_destinations(node), names)
-    drawn = _generators(generators_of(node))
+    drawn = (*_generators(generators_of(node)), *_groups([node]))
     read = (*_named(node.all_input_nodes, names), *drawn)
     return Event(node.name, Lane.DEVICE, read, (*made, *written, *drawn))
 
@@ -144,7 +151,9 @@ def _memory_on(view: TaskNode) -> Tier | None:
 
 
 def _destinations(node: fx.Node) -> list[fx.Node]:
-    """What an op writes in place, by its schema."""
+    """What an op writes in place, by its schema; of a wait, what its collective has made."""
+    if is_wait(node):
+        return node.all_input_nodes
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         return []
@@ -162,7 +171,7 @@ def _computes(node: fx.Node) -> bool:
     """Whether a node touches memory: a view, an item of a tuple or a size does not."""
     if node.target is operator.getitem or isinstance(node.meta.get("val"), torch.SymInt | int):
         return False
-    return node.target is COPY or viewed(node) is None
+    return node.target is COPY or is_wait(node) or viewed(node) is None
 
 
 def _base(node: fx.Node) -> fx.Node:

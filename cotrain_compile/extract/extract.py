@@ -17,6 +17,7 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from cotrain_compile.capture.nodes.storages import storage_key
+from cotrain_compile.collectives import group_name_of, is_collective, is_wait
 from cotrain_compile.dataflow import (
     Buffer,
     Checkpoints,
@@ -110,9 +111,11 @@ class _Namer:
 
     def read_call(self, node: fx.Node) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """The buffers that an op reads and writes."""
-        generators = [self._name_generator(device) for device in generators_of(node)]
-        reads = tuple(dict.fromkeys([*self._buffers_in(node), *generators]))
-        written = [*self._written_arguments(node), *generators]
+        ordered = [self._name_order("generator", d, Role.RNG) for d in generators_of(node)]
+        if is_collective(node):
+            ordered.append(self._name_order("group", group_name_of(node), Role.GROUP))
+        reads = tuple(dict.fromkeys([*self._buffers_in(node), *ordered]))
+        written = [*self._written_arguments(node), *ordered]
         for suffix, value in _tensors(node.meta.get("val")):
             known = self._by_storage.get(value.untyped_storage()._cdata)
             name = known or self._name_storage(value, node.name + suffix, Role.TEMPORARY)
@@ -124,13 +127,16 @@ class _Namer:
                 self.buffer_of[node.name] = name
         return reads, tuple(dict.fromkeys(written))
 
-    def _name_generator(self, device: str) -> str:
-        """The state of a random generator: none of the step's bytes, and the user's afterwards."""
-        key = "generator", device
+    def _name_order(self, kind: str, which: str, role: Role) -> str:
+        """What keeps ops in order, as a buffer that each of them reads and writes.
+
+        It has none of the step's bytes, and is the user's afterwards.
+        """
+        key = kind, which
         if key not in self._by_storage:
-            name = self._new_name(f"generator.{device}")
+            name = self._new_name(f"{kind}.{which}")
             self._by_storage[key] = name
-            self.buffers[name] = Buffer(name, 0, Role.RNG, is_input=True, is_output=True)
+            self.buffers[name] = Buffer(name, 0, role, is_input=True, is_output=True)
         return self._by_storage[key]
 
     def _name_input(self, node: fx.Node, value: torch.Tensor, name: str, role: Role) -> None:
@@ -164,6 +170,8 @@ class _Namer:
                     yield name
 
     def _written_arguments(self, node: fx.Node) -> list[str]:
+        if is_wait(node):  # until then a collective is still writing its result
+            return [self.buffer_of[n.name] for n in node.all_input_nodes]
         schema = getattr(node.target, "_schema", None)
         if schema is None or not schema.is_mutable:
             return []
@@ -204,8 +212,8 @@ class _Reader(_Namer):
 
     def read_call(self, node: fx.Node) -> tuple[tuple[str, ...], tuple[str, ...]]:
         reads, writes = super().read_call(node)
-        # A view, which writes nothing, costs nothing.
-        cost = cost_of(node) if writes else OpCost(0, 0)
+        # A view, which writes nothing, costs nothing; a wait is part of its collective.
+        cost = cost_of(node) if writes and not is_wait(node) else OpCost(0, 0)
         writes = (*writes, *self._scratch(node))
         self.ops.append(
             Op(

@@ -5,7 +5,8 @@ share (a clipping coefficient) stays outside and is an input of each group; what
 hyper-parameters alone costs nothing to repeat, so there the group's input is the hyper-parameter.
 
 A random op belongs to no update: it stays in the order of the step, with what it reads, and so does
-the op that adds its numbers to a gradient. The update begins behind it.
+the op that adds its numbers to a gradient. The update begins behind it. So does a collective, which
+every rank issues in the order of the step.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from cotrain_compile.collectives import is_collective, is_wait
 from cotrain_compile.dataflow import Phase, Role, UpdateGroup
 from cotrain_compile.graph import StepGraph, writes
 from cotrain_compile.optimizer_loops import has_loop
@@ -65,7 +67,7 @@ class _Draws:
     """What random ops leave to the device, of the nodes that are not forward or backward.
 
     `noise` are random ops, and what follows from them and hyper-parameters alone; `staying` are
-    these, and the ops in which they meet a gradient.
+    these, the ops in which they meet a gradient, and collectives.
     """
 
     noise: frozenset[fx.Node]
@@ -84,6 +86,8 @@ def _draws(step: StepGraph) -> _Draws:
         known = all(source in noise or _is_hyperparameter(step, source) for source in sources)
         if is_random(node) or (drawn and known):
             noise.add(node)
+        if is_collective(node) or is_wait(node):
+            staying.add(node)
         if node in noise or (drawn and node not in of_states):
             staying.add(node)
     return _Draws(frozenset(noise), frozenset(staying))

@@ -8,6 +8,7 @@ in torch 2.11.0, 2.13.0 and 2.15.0:
   dtype for the former and, of a group norm, the weight's for the latter.
 - `aten.copy` into a view makes all of the storage that is viewed again. A fake tensor out of the
   cache of its mode, which does not look at storages, has the part that is shown.
+- The wait for a collective returns the memory that the collective has made. Its fake tensor is new.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from cotrain_compile.capture.nodes.refake import traced_again
 from cotrain_compile.capture.nodes.storages import is_view
+from cotrain_compile.collectives import is_wait
 
 aten = torch.ops.aten
 
@@ -52,7 +54,7 @@ def use_kernel_values(graph: fx.Graph) -> None:
 
 def _as_kernels_do(node: fx.Node, value: Any) -> Any:
     """`value`, what fake tensors say of `node`, as its kernel makes it."""
-    if _copies_into_view(node):
+    if _copies_into_view(node) or is_wait(node):
         return traced_again(node)
     if node.target in _NORMS:
         weight = _argument(node, _NORMS[node.target])

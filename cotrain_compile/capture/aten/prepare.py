@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from cotrain_compile.capture.aten.like_ops import take_shapes_alone
+from cotrain_compile.capture.aten.means_over_ranks import take_means_once, takes_mean
 from cotrain_compile.capture.nodes.phases import PHASE_ANNOTATION, phases
 from cotrain_compile.capture.nodes.skipped_values import keep_values_early
 from cotrain_compile.capture.nodes.storages import read_instead, storage_key
@@ -80,14 +81,15 @@ def write_updates_early(graph: fx.Graph) -> None:
 
 
 def reduce_gradients_early(graph: fx.Graph) -> None:
-    """Add up and take norms of gradients as soon as they are complete.
+    """Add up, take means over ranks, and take norms of gradients as soon as they are complete.
 
     The trace adds the gradients of a micro-batch to those before it after the whole backward, and
-    global-norm clipping takes every norm after that; moved up, each gradient is free to go at once.
+    takes means over ranks and the norms of global-norm clipping after that; moved up, each gradient
+    is free to go at once.
     """
     order = {node: index for index, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
-        if _accumulates(node) or _is_norm_of_computed(node):
+        if _accumulates(node) or takes_mean(node) or _is_norm_of_computed(node):
             latest = max(node.all_input_nodes, key=order.__getitem__)
             latest.append(node)
 
@@ -119,6 +121,7 @@ PREPARATIONS: tuple[Callable[[fx.Graph], None], ...] = (
     take_shapes_alone,
     drop_redundant_copies,
     keep_values_early,
+    take_means_once,
     write_updates_early,
     reduce_gradients_early,
     give_updates_their_own_casts,

@@ -37,6 +37,7 @@ from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch._inductor import config as inductor_config
 
 from cotrain_compile.capture.dynamo.causal_masks import known_in_trace, not_exporting
+from cotrain_compile.capture.dynamo.data_parallel import forward_traced, means_traced
 from cotrain_compile.capture.dynamo.gradient_hooks import backward_traced
 from cotrain_compile.capture.dynamo.leaves import leaves_traced
 from cotrain_compile.capture.dynamo.optimizers import build_optimizer_variable, update_itself
@@ -82,6 +83,7 @@ def whole_step_tracing(session: Session) -> Iterator[None]:
         stack.enter_context(not_exporting())
         stack.enter_context(rewritten_traced())
         stack.enter_context(backward_traced(session))
+        stack.enter_context(means_traced(session))
         stack.enter_context(settings_traced(session.function))
         stack.enter_context(leaves_traced(session.leaves_made, session.copied_data))
         yield
@@ -232,4 +234,5 @@ def _inline_for_us(
     if rest and (known := known_in_trace(parent, func, args, rest[0])) is not None:
         return known
     func = rewritten(update_itself(traced_instead(session, func, args)))
+    func, args = forward_traced(session, parent, func, args)
     return _inline_call(parent, func, args, *rest, **options)

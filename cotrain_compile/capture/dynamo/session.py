@@ -15,6 +15,7 @@ from torch.amp.grad_scaler import GradScaler
 from cotrain_compile.capture.dynamo.data_writes import CopiedData
 from cotrain_compile.capture.state.optimizer_state import OptimizerRecord
 from cotrain_compile.capture.state.scaler_state import ScalerRecord
+from cotrain_compile.distribute.ddp import SeenDdp
 from cotrain_compile.errors import CaptureError
 from cotrain_compile.options import Options
 
@@ -43,6 +44,9 @@ class Session:
     copied_data: list[CopiedData] = field(default_factory=list)
     # Whether the next torch.autograd.grad() in the trace is that of a backward().
     differentiates_backward: bool = False
+    # Each DistributedDataParallel that the trace of a graph of Dynamo's has called, by its id.
+    ddp_seen: dict[int, SeenDdp] = field(default_factory=dict)
+    ddp_seen_in: object = None
     # What has made most of the step's earlier graphs useless, if it is one value.
     changing: str | None = None
     refusal: CaptureError | None = None

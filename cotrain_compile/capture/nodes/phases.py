@@ -10,7 +10,8 @@ from cotrain_compile.dataflow import Phase
 from cotrain_compile.graph import writes
 
 # Key of the node annotation (carried by torch from Dynamo's graph to ATen's) that says which part
-# of the step made a node: "backward" (accumulation of gradients) or "optimizer".
+# of the step made a node: "backward" (accumulation of gradients), "mean" (of gradients over ranks)
+# or "optimizer".
 PHASE_ANNOTATION = "cotrain_phase"
 
 
@@ -41,7 +42,7 @@ def _marked(node: fx.Node) -> Phase | None:
     annotation = (node.meta.get("custom") or {}).get(PHASE_ANNOTATION)
     if annotation == "optimizer":
         return Phase.OPTIMIZER
-    if annotation == "backward" or node.meta.get("autograd_backward"):
+    if annotation in ("backward", "mean") or node.meta.get("autograd_backward"):
         return Phase.BACKWARD
     return None
 

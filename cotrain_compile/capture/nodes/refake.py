@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, disable_fake_tensor_cache
 from torch.utils._pytree import tree_leaves, tree_map
+
+from cotrain_compile.collectives import is_wait
 
 
 def traced_again(node: fx.Node) -> Any:
@@ -21,9 +24,11 @@ def traced_again(node: fx.Node) -> Any:
     args, kwargs = tree_map(
         lambda arg: arg.meta["val"] if isinstance(arg, fx.Node) else arg, (node.args, node.kwargs)
     )
+    # What its fake kernel makes is new; the real one returns its argument.
+    target: Any = torch.ops.aten.alias.default if is_wait(node) else node.target
     known = tree_leaves((args, kwargs, node.meta.get("val")))
     fake = next((leaf for leaf in known if isinstance(leaf, FakeTensor)), None)
     if fake is None:
-        return node.target(*args, **kwargs)  # type: ignore[operator]
+        return target(*args, **kwargs)
     with fake.fake_mode, disable_fake_tensor_cache(fake.fake_mode):
-        return node.target(*args, **kwargs)  # type: ignore[operator]
+        return target(*args, **kwargs)

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from cotrain_compile.capture.nodes.copies import Copier
 from cotrain_compile.capture.nodes.phases import phases
+from cotrain_compile.collectives import is_collective, is_wait
 from cotrain_compile.dataflow import Checkpoints, Phase
 from cotrain_compile.random_ops import is_random
 
@@ -79,9 +80,11 @@ def _needed_again(backward: Iterable[fx.Node], free: Collection[fx.Node]) -> set
 
 
 def is_drawn(node: fx.Node) -> bool:
-    """Whether `node` is what a random op makes, or an item of it."""
+    """Whether `node` is what a random op or a collective makes, or an item of it."""
     source = node.args[0] if node.target is operator.getitem else node
-    return isinstance(source, fx.Node) and is_random(source)
+    if not isinstance(source, fx.Node):
+        return False
+    return is_random(source) or is_collective(source) or is_wait(source)
 
 
 def _is_checkpointed(node: fx.Node, forward: Collection[fx.Node]) -> bool:

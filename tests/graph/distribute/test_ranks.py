@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,17 +9,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import cotrain_compile
-
-
-@pytest.fixture
-def two_ranks() -> Iterator[None]:
-    """A process group of two ranks, of which the other is not there and exchanges nothing."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    yield
-    dist.destroy_process_group()
+from tests.support.fake_ranks import ranks
 
 
 def _step(model: nn.Module, between: Any = None) -> Any:
@@ -44,13 +35,14 @@ def _all_reduce(model: nn.Module) -> None:
         dist.all_reduce(param.grad)
 
 
-def test_ranks_that_train_apart_are_told_of(two_ranks: None) -> None:
-    with pytest.warns(UserWarning, match="2 ranks .* each trains a model of its own"):
+def test_ranks_that_train_apart_are_told_of() -> None:
+    with ranks(2), pytest.warns(UserWarning, match="2 ranks .* each trains a model of its own"):
         _step(nn.Linear(4, 4))(torch.ones(2, 4))
 
 
-def test_a_step_that_reduces_its_gradients_itself_is_not_warned_of(two_ranks: None) -> None:
+def test_a_step_that_reduces_its_gradients_itself_is_not_warned_of() -> None:
     step = _step(nn.Linear(4, 4), _all_reduce)
-    step(torch.ones(2, 4))
+    with ranks(2):
+        step(torch.ones(2, 4))
     targets = [str(node.target) for node in cotrain_compile.inspect(step).graph.nodes]
     assert targets.count("_c10d_functional.all_reduce.default") == 2

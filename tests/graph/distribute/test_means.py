@@ -1,0 +1,168 @@
+"""Which gradients a compiled step with `DistributedDataParallel` reduces, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import cotrain_compile
+from cotrain_compile.collectives import is_collective, is_wait
+from cotrain_compile.dataflow import Role
+from cotrain_compile.errors import CaptureError
+from cotrain_compile.extract.extract import extract
+from tests.support.fake_ranks import ranks
+
+X = torch.ones(4, 4)
+Ways = Callable[[Any, torch.optim.Optimizer], Callable[[torch.Tensor], Any]]
+
+
+def plain(ddp: Any, optimizer: torch.optim.Optimizer) -> Callable[[torch.Tensor], Any]:
+    def step(x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        F.mse_loss(ddp(x), x).backward()
+        nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
+        optimizer.step()
+
+    return step
+
+
+def two_batches(ddp: Any, optimizer: torch.optim.Optimizer) -> Callable[[torch.Tensor], Any]:
+    def step(x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        for _ in range(2):
+            F.mse_loss(ddp(x), x).backward()
+        optimizer.step()
+
+    return step
+
+
+def clipped_between(ddp: Any, optimizer: torch.optim.Optimizer) -> Callable[[torch.Tensor], Any]:
+    def step(x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        for _ in range(2):
+            F.mse_loss(ddp(x), x).backward()
+            nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
+        optimizer.step()
+
+    return step
+
+
+def quiet(ddp: Any, optimizer: torch.optim.Optimizer) -> Callable[[torch.Tensor], Any]:
+    def step(x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        with ddp.no_sync():
+            F.mse_loss(ddp(x), x).backward()
+        F.mse_loss(ddp(x), x).backward()
+        optimizer.step()
+
+    return step
+
+
+def compiled(ways: Ways, model: nn.Module, *, options: Any = None, **of_ddp: Any) -> Any:
+    ddp = DistributedDataParallel(model, **of_ddp)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    step: Any = torch.compile(
+        ways(ddp, optimizer), backend="cotrain", options={"quiet": True, **(options or {})}
+    )
+    return ddp, step
+
+
+def collectives(step: Any) -> list[fx.Node]:
+    return [node for node in cotrain_compile.inspect(step).graph.nodes if is_collective(node)]
+
+
+@pytest.mark.parametrize(
+    ("ways", "times"), [(two_batches, 1), (quiet, 1), (clipped_between, 2)], ids=lambda v: str(v)
+)
+def test_gradients_are_reduced_once_unless_they_are_used_between(ways: Ways, times: int) -> None:
+    with ranks(4):
+        _, step = compiled(ways, nn.Linear(4, 4))
+        step(X)
+        found = collectives(step)
+    assert [node.target._opname for node in found] == ["all_reduce"] * 2 * times
+
+
+def test_clipping_sees_the_mean_and_buffers_are_those_of_the_first_rank() -> None:
+    with ranks(4):
+        _, step = compiled(plain, nn.Sequential(nn.Linear(4, 4, bias=False), nn.BatchNorm1d(4)))
+        step(X)
+        graph = cotrain_compile.inspect(step).graph
+    norms = [n for n in graph.nodes if n.target is torch.ops.aten.linalg_vector_norm.default]
+    of_gradients = [node for node in norms if is_wait(node.args[0])]
+    assert len(of_gradients) == 3
+    parts = [node.args[0] for node in collectives(step) if "reduce" in str(node.target)]
+    assert {part.args[1] for part in parts} == {1 / 4}
+    assert sum("broadcast" in str(node.target) for node in collectives(step)) == 3
+
+    # A wait is in the memory of its collective, and no update takes either along.
+    dataflow = extract(graph)
+    waits = [op for op in dataflow.ops if "wait_tensor" in op.target]
+    assert all(op.writes == op.reads and len(op.writes) == 1 for op in waits)
+    updates = {name for group in dataflow.updates for name in group.ops}
+    assert len(dataflow.updates) == 3
+    assert updates.isdisjoint(op.name for op in dataflow.ops if "c10d" in op.target)
+    (order,) = [buffer for buffer in dataflow.buffers if buffer.role is Role.GROUP]
+    assert sum(order.name in op.writes for op in dataflow.ops) == len(collectives(step))
+
+
+def test_micro_batches_of_several_calls_are_reduced_in_the_last() -> None:
+    def micro_batch(ddp: Any, optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+        def step(x: torch.Tensor) -> None:
+            F.mse_loss(ddp(x), x).backward()
+
+        return step
+
+    with ranks(2):
+        ddp, step = compiled(micro_batch, nn.Linear(4, 4), options={"keep_grads": True})
+        with ddp.no_sync(), pytest.warns(UserWarning, match="exchanges nothing"):
+            step(X)
+        assert collectives(step) == []
+        step(X)
+        assert len(collectives(step)) == 2
+
+
+def test_one_rank_alone_exchanges_nothing() -> None:
+    with ranks(1):
+        _, step = compiled(plain, nn.BatchNorm1d(4))
+        step(X)
+        assert collectives(step) == []
+
+
+def hooked(ddp: DistributedDataParallel) -> None:
+    ddp.register_comm_hook(None, allreduce_hook)  # type: ignore[no-untyped-call]
+
+
+def joined(ddp: DistributedDataParallel) -> None:
+    """As it is within the context that `join()` returns."""
+    ddp._join_config = ddp._join_config._replace(enable=True)
+
+
+def with_sync_batch_norm(ddp: DistributedDataParallel) -> None:
+    ddp.module = nn.SyncBatchNorm(4)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (hooked, "a communication hook is registered"),
+        (joined, r"within DistributedDataParallel\.join\(\)"),
+        (with_sync_batch_norm, "has a SyncBatchNorm"),
+    ],
+)
+def test_what_a_captured_step_cannot_do_is_refused(
+    changed: Callable[[Any], None], message: str
+) -> None:
+    with ranks(2):
+        ddp, step = compiled(plain, nn.Linear(4, 4))
+        changed(ddp)
+        before = ddp.module.weight.detach().clone()
+        with pytest.raises(CaptureError, match=message):
+            step(X)
+    assert torch.equal(ddp.module.weight, before)
