@@ -63,10 +63,21 @@ def shard(model: Model, mesh: DeviceMesh | None = None) -> Model:
     return model
 
 
-def gathered(param: DTensor) -> torch.Tensor:
-    """The whole of `param`, whose gradient is the mean of what all ranks give it, in parts."""
+def gathered(
+    param: DTensor,
+    param_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """The whole of `param`, whose gradient is the mean of what all ranks give it, in parts.
+
+    It is gathered in `param_dtype`, and its gradient reduced in `reduce_dtype`; None for its own.
+    """
     dimensions = param.device_mesh.ndim
-    whole = param.redistribute(placements=[Replicate()] * dimensions)
+    whole = param.redistribute(
+        placements=[Replicate()] * dimensions,
+        forward_dtype=param_dtype,
+        backward_dtype=reduce_dtype,
+    )
     return whole.to_local(grad_placements=[Partial("avg")] * dimensions)
 
 
@@ -178,10 +189,12 @@ def _counted(forward: Callable[..., Any], uses: _Uses) -> Callable[..., Any]:
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        outer, uses.running = uses.running, True
+        if uses.running:  # Dynamo allows no write within a checkpoint
+            return forward(*args, **kwargs)
+        uses.running = True
         try:
             return forward(*args, **kwargs)
         finally:
-            uses.running = outer
+            uses.running = False
 
     return run

@@ -11,16 +11,19 @@ from cotrain_compile.errors import DistributeError
 _FIRST_WITH_DTENSORS = "2.13"
 
 
-def traces_dtensors() -> bool:
-    """Whether this torch can trace a whole step whose parameters are DTensors."""
-    return bool(TorchVersion(torch.__version__) >= _FIRST_WITH_DTENSORS)
+def why_no_dtensor_steps() -> str | None:
+    """Why this torch cannot trace a step with sharded parameters; None where it can."""
+    if TorchVersion(torch.__version__) >= _FIRST_WITH_DTENSORS:
+        return None
+    return (
+        f"sharded parameters need torch {_FIRST_WITH_DTENSORS} or newer, and this is "
+        f"{torch.__version__}: its Dynamo cannot trace the gradients of a DTensor; install a newer "
+        "torch, or train with DistributedDataParallel"
+    )
 
 
 def require_dtensor_steps() -> None:
     """Raise `DistributeError` where this torch cannot trace a step with sharded parameters."""
-    if not traces_dtensors():
-        raise DistributeError(
-            f"sharded parameters need torch {_FIRST_WITH_DTENSORS} or newer, and this is "
-            f"{torch.__version__}: its Dynamo cannot trace the gradients of a DTensor; install a "
-            "newer torch, or train with DistributedDataParallel"
-        )
+    why = why_no_dtensor_steps()
+    if why is not None:
+        raise DistributeError(why)

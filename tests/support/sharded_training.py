@@ -13,8 +13,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 import cotrain_compile
 from cotrain_compile.machine import Tier
@@ -46,9 +48,12 @@ class Net(nn.Module):
         self.frozen = nn.Linear(SIZE, SIZE, bias=False).requires_grad_(False)
         self.head = nn.Linear(SIZE, SIZE, bias=False)
         self.head.weight = self.first.weight
+        self.checkpointed = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.head(self.frozen(self.block(self.first(x))))
+        x = self.first(x)
+        x = checkpoint(self.block, x, use_reentrant=False) if self.checkpointed else self.block(x)
+        out: torch.Tensor = self.head(self.frozen(x))
         return out
 
 
@@ -63,8 +68,8 @@ OPTIMIZERS: Mapping[str, Callable[[Any], torch.optim.Optimizer]] = {
 class Training:
     """How the model is trained.
 
-    `model` is "shard" or "fully_shard"; `way` "plain", "clipped", "accumulated" or "autocast".
-    Without `options` the step runs in eager.
+    `model` is one of `MODELS`, `optimizer` of `OPTIMIZERS`, `way` "plain", "clipped",
+    "accumulated", "autocast" or "checkpointed". Without `options` the step runs in eager.
     """
 
     model: str = "shard"
@@ -84,10 +89,20 @@ class Trained:
     plan: Mapping[str, int] = field(default_factory=dict)
 
 
+def furthest(found: Trained, expected: Trained) -> float:
+    """The largest difference of a parameter."""
+    assert found.params.keys() == expected.params.keys()
+    return max(
+        (found.params[name] - value).abs().max().item() for name, value in expected.params.items()
+    )
+
+
 def train(rank: int, training: Training) -> Trained:
     """Train on this rank, on batches of its own."""
     torch.manual_seed(0)
-    model = _MODELS[training.model](Net())
+    net = Net()
+    net.checkpointed = training.way == "checkpointed"
+    model = MODELS[training.model](net)
     optimizer = OPTIMIZERS[training.optimizer]([p for p in model.parameters() if p.requires_grad])
     step: Any = step_of(model, optimizer, training.way)
     if training.options is not None:
@@ -149,13 +164,27 @@ def _with_plan(trained: Trained, step: Any) -> Trained:
     )
 
 
-def _fully_sharded(model: Net) -> nn.Module:
+def fully_sharded(model: Net) -> nn.Module:
     fully_shard(model.block)
     fully_shard(model)
     return model
 
 
-_MODELS: Mapping[str, Callable[[Net], nn.Module]] = {
+def _in_low_precision(model: Net) -> nn.Module:
+    low, full = torch.bfloat16, torch.float32
+    fully_shard(model.block, mp_policy=MixedPrecisionPolicy(low, reduce_dtype=full))
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(low, reduce_dtype=full, output_dtype=full))
+    return model
+
+
+def _two_replicas() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards"))
+
+
+MODELS: Mapping[str, Callable[[Net], nn.Module]] = {
     "shard": cotrain_compile.shard,
-    "fully_shard": _fully_sharded,
+    "fully_shard": fully_sharded,
+    "fully_shard in low precision": _in_low_precision,
+    "replicas of shard": lambda model: cotrain_compile.shard(model, _two_replicas()),
+    "replicas of fully_shard": lambda model: fully_shard(model, mesh=_two_replicas()),
 }

@@ -46,6 +46,7 @@ from cotrain_compile.capture.dynamo.rewritten import rewritten, rewritten_traced
 from cotrain_compile.capture.dynamo.scaling import scalers_traced, traced_instead
 from cotrain_compile.capture.dynamo.session import Session
 from cotrain_compile.capture.dynamo.settings import settings_traced, whole_numbers_traced
+from cotrain_compile.capture.dynamo.sharded_modules import fsdp_traced, gathering_traced
 
 # The second is not in every torch: tried with 2.13.0.
 _CHECKS_OF_OUTPUTS = {
@@ -84,6 +85,7 @@ def whole_step_tracing(session: Session) -> Iterator[None]:
         stack.enter_context(rewritten_traced())
         stack.enter_context(backward_traced(session))
         stack.enter_context(means_traced(session))
+        stack.enter_context(gathering_traced(session))
         stack.enter_context(settings_traced(session.function))
         stack.enter_context(leaves_traced(session.leaves_made, session.copied_data))
         yield
@@ -235,4 +237,5 @@ def _inline_for_us(
         return known
     func = rewritten(update_itself(traced_instead(session, func, args)))
     func, args = forward_traced(session, parent, func, args)
+    func, args = fsdp_traced(session, parent, func, args)
     return _inline_call(parent, func, args, *rest, **options)

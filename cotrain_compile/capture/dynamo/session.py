@@ -16,6 +16,7 @@ from cotrain_compile.capture.dynamo.data_writes import CopiedData
 from cotrain_compile.capture.state.optimizer_state import OptimizerRecord
 from cotrain_compile.capture.state.scaler_state import ScalerRecord
 from cotrain_compile.distribute.ddp import SeenDdp
+from cotrain_compile.distribute.fsdp import ShardedTrace
 from cotrain_compile.errors import CaptureError
 from cotrain_compile.options import Options
 
@@ -47,6 +48,8 @@ class Session:
     # Each DistributedDataParallel that the trace of a graph of Dynamo's has called, by its id.
     ddp_seen: dict[int, SeenDdp] = field(default_factory=dict)
     ddp_seen_in: object = None
+    # What the trace knows of modules that FSDP shards.
+    sharded: ShardedTrace = field(default_factory=ShardedTrace)
     # What has made most of the step's earlier graphs useless, if it is one value.
     changing: str | None = None
     refusal: CaptureError | None = None

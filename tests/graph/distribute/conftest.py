@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.support.ranks import Ranks, ranks
 
@@ -19,3 +21,11 @@ def two_ranks() -> Iterator[Ranks]:
 def three_ranks() -> Iterator[Ranks]:
     with ranks(3) as started:
         yield started
+
+
+@pytest.fixture
+def rank_of_two() -> Iterator[None]:
+    """A process group of two ranks, of which the other is not there and exchanges nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()

@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from cotrain_compile import shard
 from cotrain_compile.errors import DistributeError
 from tests.support.ranks import Ranks
-from tests.support.sharded_training import Trained, Training, train
+from tests.support.sharded_training import Training, furthest, train
 
 # Of values about 1, in a few steps.
 ROUNDING = 2e-6
-
-
-def _furthest(found: Trained, expected: Trained) -> float:
-    assert found.params.keys() == expected.params.keys()
-    return max(
-        (found.params[name] - value).abs().max().item() for name, value in expected.params.items()
-    )
 
 
 def test_ranks_train_as_in_eager_fsdp2(two_ranks: Ranks) -> None:
@@ -33,7 +22,7 @@ def test_ranks_train_as_in_eager_fsdp2(two_ranks: Ranks) -> None:
     ours = two_ranks.run(train, Training("shard", "clipped", options={}))
     for found, expected in zip(ours, eager, strict=True):
         assert found.losses == pytest.approx(expected.losses, abs=ROUNDING)
-        assert _furthest(found, expected) < ROUNDING
+        assert furthest(found, expected) < ROUNDING
 
 
 def test_a_sharded_model_trains_in_eager_as_well(two_ranks: Ranks) -> None:
@@ -41,7 +30,7 @@ def test_a_sharded_model_trains_in_eager_as_well(two_ranks: Ranks) -> None:
     sharded = two_ranks.run(train, Training("shard", "accumulated", "adamw"))
     captured = two_ranks.run(train, Training("shard", "accumulated", "adamw", {}))
     for found in (*sharded, *captured):
-        assert _furthest(found, eager[0]) < ROUNDING
+        assert furthest(found, eager[0]) < ROUNDING
 
 
 def test_shards_are_moved_and_updated_on_the_host_bitwise_equal(two_ranks: Ranks) -> None:
@@ -68,14 +57,6 @@ def _outputs_of_lstm(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 def test_a_layer_that_keeps_its_weights_twice_reads_the_gathered_ones(two_ranks: Ranks) -> None:
     for whole, sharded in two_ranks.run(_outputs_of_lstm):
         assert torch.equal(whole, sharded)
-
-
-@pytest.fixture
-def rank_of_two() -> Iterator[None]:
-    """A process group of two ranks, of which the other is not there and exchanges nothing."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    yield
-    dist.destroy_process_group()
 
 
 def test_each_rank_rests_an_equal_part(rank_of_two: None) -> None:
