@@ -1,7 +1,7 @@
 """Bucketed step: the base program, with everything at home on the device, cut in buckets.
 
 In: a Problem and about how many buckets. Out: `BucketedStep`, which says for every slot in which
-bucket it is. Bucket 0 is a head without ops, the last one a tail.
+bucket it is. Bucket 0 is a head without ops, the last one the epilogue.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class BucketedStep:
         return [*self.starts[1:], self.program.end]
 
     @property
-    def tail(self) -> int:
+    def epilogue(self) -> int:
         """Index of the last bucket."""
         return len(self.starts) + 1
 
@@ -74,8 +74,8 @@ class BucketedStep:
         ]
 
     def bucket(self, slot: int) -> int:
-        """The bucket of a slot: the head before the first op, the tail after the last."""
-        return self.tail if slot >= self.program.end else bisect_right(self.starts, slot)
+        """The bucket of a slot: the head before the first op, the epilogue after the last."""
+        return self.epilogue if slot >= self.program.end else bisect_right(self.starts, slot)
 
     def apart(self, leaves: int, returns: int) -> bool:
         """Whether memory is checked between two buckets while what leaves the one is away."""

@@ -63,7 +63,7 @@ class Decisions:
 
 @dataclass(frozen=True)
 class DecisionSpace:
-    """All that can be decided. Bucket 0 is a head without ops, the last one the tail.
+    """All that can be decided. Bucket 0 is a head without ops, the last one the epilogue.
 
     `seconds` has the device time of each bucket without updates; `checkpoints` the pairs of
     (bucket, bytes alive whatever is decided) at which memory is checked: all activations stay,
@@ -77,7 +77,7 @@ class DecisionSpace:
     activations: tuple[Decision[ActivationCluster, Stays], ...]
 
     @property
-    def tail(self) -> int:
+    def epilogue(self) -> int:
         """Index of the last bucket."""
         return len(self.seconds) - 1
 

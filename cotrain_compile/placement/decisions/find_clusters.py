@@ -161,7 +161,7 @@ def _updated(step: BucketedStep) -> Iterable[_Param]:
         earliest, limit = update[group.param].earliest, update[group.param].limit
         fetched = step.thin.get(group.param, group.param)
         gradient = touches.get(group.gradient) or [0]
-        # What the device has nothing left to do after is in the tail.
+        # What the device has nothing left to do after is in the epilogue.
         at_the_end = elapsed_s[-1] - elapsed_s[earliest + 1] <= 0.0
         yield _Param(
             group.param,
@@ -172,7 +172,7 @@ def _updated(step: BucketedStep) -> Iterable[_Param]:
             temporary=step.is_made_and_used_up(group.gradient),
             made=step.bucket(gradient[0]),
             used=step.bucket(gradient[-1]),
-            release=step.tail if at_the_end else step.bucket(earliest),
+            release=step.epilogue if at_the_end else step.bucket(earliest),
             read_late=limit < step.program.end,
             kept=_kept(step, group.param),
         )
@@ -196,7 +196,7 @@ def _kept(step: BucketedStep, param: str) -> KeptGradients:
         nbytes,
         fetched=tuple(step.bucket(slot) for slot in uses),
         written=step.bucket(written) if written >= 0 else None,
-        for_update=None if touched else step.tail,
+        for_update=None if touched else step.epilogue,
     )
 
 

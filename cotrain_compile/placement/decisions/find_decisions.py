@@ -70,7 +70,7 @@ def _checkpoints(
         peaks = {max(slots, key=kept.__getitem__), max(slots, key=bare.__getitem__)}
         for slot in sorted(peaks):
             yield number, kept[slot]
-    yield step.tail, kept[step.program.end]
+    yield step.epilogue, kept[step.program.end]
 
 
 def _undecided_bytes(step: BucketedStep, without: Iterable[str] = ()) -> list[int]:

@@ -77,7 +77,7 @@ def add_flows(model: Model) -> Flows:
     for flow, demands in asked.items():
         _add_demands(model, own[flow], demands, late.get(flow))
     for k in model.buckets:
-        sent = own[Flow.OFFLOAD].by(k if k == model.tail else k - model.lag)
+        sent = own[Flow.OFFLOAD].by(k if k == model.epilogue else k - model.lag)
         model.add(own[Flow.RELOAD].by(k) <= sent)
     if not model.relaxed:
         _add_host_pipeline(model, own)
@@ -117,7 +117,7 @@ def _add_host_pipeline(model: Model, own: Mapping[Flow, Total]) -> None:
     gradients, work, back = (
         totals[flow] for flow in (Flow.GRADIENT, Flow.HOST_UPDATE, Flow.NEW_WEIGHT)
     )
-    for k in range(model.tail):
+    for k in range(model.epilogue):
         if gradients:
             done = own[Flow.HOST_UPDATE].by(k)
             model.add(done <= (work / gradients) * own[Flow.GRADIENT].by(k - 1))
@@ -156,7 +156,7 @@ def _add_stream(
     terms = [(update.released, mib * z) for update, mib, z in amounts]
     updated.at_most(terms)
     for k in model.buckets:
-        lag = 0 if k == model.tail else model.lag
+        lag = 0 if k == model.epilogue else model.lag
         model.add(updated.by(k) <= up.by(k - lag))
         model.add(stored.by(k) <= down * updated.by(k - lag))
     total = pulp.lpSum(amount for _, amount in terms)

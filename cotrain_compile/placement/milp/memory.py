@@ -100,8 +100,8 @@ def _changes_of(hold: Hold, lag: int) -> Iterable[tuple[int, int]]:
 
 def _in_flight(model: Model, flows: Flows, held_flows: Iterable[Flow], k: int) -> Any:
     """What flows hold on the device in bucket `k`: arrived and not yet used or sent."""
-    arrived = k - 1 if model.relaxed and k < model.tail else k
-    gone = k if k == model.tail else k - 1
+    arrived = k - 1 if model.relaxed and k < model.epilogue else k
+    gone = k if k == model.epilogue else k - 1
     held = pulp.lpSum([])
     for flow in held_flows:
         held += flows.own[flow].by(arrived) if flow.lane is Lane.H2D else -flows.own[flow].by(gone)
@@ -122,7 +122,7 @@ def _workspaces(model: Model) -> dict[int, Any]:
     """Careful: room in which the largest update of a bucket runs."""
     by_bucket: dict[int, list[Any]] = {}
     streamed = model.variable("workspace")
-    first = model.tail
+    first = model.epilogue
     for option in model.options:
         effect, z = option.effect, option.z
         if (update := effect.resident_update) is not None and update.workspace_bytes:

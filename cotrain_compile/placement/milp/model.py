@@ -45,8 +45,8 @@ class Model:
     ) -> None:
         self.space, self.relaxed, self.whole, self.cyclic = space, relaxed, whole, cyclic
         self.lag = 0 if relaxed else 1
-        self.tail = space.tail
-        self.buckets = range(self.tail + 1)
+        self.epilogue = space.epilogue
+        self.buckets = range(self.epilogue + 1)
         self.machine = space.problem.machine
         self.down_rate = self.machine.links[Lane.D2H].bytes_per_s / MIB / 1e3
         self.up_rate = self.machine.links[Lane.H2D].bytes_per_s / MIB / 1e3
@@ -139,13 +139,13 @@ class Total:
         for k in model.buckets:
             if k in needed:
                 total = model.running(total + needed[k])
-                in_time = k if k == model.tail else max(0, k - model.lag)
+                in_time = k if k == model.epilogue else max(0, k - model.lag)
                 model.add(before + self.by(in_time) >= total)
 
     def at_most(self, terms: Iterable[tuple[int, Any]]) -> None:
         """Nothing passes before it exists: made by the bucket before, or (relaxed) in this."""
         model, total = self._model, 0.0
-        made = by_bucket((min(bucket + model.lag, model.tail), term) for bucket, term in terms)
+        made = by_bucket((min(bucket + model.lag, model.epilogue), term) for bucket, term in terms)
         for k in model.buckets:
             if k in made:
                 total = model.running(total + made[k])

@@ -86,12 +86,12 @@ def _add_links_and_host(model: Model, flows: Flows) -> None:
 
 
 def _add_end_of_step(model: Model, flows: Flows) -> None:
-    """The tail ends with a whole update on its way home, which no fluid shows.
+    """The epilogue ends with a whole update on its way home, which no fluid shows.
 
     Careful: of all that passes through link and device one after the other, the largest adds
     its own way home to the way in of the rest (a flow shop of two machines, Johnson 1954).
     """
-    k, tail = model.tail, model.length[model.tail]
+    k, length = model.epilogue, model.length[model.epilogue]
     up = pulp.lpSum(stream.up.within(k) for stream in flows.streams) * (1.0 / model.up_rate)
     home_rate = {Tier.DEVICE: model.down_rate, Tier.HOST: model.up_rate}
     for option in model.options:
@@ -102,7 +102,7 @@ def _add_end_of_step(model: Model, flows: Flows) -> None:
         home_ms = share * in_mib(update.home_bytes) / home_rate[update.tier]
         own_ms = share * 1e3 * update.seconds
         if update.tier is Tier.DEVICE:
-            model.add(tail >= (own_ms + home_ms) * z + (0.0 if model.relaxed else up))
+            model.add(length >= (own_ms + home_ms) * z + (0.0 if model.relaxed else up))
         elif not model.cyclic:
             before = own_ms * z if model.relaxed else flows.own[Flow.HOST_UPDATE].within(k)
-            model.add(tail >= home_ms * z + before)
+            model.add(length >= home_ms * z + before)

@@ -41,7 +41,7 @@ def least_memory(space: DecisionSpace) -> Decisions:
 
     def frugality(effect: Effect) -> tuple[bool, int, float]:
         on_device = effect.update is not None and effect.update.tier is Tier.DEVICE
-        return on_device, _held(effect, space.tail), -effect.link_bytes(Lane.H2D)
+        return on_device, _held(effect, space.epilogue), -effect.link_bytes(Lane.H2D)
 
     return _decisions(
         space,
@@ -61,10 +61,10 @@ def _decisions(space: DecisionSpace, chosen: Sequence[int]) -> Decisions:
     )
 
 
-def _held(effect: Effect, tail: int) -> int:
+def _held(effect: Effect, epilogue: int) -> int:
     """Bytes times buckets that an effect holds on the device."""
     return sum(
-        hold.nbytes * ((tail if hold.last is None else hold.last) - hold.first + 1)
+        hold.nbytes * ((epilogue if hold.last is None else hold.last) - hold.first + 1)
         for hold in effect.holds
     )
 
@@ -153,7 +153,7 @@ class _State:
     def _profile(self, effect: Effect) -> Profile:
         profile = np.zeros(len(self.buckets))
         for hold in effect.holds:
-            last = self.space.tail if hold.last is None else hold.last
+            last = self.space.epilogue if hold.last is None else hold.last
             profile += hold.nbytes * ((self.buckets >= hold.first) & (self.buckets <= last))
         return profile
 

@@ -43,6 +43,13 @@ def test_every_error_is_documented() -> None:
     assert [name for name in classes if f"`{name}`" not in page and f".{name}`" not in page] == []
 
 
+def test_each_term_of_the_glossary_has_one_meaning() -> None:
+    rows = re.findall(r"^\| (.+?) \|", read("docs/glossary.md"), flags=re.MULTILINE)
+    terms = [term for row in rows[1:] for term in row.split(", ")]
+    assert len(terms) > 50
+    assert sorted(terms) == sorted(set(terms))
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]*)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
