@@ -103,8 +103,8 @@ def fetched_buffers(dataflow: Dataflow, placement: Placement) -> dict[str, str]:
         for buffer in dataflow.buffers
         if buffer.role is Role.PARAM and placement.homes.get(buffer.name) is Tier.HOST
     ]
-    thin = thin_copies(dataflow) if on_host else {}
-    fetched = {param: thin.get(param, param) for param in on_host}
+    copies = low_precision_copies(dataflow) if on_host else {}
+    fetched = {param: copies.get(param, param) for param in on_host}
     return fetched | {name: name for name in gradients_at_home(dataflow, placement)}
 
 
@@ -117,7 +117,7 @@ def gradients_at_home(dataflow: Dataflow, placement: Placement) -> list[str]:
     ]
 
 
-def thin_copies(dataflow: Dataflow) -> dict[str, str]:
+def low_precision_copies(dataflow: Dataflow) -> dict[str, str]:
     """The low-precision copy of each parameter that the step uses in no other way, by parameter.
 
     Only such a parameter need not come to the device itself when the host makes the copy.

@@ -16,7 +16,7 @@ from cotrain_compile.dataflow import Buffer, Dataflow, Role
 from cotrain_compile.placement.decisions.buckets import cut_points, peak_points
 from cotrain_compile.placement.policies import resident
 from cotrain_compile.placement.problem import Problem
-from cotrain_compile.placement.residency import DeviceProgram, IntervalSum, thin_copies
+from cotrain_compile.placement.residency import DeviceProgram, IntervalSum, low_precision_copies
 from cotrain_compile.placement.schedule.find_moves import moves_of
 from cotrain_compile.placement.schedule.moves import Moves
 from cotrain_compile.plan import Placement
@@ -56,9 +56,9 @@ class BucketedStep:
         return len(self.starts) + 1
 
     @cached_property
-    def thin(self) -> dict[str, str]:
+    def low_precision_copies(self) -> dict[str, str]:
         """The low-precision copy of each parameter that is used in no other way."""
-        return thin_copies(self.dataflow)
+        return low_precision_copies(self.dataflow)
 
     @cached_property
     def frozen(self) -> list[Buffer]:

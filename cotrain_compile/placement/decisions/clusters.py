@@ -33,7 +33,8 @@ class ParamCluster:
     """Parameters that are decided on together; bytes and seconds are sums over them.
 
     `fetched_bytes` cross the link when the weight is fetched: the low-precision copies where the
-    step `thin`ly uses nothing else, none where it uses nothing at all, else the parameters.
+    step uses nothing else, none where it uses nothing at all, both `param_unused`, else the
+    parameters.
     `largest` is the share that the largest parameter has in the cluster, `least_largest` the least
     share that the largest of any part of the cluster has in that part. The values made inside the
     largest update take `made_bytes`, `workspace_bytes` beyond its gradient. `cast_s` is what the
@@ -54,7 +55,7 @@ class ParamCluster:
     kept_state_bytes: int
     gradient_bytes: int
     fetched_bytes: int
-    thin: bool
+    param_unused: bool
     largest: float
     least_largest: float
     workspace_bytes: int

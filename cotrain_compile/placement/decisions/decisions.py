@@ -22,7 +22,7 @@ from cotrain_compile.placement.decisions.strategies import (
 )
 from cotrain_compile.placement.policies import resident
 from cotrain_compile.placement.problem import Problem
-from cotrain_compile.placement.residency import thin_copies
+from cotrain_compile.placement.residency import low_precision_copies
 from cotrain_compile.plan import Placement
 
 C = TypeVar("C")
@@ -108,10 +108,10 @@ class DecisionSpace:
 
     def _placed(self, decisions: Decisions) -> Iterator[Placed]:
         dataflow = self.problem.dataflow
-        thin = thin_copies(dataflow)
+        copies = low_precision_copies(dataflow)
         for decision, strategy in zip(self.params, decisions.params, strict=True):
             for param in decision.cluster.params:
-                yield strategy.placed(dataflow, param, thin.get(param, param))
+                yield strategy.placed(dataflow, param, copies.get(param, param))
         for activations, chosen in zip(self.activations, decisions.activations, strict=True):
             yield chosen.placed(activations.cluster)
 

@@ -84,7 +84,7 @@ def _leaving(
 
     With the buckets that the gap lies between, and whether it spans any.
     """
-    copies = set(step.thin.values())
+    copies = set(step.low_precision_copies.values())
     updates = step.dataflow.updates
     taken = copies | {name for group in updates for name in (group.gradient, *group.scalars)}
     casts = {i for i, op in enumerate(step.program.ops) if not copies.isdisjoint(op.writes)}
@@ -129,8 +129,8 @@ class _Param:
     def alike(self) -> tuple[object, ...]:
         """Equal for parameters that may be in one cluster."""
         states = len(self.group.states) if self.group else -1
-        thin = self.fetched != self.name
-        read = (thin, self.read_late, *self.uses)
+        is_copy = self.fetched != self.name
+        read = (is_copy, self.read_late, *self.uses)
         kept = replace(self.kept, nbytes=0)
         return (*read, self.temporary, states, self.made, self.used, self.release, kept)
 
@@ -159,7 +159,7 @@ def _updated(step: BucketedStep) -> Iterable[_Param]:
     update = {update.group.param: update for update in step.moves.device_updates}
     for group in step.dataflow.updates:
         earliest, limit = update[group.param].earliest, update[group.param].limit
-        fetched = step.thin.get(group.param, group.param)
+        fetched = step.low_precision_copies.get(group.param, group.param)
         gradient = touches.get(group.gradient) or [0]
         # What the device has nothing left to do after is in the epilogue.
         at_the_end = elapsed_s[-1] - elapsed_s[earliest + 1] <= 0.0
@@ -234,7 +234,7 @@ def _cluster(
         kept_state_bytes=sum(s.nbytes for s in states) - large_bytes,
         gradient_bytes=sum(buffers[g.gradient].nbytes for g in groups) * first.temporary,
         fetched_bytes=sum(buffers[p.fetched].nbytes for p in params) * is_used,
-        thin=is_copy or not is_used,
+        param_unused=is_copy or not is_used,
         largest=sizes[-1] / max(1, sum(sizes)),
         least_largest=min(
             size / max(1, part) for size, part in zip(sizes, accumulate(sizes), strict=True)

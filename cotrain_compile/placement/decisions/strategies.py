@@ -133,9 +133,9 @@ class Strategy:
             kept = [Hold(c.kept.nbytes, c.kept.made)] if c.kept.nbytes else []
             return [Hold(c.param_bytes), *kept]
         # The weight fetched for the backward stays for the update, which rewrites it.
-        stays = self.mode is UpdateMode.STREAMED and not c.thin
+        stays = self.mode is UpdateMode.STREAMED and not c.param_unused
         # The copy that the device makes is in what the step holds by itself.
-        holds = [Hold(-c.fetched_bytes, c.first, c.last)] if c.thin else []
+        holds = [Hold(-c.fetched_bytes, c.first, c.last)] if c.param_unused else []
         first = Demand(Flow.FETCH, c.fetched_bytes, needed=c.first)
         if self.trips == 1:
             return [*holds, Hold(c.fetched_bytes, c.first, c.last, first, until_update=stays)]
@@ -184,7 +184,7 @@ class Strategy:
     def _host_demands(self, c: ParamCluster) -> list[Demand]:
         """Casts and updates on the host, and a weight that goes there and comes back."""
         demands = []
-        if self.trips and c.thin:
+        if self.trips and c.param_unused:
             demands.append(Demand(Flow.HOST_CAST, c.cast_s, needed=c.first))
         if self.on_host:
             demands.append(
@@ -197,7 +197,7 @@ class Strategy:
 
     def _device_work(self, c: ParamCluster) -> tuple[DeviceWork, ...]:
         """The device is spared the casts that the host makes."""
-        return (DeviceWork(-c.device_cast_s, c.first),) if self.trips and c.thin else ()
+        return (DeviceWork(-c.device_cast_s, c.first),) if self.trips and c.param_unused else ()
 
     def _rooms(self, c: ParamCluster) -> tuple[MemoryLedger, ...]:
         """Of what is in `.grad`: one on its way up, the one before on its way down."""
@@ -216,7 +216,7 @@ class Strategy:
             return None
         up = home = self._streamed_states(c)
         if self.mode is UpdateMode.STREAMED and self.trips:
-            up, home = up + c.param_bytes * c.thin, home + c.param_bytes
+            up, home = up + c.param_bytes * c.param_unused, home + c.param_bytes
         if self.mode is UpdateMode.HOST:
             home = c.param_bytes
         return Update(
@@ -236,7 +236,7 @@ class Strategy:
         """Homes and copies."""
         nbytes = c.gradient_bytes * (self.on_host or self.gradient_away)
         if self.trips:
-            nbytes += c.param_bytes + c.fetched_bytes * c.thin + c.kept.nbytes
+            nbytes += c.param_bytes + c.fetched_bytes * c.param_unused + c.kept.nbytes
         if self.mode is UpdateMode.HOST:
             nbytes += c.param_bytes
         return nbytes + (c.state_bytes if self.on_host else self._streamed_states(c))

@@ -16,7 +16,7 @@ from cotrain_compile.errors import PlacementError, PlanError
 from cotrain_compile.placement.decisions.find_decisions import decision_space
 from cotrain_compile.placement.decisions.strategies import Strategy, strategy_of
 from cotrain_compile.placement.problem import Problem
-from cotrain_compile.placement.residency import device_bytes, device_program, thin_copies
+from cotrain_compile.placement.residency import device_bytes, device_program, low_precision_copies
 from cotrain_compile.placement.schedule.schedule import Draft, draft
 from cotrain_compile.placement.search.solve import TACTICS
 from cotrain_compile.placement.simulate.predict import step_s
@@ -91,10 +91,10 @@ def strategy_in(problem: Problem, placement: Placement, param: str) -> Strategy:
 
 def every_strategy(problem: Problem, placement: Placement) -> Mapping[str, Strategy]:
     """The strategy of each parameter in `placement`."""
-    dataflow, thin = problem.dataflow, thin_copies(problem.dataflow)
+    dataflow, copies = problem.dataflow, low_precision_copies(problem.dataflow)
     params = [buffer.name for buffer in dataflow.buffers if buffer.role is Role.PARAM]
     return {
-        param: strategy_of(dataflow, placement, param, thin.get(param, param)) for param in params
+        param: strategy_of(dataflow, placement, param, copies.get(param, param)) for param in params
     }
 
 
@@ -103,7 +103,7 @@ def with_strategy(
 ) -> Placement:
     """`placement` with `strategy` for `param`, all else as it is."""
     dataflow = problem.dataflow
-    fetched = thin_copies(dataflow).get(param, param)
+    fetched = low_precision_copies(dataflow).get(param, param)
     placed = strategy.placed(dataflow, param, fetched)
     group = dataflow.update.get(param)
     own = {fetched, group.gradient} if group else {fetched}

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import assert_never
 
 from cotrain_compile.dataflow import Dataflow
-from cotrain_compile.placement.residency import thin_copies
+from cotrain_compile.placement.residency import low_precision_copies
 from cotrain_compile.plan import HostRegion, Lane, Plan, Task, Transfer
 
 
@@ -34,7 +34,7 @@ def slacks(dataflow: Dataflow, plan: Plan) -> Mapping[str, float]:
 
 def _owners(dataflow: Dataflow) -> dict[str, str]:
     """The parameter of each buffer that is moved for one."""
-    owner = {copy: param for param, copy in thin_copies(dataflow).items()}
+    owner = {copy: param for param, copy in low_precision_copies(dataflow).items()}
     for group in dataflow.updates:
         owner |= dict.fromkeys((group.param, group.gradient, *group.states), group.param)
     return owner

@@ -110,9 +110,9 @@ class _Finder:
 
     def _casts(self) -> None:
         writer = {name: op for op in self.dataflow.ops for name in op.writes}
-        thin = [(p, copy) for p, copy in self.program.fetched.items() if copy != p]
+        copied = [(p, copy) for p, copy in self.program.fetched.items() if copy != p]
         first_use = {name: slots[0] for name, slots in self.program.touches.items()}
-        for param, copy in sorted(thin, key=lambda pair: first_use.get(pair[1], 0)):
+        for param, copy in sorted(copied, key=lambda pair: first_use.get(pair[1], 0)):
             ops = (writer[copy].name,)
             seconds = self.problem.host_cast_s(ops)
             name = task_names.task_name("cast", param)

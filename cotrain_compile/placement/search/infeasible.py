@@ -10,7 +10,7 @@ from cotrain_compile.errors import PlacementError, PlanError
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.decisions.decisions import DecisionSpace
 from cotrain_compile.placement.problem import Problem
-from cotrain_compile.placement.residency import device_program, host_bytes, thin_copies
+from cotrain_compile.placement.residency import device_program, host_bytes, low_precision_copies
 from cotrain_compile.placement.schedule.find_moves import moves_of
 from cotrain_compile.placement.schedule.moves import Moves
 from cotrain_compile.placement.schedule.peak import ACTIVATIONS, GRADIENTS, Peak, peak_of
@@ -28,7 +28,7 @@ def floor_bytes(problem: Problem) -> int:
     away that can be.
     """
     dataflow = problem.dataflow
-    copies = set(thin_copies(dataflow).values())
+    copies = set(low_precision_copies(dataflow).values())
     on_host = {name for group in dataflow.updates for name in group.ops}
     on_host |= {op.name for op in dataflow.ops if copies.intersection(op.writes)}
     touched = ({*op.reads, *op.writes} for op in dataflow.ops if op.name not in on_host)

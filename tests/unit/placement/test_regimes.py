@@ -79,7 +79,7 @@ def test_the_strategies_of_a_cluster_take_the_bytes_of_zero_offloads_table_1() -
     for decision in decision_space(problem).params:
         cluster = decision.cluster
         count = PARAMS * len(cluster.params)
-        assert cluster.thin
+        assert cluster.param_unused
         assert [
             copies(cluster, update=update, gradient=gradient) / count
             for update in (True, False)

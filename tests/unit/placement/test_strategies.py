@@ -14,7 +14,7 @@ from cotrain_compile.placement.decisions.find_decisions import decision_space
 from cotrain_compile.placement.decisions.strategies import PARAM_STRATEGIES, Strategy
 from cotrain_compile.placement.policies import resident
 from cotrain_compile.placement.problem import formulate
-from cotrain_compile.placement.residency import thin_copies
+from cotrain_compile.placement.residency import low_precision_copies
 from cotrain_compile.presets import find
 from tests.support.dataflows import mixed_precision_step
 from tests.support.nets import every_small_step
@@ -27,7 +27,7 @@ def test_a_strategy_makes_a_placement_that_can_be_carried_out(
 ) -> None:
     dataflow = mixed_precision_step(2, params=elements, batch_bytes=4096)
     group, base = dataflow.updates[0], resident(dataflow)
-    fetched = thin_copies(dataflow).get(group.param, group.param)
+    fetched = low_precision_copies(dataflow).get(group.param, group.param)
     kept = strategy.placed(dataflow, group.param, fetched)
     placement = replace(
         base, homes={**base.homes, **kept.homes}, updates={**base.updates, **kept.updates}

@@ -20,7 +20,7 @@ from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.check.replay import replay
 from cotrain_compile.placement.policies import resident
 from cotrain_compile.placement.problem import Problem, formulate
-from cotrain_compile.placement.residency import device_bytes, device_program, thin_copies
+from cotrain_compile.placement.residency import device_bytes, device_program, low_precision_copies
 from cotrain_compile.placement.search.solve import SolveSettings, solve
 from cotrain_compile.presets import find
 from tests.support.dataflows import chain, mixed_precision_step
@@ -103,7 +103,7 @@ def test_what_no_plan_has_room_for_is_refused_by_the_bytes(
 ) -> None:
     in_updates = {name for group in problem.dataflow.updates for name in group.ops}
     names = [op.name for op in problem.dataflow.ops if op.writes and op.name not in in_updates]
-    copies = set(thin_copies(problem.dataflow).values())
+    copies = set(low_precision_copies(problem.dataflow).values())
     names = [n for n in names if copies.isdisjoint(problem.dataflow.ops[at(problem, n)].writes)]
     op = data.draw(st.sampled_from(names))
     budget = problem.budgets[Tier.DEVICE]
@@ -119,7 +119,7 @@ def at(problem: Problem, op: str) -> int:
 
 def test_a_low_precision_copy_with_a_workspace_is_still_made_by_the_host() -> None:
     dataflow = mixed_precision_step(2, params=40_000)
-    copies = thin_copies(dataflow)
+    copies = low_precision_copies(dataflow)
     assert copies
     casts = {op.name: 64 for op in dataflow.ops if set(copies.values()) & set(op.writes)}
-    assert thin_copies(dataflow.with_workspace(casts)) == copies
+    assert low_precision_copies(dataflow.with_workspace(casts)) == copies
