@@ -42,13 +42,13 @@ class ParamCluster:
     makes them. The rest are buckets: of the first use of the weight, the last in the forward, the
     first in the backward and the last, of the gradient's making, its last use, and the release of
     the update. `kept` lies in `.grad`. Frozen ones are not `updated`. At home on the host, the
-    weight can be fetched up to `most_trips` times in a step; where the `gradient_waits` there are
+    weight can be fetched up to `most_fetches` times in a step; where the `gradient_waits` there are
     buckets between its last use and the update.
     """
 
     params: tuple[str, ...]
     updated: bool
-    most_trips: int
+    most_fetches: int
     gradient_waits: bool
     param_bytes: int
     state_bytes: int

@@ -227,7 +227,7 @@ def _cluster(
     return ParamCluster(
         params=tuple(p.name for p in params),
         updated=first.group is not None,
-        most_trips=_most_trips(step, first),
+        most_fetches=_most_fetches(step, first),
         gradient_waits=first.temporary and step.apart(first.used, first.release),
         param_bytes=sum(sizes),
         state_bytes=large_bytes,
@@ -256,7 +256,7 @@ def _cluster(
     )
 
 
-def _most_trips(step: BucketedStep, param: _Param) -> int:
+def _most_fetches(step: BucketedStep, param: _Param) -> int:
     """How often a weight at home on the host can be fetched, 0 where it cannot be there.
 
     Twice only where there is a gap to be away in. One that the step reads again after its update

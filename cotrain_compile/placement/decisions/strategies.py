@@ -33,7 +33,7 @@ _MODES = {
     UpdateMode.HOST: "updated on the host",
     UpdateMode.HOST_STREAMED: "updated on the host, at home there",
 }
-_TRIPS = ("", ", weight fetched", ", weight fetched twice")
+_FETCHES = ("", ", weight fetched", ", weight fetched twice")
 
 
 @dataclass(frozen=True)
@@ -65,12 +65,12 @@ class Placed:
 class Strategy:
     """A way to keep and update parameters.
 
-    `mode` is None for frozen ones. `trips` is how often the weight is fetched in a step, 0 where it
+    `mode` is None for frozen ones. `fetches` is how often a step fetches the weight, 0 where that
     is at home on the device. With `gradient_away` the gradient leaves the device until its update.
     """
 
     mode: UpdateMode | None
-    trips: int
+    fetches: int
     gradient_away: bool = False
 
     @property
@@ -82,13 +82,13 @@ class Strategy:
     def words(self) -> str:
         """The strategy as people read it."""
         mode = "frozen" if self.mode is None else _MODES[self.mode]
-        if self.mode is UpdateMode.HOST_STREAMED and self.trips == 1:
+        if self.mode is UpdateMode.HOST_STREAMED and self.fetches == 1:
             return mode
-        return mode + _TRIPS[self.trips] + ", gradient away" * self.gradient_away
+        return mode + _FETCHES[self.fetches] + ", gradient away" * self.gradient_away
 
     def fits(self, cluster: ParamCluster) -> bool:
         """Whether it can be chosen for `cluster`."""
-        if self.trips > cluster.most_trips or cluster.updated is (self.mode is None):
+        if self.fetches > cluster.most_fetches or cluster.updated is (self.mode is None):
             return False
         if self.mode is UpdateMode.STREAMED and not cluster.state_bytes:
             return False
@@ -99,9 +99,9 @@ class Strategy:
 
         A gradient in its `.grad` rests where it does, as everywhere in torch.
         """
-        home = Tier.HOST if self.trips else Tier.DEVICE
+        home = Tier.HOST if self.fetches else Tier.DEVICE
         homes = dict.fromkeys((param, *dataflow.kept_gradients.get(param, ())), home)
-        away = [fetched] if self.trips == 2 else []
+        away = [fetched] if self.fetches == 2 else []
         group = dataflow.update.get(param)
         if group is None or self.mode is None:
             return Placed(homes, {}, tuple(away))
@@ -129,7 +129,7 @@ class Strategy:
 
     def _weights(self, c: ParamCluster) -> list[Hold]:
         """The parameters at home on the device, or what is fetched of them."""
-        if not self.trips:
+        if not self.fetches:
             kept = [Hold(c.kept.nbytes, c.kept.made)] if c.kept.nbytes else []
             return [Hold(c.param_bytes), *kept]
         # The weight fetched for the backward stays for the update, which rewrites it.
@@ -137,7 +137,7 @@ class Strategy:
         # The copy that the device makes is in what the step holds by itself.
         holds = [Hold(-c.fetched_bytes, c.first, c.last)] if c.param_unused else []
         first = Demand(Flow.FETCH, c.fetched_bytes, needed=c.first)
-        if self.trips == 1:
+        if self.fetches == 1:
             return [*holds, Hold(c.fetched_bytes, c.first, c.last, first, until_update=stays)]
         again = Demand(Flow.REFETCH, c.fetched_bytes, needed=c.returns, released=c.leaves)
         return [
@@ -169,7 +169,7 @@ class Strategy:
 
     def _kept_gradients(self, c: ParamCluster) -> list[Demand]:
         """What is in `.grad` crosses up for its uses and down when written; one use is certain."""
-        if not self.trips:
+        if not self.fetches:
             return []
         by_update = self.mode is UpdateMode.STREAMED and c.kept.for_update is not None
         uses = (*c.kept.fetched, *((c.kept.for_update,) if by_update else ()))
@@ -184,7 +184,7 @@ class Strategy:
     def _host_demands(self, c: ParamCluster) -> list[Demand]:
         """Casts and updates on the host, and a weight that goes there and comes back."""
         demands = []
-        if self.trips and c.param_unused:
+        if self.fetches and c.param_unused:
             demands.append(Demand(Flow.HOST_CAST, c.cast_s, needed=c.first))
         if self.on_host:
             demands.append(
@@ -197,7 +197,7 @@ class Strategy:
 
     def _device_work(self, c: ParamCluster) -> tuple[DeviceWork, ...]:
         """The device is spared the casts that the host makes."""
-        return (DeviceWork(-c.device_cast_s, c.first),) if self.trips and c.param_unused else ()
+        return (DeviceWork(-c.device_cast_s, c.first),) if self.fetches and c.param_unused else ()
 
     def _rooms(self, c: ParamCluster) -> tuple[MemoryLedger, ...]:
         """Of what is in `.grad`: one on its way up, the one before on its way down."""
@@ -215,7 +215,7 @@ class Strategy:
         if self.mode is None:
             return None
         up = home = self._streamed_states(c)
-        if self.mode is UpdateMode.STREAMED and self.trips:
+        if self.mode is UpdateMode.STREAMED and self.fetches:
             up, home = up + c.param_bytes * c.param_unused, home + c.param_bytes
         if self.mode is UpdateMode.HOST:
             home = c.param_bytes
@@ -235,7 +235,7 @@ class Strategy:
     def _host_bytes(self, c: ParamCluster) -> int:
         """Homes and copies."""
         nbytes = c.gradient_bytes * (self.on_host or self.gradient_away)
-        if self.trips:
+        if self.fetches:
             nbytes += c.param_bytes + c.fetched_bytes * c.param_unused + c.kept.nbytes
         if self.mode is UpdateMode.HOST:
             nbytes += c.param_bytes
@@ -313,13 +313,13 @@ class MadeAgain(Stays):
 
 # All there are; the first that fits is where the greedy begins.
 PARAM_STRATEGIES: tuple[Strategy, ...] = (
-    *(Strategy(None, trips) for trips in range(3)),
+    *(Strategy(None, fetches) for fetches in range(3)),
     Strategy(UpdateMode.RESIDENT, 0),
     Strategy(UpdateMode.HOST, 0),
-    *(Strategy(UpdateMode.HOST_STREAMED, trips) for trips in (1, 2)),
-    *(Strategy(UpdateMode.STREAMED, trips) for trips in range(3)),
+    *(Strategy(UpdateMode.HOST_STREAMED, fetches) for fetches in (1, 2)),
+    *(Strategy(UpdateMode.STREAMED, fetches) for fetches in range(3)),
     Strategy(UpdateMode.RESIDENT, 0, gradient_away=True),
-    *(Strategy(UpdateMode.STREAMED, trips, gradient_away=True) for trips in (0, 2)),
+    *(Strategy(UpdateMode.STREAMED, fetches, gradient_away=True) for fetches in (0, 2)),
 )
 ACTIVATION_STRATEGIES: tuple[Stays, ...] = (Stays(), Away(), MadeAgain())
 

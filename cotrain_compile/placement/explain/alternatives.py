@@ -22,7 +22,7 @@ from cotrain_compile.placement.search.solve import TACTICS
 from cotrain_compile.placement.simulate.predict import step_s
 from cotrain_compile.plan import Placement, Plan, Transfer
 
-STAYS = Strategy(mode=None, trips=0)
+STAYS = Strategy(mode=None, fetches=0)
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,7 @@ def limits_words(found: Limits) -> str:
 
 def _lines(said: Explanation) -> Iterator[str]:
     strategy = said.current.strategy
-    home = Tier.HOST if strategy.trips else Tier.DEVICE
+    home = Tier.HOST if strategy.fetches else Tier.DEVICE
     states = f", with {format_bytes(said.state_bytes)} of optimizer states" * bool(said.state_bytes)
     yield f"parameter   {said.param}: {format_bytes(said.nbytes)}{states}"
     yield f"kept        {strategy.words}; the weight is at home on the {home.value}"

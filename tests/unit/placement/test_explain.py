@@ -157,7 +157,7 @@ def test_a_parameter_without_an_update_group_stays_and_is_explained() -> None:
     without = replace(STEP, updates=tuple(g for g in STEP.updates if g.param != "w1"))
     problem = with_budget(replace(PROBLEM, dataflow=without), PLENTY)
     said = explain(problem, plan_of(problem), "w1")
-    assert (said.current.strategy.mode, said.current.strategy.trips) == (None, 0)
+    assert (said.current.strategy.mode, said.current.strategy.fetches) == (None, 0)
     assert said.alternatives == ()
 
 

@@ -36,7 +36,7 @@ class HalfStreamed(Strategy):
     """As `STREAMED`, but the first state stays on the device."""
 
     mode: UpdateMode | None = UpdateMode.STREAMED
-    trips: int = 0
+    fetches: int = 0
 
     @property
     def words(self) -> str:
