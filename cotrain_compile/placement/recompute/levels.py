@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import log
 from statistics import fmean
+from typing import TypeVar
 
 from cotrain_compile.dataflow import Dataflow, Op, Phase, Role
 from cotrain_compile.placement.recompute.closure import Need, Stretch, closures
@@ -40,6 +41,31 @@ class Level:
 
 
 @dataclass(frozen=True)
+class StepLevel(Level):
+    """A level of the whole step, which has `by_region` in each of its regions, in program order."""
+
+    by_region: tuple[frozenset[str], ...]
+
+    def towards(self, more: StepLevel, quarters: int) -> frozenset[str]:
+        """What is made again where so many of every four layers have `more`, and the others this.
+
+        Layers are the regions that differ. Those with `more` are spread evenly, and are among those
+        of a larger part.
+        """
+        found, layers = set(self.recomputed), 0
+        for own, other in zip(self.by_region, more.by_region, strict=True):
+            if own != other:
+                if layers % 4 in _TURNS[:quarters]:
+                    found |= other
+                layers += 1
+        return frozenset(found)
+
+
+# The order in which four layers take the next level.
+_TURNS = (0, 2, 1, 3)
+
+
+@dataclass(frozen=True)
 class RegionLevels:
     """The levels of one region, each containing the one before it."""
 
@@ -52,7 +78,7 @@ class Levels:
     """`uniform`: levels of the whole step, nested, cheapest for their bytes first. `regions`: those
     of each region alone, in program order; a region with nothing worth making again has none."""
 
-    uniform: tuple[Level, ...] = ()
+    uniform: tuple[StepLevel, ...] = ()
     regions: tuple[RegionLevels, ...] = ()
 
 
@@ -185,39 +211,44 @@ def _steps_of(stretch: Stretch) -> _Steps:
     return found
 
 
-def _of_the_step(replays: Sequence[_Replay], steps: Sequence[_Steps]) -> list[Level]:
+def _of_the_step(replays: Sequence[_Replay], steps: Sequence[_Steps]) -> list[StepLevel]:
     """What is made again in all regions together, for each price at which that changes."""
     changes: dict[float, list[tuple[int, frozenset[int]]]] = {}
     for region, found in enumerate(steps):
         for price, again in found:
             changes.setdefault(price, []).append((region, again))
-    current: dict[int, Level] = {}
+    nothing, current = Level(frozenset(), 0, 0.0), dict[int, Level]()
     levels = []
     for price in sorted(changes):
         current.update({region: replays[region].level(again) for region, again in changes[price]})
         levels.append(
-            Level(
+            StepLevel(
                 frozenset().union(*(level.recomputed for level in current.values())),
                 sum(level.saved_bytes for level in current.values()),
                 sum(level.seconds for level in current.values()),
+                tuple(current.get(region, nothing).recomputed for region in range(len(replays))),
             )
         )
     return levels
 
 
-def _most_telling(levels: Sequence[Level]) -> tuple[Level, ...]:
+_AnyLevel = TypeVar("_AnyLevel", bound=Level)
+
+
+def _most_telling(levels: Sequence[_AnyLevel]) -> tuple[_AnyLevel, ...]:
     """At most `MOST_LEVELS` of nested levels, the last of them, which saves the most, included.
 
     Left out, one at a time, is the one without which the price of the bytes around it is told
     least wrong, as a factor of it.
     """
-    kept = [Level(frozenset(), 0, 0.0), *levels]
-    while len(kept) > MOST_LEVELS + 1:
-        wrong = [_wrong(*kept[i - 1 : i + 2]) for i in range(1, len(kept) - 1)]
-        del kept[1 + wrong.index(min(wrong))]
-    for less, more in pairwise(kept):
+    nothing, kept = Level(frozenset(), 0, 0.0), list(levels)
+    while len(kept) > MOST_LEVELS:
+        below = [nothing, *kept]
+        wrong = [_wrong(*below[i : i + 3]) for i in range(len(kept) - 1)]
+        del kept[wrong.index(min(wrong))]
+    for less, more in pairwise([nothing, *kept]):
         assert less.recomputed < more.recomputed, "a level does not contain the one before it"
-    return tuple(kept[1:])
+    return tuple(kept)
 
 
 def _wrong(less: Level, level: Level, more: Level) -> float:

@@ -35,12 +35,12 @@ from cotrain_compile.placement.search.greedy import greedy, least_memory
 from cotrain_compile.placement.search.infeasible import floor_bytes, refuse, refuse_rule
 from cotrain_compile.placement.search.settings import SolveSettings
 from cotrain_compile.placement.search.solve_report import notes_of, report_of
-from cotrain_compile.placement.search.variants import Levels, Variant, promising
+from cotrain_compile.placement.search.variants import Levels, Variant, fastest_of, promising
 from cotrain_compile.plan import Placement, Plan
 
 # Shares of the updates of `coarse` that `auto` tries as well.
 FRACTIONS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
-# The program is solved again with less memory where whole tensors need more than its fluids.
+# A program is solved again with less memory where whole tensors need more than its fluids.
 ROUNDS = 5
 # Policies that look at everything that can be decided: how far they are from the best is certified.
 CERTIFIED = ("auto", "ilp", "greedy")
@@ -48,7 +48,6 @@ CERTIFIED = ("auto", "ilp", "greedy")
 TACTICS = (EAGER, Tactics(patient=True))
 # A plan so much slower than the program claims is worth another round.
 TRUST = 1.03
-
 
 Progress = Callable[[str], None]
 
@@ -134,38 +133,40 @@ class _Search:
         self._greedy(self.step)
         if self.settings.recompute:
             self._climb_levels()
-        hopeful = promising(self.variants, self.found.fastest_s)
+        # Of steps that overlap the relaxation says nothing.
+        gap = -1.0 if self.settings.overlap_steps else self.settings.gap
+        hopeful = promising(self.variants, self.found.fastest_s, gap)
+        self.solution = None if hopeful else fastest_of(self.variants, self.found.fastest_s).relaxed
         for variant in hopeful:
             self._programs(variant, share=1.0 / len(hopeful))
         for plan in incumbents:
             self._reuse(plan)
-        if not self.found.drafts:
-            self._refuse()
 
     def _climb_levels(self) -> None:
-        """Simple rules and a rounding with values made again, as long as a next level is faster."""
+        """With values made again: a rounding, as long as a next level is faster, and the rules."""
         self.progress("looking for what can be made again")
         levels = Levels(self.problem)
         self._relax(self.step)
-        found_s = {0: self.found.fastest_s(())}
+        found_s, claim_s = {0.0: self.found.fastest_s(())}, {0.0: self.step.claim_s}
         at = levels.guess()
         while at is not None:
             level = levels.variant(at)
-            self.variants.append(level)
             if self._try_level(level):
                 levels.drop_above(at)  # making more again only takes longer
             found_s[at] = self.found.fastest_s(level.recomputed)
-            at = levels.next_to_best(found_s)
+            claim_s[at] = level.claim_s or found_s[at]
+            at = levels.next_to_best(found_s, claim_s)
         for users in levels.dissolved():
-            self.variants.append(users)
             self._try_level(users)
+        best = fastest_of(self.variants, self.found.fastest_s)
+        for name in tuple(RULES)[1:] if best is not self.step else ():
+            self._attempt(name + best.suffix, partial(best.by_rule, name))
 
     def _try_level(self, level: Variant) -> bool:
         """Try what decides quickly; returns whether nothing has to move."""
-        for name in RULES:
-            fits = self._attempt(name + level.suffix, partial(level.by_rule, name))
-            if fits and name == "resident":
-                return True
+        self.variants.append(level)
+        if self._attempt("resident" + level.suffix, partial(level.by_rule, "resident")):
+            return True
         if not self._relax(level):
             self._greedy(level, TACTICS[:1])
         return False
@@ -182,7 +183,7 @@ class _Search:
             self.left_s = left_s  # the time limit is for the integer programs
             if solution.decisions is None:
                 return False
-            variant.claim_s = variant.claim_s or solution.step_s
+            variant.relaxed = variant.relaxed or solution
             refusal = self._decide(name, solution.decisions, variant.space, TACTICS[:1])
             if refusal is None:
                 return True
@@ -210,19 +211,16 @@ class _Search:
             self.found.keep(policy, draft(self.problem, found.placement))
         else:
             self.found.keep(policy, self._follow(self.step.by_rule(policy)))
-        if not self.found.drafts:
-            self._refuse()
 
     def _refuse(self) -> NoReturn:
-        refuse(self.problem, (self.step.space, self.step.peak_space), self._failure)
+        refuse(self.problem, self.step.cuts, self._failure)
 
     def _follow(self, placement: Placement) -> Draft:
         """Schedule what a simple rule says; its refusal says what `auto` would need."""
         try:
             return draft(self.problem, placement)
         except PlacementError as refusal:
-            cuts = self.step.space, self.step.peak_space
-            refuse_rule(self.problem, placement, refusal, cuts)
+            refuse_rule(self.problem, placement, refusal, self.step.cuts)
 
     def _attempt(self, name: str, placement: Callable[[], Placement]) -> bool:
         """Schedule a placement; returns whether it fits."""
@@ -257,7 +255,7 @@ class _Search:
             if refusal is None:
                 return
             targets[refusal.tier] -= 1.05 * refusal.shortfall_bytes
-        for space in (variant.space, variant.peak_space):
+        for space in variant.cuts:
             if self._decide(name, least_memory(space), space, tactics) is None:
                 return
 
@@ -373,10 +371,13 @@ class _Search:
         return solution
 
     def _best(self) -> Plan:
-        """The fastest plan, with a report of how it was found."""
-        name = min(self.found.drafts, key=lambda name: self.found.drafts[name].step_s)
+        """The fastest plan, with a report of how it was found; the refusal where there is none."""
+        drafts = self.found.drafts
+        if not drafts:
+            self._refuse()
+        name = min(drafts, key=lambda name: drafts[name].step_s)
         self.progress("simulating the plan")
-        plan = finished(self.problem, self.found.drafts[name], compiled=self.settings.compiled)
+        plan = finished(self.problem, drafts[name], compiled=self.settings.compiled)
         self.progress("certifying the bound")
         bound_s = self.bound.result() if self.bound else 0.0
         settings = self.settings
@@ -389,7 +390,7 @@ class _Search:
             seconds=time.monotonic() - self.began,
             bound_s=bound_s,
             rounds=self.rounds,
-            simulated_s={name: found.step_s for name, found in self.found.drafts.items()},
+            simulated_s={name: found.step_s for name, found in drafts.items()},
         )
         asked, solver = settings.policy, settings.solver
         notes = notes_of(self.problem, plan, name, self.solution, asked=asked, solver=solver)

@@ -14,14 +14,19 @@ from functools import cached_property
 
 from cotrain_compile.placement.decisions.decisions import DecisionSpace
 from cotrain_compile.placement.decisions.find_decisions import decision_space
+from cotrain_compile.placement.milp.solvers import Solution
 from cotrain_compile.placement.policies import rule
 from cotrain_compile.placement.problem import Problem
-from cotrain_compile.placement.recompute.levels import find_levels
+from cotrain_compile.placement.recompute.levels import StepLevel, find_levels
 from cotrain_compile.placement.recompute.rewrite import recomputable
 from cotrain_compile.plan import Placement
 
 # A program that claims so much more than a plan takes has no plan that is faster.
-HOPELESS = 1.1
+HOPELESS = 1.05
+# Parts of the layers that take the next level.
+PARTS = (1.0, 0.5, 0.25)
+# A share of a step's seconds that is not worth another level.
+LITTLE = 0.005
 
 
 @dataclass(eq=False)
@@ -30,20 +35,25 @@ class Variant:
 
     `problem` is of that step, `suffix` follows the name of a policy that is tried on it; both say
     nothing of recomputation for the step as it is. A `given` space is used in place of a new one,
-    and `progress` told where that is looked for. `claim_s` is the least that a solution of the
-    program claims, None where nobody has looked.
+    and `progress` told where that is looked for. `relaxed` is the solution of the program's linear
+    relaxation, None where nobody has looked.
     """
 
     problem: Problem
     suffix: str = ""
     given: DecisionSpace | None = None
     progress: Callable[[str], None] = lambda stage: None
-    claim_s: float | None = None
+    relaxed: Solution | None = None
 
     @property
     def recomputed(self) -> tuple[str, ...]:
         """What is made again."""
         return self.problem.recomputed
+
+    @property
+    def claim_s(self) -> float:
+        """The least that a solution of the program claims; 0 where nobody has looked."""
+        return self.relaxed.step_s if self.relaxed else 0.0
 
     @cached_property
     def space(self) -> DecisionSpace:
@@ -58,35 +68,58 @@ class Variant:
         """The same with memory known exactly at the peaks, for the relaxed program."""
         return decision_space(self.problem, at_peaks=True)
 
+    @property
+    def cuts(self) -> tuple[DecisionSpace, DecisionSpace]:
+        """Both spaces."""
+        return self.space, self.peak_space
+
     def by_rule(self, name: str) -> Placement:
         """What the simple rule `name` decides about this step."""
         placement = rule(name)(self.problem.dataflow)
         return replace(placement, recomputed=self.recomputed)
 
 
-def promising(
+def fastest_of(
     variants: Sequence[Variant], fastest_s: Callable[[tuple[str, ...]], float]
+) -> Variant:
+    """The variant with the fastest plan so far."""
+    return min(variants, key=lambda variant: fastest_s(variant.recomputed))
+
+
+def promising(
+    variants: Sequence[Variant], fastest_s: Callable[[tuple[str, ...]], float], gap: float
 ) -> list[Variant]:
     """The variants for the integer program: the fastest so far, and the step as it is, the first.
 
-    Only one of them where the step as it is has no chance, or is the fastest.
+    Only one of them where the step as it is has no chance, or is the fastest. None where the
+    relaxation of the fastest says that no solution of its program is faster by more than `gap`.
     """
-    step, best = variants[0], min(variants, key=lambda variant: fastest_s(variant.recomputed))
-    hopeless = (step.claim_s or 0.0) > HOPELESS * fastest_s(best.recomputed)
-    return [best] if hopeless or best is step else [best, step]
+    step, best = variants[0], fastest_of(variants, fastest_s)
+    best_s = fastest_s(best.recomputed)
+    chances = [] if best_s <= (1.0 + gap) * best.claim_s else [best]
+    if best is not step and step.claim_s <= HOPELESS * best_s:
+        chances.append(step)
+    return chances
 
 
 class Levels:
-    """The levels of a step by number; 0 is the step as it is. Each contains the one before it."""
+    """The levels of a step by number; 0 is the step as it is. Each contains the one before it.
+
+    At 2.25 one layer of four is at level 3, and the others at 2.
+    """
 
     def __init__(self, problem: Problem) -> None:
         self._problem, dataflow = problem, problem.dataflow
         self._may = recomputable(dataflow)
-        self._levels = [*find_levels(dataflow, problem.costs.device_s, self._may).uniform]
+        found = find_levels(dataflow, problem.costs.device_s, self._may)
+        nothing = StepLevel(frozenset(), 0, 0.0, (frozenset(),) * len(found.regions))
+        self._levels = (nothing, *found.uniform)
+        self._last: float = len(found.uniform)
 
-    def variant(self, number: int) -> Variant:
-        """The step at a level above 0."""
-        return self._variant(self._levels[number - 1].recomputed, str(number))
+    def variant(self, number: float) -> Variant:
+        """The step at a level above 0, a multiple of the smallest of `PARTS`."""
+        less, more = self._levels[math.floor(number)], self._levels[math.ceil(number)]
+        return self._variant(less.towards(more, round(4 * (number % 1))), f"{number:g}")
 
     def dissolved(self) -> Iterator[Variant]:
         """The step that makes again what the user's checkpoints would, where they are dissolved."""
@@ -99,7 +132,7 @@ class Levels:
         names = tuple(b.name for b in self._problem.dataflow.buffers if b.name in recomputed)
         return Variant(self._problem.recomputing(names), f"+recompute:{name}")
 
-    def guess(self) -> int | None:
+    def guess(self) -> float | None:
         """The level that makes again what takes less time than its way over the link and back.
 
         At least the first one; None where there is none.
@@ -107,25 +140,58 @@ class Levels:
         machine = self._problem.machine
         link_s = 1.0 / machine.d2h.bytes_per_s + 1.0 / machine.h2d.bytes_per_s
         number, saved_bytes, spent_s = 0, 0, 0.0
-        for level in self._levels:
+        for level in self._levels[1:]:
             more_bytes, more_s = level.saved_bytes - saved_bytes, level.seconds - spent_s
             if number and more_s > link_s * more_bytes:
                 break
             number, saved_bytes, spent_s = number + 1, level.saved_bytes, level.seconds
         return number or None
 
-    def drop_above(self, number: int) -> None:
+    def drop_above(self, number: float) -> None:
         """Forget the levels above this one."""
-        del self._levels[number:]
+        self._last = number
 
-    def next_to_best(self, found_s: Mapping[int, float]) -> int | None:
-        """The next level to try: one beside the fastest in `found_s`; None when these are there.
+    def next_to_best(
+        self, found_s: Mapping[float, float], claim_s: Mapping[float, float]
+    ) -> float | None:
+        """The next level to try, beside the fastest in `found_s`; None when these are there.
 
-        Where nothing has fit so far, the one above all that were tried.
+        Where nothing has fit so far, the one above all that were tried. Parts of the layers are
+        tried first on the side that promises more, in the light of what programs claim, `claim_s`.
         """
-        last = len(self._levels)
         best = min(found_s, key=found_s.__getitem__)
         if math.isinf(found_s[best]):
             best = max(found_s)
-        beside = (number for number in (best - 1, best + 1) if 0 < number <= last)
-        return next((number for number in beside if number not in found_s), None)
+        for part in PARTS:
+            beside = [at for at in (best - part, best + part) if 0 < at <= self._last]
+            fresh = [at for at in beside if at not in found_s]
+            if best % part or not fresh:
+                continue
+            if part == PARTS[0]:
+                return fresh[0]
+            hoped_s = {at: self._hope_s(2 * at - best, best, found_s, claim_s) for at in fresh}
+            side = min(fresh, key=hoped_s.__getitem__)
+            if hoped_s[side] < found_s[best] * (1.0 - LITTLE):
+                return side
+        return None
+
+    def _hope_s(
+        self,
+        towards: float,
+        best: float,
+        found_s: Mapping[float, float],
+        claim_s: Mapping[float, float],
+    ) -> float:
+        """The least that levels between two may take: less of the one and less of the other.
+
+        Below `best` that is the same without what more of it is made again; above it what the
+        level there claims, with no more made again than at `best`.
+        """
+        if towards not in found_s:
+            return math.inf
+        more_s = self._seconds(towards) - self._seconds(best)
+        return found_s[best] + more_s if towards < best else claim_s[towards] - more_s
+
+    def _seconds(self, number: float) -> float:
+        less, more = self._levels[math.floor(number)], self._levels[math.ceil(number)]
+        return less.seconds + (number % 1) * (more.seconds - less.seconds)

@@ -1,0 +1,131 @@
+"""Which levels are tried: whole ones beside the fastest, then parts of the layers between two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from cotrain_compile.dataflow import Dataflow
+from cotrain_compile.machine import Link, Tier
+from cotrain_compile.placement.check.check import check
+from cotrain_compile.placement.problem import formulate
+from cotrain_compile.placement.recompute.levels import StepLevel
+from cotrain_compile.placement.schedule.schedule import schedule
+from cotrain_compile.placement.search.solve import SolveSettings, solve
+from cotrain_compile.placement.search.variants import Levels, Variant, promising
+from cotrain_compile.presets import find
+from tests.support.blocks import blocks
+from tests.support.random_problems import with_budget
+
+
+def blocks_of_torch(count: int) -> Dataflow:
+    """Equal blocks with two levels each: ops of torch's may run again."""
+    dataflow = blocks(count)
+    ops = (replace(op, target="aten.mul.Tensor") for op in dataflow.ops)
+    return replace(dataflow, ops=tuple(ops))
+
+
+@pytest.fixture(scope="module")
+def levels() -> Levels:
+    return Levels(formulate(blocks_of_torch(8), find("rtx4090"), dict.fromkeys(Tier, 1 << 40)))
+
+
+def made_again(levels: Levels, number: float) -> frozenset[str]:
+    return frozenset(levels.variant(number).recomputed)
+
+
+@pytest.mark.parametrize("low", [0, 1])
+def test_each_quarter_contains_the_smaller_ones_and_is_spread_evenly(
+    levels: Levels, low: int
+) -> None:
+    numbers = [low + part for part in (0.25, 0.5, 0.75, 1.0)]
+    sets = [made_again(levels, number) for number in numbers]
+    below = made_again(levels, low) if low else frozenset[str]()
+    value = ("h_act", "h_in")[low]
+    for more, less, count in zip(sets, (below, *sets), (2, 4, 6, 8), strict=False):
+        assert less < more
+        chosen = sorted(int(name.removeprefix(value)) for name in more - below)
+        assert len(chosen) == count
+        assert all(len({n // 4 for n in chosen if n // 4 == half}) for half in (0, 1))
+        assert sum(n < 4 for n in chosen) == count // 2
+
+
+def test_layers_that_do_not_differ_take_no_turn() -> None:
+    """An embedding and a head among the regions: of four layers the first takes the next level."""
+    names = ("embedding", "a", "b", "c", "d", "head")
+    less = StepLevel(frozenset(), 0, 0.0, (frozenset(),) * len(names))
+    layers = tuple(frozenset({n}) if len(n) == 1 else frozenset[str]() for n in names)
+    more = StepLevel(frozenset("abcd"), 4, 1.0, layers)
+    found = [less.towards(more, quarters) for quarters in range(5)]
+    assert found == [set(), {"a"}, {"a", "c"}, {"a", "b", "c"}, set("abcd")]
+
+
+def tried(
+    found_s: Callable[[float], float], claim_s: Callable[[float], float] | None = None
+) -> list[float]:
+    """The levels tried of five, each of which takes a second more to make again than the last."""
+    ladder = Levels.__new__(Levels)
+    ladder._levels = tuple(StepLevel(frozenset(), 0, float(n), ()) for n in range(6))
+    ladder.drop_above(5)
+    found, claims = {0.0: found_s(0.0)}, {0.0: (claim_s or found_s)(0.0)}
+    order: list[float] = []
+    at: float | None = 1.0
+    while at is not None:
+        order.append(at)
+        found[at], claims[at] = found_s(at), (claim_s or found_s)(at)
+        at = ladder.next_to_best(found, claims)
+    return order
+
+
+def test_the_search_goes_on_in_halves_and_quarters_where_that_promises_most() -> None:
+    # More than level 3 is made again for nothing: what is between it and level 2 may take less.
+    assert tried(lambda at: 10 + at if at > 2.4 else 30 - at) == [1, 2, 3, 4, 2.5, 2.25]
+    # Copies keep level 3 far from its claim: a part of level 4 may be all that they lack.
+    found_s = {0.0: 190.0, 1.0: 160.0, 2.0: 110.5, 3.0: 110.0, 4.0: 111.0}
+    assert tried(lambda at: found_s.get(at, 120.0), lambda at: 100.0)[4:] == [3.5, 2.5, 3.25]
+
+
+def test_where_nothing_fits_more_is_made_again() -> None:
+    never = float("inf")
+    assert tried(lambda at: 500.0 if at > 2 else never) == [1, 2, 3, 4]
+    assert tried(lambda at: never) == [1, 2, 3, 4, 5]
+
+
+def test_little_is_not_worth_another_level() -> None:
+    assert tried(lambda at: 1e4 + at if at >= 1 else 2e4) == [1, 2]
+
+
+def test_a_program_is_solved_only_where_its_relaxation_leaves_it_a_chance() -> None:
+    step = Variant(formulate(blocks_of_torch(2), find("rtx4090"), dict.fromkeys(Tier, 1 << 40)))
+    again = Variant(step.problem.recomputing(("h_in0",)))
+    times = {step.recomputed: 1.2, again.recomputed: 1.0}
+
+    class Relaxed:
+        def __init__(self, step_s: float) -> None:
+            self.step_s = step_s
+
+    def hopeful(step_claim_s: float, again_claim_s: float, gap: float = 0.01) -> list[Variant]:
+        step.relaxed, again.relaxed = Relaxed(step_claim_s), Relaxed(again_claim_s)  # type: ignore[assignment]
+        return promising([step, again], times.__getitem__, gap)
+
+    assert hopeful(1.2, 0.9) == [again]
+    assert hopeful(1.0, 0.9) == [again, step]
+    assert hopeful(1.2, 0.995) == []
+    assert hopeful(1.2, 0.995, gap=-1.0) == [again]
+    assert hopeful(0.9, 0.995) == [step]
+
+
+def test_a_plan_may_have_layers_at_two_levels() -> None:
+    """Memory for half of the layers at level 2, and links over which nothing is worth sending."""
+    machine = find("rtx4090")
+    slow = machine.but(h2d=Link(1e6), d2h=Link(1e6))
+    problem = formulate(blocks_of_torch(8), slow, dict.fromkeys(Tier, 1 << 40))
+    half = Levels(problem).variant(1.5)
+    peak_bytes = schedule(problem, half.by_rule("resident")).predicted.peak_bytes
+    problem = with_budget(problem, peak_bytes[Tier.DEVICE])
+    plan = solve(problem, SolveSettings())
+    check(problem, plan)
+    assert set(plan.placement.recomputed) == set(half.recomputed)
+    assert not plan.tasks
