@@ -10,6 +10,10 @@ Tried on torch 2.13.0.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import torch
 from torch import fx
 
 _NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "_dtensor")
@@ -34,6 +38,35 @@ def group_name_of(node: fx.Node) -> str:
     if found is None and "group_name" in names and names.index("group_name") < len(node.args):
         found = node.args[names.index("group_name")]
     return str(found or "")
+
+
+def stand_in(node: fx.Node) -> Callable[..., Any] | None:
+    """What makes a result as large as that of a collective and asks no other rank; None: nothing.
+
+    For a rehearsal, which a rank may have to end where others go on.
+    """
+    return _STAND_INS.get(_name(node))
+
+
+def _gathered(part: torch.Tensor, ranks: int, *_: Any) -> torch.Tensor:
+    return torch.cat([part] * ranks)
+
+
+def _scattered(whole: torch.Tensor, how: str, ranks: int, *_: Any) -> torch.Tensor:
+    del how
+    return whole.chunk(ranks)[0].clone()
+
+
+def _same(value: torch.Tensor, *_: Any) -> torch.Tensor:
+    return value.clone(memory_format=torch.contiguous_format)
+
+
+_STAND_INS: dict[str, Callable[..., Any]] = {
+    "all_reduce": _same,
+    "broadcast": _same,
+    "all_gather_into_tensor": _gathered,
+    "reduce_scatter_tensor": _scattered,
+}
 
 
 def _name(node: fx.Node) -> str:

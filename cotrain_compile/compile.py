@@ -38,6 +38,7 @@ from cotrain_compile.check_options import check_options, load_profile
 from cotrain_compile.choose_plan import plan_for
 from cotrain_compile.compiled import Origin, last_placement, register
 from cotrain_compile.dataflow import Dataflow
+from cotrain_compile.distribute.agree import ALONE, Together, ranks_of
 from cotrain_compile.distribute.ranks import warn_where_ranks_train_apart
 from cotrain_compile.errors import CaptureError, OptionError
 from cotrain_compile.extract.extract import extract
@@ -80,6 +81,8 @@ def cotrain(
         refuse_other_devices(step, session.options)
         tell_of_unused_card(step, session.options)
         warn_where_ranks_train_apart(step)
+        together = ranks_of(step)
+        together.require_same_step(step)
         dataflow, origin = extract(step), _origin(session, owners)
 
         def tell_surplus(compiled: CompiledStep) -> None:
@@ -87,9 +90,11 @@ def cotrain(
             _dump(step, compiled, origin.options)
 
         def compile_for(sizes: Mapping[str, int], tensors: Sequence[Any]) -> Callable[..., Any]:
-            compile_within = _compiler(origin, step, at(dataflow, sizes))
+            compile_within = _compiler(origin, step, at(dataflow, sizes), together)
             replans = origin.options.plan is None
-            run = Rehearsed(compile_within, tensors, replans=replans, tell=tell_surplus)
+            run = Rehearsed(
+                compile_within, tensors, replans=replans, tell=tell_surplus, together=together
+            )
             return VerifiedStep(run, step, origin.options) if origin.options.verify else run
 
         if not dataflow.symbols:
@@ -116,7 +121,7 @@ def _origin(session: Session, owners: Sequence[Owner]) -> Origin:
 
 
 def _compiler(
-    origin: Origin, step: StepGraph, dataflow: Dataflow
+    origin: Origin, step: StepGraph, dataflow: Dataflow, together: Together
 ) -> Callable[[int | None, Sequence[Any], Mapping[str, int]], CompiledStep]:
     """What compiles `step` for its inputs, planned for so many bytes (None: the device budget).
 
@@ -135,6 +140,7 @@ def _compiler(
             options = within_free_memory(options, inputs, compute_device_of(step))
             before = last_placement(origin) if options.plan is None else None
         less: dict[str, Any] = {} if budget_bytes is None else {"plan_bytes": budget_bytes}
+        less["together"] = together
         if workspace:
             less["workspace"] = workspace
         compiled = compile_step(step, dataflow, options, *([before] if before else ()), **less)
@@ -160,12 +166,14 @@ def compile_step(
     before: Placement | None = None,
     plan_bytes: int | None = None,
     workspace: Mapping[str, int] | None = None,
+    together: Together = ALONE,
 ) -> CompiledStep:
     """Place, rewrite and lower `step`, whose `dataflow` has the sizes to plan for.
 
     Where the placement `before`, of the same training, fits it is kept. The plan keeps to
     `plan_bytes` on the device, if any; the step may take all of the budget. `workspace` has bytes
-    that kernels were seen to take while they run, beside what `dataflow` knows, by op.
+    that kernels were seen to take while they run, beside what `dataflow` knows, by op. The ranks
+    that train `together` have one plan.
     """
     if workspace:
         dataflow = dataflow.with_workspace(workspace)
@@ -173,7 +181,7 @@ def compile_step(
     allowed = formulate(
         dataflow,
         machine,
-        options.budgets(machine),
+        together.least(options.budgets(machine)),
         _profile(options),
         captured=options.host_kernels == "captured",
     )
@@ -181,8 +189,12 @@ def compile_step(
     narrator = Narrator(verbosity(options))
     compiled_code = _is_compiled(step, options)
     with narrator.progress() as progress:
-        kept = before and keep(problem, before, compiled=compiled_code)
-        plan = kept or plan_for(problem, options, compiled_code, progress)
+        plan = together.plan(
+            lambda: (
+                (before and keep(problem, before, compiled=compiled_code))
+                or plan_for(problem, options, compiled_code, progress)
+            )
+        )
     check(problem, plan)
     if workspace:
         plan = replace(plan, notes=(*plan.notes, _workspace_told(workspace)))

@@ -20,6 +20,7 @@ from typing import assert_never
 import torch
 from torch import fx
 
+from cotrain_compile.collectives import is_wait
 from cotrain_compile.graph import StepGraph, shape
 from cotrain_compile.machine import Tier
 from cotrain_compile.passes.views import COPY, storage, viewed, written_by
@@ -156,6 +157,8 @@ class _Walk:
     def _made_again(self, value: fx.Node, copy: _Copy, place: fx.Node) -> fx.Node:
         if value.target is COPY:
             return self._current(written_by(value), place)
+        if is_wait(value):  # what was copied is there
+            return self._current(value.all_input_nodes[0], place)
         if viewed(value) is None:
             assert shape(value) == shape(copy.node), f"{value} shows a part of {copy.node}"
             return copy.node

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from cotrain_compile.backends.eager.calls import Call, Write, calls_of
+from cotrain_compile.collectives import stand_in
 from cotrain_compile.graph import StepGraph, returned_values
 from cotrain_compile.machine import Tier
 from cotrain_compile.plan import Lane, Span
@@ -72,8 +73,8 @@ class EagerProgram:
     def run_step(self, inputs: Sequence[Any], *, rehearse: bool = False) -> Any:
         """Run the step once on `inputs`, in the order of its placeholders.
 
-        `rehearse` leaves out the nodes that write into an input. What a step that failed leaves
-        behind stays alive until `forget`.
+        `rehearse` leaves out the nodes that write into an input, and asks no other rank. What a
+        step that failed leaves behind stays alive until `forget`.
         """
         self.begin_step()
         self._rehearses = rehearse
@@ -142,6 +143,8 @@ class EagerProgram:
 
     def _carry_out(self, node: fx.Node) -> Any:
         value, target = self.env.__getitem__, node.target
+        if self._rehearses:
+            target = stand_in(node) or target
         arguments: Any = fx.node.map_arg(node.args, value)
         keywords: Any = fx.node.map_arg(node.kwargs, value) if node.kwargs else {}
         return target(*arguments, **keywords)  # type: ignore[operator]

@@ -1,8 +1,8 @@
 """Cut: a placed graph becomes stretches of ops that are compiled as one, in between the tasks.
 
-A stretch ends at every task of the plan, where the layer changes, at an op that is to run on its
-own, and behind one whose result others must not share a loop with. The order of tasks and ops stays
-as planned.
+A stretch ends at tasks of the plan, at collectives and waits for them, where the layer changes, at
+an op that is to run on its own, and behind one whose result others must not share a loop with.
+The order of tasks and ops stays as planned.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from cotrain_compile.backends.inductor.scatters import ends_a_segment
+from cotrain_compile.collectives import is_collective, is_wait
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.passes.views import COPY, viewed
 from cotrain_compile.runtime.ops import TASKS
@@ -59,7 +60,7 @@ def _runs(
         if node.op != "call_function" or is_shown(node):
             continue
         layer = layer_of.get(node.name, current)
-        ends = node.target in TASKS or is_alone(node)
+        ends = node.target in TASKS or is_collective(node) or is_wait(node) or is_alone(node)
         if run and (ends or layer != current or len(run) >= MOST_OPS):
             yield current, run
             run = []
@@ -74,7 +75,12 @@ def _runs(
 
 
 def is_shown(node: fx.Node) -> bool:
-    """Whether `node` computes nothing: a view, an item of a tuple, the size of a dimension."""
+    """Whether `node` computes nothing: a view, an item of a tuple, the size of a dimension.
+
+    A wait for a collective shows its result, but not before it runs.
+    """
+    if is_wait(node):
+        return False
     if node.target is operator.getitem or isinstance(node.meta.get("val"), torch.SymInt | int):
         return True
     return node.target is not COPY and viewed(node) is not None
@@ -120,8 +126,8 @@ def _is_used_behind(place: fx.Node, node: fx.Node) -> bool:
 
 
 def base_of(node: fx.Node) -> fx.Node:
-    """What `node` shows: the op, task or input that made its memory."""
-    while (source := viewed(node)) is not None:
+    """What `node` shows: the op, task, wait or input that made its memory."""
+    while not is_wait(node) and (source := viewed(node)) is not None:
         node = source
     return node
 

@@ -21,6 +21,7 @@ import torch
 
 from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
 from cotrain_compile.backends.lifecycle.workspace import both
+from cotrain_compile.distribute.agree import ALONE, Overshoot, Together
 from cotrain_compile.errors import OutOfDeviceMemory, PlacementError
 from cotrain_compile.machine import Tier
 from cotrain_compile.runtime.cuda.card import is_out_of_memory
@@ -48,9 +49,11 @@ class Rehearsed:
         *,
         replans: bool = True,
         tell: Callable[[CompiledStep], None] = lambda compiled: None,
+        together: Together = ALONE,
     ) -> None:
         self._compile_within = compile_within
         self._tell = tell
+        self._together = together
         self._rounds = ROUNDS if replans else 0
         self._rehearsed = False
         self._first_over_bytes = 0  # by how much the last rehearsal was above where it stopped
@@ -65,22 +68,28 @@ class Rehearsed:
     def _rehearse(self, inputs: Sequence[Any]) -> None:
         for left in range(self._rounds, -1, -1):
             error = self._out_of_memory(inputs)
-            over_bytes = self._overshoot_bytes(error)
-            if over_bytes == 0:
+            own_bytes = self._overshoot_bytes(error)
+            beyond = self.compiled.beyond_plan() if own_bytes else {}
+            own = Overshoot(own_bytes, self._first_over_bytes, error is not None, beyond)
+            worst = self._together.worst(own)
+            if worst.over_bytes == 0:
                 break
-            if left and self._plans_again(over_bytes, error, inputs):
+            if left and self._plans_again(worst, error, inputs):
                 continue
-            error = error or self._above_the_budget()
+            error = error or self._above_the_budget(own_bytes)
             error.add_note(
                 "No parameter or optimizer state was changed by this step. Raise memory_budget "
-                f"by {format_bytes(over_bytes)} or more, or free memory on the device."
+                f"by {format_bytes(worst.over_bytes)} or more, or free memory on the device."
             )
             raise error
         self._rehearsed = True
         self._note_surplus()
 
-    def _above_the_budget(self) -> OutOfDeviceMemory:
+    def _above_the_budget(self, own_bytes: int) -> OutOfDeviceMemory:
         """Of a rehearsal that came to its end: a card has more than the step may take."""
+        if own_bytes == 0:
+            told = "the step needs more memory than its budget on another rank"
+            return OutOfDeviceMemory(told, tier=Tier.DEVICE)
         budget_bytes = self.compiled.plan.budgets[Tier.DEVICE]
         slack_bytes = self.compiled.allowed_bytes - budget_bytes
         beside = f" and {format_bytes(slack_bytes)} for libraries" if slack_bytes else ""
@@ -138,7 +147,9 @@ class Rehearsed:
             return max(0, over_bytes)
         return max(1, self._planned_bytes() - peak_bytes)
 
-    def _plans_again(self, over_bytes: int, error: Exception | None, inputs: Sequence[Any]) -> bool:
+    def _plans_again(
+        self, worst: Overshoot, error: Exception | None, inputs: Sequence[Any]
+    ) -> bool:
         """Plan again, as `_other_plans` says; False where nothing fits into what is left."""
         peak_bytes, planned_bytes = self.compiled.peak_bytes[Tier.DEVICE], self._planned_bytes()
         told = (
@@ -147,7 +158,7 @@ class Rehearsed:
         )
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        for plan_bytes, workspace in self._other_plans(over_bytes, ran_out=error is not None):
+        for plan_bytes, workspace in self._other_plans(worst):
             try:
                 self.compiled = self._compile_within(plan_bytes, inputs, workspace)
             except PlacementError as refusal:
@@ -166,23 +177,21 @@ class Rehearsed:
             error.add_note(f"{told[:1].upper()}{told[1:]}. Less does not fit: {infeasible}")
         return False
 
-    def _other_plans(
-        self, over_bytes: int, *, ran_out: bool
-    ) -> Sequence[tuple[int, Mapping[str, int]]]:
+    def _other_plans(self, worst: Overshoot) -> Sequence[tuple[int, Mapping[str, int]]]:
         """Device bytes and workspace of the plans to try next, the best first.
 
         The workspace was measured in the segments of one plan. The next plan is cut elsewhere, so
         if it can it leaves a little room.
         """
         planned_bytes = self._planned_bytes()
-        least_bytes = int(LEAST_STEP * planned_bytes) if ran_out else 0
-        first_bytes = self._first_over_bytes or over_bytes
+        over_bytes = worst.over_bytes
+        least_bytes = int(LEAST_STEP * planned_bytes) if worst.ran_out else 0
+        first_bytes = worst.first_bytes or over_bytes
         lesses = dict.fromkeys((max(over_bytes, least_bytes), over_bytes, first_bytes))
         for_less = [(max(1, planned_bytes - less), self._workspace) for less in lesses]
-        beyond = self.compiled.beyond_plan()
-        if not beyond:
+        if not worst.beyond:
             return for_less
-        budget_bytes, known = self.compiled.allowed_bytes, both(self._workspace, beyond)
+        budget_bytes, known = self.compiled.allowed_bytes, both(self._workspace, worst.beyond)
         fitting = (int((1 - LEAST_STEP) * budget_bytes), budget_bytes)
         return [*((nbytes, known) for nbytes in fitting), *for_less]
 

@@ -6,10 +6,13 @@ What a rank finds is what its test compares; the functions here run in processes
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -18,7 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import cotrain_compile
+from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
 from cotrain_compile.collectives import is_collective
+from cotrain_compile.errors import DistributeError, OutOfDeviceMemory
 from cotrain_compile.machine import Tier
 
 STEPS = 4
@@ -177,3 +182,39 @@ def _assert_close(found: Ran, expected: Ran, case: Case) -> None:
             equal_nan=True,
             msg=lambda told, name=name: f"{case}: {name}: {told}",
         )
+
+
+def of_different_shapes(rank: int) -> str:
+    """What a rank is told whose batch is larger than that of the other one."""
+    case = Case("sgd")
+    model = DistributedDataParallel(Net(again=False))
+    step = torch.compile(make_step(case, model, _optimizer(case, model)), backend="cotrain")
+    before = [param.clone() for param in model.parameters()]
+    with pytest.raises(DistributeError) as told:
+        step(torch.ones(4 + rank, 8), torch.zeros(4 + rank, dtype=torch.long))
+    assert all(map(torch.equal, before, model.parameters()))
+    return str(told.value)
+
+
+def with_different_budgets(rank: int) -> tuple[Any, Any]:
+    """Budgets and tasks of each rank, where the second one may take less."""
+    peak = train(Case("sgd"), rank, {"policy": "resident"}).compiled.plan.predicted.peak_bytes
+    share = (1.0, SHARE)[rank]
+    asked = {"memory_budget": int(share * peak[Tier.DEVICE]), "policy": "greedy"}
+    plan = train(Case("sgd"), rank, asked).compiled.plan
+    return plan.budgets, plan.tasks
+
+
+def with_one_rank_out_of_memory(rank: int) -> tuple[int, bool, Any]:
+    """What a rank planned for and whether it moves anything; the second one had too little."""
+    rehearse, calls = CompiledStep.rehearse, itertools.count()
+
+    def rehearse_once(self: CompiledStep, inputs: Any) -> None:
+        rehearse(self, inputs)
+        if rank == 1 and next(calls) == 0:
+            raise OutOfDeviceMemory("for once there is too little", tier=Tier.DEVICE)
+
+    told = pytest.warns(UserWarning, match="it is planned again")
+    with mock.patch.object(CompiledStep, "rehearse", rehearse_once), told:
+        plan = train(Case("sgd"), rank, {"policy": "greedy"}).compiled.plan
+    return plan.predicted.peak_bytes[Tier.DEVICE], bool(plan.tasks), plan.placement

@@ -13,6 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 import cotrain_compile
+from cotrain_compile.backends.inductor.lower import segments_of
 from cotrain_compile.collectives import is_collective, is_wait
 from cotrain_compile.dataflow import Role
 from cotrain_compile.errors import CaptureError
@@ -108,6 +109,14 @@ def test_clipping_sees_the_mean_and_buffers_are_those_of_the_first_rank() -> Non
     updates = {name for group in dataflow.updates for name in group.ops}
     assert len(dataflow.updates) == 3
     assert updates.isdisjoint(op.name for op in dataflow.ops if "c10d" in op.target)
+
+    # Under Inductor each runs alone, in its place.
+    whole = segments_of(graph, graph, dataflow)
+    exchanged = [node for node in whole.step.nodes if is_collective(node) or is_wait(node)]
+    assert len(exchanged) == 2 * len(collectives(step))
+    inside = [node for part in whole.segments.values() for node in part.module.graph.nodes]
+    assert not any(is_collective(node) or is_wait(node) for node in inside)
+
     (order,) = [buffer for buffer in dataflow.buffers if buffer.role is Role.GROUP]
     assert sum(order.name in op.writes for op in dataflow.ops) == len(collectives(step))
 
