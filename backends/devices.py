@@ -18,8 +18,8 @@ from cotrain_compile.placement.problem import Problem
 from cotrain_compile.runtime.cuda.setup import cuda_device, cuda_machine
 from cotrain_compile.runtime.device import Device
 from cotrain_compile.runtime.emulated import EmulatedDevice
-from cotrain_compile.runtime.host.chunks import cuts
 from cotrain_compile.runtime.host.kernels import HostKernel
+from cotrain_compile.runtime.host.pieces import piecewise_tasks
 
 _CPU = torch.device("cpu")
 
@@ -100,14 +100,14 @@ def runtime_for(
 ) -> Device:
     """The device that carries out the tasks of the step."""
     device: Device
-    cut = cuts(placed, kernels)
+    piecewise = piecewise_tasks(placed, kernels)
     if runs_on_cuda(placed):
         device = cuda_device(
             compute_device_of(placed),
             problem.machine,
             problem.budgets,
             kernels,
-            cut,
+            piecewise,
             host_cores=options.host_cores,
             timed=options.timeline,
         )
@@ -116,7 +116,7 @@ def runtime_for(
             problem.machine,
             problem.budgets,
             kernels,
-            cut,
+            piecewise,
             host_cores=options.host_cores,
             throttle=options.throttle,
             poison=options.poison,

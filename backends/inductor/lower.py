@@ -28,7 +28,7 @@ from cotrain_compile.backends.inductor.compile_graph import (
     may_draw_out_of_order,
     unknown_settings,
 )
-from cotrain_compile.backends.inductor.partition import cut, sink_into_updates
+from cotrain_compile.backends.inductor.partition import partition, sink_into_updates
 from cotrain_compile.backends.inductor.segments import Segment, SegmentedStep, segmented
 from cotrain_compile.collector import collector_off
 from cotrain_compile.dataflow import Dataflow
@@ -78,7 +78,7 @@ def segments_of(
     sink_into_updates(placed.module.graph, dataflow)
     symbols = frozenset(dataflow.symbols)
     alone = functools.partial(_runs_alone, symbols=symbols)
-    stretches = cut(placed.module.graph, layers_of(dataflow), alone)
+    stretches = partition(placed.module.graph, layers_of(dataflow), alone)
     _refuse_unmatched(eager_segments, [stretch.name for stretch in stretches])
     compiled = [s for s in stretches if not any(fnmatch(s.name, p) for p in eager_segments)]
     # All sizes are numbers, but without an environment for shapes Inductor leaves its cache alone.

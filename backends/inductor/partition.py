@@ -1,4 +1,4 @@
-"""Cut: a placed graph becomes stretches of ops that are compiled as one, in between the tasks.
+"""Partition: a placed graph in stretches of ops that are compiled as one, in between the tasks.
 
 A stretch ends at tasks of the plan, at collectives and waits for them, where the layer changes, at
 an op that is to run on its own, and behind one whose result others must not share a loop with.
@@ -34,7 +34,7 @@ class Stretch:
     ops: tuple[fx.Node, ...]
 
 
-def cut(
+def partition(
     graph: fx.Graph, layer_of: Mapping[str, str], is_alone: Callable[[fx.Node], bool]
 ) -> tuple[Stretch, ...]:
     """The stretches of `graph` in their order. `is_alone` says which ops belong to none.

@@ -32,7 +32,7 @@ from cotrain_compile.plan import Lane
 from cotrain_compile.presets import THIS_MACHINE, find
 from cotrain_compile.runtime.course import WHOLE
 from cotrain_compile.runtime.emulated import EmulatedDevice
-from cotrain_compile.runtime.host import chunks as pieces
+from cotrain_compile.runtime.host import pieces
 from cotrain_compile.runtime.ops import Launch
 
 ROWS, WIDTH, CLASSES = 32_000, 768, 16
@@ -82,7 +82,7 @@ def measured_pieces() -> dict[str, Any]:
         whole_s.append(seconds(whole))
         cut_s.append(seconds(cut))
     nbytes = ROWS * WIDTH * 4
-    assert compiled._device._cuts
+    assert compiled._device._piecewise
     return {
         "parameter_bytes": nbytes,
         "piece_bytes": pieces.PIECE_BYTES,

@@ -2,7 +2,7 @@
 
 The gradient of a large parameter comes down, the parameter is updated, the weight goes back up: the
 second may begin with what the first has done so far, and the third with what the second has. A
-`Cut` says so of a task, the same in every step; a `Course` is one such task under way.
+`Piecewise` says so of a task, the same in every step; a `Course` is one such task under way.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 
 @dataclass(frozen=True)
-class Cut:
+class Piecewise:
     """A task works on `rows` rows of `row_elements` at a time, `count` times.
 
     Before each piece it waits for the same piece of the task that it `follows`, if any, which is
@@ -38,41 +38,43 @@ class FollowedFailed(Exception):
 
 
 class Course:
-    """A task under way in the pieces of `cut`, None: in one; it follows the course `ahead`.
+    """A task under way in the pieces of `piecewise`, None: in one; it follows the course `ahead`.
 
     `arrive` returns when a piece, by its number, that `ahead` has done is there to be read.
     """
 
     def __init__(
         self,
-        cut: Cut | None = None,
+        piecewise: Piecewise | None = None,
         ahead: Course | None = None,
         arrive: Callable[[int], None] | None = None,
     ) -> None:
-        self.cut = cut
+        self.piecewise = piecewise
         self.waited_s = 0.0  # between the pieces
         self._ahead = ahead
         self._arrive = arrive
         self._error: BaseException | None = None
-        self._come = [threading.Event() for _ in range(cut.count if cut is not None else 0)]
+        self._come = [
+            threading.Event() for _ in range(piecewise.count if piecewise is not None else 0)
+        ]
         self._tell: list[Callable[[], None]] = []
 
     @property
     def follows(self) -> str:
         """The task that it follows, "" for none."""
-        return self.cut.follows if self.cut is not None else ""
+        return self.piecewise.follows if self.piecewise is not None else ""
 
     @property
     def count(self) -> int:
         """In how many pieces it goes."""
-        return self.cut.count if self.cut is not None else 1
+        return self.piecewise.count if self.piecewise is not None else 1
 
     def pieces(self) -> Iterator[int]:
         """The number of each piece, when it may be worked on; asking for the next one ends it.
 
         Raises `FollowedFailed`.
         """
-        if self.cut is None:
+        if self.piecewise is None:
             yield 0
             return
         for number, come in enumerate(self._come):
@@ -87,10 +89,10 @@ class Course:
     def slices(self, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
         """As `pieces`, with what each of these dense tensors has of the piece."""
         for number in self.pieces():
-            if self.cut is None:
+            if self.piecewise is None:
                 yield tensors
                 return
-            elements = self.cut.rows * self.cut.row_elements
+            elements = self.piecewise.rows * self.piecewise.row_elements
             here = slice(number * elements, (number + 1) * elements)
             yield tuple(tensor.view(-1)[here] for tensor in tensors)
 
@@ -106,7 +108,7 @@ class Course:
 
     def tell(self, call: Callable[[], None]) -> None:
         """`call()` after each further piece, on the thread that works on it; it must not raise."""
-        if self.cut is not None:  # `WHOLE` is everybody's
+        if self.piecewise is not None:  # `WHOLE` is everybody's
             self._tell.append(call)
 
     def next_may_begin(self, number: int) -> bool:
@@ -115,7 +117,7 @@ class Course:
 
     def end(self, error: BaseException | None) -> None:
         """The task has ended, well or with `error`: nobody is to wait for it any longer."""
-        if self.cut is None:
+        if self.piecewise is None:
             return  # nobody follows it, and `WHOLE` is everybody's
         self._error = error
         for come in self._come:

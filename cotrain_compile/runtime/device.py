@@ -20,7 +20,7 @@ from cotrain_compile.errors import StepFailed
 from cotrain_compile.machine import Tier
 from cotrain_compile.plan import Lane as LaneName
 from cotrain_compile.plan import Span
-from cotrain_compile.runtime.course import WHOLE, Course, Cut
+from cotrain_compile.runtime.course import WHOLE, Course, Piecewise
 from cotrain_compile.runtime.host.kernels import HostKernel
 from cotrain_compile.runtime.lanes import Lane, Task
 from cotrain_compile.runtime.meter import Meter
@@ -34,7 +34,7 @@ class Device(ABC, Runtime):
     """Runs the tasks of a placed step; one per compiled step.
 
     `meter` counts the bytes of live tensors; on the device, `slack_bytes` more than a plan says may
-    be taken. By task name, `kernels` has a host kernel for each region, `cuts` what works in
+    be taken. By task name, `kernels` has a host kernel for each region, `piecewise` what works in
     pieces. Work on the host keeps to `host_cores`, if any; without `link_threads` no thread runs
     copies. Times are perf_counter seconds; `origin_s` is when the step began. What kinds of devices
     differ in is how they allocate, start a copy and start work on the host.
@@ -54,7 +54,7 @@ class Device(ABC, Runtime):
         self,
         meter: Meter,
         kernels: Mapping[str, HostKernel],
-        cuts: Mapping[str, Cut],
+        piecewise: Mapping[str, Piecewise],
         host_workers: int,
         host_cores: Collection[int] = (),
         *,
@@ -62,7 +62,7 @@ class Device(ABC, Runtime):
     ) -> None:
         self.meter = meter
         self._kernels = kernels
-        self._cuts = cuts
+        self._piecewise = piecewise
         self.origin_s = 0.0
         self._lanes = {LaneName.HOST: Lane(LaneName.HOST, host_workers, host_cores)}
         if link_threads:
@@ -255,12 +255,14 @@ class Device(ABC, Runtime):
 
     def _course(self, launch: Launch) -> Course:
         """How a task of this step goes along; what it follows has been started."""
-        cut = self._cuts.get(launch.task)
-        if cut is None:
+        piecewise = self._piecewise.get(launch.task)
+        if piecewise is None:
             return WHOLE
-        if not cut.follows:
-            return Course(cut)
-        return Course(cut, self._tasks[cut.follows].course, self._arrival(cut.follows))
+        if not piecewise.follows:
+            return Course(piecewise)
+        return Course(
+            piecewise, self._tasks[piecewise.follows].course, self._arrival(piecewise.follows)
+        )
 
     def _arrival(self, task: str) -> Callable[[int], None] | None:
         """What waits until a piece that `task` has done can be read; None: it can at once."""

@@ -16,7 +16,7 @@ import torch
 from cotrain_compile.machine import Machine, Tier
 from cotrain_compile.plan import Lane as LaneName
 from cotrain_compile.plan import Span
-from cotrain_compile.runtime.course import Course, Cut
+from cotrain_compile.runtime.course import Course, Piecewise
 from cotrain_compile.runtime.device import Device
 from cotrain_compile.runtime.host.kernels import HostKernel
 from cotrain_compile.runtime.meter import Meter
@@ -34,14 +34,14 @@ class EmulatedDevice(Device):
         machine: Machine,
         budgets: Mapping[Tier, int],
         kernels: Mapping[str, HostKernel],
-        cuts: Mapping[str, Cut] | None = None,
+        piecewise: Mapping[str, Piecewise] | None = None,
         *,
         host_cores: Collection[int] = (),
         throttle: bool = False,
         poison: bool = True,
     ) -> None:
         workers = machine.host_update.workers
-        super().__init__(Meter(budgets), kernels, cuts or {}, workers, host_cores)
+        super().__init__(Meter(budgets), kernels, piecewise or {}, workers, host_cores)
         self._poison = _poison if poison else _leave
         self._machine = machine if throttle else None
         self._host_bytes_per_s = machine.host.bytes_per_s

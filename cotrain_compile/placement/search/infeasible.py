@@ -35,16 +35,16 @@ def floor_bytes(problem: Problem) -> int:
     return max((sum(dataflow.buffer[b].nbytes for b in each) for each in touched), default=0)
 
 
-def refuse(problem: Problem, cuts: Sequence[DecisionSpace], failure: str = "") -> NoReturn:
+def refuse(problem: Problem, spaces: Sequence[DecisionSpace], failure: str = "") -> NoReturn:
     """Raise `PlacementError` with the least device (or host) budget that would do.
 
     Raises `PlanError` where the budgets would do: time was too short, or the solver failed, and
     `failure` says how.
 
-    The least device budget is that of the placement in which everything leaves that can; `cuts`
-    are the same step cut in several ways.
+    The least device budget is that of the placement in which everything leaves that can; `spaces`
+    are those of the step in several ways.
     """
-    space, moves, least = _least(problem, cuts)
+    space, moves, least = _least(problem, spaces)
     budget = problem.budgets[Tier.DEVICE]
     if least > budget:
         short, peak = least - budget, peak_of(problem.dataflow, moves)
@@ -79,20 +79,20 @@ def refuse(problem: Problem, cuts: Sequence[DecisionSpace], failure: str = "") -
 
 
 def refuse_rule(
-    problem: Problem, placement: Placement, refusal: PlacementError, cuts: Sequence[DecisionSpace]
+    problem: Problem, placement: Placement, refusal: PlacementError, spaces: Sequence[DecisionSpace]
 ) -> NoReturn:
     """Raise the refusal of a simple rule's `placement`, with what policy 'auto' would need."""
     moves = moves_of(problem, placement)
     short = shortfall_bytes(problem, moves)
     if not short:  # the host's is missing
         raise refusal
-    refuse_device(problem, placement, moves, short, _least(problem, cuts)[2])
+    refuse_device(problem, placement, moves, short, _least(problem, spaces)[2])
 
 
-def _least(problem: Problem, cuts: Sequence[DecisionSpace]) -> tuple[DecisionSpace, Moves, int]:
-    """The cut in which least has to stay, what moves then, and the device bytes it needs."""
+def _least(problem: Problem, spaces: Sequence[DecisionSpace]) -> tuple[DecisionSpace, Moves, int]:
+    """The space in which least has to stay, what moves then, and the device bytes it needs."""
     without = problem.with_budget(Tier.DEVICE, 0)
-    found = [(space, moves_of(problem, _frugal(space))) for space in cuts]
+    found = [(space, moves_of(problem, _frugal(space))) for space in spaces]
     needs = [(space, moves, shortfall_bytes(without, moves)) for space, moves in found]
     return min(needs, key=lambda need: need[2])
 

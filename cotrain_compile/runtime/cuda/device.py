@@ -40,7 +40,7 @@ from cotrain_compile.errors import StepFailed
 from cotrain_compile.machine import Tier
 from cotrain_compile.plan import Lane as LaneName
 from cotrain_compile.plan import Span
-from cotrain_compile.runtime.course import Course, Cut
+from cotrain_compile.runtime.course import Course, Piecewise
 from cotrain_compile.runtime.cuda import homes
 from cotrain_compile.runtime.cuda.card import Card
 from cotrain_compile.runtime.cuda.copy_streams import CopyStreams, last_on_each_stream
@@ -75,14 +75,16 @@ class CudaDevice(Device):
         pool: PinnedPool,
         host_budget_bytes: int,
         kernels: Mapping[str, HostKernel],
-        cuts: Mapping[str, Cut] | None = None,
+        piecewise: Mapping[str, Piecewise] | None = None,
         *,
         host_workers: int = 1,
         host_cores: Collection[int] = (),
         timed: bool = False,
     ) -> None:
         meter = Meter({Tier.DEVICE: _UNLIMITED, Tier.HOST: host_budget_bytes})
-        super().__init__(meter, kernels, cuts or {}, host_workers, host_cores, link_threads=False)
+        super().__init__(
+            meter, kernels, piecewise or {}, host_workers, host_cores, link_threads=False
+        )
         self._card = card
         self._pool = pool
         self._timed = timed

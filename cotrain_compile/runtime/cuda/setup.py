@@ -20,7 +20,7 @@ from cotrain_compile.errors import OptionError, PlacementError
 from cotrain_compile.machine import Machine, Tier
 from cotrain_compile.options import Options
 from cotrain_compile.placement.simulate.reserved import Reserved
-from cotrain_compile.runtime.course import Cut
+from cotrain_compile.runtime.course import Piecewise
 from cotrain_compile.runtime.cuda.card import CudaCard
 from cotrain_compile.runtime.cuda.card_rates import tier_of
 from cotrain_compile.runtime.cuda.device import CudaDevice
@@ -165,7 +165,7 @@ def cuda_device(
     machine: Machine,
     budgets: Mapping[Tier, int],
     kernels: Mapping[str, HostKernel],
-    cuts: Mapping[str, Cut],
+    piecewise: Mapping[str, Piecewise],
     *,
     host_cores: Collection[int],
     timed: bool,
@@ -176,7 +176,7 @@ def cuda_device(
         pool(device.index),
         budgets[Tier.HOST],
         kernels,
-        cuts,
+        piecewise,
         host_workers=machine.host_update.workers,
         host_cores=host_cores,
         timed=timed,

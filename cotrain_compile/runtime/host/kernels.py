@@ -75,9 +75,9 @@ class FusedKernel:
         tensors = {name: inputs[position] for name, position in self.positions.items()}
         live = {name: float(inputs[position]) for name, position in self.live.items()}
         settings = with_settings(self.settings, live)
-        rows = course.cut.rows if course.cut is not None else _all_rows(source)
-        cut = zip(course.pieces(), in_pieces(tensors, source, rows), strict=False)
-        for _, (part, part_source) in cut:
+        rows = course.piecewise.rows if course.piecewise is not None else _all_rows(source)
+        parts = zip(course.pieces(), in_pieces(tensors, source, rows), strict=False)
+        for _, (part, part_source) in parts:
             for piece, piece_source in self._pieces(part, part_source):
                 (gradient,) = self.gradient.finish((piece_source, *small), meter)
                 self.update(piece, _laid_out_as(piece["param"], gradient), settings)

@@ -17,9 +17,9 @@ from cotrain_compile.passes.find_accesses import find_race_in
 from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.simulate.predict import predict
 from cotrain_compile.plan import Plan
-from cotrain_compile.runtime.host import chunks
-from cotrain_compile.runtime.host.chunks import cuts
+from cotrain_compile.runtime.host import pieces
 from cotrain_compile.runtime.host.kernels import host_kernels
+from cotrain_compile.runtime.host.pieces import piecewise_tasks
 from cotrain_compile.runtime.ops import TASKS
 from cotrain_compile.runtime.task_nodes import view_of
 from tests.support.captured_steps import captured, differences, place, reference
@@ -83,13 +83,13 @@ def test_a_step_runs_to_the_same_bits_whatever_its_tasks_are_called(
     assert timelines[0].makespan_s == timelines[1].makespan_s
     assert timelines[0].memory == timelines[1].memory
 
-    monkeypatch.setattr(chunks, "PIECE_BYTES", 512)
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 512)
     placed = [run_passes(step.step, p) for p in (plan, other)]
     assert find_race_in(placed[1]) is None
-    first, second = (cuts(graph, host_kernels(graph, "fused")) for graph in placed)
+    first, second = (piecewise_tasks(graph, host_kernels(graph, "fused")) for graph in placed)
     assert second.keys() == {names[task] for task in first}
-    assert {names[cut.follows] for cut in first.values() if cut.follows} == {
-        cut.follows for cut in second.values() if cut.follows
+    assert {names[how.follows] for how in first.values() if how.follows} == {
+        how.follows for how in second.values() if how.follows
     }
 
     assert first

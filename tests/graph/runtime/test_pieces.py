@@ -21,12 +21,12 @@ from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.plan import Lane as LaneName
 from cotrain_compile.plan import Plan, Transfer
 from cotrain_compile.presets import find
-from cotrain_compile.runtime.course import Course, Cut
+from cotrain_compile.runtime.course import Course, Piecewise
 from cotrain_compile.runtime.cuda.device import CudaDevice
 from cotrain_compile.runtime.cuda.pinned import PinnedPool
 from cotrain_compile.runtime.device import Device
 from cotrain_compile.runtime.emulated import EmulatedDevice
-from cotrain_compile.runtime.host import chunks as pieces
+from cotrain_compile.runtime.host import pieces
 from cotrain_compile.runtime.host.kernels import HostKernel, host_kernels
 from cotrain_compile.runtime.lanes import Lane
 from tests.support.captured_steps import captured
@@ -56,7 +56,7 @@ class Placed:
         step, self.plan = captured(name), host_plan(name)
         graph = run_passes(step.step, self.plan)
         kernels = host_kernels(graph, "fused")
-        self.cuts = pieces.cuts(graph, kernels) if cut else {}
+        self.piecewise = pieces.piecewise_tasks(graph, kernels) if cut else {}
         self.card = ThreadCard()
         self.device = self._device(kind, kernels)
         self.step = CompiledStep(step.problem(), self.plan, graph, self.device)
@@ -65,24 +65,28 @@ class Placed:
         if kind == "emulated":
             slow = Link(1e6, latency_s=1e-4)
             machine = find("this-machine").but(d2h=slow, h2d=slow)
-            return EmulatedDevice(machine, self.plan.budgets, kernels, self.cuts, throttle=True)
+            return EmulatedDevice(
+                machine, self.plan.budgets, kernels, self.piecewise, throttle=True
+            )
         pool = PinnedPool(self.card.pin, self.card.unpin, lambda: 1 << 40)
-        return CudaDevice(self.card, pool, 1 << 40, kernels, self.cuts)
+        return CudaDevice(self.card, pool, 1 << 40, kernels, self.piecewise)
 
 
 @pytest.mark.parametrize("name", TRAININGS)
 def test_copy_update_and_way_back_of_a_large_parameter_follow_one_another(name: str) -> None:
     placed = Placed(name)
-    updates = {task.name: task for task in placed.plan.host_updates if task.name in placed.cuts}
+    updates = {
+        task.name: task for task in placed.plan.host_updates if task.name in placed.piecewise
+    }
     assert updates
     ways_back = [t for t in placed.plan.transfers if t.after and t.after[0] in updates]
     assert len(ways_back) == len(updates)
     for back in ways_back:
         (update,) = back.after
-        assert placed.cuts[back.name].follows == update
-        copy = placed.cuts[update].follows
+        assert placed.piecewise[back.name].follows == update
+        copy = placed.piecewise[update].follows
         assert copy in updates[update].after
-        assert placed.cuts[copy] == replace(placed.cuts[back.name], follows="")
+        assert placed.piecewise[copy] == replace(placed.piecewise[back.name], follows="")
 
 
 @pytest.mark.parametrize("kind", ["emulated", "cuda"])
@@ -107,17 +111,17 @@ def test_a_piece_that_is_not_waited_for_shows() -> None:
 
 def test_small_and_gapped_parameters_are_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pieces, "PIECE_BYTES", 1 << 24)
-    assert not Placed("clipped").cuts
+    assert not Placed("clipped").piecewise
     monkeypatch.setattr(pieces, "PIECE_BYTES", 4)
     rows = torch.zeros(6, 8)
-    assert pieces._cut(rows) == Cut(rows=1, row_elements=8, count=6)
+    assert pieces._piecewise(rows) == Piecewise(rows=1, row_elements=8, count=6)
     for odd in (rows.t(), rows[:, :4], rows[:3], torch.zeros(()), torch.zeros(0, 3)):
-        assert pieces._cut(odd) is None
+        assert pieces._piecewise(odd) is None
 
 
 def parts_of_the_link(placed: Placed) -> list[Transfer]:
     """The copies that are cut, down before up."""
-    cut = [task for task in placed.plan.transfers if task.name in placed.cuts]
+    cut = [task for task in placed.plan.transfers if task.name in placed.piecewise]
     return sorted(cut, key=lambda task: task.direction != "offload")
 
 
@@ -160,10 +164,10 @@ def lanes() -> tuple[Lane, Lane]:
 
 def test_a_follower_works_while_what_it_follows_goes_on(lanes: tuple[Lane, Lane]) -> None:
     down, up = lanes
-    cut = Cut(rows=1, row_elements=1, count=3)
-    ahead = Course(cut)
-    behind = Course(replace(cut, follows="first"), ahead)
-    seen = [threading.Event() for _ in range(cut.count)]
+    how = Piecewise(rows=1, row_elements=1, count=3)
+    ahead = Course(how)
+    behind = Course(replace(how, follows="first"), ahead)
+    seen = [threading.Event() for _ in range(how.count)]
 
     def lead() -> None:
         for number in ahead.pieces():
@@ -184,14 +188,14 @@ def test_a_follower_works_while_what_it_follows_goes_on(lanes: tuple[Lane, Lane]
 
 def test_one_that_follows_a_failure_has_not_begun(lanes: tuple[Lane, Lane]) -> None:
     down, up = lanes
-    cut = Cut(rows=1, row_elements=1, count=2)
-    ahead = Course(cut)
+    how = Piecewise(rows=1, row_elements=1, count=2)
+    ahead = Course(how)
 
     def fail() -> None:
         raise RuntimeError(LINK_IS_DOWN)
 
     first = down.submit("first", fail, (), ahead)
-    second = up.submit("second", lambda: None, (), Course(cut, ahead))
+    second = up.submit("second", lambda: None, (), Course(how, ahead))
     assert second.done.wait(PATIENCE_S)
     assert second.error is first.error
     assert first.broke_off
@@ -202,9 +206,9 @@ def test_what_a_task_waits_between_its_pieces_is_not_what_it_takes(
     lanes: tuple[Lane, Lane],
 ) -> None:
     down, up = lanes
-    cut = Cut(rows=1, row_elements=1, count=2)
-    ahead = Course(cut)
-    behind = Course(cut, ahead)
+    how = Piecewise(rows=1, row_elements=1, count=2)
+    ahead = Course(how)
+    behind = Course(how, ahead)
     gate = threading.Event()
 
     def lead() -> None:

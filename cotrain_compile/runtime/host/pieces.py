@@ -1,7 +1,7 @@
-"""Pieces: which updates on the host are cut, so that copies and update of one parameter overlap.
+"""Pieces: which updates on the host go in pieces, so that copies and update of a parameter overlap.
 
-In: a placed graph and its host kernels. Out: a `Cut` for each large parameter's update, for the
-copy of the gradient that it follows, and for the way back of the weight, which follows it.
+In: a placed graph and its host kernels. Out: a `Piecewise` for each large parameter's update, for
+the copy of the gradient that it follows, and for the way back of the weight, which follows it.
 The plan has these tasks one after the other, so a step is at most as long as predicted
 (`docs/decisions/0017-pieces-and-bundles.md`).
 """
@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from cotrain_compile.graph import StepGraph
-from cotrain_compile.runtime.course import Cut
+from cotrain_compile.runtime.course import Piecewise
 from cotrain_compile.runtime.host.kernels import FusedKernel, HostKernel
 from cotrain_compile.runtime.task_nodes import Offload, Prefetch, RegionCall, region_calls, view_of
 
@@ -24,9 +24,9 @@ from cotrain_compile.runtime.task_nodes import Offload, Prefetch, RegionCall, re
 PIECE_BYTES = 1 << 24
 
 
-def cuts(placed: StepGraph, kernels: Mapping[str, HostKernel]) -> dict[str, Cut]:
-    """The cut of every task that is cut, by task name; most steps have none."""
-    found: dict[str, Cut] = {}
+def piecewise_tasks(placed: StepGraph, kernels: Mapping[str, HostKernel]) -> dict[str, Piecewise]:
+    """How each task goes that goes in pieces, by its name; most steps have none."""
+    found: dict[str, Piecewise] = {}
     for _, call in region_calls(placed.module.graph):
         name, inputs = call.launch.task, call.inputs
         kernel = kernels[name]
@@ -34,24 +34,24 @@ def cuts(placed: StepGraph, kernels: Mapping[str, HostKernel]) -> dict[str, Cut]
             continue  # what runs behind the loop needs all of it
         param = inputs[kernel.positions["param"]]
         states = [inputs[position].meta["val"] for position in kernel.positions.values()]
-        cut = _cut(param.meta["val"])
-        if cut is None or not all(_has_rows_of(param.meta["val"], state) for state in states):
+        how = _piecewise(param.meta["val"])
+        if how is None or not all(_has_rows_of(param.meta["val"], state) for state in states):
             continue
         gradient = _copied_gradient(call, kernel, param)
         if gradient:
-            found[gradient] = cut
-        found[name] = replace(cut, follows=gradient)
-        found |= {back: replace(cut, follows=name) for back in _ways_back(param, name)}
+            found[gradient] = how
+        found[name] = replace(how, follows=gradient)
+        found |= {back: replace(how, follows=name) for back in _ways_back(param, name)}
     return found
 
 
-def _cut(param: torch.Tensor) -> Cut | None:
+def _piecewise(param: torch.Tensor) -> Piecewise | None:
     """Rows of about `PIECE_BYTES`; None where there would be one piece, or memory has gaps."""
     if not param.dim() or not param.numel() or not _is_whole(param):
         return None
     count = param.shape[0]
     rows = max(1, PIECE_BYTES * count // param.nbytes)
-    return Cut(rows, param.numel() // count, -(-count // rows)) if rows < count else None
+    return Piecewise(rows, param.numel() // count, -(-count // rows)) if rows < count else None
 
 
 def _has_rows_of(param: torch.Tensor, state: torch.Tensor) -> bool:
