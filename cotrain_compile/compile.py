@@ -140,7 +140,8 @@ def _compiler(
             options = within_free_memory(options, inputs, compute_device_of(step))
             before = last_placement(origin) if options.plan is None else None
         less: dict[str, Any] = {} if budget_bytes is None else {"plan_bytes": budget_bytes}
-        less["together"] = together
+        if together is not ALONE:
+            less["together"] = together
         if workspace:
             less["workspace"] = workspace
         compiled = compile_step(step, dataflow, options, *([before] if before else ()), **less)
