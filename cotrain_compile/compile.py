@@ -48,7 +48,7 @@ from cotrain_compile.options import Options, as_option_error
 from cotrain_compile.passes import run_passes
 from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.problem import formulate
-from cotrain_compile.placement.search.reuse_placement import keep
+from cotrain_compile.placement.search.reuse_placement import reuse_placement
 from cotrain_compile.plan import Placement
 from cotrain_compile.runtime.cuda.setup import tell_if_in_pieces, within_free_memory
 from cotrain_compile.runtime.host.kernels import host_kernels
@@ -171,7 +171,7 @@ def compile_step(
 ) -> CompiledStep:
     """Place, rewrite and lower `step`, whose `dataflow` has the sizes to plan for.
 
-    Where the placement `before`, of the same training, fits it is kept. The plan keeps to
+    Where the placement `before`, of the same training, fits it is used again. The plan keeps to
     `plan_bytes` on the device, if any; the step may take all of the budget. `workspace` has bytes
     that kernels were seen to take while they run, beside what `dataflow` knows, by op. The ranks
     that train `together` have one plan.
@@ -192,7 +192,7 @@ def compile_step(
     with narrator.progress() as progress:
         plan = together.plan(
             lambda: (
-                (before and keep(problem, before, compiled=compiled_code))
+                (before and reuse_placement(problem, before, compiled=compiled_code))
                 or plan_for(problem, options, compiled_code, progress)
             )
         )

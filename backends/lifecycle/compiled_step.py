@@ -78,7 +78,7 @@ class CompiledStep:
         self._constants = [
             getattr(graph.module, str(node.target)) for node in graph.nodes if node.op == "get_attr"
         ]
-        self._kept_values = _read_by_carried(graph, plan)
+        self._copied_inputs = _read_by_carried(graph, plan)
         self._gradients_on_host = [
             position
             for position, value in enumerate(returned_values(graph))
@@ -284,7 +284,7 @@ class CompiledStep:
     def _with_own_values(self, inputs: Sequence[Any]) -> list[Any]:
         """`inputs` with copies of what the user may change while a carried update reads it."""
         own = list(inputs)
-        for position in self._kept_values:
+        for position in self._copied_inputs:
             if isinstance(own[position], torch.Tensor):
                 own[position] = own[position].clone()
         return own

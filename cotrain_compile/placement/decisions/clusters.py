@@ -52,7 +52,7 @@ class ParamCluster:
     gradient_waits: bool
     param_bytes: int
     state_bytes: int
-    kept_state_bytes: int
+    small_state_bytes: int
     gradient_bytes: int
     fetched_bytes: int
     param_unused: bool

@@ -231,7 +231,7 @@ def _cluster(
         gradient_waits=first.temporary and step.apart(first.used, first.release),
         param_bytes=sum(sizes),
         state_bytes=large_bytes,
-        kept_state_bytes=sum(s.nbytes for s in states) - large_bytes,
+        small_state_bytes=sum(s.nbytes for s in states) - large_bytes,
         gradient_bytes=sum(buffers[g.gradient].nbytes for g in groups) * first.temporary,
         fetched_bytes=sum(buffers[p.fetched].nbytes for p in params) * is_used,
         param_unused=is_copy or not is_used,

@@ -63,14 +63,14 @@ def _checkpoints(
 ) -> Iterable[tuple[int, int]]:
     """(bucket, bytes) where most is alive, with all activations there and with none."""
     leaving = {name for cluster in activations for name in cluster.buffers}
-    kept, bare = _undecided_bytes(step), _undecided_bytes(step, without=leaving)
+    all_there, bare = _undecided_bytes(step), _undecided_bytes(step, without=leaving)
     for number, (start, end) in enumerate(zip(step.starts, step.ends, strict=True), start=1):
         # A step that does nothing but update has no slot but the end.
         slots = range(start, start + 1 if step.at_peaks else max(end, start + 1))
-        peaks = {max(slots, key=kept.__getitem__), max(slots, key=bare.__getitem__)}
+        peaks = {max(slots, key=all_there.__getitem__), max(slots, key=bare.__getitem__)}
         for slot in sorted(peaks):
-            yield number, kept[slot]
-    yield step.epilogue, kept[step.program.end]
+            yield number, all_there[slot]
+    yield step.epilogue, all_there[step.program.end]
 
 
 def _undecided_bytes(step: BucketedStep, without: Iterable[str] = ()) -> list[int]:

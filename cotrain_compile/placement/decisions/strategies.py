@@ -149,7 +149,7 @@ class Strategy:
     def _states(self, c: ParamCluster) -> list[Hold]:
         if self.mode is None or self.on_host:
             return []
-        return [Hold(c.state_bytes - self._streamed_states(c) + c.kept_state_bytes)]
+        return [Hold(c.state_bytes - self._streamed_states(c) + c.small_state_bytes)]
 
     def _gradients(self, c: ParamCluster) -> list[Hold]:
         """A gradient is there until it is sent, or its update has run."""

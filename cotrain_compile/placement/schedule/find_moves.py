@@ -281,11 +281,11 @@ class _Finder:
         buffers, homes, param = self.dataflow.buffer, self.placement.homes, group.param
         earliest, limit = self.windows[param]
         states = [name for name in group.states if homes[name] is Tier.HOST]
-        fetched, stores, kept_bytes = states, states, 0
+        fetched, stores, weight_bytes = states, states, 0
         if homes[param] is Tier.HOST:
             stores = [param, *states]
             if self.program.fetched[param] == param and self.program.touches.get(param):
-                kept_bytes = buffers[param].nbytes
+                weight_bytes = buffers[param].nbytes
             else:
                 fetched = [*states, param]
         fetches = [_fetch(buffers[name], earliest) for name in fetched]
@@ -303,7 +303,7 @@ class _Finder:
             tuple(fetches),
             tuple(stores),
             held_bytes,
-            kept_bytes,
+            weight_bytes,
             workspace_bytes(self.dataflow, group),
             sum(self.problem.costs.device_s[name] for name in ops),
         )

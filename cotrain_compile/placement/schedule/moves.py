@@ -95,7 +95,7 @@ class DeviceUpdate:
     """An update on the device that may run in any gap after slot `earliest`, up to `limit`.
 
     `fetches` come before it, `stores` go back to their homes after it. Until it has run, its
-    gradient of `gradient_bytes` is held; until it is stored, a weight of `kept_bytes` that was
+    gradient of `gradient_bytes` is held; until it is stored, a weight of `weight_bytes` that was
     fetched for the backward. `workspace_bytes` is the most that its own values take beyond that.
     """
 
@@ -106,7 +106,7 @@ class DeviceUpdate:
     fetches: tuple[Fetch, ...]
     stores: tuple[str, ...]
     gradient_bytes: int
-    kept_bytes: int
+    weight_bytes: int
     workspace_bytes: int
     seconds: float
 
@@ -117,7 +117,7 @@ class DeviceUpdate:
     @property
     def waiting_bytes(self) -> int:
         """What is held until it runs, before anything is fetched for it."""
-        return self.gradient_bytes + self.kept_bytes
+        return self.gradient_bytes + self.weight_bytes
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Keep: the placement that a training already has, scheduled for other sizes of its step."""
+"""Reuse: the placement that a training already has, scheduled for other sizes of its step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.plan import Placement, Plan
 
 
-def keep(problem: Problem, placement: Placement, *, compiled: bool = False) -> Plan | None:
+def reuse_placement(
+    problem: Problem, placement: Placement, *, compiled: bool = False
+) -> Plan | None:
     """A plan with the homes and updates of `placement`; None where they do not fit `problem`.
 
     Homes that stay spare the moves between them, and a new trace: Dynamo checks on which device a
@@ -27,8 +29,8 @@ def keep(problem: Problem, placement: Placement, *, compiled: bool = False) -> P
     away = tuple(name for name in placement.away if name in dataflow.buffer)
     may = recomputable(dataflow) if placement.recomputed else frozenset()
     again = tuple(name for name in placement.recomputed if name in may)
-    kept = replace(placement, away=away, recomputed=again)
+    reused = replace(placement, away=away, recomputed=again)
     try:
-        return schedule(problem, kept, compiled=compiled)
+        return schedule(problem, reused, compiled=compiled)
     except PlacementError:
         return None

@@ -89,7 +89,7 @@ def test_the_strategies_of_a_cluster_take_the_bytes_of_zero_offloads_table_1() -
 
 def copies(cluster: ParamCluster, *, update: bool, gradient: bool) -> int:
     """Bytes on the device with the low-precision copy: with what is updated, with the gradient."""
-    updated = cluster.param_bytes + cluster.state_bytes + cluster.kept_state_bytes
+    updated = cluster.param_bytes + cluster.state_bytes + cluster.small_state_bytes
     return cluster.fetched_bytes + update * updated + gradient * cluster.gradient_bytes
 
 
