@@ -12,11 +12,16 @@ import pytest
 from cotrain_compile.dataflow import Dataflow, Role
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.check.check import check
+from cotrain_compile.placement.explain.slack import slacks
 from cotrain_compile.placement.problem import formulate
 from cotrain_compile.placement.schedule import task_names
 from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.plan import Placement, UpdateMode
 from cotrain_compile.presets import find
+from cotrain_compile.viz.report.bars import bars_of
+from cotrain_compile.viz.report.facts import sentences
+from cotrain_compile.viz.text.summary import summary
+from cotrain_compile.viz.timeline import kinds_of
 from tests.support.dataflows import chain
 from tests.support.plans.renamed_plans import renamed
 from tests.support.plans.sound_plans import SOUND
@@ -68,3 +73,20 @@ def test_a_step_is_scheduled_alike_whatever_its_tasks_are_called(
         check(problem, other)
         pairs = zip(plan.tasks, other.tasks, strict=True)
         assert renamed(plan, {task.name: drawn.name for task, drawn in pairs}) == other
+
+
+@pytest.mark.parametrize("case", ["host_streamed_low_precision", "everything_at_once"])
+def test_what_is_said_of_a_plan_differs_in_the_names_alone(case: str) -> None:
+    step, placement = CASES[case]()
+    problem = formulate(step, find("h100"), PLENTY)
+    plan = schedule(problem, replace(placement, overlap_steps=True))
+    draw = random.Random(case).random
+    names = {task.name: f"task {draw()}" for task in plan.tasks}
+    other = renamed(plan, names)
+    assert summary(other, step) == summary(plan, step)
+    assert slacks(step, other) == slacks(step, plan)
+    assert list(sentences(problem, other)) == list(sentences(problem, plan))
+    kinds = {names.get(name, name): kind for name, kind in kinds_of(plan).items()}
+    assert kinds_of(other) == kinds
+    bars = [bars_of(p.predicted, p, step) for p in (plan, other)]
+    assert [replace(bar, name="") for bar in bars[1]] == [replace(bar, name="") for bar in bars[0]]
