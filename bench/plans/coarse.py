@@ -71,7 +71,7 @@ def measure(width: int, repeats: int, folder: Path, sizes: Sizes | None) -> dict
     for plan in PLANS:
         steps["throttled", plan] = compile_step(build, {"policy": plan, **throttled})
     timelines = rounds(steps, repeats)
-    costs = profile(timelines)
+    costs = profile(steps, timelines)
     rows: dict[str, Any] = {}
     for plan in PLANS:
         compiled = steps["throttled", plan]()

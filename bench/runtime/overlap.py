@@ -111,7 +111,7 @@ def measured(machine: Machine, folder: Path) -> dict[str, Any]:
     save(machine, folder / "machine.json")
     shared: dict[str, Any] = {"machine": str(folder / "machine.json")}
     plain = {("", p): compile_step(clipped_mlp, {**shared, "policy": p}) for p in PROFILED}
-    costs = profile(run_in_turn(plain, 5))
+    costs = profile(plain, run_in_turn(plain, 5))
     save(costs, folder / "profile.json")
     shared |= {"policy": "zero-offload", "throttle": True, "profile": str(folder / "profile.json")}
     runs = {}
