@@ -2,8 +2,9 @@
 
 For every step, machine and budget: the plan that makes nothing again, the step with every layer or
 every other one made again (as `torch.utils.checkpoint` around layers does) and the rest placed by
-the integer program, and `auto`, which chooses; with the certified bound of all of them. Every plan
-is checked. Nothing is run: times are simulated, op by op.
+the integer program; ProTrain's blocks, each swapped, made again or kept, over simple rules for the
+states, the best of a grid; and `auto`, which chooses; with the certified bound of all of them.
+Every plan is checked. Nothing is run: times are simulated, op by op.
 
     python -m bench.plans.recompute -o bench/results/recompute.json
     python -m bench.plans.recompute -o recompute.json --steps traced --only "GPT-2"
@@ -15,7 +16,9 @@ import argparse
 import math
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 
 from bench.plans.jobs import SHAPES, step_of
@@ -25,9 +28,12 @@ from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import PlacementError, PlanError
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.check.check import check
+from cotrain_compile.placement.policies import rule
 from cotrain_compile.placement.problem import Problem, formulate
+from cotrain_compile.placement.recompute.regions import regions_of
 from cotrain_compile.placement.recompute.rewrite import recomputable, recomputed_ops
-from cotrain_compile.placement.recompute.rules import every_layer, every_other_layer
+from cotrain_compile.placement.recompute.rules import every_layer, every_other_layer, interleaved
+from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.placement.search.solve import SolveSettings, solve
 from cotrain_compile.plan import Lane, Plan
 from cotrain_compile.sizes import Size
@@ -35,18 +41,22 @@ from cotrain_compile.sizes import Size
 HOST_BYTES = 1 << 40
 # Steps by the name of their shape, with the machines and the budgets to plan for.
 CELLS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    ("GPT-2 124M, 32 × 1024", "rtx4090", ("12GiB", "20GiB", "24GiB")),
-    ("Llama 1B, 2 × 2048", "rtx4090", ("9.7GiB", "24GiB")),
+    ("GPT-2 124M, 32 × 1024", "rtx4090", ("16GiB", "20GiB", "24GiB")),
+    ("Llama 1B, 2 × 2048", "rtx4090", ("9.7GiB", "14GiB", "24GiB")),
     ("Llama 7B, 4 × 2048", "h100", ("30.53GiB",)),
     ("Llama 1B, 2 × 2048", "gh200", ("10.45GiB",)),
-    ("GPT-2 124M, 32 × 1024", "h100", ("12GiB", "20GiB", "40GiB")),
-    ("Llama 1B, 2 × 2048", "h100", ("10.45GiB", "17.69GiB")),
-    ("Llama 1B, 2 × 2048", "rtx4090", ("6.17GiB", "15.26GiB")),
+    ("Llama 1B, 8 × 2048", "rtx4090", ("24GiB",)),
     ("Llama 7B, 4 × 2048", "rtx4090", ("13.68GiB", "24GiB")),
     ("Llama 7B, 4 × 2048", "h100", ("80GiB",)),
+    ("GPT-2 124M, 32 × 1024", "h100", ("20GiB", "40GiB")),
     ("GPT-2 124M, 32 × 1024", "gh200", ("12GiB", "20GiB")),
+    ("Llama 1B, 2 × 2048", "h100", ("10.45GiB", "17.69GiB")),
+    ("Llama 70B, 1 × 2048", "h100", ("80GiB",)),
 )
 RULES = {"every layer": every_layer, "every other layer": every_other_layer}
+# Shares of the blocks that are swapped, and made again, and where the states are meanwhile.
+SHARES = (0, 1 / 3, 2 / 3, 1)
+STATES = ("resident", "coarse", "streamed")
 
 
 @dataclass(frozen=True)
@@ -90,6 +100,7 @@ def cell(model: str, problem: Problem, settings: SolveSettings) -> Cell:
         chosen = choose(problem.dataflow, recomputable(problem.dataflow))
         rewritten = replace(problem.recomputing(sorted(chosen.recomputed)), recomputed=())
         steps[name] = step_s(planned(rewritten, replace(settings, recompute=False)))
+    steps["ProTrain's blocks"] = blocks_s(problem)
     began = time.monotonic()
     plan = planned(problem, settings)
     seconds = time.monotonic() - began
@@ -106,6 +117,24 @@ def cell(model: str, problem: Problem, settings: SolveSettings) -> Cell:
         redo_s,
         seconds,
     )
+
+
+def blocks_s(problem: Problem) -> float | None:
+    """The fastest step of ProTrain's blocks that fits; None where none does."""
+    dataflow, may = problem.dataflow, recomputable(problem.dataflow)
+    count = len(regions_of(dataflow, may))
+    found: list[float] = []
+    for swapped, again in product((round(share * count) for share in SHARES), repeat=2):
+        if swapped + again > count:
+            continue
+        choice = interleaved(dataflow, may, swapped, again)
+        for states in STATES:
+            own = {"recomputed": tuple(choice.recomputed), "away": tuple(choice.away)}
+            with suppress(PlacementError):
+                plan = schedule(problem, replace(rule(states)(dataflow), **own))
+                check(problem, plan)
+                found.append(plan.predicted.makespan_s)
+    return min(found, default=None)
 
 
 def made_again(dataflow: Dataflow, plan: Plan | None) -> tuple[int, float]:
