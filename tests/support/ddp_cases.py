@@ -9,6 +9,7 @@ import contextlib
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -47,7 +48,8 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm(self.first(x))
         made = checkpoint(self.block, h, use_reentrant=False) if self.again else self.block(h)
-        return self.last(h + made)
+        found: Tensor = self.last(h + made)
+        return found
 
 
 @dataclass(frozen=True)
@@ -130,9 +132,8 @@ def train(case: Case, rank: int, options: dict[str, Any] | None = None) -> Ran:
     optimizer = _optimizer(case, model)
     step = make_step(case, model, optimizer)
     if options is not None:
-        step = torch.compile(
-            step, backend="cotrain", options={"quiet": True, "time_limit": 1.0, **options}
-        )
+        asked: dict[str, Any] = {"quiet": True, "time_limit": 1.0, **options}
+        step = torch.compile(step, backend="cotrain", options=asked)
     losses = [step(*batch) for batch in batches(case, rank)]
     found = {name: value.clone() for name, value in model.state_dict().items()}
     for name, param in model.named_parameters():
@@ -180,7 +181,7 @@ def _assert_close(found: Ran, expected: Ran, case: Case) -> None:
             rtol=rtol,
             atol=atol,
             equal_nan=True,
-            msg=lambda told, name=name: f"{case}: {name}: {told}",
+            msg=partial(_named, f"{case}: {name}"),
         )
 
 
@@ -218,3 +219,7 @@ def with_one_rank_out_of_memory(rank: int) -> tuple[int, bool, Any]:
     with mock.patch.object(CompiledStep, "rehearse", rehearse_once), told:
         plan = train(Case("sgd"), rank, {"policy": "greedy"}).compiled.plan
     return plan.predicted.peak_bytes[Tier.DEVICE], bool(plan.tasks), plan.placement
+
+
+def _named(name: str, told: str) -> str:
+    return f"{name}: {told}"

@@ -55,7 +55,8 @@ def forward_traced(session: Session, tx: Any, func: Any, args: list[Any]) -> tup
     if torch.is_grad_enabled():
         seen.synchronises = bool(wanted)
     told = [ConstantVariable.create(seen.group_name), ConstantVariable.create(seen.ranks)]
-    return UserFunctionVariable(instead.forward), [args[0], *told, *args[1:]]
+    forward: Any = instead.forward
+    return UserFunctionVariable(forward), [args[0], *told, *args[1:]]
 
 
 @contextmanager
@@ -106,11 +107,12 @@ def _with_means(session: Session, original: Callable[..., Any]) -> Callable[...,
 
 def _take_means(session: Session, tx: Any, seen: instead.SeenDdp) -> None:
     told = [ConstantVariable.create(seen.group_name), ConstantVariable.create(seen.ranks)]
+    take_mean: Any = instead.take_mean
     for leaf in seen.added_to.values():
         if not leaf.var_getattr(tx, "grad").is_tensor():
             _refuse(session, _TAKEN_BY_A_HOOK)
         with preserve_node_meta(), annotate({PHASE_ANNOTATION: "mean"}):
-            UserFunctionVariable(instead.take_mean).call_function(tx, [leaf, *told], {})
+            UserFunctionVariable(take_mean).call_function(tx, [leaf, *told], {})
     seen.added_to.clear()
 
 

@@ -25,6 +25,7 @@ from torch._dynamo.variables import ConstantVariable
 from torch._dynamo.variables.functions import UserFunctionVariable
 from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from cotrain_compile.capture.dynamo.session import Session
 from cotrain_compile.distribute import fsdp
@@ -33,7 +34,7 @@ from cotrain_compile.distribute.versions import why_no_dtensor_steps
 
 _READ = "manually_trace_nn_module_getattr"
 # All hooks of FSDP's are one function around different ones.
-_HOOK_CODE = fsdp.FSDPState._pre_forward.__code__
+_HOOK_CODE = FSDPState._pre_forward.__code__
 # When to communicate is in the graph: a captured step reduces each micro-batch, up to rounding the
 # same sum.
 _WHEN_TO_COMMUNICATE = (
@@ -67,16 +68,21 @@ def fsdp_traced(session: Session, tx: Any, func: Any, args: list[Any]) -> tuple[
     if called is FullyShardedDataParallel.forward:
         _refuse(session, _FSDP1)
     if isinstance(owner, FSDPModule) and called in _WHEN_TO_COMMUNICATE:
-        return UserFunctionVariable(fsdp.nothing), args
+        return _traced(fsdp.nothing), args
     if code is not _HOOK_CODE:
         return func, args
-    if not isinstance(owner, fsdp.FSDPState):
+    if not isinstance(owner, FSDPState):
         _refuse(session, _IN_A_LIST)
-    if called is fsdp.FSDPState._pre_forward:
+    if called is FSDPState._pre_forward:
         return _enter(session, tx, owner, args)
-    if called is fsdp.FSDPState._post_forward:
+    if called is FSDPState._post_forward:
         return _leave(session, tx, owner, args)
     return func, args
+
+
+def _traced(function: Any) -> UserFunctionVariable:
+    """`function` as what the trace calls in place of another."""
+    return UserFunctionVariable(function)
 
 
 def _trace_of(session: Session, tx: Any) -> fsdp.ShardedTrace:
@@ -85,9 +91,7 @@ def _trace_of(session: Session, tx: Any) -> fsdp.ShardedTrace:
     return session.sharded
 
 
-def _enter(
-    session: Session, tx: Any, state: fsdp.FSDPState, args: list[Any]
-) -> tuple[Any, list[Any]]:
+def _enter(session: Session, tx: Any, state: FSDPState, args: list[Any]) -> tuple[Any, list[Any]]:
     trace, module = _trace_of(session, tx), args[1].value
     if not trace.gatherings.keys() >= fsdp.gatherings(state).keys():
         if fsdp.keep_sharded(module):
@@ -101,21 +105,19 @@ def _enter(
     policy = state._mp_policy
     if policy.cast_forward_inputs and policy.param_dtype is not None:
         dtype = ConstantVariable.create(policy.param_dtype)
-        return UserFunctionVariable(fsdp.enter_with_cast), [dtype, *args]
-    return UserFunctionVariable(fsdp.enter), args
+        return _traced(fsdp.enter_with_cast), [dtype, *args]
+    return _traced(fsdp.enter), args
 
 
-def _leave(
-    session: Session, tx: Any, state: fsdp.FSDPState, args: list[Any]
-) -> tuple[Any, list[Any]]:
+def _leave(session: Session, tx: Any, state: FSDPState, args: list[Any]) -> tuple[Any, list[Any]]:
     trace = _trace_of(session, tx)
     trace.running -= 1
     if not trace.running:
         trace.gathered.clear()
     dtype = state._mp_policy.output_dtype
     if dtype is not None:
-        return UserFunctionVariable(fsdp.leave_with_cast), [ConstantVariable.create(dtype), *args]
-    return UserFunctionVariable(fsdp.leave), args
+        return _traced(fsdp.leave_with_cast), [ConstantVariable.create(dtype), *args]
+    return _traced(fsdp.leave), args
 
 
 def _gathering(session: Session, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -133,7 +135,7 @@ def _gathering(session: Session, original: Callable[..., Any]) -> Callable[..., 
         key = id(param), tx.output.current_tracer, torch.is_grad_enabled()
         if key not in trace.gathered:
             dtypes = map(ConstantVariable.create, (how.param_dtype, how.reduce_dtype))
-            gather = UserFunctionVariable(gathered)
+            gather = _traced(gathered)
             trace.gathered[key] = gather.call_function(tx, [found.realize(), *dtypes], {})
         return trace.gathered[key]
 

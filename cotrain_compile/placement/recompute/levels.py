@@ -243,10 +243,11 @@ def _most_telling(levels: Sequence[_AnyLevel]) -> tuple[_AnyLevel, ...]:
     """
     nothing, kept = Level(frozenset(), 0, 0.0), list(levels)
     while len(kept) > MOST_LEVELS:
-        below = [nothing, *kept]
+        below: list[Level] = [nothing, *kept]
         wrong = [_wrong(*below[i : i + 3]) for i in range(len(kept) - 1)]
         del kept[wrong.index(min(wrong))]
-    for less, more in pairwise([nothing, *kept]):
+    nested: list[Level] = [nothing, *kept]
+    for less, more in pairwise(nested):
         assert less.recomputed < more.recomputed, "a level does not contain the one before it"
     return tuple(kept)
 

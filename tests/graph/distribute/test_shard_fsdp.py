@@ -66,28 +66,28 @@ def test_policies_and_replicas_are_those_of_fully_shard(two_ranks: Ranks, kind: 
         assert furthest(found, eager[0]) < rounding
 
 
-def _ignoring(model: nn.Sequential) -> nn.Module:
+def _ignoring(model: nn.Sequential) -> Any:
     return fully_shard(model, ignored_params={model[0].weight})  # type: ignore[arg-type]
 
 
-def _with_factor(model: nn.Sequential) -> nn.Module:
+def _with_factor(model: nn.Sequential) -> Any:
     sharded: Any = fully_shard(model)
     sharded.set_gradient_divide_factor(1.0)
-    return sharded  # type: ignore[no-any-return]
+    return sharded
 
 
-def _in_a_list(model: nn.Sequential) -> nn.Module:
+def _in_a_list(model: nn.Sequential) -> Any:
     fully_shard([model[0], model[1]])
     return fully_shard(model)
 
 
-def _with_hook(model: nn.Sequential) -> nn.Module:
+def _with_hook(model: nn.Sequential) -> Any:
     sharded: Any = fully_shard(model)
     sharded.set_all_reduce_hook(lambda reduced: None)
-    return sharded  # type: ignore[no-any-return]
+    return sharded
 
 
-def _in_half(model: nn.Sequential) -> nn.Module:
+def _in_half(model: nn.Sequential) -> Any:
     return fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16))
 
 
