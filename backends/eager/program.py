@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from cotrain_compile.backends.eager.calls import Call, Write, calls_of
+from cotrain_compile.capture.nodes.storages import is_view
 from cotrain_compile.collectives import stand_in
 from cotrain_compile.graph import StepGraph, returned_values
 from cotrain_compile.machine import Tier
@@ -43,6 +44,10 @@ class EagerProgram:
         }
         self._inputs = list(graph.find_nodes(op="placeholder"))
         self._calls = calls_of(placed, more_writes or {})
+        # They cost nothing, and no dataflow knows them: they are no part of a profile.
+        self._views_of_passes = {
+            node for node in graph.nodes if node.name not in placed.phases and is_view(node)
+        }
         self._outputs: Any = list(returned_values(placed))
         self._marks: list[Any] = []
         self._device = device
@@ -54,6 +59,7 @@ class EagerProgram:
     def timing(self) -> Callable[[], list[Span]]:
         """What tells when each op of the last step ran, where the device times them."""
         calls, marks, seconds = self._calls, self._marks, self._device.clock()
+        untold = self._views_of_passes
 
         # An op's span begins where the node before it ended: what it takes to get from one op to
         # the next is part of the step's time.
@@ -61,7 +67,7 @@ class EagerProgram:
             return [
                 Span(Lane.DEVICE, self._name(call), seconds(start), seconds(end))
                 for call, start, end in zip(calls, marks, marks[1:], strict=False)
-                if end is not None and call.carry is None
+                if end is not None and call.carry is None and call.node not in untold
             ]
 
         return spans
