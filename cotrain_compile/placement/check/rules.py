@@ -192,21 +192,25 @@ def _check_direction(
     on_host = placement.homes.get(name) is Tier.HOST
     is_streamed = on_host and mode is UpdateMode.STREAMED
     is_kept = on_host and bool(buffer.param)
-    if task.direction == "offload" and task.destination:
-        returns = is_streamed or (is_kept and buffer.is_input)
-        require(returns, f"{task.name} writes {name} back, but it is not streamed")
-    elif task.direction == "offload":
-        leaves = not on_host or (is_kept and not buffer.is_input)
-        require(leaves and name not in made, f"{task.name} copies {name}, which is on the host")
-    elif task.destination:
-        moves_back = mode is UpdateMode.HOST and name == param
-        require(moves_back, f"{task.name} overwrites {name}, which the host does not update")
-    else:
-        is_weight = (on_host and name not in states) or name in made
-        require(
-            is_weight or is_streamed or name in placement.away,
-            f"{task.name} fetches {name}, which the placement does not have on the host",
-        )
+    match task.direction:
+        case "offload":
+            if task.destination:
+                allowed = is_streamed or (is_kept and buffer.is_input)
+                wrong = f"writes {name} back, but it is not streamed"
+            else:
+                allowed = name not in made and (not on_host or (is_kept and not buffer.is_input))
+                wrong = f"copies {name}, which is on the host"
+        case "prefetch":
+            if task.destination:
+                allowed = mode is UpdateMode.HOST and name == param
+                wrong = f"overwrites {name}, which the host does not update"
+            else:
+                is_weight = (on_host and name not in states) or name in made
+                allowed = is_weight or is_streamed or name in placement.away
+                wrong = f"fetches {name}, which the placement does not have on the host"
+        case _:
+            assert_never(task.direction)
+    require(allowed, f"{task.name} {wrong}")
 
 
 def _check_counts(plan: Plan, made: set[str], found: set[str]) -> None:
