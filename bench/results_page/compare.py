@@ -65,6 +65,11 @@ SECTIONS = (
     ),
     Section("Predicted against measured", "simulated_vs_measured", tables.simulated_vs_measured),
     Section(
+        "Steps that make values again, predicted against measured",
+        "recompute_measured",
+        own_table("runtime.recompute_measured"),
+    ),
+    Section(
         "Early updates against ZeRO-Offload's",
         "coarse_against_zero_offload",
         tables.coarse_against_zero_offload,

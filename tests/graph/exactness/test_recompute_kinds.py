@@ -208,6 +208,9 @@ def test_a_step_that_makes_values_again_is_that_of_everything_kept(
     assert all(step.plan.placement.recomputed for step in steps)
     if not kind.rounding:  # compiled segments are measured as a whole
         assert not untold_ops(steps[-1])
+        assert steps[-1].measured is not None
+        peak_bytes = steps[-1].measured.peak_bytes[Tier.DEVICE]
+        assert peak_bytes == steps[-1].predicted.peak_bytes[Tier.DEVICE]
     assert len(found) == len(expected)
     for a, b in zip(found, expected, strict=True):
         if kind.rounding:
