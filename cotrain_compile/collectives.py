@@ -3,8 +3,9 @@
 A functional collective (`torch.ops._c10d_functional`) issues the exchange and returns at once;
 `wait_tensor` makes what follows wait until its result is there, in the same memory.
 
-Private torch API used: the names of the ops of `torch.ops._c10d_functional`. Reason: they are what
-every collective becomes in a trace, also `torch.distributed.all_reduce` and what a DTensor does.
+Private torch API used: the names of the ops of `torch.ops._c10d_functional`, and what finds a
+process group by its name. Reason: they are what every collective becomes in a trace, also
+`torch.distributed.all_reduce` and what a DTensor does.
 Tried on torch 2.13.0.
 """
 
@@ -38,6 +39,22 @@ def group_name_of(node: fx.Node) -> str:
     if found is None and "group_name" in names and names.index("group_name") < len(node.args):
         found = node.args[names.index("group_name")]
     return str(found or "")
+
+
+def ranks_in(node: fx.Node) -> int:
+    """How many ranks exchange something in a collective."""
+    group = torch._C._distributed_c10d._resolve_process_group(group_name_of(node))
+    return int(group.size())
+
+
+def kind_of(node: fx.Node) -> str:
+    """What a collective is called, such as `all_reduce`."""
+    return _name(node)
+
+
+def copies_its_input(node: fx.Node) -> bool:
+    """Whether a collective works on a copy: others read what they are given until the wait."""
+    return _name(node) in ("all_reduce", "broadcast")
 
 
 def stand_in(node: fx.Node) -> Callable[..., Any] | None:

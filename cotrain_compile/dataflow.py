@@ -74,6 +74,34 @@ class Buffer:
 
 
 @dataclass(frozen=True)
+class Collective:
+    """What an op exchanges with the other ranks of its group, as a ring of them does it.
+
+    `kind` is the name of the functional collective, `nbytes` are those of the whole: of a gradient
+    that is reduced, of what is gathered from all parts or scattered into them. `wire_bytes` is what
+    one rank sends, in `rounds` (Patarasuk and Yuan, JPDC 2009).
+    """
+
+    kind: str
+    ranks: int
+    nbytes: int
+
+    def __post_init__(self) -> None:
+        _require(self.ranks >= 1 and 0 <= self.nbytes <= MOST_BYTES, "no ranks exchange so much")
+
+    @property
+    def rounds(self) -> int:
+        twice = self.kind.startswith("all_reduce")  # scattered in parts, then gathered
+        return (2 if twice else 1) * (self.ranks - 1)
+
+    @property
+    def wire_bytes(self) -> float:
+        if self.kind == "broadcast":  # each passes on all of it, while it comes
+            return float(self.nbytes) if self.ranks > 1 else 0.0
+        return self.rounds * self.nbytes / self.ranks
+
+
+@dataclass(frozen=True)
 class Op:
     """One call of the step, named as the node of the graph it came from.
 
@@ -81,7 +109,8 @@ class Op:
     neither flops nor bytes and writes nothing. `flops` counts a multiply-add as two; `bytes_moved`
     is what the op reads and writes. `dtype` is the one its flops run in. `module` is the dotted
     path of the module that called it, empty outside any. Where not `cost_is_known` nobody knows the
-    flops: they are 0 here, and its bytes say the least that it can take.
+    flops: they are 0 here, and its bytes say the least that it can take. A `collective` op begins
+    an exchange, which goes on beside the device until an op `awaits` it, by its name.
     """
 
     name: str
@@ -94,6 +123,8 @@ class Op:
     dtype: str = "float32"
     module: str = ""
     cost_is_known: bool = True
+    collective: Collective | None = None
+    awaits: str = ""
 
     def __post_init__(self) -> None:
         known = 0 <= self.flops <= LARGEST and 0 <= self.bytes_moved <= LARGEST
@@ -163,6 +194,7 @@ class Dataflow:
     def __post_init__(self) -> None:
         names = [buffer.name for buffer in self.buffers]
         ops = {op.name for op in self.ops}
+        self._require_exchanges_awaited_later()
         _require(len(set(names)) == len(names), "two buffers share a name")
         _require(len(ops) == len(self.ops), "two ops share a name")
         known = set(names)
@@ -201,6 +233,15 @@ class Dataflow:
                 does = [word for name in (*op.reads, *op.writes) if (word := told[name])]
                 where = f"the update of {in_updates[op.name]}"
                 _require(not does, f"op {op.name} of {where} {' and '.join(does[:1])}")
+
+    def _require_exchanges_awaited_later(self) -> None:
+        """What an op awaits was begun by an op before it."""
+        begun = set[str]()
+        for op in self.ops:
+            if op.collective is not None:
+                begun.add(op.name)
+            known = not op.awaits or op.awaits in begun
+            _require(known, f"op {op.name} awaits {op.awaits}, which has begun no exchange")
 
     def verify_read(self) -> None:
         """Raise ValueError where this cannot be what `extract` has made: for one from a file."""

@@ -18,6 +18,7 @@ from cotrain_compile.machine_parts import (
     Contention,
     HostUpdate,
     Link,
+    Network,
     Processor,
     SharedPath,
     Space,
@@ -31,6 +32,7 @@ __all__ = [
     "HostUpdate",
     "Link",
     "Machine",
+    "Network",
     "Processor",
     "SharedPath",
     "Space",
@@ -52,6 +54,8 @@ class Tier(StrEnum):
 
 # The links of a machine with one device.
 _DOWN, _UP = "d2h", "h2d"
+# The lane of what it exchanges with others.
+NETWORK = "network"
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,8 @@ class Machine:
     """Spaces, processors and links by name; `source` says where the figures come from.
 
     A copy goes over the one link from its source to its target. A processor that runs updates is
-    slowed by every link that begins or ends in its space.
+    slowed by every link that begins or ends in its space. `network` is what it reaches other
+    machines over, or others like it; None where nobody knows.
     """
 
     name: str
@@ -68,6 +73,7 @@ class Machine:
     links: Mapping[str, Link]
     shared_paths: tuple[SharedPath, ...] = ()
     source: str = ""
+    network: Network | None = None
 
     def __post_init__(self) -> None:
         for name, processor in self.processors.items():
@@ -85,6 +91,8 @@ class Machine:
         _require(len(self._by_ends) == len(self.links), "two links have the same ends")
         both = self.processors.keys() & self.links.keys()
         _require(not both, f"{', '.join(sorted(both))}: a processor and a link share a name")
+        taken = NETWORK in self.processors or NETWORK in self.links
+        _require(not taken, f"{NETWORK} is the name of the network, and of nothing else")
         for path in self.shared_paths:
             unknown = set(path.links) - self.links.keys()
             _require(not unknown, f"shared_paths names {sorted(unknown)}, no links")
@@ -132,12 +140,12 @@ class Machine:
 
     @cached_property
     def lanes(self) -> Mapping[str, int]:
-        """What works beside each other: every processor and every link, with its workers."""
+        """What works beside each other: every processor, link and the network, with its workers."""
         workers = {
             name: 1 if processor.update is None else processor.update.workers
             for name, processor in self.processors.items()
         }
-        return workers | dict.fromkeys(self.links, 1)
+        return workers | dict.fromkeys([*self.links, *([NETWORK] if self.network else ())], 1)
 
     @cached_property
     def contention(self) -> Contention:
@@ -239,9 +247,10 @@ class Machine:
         source: str | None = None,
         issue_s: float | None = None,
         fuses_updates: bool | None = None,
+        network: Network | None = None,
     ) -> Machine:
         """The same machine of one device with other figures, named as `two_tier` has them."""
-        return two_tier(
+        made = two_tier(
             name=self.name if name is None else name,
             device=device or self.device,
             host=host or self.host,
@@ -253,6 +262,7 @@ class Machine:
             issue_s=self.issue_s if issue_s is None else issue_s,
             fuses_updates=self.fuses_updates if fuses_updates is None else fuses_updates,
         )
+        return replace(made, network=network or self.network)
 
 
 def two_tier(

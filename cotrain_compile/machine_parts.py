@@ -142,6 +142,20 @@ class Link:
 
 
 @dataclass(frozen=True)
+class Network:
+    """What a rank exchanges with others over: so many bytes a second sent, and as many received.
+
+    `latency_s` is what each round of an exchange takes beside its bytes. Exchanges take turns.
+    """
+
+    bytes_per_s: float
+    latency_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        Link(self.bytes_per_s, self.latency_s)  # what no link has, no network has
+
+
+@dataclass(frozen=True)
 class SharedPath:
     """Links that share a path, on which no more gets through than `together` of them carry alone.
 

@@ -37,12 +37,16 @@ class UpdateMode(StrEnum):
 
 
 class Lane(StrEnum):
-    """The lanes of a machine with one device, `Machine.lanes`: work on one lane runs in order."""
+    """The lanes of a machine with one device, `Machine.lanes`: work on one lane runs in order.
+
+    The network is one of them where the machine has one.
+    """
 
     DEVICE = "device"
     HOST = "host"
     D2H = "d2h"
     H2D = "h2d"
+    NETWORK = "network"
 
 
 @dataclass(frozen=True)

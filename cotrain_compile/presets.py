@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from cotrain_compile.errors import OptionError
-from cotrain_compile.machine import HostUpdate, Link, Machine, TierSpec, two_tier
+from cotrain_compile.machine import HostUpdate, Link, Machine, Network, TierSpec, two_tier
 from cotrain_compile.preset_tables import CARDS, HOSTS, Card, Host
 from cotrain_compile.sizes import Size
 
@@ -32,6 +32,8 @@ _TERA = 10**12
 # measured on current drivers.
 _LAUNCH_S = 5e-6
 _COPY_LATENCY_S = 10e-6
+# What a round of an exchange takes beside its bytes. Assumed.
+_ROUND_S = 10e-6
 _HOST_LAUNCH_S = 10e-6
 
 
@@ -143,6 +145,7 @@ CHANGES: Mapping[str, Callable[[Machine, int], Machine]] = {
     "device-memory": lambda m, size: m.but(device=replace(m.device, capacity_bytes=size)),
     "host-memory": lambda m, size: m.but(host=replace(m.host, capacity_bytes=size)),
     "link": _link,
+    "network": lambda m, size: m.but(network=Network(size, _ROUND_S)),
 }
 
 

@@ -7,7 +7,7 @@ In: a `Dataflow` and a `Machine`; measured times where a profile exists. Out: a 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Literal
 
@@ -27,16 +27,19 @@ class CostTable:
 
     `source` is "roofline", "measured" when every op and update that does any work was measured,
     "mixed" when some were. `unknown` names the ops whose cost nobody knows or has measured: their
-    seconds are those of their bytes, the least that they can take.
+    seconds are those of their bytes, the least that they can take. `network_s` has what exchanges
+    take beside the device, by the op that begins one.
     """
 
     device_s: Mapping[str, float]
     host_update_s: Mapping[str, float]
     source: Literal["roofline", "measured", "mixed"] = "roofline"
     unknown: tuple[str, ...] = ()
+    network_s: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, seconds in (*self.device_s.items(), *self.host_update_s.items()):
+        tables = (self.device_s, self.host_update_s, self.network_s)
+        for name, seconds in (item for table in tables for item in table.items()):
             if not 0 <= seconds <= LARGEST:
                 raise ValueError(f"{name} takes {seconds} s; seconds go from 0 to 1e30")
 
@@ -55,7 +58,9 @@ def roofline(dataflow: Dataflow, machine: Machine, *, captured: bool = False) ->
     loop as well on a device that `fuses_updates`, whatever its optimizer; its ops share the time by
     the bytes they move.
     """
+    network_s = _network_s(dataflow, machine)
     device_s = {op.name: _op_s(op, machine.device) for op in dataflow.ops}
+    device_s |= dict.fromkeys(network_s, machine.device.launch_s)
     if machine.fuses_updates:
         for group in dataflow.updates:
             device_s |= _as_one_loop(dataflow, group, machine.device)
@@ -65,8 +70,23 @@ def roofline(dataflow: Dataflow, machine: Machine, *, captured: bool = False) ->
             group.param: host_update_s(dataflow, group, machine, captured=captured)
             for group in dataflow.updates
         },
-        unknown=tuple(op.name for op in dataflow.ops if not op.cost_is_known),
+        unknown=tuple(
+            op.name for op in dataflow.ops if not op.cost_is_known and op.name not in network_s
+        ),
+        network_s=network_s,
     )
+
+
+def _network_s(dataflow: Dataflow, machine: Machine) -> dict[str, float]:
+    """Seconds of each exchange on the network; nothing where nobody knows the network."""
+    network = machine.network
+    exchanges = {op.name: op.collective for op in dataflow.ops if op.collective is not None}
+    if network is None:
+        return {}
+    return {
+        name: exchange.rounds * network.latency_s + exchange.wire_bytes / network.bytes_per_s
+        for name, exchange in exchanges.items()
+    }
 
 
 def with_measured(
@@ -99,6 +119,7 @@ def with_measured(
         host_update_s={**costs.host_update_s, **host_update_s},
         source="measured" if everything else "mixed",
         unknown=tuple(name for name in costs.unknown if name not in device_s),
+        network_s=costs.network_s,
     )
 
 

@@ -17,10 +17,18 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from cotrain_compile.capture.nodes.storages import storage_key
-from cotrain_compile.collectives import group_name_of, is_collective, is_wait
+from cotrain_compile.collectives import (
+    copies_its_input,
+    group_name_of,
+    is_collective,
+    is_wait,
+    kind_of,
+    ranks_in,
+)
 from cotrain_compile.dataflow import (
     Buffer,
     Checkpoints,
+    Collective,
     Dataflow,
     Op,
     Phase,
@@ -112,9 +120,11 @@ class _Namer:
     def read_call(self, node: fx.Node) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """The buffers that an op reads and writes."""
         ordered = [self._name_order("generator", d, Role.RNG) for d in generators_of(node)]
+        held = _held_until(node)
         if is_collective(node):
             ordered.append(self._name_order("group", group_name_of(node), Role.GROUP))
-        reads = tuple(dict.fromkeys([*self._buffers_in(node), *ordered]))
+        read = [name for source in (node, *held) for name in self._buffers_in(source)]
+        reads = tuple(dict.fromkeys([*read, *ordered]))
         written = [*self._written_arguments(node), *ordered]
         for suffix, value in _tensors(node.meta.get("val")):
             known = self._by_storage.get(value.untyped_storage()._cdata)
@@ -226,6 +236,8 @@ class _Reader(_Namer):
                 bytes_moved=_integer(self.moved_expressions, node.name, cost.bytes_moved),
                 dtype=computing_dtype(node, cost.flops),
                 cost_is_known=cost.is_known,
+                collective=_collective(node) if is_collective(node) else None,
+                awaits=_awaited(node),
                 module=self.step.modules.get(node.name, ""),
             )
         )
@@ -251,6 +263,26 @@ def _tensors(value: Any) -> Iterator[tuple[str, torch.Tensor]]:
         for index, item in enumerate(value):
             if isinstance(item, torch.Tensor):
                 yield f".{index}", item
+
+
+def _collective(node: fx.Node) -> Collective:
+    """What `node` exchanges; of dynamic sizes those of the trace."""
+    given = [value for n in node.all_input_nodes for _, value in _tensors(n.meta.get("val"))]
+    made = [value for _, value in _tensors(node.meta.get("val"))]
+    nbytes = max(sum(_integer({}, "", nbytes_of(v)) for v in values) for values in (given, made))
+    return Collective(kind_of(node), ranks_in(node), nbytes)
+
+
+def _awaited(node: fx.Node) -> str:
+    exchange = node.args[0] if is_wait(node) else None
+    begins = isinstance(exchange, fx.Node) and is_collective(exchange)
+    return exchange.name if begins else ""  # type: ignore[union-attr]
+
+
+def _held_until(node: fx.Node) -> list[fx.Node]:
+    """The exchange that `node` waits for, where that reads what it was given until then."""
+    exchanges = [node.args[0]] if is_wait(node) else []
+    return [e for e in exchanges if isinstance(e, fx.Node) and not copies_its_input(e)]
 
 
 def _nodes_in(argument: Any) -> list[fx.Node]:

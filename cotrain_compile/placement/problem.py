@@ -83,6 +83,8 @@ def formulate(
     costs = roofline(dataflow, machine, captured=captured)
     if profile is not None:
         again = {again_name(op.name) for op in dataflow.ops}
+        # What a wait was seen to take is what the network says.
+        again |= {op.name for op in dataflow.ops if op.awaits and op.awaits in costs.network_s}
         device_s = {n: s for n, s in profile.device_s.items() if n not in again}
         costs = with_measured(costs, device_s=device_s, host_update_s=profile.host_update_s)
     return Problem(dataflow, machine, costs, dict(budgets), captured)

@@ -49,11 +49,17 @@ class DeviceProgram:
 
     @cached_property
     def touches(self) -> dict[str, list[int]]:
-        """Slots in which each buffer is read or written on the device, ascending."""
+        """Slots in which each buffer is read or written on the device, ascending.
+
+        What an exchange has is touched until it is awaited.
+        """
         found: dict[str, list[int]] = {}
         for index, op in enumerate(self.ops):
+            begun = self.slot[op.awaits] if op.awaits else index
             for name in {*op.reads, *op.writes}:
-                found.setdefault(name, []).append(index)
+                slots = found.setdefault(name, [])
+                under_way = begun if slots and slots[-1] >= begun else index
+                slots.extend(range(max(under_way, slots[-1] + 1) if slots else index, index + 1))
         return found
 
     @cached_property

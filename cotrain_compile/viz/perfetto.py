@@ -17,7 +17,7 @@ from typing import Any
 from cotrain_compile.errors import FormatError
 from cotrain_compile.files import write_whole
 from cotrain_compile.plan import STEP_BEGINS, Plan, Timeline
-from cotrain_compile.viz.timeline import LANE_TITLES, spans_with_kinds
+from cotrain_compile.viz.timeline import LANE_TITLES, lane_titles, spans_with_kinds
 
 Event = dict[str, Any]
 _EMPTY: Mapping[str, Any] = {"displayTimeUnit": "ms", "traceEvents": []}
@@ -54,7 +54,7 @@ def _events(
 ) -> Iterator[Event]:
     name = {"name": f"{timeline.source} step"}
     yield {"ph": "M", "name": "process_name", "pid": process, "args": name}
-    for lane, title in LANE_TITLES.items():
+    for lane, title in lane_titles(timeline).items():
         named = {"name": title}
         thread = _THREADS[lane]
         yield {"ph": "M", "name": "thread_name", "pid": process, "tid": thread, "args": named}

@@ -26,6 +26,7 @@ REGIMES: Mapping[str, str] = {
     Lane.HOST: "updates on the host",
     Lane.D2H: "link down",
     Lane.H2D: "link up",
+    Lane.NETWORK: "network",
 }
 # Okabe and Ito's colours, for machines; the regime is the shape of a point.
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")
@@ -35,6 +36,7 @@ _SHAPES: Mapping[str, str] = {
     Lane.HOST: "s",
     Lane.D2H: "v",
     Lane.H2D: "^",
+    Lane.NETWORK: "D",
 }
 # Readable on white and on black.
 _INK = "#7d8590"

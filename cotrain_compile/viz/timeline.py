@@ -36,21 +36,30 @@ COLOURS: Mapping[str, str] = {
     "copy": "#E69F00",
     "update on the host": "#009E73",
     "cast on the host": "#8FD6BE",
+    "exchange with other ranks": "#56B4E9",
 }
 OF_LANE: Mapping[str, str] = {
     Lane.DEVICE: "work on the device",
     Lane.HOST: "update on the host",
     Lane.D2H: "copy",
     Lane.H2D: "copy",
+    Lane.NETWORK: "exchange with other ranks",
 }
 LANE_TITLES: Mapping[str, str] = {
     Lane.DEVICE: "device",
     Lane.D2H: "device to host",
     Lane.HOST: "host",
     Lane.H2D: "host to device",
+    Lane.NETWORK: "network",
 }
 # A bar narrower than this part of the axis would be invisible.
 _NARROWEST = 1 / 1500
+
+
+def lane_titles(*timelines: Timeline) -> Mapping[str, str]:
+    """What the lanes of `timelines` are called; the network is one where it does anything."""
+    is_used = any(timeline.lane(Lane.NETWORK) for timeline in timelines)
+    return {n: title for n, title in LANE_TITLES.items() if is_used or n != Lane.NETWORK}
 
 
 def kinds_of(plan: Plan, phases: Mapping[str, Phase] | None = None) -> dict[str, str]:
@@ -133,15 +142,15 @@ def _draw_lanes(axes: Axes, timeline: Timeline, kinds: Mapping[str, str], end_s:
         width = max(span.end_s - span.start_s, end_s * _NARROWEST)
         bar = (span.start_s - start_s, width)
         bars.setdefault((str(span.lane), kind), []).append(bar)
-    rows = {str(lane): len(LANE_TITLES) - 1 - n for n, lane in enumerate(LANE_TITLES)}
+    titles = lane_titles(timeline)
+    rows = {str(lane): len(titles) - 1 - n for n, lane in enumerate(titles)}
     for (lane, kind), stretches in bars.items():
         axes.broken_barh(stretches, (rows[lane] - 0.36, 0.72), color=COLOURS[kind], linewidth=0)
     makespan_s = timeline.makespan_s or 1.0
     labels = [
-        f"{title}\n{timeline.busy_s(lane) / makespan_s:.0%} busy"
-        for lane, title in LANE_TITLES.items()
+        f"{title}\n{timeline.busy_s(lane) / makespan_s:.0%} busy" for lane, title in titles.items()
     ]
-    axes.set_yticks([rows[str(lane)] for lane in LANE_TITLES], labels)
+    axes.set_yticks([rows[str(lane)] for lane in titles], labels)
     axes.set_ylim(-0.6, len(rows) - 0.4)
     axes.grid(axis="x", alpha=0.3)
     axes.set_axisbelow(True)

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from cotrain_compile.capture.aten.like_ops import take_shapes_alone
-from cotrain_compile.capture.aten.means_over_ranks import take_means_once, takes_mean
+from cotrain_compile.capture.aten.means_over_ranks import take_means_once, takes_mean, wait_late
 from cotrain_compile.capture.nodes.phases import PHASE_ANNOTATION, phases
 from cotrain_compile.capture.nodes.skipped_values import keep_values_early
 from cotrain_compile.capture.nodes.storages import read_instead, storage_key
@@ -81,15 +81,26 @@ def write_updates_early(graph: fx.Graph) -> None:
 
 
 def reduce_gradients_early(graph: fx.Graph) -> None:
-    """Add up, take means over ranks, and take norms of gradients as soon as they are complete.
+    """Add gradients up and take their means over ranks as soon as they are complete.
 
     The trace adds the gradients of a micro-batch to those before it after the whole backward, and
-    takes means over ranks and the norms of global-norm clipping after that; moved up, each gradient
-    is free to go at once.
+    takes means over ranks after that; moved up, each gradient is free to go at once.
     """
+    _move_up(graph, lambda node: _accumulates(node) or takes_mean(node))
+
+
+def take_norms_early(graph: fx.Graph) -> None:
+    """Take the norms of global-norm clipping as soon as a gradient, or its mean, is there.
+
+    The trace takes them after the whole backward.
+    """
+    _move_up(graph, _is_norm_of_computed)
+
+
+def _move_up(graph: fx.Graph, moves: Callable[[fx.Node], bool]) -> None:
     order = {node: index for index, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
-        if _accumulates(node) or takes_mean(node) or _is_norm_of_computed(node):
+        if moves(node):
             latest = max(node.all_input_nodes, key=order.__getitem__)
             latest.append(node)
 
@@ -124,6 +135,8 @@ PREPARATIONS: tuple[Callable[[fx.Graph], None], ...] = (
     take_means_once,
     write_updates_early,
     reduce_gradients_early,
+    wait_late,
+    take_norms_early,
     give_updates_their_own_casts,
 )
 

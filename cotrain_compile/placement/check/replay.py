@@ -76,6 +76,11 @@ def _before(task: str) -> str:
     return f"{task} of the step before"
 
 
+def _exchange(op: str) -> str:
+    """What goes on beside the device from `op` on, until another awaits it."""
+    return f"the exchange of {op}"
+
+
 def run_order(dataflow: Dataflow, plan: Plan) -> tuple[Op, ...]:
     """The ops that the device runs, in order."""
     position = dataflow.position
@@ -113,6 +118,13 @@ class _Replay:
         self.left = left or {}
         self.ops = run_order(dataflow, plan)
         self.values = values_of(dataflow)
+        # What each exchange has until it is awaited, by the op that begins it.
+        self.awaited = {
+            op.awaits: [name for name in touched(op) if name in touched(begin)]
+            for op in self.ops
+            if op.awaits
+            for begin in (dataflow.ops[dataflow.position[op.awaits]],)
+        }
         self.known = known_to_the_host(dataflow)
         self.tick = 0
         self.end_tick = tick_of(len(self.ops), Moment.DONE)
@@ -258,6 +270,8 @@ class _Replay:
     # What happens, in order.
 
     def _run_op(self, op: Op) -> None:
+        if op.awaits:
+            self.done.add(_exchange(op.awaits))
         actor = Actor(op.name, self.done)
         for name in touched(op):
             copy = self.device.get(name)
@@ -270,6 +284,9 @@ class _Replay:
             if name in op.writes:
                 copy.write(actor, op.name)
             copy.last = self.tick
+        for name in self.awaited.get(op.name, ()):
+            copy = self.device[name]
+            (copy.writers if name in op.writes else copy.readers).add(_exchange(op.name))
 
     def _issue(self, task: Task) -> None:
         for name in task.after:

@@ -24,6 +24,7 @@ LANES: Mapping[str, str] = {
     Lane.HOST: "updates on the host",
     Lane.D2H: "copies device to host",
     Lane.H2D: "copies host to device",
+    Lane.NETWORK: "exchanges with other ranks",
 }
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import assert_never
 
+from cotrain_compile.dataflow import Op
 from cotrain_compile.machine import Machine, Tier
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.residency import (
@@ -102,7 +103,7 @@ def works_of(problem: Problem, program: DeviceProgram, tasks: Sequence[Task]) ->
     """The step as works: device ops in order, each after the tasks waited for before it.
 
     What is carried is waited for by ops of the next step, as `engine.repeat` joins them.
-    Issuing tasks holds up the op that follows.
+    Issuing tasks holds up the op that follows. An exchange with other ranks begins behind its op.
     """
     waits: dict[str | None, list[str]] = {}
     carried: dict[str | None, list[str]] = {}
@@ -119,11 +120,15 @@ def works_of(problem: Problem, program: DeviceProgram, tasks: Sequence[Task]) ->
             op.name,
             Lane.DEVICE,
             problem.costs.device_s[op.name] + problem.machine.issue_s * issued[op.name],
-            tuple(waits.get(op.name, ())),
+            (*waits.get(op.name, ()), *_awaited(problem, op)),
             tuple(carried.get(op.name, ())),
         )
         for op in program.ops
     ]
+    for op in program.ops:
+        if op.name in problem.costs.network_s:
+            seconds = problem.costs.network_s[op.name]
+            works.append(Work(exchange_of(op.name), Lane.NETWORK, seconds, (op.name,)))
     for task in tasks:
         begins = () if task.issue_after is None else (task.issue_after,)
         # A fetched copy takes its memory after what is freed before the same op.
@@ -132,6 +137,15 @@ def works_of(problem: Problem, program: DeviceProgram, tasks: Sequence[Task]) ->
         seconds = _seconds(problem, task)
         works.append(Work(task.name, task.lane, seconds, after, task.after_previous))
     return works
+
+
+def exchange_of(op: str) -> str:
+    """What the exchange is called that an op begins."""
+    return f"exchange.{op}"
+
+
+def _awaited(problem: Problem, op: Op) -> tuple[str, ...]:
+    return (exchange_of(op.awaits),) if op.awaits in problem.costs.network_s else ()
 
 
 def _following(program: DeviceProgram) -> Mapping[str | None, str | None]:

@@ -38,7 +38,8 @@ whole.visible = !near;
 """
 _TIMES = ((1.0, "seconds"), (1e-3, "milliseconds"), (1e-6, "microseconds"))
 _UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
-_ROWS = {str(lane): len(LANE_TITLES) - 1 - number for number, lane in enumerate(LANE_TITLES)}
+# From below; that of the network, where it has one, is under all others.
+_ROWS = {str(lane): 3 - number for number, lane in enumerate(LANE_TITLES)}
 
 
 @dataclass(frozen=True)
@@ -62,9 +63,11 @@ def time_axis(timelines: Sequence[Timeline]) -> TimeAxis:
 def lanes_chart(name: str, bars: Sequence[Bar], axis: TimeAxis) -> figure:
     """The bars of one timeline, a row for each lane; merged where they are many."""
     chart = _figure(name, axis, height=230)
-    chart.y_range = Range1d(start=-0.6, end=len(_ROWS) - 0.4)
-    chart.yaxis.ticker = list(_ROWS.values())
-    chart.yaxis.major_label_overrides = {row: LANE_TITLES[lane] for lane, row in _ROWS.items()}
+    used = {bar.lane for bar in bars}
+    rows = {lane: row for lane, row in _ROWS.items() if row >= 0 or lane in used}
+    chart.y_range = Range1d(start=min(rows.values()) - 0.6, end=max(rows.values()) + 0.6)
+    chart.yaxis.ticker = list(rows.values())
+    chart.yaxis.major_label_overrides = {row: LANE_TITLES[lane] for lane, row in rows.items()}
     chart.ygrid.visible = False
     single = _draw_bars(chart, bars, axis)
     if len(bars) > DRAWN:

@@ -24,7 +24,7 @@ from cotrain_compile.viz.text.summary import (
     reserved_on_card,
     reserved_words,
 )
-from cotrain_compile.viz.timeline import LANE_TITLES
+from cotrain_compile.viz.timeline import lane_titles
 
 LARGEST = 14
 _REGIMES: Mapping[str, str] = {
@@ -32,6 +32,7 @@ _REGIMES: Mapping[str, str] = {
     Lane.HOST: "Updates on the host set the pace",
     Lane.D2H: "The link down to the host sets the pace",
     Lane.H2D: "The link up to the device sets the pace",
+    Lane.NETWORK: "Exchanges with other ranks set the pace",
 }
 
 
@@ -116,7 +117,7 @@ def comparison(
     """Rows: a heading, the predicted value, the measured one where there is one, the budget."""
     timelines = [plan.predicted, *([measured] if measured else [])]
     yield "a step", *(format_seconds(t.makespan_s) for t in timelines), ""
-    for lane, title in LANE_TITLES.items():
+    for lane, title in lane_titles(*timelines).items():
         yield f"{title} busy", *(_busy(t, lane) for t in timelines), ""
     for tier in Tier:
         peaks = [

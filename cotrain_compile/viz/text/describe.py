@@ -91,6 +91,8 @@ def describe_timeline(timeline: Timeline) -> str:
     """Length of the step, how busy each lane is, and the peak of each tier."""
     lines = [f"{timeline.source:12} {format_seconds(timeline.makespan_s)} a step"]
     for lane in Lane:
+        if lane is Lane.NETWORK and not timeline.lane(lane):
+            continue
         lines.append(
             f"{lane.value:12} {len(timeline.lane(lane))} spans, "
             f"{format_seconds(timeline.busy_s(lane))} busy"

@@ -29,7 +29,7 @@ from cotrain_compile.plan import Plan, Transfer
 from cotrain_compile.units import format_bytes, format_seconds, printable
 from cotrain_compile.viz.text.summary import recompute_words
 from cotrain_compile.viz.text.terminal import PlainConsole
-from cotrain_compile.viz.timeline import LANE_TITLES
+from cotrain_compile.viz.timeline import lane_titles
 
 VARIABLE = "COTRAIN_DEBUG"
 SUMMARY, PARAMETERS, PASSES, TASKS = 1, 2, 3, 4
@@ -118,7 +118,8 @@ def summary_rows(plan: Plan, dataflow: Dataflow, *, bars: bool) -> Iterator[tupl
     modes = Counter(mode.value.replace("_", " ") for mode in plan.placement.updates.values())
     yield "updates", ", ".join(f"{count} {mode}" for mode, count in modes.items())
     busy = (
-        f"{title} {plan.predicted.busy_s(lane) / step_s:.0%}" for lane, title in LANE_TITLES.items()
+        f"{title} {plan.predicted.busy_s(lane) / step_s:.0%}"
+        for lane, title in lane_titles(plan.predicted).items()
     )
     yield "busy", ", ".join(busy)
 

@@ -14,10 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import cotrain_compile
 from cotrain_compile.backends.inductor.lower import segments_of
+from cotrain_compile.capture.aten.means_over_ranks import MOST_UNDER_WAY
 from cotrain_compile.collectives import is_collective, is_wait
 from cotrain_compile.dataflow import Role
 from cotrain_compile.errors import CaptureError
-from cotrain_compile.extract.extract import extract
 from tests.support.fake_ranks import ranks
 
 ALL_REDUCE = "_c10d_functional.all_reduce.default"
@@ -105,7 +105,7 @@ def test_clipping_sees_the_mean_and_buffers_are_those_of_the_first_rank() -> Non
     assert sum("broadcast" in str(node.target) for node in collectives(step)) == 3
 
     # A wait is in the memory of its collective, and no update takes either along.
-    dataflow = extract(graph)
+    dataflow = cotrain_compile.inspect(step).problem.dataflow
     waits = [op for op in dataflow.ops if "wait_tensor" in op.target]
     assert all(op.writes == op.reads and len(op.writes) == 1 for op in waits)
     updates = {name for group in dataflow.updates for name in group.ops}
@@ -177,3 +177,28 @@ def test_what_a_captured_step_cannot_do_is_refused(
         with pytest.raises(CaptureError, match=message):
             step(X)
     assert torch.equal(ddp.module.weight, before)
+
+
+def test_the_device_goes_on_while_a_few_means_are_under_way() -> None:
+    layers = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(7)))
+    with ranks(2):
+        _, step = compiled(plain, layers)
+        step(X)
+        nodes = list(cotrain_compile.inspect(step).graph.nodes)
+    order = {node: place for place, node in enumerate(nodes)}
+    most, under_way = 0, set[fx.Node]()
+    for node in nodes:
+        if is_collective(node):
+            under_way.add(node)
+        elif is_wait(node):
+            under_way.remove(node.args[0])
+            assert order[node] < min(map(order.__getitem__, node.users))
+        most = max(most, len(under_way))
+    assert most == MOST_UNDER_WAY
+    products = {order[node] for node in nodes if node.target is torch.ops.aten.mm.default}
+    assert any(
+        order[n] < at < order[next(iter(n.users))]
+        for at in products
+        for n in nodes
+        if is_collective(n)
+    )
