@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from cotrain_compile.capture.nodes.phases import PHASE_ANNOTATION
-from cotrain_compile.capture.nodes.storages import is_view, read_instead
+from cotrain_compile.capture.nodes.storages import read_instead
 from cotrain_compile.collectives import copies_its_input, group_name_of, is_collective, is_wait
 
 aten = torch.ops.aten
@@ -54,7 +54,8 @@ def wait_late(graph: fx.Graph) -> None:
     """Put the wait for each exchange before the first use of what it brings.
 
     Or before a later exchange begins, so that at most `MOST_UNDER_WAY` are waited for at a time.
-    The trace waits at once. The order in which exchanges begin stays as it is.
+    The trace waits at once, and where an exchange reads what it is given until it ends, as a gather
+    or scatter, that stays so. The order in which exchanges begin stays as it is.
     """
     order = {node: place for place, node in enumerate(graph.nodes)}
     begun = [node for node in order if is_collective(node)]
@@ -62,25 +63,9 @@ def wait_late(graph: fx.Graph) -> None:
     for wait in [node for node in order if is_wait(node)]:
         exchange = wait.args[0]
         assert isinstance(exchange, fx.Node)
-        if wait.users and is_collective(exchange) and _reads_own(exchange):
+        if wait.users and is_collective(exchange) and copies_its_input(exchange):
             places = [*wait.users, *((last[exchange],) if exchange in last else ())]
             min(places, key=order.__getitem__).prepend(wait)
-
-
-def _reads_own(exchange: fx.Node) -> bool:
-    """Whether nobody writes what `exchange` may still be reading while it is under way.
-
-    A mean and a broadcast read a copy of theirs. Others read what they are given: not the user's.
-    """
-    return copies_its_input(exchange) or all(
-        source.op == "call_function" for source in map(_base, exchange.all_input_nodes)
-    )
-
-
-def _base(node: fx.Node) -> fx.Node:
-    while is_view(node) and node.all_input_nodes:
-        node = node.all_input_nodes[0]
-    return node
 
 
 def _source_of_mean(wait: fx.Node) -> fx.Node | None:

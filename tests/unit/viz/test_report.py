@@ -168,7 +168,8 @@ def test_merged_bars_keep_the_work_and_the_ends() -> None:
     assert len(few) < len(bars)
     assert sum(bar.count for bar in few) == len(bars)
     assert sum(bar.busy_s for bar in few) == pytest.approx(sum(bar.busy_s for bar in bars))
-    for lane in Lane:
+    assert {bar.lane for bar in few} == {bar.lane for bar in bars}
+    for lane in {bar.lane for bar in bars}:
         ends = [max(b.end_s for b in some if b.lane == lane) for some in (few, bars)]
         assert ends[0] == ends[1]
 
