@@ -17,6 +17,7 @@ from cotrain_compile.capture.offline.only_trace import only_traced
 from cotrain_compile.capture.offline.skip_initialisation import skip_initialisation
 from cotrain_compile.compile import cotrain
 from cotrain_compile.dataflow import Dataflow
+from cotrain_compile.distribute.pretend import pretended
 from cotrain_compile.errors import CaptureError
 from cotrain_compile.extract.extract import extract
 from cotrain_compile.files import from_json, to_json
@@ -33,6 +34,7 @@ def trace(
     device: str | None = None,
     machine: str | Machine | None = None,
     checkpoints: str = "respect",
+    ranks: int = 1,
 ) -> Dataflow:
     """The `Dataflow` of a step of any size, without allocating it or running it.
 
@@ -45,20 +47,26 @@ def trace(
     tensors there if it names no device. `machine`, a card's preset or file, says as on which
     one. Without a card here this happens in a copy of the process, and needs a C++ compiler.
 
-    `checkpoints` is "respect" or "dissolve", as the option of that name.
+    `checkpoints` is "respect" or "dissolve", as the option of that name. With `ranks` it is that
+    of the first of so many ranks, whose `build()` wraps its model in `DistributedDataParallel`.
 
     Raises `CaptureError` as compiling does, and `OptionError` where this machine lacks something.
     """
     on_card = card_for(device, machine)
+    graph = partial(trace_graph, build, dynamic=dynamic, checkpoints=checkpoints)
+
+    def traced(device: str | None) -> Dataflow:
+        with pretended(ranks) if ranks > 1 else nullcontext():
+            return extract(graph(device=device))
+
     if on_card is None:
-        return extract(trace_graph(build, dynamic=dynamic, checkpoints=checkpoints))
-    work = partial(trace_graph, build, dynamic=dynamic, device="cuda", checkpoints=checkpoints)
+        return traced(None)
     if torch.cuda.is_available():
-        return extract(work())
+        return traced("cuda")
 
     def absent() -> str:
         with absent_card(*on_card):
-            return to_json(extract(work()))
+            return to_json(traced("cuda"))
 
     return from_json(in_a_copy(absent), Dataflow)
 

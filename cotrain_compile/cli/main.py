@@ -135,6 +135,7 @@ def trace(
     checkpoints: Annotated[
         str, typer.Option(help="'respect' or 'dissolve': whether torch.utils.checkpoint counts.")
     ] = "respect",
+    ranks: Annotated[int, typer.Option(min=1, help="As the first of so many ranks.")] = 1,
 ) -> None:
     """Capture the step that FUNCTION() returns with its arguments; nothing is allocated or run."""
     from cotrain_compile.jobs import load_job
@@ -143,7 +144,12 @@ def trace(
     files.refuse_unwritable(output)
     with console.status("tracing"):
         dataflow = capture(
-            load_job(job), dynamic=dynamic, device=device, machine=machine, checkpoints=checkpoints
+            load_job(job),
+            dynamic=dynamic,
+            device=device,
+            machine=machine,
+            checkpoints=checkpoints,
+            ranks=ranks,
         )
     files.save(dataflow, output)
     console.print(describe_step(dataflow))

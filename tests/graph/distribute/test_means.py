@@ -16,8 +16,14 @@ import cotrain_compile
 from cotrain_compile.backends.inductor.lower import segments_of
 from cotrain_compile.capture.aten.means_over_ranks import MOST_UNDER_WAY
 from cotrain_compile.collectives import is_collective, is_wait
-from cotrain_compile.dataflow import Role
+from cotrain_compile.dataflow import Collective, Role
 from cotrain_compile.errors import CaptureError
+from cotrain_compile.machine import Tier
+from cotrain_compile.placement.problem import formulate
+from cotrain_compile.placement.search.solve import SolveSettings, solve
+from cotrain_compile.plan import Lane
+from cotrain_compile.presets import find
+from cotrain_compile.tracing import trace
 from tests.support.fake_ranks import ranks
 
 ALL_REDUCE = "_c10d_functional.all_reduce.default"
@@ -202,3 +208,19 @@ def test_the_device_goes_on_while_a_few_means_are_under_way() -> None:
         for n in nodes
         if is_collective(n)
     )
+
+
+def test_the_step_of_many_ranks_is_traced_and_predicted_by_one_process() -> None:
+    def build() -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        ddp = DistributedDataParallel(nn.Linear(1024, 1024, bias=False))
+        return plain(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1)), (torch.ones(8, 1024),)
+
+    dataflow = trace(build, ranks=64)
+    assert not torch.distributed.is_initialized()
+    (exchange,) = [op.collective for op in dataflow.ops if op.collective is not None]
+    assert exchange == Collective("all_reduce", 64, 4 << 20)
+    machine = find("rtx4090 network=1GB")
+    plan = solve(
+        formulate(dataflow, machine, dict.fromkeys(Tier, 1 << 34)), SolveSettings(policy="resident")
+    )
+    assert plan.predicted.busy_s(Lane.NETWORK) == pytest.approx(126 * (4 << 20) / 64 / 1e9 + 126e-5)
