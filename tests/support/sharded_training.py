@@ -21,17 +21,17 @@ from torch.utils.checkpoint import checkpoint
 import cotrain_compile
 from cotrain_compile.machine import Tier
 
-SIZE, BATCH, STEPS = 8, 4, 3
+SIZE, BATCH, STEPS = 12, 4, 3
 
 
 class Block(nn.Module):
     """A residual block."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(SIZE)
-        self.up = nn.Linear(SIZE, 4 * SIZE, bias=False)
-        self.down = nn.Linear(4 * SIZE, SIZE, bias=False)
+        self.norm = nn.LayerNorm(size)
+        self.up = nn.Linear(size, 4 * size, bias=False)
+        self.down = nn.Linear(4 * size, size, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = x + self.down(F.gelu(self.up(self.norm(x))))
@@ -41,12 +41,12 @@ class Block(nn.Module):
 class Net(nn.Module):
     """A block between a layer and a head that share a weight, and a layer that is frozen."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int = SIZE) -> None:
         super().__init__()
-        self.first = nn.Linear(SIZE, SIZE)
-        self.block = Block()
-        self.frozen = nn.Linear(SIZE, SIZE, bias=False).requires_grad_(False)
-        self.head = nn.Linear(SIZE, SIZE, bias=False)
+        self.first = nn.Linear(size, size)
+        self.block = Block(size)
+        self.frozen = nn.Linear(size, size, bias=False).requires_grad_(False)
+        self.head = nn.Linear(size, size, bias=False)
         self.head.weight = self.first.weight
         self.checkpointed = False
 
@@ -60,6 +60,8 @@ class Net(nn.Module):
 OPTIMIZERS: Mapping[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
     "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2),
+    "muon": lambda params: torch.optim.Muon([p for p in params if p.ndim == 2], lr=1e-2),
+    "adafactor": lambda params: torch.optim.Adafactor(params, lr=1e-2),
     "rmsprop": lambda params: torch.optim.RMSprop(params, lr=1e-3),
 }
 
@@ -69,13 +71,15 @@ class Training:
     """How the model is trained.
 
     `model` is one of `MODELS`, `optimizer` of `OPTIMIZERS`, `way` "plain", "clipped",
-    "accumulated", "autocast" or "checkpointed". Without `options` the step runs in eager.
+    "clipped apart", "accumulated", "autocast" or "checkpointed". Without `options` the step runs
+    in eager.
     """
 
     model: str = "shard"
     way: str = "plain"
     optimizer: str = "sgd"
     options: Mapping[str, Any] | None = None
+    size: int = SIZE
 
 
 @dataclass(frozen=True)
@@ -100,21 +104,21 @@ def furthest(found: Trained, expected: Trained) -> float:
 def train(rank: int, training: Training) -> Trained:
     """Train on this rank, on batches of its own."""
     torch.manual_seed(0)
-    net = Net()
+    net = Net(training.size)
     net.checkpointed = training.way == "checkpointed"
     model = MODELS[training.model](net)
     optimizer = OPTIMIZERS[training.optimizer]([p for p in model.parameters() if p.requires_grad])
     step: Any = step_of(model, optimizer, training.way)
     if training.options is not None:
         step = torch.compile(step, backend="cotrain", options={"quiet": True, **training.options})
-    losses = tuple(float(step(*batch(number, rank))) for number in range(STEPS))
+    losses = tuple(float(step(*batch(number, rank, training.size))) for number in range(STEPS))
     trained = Trained(losses, whole(model.state_dict()))
     return trained if training.options is None else _with_plan(trained, step)
 
 
-def batch(number: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+def batch(number: int, rank: int, size: int = SIZE) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1000 * number + rank)
-    x, y = torch.randn(2, BATCH, SIZE, generator=generator)
+    x, y = torch.randn(2, BATCH, size, generator=generator)
     return x, y
 
 
@@ -141,10 +145,23 @@ def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, way: str) -> Cal
             total = total + loss.detach()
         if way == "clipped":
             nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        if way == "clipped apart":
+            clip_apart(model)
         optimizer.step()
         return total
 
     return step
+
+
+def clip_apart(model: nn.Module) -> None:
+    """`clip_grad_norm_` for a model that has both DTensors and plain parameters."""
+    split = [p for p in model.parameters() if p.grad is not None and isinstance(p, DTensor)]
+    others = [p for p in model.parameters() if p.grad is not None and not isinstance(p, DTensor)]
+    of_split: Any = nn.utils.get_total_norm([p.grad for p in split if p.grad is not None])
+    of_others = nn.utils.get_total_norm([p.grad for p in others if p.grad is not None])
+    norm = torch.stack([of_split.full_tensor(), of_others]).norm()
+    for params in (split, others):
+        nn.utils.clip_grads_with_norm_(params, 0.1, norm)
 
 
 def _with_plan(trained: Trained, step: Any) -> Trained:

@@ -26,6 +26,10 @@ _ALIKE = 0.9
 # What torch says of tensors on different devices.
 _BESIDE_META = re.compile(r"same device\b.*\bmeta\b(?!-)")
 
+# What torch says of an op on DTensors for which it has no rule, and of one on some beside others.
+_NO_RULE = re.compile(r"Sharding propagation failed for (?:Op\(op=)?([\w.]+)")
+_MIXED = re.compile(r"([\w.]+)\W* got mixed torch\.Tensor and DTensor")
+
 _IN_EAGER = '; or set options={"on_break": "warn"} to run it in eager. Nothing was updated.'
 
 
@@ -62,6 +66,8 @@ def diagnose(
         return CaptureError(
             f"{location}: the step cannot be captured as one graph: {what}. {way}{eager}"
         )
+    if isinstance(error, exc.TorchRuntimeError) and (why := _why_not_on_shards(str(error))):
+        return CaptureError(f"{location}: {why}. Nothing was updated.")
     if isinstance(error, exc.TorchRuntimeError) and _BESIDE_META.search(str(error)):
         return OptionError(f"{location}: some tensors of the step are on meta: {ON_META}")
     if isinstance(error, exc.FailOnRecompileLimitHit):
@@ -71,6 +77,24 @@ def diagnose(
             "torch._dynamo.config.recompile_limit."
         )
     return None
+
+
+def _why_not_on_shards(text: str) -> str:
+    """What of a step torch cannot do with DTensors, in eager neither; "" for all else."""
+    mixed, no_rule = _MIXED.search(text), _NO_RULE.search(text)
+    if mixed is not None:
+        return (
+            f"{mixed[1]} gets sharded and whole tensors, which DTensor does not take together; "
+            "take them apart: to clip, torch.nn.utils.get_total_norm of each, .full_tensor() of "
+            "the first, their norm, and torch.nn.utils.clip_grads_with_norm_ of each"
+        )
+    if no_rule is not None:
+        return (
+            f"{no_rule[1]} cannot be done on a shard of a tensor (torch has no rule for it on "
+            "DTensors); use an optimizer or an op that works on each element by itself, such as "
+            "AdamW"
+        )
+    return ""
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

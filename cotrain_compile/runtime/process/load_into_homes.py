@@ -3,7 +3,8 @@
 torch puts loaded states next to their parameter, in new tensors. A state at home on the host would
 land on the device, which may not have the room, and lose its pinned memory. With these hooks a
 loaded state is copied into the tensor that is the home, on whichever tier and of whichever dtype
-that is; scalars, and what has no home of its shape, are left to torch.
+that is; scalars, and what has no home of its shape, are left to torch. A DTensor is copied into one
+that is placed alike.
 """
 
 from __future__ import annotations
@@ -61,8 +62,16 @@ def _with_homes(homes: Mapping[str, Any], values: Any) -> Any:
 
 def _fits(home: object, value: object) -> bool:
     # A scalar has no home to keep, and torch's optimizers read their step count while they load.
-    tensors = type(home) is torch.Tensor and type(value) is torch.Tensor
-    return tensors and home.dim() > 0 and home.shape == value.shape  # type: ignore[attr-defined]
+    if not isinstance(home, torch.Tensor) or not isinstance(value, torch.Tensor):
+        return False
+    known = type(home) is torch.Tensor or hasattr(home, "placements")
+    alike = type(home) is type(value) and _placements(home) == _placements(value)
+    return known and alike and home.dim() > 0 and home.shape == value.shape
+
+
+def _placements(tensor: torch.Tensor) -> object:
+    """How a DTensor is split over ranks; None for a plain tensor."""
+    return getattr(tensor, "placements", None)
 
 
 def _land(optimizer: torch.optim.Optimizer) -> None:
