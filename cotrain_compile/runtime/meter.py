@@ -15,10 +15,18 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
+import torch.distributed
 
 from cotrain_compile.errors import OutOfDeviceMemory
 from cotrain_compile.machine import Tier
 from cotrain_compile.units import format_bytes
+
+# How long the thread of a process group may hold what it has exchanged.
+_LET_GO_S = 1.0
+
+
+def _ranks_exchange() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 class _Counted(weakref.ref[torch.UntypedStorage]):
@@ -155,10 +163,24 @@ class Meter:
             counted = self._storages[key] = _Counted(storage, self._gone.append)
             counted.key, counted.tier, counted.nbytes = key, tier, nbytes
             used = self._change(tier, nbytes)
+            if used > self.budgets[tier] and _ranks_exchange():
+                used = self._used_after_exchanges(tier)
             if used > self.peak_bytes[tier]:
                 self.peak_bytes[tier] = used
         if used > self.budgets[tier]:
             self._refuse_beyond_budget(used, nbytes, tier, where)
+
+    def _used_after_exchanges(self, tier: Tier) -> int:
+        """Bytes in use once the threads of process groups have let go of what was exchanged.
+
+        A wait for a collective returns a moment before the thread that carried it out drops its
+        references, which may be long where that thread gets no core.
+        """
+        until = time.perf_counter() + _LET_GO_S
+        while self._used_bytes[tier] > self.budgets[tier] and time.perf_counter() < until:
+            time.sleep(0.0005)
+            self._settle()
+        return self._used_bytes[tier]
 
     def _refuse_beyond_budget(self, used: int, nbytes: int, tier: Tier, where: str) -> None:
         budget = self.budgets[tier]
