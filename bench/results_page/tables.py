@@ -112,7 +112,8 @@ def _beaten_by_rules(records: Sequence[Result]) -> str:
 
 def recompute(result: Result) -> str:
     """Steps with nothing, with layers and with what the plan chooses made again."""
-    ways = ("nothing", "every other layer", "every layer", "ProTrain's blocks", "auto")
+    tried = ("nothing", "every other layer", "every layer", "ProTrain's blocks", "auto")
+    ways = [way for way in tried if any(way in cell["steps_s"] for cell in result["cells"])]
     rows, gains = [], []
     took = [cell["solve_s"] for cell in result["cells"]]
     planned = [cell for cell in result["cells"] if cell["steps_s"]["auto"] and cell["bound_s"]]

@@ -4,6 +4,9 @@ Every rank has to issue the same collectives in the same order. So before the fi
 compare their steps, take the plan of the first of them, and after a rehearsal decide together
 whether to plan again. They talk over a group of their own, on CPUs, so that nothing of this meets
 a collective of a step.
+
+Private torch API used: `torch._dispatch.python.no_python_dispatcher`, as ranks agree within a
+trace; and `_resolve_process_group`, which no public function is. Tried on torch 2.13.0.
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import fx
+from torch._dispatch.python import no_python_dispatcher
 
 from cotrain_compile.collectives import group_name_of, is_collective
 from cotrain_compile.dataflow import Role
@@ -106,7 +111,10 @@ class Together:
             return [value]
         found: list[Any] = [None] * dist.get_world_size(self._group)
         try:
-            dist.all_gather_object(found, value, group=self._group)
+            # In a trace, calls of torch go by Python and hold its lock. Then gloo waits for the lock,
+            # to free the tensors of the last exchange, and this thread for gloo.
+            with no_python_dispatcher():
+                dist.all_gather_object(found, value, group=self._group)
         except RuntimeError as error:
             raise DistributeError(
                 "another rank failed, or did not compile its step when this one did (a batch of "
@@ -162,10 +170,22 @@ def _as_sent(made: Plan | CotrainError | None) -> tuple[str, dict[str, Any] | st
 
 
 def _signature(step: StepGraph) -> str:
-    """Equal for steps that issue the same collectives, on batches of the same shape."""
+    """Equal for steps that issue the same collectives, on batches of the same shape.
+
+    What a rank does between them may differ, as with parts of unequal size, which each pads or
+    slices in its own way.
+    """
     lines = [f"{item.name} {item.role}" for item in step.inputs]
-    lines += [f"{node.name} {node.op} {node.target}" for node in step.nodes]
+    lines += [_exchanged(node) for node in step.nodes if is_collective(node)]
     return hashlib.sha256("\n".join([*lines, _told(step)]).encode()).hexdigest()
+
+
+def _exchanged(collective: fx.Node) -> str:
+    """What all ranks have to issue alike: the collective, its settings, and its result's shape."""
+    value = collective.meta.get("val")
+    result = (value.dtype, tuple(value.shape)) if isinstance(value, torch.Tensor) else None
+    settings = [item for item in collective.args if not isinstance(item, fx.Node | list | tuple)]
+    return f"{collective.target} {settings} {result}"
 
 
 def _told(step: StepGraph) -> str:
@@ -176,4 +196,4 @@ def _told(step: StepGraph) -> str:
         for item, node in zip(step.inputs, step.nodes, strict=False)
         if item.role is Role.BATCH and isinstance(value := node.meta.get("val"), torch.Tensor)
     ]
-    return f"{len(step.nodes)} nodes, {exchanges} collectives, batch {', '.join(batch) or 'none'}"
+    return f"{exchanges} collectives, batch {', '.join(batch) or 'none'}"
