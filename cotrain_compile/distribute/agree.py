@@ -111,8 +111,8 @@ class Together:
             return [value]
         found: list[Any] = [None] * dist.get_world_size(self._group)
         try:
-            # In a trace, calls of torch go by Python and hold its lock. Then gloo waits for the lock,
-            # to free the tensors of the last exchange, and this thread for gloo.
+            # In a trace, calls of torch go by Python and hold its lock: gloo would wait for it, to
+            # free the tensors of the last exchange, and this thread for gloo.
             with no_python_dispatcher():
                 dist.all_gather_object(found, value, group=self._group)
         except RuntimeError as error:

@@ -33,9 +33,10 @@ def pretended(ranks: int) -> Iterator[None]:
             "ranks=... traces a step as one of so many ranks, but a process group is initialised "
             "already; leave ranks out, or trace in a process of its own"
         )
+    instead: dict[str, Any] = dict.fromkeys(_AT_CONSTRUCTION, _nothing)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
-        with mock.patch.multiple(of_ddp, **dict.fromkeys(_AT_CONSTRUCTION, _nothing)):
+        with mock.patch.multiple(of_ddp, **instead):
             yield
     finally:
         dist.destroy_process_group()

@@ -275,8 +275,9 @@ def _collective(node: fx.Node) -> Collective:
 
 def _awaited(node: fx.Node) -> str:
     exchange = node.args[0] if is_wait(node) else None
-    begins = isinstance(exchange, fx.Node) and is_collective(exchange)
-    return exchange.name if begins else ""  # type: ignore[union-attr]
+    if isinstance(exchange, fx.Node) and is_collective(exchange):
+        return exchange.name
+    return ""
 
 
 def _held_until(node: fx.Node) -> list[fx.Node]:

@@ -197,7 +197,7 @@ def test_the_device_goes_on_while_a_few_means_are_under_way() -> None:
         if is_collective(node):
             under_way.add(node)
         elif is_wait(node):
-            under_way.remove(node.args[0])
+            under_way.remove(node.all_input_nodes[0])
             assert order[node] < min(map(order.__getitem__, node.users))
         most = max(most, len(under_way))
     assert most == MOST_UNDER_WAY

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
+from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoint
 
 import cotrain_compile
 from tests.support.ranks import Ranks
@@ -62,7 +63,7 @@ class _Run:
 def save(rank: int, kind: str, options: dict[str, Any] | None, folder: str) -> Saved:
     run = _Run(kind, options)
     run.train(0, 2)
-    dcp.save(run.states(), checkpoint_id=folder)
+    save_checkpoint(run.states(), checkpoint_id=folder)
     held = run.held()
     assert options is None or cotrain_compile.inspect(run.step).plan.tasks
     return Saved(held, run.train(2), 0)
@@ -74,7 +75,7 @@ def load(rank: int, kind: str, options: dict[str, Any] | None, folder: str) -> S
     run = _Run(kind, options)
     run.train(7)
     states = run.states()
-    dcp.load(states, checkpoint_id=folder)
+    load_checkpoint(states, checkpoint_id=folder)
     set_state_dict(
         run.model,
         run.optimizer,

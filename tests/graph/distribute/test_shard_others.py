@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -53,7 +55,7 @@ def _split_in_layers(rank: int, parallel: bool) -> dict[str, torch.Tensor]:
     optimizer = OPTIMIZERS["adamw"]([p for p in net.parameters() if p.requires_grad])
     step = step_of(net, optimizer, "clipped apart" if parallel else "clipped")
     if parallel:
-        options = {"memory_budget": 14_000, "quiet": True}
+        options: dict[str, Any] = {"memory_budget": 14_000, "quiet": True}
         step = torch.compile(step, backend="cotrain", options=options)
     for number in range(3):
         step(*batch(number, 0))

@@ -85,7 +85,8 @@ def accumulating(model: Net, optimizer: Optimizer) -> Step:
 
 def stepping_in_hooks(model: Net, optimizer: Optimizer) -> Step:
     """Each parameter has an optimizer, which steps while the backward goes on."""
-    own = {p: torch.optim.SGD([p], lr=0.05, foreach=False) for p in model.parameters()}
+    params = list[Tensor](model.parameters())
+    own = {p: torch.optim.SGD([p], lr=0.05, foreach=False) for p in params}
 
     def update(param: Tensor) -> None:
         own[param].step()

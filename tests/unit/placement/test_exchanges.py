@@ -34,8 +34,8 @@ def two_exchanges(beside_s: float) -> Dataflow:
         flops = int(beside_s * RATE)
         ops.append(Op(f"work{number}", "mm", Phase.BACKWARD, ("x",), (work,), flops))
     for number in range(2):
-        gradient = (f"g{number}",)
-        wait = Op(f"wait{number}", "wait", Phase.BACKWARD, gradient, gradient)
+        waited = (f"g{number}",)
+        wait = Op(f"wait{number}", "wait", Phase.BACKWARD, waited, waited)
         ops.append(replace(wait, awaits=f"begin{number}"))
     ops.append(Op("use", "add", Phase.OPTIMIZER, ("g0", "g1"), ("end",)))
     return Dataflow("exchanges", tuple(ops), tuple(buffers))

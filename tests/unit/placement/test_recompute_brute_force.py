@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import combinations, pairwise, product
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -97,7 +98,8 @@ def small_problems(draw: st.DrawFn) -> tuple[Problem, list[Placement]]:
     placements = []
     for names in subsets:
         space = decision_space(problem.recomputing(names), 8)
-        ways = [draw(some_of(d.strategies)) for d in (*space.params, *space.activations)]
+        decided: list[Any] = [*space.params, *space.activations]
+        ways = [draw(some_of(each.strategies)) for each in decided]
         placements += list(all_of(space, ways))
     return problem, placements
 
@@ -139,7 +141,7 @@ def test_no_plan_with_any_values_made_again_beats_the_bound(
 
 def two_blocks() -> Dataflow:
     """A dear wide value, a cheap wide one made of it, and a narrow one that leaves the block."""
-    net, modules = list[Layer](), {}
+    net, modules = list[Layer](), dict[str, str]()
     for i in range(2):
         before = f"out{i - 1}" if i else "x"
         net.append(Layer(f"in{i}", (before,), "", 0, 4 * MIB, 1 << 28))
