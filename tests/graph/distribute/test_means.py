@@ -87,7 +87,9 @@ def collectives(step: Any) -> list[fx.Node]:
 
 
 @pytest.mark.parametrize(
-    ("ways", "times"), [(two_batches, 1), (quiet, 1), (clipped_between, 2)], ids=lambda v: str(v)
+    ("ways", "times"),
+    [(two_batches, 1), (quiet, 1), (clipped_between, 2)],
+    ids=["two batches", "quiet", "clipped between"],
 )
 def test_gradients_are_reduced_once_unless_they_are_used_between(ways: Ways, times: int) -> None:
     with ranks(4):
