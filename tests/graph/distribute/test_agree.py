@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch._dispatch.python import enable_python_dispatcher
+
+from cotrain_compile.distribute.agree import Together
 from tests.support import ddp_cases
 from tests.support.ranks import Ranks
 
@@ -24,3 +32,22 @@ def test_where_one_rank_runs_out_of_memory_all_plan_again(two_ranks: Ranks) -> N
     (peak_bytes, moves, placement), other = two_ranks.run(ddp_cases.with_one_rank_out_of_memory)
     assert (peak_bytes, moves, placement) == other
     assert moves
+
+
+def test_ranks_talk_without_pythons_lock_also_within_a_trace() -> None:
+    """A thread of gloo waits for that lock, to free tensors, and ends no exchange till then."""
+    by_python = []
+
+    def gather(found: list[Any], value: Any, group: Any) -> None:
+        key = torch._C.DispatchKey.PythonDispatcher
+        by_python.append(torch._C._dispatch_tls_is_dispatch_key_included(key))
+        found[0] = value
+
+    with (
+        mock.patch.object(dist, "all_gather_object", gather),
+        mock.patch.object(dist, "get_world_size", return_value=1),
+        mock.patch.object(dist, "get_rank", return_value=1),
+        enable_python_dispatcher(),
+    ):
+        assert Together(object()).least({}) == {}
+    assert by_python == [False]
