@@ -36,7 +36,7 @@ COLOURS: Mapping[str, str] = {
     "copy": "#E69F00",
     "update on the host": "#009E73",
     "cast on the host": "#8FD6BE",
-    "exchange with other ranks": "#56B4E9",
+    "exchange with other ranks": "#882255",
 }
 OF_LANE: Mapping[str, str] = {
     Lane.DEVICE: "work on the device",

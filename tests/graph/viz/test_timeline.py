@@ -109,6 +109,12 @@ def test_an_op_that_a_pass_has_made_again_is_as_the_one_before_it(tmp_path: Path
     assert kinds["view"] == kinds["view_1"] == "backward"
 
 
+def test_kinds_that_are_drawn_together_differ_in_colour() -> None:
+    """Work and copies of which no more is known stand alone on their lanes."""
+    known = [c for kind, c in COLOURS.items() if kind not in ("work on the device", "copy")]
+    assert len(set(known)) == len(known)
+
+
 def test_every_kind_of_work_is_seen_in_its_colour(tmp_path: Path) -> None:
     path = tmp_path / "step.png"
     draw_timelines([STEP], path, kinds=KINDS, budget_bytes=400)
