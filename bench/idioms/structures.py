@@ -213,3 +213,23 @@ def quantisation_aware_layer() -> nn.Module:
         return F.linear(x, _Round.apply(m.body.weight * 8) / 8, m.body.bias)
 
     return Wrap(forward, body=nn.Linear(6, 4))
+
+
+class _MadeAgain(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        with torch.no_grad():
+            return torch.tanh(x @ weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, weight = (saved.detach().requires_grad_() for saved in ctx.saved_tensors)
+        with torch.enable_grad():
+            out = torch.tanh(x @ weight)
+        return torch.autograd.grad(out, (x, weight), gradient)
+
+
+@model_idiom()
+def checkpoint_written_as_a_function() -> nn.Module:
+    return Wrap(lambda m, x: _MadeAgain.apply(x, m.body.weight.t()), body=nn.Linear(6, 4))

@@ -1,24 +1,28 @@
-"""Leaves that the step makes of its inputs: `x.requires_grad_()` in the step.
+"""Leaves that the step makes: `x.requires_grad_()` in the step.
 
 Stock Dynamo cannot change whether an input requires a gradient. Here the trace reads a detached
 alias of the input from then on, which it can make a leaf; the user's tensor is made one when the
 step has run. Parameters are left to the user: what an optimizer updates must stay itself.
 
-Private torch API used: `TensorVariable.method_requires_grad_`, and what traces `setattr`. Reason:
-there is no public way to change how a tensor's method or attribute is traced. Tried on torch
-2.13.0.
+The backward of an `autograd.Function` that differentiates for itself makes leaves, too. They
+belong to its own graph; stock Dynamo would ask the step's `backward()` for their gradients.
+
+Private torch API used: `TensorVariable.method_requires_grad_` and `_collect_backward_inputs`,
+`OutputGraph.tracers`, and what traces `setattr`. Reason: there is no public way to change how a
+tensor's method or attribute is traced. Tried on torch 2.13.0.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import fx, nn
+from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables import builtin
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.tensor import TensorVariable
@@ -32,6 +36,9 @@ _SETATTR: tuple[Any, str] = (
     else (builtin.BuiltinVariable, "call_setattr")
 )
 
+# Other versions of torch may not have it; `gradient_hooks` asks, too.
+_COLLECT = "_collect_backward_inputs"
+
 
 @contextmanager
 def leaves_traced(made: set[fx.Node], copied: list[CopiedData]) -> Iterator[None]:
@@ -42,6 +49,9 @@ def leaves_traced(made: set[fx.Node], copied: list[CopiedData]) -> Iterator[None
     with ExitStack() as stack:
         method = _require_gradient(made, TensorVariable.method_requires_grad_)
         stack.enter_context(mock.patch.object(TensorVariable, "method_requires_grad_", method))
+        if hasattr(TensorVariable, _COLLECT):
+            collect = _of_graphs_under_way(getattr(TensorVariable, _COLLECT))
+            stack.enter_context(mock.patch.object(TensorVariable, _COLLECT, collect))
         owner, name = _SETATTR
         assign = _assign_attribute(copied, getattr(owner, name))
         stack.enter_context(mock.patch.object(owner, name, assign))
@@ -85,6 +95,18 @@ def _require_gradient(made: set[fx.Node], original: Callable[..., Any]) -> Calla
         return result
 
     return require_gradient
+
+
+def _of_graphs_under_way(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`original`, which collects leaves for a backward, less those of graphs that are complete."""
+
+    @functools.wraps(original)
+    def collect(self: TensorVariable, variables: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
+        leaves = original(self, variables, *args, **kwargs)
+        graphs = [tracer.graph for tracer in InstructionTranslator.current_tx().output.tracers]
+        return leaves and [leaf for leaf in leaves if leaf.as_proxy().node.graph in graphs]
+
+    return collect
 
 
 def _becomes_a_leaf(

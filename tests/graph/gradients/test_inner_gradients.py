@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -86,8 +89,41 @@ def make_assigning(model: nn.Module, optimizer: Optimizer) -> Step:
     return step
 
 
+class MadeAgain(torch.autograd.Function):
+    """A checkpoint written by hand: its backward runs the forward again, and differentiates it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(x, scale)
+        with torch.no_grad():
+            return torch.tanh(x * scale)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, scale = (saved.detach().requires_grad_() for saved in ctx.saved_tensors)
+        with torch.enable_grad():
+            out = torch.tanh(x * scale)
+        return torch.autograd.grad(out, (x, scale), gradient)
+
+
+def make_made_again(model: nn.Module, optimizer: Optimizer) -> Step:
+    """Leaves that the backward of a function makes are not leaves of the step."""
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        out = model(x)
+        loss = F.cross_entropy(MadeAgain.apply(out, next(model.parameters()).mean()), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
+# Dynamo makes an instance of each function that it traces.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize(
-    "make", [make_pinn, make_gradient_penalty, make_adversarial, make_assigning]
+    "make", [make_pinn, make_gradient_penalty, make_adversarial, make_assigning, make_made_again]
 )
 def test_gradients_taken_in_the_step_are_those_of_eager(make: MakeStep) -> None:
     assert_as_eager(make, keep_grads=True)
