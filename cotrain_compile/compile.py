@@ -38,7 +38,7 @@ from cotrain_compile.check_options import check_options, load_profile
 from cotrain_compile.choose_plan import plan_for
 from cotrain_compile.compiled import Origin, last_placement, register
 from cotrain_compile.dataflow import Dataflow
-from cotrain_compile.distribute.agree import ALONE, Together, ranks_of
+from cotrain_compile.distribute.agree import ALONE, Together, ranks_of, tell_of_refusal
 from cotrain_compile.distribute.ranks import warn_where_ranks_train_apart
 from cotrain_compile.errors import CaptureError, OptionError
 from cotrain_compile.extract.extract import extract
@@ -81,7 +81,7 @@ def cotrain(
         refuse_other_devices(step, session.options)
         tell_of_unused_card(step, session.options)
         warn_where_ranks_train_apart(step)
-        together = ranks_of(step)
+        together = ranks_of(step, session.code)
         together.require_same_step(step)
         dataflow, origin = extract(step), _origin(session, owners)
 
@@ -98,11 +98,11 @@ def cotrain(
             return VerifiedStep(run, step, origin.options) if origin.options.verify else run
 
         if not dataflow.symbols:
-            return compile_for({}, values)
+            return together.told_of_failures(compile_for({}, values))
         per_shape = PerShape(step, dataflow.symbols, compile_for)
         if runs_on_cuda(step):
             per_shape.compile_traced(values)
-        return per_shape
+        return together.told_of_failures(per_shape)
 
     modules = {id(m): m for _, met in traced_modules() for m in met.modules()}
     owners: list[Owner] = [*modules.values(), *(record.optimizer for record in session.optimizers)]
@@ -208,7 +208,7 @@ def compile_step(
     kernels = host_kernels(placed, options.host_kernels)
     device = runtime_for(placed, allowed, kernels, options)
     lowered = _lowered(step, placed, allowed.under(plan.placement).dataflow, options)
-    compiled = CompiledStep(problem, plan, placed, device, lowered)
+    compiled = CompiledStep(problem, plan, placed, device, lowered, together)
     _dump(step, compiled, options)
     return compiled
 
@@ -258,4 +258,4 @@ def _our_options(compiler_fn: object) -> Mapping[str, Any] | None:
     return None
 
 
-install(_our_options, check_options)
+install(_our_options, check_options, tell_of_refusal)

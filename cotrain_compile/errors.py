@@ -34,6 +34,14 @@ class DistributeError(CotrainError, RuntimeError):
     """A model cannot be trained by several ranks in the way it was asked for."""
 
 
+class RanksApart(DistributeError):
+    """Ranks that train together are not at the same point; every one of them raises this."""
+
+
+class ExchangeFailed(DistributeError):
+    """Ranks could not exchange something: one of them has failed or died, or takes too long."""
+
+
 class ExtractError(CotrainError, RuntimeError):
     """The captured graph holds something whose memory effects are unknown."""
 

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from cotrain_compile.backends.eager.calls import Call, Write, calls_of
+from cotrain_compile.backends.eager.exchanges import exchange_failed
 from cotrain_compile.capture.nodes.storages import is_view
 from cotrain_compile.collectives import stand_in
 from cotrain_compile.graph import StepGraph, returned_values
@@ -19,12 +20,17 @@ from cotrain_compile.runtime.device import Device
 from cotrain_compile.runtime.ops import Runtime, current_runtime
 
 
+def _alone(node: fx.Node) -> None:
+    """Before an exchange, where no other rank has to be met."""
+
+
 class EagerProgram:
     """Runs a placed graph and notes when each op ran.
 
     A value is freed after its last use, at once where it has none. `before_update` is called before
-    each node that writes a parameter or state, or starts what does; `written` has the writes of
-    these and of all nodes before, whether or not they came to their end. `env` has the values at
+    each node that writes a parameter or state, or starts what does, `before_exchange` before each
+    that begins an exchange between ranks, where the step is no rehearsal; `written` has the writes
+    of these and of all nodes before, whether or not they came to their end. `env` has the values at
     hand. `fx.Interpreter` does the same, at twice the cost of a small op for every op.
     """
 
@@ -34,6 +40,7 @@ class EagerProgram:
         device: Device,
         before_update: Callable[[], None],
         more_writes: Mapping[fx.Node, Sequence[Write]] | None = None,
+        before_exchange: Callable[[fx.Node], None] = _alone,
     ) -> None:
         graph = placed.module.graph
         self.written: list[Write] = []
@@ -55,6 +62,7 @@ class EagerProgram:
         self._runtime: Runtime = device
         self._counts = device.counts_device
         self._before_update = before_update
+        self._before_exchange = before_exchange
 
     def timing(self) -> Callable[[], list[Span]]:
         """What tells when each op of the last step ran, where the device times them."""
@@ -122,6 +130,8 @@ class EagerProgram:
             self._note_writes(call)
         if call.carry is not None:
             return call.carry(self._runtime, self.env.__getitem__)
+        if call.exchanges and not self._rehearses:
+            self._before_exchange(call.node)
         result = self._run_op(call)
         if call.takes is not None:  # items of a tuple go one by one
             source, index = call.takes
@@ -142,6 +152,9 @@ class EagerProgram:
             if call.is_new and self._counts:
                 self._device.meter.track(result, Tier.DEVICE, call.node.name)
         except Exception as error:
+            told = exchange_failed(call.node, error)
+            if told is not None:
+                raise told from error
             if call.node.stack_trace:
                 error.add_note(f"in {call.node.name}, which comes from\n{call.node.stack_trace}")
             raise

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 from torch.profiler import record_function
 
+from cotrain_compile.backends.eager.exchanges import RANKS_DIFFER
 from cotrain_compile.backends.eager.measured import Measurement
 from cotrain_compile.backends.eager.program import EagerProgram
 from cotrain_compile.backends.inductor.lower import LoweredStep
@@ -21,7 +22,8 @@ from cotrain_compile.backends.lifecycle.deferred import Tail, wait_for_tails
 from cotrain_compile.backends.lifecycle.partial_update import GO_ON, few
 from cotrain_compile.backends.lifecycle.workspace import beyond_plan
 from cotrain_compile.dataflow import PERSISTENT_ROLES, Role
-from cotrain_compile.errors import StepFailed
+from cotrain_compile.distribute.agree import ALONE, Together
+from cotrain_compile.errors import ExchangeFailed, StepFailed
 from cotrain_compile.graph import StepGraph, returned_values, writes
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.explain.explain import Explanation, explain
@@ -55,6 +57,7 @@ class CompiledStep:
         graph: StepGraph,
         device: Device,
         lowered: LoweredStep | None = None,
+        together: Together = ALONE,
     ) -> None:
         self.problem = problem
         self.plan = plan
@@ -68,10 +71,12 @@ class CompiledStep:
         self._is_running = threading.Lock()
         self.tail = Tail(device)
         self.lowered = lowered
+        self._together = together
+        asks = together.exchange_begins
         self._program = (
-            EagerProgram(graph, device, self._signals.hold)
+            EagerProgram(graph, device, self._signals.hold, before_exchange=asks)
             if lowered is None
-            else SegmentedProgram(lowered, device, self._signals.hold)
+            else SegmentedProgram(lowered, device, self._signals.hold, asks)
         )
         self._last: Measurement | None = None
         self._carries = bool(plan.carried)
@@ -158,6 +163,10 @@ class CompiledStep:
             self._program.forget()
             torn = self.tail.tear(self._program.written, self._named(inputs))
             self._release_signals_quietly()
+            if isinstance(error, ExchangeFailed):
+                left = torn or self._nothing_changed().rstrip(".")
+                kind = StepFailed if torn else ExchangeFailed
+                raise kind(f"{str(error).rstrip('.')}. {left}. {RANKS_DIFFER}") from error
             if torn and isinstance(error, Exception):
                 raise StepFailed(f"{str(error).rstrip('.')}. {torn}") from error
             error.add_note(torn or self._nothing_changed())
@@ -170,6 +179,7 @@ class CompiledStep:
         if self._carries:
             self.tail.step_returns(self._program.written, self._named(inputs))
         self._last = Measurement(self._program, device)
+        self._together.step_ended()
         try:
             self._signals.release()
         except KeyboardInterrupt as interrupt:

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 import cotrain_compile
 from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
 from cotrain_compile.collectives import is_collective
-from cotrain_compile.errors import DistributeError, OutOfDeviceMemory
+from cotrain_compile.errors import OutOfDeviceMemory
 from cotrain_compile.machine import Tier
 
 STEPS = 4
@@ -183,18 +183,6 @@ def _assert_close(found: Ran, expected: Ran, case: Case) -> None:
             equal_nan=True,
             msg=partial(_named, f"{case}: {name}"),
         )
-
-
-def of_different_shapes(rank: int) -> str:
-    """What a rank is told whose batch is larger than that of the other one."""
-    case = Case("sgd")
-    model = DistributedDataParallel(Net(again=False))
-    step = torch.compile(make_step(case, model, _optimizer(case, model)), backend="cotrain")
-    before = [param.clone() for param in model.parameters()]
-    with pytest.raises(DistributeError) as told:
-        step(torch.ones(4 + rank, 8), torch.zeros(4 + rank, dtype=torch.long))
-    assert all(map(torch.equal, before, model.parameters()))
-    return str(told.value)
 
 
 def with_different_budgets(rank: int) -> tuple[Any, Any]:

@@ -69,7 +69,7 @@ class Ranks:
         # A server imports torch once; ranks are forks of it, without the state of this process.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["tests.support.ranks", "cotrain_compile.compile"])
-        port = _free_port()
+        port = free_port()
         for rank in range(self.count):
             mine, theirs = context.Pipe()
             process = context.Process(
@@ -91,7 +91,8 @@ def ranks(count: int) -> Iterator[Ranks]:
         started.stop()
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this machine that nobody listens at."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -9,17 +9,12 @@ nodes, the op `with_effects` by which AOTAutograd keeps such a check. Tried on t
 
 from __future__ import annotations
 
-import re
-
 import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from cotrain_compile.capture.dynamo.diagnose import in_library
 from cotrain_compile.errors import CaptureError
-
-# How Python prints a frame of a stack, with the line of code below it.
-_FRAME = re.compile(r'File "(.+)", line (\d+), in (.+)\n\s*(.*)')
+from cotrain_compile.user_lines import user_line
 
 
 def refuse_sizes_from_data(module: fx.GraphModule) -> None:
@@ -57,9 +52,4 @@ def refuse_checks_of_data(graph: fx.Graph) -> None:
 
 def _line_of(node: fx.Node) -> str:
     """The user's line that made `node`, as `file:line in function: source`."""
-    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-    mine = [frame for frame in frames if not in_library(frame[0])]
-    if not mine:
-        return f"op {node.name}"
-    file, line, function, source = mine[-1]
-    return f"{file}:{line} in {function}: `{source.strip()}`"
+    return user_line(node.meta.get("stack_trace")) or f"op {node.name}"

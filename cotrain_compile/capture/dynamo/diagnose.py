@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import os
 import re
-import sysconfig
 import traceback
 from collections.abc import Iterable, Iterator
 from types import CodeType
@@ -14,11 +13,7 @@ import torch._dynamo.exc as exc
 
 from cotrain_compile.capture.dynamo.ways_on import way_on
 from cotrain_compile.errors import ON_META, CaptureError, CotrainError, OptionError
-
-_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_INSTALLED = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
-_LIBRARIES = (*_INSTALLED, _OURS)
-_STANDARD_LIBRARY = sysconfig.get_path("stdlib")
+from cotrain_compile.user_lines import INSTALLED, in_library
 
 # How alike two sentences are, of 1, where the second says no more than the first.
 _ALIKE = 0.9
@@ -144,7 +139,7 @@ def _library_line(error: BaseException) -> str:
     """The line of an installed package that broke the graph, as `package/file:line`, or nothing."""
     stack: Iterable[traceback.FrameSummary] = getattr(error, "real_stack", None) or ()
     *_, last = stack or (None,)
-    folder = last and next((f for f in _INSTALLED if last.filename.startswith(f)), None)
+    folder = last and next((f for f in INSTALLED if last.filename.startswith(f)), None)
     if not last or not folder:
         return ""
     return f"{os.path.relpath(last.filename, folder)}:{last.lineno}"
@@ -152,9 +147,3 @@ def _library_line(error: BaseException) -> str:
 
 def _first_line(code: CodeType) -> str:
     return f"{code.co_filename}:{code.co_firstlineno} in {code.co_name}"
-
-
-def in_library(filename: str) -> bool:
-    """Whether a file is an installed package's, ours or Python's own, and not the user's."""
-    path = os.path.abspath(filename)
-    return path.startswith(_LIBRARIES) or path.startswith(_STANDARD_LIBRARY)

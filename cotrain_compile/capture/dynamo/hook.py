@@ -46,13 +46,14 @@ _NUMBERS = (int, float, complex, str, type(None))
 def install(
     is_ours: Callable[[object], Mapping[str, Any] | None],
     check: Callable[[Mapping[str, Any]], Options],
+    failed: Callable[[CodeType, Exception], None],
 ) -> None:
     """Hook `torch.compile` and Dynamo's frame compiler, once per process.
 
     `is_ours` gets the compiler function of a frame and returns the user's options when the frame is
     to be compiled by this backend, None otherwise; other frames pass through untouched. `check`
     gets these options when `torch.compile` is called and before a trace; it raises where they, or
-    files that they name, are wrong.
+    files that they name, are wrong. `failed` is told of each error that ends a trace.
     """
     original = convert_frame._compile
     if getattr(original, "_cotrain_hook", False):
@@ -73,7 +74,10 @@ def install(
             return _trace_step(
                 lambda: original(*bound.args, **bound.kwargs), bound.arguments, parsed
             )
-        except CotrainError as error:
+        except Exception as error:
+            failed(bound.arguments["code"], error)
+            if not isinstance(error, CotrainError):
+                raise
             if config.verbose:  # TORCHDYNAMO_VERBOSE=1 keeps the frames and the cause.
                 raise
             raise _Refused(error) from None

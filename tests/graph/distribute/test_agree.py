@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 from unittest import mock
 
@@ -10,16 +11,28 @@ import torch.distributed as dist
 from torch._dispatch.python import enable_python_dispatcher
 
 from cotrain_compile.distribute.agree import Together
-from tests.support import ddp_cases
+from cotrain_compile.distribute.meet import Meeting
+from tests.support import ddp_cases, ranks_apart
 from tests.support.ranks import Ranks
 
 
-def test_different_batches_are_an_error_on_every_rank(two_ranks: Ranks) -> None:
-    for told in two_ranks.run(ddp_cases.of_different_shapes):
-        assert "the ranks compiled different steps" in told
-        assert "rank 0: " in told
-        assert "batch x (4, 8), y (4,)" in told
-        assert "batch x (5, 8), y (5,)" in told
+def test_what_one_rank_alone_meets_is_an_error_on_every_rank_at_once(two_ranks: Ranks) -> None:
+    """It is one before anything is exchanged, so that all can go on with the next batch."""
+    first, second = two_ranks.run(ranks_apart.in_turn)
+    for found in (first, second):
+        assert all(kind == "" for what, (kind, _) in found.items() if what.startswith("after"))
+        assert found["other shapes"][0] == found["a new shape"][0] == "RanksApart"
+        assert "compiled different steps" in found["other shapes"][1]
+        told = found["a new shape"][1]
+        assert re.search(r"rank 0: runs step \(.*\.py:\d+\) with 4 coll.*batch x \(4, 8\)", told)
+        assert re.search(r"is at .*\.py:\d+ in step: `loss\.backward\(\)`; rank 1: compiles", told)
+        assert "batch x (7, 8)" in told
+        assert found["both in the backward"][0] == "OutOfDeviceMemory"
+    assert first["a refusal"][0] == first["out of memory"][0] == "RanksApart"
+    assert "rank 1: failed: CaptureError: " in first["a refusal"][1]
+    assert "rank 1: failed: OutOfDeviceMemory: for once" in first["out of memory"][1]
+    assert second["a refusal"][0] == "CaptureError"
+    assert second["out of memory"][0] == "OutOfDeviceMemory"
 
 
 def test_the_least_budget_of_all_ranks_is_that_of_their_plan(two_ranks: Ranks) -> None:
@@ -38,16 +51,20 @@ def test_ranks_talk_without_pythons_lock_also_within_a_trace() -> None:
     """A thread of gloo waits for that lock, to free tensors, and ends no exchange till then."""
     by_python = []
 
-    def gather(found: list[Any], value: Any, group: Any) -> None:
+    def note() -> None:
         key = torch._C.DispatchKey.PythonDispatcher
         by_python.append(torch._C._dispatch_tls_is_dispatch_key_included(key))
+
+    def gather(found: list[Any], value: Any, group: Any) -> None:
+        note()
         found[0] = value
 
+    group = mock.Mock()
+    group.allreduce.side_effect = lambda *_: note() or mock.Mock()
     with (
         mock.patch.object(dist, "all_gather_object", gather),
         mock.patch.object(dist, "get_world_size", return_value=1),
-        mock.patch.object(dist, "get_rank", return_value=1),
         enable_python_dispatcher(),
     ):
-        assert Together(object()).least({}) == {}
-    assert by_python == [False]
+        assert Together(Meeting(group)).least({}) == {}
+    assert by_python == [False, False]
