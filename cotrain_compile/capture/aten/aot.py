@@ -3,7 +3,7 @@
 Private torch API used: `torch._dynamo.backends.common.aot_autograd`, the `example_value` meta of
 Dynamo's nodes, `SideEffects.store_attr_mutations`, `InstructionTranslator.current_tx`,
 `_disable_current_modes`, `torch._functorch.config`. Tried on
-torch 2.11.0, 2.13.0 and 2.15.0.
+torch 2.11.0, 2.13.0 and 2.15.0. `ViewAndMutationMeta.output_info`, by `TracingContext`: on 2.13.0.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._functorch import config as functorch_config
+from torch._functorch._aot_autograd.schemas import OutputType
+from torch._guards import TracingContext
 from torch.utils._python_dispatch import _disable_current_modes
 
 from cotrain_compile.capture.aten.float_inputs import floats_stay_inputs
@@ -37,6 +39,7 @@ def to_aten(
     """
 
     def run_whole(graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+        _return_no_inputs(graph)
         # AOT compiles under a fake mode; what compiles a step may compute with real tensors.
         with _disable_current_modes():
             run = compile_aten(graph)
@@ -73,6 +76,23 @@ def to_aten(
     no_pass_for_checkpoints = functorch_config.patch(remat_using_tags_for_fwd_loss_bwd_graph=False)
     with no_pass_for_checkpoints, floats_stay_inputs():
         return compile_graph(module, example_inputs)
+
+
+def _return_no_inputs(module: fx.GraphModule) -> None:
+    """Return None where the step returns an input: AOT's caller gets the user's tensor itself.
+
+    So a state that its optimizer assigns to itself, as in `state["exp_avg"] =
+    state["exp_avg"].type_as(p)`, can be written by an update that runs anywhere.
+    """
+    context = TracingContext.get()
+    metadata = context.fw_metadata
+    (output,) = module.graph.find_nodes(op="output")
+    returned: Any = list(output.args[0])
+    if metadata is None or len(returned) != len(metadata.output_info):
+        return  # it holds parts of subclasses as well, which AOT puts together
+    inputs = [info.output_type is OutputType.is_input for info in metadata.output_info]
+    output.args = ([None if i else node for i, node in zip(inputs, returned, strict=True)],)
+    module.recompile()
 
 
 def detach_outputs(module: fx.GraphModule) -> None:

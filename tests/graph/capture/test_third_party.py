@@ -149,7 +149,7 @@ class ThroughData(Optimizer):
     """Reads and writes parameters by one view of them, from which it makes its state, too.
 
     As RAdam does in torch_optimizer: in the first step, what the update reads of the parameter is
-    made outside of it, and so is the state that it goes by.
+    made outside of it, and so is the state that it goes by. Later ones assign the state to itself.
     """
 
     def __init__(self, params: Any, lr: float = 0.05) -> None:
@@ -162,6 +162,8 @@ class ThroughData(Optimizer):
                 weights, state = param.data.to(param.dtype), self.state[param]
                 if not state:
                     state["average"] = torch.zeros_like(weights)
+                else:
+                    state["average"] = state["average"].type_as(weights)
                 state["average"].mul_(0.9).add_(param.grad.data)
                 weights.add_(state["average"], alpha=-group["lr"])
                 param.data.copy_(weights)
@@ -209,6 +211,18 @@ def test_a_plain_subclass_is_captured(
     ours = train(make_optimizer, cotrain(policy=policy))
     torch.testing.assert_close(ours, train(make_optimizer, lambda step: step))
     assert counters["stats"]["unique_graphs"] == graphs
+
+
+def test_a_state_that_is_assigned_to_itself_is_updated_on_the_host() -> None:
+    inspected: list[Step] = []
+
+    def compile_with(step: Step) -> Step:
+        inspected.append(cotrain(policy="zero-offload")(step))
+        return inspected[0]
+
+    train(ThroughData, compile_with)
+    placement = cotrain_compile.inspect(inspected[0]).plan.placement
+    assert len(placement.updates) == 4
 
 
 SCRIPT = """
