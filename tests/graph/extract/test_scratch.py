@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.extract import scratch as extract_scratch
+from cotrain_compile.extract.extract import extract
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.policies import resident
@@ -18,7 +19,7 @@ from cotrain_compile.placement.problem import formulate
 from cotrain_compile.placement.residency import device_bytes, device_program
 from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.presets import find
-from cotrain_compile.tracing import trace
+from cotrain_compile.tracing import trace_graph
 
 ROWS, HEADS, LENGTH, WIDTH = 2, 2, 64, 8
 ON_THE_HOST = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -49,8 +50,11 @@ def attention() -> tuple[Any, tuple[Any, ...]]:
 
 
 def test_the_sum_that_a_backward_keeps_in_float32_is_planned() -> None:
+    step = trace_graph(attention)
+    (node,) = step.module.graph.find_nodes(op="call_function", target=ON_THE_HOST)
+    assert node.args[1].meta["val"].dtype == torch.bfloat16
     with mock.patch.object(extract_scratch, "_SUMS_IN_FLOAT32", {ON_THE_HOST}):
-        dataflow = trace(attention)
+        dataflow = extract(step)
     (backward,) = [op for op in dataflow.ops if op.target == str(ON_THE_HOST)]
     (name,) = [name for name in backward.writes if name.endswith(".scratch")]
     scratch = dataflow.buffer[name]
@@ -59,7 +63,7 @@ def test_the_sum_that_a_backward_keeps_in_float32_is_planned() -> None:
     plan = schedule(problem, resident(dataflow))
     check(problem, plan)
     # It is there while the backward runs, and at no other op.
-    more = [a - b for a, b in zip(planned(dataflow), planned(trace(attention)), strict=True)]
+    more = [a - b for a, b in zip(planned(dataflow), planned(extract(step)), strict=True)]
     slots = [slot for slot, nbytes in enumerate(more) if nbytes]
     assert slots == [device_program(dataflow, resident(dataflow)).slot[backward.name]]
     assert more[slots[0]] == scratch.nbytes
