@@ -11,12 +11,20 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
 
 GOLDEN_DIR = Path(__file__).parent / "golden"
 WRITTEN = pytest.StashKey[list[str]]()
+# Files that run the steps of `captured_steps`: in one worker each of them is captured once.
+OF_CAPTURED_STEPS = {
+    *(f"backends/test_{name}" for name in ("settle", "segments_of_steps", "inductor")),
+    *(f"passes/test_{name}" for name in ("races", "rewrite", "recompute_values")),
+    *(f"runtime/test_{name}" for name in ("modes", "cuda_runtime", "pieces", "watchdog")),
+    *("overlap/test_overlap", "robustness/test_after_faults", "robustness/test_faults"),
+}
 
 # "ci" tries the same examples on every machine; `--hypothesis-profile=long` draws many new ones.
 settings.register_profile("ci", derandomize=True, deadline=None)
@@ -85,6 +93,22 @@ def update_golden(path: Path, text: str) -> bool:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
     return True
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """`--dist loadfile`, but that files of captured steps count as one."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class BySteps(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file: str = super()._split_scope(nodeid)
+            name = file.removeprefix("tests/graph/").removesuffix(".py")
+            return "captured steps" if name in OF_CAPTURED_STEPS else file
+
+    return BySteps(config, log)
 
 
 @pytest.fixture

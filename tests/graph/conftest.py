@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import signal
 from collections.abc import Iterator
 
@@ -11,6 +12,10 @@ import torch
 from torch._dynamo.utils import counters
 
 WATCHDOG_S = 120
+
+# pytest listens to each logger that hands nothing on, and with a listener torch writes down every
+# trace in full: some per cent of the time, and pages below each failure.
+logging.getLogger("torch.__trace").propagate = True
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -241,7 +241,7 @@ def test_many_batch_sizes_and_lengths_share_two_graphs_and_few_plans(
 ) -> None:
     """The first size has a graph of its own; the second makes sizes symbols for all others."""
 
-    limit = 5
+    limit = 3
     monkeypatch.setattr(per_shape, "LIMIT", limit)
 
     def run(compile_with: CompileWith, inspect: Callable[[Step], None]) -> Any:
@@ -265,7 +265,7 @@ def test_many_batch_sizes_and_lengths_share_two_graphs_and_few_plans(
         gc.collect()
         alive.append(len(plans))
 
-    ours = run(cotrain(), count)
+    ours = run(cotrain(policy="zero-offload"), count)
     torch.testing.assert_close(ours, run(lambda step: step, lambda step: None))
     assert graphs() <= 3
     assert limit <= alive[-1] <= limit + 2

@@ -43,11 +43,9 @@ EACH_OPTIMIZER = [("resident", "adamw"), *(("zero-offload", name) for name in OP
     [
         lambda loss: loss,
         lambda loss: loss.item(),
-        lambda loss: loss.detach(),
-        lambda loss: {"loss": loss, "double": loss * 2, "count": 3},
-        lambda loss: (loss, loss.item(), 3),
+        lambda loss: {"loss": loss.detach(), "double": loss * 2, "all": (loss, loss.item(), 3)},
     ],
-    ids=["tensor", "item", "detached", "dict", "tuple"],
+    ids=["tensor", "item", "dict"],
 )
 def test_a_step_returns_what_it_does_in_eager(result_of: Callable[[Tensor], Any]) -> None:
     def make(model: nn.Module, optimizer: Optimizer) -> Step:
@@ -68,9 +66,7 @@ def test_two_optimizers_take_turns_in_one_step() -> None:
 
     def train(compile_with: Callable[[Step], Step]) -> tuple[list[Any], dict[str, Tensor]]:
         torch.manual_seed(0)
-        maker, judge = (
-            nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, width)) for width in (4, 1)
-        )
+        maker, judge = (nn.Sequential(nn.Linear(4, width), nn.Tanh()) for width in (4, 1))
         optimizers = [torch.optim.Adam(m.parameters(), foreach=False) for m in (maker, judge)]
 
         def plain(real: Tensor, noise: Tensor) -> Tensor:

@@ -40,14 +40,16 @@ ROUNDING = (1e-5, 2e-6)
 
 
 def is_short(policy: str, case: str, optimizer: str) -> bool:
-    """Every optimizer, and a model of every kind, is in a short test with updates on the host."""
+    """A model of every kind, and what `test_modes` has no random plans of in every run."""
     if policy == "coarse":
         return (case, optimizer) == ("tied", "adamw")
     if policy == "fraction:0.5":
         return (case, optimizer) == ("conv", "adamw")
     if policy == "resident":  # what runs is the captured graph itself
         return (case, optimizer) == ("mlp", "adamw")
-    return case == "mlp" or (optimizer == "adamw" and case not in SLOW)
+    if case == "mlp":
+        return optimizer in ("adamw", "adagrad", "muon")
+    return optimizer == "adamw" and case not in (*SLOW, "gpt2")
 
 
 def combinations(policies: tuple[str, ...]) -> list[ParameterSet]:
@@ -144,7 +146,7 @@ def least_budget_bytes(policy: str) -> int:
     """The smallest device budget that the MLP's step fits, by the shortfall a refusal names."""
     torch._dynamo.reset()
     with pytest.raises(PlacementError) as refusal:
-        train(CASES["mlp"], OPTIMIZERS["adamw"], cotrain(policy=policy, memory_budget=1))
+        train(CASES["mlp"], OPTIMIZERS["sgd"], cotrain(policy=policy, memory_budget=1))
     return 1 + refusal.value.shortfall_bytes
 
 
@@ -153,12 +155,12 @@ def test_zero_offload_is_exact_in_the_least_memory_it_says_it_needs() -> None:
     assert least < least_budget_bytes("resident")
     run = train_placed(
         CASES["mlp"],
-        OPTIMIZERS["adamw"],
+        OPTIMIZERS["sgd"],
         policy="auto",
         memory_budget=least,
         host_kernels="captured",
     )
-    assert_bitwise_equal(run, captured_run("mlp", "adamw"))
+    assert_bitwise_equal(run, captured_run("mlp", "sgd"))
 
 
 def test_throttled_copies_change_no_number() -> None:

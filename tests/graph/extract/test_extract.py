@@ -145,7 +145,7 @@ def llama_7b(**changes: int) -> LlamaConfig:
     ("config", "batch", "length"),
     [
         pytest.param(SMALL, 2, 32, marks=pytest.mark.long),
-        (SMALL, 3, 48),
+        pytest.param(SMALL, 3, 48, marks=pytest.mark.long),
         (llama_7b(num_hidden_layers=1), 4, 2048),
         pytest.param(llama_7b(), 4, 2048, marks=pytest.mark.long),
     ],

@@ -29,7 +29,7 @@ MOST_TIMES = 1.6 * LARGE / SMALL
 
 
 def clipped_step(layers: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(layers)])
+    model = nn.Sequential(*[nn.Linear(8, 8, bias=False) for _ in range(layers)])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     def step(x: torch.Tensor) -> torch.Tensor:

@@ -238,6 +238,7 @@ def test_a_model_with_hooks_can_be_copied_and_pickled(tmp_path: Path) -> None:
         torch.testing.assert_close(other.state_dict(), training.model.state_dict())
 
 
+@pytest.mark.long
 def test_a_process_ends_when_its_tail_has(tmp_path: Path) -> None:
     """What is registered first is called last, when all waiting is over."""
     code = f"""

@@ -108,8 +108,8 @@ def test_the_table_has_every_schedule_of_torch() -> None:
     assert set(SCHEDULES) == all_schedules() - {lr.LRScheduler}
 
 
-# Of the rate alone by what is measured, and of a beta as well; `test_capture` has ExponentialLR.
-OFTEN = (lr.OneCycleLR, lr.ReduceLROnPlateau)
+# It changes a beta as well as the rate; `test_capture` has ExponentialLR.
+OFTEN = (lr.OneCycleLR,)
 
 
 @pytest.mark.parametrize(
@@ -182,10 +182,7 @@ BY_HAND: dict[str, tuple[str, ...]] = {
 
 @pytest.mark.parametrize(
     "optimizer",
-    [
-        pytest.param(o, marks=() if o in ("adamw-groups", "nadam") else pytest.mark.long)
-        for o in OPTIMIZERS
-    ],
+    [pytest.param(o, marks=() if o == "nadam" else pytest.mark.long) for o in OPTIMIZERS],
 )
 def test_changes_by_hand_cost_one_compile(optimizer: str) -> None:
     assert_one_more_compile(OPTIMIZERS[optimizer], lambda o: ByHand(o, BY_HAND[optimizer]))
@@ -215,14 +212,16 @@ def test_settings_that_torch_bakes_into_its_ops_compile_at_each_change(
 
 
 def kernels_with_changed_settings(optimizer: str) -> set[type]:
-    """What runs the host updates after every setting has changed."""
+    """What runs the host updates after every setting has changed, which costs one compile."""
     steps: list[Step] = []
 
     def compile_with(step: Step) -> Step:
         steps.append(cotrain(policy="zero-offload")(step))
         return steps[0]
 
-    train(OPTIMIZERS[optimizer], lambda o: ByHand(o, BY_HAND[optimizer]), compile_with)
+    made = OPTIMIZERS[optimizer], lambda o: ByHand(o, BY_HAND[optimizer])
+    torch.testing.assert_close(train(*made, compile_with), train(*made), rtol=1e-5, atol=2e-6)
+    assert graphs() == 2
     placed = cotrain_compile.inspect(steps[0]).graph
     return {type(kernel) for kernel in host_kernels(placed, "fused").values()}
 

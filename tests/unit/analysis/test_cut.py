@@ -114,7 +114,7 @@ def _traffic_bytes(step: Dataflow, host: frozenset[str]) -> int:
     return total
 
 
-@examples(25)
+@examples(10)
 @given(st.lists(st.integers(0, 50), min_size=8, max_size=8))
 def test_no_way_to_split_the_step_moves_less(sizes: list[int]) -> None:
     """Against every split of a one-parameter step with buffers of any sizes."""

@@ -45,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return with_files(tmp_path_factory.mktemp("files"))
 
 
-@examples(100)
+@examples(40)
 @given(st.integers(0, 1 << 60))
 def test_a_bent_or_damaged_file_is_answered_or_refused(folder: Path, seed: int) -> None:
     case(folder, seed)

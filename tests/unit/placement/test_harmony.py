@@ -128,7 +128,7 @@ def random_layers(draw: st.DrawFn) -> Layers:
 
 
 @given(random_layers())
-@examples(100)
+@examples(30)
 def test_the_laws_hold_on_random_layers(layers: Layers) -> None:
     """T is the makespan of several steps: what a training run takes, transient and all."""
 

@@ -140,7 +140,11 @@ def test_a_signal_ends_a_command_and_all_that_it_started(
     wait_for("HiGHS has ended", lambda: not any(map(is_running, asleep(folder))))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)],
+    ids=lambda n: n.name,
+)
 def test_a_signal_ends_the_first_call_of_a_step_while_its_plan_is_sought(
     folder: Path, number: signal.Signals
 ) -> None:

@@ -140,7 +140,7 @@ def small_spaces(draw: st.DrawFn, most: int = 200) -> DecisionSpace:
 
 
 @given(small_spaces())
-@examples(60)
+@examples(25)
 def test_the_optimum_is_the_best_of_all_decisions(space: DecisionSpace) -> None:
     """To a few bytes: what just does not fit may fit within the tolerance of a solver."""
     program = program_of(space)
@@ -152,7 +152,7 @@ def test_the_optimum_is_the_best_of_all_decisions(space: DecisionSpace) -> None:
 
 
 @given(small_spaces(most=20))
-@examples(20)
+@examples(10)
 def test_cbc_finds_the_same_optimum(space: DecisionSpace) -> None:
     """To a few bytes: what just does not fit, does within the tolerance of one of the solvers."""
     highs = optimum_ms(program_of(space))
@@ -181,7 +181,7 @@ def better(machine: Machine, data: st.DataObject) -> Machine:
 
 
 @given(small_spaces(), st.data())
-@examples(50)
+@examples(20)
 def test_more_of_anything_never_makes_the_optimum_worse(
     space: DecisionSpace, data: st.DataObject
 ) -> None:
@@ -201,7 +201,7 @@ def test_more_of_anything_never_makes_the_optimum_worse(
 
 
 @given(problems(), st.sampled_from([3, 5, 8]))
-@examples(20)
+@examples(10)
 def test_relaxations_are_below_what_they_relax(problem: Problem, buckets: int) -> None:
     """But for the room for updates, which the relaxed program knows better than the careful one.
 
@@ -231,7 +231,7 @@ def placed(draw: st.DrawFn) -> tuple[Problem, Placement]:
 
 
 @given(placed(), st.sampled_from([0.0, 0.0, 0.1, 1.0]), st.sampled_from([96, 96, 20, 5]))
-@examples(50)
+@examples(20)
 def test_no_plan_beats_the_certified_bound_at_its_own_peaks(
     case: tuple[Problem, Placement], slack: float, buckets: int
 ) -> None:

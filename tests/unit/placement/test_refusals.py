@@ -64,7 +64,7 @@ def test_a_refusal_says_what_is_needed_where_and_what_to_do() -> None:
 
 
 @given(problems())
-@examples(25)
+@examples(8)
 def test_no_plan_gets_by_with_less_than_one_op_touches(problem: Problem) -> None:
     """On the least budget that is told, where a plan is found in it, and on more."""
     least, floor = least_bytes(problem), floor_bytes(problem)
@@ -86,7 +86,7 @@ def test_less_than_one_op_touches_is_refused_before_a_plan_is_looked_for(policy:
 
 
 @given(problems(most=2))
-@examples(12)
+@examples(6)
 def test_a_refusal_for_want_of_host_memory_says_how_much_is_enough(problem: Problem) -> None:
     """At the least device budget nothing fits without the host, unless nothing at all can move."""
     device_bytes = least_bytes(problem)
