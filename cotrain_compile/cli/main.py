@@ -202,6 +202,9 @@ def solve(
         str | None,
         typer.Option(help="'inductor' or 'eager': how ops will run; else as a preset's."),
     ] = None,
+    host_kernels: Annotated[
+        str, typer.Option(help="'fused' or 'captured': how updates on the host will run.")
+    ] = "fused",
 ) -> None:
     """Choose a plan for a step: where everything lives, what moves when. Nothing is run."""
     shared = {
@@ -213,6 +216,7 @@ def solve(
         "seed": seed,
         "overlap_steps": overlap_steps,
         "recompute": recompute,
+        "host_kernels": host_kernels,
         **({"lowering": lowering} if lowering else {}),
     }
     budgets = list(dict.fromkeys(memory_budget or ["100%"]))
@@ -278,7 +282,8 @@ def _answers(
     from cotrain_compile.placement.search.solve import solve as choose
 
     say(f"{len(dataflow.ops)} ops on {machine.name}")
-    problem = formulate(dataflow, machine, asked[0].budgets(machine))
+    captured = asked[0].host_kernels == "captured"
+    problem = formulate(dataflow, machine, asked[0].budgets(machine), captured=captured)
     space = decision_space(problem) if len(asked) > 1 else None
     found: dict[Path, Plan | PlacementError] = {}
     # From tight to roomy: what fits less memory is worth looking at with more.

@@ -171,6 +171,14 @@ def test_more_memory_is_never_slower_in_one_call(tmp_path: Path) -> None:
     assert steps_s == sorted(steps_s, reverse=True)
 
 
+def test_updates_on_the_host_are_priced_by_how_they_will_run(step: Path) -> None:
+    hosted = ("--memory-budget", ROOMY, "--policy", "zero-offload")
+    code, said = solve(step, *hosted, "--host-kernels", "captured")
+    assert code == 0
+    assert 'updates on the host run op by op, as host_kernels asks; "fused" is faster' in said
+    assert "op by op" not in solve(step, *hosted)[1]
+
+
 def test_the_gap_is_the_solvers(step: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
