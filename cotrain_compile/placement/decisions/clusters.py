@@ -88,11 +88,20 @@ class Again:
 
 
 @dataclass(frozen=True)
+class RegionLevel:
+    """From which `level` on a region, by its index, makes a value again."""
+
+    region: int
+    level: int
+
+
+@dataclass(frozen=True)
 class ActivationCluster:
     """Temporaries that may be away from bucket `leaves` (last use) to `returns` (next use).
 
     Where they are not `movable` there is nothing in between. `again` says what it takes to make
-    them again, None where that is not to be decided here.
+    them again, None where that is not to be decided here; `from_level` where a decision about the
+    levels of regions makes them again, so that they are not away as well.
     """
 
     buffers: tuple[str, ...]
@@ -101,3 +110,4 @@ class ActivationCluster:
     returns: int
     movable: bool = True
     again: Again | None = None
+    from_level: RegionLevel | None = None

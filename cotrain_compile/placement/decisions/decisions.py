@@ -22,6 +22,7 @@ from cotrain_compile.placement.decisions.strategies import (
 )
 from cotrain_compile.placement.policies import resident
 from cotrain_compile.placement.problem import Problem
+from cotrain_compile.placement.recompute.levels import RegionLevels
 from cotrain_compile.placement.residency import low_precision_copies
 from cotrain_compile.plan import Placement
 
@@ -55,10 +56,14 @@ class Decision(Generic[C, S]):
 
 @dataclass(frozen=True)
 class Decisions:
-    """One strategy for each cluster of parameters, and one for each of activations."""
+    """One strategy for each cluster of parameters, and one for each of activations.
+
+    `levels` has the level of each region where these are decided, a mean where it is split.
+    """
 
     params: tuple[Strategy, ...]
     activations: tuple[Stays, ...]
+    levels: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,9 @@ class DecisionSpace:
 
     `seconds` has the device time of each bucket without updates; `checkpoints` the pairs of
     (bucket, bytes alive whatever is decided) at which memory is checked: all activations stay,
-    and no parameter, state or gradient of `params` is counted.
+    and no parameter, state or gradient of `params` is counted. `levels` are those of regions, in
+    whose decisions nothing is made again in option 0; there are none where the step makes some
+    again already.
     """
 
     problem: Problem
@@ -75,6 +82,7 @@ class DecisionSpace:
     checkpoints: tuple[tuple[int, int], ...]
     params: tuple[Decision[ParamCluster, Strategy], ...]
     activations: tuple[Decision[ActivationCluster, Stays], ...]
+    levels: tuple[Decision[RegionLevels, int], ...] = ()
 
     @property
     def epilogue(self) -> int:

@@ -21,6 +21,7 @@ from cotrain_compile.placement.decisions.clusters import (
     Again,
     KeptGradients,
     ParamCluster,
+    RegionLevel,
 )
 from cotrain_compile.placement.decisions.strategies import is_large
 from cotrain_compile.placement.residency import longest_gap, made_by
@@ -29,6 +30,7 @@ from cotrain_compile.placement.schedule.hoisted_updates import workspace_bytes
 # Temporaries smaller than this part of the peak are left alone.
 SMALLEST = 20_000
 NOTHING: Mapping[str, Again] = MappingProxyType({})
+NO_LEVELS: Mapping[str, RegionLevel] = MappingProxyType({})
 
 # Buckets in which something leaves and returns, and whether there are any between them.
 _Gap = tuple[int, int, bool]
@@ -38,30 +40,36 @@ _Gap = tuple[int, int, bool]
 
 
 def activation_clusters(
-    step: BucketedStep, pieces: int, *, everything: bool, again: Mapping[str, Again] = NOTHING
+    step: BucketedStep,
+    pieces: int,
+    *,
+    everything: bool,
+    again: Mapping[str, Again] = NOTHING,
+    from_level: Mapping[str, RegionLevel] = NO_LEVELS,
 ) -> tuple[ActivationCluster, ...]:
     """Temporaries that may leave, in clusters of at most 1/`pieces` of their bytes.
 
     With `everything` the smallest may too, and no cluster is cut. `again` says which may be made
     again, and what that takes; those that take about as long for a byte are in one cluster, as if
-    all took as little as the one that takes least.
+    all took as little as the one that takes least. A cluster has one place in `from_level`.
     """
     floor_bytes = 0 if everything else max(step.moves.slot_bytes) // SMALLEST
     candidates = list(_leaving(step, floor_bytes, again))
     total = sum(buffer.nbytes for buffer, _ in candidates)
     most = total if everything else total // pieces + 1
-    clusters: dict[tuple[_Gap, object], list[Buffer]] = {}
+    clusters: dict[tuple[_Gap, object, RegionLevel | None], list[Buffer]] = {}
     for buffer, gap in candidates:
         alike = _about(again[buffer.name], buffer) if buffer.name in again else None
-        clusters.setdefault((gap, alike), []).append(buffer)
+        clusters.setdefault((gap, alike, from_level.get(buffer.name)), []).append(buffer)
     return tuple(
         ActivationCluster(
             tuple(b.name for b in part),
             sum(b.nbytes for b in part),
             *gap,
             again=_least(part, again) if alike else None,
+            from_level=level,
         )
-        for (gap, alike), buffers in clusters.items()
+        for (gap, alike, level), buffers in clusters.items()
         for part in _parts(buffers, most)
     )
 

@@ -16,7 +16,9 @@ from cotrain_compile.placement.decisions.decisions import (
 )
 from cotrain_compile.placement.decisions.find_again import least_again
 from cotrain_compile.placement.decisions.find_clusters import activation_clusters, param_clusters
+from cotrain_compile.placement.decisions.level_decisions import first_levels, level_decisions
 from cotrain_compile.placement.problem import Problem
+from cotrain_compile.placement.recompute.levels import RegionLevels
 from cotrain_compile.placement.residency import IntervalSum
 
 # Buckets of the whole step, and into how many pieces the parameters (or activations) are cut at
@@ -33,6 +35,7 @@ def decision_space(
     at_peaks: bool = False,
     everything: bool = False,
     recompute: bool = False,
+    regions: Sequence[RegionLevels] = (),
 ) -> DecisionSpace:
     """What can be decided about `problem`, in about `buckets` buckets.
 
@@ -40,7 +43,8 @@ def decision_space(
     alive; memory is then checked at the cuts alone, where the amounts sent and brought are known.
     With `everything`, the smallest temporaries may leave too, and no cluster of temporaries is cut
     into pieces: what a bound needs, and a plan does not. With `recompute`, each value may be made
-    again for no more than its own op, as if what that reads were always there: for a bound.
+    again for no more than its own op, as if what that reads were always there: for a bound. Of
+    `regions` each may have what is in one of its levels made again, at what that takes.
     """
     step = bucketed(problem, buckets, at_peaks=at_peaks)
     elapsed_s = step.moves.elapsed_s
@@ -48,13 +52,16 @@ def decision_space(
         elapsed_s[end] - elapsed_s[start] for start, end in zip(step.starts, step.ends, strict=True)
     ]
     again = least_again(step) if recompute else {}
-    activations = activation_clusters(step, pieces, everything=everything, again=again)
+    activations = activation_clusters(
+        step, pieces, everything=everything, again=again, from_level=first_levels(regions)
+    )
     return DecisionSpace(
         problem,
         (0.0, *seconds, 0.0),
         tuple(_checkpoints(step, activations)),
         param_decisions(param_clusters(step, pieces)),
         activation_decisions(activations),
+        level_decisions(step, regions) if regions else (),
     )
 
 

@@ -18,7 +18,7 @@ from cotrain_compile.placement.decisions.strategies import Strategy, strategy_of
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.residency import device_bytes, device_program, low_precision_copies
 from cotrain_compile.placement.schedule.schedule import Draft, draft
-from cotrain_compile.placement.search.solve import TACTICS
+from cotrain_compile.placement.search.attempts import TACTICS
 from cotrain_compile.placement.simulate.predict import step_s
 from cotrain_compile.plan import Placement, Plan, Transfer
 

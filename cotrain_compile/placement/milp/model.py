@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 from cotrain_compile.placement.decisions.clusters import ParamCluster
@@ -32,18 +33,27 @@ class Chosen:
 class Model:
     """A pulp model of `space`, careful or `relaxed`, with `whole` clusters or split ones.
 
+    Those of more than `large_bytes` are whole in any careful one.
     In a `cyclic` one updates on the host, with their way back, may go on in the next step.
 
     `params[c][s]` says that strategy s is chosen for cluster c of parameters, `activations[c][s]`
-    the same of those that are not kept: there the first strategy is what is left. `options` are
-    all of these. A bucket has a `length` and in it a `stall`, in milliseconds. `lag` is by how
-    many buckets a copy is counted late. Rates of the links are in MiB per millisecond.
+    the same of those that are not kept: there the first strategy is what is left, and so it is with
+    `levels[r][n]` of regions. `options` are all of these. A bucket has a `length` and in it a
+    `stall`, in milliseconds. `lag` is by how many buckets a copy is counted late. Rates of the
+    links are in MiB per millisecond.
     """
 
     def __init__(
-        self, space: DecisionSpace, *, relaxed: bool, whole: bool, cyclic: bool = False
+        self,
+        space: DecisionSpace,
+        *,
+        relaxed: bool,
+        whole: bool,
+        cyclic: bool = False,
+        large_bytes: float = inf,
     ) -> None:
         self.space, self.relaxed, self.whole, self.cyclic = space, relaxed, whole, cyclic
+        self.large_bytes = inf if relaxed else large_bytes
         self.lag = 0 if relaxed else 1
         self.epilogue = space.epilogue
         self.buckets = range(self.epilogue + 1)
@@ -57,7 +67,12 @@ class Model:
             for c, d in enumerate(space.params)
         ]
         self.activations = [
-            [self._choice(f"x_{c}" + f"_{s}" * (s > 1), whole) for s in range(1, len(d.options))]
+            [
+                self._choice(
+                    f"x_{c}" + f"_{s}" * (s > 1), whole or d.cluster.nbytes > self.large_bytes
+                )
+                for s in range(1, len(d.options))
+            ]
             for c, d in enumerate(space.activations)
         ]
         for variables in self.params:
@@ -65,13 +80,30 @@ class Model:
         for variables in self.activations:
             if len(variables) > 1:
                 self.add(pulp.lpSum(variables) <= 1)
+        self.levels = [
+            [self._choice(f"l_{r}_{n}", whole) for n in range(1, len(d.options))]
+            for r, d in enumerate(space.levels)
+        ]
+        for variables in self.levels:
+            if variables:
+                self.add(pulp.lpSum(variables) <= 1)
+        self._add_away_or_made_again()
         self.options = tuple(self._options())
         self.stall = [self.variable(f"w_{k}") for k in self.buckets]
         self.length = [self.variable(f"t_{k}") for k in self.buckets]
 
+    def _add_away_or_made_again(self) -> None:
+        """What a region makes again at its level is not away."""
+        for decision, variables in zip(self.space.activations, self.activations, strict=True):
+            of = decision.cluster.from_level
+            if of is not None and variables and self.space.levels:
+                self.add(pulp.lpSum([*variables, *self.levels[of.region][of.level - 1 :]]) <= 1)
+
     def _is_whole(self, cluster: ParamCluster) -> bool:
         """In the relaxed version only a large parameter that is a cluster by itself is."""
         large = cluster.param_bytes > LARGE * sum(d.cluster.param_bytes for d in self.space.params)
+        if cluster.param_bytes > self.large_bytes:
+            return True
         return self.whole or (self.relaxed and large and len(cluster.params) == 1)
 
     def _choice(self, name: str, whole: bool) -> Any:
@@ -97,6 +129,9 @@ class Model:
         for decision, variables in zip(self.space.activations, self.activations, strict=True):
             for option, x in zip(decision.options[1:], variables, strict=True):
                 yield Chosen(option.effect, x)
+        for level, variables in zip(self.space.levels, self.levels, strict=True):
+            for at, share in zip(level.options[1:], variables, strict=True):
+                yield Chosen(at.effect, share)
         for params, variables in zip(self.space.params, self.params, strict=True):
             for chosen, z in zip(params.options, variables, strict=True):
                 yield Chosen(chosen.effect, z)

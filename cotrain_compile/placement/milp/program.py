@@ -13,6 +13,8 @@ Milliseconds and MiB throughout: bytes and seconds ruin the numerics.
 
 from __future__ import annotations
 
+from math import inf
+
 from cotrain_compile.placement.decisions.decisions import DecisionSpace
 from cotrain_compile.placement.milp.flows import add_flows
 from cotrain_compile.placement.milp.linear import pulp
@@ -29,9 +31,11 @@ class Program:
     """The program as a pulp model: careful, or `relaxed`; with `whole` clusters, or split ones.
 
     By default the careful one has whole clusters and the relaxed one, which is a bound, split ones.
+    A careful one that splits clusters of at most `large_bytes`, and no other, `is_rounding`: any
+    good solution will do.
     With `cyclic`, steps overlap and `step` is the time from one to the next.
-    Budgets are in MiB. `step` is the time of the step in milliseconds; `params` and `activations`
-    are the variables of the decisions, as in `Model`.
+    Budgets are in MiB. `step` is the time of the step in milliseconds; `params`, `activations`
+    and `levels` are the variables of the decisions, as in `Model`.
     """
 
     def __init__(
@@ -43,14 +47,17 @@ class Program:
         relaxed: bool = False,
         whole: bool | None = None,
         cyclic: bool = False,
+        large_bytes: float = inf,
     ) -> None:
         whole = not relaxed if whole is None else whole
-        model = Model(space, relaxed=relaxed, whole=whole, cyclic=cyclic)
+        model = Model(space, relaxed=relaxed, whole=whole, cyclic=cyclic, large_bytes=large_bytes)
         flows = add_flows(model)
         add_times(model, flows)
         add_device_memory(model, flows, budget_mib)
         add_host_memory(model, host_budget_mib)
+        self.is_rounding = not whole and not relaxed
         self.space, self.params, self.activations = space, model.params, model.activations
+        self.levels = model.levels
         self.step = pulp.lpSum(model.length)
         moved = pulp.lpSum(flow.total for lane in (Lane.D2H, Lane.H2D) for flow in flows.on(lane))
         # A bound has no price: what a plan pays for moving is not time.

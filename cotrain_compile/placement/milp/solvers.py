@@ -34,6 +34,11 @@ class Solution:
     seconds: float
     failure: str = ""
 
+    @property
+    def claim_s(self) -> float:
+        """What no solution of the program takes less than, where this is one of its relaxation."""
+        return min(self.step_s, self.bound_s)
+
 
 def pick(solver: str) -> str:
     """The solver to use: "highs" or "cbc"; "highs" becomes "cbc" where it is not installed.
@@ -97,7 +102,12 @@ def decisions_of(program: Program) -> Decisions:
         # What is not chosen is kept, and of two halves that is the first.
         shares.insert(0, 1.0 - sum(shares))
         activations.append(kept.strategies[shares.index(max(shares))])
-    return Decisions(tuple(params), tuple(activations))
+    return Decisions(tuple(params), tuple(activations), tuple(map(_mean, program.levels)))
+
+
+def _mean(variables: Sequence[Any]) -> float:
+    """The mean level of a region; at level n it is with the share of the n-th variable."""
+    return sum(number * float(v.value() or 0.0) for number, v in enumerate(variables, 1))
 
 
 def _highs(program: Program, time_limit_s: float, gap: float, seed: int) -> tuple[str, float]:
@@ -106,9 +116,12 @@ def _highs(program: Program, time_limit_s: float, gap: float, seed: int) -> tupl
     choices = [v for v in program.model.variables() if v.cat == pulp.LpInteger]
     known: dict[str, float] = {}
     if choices:
-        known = _round(program, choices, 0.4 * time_limit_s, gap, seed)
+        share = 0.8 if program.is_rounding else 0.4
+        known, least_ms = _round(program, choices, share * time_limit_s, gap, seed)
         if program.model.status == pulp.LpStatusInfeasible and not known:
             return "infeasible", 0.0
+        if known and program.is_rounding:
+            return "rounded", least_ms
     left_s = max(0.1, time_limit_s - (time.monotonic() - began))
     highs = _run_highs(program, left_s, gap, seed, known)
     status = str(highs.modelStatusToString(highs.getModelStatus())).lower()
@@ -121,17 +134,20 @@ def _highs(program: Program, time_limit_s: float, gap: float, seed: int) -> tupl
 
 def _round(
     program: Program, choices: Sequence[Any], time_limit_s: float, gap: float, seed: int
-) -> dict[str, float]:
-    """A good solution soon: keep what the relaxation decides, solve for the rest.
+) -> tuple[dict[str, float], float]:
+    """A good solution soon, and a bound: keep what the relaxation decides, solve for the rest.
 
     Relaxation enforced neighbourhood search (Berthold 2014), in its simplest form.
     """
     _run_highs(program, time_limit_s, gap, seed, {}, whole=False)
     if program.model.status == pulp.LpStatusInfeasible:
-        return {}
+        return {}, 0.0
     decided = [(v, round(v.value())) for v in choices if abs(v.value() - round(v.value())) < 1e-3]
     if program.model.sol_status != pulp.LpSolutionOptimal:
-        return {}
+        return {}, 0.0
+    least_ms = float(program.model.objective.value())
+    if len(decided) == len(choices):
+        return {v.name: float(value) for v, value in decided}, least_ms
     for variable, value in decided:
         variable.bounds(value, value)
     _run_highs(program, time_limit_s, gap, seed, {})
@@ -140,7 +156,7 @@ def _round(
     values = {v.name: float(round(v.value())) for v in choices} if found else {}
     for variable, _ in decided:
         variable.bounds(0, 1)
-    return values
+    return values, least_ms
 
 
 def _run_highs(

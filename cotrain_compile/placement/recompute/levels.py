@@ -73,6 +73,31 @@ class RegionLevels:
     levels: tuple[Level, ...]
 
 
+def saved_at(region: RegionLevels, number: float) -> float:
+    """Bytes that a region saves at level `number`, between two levels a mean; at 0 none."""
+    saved = [0, *(level.saved_bytes for level in region.levels)]
+    below = min(int(number), len(saved) - 1)
+    above = min(below + 1, len(saved) - 1)
+    return saved[below] + (number - below) * (saved[above] - saved[below])
+
+
+def spread(regions: Sequence[RegionLevels], numbers: Sequence[float]) -> frozenset[str]:
+    """What is made again with each region at one of the two levels that its number lies between.
+
+    What one saves more or less than at its number the next ones make up for, so that all regions
+    up to any of them together save about what they should.
+    """
+    found: set[str] = set()
+    owed = 0.0
+    for region, number in zip(regions, numbers, strict=True):
+        hoped = owed + saved_at(region, number)
+        nearest = {int(number), min(int(number) + 1, len(region.levels))}
+        chosen = min(sorted(nearest), key=lambda n: abs(hoped - saved_at(region, n)))
+        found |= region.levels[chosen - 1].recomputed if chosen else frozenset()
+        owed = hoped - saved_at(region, chosen)
+    return frozenset(found)
+
+
 @dataclass(frozen=True)
 class Levels:
     """`uniform`: levels of the whole step, nested, cheapest for their bytes first. `regions`: those

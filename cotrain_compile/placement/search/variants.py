@@ -17,7 +17,13 @@ from cotrain_compile.placement.decisions.find_decisions import decision_space
 from cotrain_compile.placement.milp.solvers import Solution
 from cotrain_compile.placement.policies import rule
 from cotrain_compile.placement.problem import Problem
-from cotrain_compile.placement.recompute.levels import StepLevel, find_levels
+from cotrain_compile.placement.recompute.levels import (
+    RegionLevels,
+    StepLevel,
+    find_levels,
+    saved_at,
+    spread,
+)
 from cotrain_compile.placement.recompute.rewrite import recomputable
 from cotrain_compile.plan import Placement
 
@@ -27,6 +33,9 @@ HOPELESS = 1.05
 PARTS = (1.0, 0.5, 0.25)
 # A share of a step's seconds that is not worth another level.
 LITTLE = 0.005
+# A plan so close to what any levels may take is near enough; one that is farther than the second
+# has levels tried one by one.
+NEAR, FAR = 1.005, 1.05
 
 
 @dataclass(eq=False)
@@ -53,7 +62,7 @@ class Variant:
     @property
     def claim_s(self) -> float:
         """The least that a solution of the program claims; 0 where nobody has looked."""
-        return self.relaxed.step_s if self.relaxed else 0.0
+        return self.relaxed.claim_s if self.relaxed else 0.0
 
     @cached_property
     def space(self) -> DecisionSpace:
@@ -62,6 +71,10 @@ class Variant:
             return replace(self.given, problem=self.problem)
         self.progress("looking for what can be decided")
         return decision_space(self.problem)
+
+    def with_levels(self, regions: Sequence[RegionLevels]) -> DecisionSpace:
+        """What can be decided where each of `regions` may be at any of its levels, too."""
+        return decision_space(self.problem, regions=regions)
 
     @cached_property
     def peak_space(self) -> DecisionSpace:
@@ -105,13 +118,15 @@ def promising(
 class Levels:
     """The levels of a step by number; 0 is the step as it is. Each contains the one before it.
 
-    At 2.25 one layer of four is at level 3, and the others at 2.
+    At 2.25 one layer of four is at level 3, and the others at 2. `regions` have levels of their
+    own, of which any may go together.
     """
 
     def __init__(self, problem: Problem) -> None:
         self._problem, dataflow = problem, problem.dataflow
         self._may = recomputable(dataflow)
         found = find_levels(dataflow, problem.costs.device_s, self._may)
+        self.regions = found.regions
         nothing = StepLevel(frozenset(), 0, 0.0, (frozenset(),) * len(found.regions))
         self._levels = (nothing, *found.uniform)
         self._last: float = len(found.uniform)
@@ -120,6 +135,29 @@ class Levels:
         """The step at a level above 0, a multiple of the smallest of `PARTS`."""
         less, more = self._levels[math.floor(number)], self._levels[math.ceil(number)]
         return self._variant(less.towards(more, round(4 * (number % 1))), f"{number:g}")
+
+    def by_region(self, numbers: Sequence[float]) -> Variant:
+        """The step in which each region is at one of its own levels, near those of `numbers`."""
+        return self._variant(spread(self.regions, numbers), "by-region")
+
+    def near(self, numbers: Sequence[float]) -> Iterator[Variant]:
+        """Levels about those of the regions in `numbers`: by region, then everywhere alike."""
+        saved = sum(saved_at(*each) for each in zip(self.regions, numbers, strict=True))
+        if not saved:
+            return
+        by_region = self.by_region(numbers)
+        if by_region.recomputed:  # not all rounded down
+            yield by_region
+        quarters = [n / 4 for n in range(1, 4 * len(self._levels) - 3)]
+        nearest = [
+            min(tried, key=lambda n: abs(self._saved_bytes(n) - saved), default=0.0)
+            for tried in (quarters, quarters[3::4])
+        ]
+        yield from (self.variant(number) for number in dict.fromkeys(nearest) if number)
+
+    def _saved_bytes(self, number: float) -> float:
+        less, more = self._levels[math.floor(number)], self._levels[math.ceil(number)]
+        return less.saved_bytes + (number % 1) * (more.saved_bytes - less.saved_bytes)
 
     def dissolved(self) -> Iterator[Variant]:
         """The step that makes again what the user's checkpoints would, where they are dissolved."""
@@ -152,7 +190,9 @@ class Levels:
         self._last = number
 
     def next_to_best(
-        self, found_s: Mapping[float, float], claim_s: Mapping[float, float]
+        self,
+        found_s: Mapping[float, float],
+        claim_s: Mapping[float, float],
     ) -> float | None:
         """The next level to try, beside the fastest in `found_s`; None when these are there.
 

@@ -24,7 +24,8 @@ from cotrain_compile.placement.explain.slack import slacks
 from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.residency import device_bytes, device_program
 from cotrain_compile.placement.schedule.schedule import schedule
-from cotrain_compile.placement.search.solve import TACTICS, SolveSettings, solve
+from cotrain_compile.placement.search.attempts import TACTICS
+from cotrain_compile.placement.search.solve import SolveSettings, solve
 from cotrain_compile.placement.simulate.predict import predict
 from cotrain_compile.plan import Lane, Placement, Plan, UpdateMode
 from cotrain_compile.presets import find

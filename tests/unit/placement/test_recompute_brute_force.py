@@ -40,10 +40,6 @@ from tests.support.random_problems import (
     with_budget,
 )
 
-# How far above the best of all plans of two blocks the found one may be: on the slow link it is
-# 7.1 % above, since a level is made again in every block where the last block could keep a value.
-ABOVE_BEST = 1.10
-
 
 def of_torch(dataflow: Dataflow) -> Dataflow:
     """The step with layers that are ops of torch, which may run again."""
@@ -175,7 +171,7 @@ def every_placement(problem: Problem) -> Iterator[Placement]:
 
 
 @pytest.mark.parametrize("link", [1, 8])
-def test_what_is_found_is_near_the_best_of_all_plans(link: float) -> None:
+def test_what_is_found_is_the_best_of_all_plans(link: float) -> None:
     problem = between(two_blocks(), with_link(link * GB_PER_S), 0.3)
     best = best_of(problem, every_placement(problem))
     assert best is not None
@@ -183,7 +179,7 @@ def test_what_is_found_is_near_the_best_of_all_plans(link: float) -> None:
     assert bound_s(problem) <= step_s(best) * (1 + 1e-6)
     assert best.placement.recomputed
     assert bound_s(problem, recompute=False) > step_s(best) or link > 1
-    assert step_s(found) <= ABOVE_BEST * step_s(best)
+    assert step_s(found) <= step_s(best) * (1 + 1e-6)
 
 
 # What links and processors are worth.

@@ -1,0 +1,252 @@
+"""Attempts: one way after the other to plan a problem, each scheduled and kept if it fits.
+
+In: a Problem and settings. Out: what fits, in `found`, and what the solver came back with. Which
+ways are tried, and in which order, is for `solve`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+from cotrain_compile.errors import OptionError, PlacementError
+from cotrain_compile.machine import Tier
+from cotrain_compile.placement.decisions.decisions import Decisions, DecisionSpace
+from cotrain_compile.placement.milp.model import MIB
+from cotrain_compile.placement.milp.program import Program
+from cotrain_compile.placement.milp.solvers import Solution, failed, solve_program
+from cotrain_compile.placement.problem import Problem
+from cotrain_compile.placement.recompute.levels import RegionLevels
+from cotrain_compile.placement.schedule.list_scheduler import EAGER, Tactics
+from cotrain_compile.placement.schedule.schedule import draft
+from cotrain_compile.placement.search.found import Found
+from cotrain_compile.placement.search.greedy import greedy, least_memory
+from cotrain_compile.placement.search.settings import SolveSettings
+from cotrain_compile.placement.search.variants import Variant
+from cotrain_compile.plan import Placement
+
+# A program is solved again with less memory where whole tensors need more than its fluids.
+ROUNDS = 5
+# Ways to schedule what the greedy and the program decide.
+TACTICS = (EAGER, Tactics(patient=True))
+# What takes more than this part of the device is not split and rounded: it would not fit.
+LARGE = 1 / 100
+# A plan so much slower than the program claims is worth another round.
+TRUST = 1.03
+
+Progress = Callable[[str], None]
+
+
+class Attempts:
+    """What was tried so far for `problem`.
+
+    `step` is the problem as it is, `variants` are all that were tried. `left_s` is the time left
+    for integer programs, `solution` the one that belongs to the fastest plan.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        settings: SolveSettings,
+        progress: Progress,
+        space: DecisionSpace | None,
+    ) -> None:
+        self.problem, self.settings, self.progress = problem, settings, progress
+        self.step = Variant(problem, given=space, progress=progress)
+        self.variants = [self.step]
+        self.found = Found(problem, settings.overlap_steps)
+        self.solution: Solution | None = None
+        self.rounds = 0
+        self.left_s = 0.0
+
+    @property
+    def is_late(self) -> bool:
+        """Whether hardly any time is left for the integer programs."""
+        return self.left_s <= 0.1 * self.settings.time_limit_s
+
+    @property
+    def failure(self) -> str:
+        """How the solver failed, in words."""
+        return self.solution.failure if self.solution else ""
+
+    def try_level(self, level: Variant) -> bool:
+        """Try what decides quickly; returns whether nothing has to move."""
+        self.variants.append(level)
+        if self.attempt("resident" + level.suffix, partial(level.by_rule, "resident")):
+            return True
+        if not self.relax(level):
+            self.try_greedy(level, TACTICS[:1])
+        return False
+
+    def propose_levels(self, regions: Sequence[RegionLevels]) -> Solution | None:
+        """The program that decides on the level of each region with everything else.
+
+        Its relaxation: a level may be a mean. None without regions, or where it finds nothing.
+        """
+        if not regions:
+            return None
+        left_s = self.left_s
+        solution = self._solved(self.step.with_levels(regions), self.problem.budgets, True, False)
+        self.left_s = left_s
+        return solution if solution.decisions is not None else None
+
+    def relax(self, variant: Variant) -> bool:
+        """Schedule the program's linear relaxation, rounded; returns whether that fits.
+
+        What it claims no whole solution of the program can take less than.
+        """
+        left_s, name = self.left_s, "lp-round" + variant.suffix
+        targets: dict[Tier, float] = dict(self.problem.budgets)
+        for _ in range(2):
+            solution = self._solved(variant.space, targets, True, False)
+            self.left_s = left_s  # the time limit is for the integer programs
+            if solution.decisions is None:
+                return False
+            variant.relaxed = variant.relaxed or solution
+            refusal = self.decide(name, solution.decisions, variant.space, TACTICS[:1])
+            if refusal is None:
+                return True
+            targets[refusal.tier] -= 1.05 * refusal.shortfall_bytes
+        return False
+
+    def attempt(self, name: str, placement: Callable[[], Placement]) -> bool:
+        """Schedule a placement; returns whether it fits."""
+        self.progress(f"trying {name}")
+        try:
+            self.found.keep(name, draft(self.problem, replace(placement(), policy=name)))
+        except PlacementError:
+            return False
+        return True
+
+    def try_greedy(self, variant: Variant, tactics: Sequence[Tactics] = TACTICS) -> None:
+        """Aim lower by what was missing until it fits; at last with everything away that can be."""
+        name = "greedy" + variant.suffix
+        targets: dict[Tier, float] = dict(self.problem.budgets)
+        for _ in range(3):
+            decisions = greedy(variant.space, targets[Tier.DEVICE], targets[Tier.HOST])
+            refusal = self.decide(name, decisions, variant.space, tactics)
+            if refusal is None:
+                return
+            targets[refusal.tier] -= 1.05 * refusal.shortfall_bytes
+        for space in variant.cuts:
+            if self.decide(name, least_memory(space), space, tactics) is None:
+                return
+
+    def decide(
+        self,
+        name: str,
+        decisions: Decisions,
+        space: DecisionSpace,
+        tactics: Sequence[Tactics] = TACTICS,
+    ) -> PlacementError | None:
+        """Schedule decisions; returns what is missing where they do not fit."""
+        placement = space.placement(name, decisions)
+        self.progress(f"scheduling {name}")
+        try:
+            drafts = [draft(self.problem, placement, tactics=each) for each in tactics]
+        except PlacementError as refusal:
+            return refusal
+        self.found.keep(name, min(drafts, key=lambda found: found.step_s))
+        return None
+
+    def programs(self, variant: Variant, *, share: float = 1.0, whole: bool = True) -> None:
+        """The program of a single step; where steps overlap that of many, too.
+
+        For that there is a `share` of the time limit, and what was left before.
+        """
+        self.left_s += share * self.settings.time_limit_s
+        self._program(variant, whole=whole)
+        if self.settings.overlap_steps:
+            self._cyclic_program(variant, whole=whole)
+
+    def _cyclic_program(self, variant: Variant, *, whole: bool) -> None:
+        """Decisions for overlapping steps; the simulation of many says what they are worth."""
+        name = ("ilp" if whole else "lp-round") + variant.suffix
+        self.left_s = max(self.left_s, 0.3 * self.settings.time_limit_s)
+        targets: dict[Tier, float] = dict(self.problem.budgets)
+        before = self.found.drafts.get(name)
+        for _ in range(2):
+            solution = self._solved(variant.space, targets, True, whole, cyclic=True)
+            if solution.decisions is None:
+                return
+            refusal = self.decide(name, solution.decisions, variant.space)
+            if refusal is None:
+                break
+            targets[refusal.tier] -= 1.05 * refusal.shortfall_bytes
+        if self.found.drafts.get(name) is not before:
+            self.solution = solution
+
+    def _program(self, variant: Variant, *, whole: bool = True) -> None:
+        """The integer program (or its LP relaxation, rounded), with a margin where it needs one.
+
+        Where the careful program finds nothing in a budget or in time, the relaxed one decides, at
+        last with split clusters, rounded: the scheduler keeps to the budget whatever is decided,
+        and only time is at stake.
+        """
+        name = ("ilp" if whole else "lp-round") + variant.suffix
+        budgets = self.problem.budgets
+        versions = [(True, whole), (False, whole), (False, False)]
+        margins, before_short = dict.fromkeys(Tier, 0.0), 0
+        for number in range(1, ROUNDS + 1):
+            self.rounds = number
+            careful, in_one = versions[0]
+            space = variant.space if careful else variant.peak_space
+            targets = {tier: budgets[tier] - margins[tier] for tier in Tier}
+            solution = self._solved(space, targets, careful, in_one)
+            if solution.decisions is None:
+                self.solution = self.solution or solution  # its status is to be told
+                del versions[0]
+                if not versions:
+                    return
+                continue
+            before = self.found.drafts.get(name)
+            refusal = self.decide(name, solution.decisions, space)
+            found = self.found.drafts.get(name)
+            if self.solution is None or (found is not before and found is self.found.fastest):
+                self.solution = solution  # the claim that belongs to the plan
+            trusted = found is not None and found.step_s <= TRUST * solution.step_s
+            if refusal is None and (trusted or self.is_late or not careful):
+                return
+            tier, short = (refusal.tier, refusal.shortfall_bytes) if refusal else (Tier.DEVICE, 0)
+            if self.is_late:
+                versions = versions[-1:]  # the rounding takes a second
+            elif short and short == before_short:
+                margins[tier] *= 2  # what is missing is not what the program counts
+            before_short = short
+            margins[tier] += 1.05 * short + 0.01 * budgets[tier]
+
+    def _solved(
+        self,
+        space: DecisionSpace,
+        targets: Mapping[Tier, float],
+        careful: bool,
+        whole: bool,
+        *,
+        cyclic: bool = False,
+    ) -> Solution:
+        self.progress(f"solving the integer program (round {self.rounds})")
+        # The rounding comes last: without it there may be no plan but the greedy's.
+        least = 0.2 if whole else 0.5
+        budgets_mib = targets[Tier.DEVICE] / MIB, targets[Tier.HOST] / MIB
+        relaxed = not careful
+        try:
+            program = Program(
+                space,
+                *budgets_mib,
+                relaxed=relaxed,
+                whole=whole,
+                cyclic=cyclic,
+                large_bytes=LARGE * targets[Tier.DEVICE],
+            )
+        except OptionError as absent:  # pulp cannot be imported
+            return failed(absent)
+        solution = solve_program(
+            program,
+            self.settings.solver,
+            time_limit_s=max(least * self.settings.time_limit_s, 0.6 * self.left_s),
+            gap=self.settings.gap,
+            seed=self.settings.seed,
+        )
+        self.left_s -= solution.seconds
+        return solution
