@@ -22,6 +22,9 @@ from transformers import Trainer
 
 from cotrain_compile.errors import OptionError
 
+# Kinds of Accelerate's distributed training whose wrappers run forward, backward or update.
+_OWN_THE_STEP = ("FSDP", "DEEPSPEED", "MEGATRON_LM")
+
 Step = Callable[[list[dict[str, Any]], Tensor | None], tuple[Tensor, Tensor]]
 
 
@@ -30,7 +33,8 @@ class CotrainTrainer(Trainer):
 
     `cotrain` are the options of the backend (`docs/options.md`). Another Trainer class gets the
     same by `class MyTrainer(CotrainTrainer, Seq2SeqTrainer): ...`. Raises `OptionError` for what a
-    compiled step cannot do here: several devices, the Trainer's own `torch_compile`.
+    compiled step cannot do here: several devices in one process, FSDP or DeepSpeed by Accelerate,
+    the Trainer's own `torch_compile`.
     """
 
     def __init__(self, *args: Any, cotrain: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
@@ -133,11 +137,11 @@ def _covers_all_micro_batches(trainer: CotrainTrainer, items: Tensor | None) -> 
 
 
 def _refuse_what_a_step_cannot_hold(trainer: CotrainTrainer) -> None:
-    args, accelerator = trainer.args, trainer.accelerator
+    args, how = trainer.args, trainer.accelerator.distributed_type.name
     refused = {
-        "more than one process or device; run it on one": (
-            accelerator.num_processes > 1 or args.n_gpu > 1
-        ),
+        "more than one device in a process; start a process for each, by torchrun": args.n_gpu > 1,
+        f"{how} of Accelerate, whose wrapper owns the step; use its default for several "
+        "processes, DistributedDataParallel": how in _OWN_THE_STEP,
         "the Trainer's torch_compile; leave it out, the whole step is compiled": args.torch_compile,
     }
     for told, is_asked in refused.items():

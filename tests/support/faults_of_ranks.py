@@ -82,12 +82,19 @@ class End:
     seconds: float
 
 
+class NotReached(Exception):
+    """The rank that was to fail ended, or came to no end, before its fault."""
+
+
 class _Raised(Exception):
     """What a rank that raises raises."""
 
 
 def inject(fault: Fault) -> list[End]:
-    """How the other ranks ended; one that came to no end has the kind "hung"."""
+    """How the other ranks ended; one that came to no end has the kind "hung".
+
+    Raises `NotReached` where the fault was not let in, as on a machine too busy to start in time.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.support.ranks", "cotrain_compile.compile"])
     processes, pipes, port = [], [], free_port()
@@ -109,10 +116,12 @@ def inject(fault: Fault) -> list[End]:
 
 def _ends(fault: Fault, pipes: list[Connection]) -> Iterator[End]:
     failed_s = _hear(pipes[fault.rank], PATIENCE_S)
+    if not isinstance(failed_s, float):
+        raise NotReached(f"{fault}: {failed_s}")
     for rank, pipe in enumerate(pipes):
         if rank == fault.rank:
             continue
-        told = _hear(pipe, fault.timeout_s + PATIENCE_S) if failed_s is not None else None
+        told = _hear(pipe, fault.timeout_s + PATIENCE_S)
         if told is None:
             yield End(rank, "hung", "", False, 0.0)
         else:

@@ -256,7 +256,7 @@ def test_several_devices_are_refused_at_once(
 ) -> None:
     settings = arguments(tmp_path)
     settings._n_gpu = 2
-    with pytest.raises(OptionError, match="more than one process or device"):
+    with pytest.raises(OptionError, match="more than one device in a process; start"):
         make_trainer(CotrainTrainer, example, settings)
 
 

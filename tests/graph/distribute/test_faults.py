@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -27,3 +31,22 @@ def test_a_rank_that_fails_ends_all_with_the_line_that_waits(fault: Fault) -> No
         assert end.seconds < fault.timeout_s + SPARE_S
         assert re.search(LINE, end.told), end
         assert "parameters may differ between ranks" in end.told
+
+
+@pytest.mark.long  # four processes start from nothing
+def test_torchrun_starts_all_ranks_again_from_the_last_checkpoint(tmp_path: Path) -> None:
+    root = Path(__file__).parents[3]
+    script = root / "docs" / "examples" / "several_ranks.py"
+    asked = ["--steps", "4", "--fail-at", "3", "--folder", str(tmp_path)]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*torchrun, "--nproc-per-node", "2", "--max-restarts", "1", str(script), *asked],
+        cwd=root,
+        env={**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count(": 2 to 4, last loss") == 2
+    assert "RuntimeError: this rank fails for once" in done.stderr
+    assert "cotrain_compile.errors.ExchangeFailed: " in done.stderr
