@@ -33,7 +33,7 @@ from cotrain_compile.capture.dynamo.gradient_hooks import can_be_traced
 from cotrain_compile.capture.dynamo.hook import install
 from cotrain_compile.capture.dynamo.leaves import run_and_make_leaves
 from cotrain_compile.capture.dynamo.session import Session, current_session
-from cotrain_compile.capture.nodes.phases import phases
+from cotrain_compile.capture.nodes.phases import mark_written_backwards, phases
 from cotrain_compile.capture.remat.rematerialise import rematerialise
 from cotrain_compile.capture.remat.saved_values import saved_values
 from cotrain_compile.capture.roles.accumulation import (
@@ -82,6 +82,7 @@ def capture(
     )
     refuse_shared_data(module, session.copied_data)
     detach_outputs(module)
+    mark_written_backwards(module)
     hide_writes_by_aliases(module)
     stores = gradient_stores(module, example_inputs)
     cleared = set[int]() if session.options.keep_grads else session.cleared_first

@@ -10,9 +10,11 @@ from cotrain_compile.dataflow import Phase
 from cotrain_compile.graph import writes
 
 # Key of the node annotation (carried by torch from Dynamo's graph to ATen's) that says which part
-# of the step made a node: "backward" (accumulation of gradients), "mean" (of gradients over ranks)
-# or "optimizer".
+# of the step made a node: "backward" (accumulation of gradients), "function" (the backward of a
+# `torch.autograd.Function` of the user's), "mean" (of gradients over ranks) or "optimizer".
 PHASE_ANNOTATION = "cotrain_phase"
+# The op of Dynamo's that runs a `torch.autograd.Function`: its graphs are the first arguments.
+_APPLY = "autograd_function_apply"
 
 
 def phases(graph: fx.Graph) -> Mapping[str, Phase]:
@@ -38,11 +40,31 @@ def phases(graph: fx.Graph) -> Mapping[str, Phase]:
     return {node.name: found[node] for node in calls}
 
 
+def mark_written_backwards(module: fx.GraphModule) -> None:
+    """Annotate the backward that a `torch.autograd.Function` of the user's has, in Dynamo's graph.
+
+    Dynamo keeps it as a graph of its own, whose nodes keep what they are annotated with when
+    autograd runs them: nothing of the backward that they run in.
+    """
+    for graph_module in [m for m in module.modules() if isinstance(m, fx.GraphModule)]:
+        for node in graph_module.graph.nodes:
+            if getattr(node.target, "__name__", "") != _APPLY or len(node.args) < 2:
+                continue
+            body = getattr(graph_module, str(getattr(node.args[1], "target", "")), None)
+            inner = list(body.modules()) if isinstance(body, fx.GraphModule) else []
+            nodes = (n for m in inner if isinstance(m, fx.GraphModule) for n in m.graph.nodes)
+            for own in nodes:
+                own.meta["custom"] = {
+                    PHASE_ANNOTATION: "function",
+                    **(own.meta.get("custom") or {}),
+                }
+
+
 def _marked(node: fx.Node) -> Phase | None:
     annotation = (node.meta.get("custom") or {}).get(PHASE_ANNOTATION)
     if annotation == "optimizer":
         return Phase.OPTIMIZER
-    if annotation in ("backward", "mean") or node.meta.get("autograd_backward"):
+    if annotation in ("backward", "function", "mean") or node.meta.get("autograd_backward"):
         return Phase.BACKWARD
     return None
 
