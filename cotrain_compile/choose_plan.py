@@ -6,14 +6,16 @@ A saved plan is refused where it was made for another step, or for more than the
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from cotrain_compile.errors import PlanError
 from cotrain_compile.machine import Tier
 from cotrain_compile.options import Options, as_option_error
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.saved import load_plan
+from cotrain_compile.placement.search.reuse_placement import reuse_placement
 from cotrain_compile.placement.search.solve import SolveSettings, solve
-from cotrain_compile.plan import Plan
+from cotrain_compile.plan import Placement, Plan
 from cotrain_compile.units import format_bytes
 from cotrain_compile.viz.text.describe import describe_differences
 
@@ -33,6 +35,31 @@ def plan_for(
     if options.plan is not None:
         return saved_plan(options.plan, problem, options)
     return solve(problem, solve_settings(options, compiled), progress=progress)
+
+
+def plan_as_before(
+    problem: Problem, options: Options, before: Placement, *, compiled: bool
+) -> Plan | None:
+    """A plan with the placement that the training ran with `before`; None where none is to be had.
+
+    So is a plan in a file used for what the training's step becomes: other sizes, or a learning
+    rate that a scheduler has changed and that is an input from then on. For the step that it was
+    made for it is read again.
+    """
+    if options.plan is not None:
+        with as_option_error("plan", options.plan):
+            saved = load_plan(options.plan)
+        if saved.fingerprint == problem.dataflow.fingerprint:
+            return None
+    plan = reuse_placement(problem, before, compiled=compiled)
+    if plan is None or options.plan is None:
+        return plan
+    told = (
+        f"plan {options.plan} was made for this step as it was before sizes, or values that were "
+        "fixed, became others: homes, updates and what is away are the plan's, and copies are "
+        "scheduled anew"
+    )
+    return replace(plan, notes=(*plan.notes, told))
 
 
 def solve_settings(options: Options, compiled: bool | None = None) -> SolveSettings:

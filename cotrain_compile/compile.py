@@ -35,7 +35,7 @@ from cotrain_compile.capture import Session, capture, current_session, install
 from cotrain_compile.capture.aten.aot import traced_modules
 from cotrain_compile.capture.offline.only_trace import hand_back_if_only_traced
 from cotrain_compile.check_options import check_options, load_profile
-from cotrain_compile.choose_plan import plan_for
+from cotrain_compile.choose_plan import plan_as_before, plan_for
 from cotrain_compile.compiled import Origin, last_placement, register
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.distribute.agree import ALONE, Together, ranks_of, tell_of_refusal
@@ -48,7 +48,6 @@ from cotrain_compile.options import Options, as_option_error
 from cotrain_compile.passes import run_passes
 from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.problem import formulate
-from cotrain_compile.placement.search.reuse_placement import reuse_placement
 from cotrain_compile.plan import Placement
 from cotrain_compile.runtime.cuda.setup import tell_if_in_pieces, within_free_memory
 from cotrain_compile.runtime.host.kernels import host_kernels
@@ -135,10 +134,10 @@ def _compiler(
     def compile_within(
         budget_bytes: int | None, inputs: Sequence[Any], workspace: Mapping[str, int]
     ) -> CompiledStep:
-        options, before = origin.options, None
+        options = origin.options
+        before = last_placement(origin) if cuda or options.plan is not None else None
         if cuda:
             options = within_free_memory(options, inputs, compute_device_of(step))
-            before = last_placement(origin) if options.plan is None else None
         less: dict[str, Any] = {} if budget_bytes is None else {"plan_bytes": budget_bytes}
         if together is not ALONE:
             less["together"] = together
@@ -192,7 +191,7 @@ def compile_step(
     with narrator.progress() as progress:
         plan = together.plan(
             lambda: (
-                (before and reuse_placement(problem, before, compiled=compiled_code))
+                (before and plan_as_before(problem, options, before, compiled=compiled_code))
                 or plan_for(problem, options, compiled_code, progress)
             )
         )

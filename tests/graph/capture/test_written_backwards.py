@@ -33,7 +33,7 @@ def build() -> Any:
 
     def step(x: Tensor) -> Tensor:
         optimizer.zero_grad()
-        loss = last(Sine.apply(first(x))).square().mean()  # type: ignore[no-untyped-call]
+        loss: Tensor = last(Sine.apply(first(x))).square().mean()  # type: ignore[no-untyped-call]
         loss.backward()
         optimizer.step()
         return loss

@@ -1,0 +1,51 @@
+"""A plan in a file serves a training whose learning rate a scheduler changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import cotrain_compile
+from cotrain_compile import files
+from cotrain_compile.plan import Plan
+
+
+def trained(count: int, **options: Any) -> tuple[list[Plan], list[float]]:
+    """The plans that some steps ran by, with the rate halved between them, and their losses."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    settings = {"quiet": True, "host_kernels": "captured", **options}
+    run = torch.compile(step, backend="cotrain", options=settings)
+    plans, losses = list[Plan](), list[float]()
+    for _ in range(count):
+        losses.append(run(torch.ones(4, 16)).item())
+        plans.append(cotrain_compile.inspect(run).plan)
+        scheduler.step()
+    return plans, losses
+
+
+def test_where_the_rate_becomes_an_input_the_placement_is_still_the_plans(tmp_path: Path) -> None:
+    """The step is traced anew then, and is another one than the plan was made for."""
+    path = tmp_path / "plan.json"
+    (plan,), _ = trained(1, policy="zero-offload")
+    files.save(plan, path)
+    (first, *_, last), losses = trained(3, plan=str(path))
+    assert first == plan
+    assert last.fingerprint != plan.fingerprint
+    assert last.placement == plan.placement
+    assert any("copies are scheduled anew" in note for note in last.notes)
+    assert losses == trained(3, policy="zero-offload")[1]
