@@ -26,7 +26,6 @@ from tests.support.steps import (
     all_tensors,
     cotrain,
     cross_entropy,
-    make_mlp,
     make_step,
     vectors,
 )
@@ -52,6 +51,12 @@ class Training:
         return all_tensors(self.model, [self.optimizer])
 
 
+def make_model() -> nn.Module:
+    """Two layers with dropout, and three parameters: each costs its update in every trace."""
+    layers = nn.Linear(12, 24), nn.GELU(), nn.Dropout(0.1), nn.Linear(24, 4, bias=False)
+    return nn.Sequential(*layers).train()
+
+
 def make_training(folder: Path, *, overlap: bool = True, lr: float | Tensor = 1e-2) -> Training:
     """Two of these are equal, but for whether their steps overlap."""
     machine = find("this-machine")
@@ -59,7 +64,7 @@ def make_training(folder: Path, *, overlap: bool = True, lr: float | Tensor = 1e
     slow = machine.but(device=replace(machine.device, launch_s=1e-3))
     files.save(slow, folder / "machine.json")
     torch.manual_seed(0)
-    model = make_mlp().train()
+    model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     compile_with = cotrain(
         policy="zero-offload",

@@ -33,7 +33,11 @@ def test_no_capture_has_got_worse(job: str) -> None:
     assert not lines, "\n".join([*lines, advice(lines)])
 
 
-@pytest.mark.parametrize("question", QUESTIONS, ids=lambda question: question.name)
+@pytest.mark.parametrize(
+    "question",
+    [pytest.param(q, marks=pytest.mark.long if q.share == 0.85 else ()) for q in QUESTIONS],
+    ids=lambda question: question.name,
+)
 def test_no_plan_has_got_worse(question: gate.Question) -> None:
     dataflow = load(gate.PROBLEMS / f"{question.job}.json", Dataflow)
     found = {question.name: gate.solved(question, dataflow)}

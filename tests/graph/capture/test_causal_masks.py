@@ -81,7 +81,7 @@ def has_mask(node: fx.Node) -> bool:
     return node.kwargs.get("attn_mask") is not None
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [pytest.param(False, marks=pytest.mark.long), True])
 def test_attention_is_causal_and_heads_share_keys_in_the_kernel_as_in_eager(dynamic: bool) -> None:
     step = trace_graph(job(llama), dynamic=dynamic)
     node = attention(step)

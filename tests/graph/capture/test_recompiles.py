@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import cotrain_compile
-from tests.support.captured_steps import make_plain_mlp
+from tests.support.captured_steps import make_lean_mlp
 from tests.support.steps import SEED, Step, all_tensors, cotrain, cross_entropy, make_step, vectors
 
 STEPS = 5
@@ -26,7 +26,7 @@ class Remembering(nn.Module):
 
     def __init__(self, kind: str | None) -> None:
         super().__init__()
-        self.inner, self.kind = make_plain_mlp(), kind
+        self.inner, self.kind = make_lean_mlp(), kind
 
     def forward(self, x: Tensor) -> Tensor:
         if self.kind is None:
@@ -50,7 +50,7 @@ def test_what_a_model_notes_in_its_first_step_compiles_once_more(
 def test_a_term_that_comes_and_goes_compiles_once_for_each() -> None:
     def train(compile_with: Callable[[Step], Step]) -> dict[str, Any]:
         torch.manual_seed(SEED)
-        model = make_plain_mlp().double()
+        model = make_lean_mlp().double()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, weight_decay=0.0, foreach=False)
         step = compile_with(make_step(model, [optimizer], cross_entropy))
         for decay in (0.0, 0.1, 0.0, 0.1, 0.0):
@@ -64,7 +64,7 @@ def test_a_term_that_comes_and_goes_compiles_once_for_each() -> None:
 
 
 def test_a_step_that_counts_in_its_closure_is_found_again() -> None:
-    model = make_plain_mlp()
+    model = make_lean_mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     calls, last = 0, torch.zeros(())
 

@@ -45,6 +45,7 @@ def test_a_gradient_with_right_digits_explains_no_difference() -> None:
 SHARED_KEYS = ("llama", "Adagrad", "autocast")
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::UserWarning:transformers.*")
 def test_a_model_that_takes_another_way_in_a_trace_differs_by_rounding(
     monkeypatch: pytest.MonkeyPatch,

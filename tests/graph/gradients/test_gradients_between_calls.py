@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import cotrain_compile
 from cotrain_compile.dataflow import Role
 from cotrain_compile.machine import Tier
-from tests.support.captured_steps import make_plain_mlp
+from tests.support.captured_steps import make_lean_mlp
 from tests.support.steps import (
     CASES,
     SEED,
@@ -36,7 +36,7 @@ MICRO_BATCHES = 3
 CompileWith = Callable[[Step], Step]
 
 
-PLAIN = in_float64(Case(make_plain_mlp, vectors, cross_entropy))
+PLAIN = in_float64(Case(make_lean_mlp, vectors, cross_entropy))
 LLAMA = in_float64(CASES["llama"])
 
 
@@ -125,7 +125,7 @@ def assert_same(ours: Any, eager: Any) -> None:
     torch.testing.assert_close(ours, eager, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("set_to_none", [pytest.param(True, marks=pytest.mark.long), False])
 def test_gradients_that_are_cleared_in_the_step_leave_the_home_in_order(set_to_none: bool) -> None:
     host = OnTheHost()
     ours, eager = Loop(host, set_to_none=set_to_none), Loop(set_to_none=set_to_none)
@@ -163,7 +163,7 @@ def test_an_eager_update_takes_the_gradients_that_compiled_calls_have_left() -> 
 
 
 def test_a_checkpoint_between_micro_steps_has_the_gradients_and_goes_on() -> None:
-    whole = Loop(OnTheHost())
+    whole = Loop()
     expected = whole.run(range(CALLS))
     first = Loop(OnTheHost())
     found = first.run(range(4))

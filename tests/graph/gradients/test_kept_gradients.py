@@ -33,7 +33,7 @@ from cotrain_compile.plan import Plan
 from cotrain_compile.presets import find
 from cotrain_compile.runtime.emulated import EmulatedDevice
 from cotrain_compile.runtime.host.kernels import host_kernels
-from tests.support.captured_steps import make_plain_mlp
+from tests.support.captured_steps import make_lean_mlp
 from tests.support.dataflow_text import parse, text
 from tests.support.plans.random_plans import random_plan
 from tests.support.steps import (
@@ -117,7 +117,7 @@ LOOPS = (clipped, unclipped, one_function, kept_whole)
 
 def make_training() -> tuple[nn.Module, Optimizer]:
     torch.manual_seed(SEED)
-    model = make_plain_mlp().double()
+    model = make_lean_mlp().double()
     return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=False)
 
 
@@ -272,7 +272,10 @@ def resident_peaks(make: MakeLoop) -> dict[str, int]:
 @pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize(
     "make",
-    [pytest.param(m, marks=pytest.mark.long if m is unclipped else ()) for m in LOOPS],
+    [
+        pytest.param(m, marks=pytest.mark.long if m in (unclipped, one_function) else ())
+        for m in LOOPS
+    ],
 )
 def test_plans_for_less_than_the_resident_peak_leave_the_gradients_of_eager(
     make: MakeLoop, share: float

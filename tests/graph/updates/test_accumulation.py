@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 import cotrain_compile
 from cotrain_compile.dataflow import Role
 from cotrain_compile.errors import CaptureError
-from tests.support.captured_steps import make_plain_mlp
+from tests.support.captured_steps import make_lean_mlp
 from tests.support.loops import EACH_POLICY
 from tests.support.steps import SEED, Step, all_tensors, check_peak, cotrain, cross_entropy, vectors
 
@@ -98,7 +98,7 @@ def joined(micro_step: Step, update: Step) -> Step:
 def train(make: MakeCalls, compile_with: CompileWith = lambda step: step) -> list[Any]:
     """What each call returns and leaves, and whether the gradients stayed the same tensors."""
     torch.manual_seed(SEED)
-    model = make_plain_mlp().double()
+    model = make_lean_mlp().double()
     # SGD keeps rounding small; Adam in the compiled step takes bias corrections in float32.
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=False)
     run = make(model, optimizer, compile_with)
@@ -144,7 +144,7 @@ def test_gradients_add_up_across_calls(make: MakeCalls, graphs: int, policy: str
 
 
 def test_kept_gradients_are_counted_as_memory_of_the_step() -> None:
-    model = make_plain_mlp()
+    model = make_lean_mlp()
 
     def micro_step(x: Tensor, y: Tensor) -> None:
         cross_entropy(model, x, y).backward()
@@ -159,7 +159,7 @@ def test_kept_gradients_are_counted_as_memory_of_the_step() -> None:
 
 
 def test_gradients_that_would_be_lost_are_refused() -> None:
-    model = make_plain_mlp()
+    model = make_lean_mlp()
 
     def micro_step(x: Tensor, y: Tensor) -> None:
         cross_entropy(model, x, y).backward()
@@ -169,7 +169,7 @@ def test_gradients_that_would_be_lost_are_refused() -> None:
 
 
 def test_an_update_that_finds_no_gradient_is_refused() -> None:
-    model = make_plain_mlp()
+    model = make_lean_mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def update() -> None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import get_args
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cotrain_compile.analysis.costs import CostTable
@@ -25,6 +25,7 @@ from cotrain_compile.placement.problem import Problem
 from cotrain_compile.plan import UpdateMode
 from tests.support.dataflows import chain, mixed_precision_step
 from tests.support.every_history import everything
+from tests.support.examples import examples
 
 PLENTY = 1 << 62
 VARIANTS: tuple[Variant, ...] = get_args(Variant)
@@ -190,7 +191,7 @@ def with_random_seconds(step: Dataflow) -> st.SearchStrategy[Problem]:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @given(problem=small_problems(), room=st.floats(0, 1))
-@settings(max_examples=25, deadline=None)
+@examples(10)
 def test_the_program_is_as_good_as_trying_everything(
     variant: Variant, problem: Problem, room: float
 ) -> None:
@@ -216,7 +217,7 @@ def training_steps(draw: st.DrawFn) -> Problem:
 
 
 @given(problem=training_steps(), room=st.floats(0, 1))
-@settings(max_examples=6, deadline=None)
+@examples(4)
 def test_each_variant_is_at_least_as_good_as_the_one_before(problem: Problem, room: float) -> None:
     needs = [least_bytes(problem, variant) for variant in VARIANTS]
     assert needs == sorted(needs, reverse=True)

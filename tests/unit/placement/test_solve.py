@@ -75,7 +75,7 @@ def steps_s(problem: Problem) -> dict[str, float]:
 
 
 @given(problems(most=2))
-@examples(12)
+@examples(6)
 def test_what_has_to_move_moves_no_slower_than_by_any_rule(problem: Problem) -> None:
     assume(not fits(problem, problem.budgets[Tier.DEVICE]))
     solve_and_compare(problem)
@@ -100,7 +100,7 @@ def solve_and_compare(problem: Problem) -> None:
 
 
 @given(problems(most=2), st.lists(st.floats(0, 1), min_size=2, max_size=3))
-@examples(6)
+@examples(4)
 def test_more_memory_is_never_slower_when_solved_again(
     problem: Problem, shares: list[float]
 ) -> None:
@@ -122,7 +122,7 @@ def test_more_memory_is_never_slower_when_solved_again(
 
 
 @given(problems())
-@examples(15)
+@examples(8)
 def test_nothing_moves_that_need_not(problem: Problem) -> None:
     plan = solve(with_budget(problem, resident_bytes(problem)))
     assert set(plan.placement.updates.values()) <= {UpdateMode.RESIDENT}
@@ -135,7 +135,7 @@ def test_nothing_moves_that_need_not(problem: Problem) -> None:
 
 
 @given(problems(most=2))
-@examples(8)
+@examples(5)
 def test_the_least_budget_is_exact(problem: Problem) -> None:
     least = least_bytes(problem)
     enough = with_budget(problem, least)
@@ -148,7 +148,7 @@ def test_the_least_budget_is_exact(problem: Problem) -> None:
 
 
 @given(problems(most=2), st.sampled_from(["ilp", "lp-round"]), st.sampled_from(["highs", "cbc"]))
-@examples(6)
+@examples(4)
 def test_what_a_program_decides_is_a_plan_wherever_there_is_one(
     problem: Problem, policy: str, solver: str
 ) -> None:
@@ -161,7 +161,7 @@ def test_what_a_program_decides_is_a_plan_wherever_there_is_one(
 
 
 @given(problems(most=2), st.sampled_from(["ilp", "lp-round", "greedy"]), st.floats(0, 1))
-@examples(8)
+@examples(5)
 def test_a_host_that_is_too_small_leaves_more_on_the_device(
     problem: Problem, policy: str, share: float
 ) -> None:
