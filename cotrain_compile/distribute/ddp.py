@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -74,12 +73,6 @@ def why_refused(ddp: DistributedDataParallel) -> str | None:
         return (
             "DistributedDataParallel was made with torch._dynamo.config.optimize_ddp = "
             '"python_reducer", whose hooks would reduce gradients twice; leave that setting out'
-        )
-    if any(isinstance(module, nn.SyncBatchNorm) for module in ddp.modules()):
-        return (
-            "the model has a SyncBatchNorm, whose statistics over all ranks are not captured yet; "
-            "leave out convert_sync_batchnorm (each rank then uses statistics of its own batch), "
-            "or use a normalisation without statistics of the batch (GroupNorm)"
         )
     return None
 

@@ -11,11 +11,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import cotrain_compile
@@ -63,6 +67,9 @@ OPTIMIZERS: Mapping[str, Callable[[Any], torch.optim.Optimizer]] = {
     "muon": lambda params: torch.optim.Muon([p for p in params if p.ndim == 2], lr=1e-2),
     "adafactor": lambda params: torch.optim.Adafactor(params, lr=1e-2),
     "rmsprop": lambda params: torch.optim.RMSprop(params, lr=1e-3),
+    "adam": lambda params: torch.optim.Adam(params, lr=1e-2, amsgrad=True),
+    "nadam": lambda params: torch.optim.NAdam(params, lr=1e-2),
+    "adagrad": lambda params: torch.optim.Adagrad(params, lr=1e-2),
 }
 
 
@@ -71,8 +78,9 @@ class Training:
     """How the model is trained.
 
     `model` is one of `MODELS`, `optimizer` of `OPTIMIZERS`, `way` "plain", "clipped",
-    "clipped apart", "accumulated", "autocast" or "checkpointed". Without `options` the step runs
-    in eager.
+    "clipped apart", "accumulated", "autocast", "checkpointed" or "scaled" (by a GradScaler, where
+    gradients of rank 1 alone overflow in the second step). Without `options` the step runs in
+    eager. A `checkpointed` block makes its values again for the backward.
     """
 
     model: str = "shard"
@@ -80,6 +88,7 @@ class Training:
     optimizer: str = "sgd"
     options: Mapping[str, Any] | None = None
     size: int = SIZE
+    checkpointed: bool = False
 
 
 @dataclass(frozen=True)
@@ -105,15 +114,23 @@ def train(rank: int, training: Training) -> Trained:
     """Train on this rank, on batches of its own."""
     torch.manual_seed(0)
     net = Net(training.size)
-    net.checkpointed = training.way == "checkpointed"
+    net.checkpointed = training.checkpointed or training.way == "checkpointed"
     model = MODELS[training.model](net)
     optimizer = OPTIMIZERS[training.optimizer]([p for p in model.parameters() if p.requires_grad])
     step: Any = step_of(model, optimizer, training.way)
     if training.options is not None:
         step = torch.compile(step, backend="cotrain", options={"quiet": True, **training.options})
-    losses = tuple(float(step(*batch(number, rank, training.size))) for number in range(STEPS))
+    losses = tuple(float(step(*given)) for given in batches(training, rank))
     trained = Trained(losses, whole(model.state_dict()))
     return trained if training.options is None else _with_plan(trained, step)
+
+
+def batches(training: Training, rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """What `rank` trains on."""
+    found = [batch(number, rank, training.size) for number in range(STEPS)]
+    if training.way == "scaled" and rank == 1:
+        found[1][0][0, 0] = float("inf")
+    return found
 
 
 def batch(number: int, rank: int, size: int = SIZE) -> tuple[torch.Tensor, torch.Tensor]:
@@ -131,6 +148,16 @@ def whole(tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, way: str) -> Callable[..., Any]:
+    scaler = GradScaler("cpu", init_scale=256.0, growth_interval=2)
+
+    def scaled(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(x, y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return loss.detach()
+
     def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast"):
             return F.mse_loss(model(x).float(), y)
@@ -150,7 +177,7 @@ def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, way: str) -> Cal
         optimizer.step()
         return total
 
-    return step
+    return scaled if way == "scaled" else step
 
 
 def clip_apart(model: nn.Module) -> None:
@@ -194,14 +221,27 @@ def _in_low_precision(model: Net) -> nn.Module:
     return model
 
 
-def _two_replicas() -> DeviceMesh:
-    return init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards"))
+def _replicas() -> DeviceMesh:
+    """Of one shard each, but for an even number of ranks above two, where each has two."""
+    ranks = dist.get_world_size()
+    shards = 2 if ranks > 2 and ranks % 2 == 0 else 1
+    names = ("replicas", "shards")
+    return init_device_mesh("cpu", (ranks // shards, shards), mesh_dim_names=names)
+
+
+def _tensor_parallel(model: Net) -> nn.Module:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    split = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    parallelize_module(model.block, mesh, split)
+    return model
 
 
 MODELS: Mapping[str, Callable[[Net], Any]] = {
+    "ddp": DistributedDataParallel,
+    "tensor parallel": _tensor_parallel,
     "shard": cotrain_compile.shard,
     "fully_shard": fully_sharded,
     "fully_shard in low precision": _in_low_precision,
-    "replicas of shard": lambda model: cotrain_compile.shard(model, _two_replicas()),
-    "replicas of fully_shard": lambda model: fully_shard(model, mesh=_two_replicas()),
+    "replicas of shard": lambda model: cotrain_compile.shard(model, _replicas()),
+    "replicas of fully_shard": lambda model: fully_shard(model, mesh=_replicas()),
 }

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 from unittest import mock
 
 import torch
+from torch import nn
 from torch._dynamo.exc import unimplemented
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables import ConstantVariable
@@ -30,6 +31,7 @@ from cotrain_compile.capture.dynamo.gradient_hooks import can_be_traced
 from cotrain_compile.capture.dynamo.session import Session
 from cotrain_compile.capture.nodes.phases import PHASE_ANNOTATION
 from cotrain_compile.distribute import ddp as instead
+from cotrain_compile.distribute import sync_norm
 
 _ACCUMULATE = torch.ops.inductor.accumulate_grad_.default
 
@@ -44,7 +46,10 @@ def _seen_by(session: Session, tx: Any) -> dict[int, instead.SeenDdp]:
 def forward_traced(session: Session, tx: Any, func: Any, args: list[Any]) -> tuple[Any, list[Any]]:
     """The function and arguments to trace for a call: themselves, but for a forward of DDP."""
     module = vars(args[0]).get("value") if args else None
-    is_forward = getattr(func, "fn", None) is DistributedDataParallel.forward
+    called = getattr(func, "fn", None)
+    if called is nn.SyncBatchNorm.forward and isinstance(module, nn.SyncBatchNorm):
+        return _synchronised(module, func, args)
+    is_forward = called is DistributedDataParallel.forward
     if not is_forward or not isinstance(module, DistributedDataParallel):
         return func, args
     why = instead.why_refused(module) if can_be_traced() else _TOO_OLD
@@ -56,6 +61,18 @@ def forward_traced(session: Session, tx: Any, func: Any, args: list[Any]) -> tup
         seen.synchronises = bool(wanted)
     told = [ConstantVariable.create(seen.group_name), ConstantVariable.create(seen.ranks)]
     forward: Any = instead.forward
+    return UserFunctionVariable(forward), [args[0], *told, *args[1:]]
+
+
+def _synchronised(norm: nn.SyncBatchNorm, func: Any, args: list[Any]) -> tuple[Any, list[Any]]:
+    """What to trace for a forward of `norm`: where it takes no statistics, its own."""
+    if not torch.distributed.is_initialized() or not sync_norm.takes_statistics(norm):
+        return func, args
+    group_name, ranks = sync_norm.group_of(norm)
+    if ranks == 1:
+        return func, args
+    told = [ConstantVariable.create(group_name), ConstantVariable.create(ranks)]
+    forward: Any = sync_norm.forward
     return UserFunctionVariable(forward), [args[0], *told, *args[1:]]
 
 

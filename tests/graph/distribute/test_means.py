@@ -163,16 +163,11 @@ def joined(ddp: DistributedDataParallel) -> None:
     ddp._join_config = ddp._join_config._replace(enable=True)
 
 
-def with_sync_batch_norm(ddp: DistributedDataParallel) -> None:
-    ddp.module = nn.SyncBatchNorm(4)
-
-
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
         (hooked, "a communication hook is registered"),
         (joined, r"within DistributedDataParallel\.join\(\)"),
-        (with_sync_batch_norm, "has a SyncBatchNorm"),
     ],
 )
 def test_what_a_captured_step_cannot_do_is_refused(

@@ -1,0 +1,35 @@
+"""Models shared in every way train on several ranks as in eager, within every memory."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.matrix_of_ranks import ALL, Cell, problems, sample
+from tests.support.ranks import Ranks
+
+# Ways to share, optimizers and ways to train that no other test of this folder has together.
+FEW = [
+    Cell("replicas of fully_shard", "budget", "nadam", "accumulated"),
+    Cell("shard", "again", "adagrad", "scaled"),
+]
+
+
+def check(ranks: Ranks, cells: list[Cell]) -> None:
+    for found in ranks.run(problems, cells):
+        assert not {cell: wrong for cell, wrong in found.items() if wrong}
+
+
+def test_a_step_is_that_of_eager_however_it_is_shared(two_ranks: Ranks) -> None:
+    check(two_ranks, FEW)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("cell", ALL, ids=str)
+def test_every_cell_on_two_ranks(two_ranks: Ranks, cell: Cell) -> None:
+    check(two_ranks, [cell])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("cell", sample(60), ids=str)
+def test_many_cells_on_three_ranks(three_ranks: Ranks, cell: Cell) -> None:
+    check(three_ranks, [cell])

@@ -1,0 +1,102 @@
+"""Every way to share a model x memory x optimizer x way to train, on several ranks.
+
+A `Cell` is one of them; `problems` runs many on a rank, one after the other, as a start of ranks is
+slow, and says what is wrong with each.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+from cotrain_compile.errors import CotrainError
+from tests.support.sharded_training import Trained, Training, furthest, train
+
+SHARED = ("ddp", "fully_shard", "shard", "replicas of fully_shard", "tensor parallel")
+OPTIMIZERS = ("sgd", "adam", "adamw", "nadam", "rmsprop", "adagrad")
+WAYS = ("plain", "clipped", "accumulated", "autocast", "scaled")
+MEMORIES = ("resident", "budget", "again")
+# Of parameters about 1. Compiled optimizers take bias corrections in float32; in bfloat16 eager may
+# add up gradients in another order.
+ROUNDING = {"autocast": 2e-3}
+USUAL_ROUNDING = 1e-5
+SHARE = 0.6
+
+
+@dataclass(frozen=True)
+class Cell:
+    """`shared` is how the model is shared; `memory` is "resident", or less.
+
+    With "budget" and "again" it is the part `SHARE` of what the resident step takes; with "again" a
+    block makes its values again for the backward.
+    """
+
+    shared: str
+    memory: str
+    optimizer: str
+    way: str
+
+    def training(self) -> Training:
+        """The step in eager."""
+        way = self.way
+        if self.shared == "tensor parallel" and way == "clipped":
+            way = "clipped apart"  # torch takes no norm of sharded beside whole tensors
+        return Training(self.shared, way, self.optimizer, checkpointed=self.memory == "again")
+
+
+def _exists(cell: Cell) -> bool:
+    """In eager a GradScaler takes no gradients of sharded beside whole tensors."""
+    return (cell.shared, cell.way) != ("tensor parallel", "scaled")
+
+
+_EVERY = itertools.starmap(Cell, itertools.product(SHARED, MEMORIES, OPTIMIZERS, WAYS))
+ALL = [cell for cell in _EVERY if _exists(cell)]
+
+
+def sample(count: int, first: int = 0) -> list[Cell]:
+    """`count` cells, of which neighbours differ in every dimension."""
+    stride = 101  # shares no factor with the number of cells
+    return [ALL[(first + number) * stride % len(ALL)] for number in range(count)]
+
+
+def problems(rank: int, cells: Sequence[Cell]) -> dict[Cell, str]:
+    """What is wrong with each cell on this rank; "" where nothing is."""
+    return {cell: _problem(rank, cell) for cell in cells}
+
+
+def _problem(rank: int, cell: Cell) -> str:
+    torch._dynamo.reset()
+    training = cell.training()
+    # Layers that are split get the same batch on every rank.
+    at = 0 if cell.shared == "tensor parallel" else rank
+    try:
+        eager = train(at, training)
+        resident = train(at, replace(training, options={"policy": "resident"}))
+        if wrong := _apart(resident, eager, ROUNDING.get(cell.way, USUAL_ROUNDING)):
+            return f"resident, of eager: {wrong}"
+        if cell.memory == "resident":
+            return ""
+        peak_bytes = torch.tensor(resident.predicted_peak)
+        dist.all_reduce(peak_bytes, dist.ReduceOp.MAX)
+        budget = int(SHARE * int(peak_bytes))
+        options = {"memory_budget": budget, "policy": "greedy", "host_kernels": "captured"}
+        return _of_placed(train(at, replace(training, options=options)), resident, budget)
+    except CotrainError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def _of_placed(placed: Trained, resident: Trained, budget: int) -> str:
+    if wrong := _apart(placed, resident, 0.0):
+        return f"placed, of resident: {wrong}"
+    if placed.measured_peak > budget:
+        return f"took {placed.measured_peak} of {budget} bytes"
+    return "" if placed.plan["host updates"] else f"nothing is updated on the host: {placed.plan}"
+
+
+def _apart(found: Trained, expected: Trained, most: float) -> str:
+    by = furthest(found, expected)  # no number where one of them is none
+    return "" if by <= most else f"parameters differ by {by:.1e}"
