@@ -27,7 +27,7 @@ OF_CAPTURED_STEPS = {
 }
 
 # "ci" tries the same examples on every machine; `--hypothesis-profile=long` draws many new ones.
-settings.register_profile("ci", derandomize=True, deadline=None)
+settings.register_profile("ci", max_examples=40, derandomize=True, deadline=None)
 settings.register_profile("long", max_examples=2000, deadline=None)
 settings.load_profile("ci")
 

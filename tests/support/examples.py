@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from hypothesis import settings
 
-# What the profile "ci" has, by default.
-IN_EVERY_RUN = 100
+# What the profile "ci" has.
+IN_EVERY_RUN = 40
 
 
 def examples(count: int) -> settings:
-    """`count` examples, and as many times more as the profile has: 20 times in the long one."""
+    """`count` examples, and as many times more as the profile has: 50 times in the long one."""
     return settings(max_examples=count * settings().max_examples // IN_EVERY_RUN)

@@ -134,7 +134,7 @@ def graphs() -> int:
 
 def train(
     make: MakeStep,
-    optimizer: str = "adamw",
+    optimizer: str = "sgd",
     compile_with: Callable[[Step], Step] = lambda step: step,
     after_step: Callable[[Step], None] = lambda step: None,
     enabled: bool = True,
@@ -162,7 +162,7 @@ def assert_close(ours: object, eager: object, rounding: tuple[float, float] = RO
 
 
 def assert_as_eager(
-    make: MakeStep, optimizer: str = "adamw", enabled: bool = True, **options: Any
+    make: MakeStep, optimizer: str = "sgd", enabled: bool = True, **options: Any
 ) -> None:
     eager = train(make, optimizer, enabled=enabled)
     ours = train(make, optimizer, cotrain(**options), check_peak, enabled=enabled)

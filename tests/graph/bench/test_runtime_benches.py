@@ -52,7 +52,10 @@ def test_updates_in_parts_are_compared_with_what_there_is(tmp_path: Path) -> Non
     assert all(r["predicted"].keys() == r["seconds"].keys() for r in result["records"])
 
 
-def test_both_plans_are_predicted_and_measured(tmp_path: Path) -> None:
+def test_both_plans_are_predicted_and_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coarse_against_zero_offload, "LAYERS", 2)
     result = quick(coarse_against_zero_offload.main, tmp_path / "report.json")
     zero, coarse = (result["plans"][plan] for plan in coarse_against_zero_offload.PLANS)
     assert coarse["predicted_s"] <= zero["predicted_s"]
