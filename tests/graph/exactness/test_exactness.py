@@ -46,7 +46,7 @@ def is_short(policy: str, case: str, optimizer: str) -> bool:
     if policy == "fraction:0.5":
         return (case, optimizer) == ("conv", "adamw")
     if policy == "resident":  # what runs is the captured graph itself
-        return (case, optimizer) == ("mlp", "adamw")
+        return False
     if case == "mlp":
         return optimizer in ("adamw", "adagrad", "muon")
     return optimizer == "adamw" and case not in (*SLOW, "gpt2")
@@ -123,8 +123,11 @@ def test_captured_steps_are_those_of_eager_in_float64(case: str, optimizer: str)
 @pytest.mark.parametrize(
     ("case", "optimizer"),
     [
-        *(("mlp", name) for name in ("adamw", "sgd", "adagrad")),
-        *(pytest.param("mlp", name, marks=pytest.mark.long) for name in ("adamw-groups", "adam")),
+        ("mlp", "adamw"),  # and more with settings that change, in `test_hyperparameters`
+        *(
+            pytest.param("mlp", name, marks=pytest.mark.long)
+            for name in ("sgd", "adagrad", "adamw-groups", "adam")
+        ),
         *(pytest.param("llama", name, marks=pytest.mark.long) for name in WITH_FUSED_KERNELS),
     ],
 )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 BUSY_AT_THE_END = """
 import torch
 from cotrain_compile.runtime.lanes import Lane
@@ -20,6 +22,7 @@ lane.submit("update.w", work, ())
 """
 
 
+@pytest.mark.long
 def test_work_in_flight_ends_before_the_process() -> None:
     ended = subprocess.run(
         [sys.executable, "-c", BUSY_AT_THE_END], capture_output=True, text=True, timeout=120

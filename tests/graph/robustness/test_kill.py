@@ -7,38 +7,49 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from bench.reliability.killed_training import EXAMPLE, load_example
 
-# The example with one more line: the third update of the sixth step never returns.
+# The first of the two updates of the sixth step never returns.
 KILLED_RUN = """
-import os, runpy, signal, sys
+import os, signal, sys
+from pathlib import Path
 from cotrain_compile.runtime.emulated import EmulatedDevice
+from tests.graph.robustness.test_kill import small_example
 
 run_region, calls = EmulatedDevice.run_region, []
 
 def run_and_die(*arguments):
     calls.append(run_region(*arguments))
-    if len(calls) == 5 * 6 + 3:
+    if len(calls) == 5 * 2 + 1:
         os.kill(os.getpid(), signal.SIGKILL)
 
 EmulatedDevice.run_region = run_and_die
-sys.argv[0] = sys.argv.pop(1)
-runpy.run_path(sys.argv[0], run_name="__main__")
+small_example().train(Path(sys.argv[1]), 8)
 """
+
+
+def small_example() -> Any:
+    """The example, with a model of one layer."""
+    example: Any = load_example()
+    example.make_model = lambda: nn.Sequential(nn.Linear(16, 4), nn.Dropout(0.1))
+    return example
 
 
 @pytest.fixture(scope="module")
 def example() -> ModuleType:
-    return load_example()
+    found: ModuleType = small_example()
+    return found
 
 
 def test_a_killed_run_goes_on_from_its_last_checkpoint(example: ModuleType, tmp_path: Path) -> None:
     killed, whole = tmp_path / "killed.pt", tmp_path / "whole.pt"
-    command = [sys.executable, "-c", KILLED_RUN, str(EXAMPLE), str(killed), "--steps", "8"]
+    command = [sys.executable, "-c", KILLED_RUN, str(killed)]
     run = subprocess.run(command, cwd=EXAMPLE.parents[2], capture_output=True, text=True)
     assert run.returncode == -signal.SIGKILL, run.stderr
     assert torch.load(killed)["done"] == 4

@@ -180,10 +180,8 @@ BY_HAND: dict[str, tuple[str, ...]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "optimizer",
-    [pytest.param(o, marks=() if o == "nadam" else pytest.mark.long) for o in OPTIMIZERS],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_changes_by_hand_cost_one_compile(optimizer: str) -> None:
     assert_one_more_compile(OPTIMIZERS[optimizer], lambda o: ByHand(o, BY_HAND[optimizer]))
 
