@@ -8,7 +8,8 @@ every rank as soon as the others come to their next exchange, not when a timeout
 
 Private torch API used: `torch._dispatch.python.no_python_dispatcher`, as ranks meet within a trace;
 `ProcessGroup._device_types`, `._get_backend` and `.options._timeout`, as nothing public says after
-what time a group gives up. Tried on torch 2.13.0.
+what time a group gives up; and the options of its collectives, which C++ defines. Tried on torch
+2.13.0.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions
 from torch._dispatch.python import no_python_dispatcher
-from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions
 
 from cotrain_compile.errors import CotrainError, ExchangeFailed, RanksApart
 
@@ -121,7 +122,7 @@ class Meeting:
         """Whether some rank has another key; the largest and the least of all are equal if not."""
         code = int.from_bytes(hashlib.sha256(key.encode()).digest()[:7], "big")
         options = AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MAX
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
         if timeout is not None:
             options.timeout = timeout
         with no_python_dispatcher():
