@@ -155,7 +155,7 @@ def deep_step(layers: int) -> StepGraph:
     def build() -> tuple[Step, tuple[Any, ...]]:
         blocks = [nn.Sequential(nn.Linear(12, 12), nn.GELU()) for _ in range(layers)]
         model = nn.Sequential(*blocks, nn.Linear(12, 4))
-        optimizers = OPTIMIZERS["adamw"](model)
+        optimizers = OPTIMIZERS["sgd"](model)
         return make_step(model, optimizers, CASES["mlp"].loss_of), CASES["mlp"].make_batch()
 
     torch._dynamo.reset()
