@@ -1,10 +1,13 @@
 """What is it worth to make values again? Simulated steps of plans with and without it.
 
-For every step, machine and budget: the plan that makes nothing again, the step with every layer or
-every other one made again (as `torch.utils.checkpoint` around layers does) and the rest placed by
-the integer program; ProTrain's blocks, each swapped, made again or kept, over simple rules for the
-states, the best of a grid; and `auto`, which chooses; with the certified bound of all of them.
-Every plan is checked. Nothing is run: times are simulated, op by op.
+For every step, machine and budget: the plan that makes nothing again; the step with every layer or
+every other one made again, and with one level of values in all layers, and the rest placed by the
+integer program; the same under the user's own checkpoints of layers, traced so, for some steps;
+ProTrain's blocks, each swapped, made again or kept, over simple rules for the states, the best of a
+grid; and `auto`, which chooses; with the certified bound of all of them. Convolutional nets stand
+beside the table of MONeT (Shah et al., ICLR 2021), with the host a link away that nothing is worth
+sending over. Every plan is checked.
+Nothing is run: times are simulated, op by op.
 
     python -m bench.plans.recompute -o bench/results/recompute.json
     python -m bench.plans.recompute -o recompute.json --steps traced --only "GPT-2"
@@ -15,18 +18,21 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 
-from bench.plans.jobs import SHAPES, step_of
+from bench.plans import models
+from bench.plans.jobs import EXAMPLES, SHAPES, step_of, with_batch
 from bench.report import write_report
 from cotrain_compile import presets
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import PlacementError, PlanError
-from cotrain_compile.machine import Tier
+from cotrain_compile.files import load, save
+from cotrain_compile.jobs import load_job
+from cotrain_compile.machine import Link, Tier
 from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.policies import rule
 from cotrain_compile.placement.problem import Problem, formulate
@@ -34,25 +40,51 @@ from cotrain_compile.placement.recompute.regions import regions_of
 from cotrain_compile.placement.recompute.rewrite import recomputable, recomputed_ops
 from cotrain_compile.placement.recompute.rules import every_layer, every_other_layer, interleaved
 from cotrain_compile.placement.schedule.schedule import schedule
+from cotrain_compile.placement.search.attempts import Attempts
 from cotrain_compile.placement.search.solve import SolveSettings, solve
+from cotrain_compile.placement.search.variants import Levels
 from cotrain_compile.plan import Lane, Plan
 from cotrain_compile.sizes import Size
+from cotrain_compile.tracing import trace
 
 HOST_BYTES = 1 << 40
 # Steps by the name of their shape, with the machines and the budgets to plan for.
 CELLS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    ("GPT-2 124M, 32 × 1024", "rtx4090", ("16GiB", "20GiB", "24GiB")),
+    ("GPT-2 124M, 32 × 1024", "rtx4090", ("20GiB", "24GiB")),
     ("Llama 1B, 2 × 2048", "rtx4090", ("9.7GiB", "14GiB", "24GiB")),
     ("Llama 7B, 4 × 2048", "h100", ("30.53GiB",)),
     ("Llama 1B, 2 × 2048", "gh200", ("10.45GiB",)),
+    ("U-Net, 16 × 512²", "rtx4090", ("8GiB",)),
+    ("Experts 0.5B, 8 × 1024", "rtx4090", ("16GiB",)),
+    ("ViT-L, 128 × 224²", "rtx4090", ("16GiB",)),
     ("Llama 1B, 8 × 2048", "rtx4090", ("24GiB",)),
     ("Llama 7B, 4 × 2048", "rtx4090", ("13.68GiB", "24GiB")),
     ("Llama 7B, 4 × 2048", "h100", ("80GiB",)),
-    ("GPT-2 124M, 32 × 1024", "h100", ("20GiB", "40GiB")),
-    ("GPT-2 124M, 32 × 1024", "gh200", ("12GiB", "20GiB")),
-    ("Llama 1B, 2 × 2048", "h100", ("10.45GiB", "17.69GiB")),
-    ("Llama 70B, 1 × 2048", "h100", ("80GiB",)),
+    ("GPT-2 124M, 32 × 1024", "h100", ("20GiB",)),
 )
+# Steps that are planned with a host that nothing can be sent to in time, as in MONeT's tables, in
+# shares of the memory in which everything fits, with the overhead that is published for them.
+ALONE: tuple[tuple[str, tuple[tuple[float, float], ...]], ...] = (
+    ("ResNet-50, 184 × 224²", ((10.01 / 15.06, 0.032), (6.0 / 15.06, 0.093))),
+    ("VGG-16, 176 × 224²", ((5.51 / 14.12, 0.091),)),
+    ("U-Net, 16 × 512²", ((5.01 / 14.32, 0.115),)),
+)
+SLOWEST = 1e6  # bytes a second
+# Steps of `bench.plans.models`.
+OWN = {
+    "U-Net, 16 × 512²": models.unet,
+    "Experts 0.5B, 8 × 1024": models.mixture,
+    "ViT-L, 128 × 224²": models.vit_l,
+    "ResNet-50, 184 × 224²": models.resnet50,
+    "VGG-16, 176 × 224²": models.vgg16,
+}
+# Steps that are traced with the user's own checkpoints, too: of how many layers each.
+USERS = {
+    "GPT-2 124M, 32 × 1024": (1, 2),
+    "Llama 1B, 2 × 2048": (1, 2),
+}
+# Seconds for the integer programs of a plan: each way gets as much.
+LIMIT_S = 5.0
 RULES = {"every layer": every_layer, "every other layer": every_other_layer}
 # Shares of the blocks that are swapped, and made again, and where the states are meanwhile.
 SHARES = (0, 1 / 3, 2 / 3, 1)
@@ -77,6 +109,17 @@ class Cell:
     solve_s: float
 
 
+@dataclass(frozen=True)
+class Against:
+    """What `auto` takes longer in a `share` of the memory in which everything fits, and what is
+    `published`, on another card and with other costs: to be compared in shape. None: no plan."""
+
+    model: str
+    share: float
+    overhead: float | None
+    published: float
+
+
 def planned(problem: Problem, settings: SolveSettings) -> Plan | None:
     """The checked plan, None where nothing fits."""
     try:
@@ -92,14 +135,21 @@ def step_s(plan: Plan | None) -> float | None:
     return None if plan is None else plan.predicted.makespan_s
 
 
-def cell(model: str, problem: Problem, settings: SolveSettings) -> Cell:
-    """All ways to plan `problem`."""
+def cell(
+    model: str, problem: Problem, users: Mapping[str, Dataflow], settings: SolveSettings
+) -> Cell:
+    """All ways to plan `problem`; `users` are the same step under the user's own checkpoints."""
     steps: dict[str, float | None] = {}
-    steps["nothing"] = step_s(planned(problem, replace(settings, recompute=False)))
+    without = replace(settings, recompute=False)
+    steps["nothing"] = step_s(planned(problem, without))
     for name, choose in RULES.items():
         chosen = choose(problem.dataflow, recomputable(problem.dataflow))
         rewritten = replace(problem.recomputing(sorted(chosen.recomputed)), recomputed=())
-        steps[name] = step_s(planned(rewritten, replace(settings, recompute=False)))
+        steps[name] = step_s(planned(rewritten, without))
+    for name, dataflow in users.items():
+        own = formulate(dataflow, problem.machine, problem.budgets)
+        steps[name] = step_s(planned(own, without))
+    steps["one level"] = one_level_s(problem, settings)
     steps["ProTrain's blocks"] = blocks_s(problem)
     began = time.monotonic()
     plan = planned(problem, settings)
@@ -117,6 +167,14 @@ def cell(model: str, problem: Problem, settings: SolveSettings) -> Cell:
         redo_s,
         seconds,
     )
+
+
+def one_level_s(problem: Problem, settings: SolveSettings) -> float | None:
+    """The fastest step with one whole level in all layers, by the relaxation rounded."""
+    levels, tried = Levels(problem), Attempts(problem, settings, lambda stage: None, None)
+    for number in range(1, levels.count + 1):
+        tried.try_level(levels.variant(number))
+    return None if tried.found.fastest is None else tried.found.fastest.step_s
 
 
 def blocks_s(problem: Problem) -> float | None:
@@ -148,32 +206,86 @@ def made_again(dataflow: Dataflow, plan: Plan | None) -> tuple[int, float]:
     return nbytes, sum(span.end_s - span.start_s for span in spans)
 
 
+def traced(name: str, folder: Path | None, every: int = 0) -> Dataflow:
+    """The step called `name`, with `every` so many layers under the user's checkpoints.
+
+    Read from `folder` where it is, else traced and kept there.
+    """
+    shapes = {shape.name: shape for shape in SHAPES}
+    if name in OWN:
+        build, file_name = OWN[name], f"{OWN[name].__name__}.json"
+    elif every:
+        shape = shapes[name]
+        job = with_batch(load_job(f"{EXAMPLES}/{shape.job}"), shape.batch)
+        build, file_name = models.checkpointed(job, every), f"users_{every}_{shape.file_name}"
+    else:
+        return step_of(shapes[name], folder)
+    if folder is not None and (folder / file_name).exists():
+        return load(folder / file_name, Dataflow)
+    dataflow = trace(build)
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        save(dataflow, folder / file_name)
+    return dataflow
+
+
+def cells(only: str, folder: Path | None) -> Iterator[Cell]:
+    """Those whose steps have the words `only` in their names."""
+    settings = SolveSettings(time_limit_s=LIMIT_S)
+    for name, machine, budgets in CELLS:
+        if only not in name:
+            continue
+        step = traced(name, folder)
+        users = {
+            f"user's, every {'layer' if n == 1 else 'other layer'}": traced(name, folder, n)
+            for n in USERS.get(name, ())
+        }
+        for budget in budgets:
+            target = presets.find(machine)
+            nbytes = Size.parse(budget).of(target.device.capacity_bytes)
+            allowed = {Tier.DEVICE: nbytes, Tier.HOST: HOST_BYTES}
+            yield cell(name, formulate(step, target, allowed), users, settings)
+
+
+def alone(only: str, folder: Path | None) -> Iterator[Against]:
+    """Nets beside MONeT's table."""
+    found = presets.find("rtx4090")
+    machine = found.but(h2d=Link(SLOWEST), d2h=Link(SLOWEST))
+    for name, shares in ALONE:
+        if only not in name:
+            continue
+        free = formulate(traced(name, folder), machine, dict.fromkeys(Tier, HOST_BYTES))
+        everything = schedule(free, rule("resident")(free.dataflow)).predicted
+        for share, published in shares:
+            nbytes = int(share * everything.peak_bytes[Tier.DEVICE])
+            plan = planned(
+                free.with_budget(Tier.DEVICE, nbytes), SolveSettings(time_limit_s=LIMIT_S)
+            )
+            overhead = (
+                None if plan is None else plan.predicted.makespan_s / everything.makespan_s - 1
+            )
+            yield Against(name, share, overhead, published)
+
+
 def main() -> None:
-    """Plan every cell and write what came of it."""
+    """Plan every cell and write what came of it, as it comes."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("-o", "--output", type=Path, required=True)
     parser.add_argument("--steps", type=Path, help="a folder to keep traced steps in")
     parser.add_argument("--only", default="", help="words in the names of steps")
     parser.add_argument("--minutes", type=float, default=math.inf, help="when to end at the latest")
     asked = parser.parse_args()
-    shapes = {shape.name: shape for shape in SHAPES}
-    cells: list[Cell] = []
-    began = time.monotonic()
-    for name, machine, budgets in CELLS:
-        if asked.only not in name:
-            continue
-        step = step_of(shapes[name], asked.steps)
-        for budget in budgets:
-            if time.monotonic() - began > 60 * asked.minutes:
-                break
-            target = presets.find(machine)
-            nbytes = Size.parse(budget).of(target.device.capacity_bytes)
-            allowed = {Tier.DEVICE: nbytes, Tier.HOST: HOST_BYTES}
-            found = cell(name, formulate(step, target, allowed), SolveSettings())
-            cells.append(found)
-            print(found, flush=True)
-            result = {"cells": [asdict(each) for each in cells]}
-            write_report(asked.output, "What is it worth to make values again?", result)
+    began, planned_cells, beside = time.monotonic(), list[Cell](), list[Against]()
+    for found in chain(cells(asked.only, asked.steps), alone(asked.only, asked.steps)):
+        (planned_cells if isinstance(found, Cell) else beside).append(found)  # type: ignore[arg-type]
+        print(found, flush=True)
+        result = {
+            "cells": [asdict(each) for each in planned_cells],
+            "alone": [asdict(each) for each in beside],
+        }
+        write_report(asked.output, "What is it worth to make values again?", result)
+        if time.monotonic() - began > 60 * asked.minutes:
+            break
 
 
 if __name__ == "__main__":

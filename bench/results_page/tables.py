@@ -112,7 +112,16 @@ def _beaten_by_rules(records: Sequence[Result]) -> str:
 
 def recompute(result: Result) -> str:
     """Steps with nothing, with layers and with what the plan chooses made again."""
-    tried = ("nothing", "every other layer", "every layer", "ProTrain's blocks", "auto")
+    tried = (
+        "nothing",
+        "every other layer",
+        "every layer",
+        "user's, every other layer",
+        "user's, every layer",
+        "one level",
+        "ProTrain's blocks",
+        "auto",
+    )
     ways = [way for way in tried if any(way in cell["steps_s"] for cell in result["cells"])]
     rows, gains = [], []
     took = [cell["solve_s"] for cell in result["cells"]]
@@ -147,7 +156,23 @@ def recompute(result: Result) -> str:
         f"plans are found in {format_seconds(statistics.median(took))}, the median, to "
         f"{format_seconds(max(took))} on two cores.\n"
     )
-    return markdown(headings, rows) + "\n" + told
+    return markdown(headings, rows) + "\n" + told + _beside_monet(result.get("alone", ()))
+
+
+def _beside_monet(records: Sequence[Mapping[str, Any]]) -> str:
+    """What convolutional nets take longer in less memory, beside what MONeT's table has."""
+    if not records:
+        return ""
+    rows = [
+        (
+            f"{record['model']}, {percent(record['share'])}",
+            "no plan" if record["overhead"] is None else percent(record["overhead"]),
+            percent(record["published"]),
+        )
+        for record in records
+    ]
+    headings = ("step, share of the memory for all", "longer by", "published for MONeT")
+    return "\n" + markdown(headings, rows)
 
 
 def host_update_peers(result: Result) -> str:

@@ -176,8 +176,11 @@ class _Rewriting:
         for op in self.dataflow.ops:
             if op.phase is not Phase.FORWARD:
                 for name in op.reads:
-                    self._make_again(name, maker)
-                op = replace(op, reads=self._mapped(op.reads))
+                    if name in maker:
+                        self._make_again(name, maker)
+                reads = self._mapped(op.reads)
+                if reads != op.reads:
+                    op = replace(op, reads=reads)
             self.ops.append(op)
         copies = [
             replace(self.dataflow.buffer[old], name=new, is_output=False)

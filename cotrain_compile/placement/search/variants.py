@@ -131,6 +131,11 @@ class Levels:
         self._levels = (nothing, *found.uniform)
         self._last: float = len(found.uniform)
 
+    @property
+    def count(self) -> int:
+        """How many levels there are above 0."""
+        return len(self._levels) - 1
+
     def variant(self, number: float) -> Variant:
         """The step at a level above 0, a multiple of the smallest of `PARTS`."""
         less, more = self._levels[math.floor(number)], self._levels[math.ceil(number)]
