@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
 import pytest
 
 from bench.gpu import suite as gpu_suite
+from bench.gpu.model import SIZES
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.search.solve import SolveSettings, solve
 from cotrain_compile.plan import Plan
 
 
 @pytest.fixture
-def output(tmp_path: Path) -> Path:
+def output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the suite writes; its tiny model has a single layer here."""
+    shape = SIZES["tiny"].shape
+    monkeypatch.setitem(SIZES, "tiny", replace(SIZES["tiny"], shape=replace(shape, layers=1)))
     return tmp_path / "suite.json"
 
 
 def run(output: Path, *more: str) -> dict[str, list[dict[str, object]]]:
     own = ("--only", "correctness", "performance")
-    given = ["--device", "cpu", "--size", "tiny", "--quick", "-o", str(output), *own, *more]
+    given = ["--device", "cpu", "--size", "tiny", "--quick", "-o", str(output), *own]
+    given += ["--minutes", "60", *more]
     gpu_suite.main(given)
     result: dict[str, list[dict[str, object]]] = json.loads(output.read_text())["result"]
     return result
