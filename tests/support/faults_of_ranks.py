@@ -24,7 +24,7 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.fsdp import fully_shard
@@ -37,6 +37,7 @@ from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
 from cotrain_compile.backends.lifecycle.rehearsal import Rehearsed
 from cotrain_compile.collectives import is_collective, is_wait
 from cotrain_compile.errors import CotrainError, OutOfDeviceMemory
+from cotrain_compile.extract.extract import extract
 from cotrain_compile.machine import Tier
 from tests.support.ranks import free_port
 
@@ -151,7 +152,7 @@ def _train(fault: Fault, rank: int, port: int, pipe: Connection, folder: str) ->
             _steps(fault, folder)
     except _Raised:
         return
-    except Exception as error:
+    except BaseException as error:  # as torch's of a checkpoint is
         told = str(error), isinstance(error, CotrainError)
         pipe.send((time.monotonic(), type(error).__name__, *told))
     else:
@@ -161,12 +162,12 @@ def _train(fault: Fault, rank: int, port: int, pipe: Connection, folder: str) ->
 def _steps(fault: Fault, folder: str) -> None:
     torch.manual_seed(0)
     net: Any = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
-    wrap: Callable[[Any], Any] = {
+    ways: dict[str, Any] = {
         "ddp": DistributedDataParallel,
         "shard": cotrain_compile.shard,
         "fully_shard": fully_shard,
-    }[fault.model]
-    model = wrap(net)
+    }
+    model = ways[fault.model](net)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 
     def step(x: Tensor, y: Tensor) -> Tensor:
@@ -201,9 +202,10 @@ def _faulty(fault: Fault, rank: int, pipe: Connection) -> Iterator[None]:
 
         return run
 
+    patch: Any
     match fault.place:
         case "before the first plan":
-            patch = mock.patch.object(compiling, "extract", first(compiling.extract))
+            patch = mock.patch.object(compiling, "extract", first(extract))
         case "in a rehearsal":
             patch = mock.patch.object(CompiledStep, "rehearse", first(CompiledStep.rehearse))
         case "in a replan":

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from accelerate.state import AcceleratorState
 from transformers import Trainer
 
-import cotrain_compile
 from cotrain_compile.collectives import is_collective
+from cotrain_compile.compiled import newest
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 PLACED = {"policy": "zero-offload", "quiet": True}
@@ -48,7 +48,7 @@ def train(rank: int, loop: str) -> tuple[list[float], list[float], int]:
         with small:
             run = _accelerate if loop == "accelerate_loop" else _trainer
             eager, compiled = run(module, None), run(module, PLACED)
-    step = cotrain_compile.compiled.newest()
+    step = newest()
     assert step is not None
     return eager, compiled, sum(map(is_collective, step.graph.nodes))
 

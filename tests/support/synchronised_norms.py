@@ -36,7 +36,7 @@ def train(rank: int, shared: str) -> tuple[dict[str, Tensor], dict[str, Tensor],
     The last value is what validations of both differ by.
     """
     alone = _model()
-    convert = nn.SyncBatchNorm.convert_sync_batchnorm
+    convert: Any = nn.SyncBatchNorm.convert_sync_batchnorm
     model: Any
     if shared == "ddp":  # whose constructor takes the layer on cards alone
         model = DistributedDataParallel(_model())

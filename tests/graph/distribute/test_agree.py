@@ -51,16 +51,17 @@ def test_ranks_talk_without_pythons_lock_also_within_a_trace() -> None:
     """A thread of gloo waits for that lock, to free tensors, and ends no exchange till then."""
     by_python = []
 
-    def note() -> None:
+    def note(*_: Any) -> mock.Mock:
         key = torch._C.DispatchKey.PythonDispatcher
         by_python.append(torch._C._dispatch_tls_is_dispatch_key_included(key))
+        return mock.Mock()
 
     def gather(found: list[Any], value: Any, group: Any) -> None:
         note()
         found[0] = value
 
     group = mock.Mock()
-    group.allreduce.side_effect = lambda *_: note() or mock.Mock()
+    group.allreduce.side_effect = note
     with (
         mock.patch.object(dist, "all_gather_object", gather),
         mock.patch.object(dist, "get_world_size", return_value=1),
