@@ -39,9 +39,9 @@ class Attention(nn.Module):
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
+        self.norm = nn.LayerNorm(WIDTH, bias=False)
         self.attention = Attention()
-        self.mlp = nn.Linear(WIDTH, WIDTH)
+        self.mlp = nn.Linear(WIDTH, WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm(x))
@@ -210,7 +210,8 @@ def job(optimizer: str, precision: str, *, micro_batches: int = 1) -> Job:
 def every_optimizer_job() -> Job:
     """One small layer for each optimizer, all in one step."""
     with torch.device(CARD):
-        layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in OPTIMIZERS)
+        # Muon leaves all but matrices to another optimizer, which needs one parameter.
+        layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=n == "Muon") for n in OPTIMIZERS)
     makers = zip(layers, OPTIMIZERS.values(), strict=True)
     made = [one for layer, make in makers for one in make(list(layer.parameters()))]
 
