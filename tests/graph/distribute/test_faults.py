@@ -16,8 +16,8 @@ from tests.support.faults_of_ranks import Fault, inject
 SPARE_S = 20.0
 # A rank that is gone is seen at its neighbours' connections; one that hangs only by the timeout.
 FEW = [
-    Fault("exit", "before an exchange", "ddp", ranks=3, number=1),
-    Fault("hang", "after an exchange began", "shard", number=1),
+    Fault("exit", "before an exchange", "ddp", ranks=3, number=1, timeout_s=30),
+    Fault("hang", "after an exchange began", "shard", number=1, timeout_s=8),
 ]
 LINE = r"/faults_of_ranks\.py:\d+ in step: `.*`"
 
