@@ -235,7 +235,7 @@ def checkpointed(build: Callable[[], Job], every: int) -> Callable[[], Job]:
 
     def build_again() -> Job:
         step, arguments = build()
-        cells = step.__closure__ or ()
+        cells: tuple[Any, ...] = getattr(step, "__closure__", None) or ()
         (model,) = (c.cell_contents for c in cells if isinstance(c.cell_contents, nn.Module))
         lists = (m for m in model.modules() if isinstance(m, nn.ModuleList))
         for layer in list(max(lists, key=len))[::every]:

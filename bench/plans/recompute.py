@@ -276,8 +276,15 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=math.inf, help="when to end at the latest")
     asked = parser.parse_args()
     began, planned_cells, beside = time.monotonic(), list[Cell](), list[Against]()
-    for found in chain(cells(asked.only, asked.steps), alone(asked.only, asked.steps)):
-        (planned_cells if isinstance(found, Cell) else beside).append(found)  # type: ignore[arg-type]
+    ways: tuple[Iterator[Cell | Against], ...] = (
+        cells(asked.only, asked.steps),
+        alone(asked.only, asked.steps),
+    )
+    for found in chain.from_iterable(ways):
+        if isinstance(found, Cell):
+            planned_cells.append(found)
+        else:
+            beside.append(found)
         print(found, flush=True)
         result = {
             "cells": [asdict(each) for each in planned_cells],
