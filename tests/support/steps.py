@@ -66,9 +66,9 @@ class TinyCharLm(nn.Module):
 
 
 def make_mlp() -> nn.Module:
-    """With four parameters, as each costs an update in every trace."""
-    norm = nn.LayerNorm(24, elementwise_affine=False)
-    return nn.Sequential(nn.Linear(12, 24), norm, nn.GELU(), nn.Dropout(0.1), nn.Linear(24, 4))
+    return nn.Sequential(
+        nn.Linear(12, 24), nn.LayerNorm(24), nn.GELU(), nn.Dropout(0.1), nn.Linear(24, 4)
+    )
 
 
 def make_frozen_mlp() -> nn.Module:
