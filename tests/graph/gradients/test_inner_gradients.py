@@ -111,8 +111,9 @@ def make_made_again(model: nn.Module, optimizer: Optimizer) -> Step:
 
     def step(x: Tensor, y: Tensor) -> Tensor:
         optimizer.zero_grad()
-        out = model(x)
-        loss = F.cross_entropy(MadeAgain.apply(out, next(model.parameters()).mean()), y)
+        scale = next(model.parameters()).mean()
+        out: Tensor = MadeAgain.apply(model(x), scale)  # type: ignore[no-untyped-call]
+        loss = F.cross_entropy(out, y)
         loss.backward()
         optimizer.step()
         return loss
