@@ -48,6 +48,11 @@ def ranks_in(node: fx.Node) -> int:
     return int(group.size())
 
 
+def all_ranks() -> int:
+    """How many processes train together."""
+    return torch.distributed.get_world_size()
+
+
 def kind_of(node: fx.Node) -> str:
     """What a collective is called, such as `all_reduce`."""
     return _name(node)

@@ -179,7 +179,8 @@ class Dataflow:
     `symbols` gives each dynamic dimension the value that the integers in `ops` and `buffers` were
     computed for; `expressions` holds the sizes that change with them. `fingerprint` identifies the
     step graph: a plan made for one fingerprint is refused for another. `notes` say in words what of
-    the step costs more than it has to, `checkpoints` what the user's checkpoints are about.
+    the step costs more than it has to, `checkpoints` what the user's checkpoints are about. It is
+    the step of one of so many `ranks` that train together.
     """
 
     fingerprint: str
@@ -190,11 +191,13 @@ class Dataflow:
     expressions: SizeExpressions = field(default_factory=SizeExpressions)
     notes: tuple[str, ...] = ()
     checkpoints: Checkpoints = field(default_factory=Checkpoints)
+    ranks: int = 1
 
     def __post_init__(self) -> None:
         names = [buffer.name for buffer in self.buffers]
         ops = {op.name for op in self.ops}
         self._require_exchanges_awaited_later()
+        _require(self.ranks >= 1, f"the step is of {self.ranks} ranks")
         _require(len(set(names)) == len(names), "two buffers share a name")
         _require(len(ops) == len(self.ops), "two ops share a name")
         known = set(names)

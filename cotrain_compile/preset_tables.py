@@ -41,6 +41,26 @@ class Host(NamedTuple):
     source: str
 
 
+class Server(NamedTuple):
+    """Several cards of one computer, which share its host.
+
+    GB and GB/s of the whole host; GB/s that each card has to it, up and down, while all are busy;
+    GB/s that a card sends to the others in a ring (bus bandwidth, as nccl-tests call it).
+    """
+
+    name: str
+    card: str
+    cards: int
+    gb: int
+    memory: float
+    tflops: float
+    up: float
+    down: float
+    adam: float
+    ring: float
+    source: str
+
+
 _HOPPER = (
     "0.43 of the dense data sheet figures, as design assumption for an H200: 989 TFLOP/s bf16 and "
     "fp16, 1979 fp8, half of those with sparsity; 67 fp32 x 0.7 (no TF32)."
@@ -130,5 +150,31 @@ CARDS = (
     Card("gb200", "half-grace",           173, 7_200, 1075, 1075, 2150, 56,
          "GB200 NVL72 data sheet, one GPU: 186 GB = 173 GiB, 8 TB/s x 0.9. "
          f"{_BLACKWELL} 2500 TFLOP/s bf16 and fp16, 5000 fp8; 80 fp32 x 0.7."),
+)
+
+_DGX_H100 = (
+    "two sockets with 16 channels DDR5-4800 = 614 GB/s x 0.75, 2 TB; PCIe 5 x16 for each card. "
+    "Host update: 614 GB/s x 0.43. Ring of NVLink 4: 450 GB/s each way, of which NCCL reaches 365 "
+    "to 370 (NVIDIA/nccl issue 1455)."
+)
+
+#          name, card               cards    GB  GB/s Tflop up down  adam ring
+SERVERS = (
+    Server("8xrtx4090", "rtx4090",      8,  512, 307, 3.0,  22,  22, 6.3,  20,
+           "Two EPYC with 16 channels DDR4-3200 = 409.6 GB/s x 0.75, 512 GB, PCIe 4 x16 for each "
+           "card. Host update: 409.6 GB/s x 0.43, as CPU-Adam on v100-dgx2. Ring through the "
+           "host's memory, without peer access: 20 GB/s assumed, for eight RTX 5090 reach 28 "
+           "(NVIDIA/nccl issue 1639). That exchanges take the cards' PCIe links is not counted."),
+    Server("8xa100", "a100-80",         8, 2000, 307, 3.0,  12,  12, 6.3, 240,
+           "DGX A100 2 TB: two sockets with 16 channels DDR4-3200 = 409.6 GB/s x 0.75; two cards "
+           "share a PCIe 4 x16 of 24 GB/s (assumed). Host update: 409.6 GB/s x 0.43. Ring of "
+           "NVLink 3: 300 GB/s each way x 0.8, the part that NCCL reaches on H100 (assumed)."),
+    Server("8xh100", "h100",            8, 2000, 460, 4.0,  48,  48, 9.4, 370,
+           f"DGX H100: {_DGX_H100}"),
+    Server("8xh200", "h200",            8, 2000, 460, 4.0,  48,  48, 9.4, 370,
+           f"DGX H200: {_DGX_H100}"),
+    Server("2xgh200", "gh200",          2,  960, 972, 6.0, 375, 297, 15.6, 370,
+           "GH200 NVL2: each card has a Grace of its own: memory, NVLink-C2C and host update as of "
+           "gh200. Ring of NVLink 4 between the two as on H100 (assumed)."),
 )
 # fmt: on

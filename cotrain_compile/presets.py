@@ -1,7 +1,8 @@
 """Presets: machines that a step can be planned for without owning one. Names in, `Machine` out.
 
 The figures and their sources are rows of `preset_tables`. A name may be followed by what is
-otherwise: "rtx4090 host-memory=192GiB".
+otherwise: "rtx4090 host-memory=192GiB". A server of several cards ("8xh100") is what one of its
+ranks has of it: its card, an equal share of the host, and a network to the others.
 
 An AdamW update with float32 gradient, parameter and two moments reads 4 x 4 bytes and writes
 3 x 4: 28 bytes per parameter. A bfloat16 gradient with a float32 master and a bfloat16 copy moves
@@ -18,7 +19,7 @@ from pathlib import Path
 
 from cotrain_compile.errors import OptionError
 from cotrain_compile.machine import HostUpdate, Link, Machine, Network, TierSpec, two_tier
-from cotrain_compile.preset_tables import CARDS, HOSTS, Card, Host
+from cotrain_compile.preset_tables import CARDS, HOSTS, SERVERS, Card, Host, Server
 from cotrain_compile.sizes import Size
 
 ADAMW_BYTES_PER_PARAMETER = 28
@@ -68,7 +69,33 @@ def _rates(card: Card) -> dict[str, float]:
 
 
 _HOSTS = {host.name: host for host in HOSTS}
-PRESETS: Mapping[str, Machine] = {card.name: _machine(card, _HOSTS[card.host]) for card in CARDS}
+_CARDS = {card.name: card for card in CARDS}
+
+
+def _of_a_rank(server: Server) -> Machine:
+    """What one rank of a server has while all of its cards are busy."""
+    n = server.cards
+    share = Host(
+        "",
+        server.gb // n,
+        server.memory / n,
+        server.tflops / n,
+        server.up,
+        server.down,
+        server.adam / n,
+        f"One of {n} ranks, with an equal share of the host. {server.source}",
+    )
+    machine = _machine(_CARDS[server.card], share)
+    network = Network(server.ring * _GB, _ROUND_S)
+    return replace(machine.but(network=network), name=server.name)
+
+
+PRESETS: Mapping[str, Machine] = {
+    **{card.name: _machine(card, _HOSTS[card.host]) for card in CARDS},
+    **{server.name: _of_a_rank(server) for server in SERVERS},
+}
+# How many ranks a server has cards for.
+RANKS: Mapping[str, int] = {server.name: server.cards for server in SERVERS}
 
 
 def find(name_or_path: str) -> Machine:
@@ -93,6 +120,25 @@ def find(name_or_path: str) -> Machine:
         f"no machine named {name_or_path!r} and no such file; known are "
         f"{', '.join([*PRESETS, THIS_MACHINE])}, or a file written by `cotrain-compile calibrate`"
     )
+
+
+def refuse_other_ranks(of_step: int, asked: int | None, machine: str) -> None:
+    """Raise `OptionError` where a step of `of_step` ranks is not what is `asked` to be planned.
+
+    Nor may a server, whose name or that with changes is `machine`, have fewer cards.
+    """
+    if asked is not None and asked != of_step:
+        was = "a step of one process" if of_step == 1 else f"the step of {of_step} ranks"
+        raise OptionError(
+            f"--ranks {asked}: the file has {was}; what ranks exchange is in the step, so trace it "
+            f"again with `cotrain-compile trace --ranks {asked}`"
+        )
+    cards = RANKS.get(machine.split()[0], of_step)
+    if of_step > cards:
+        raise OptionError(
+            f"the step is one of {of_step} ranks and {machine} has {cards} cards; give the "
+            "network between several such servers, as 'h100 network=50GB'"
+        )
 
 
 def _of_one_device(path: str, machine: Machine) -> Machine:

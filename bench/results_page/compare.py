@@ -76,6 +76,7 @@ SECTIONS = (
     ),
     Section("Large parameters in pieces", "pieces", tables.pieces),
     Section("Overlapping steps", "overlap", tables.overlap),
+    Section("Small exchanges in buckets", "buckets", own_table("runtime.buckets")),
     Section(
         "Against torch.compile", "against_torch_compile*", compiler_tables.against_torch_compile
     ),

@@ -22,7 +22,7 @@ LinkRate = Annotated[
 ]
 
 _DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float32")
-_ROW = "{:13}{:>10}{:>7}{:>7}{:>7}{:>7}{:>7}{:>11}{:>7}{:>6}{:>6}{:>8}"
+_ROW = "{:13}{:>10}{:>7}{:>7}{:>7}{:>7}{:>7}{:>11}{:>7}{:>6}{:>6}{:>8}{:>6}"
 
 
 def machines(
@@ -50,12 +50,14 @@ def changed(name: str, device_memory: str | None, host_memory: str | None, link:
 
 
 def machine_lines() -> Iterator[str]:
-    """Memory, GB/s of it, Tflop/s by dtype; host memory and its GB/s; the link; host updates."""
-    yield _ROW.format("", "device", "", "", "Tflop", "/s", "", "host", "", "link", "", "update")
+    """Memory, GB/s of it, Tflop/s by dtype; of the host the first two; link, updates, network."""
+    above = ("device", "", "", "Tflop", "/s", "", "host", "", "link", "", "update", "ring")
+    yield _ROW.format("", *above)
     heads = ("memory", "GB/s", "bf16", "fp16", "fp8", "fp32", "memory", "GB/s", "up", "down")
-    yield _ROW.format("name", *heads, "GB/s")
+    yield _ROW.format("name", *heads, "GB/s", "GB/s")
     for name in (*presets.PRESETS, presets.THIS_MACHINE):
         yield _ROW.format(name, *_cells(presets.find(name)))
+    yield "of a server (8xh100) what each of its ranks has: an equal share of the host"
     yield "rates as achieved; `cotrain-compile machines NAME` says where they come from"
 
 
@@ -71,3 +73,4 @@ def _cells(machine: Machine) -> Iterator[str]:
     for link in (machine.h2d, machine.d2h):
         yield f"{link.bytes_per_s / 1e9:.0f}"
     yield f"{machine.host_update.bytes_per_s / 1e9:.0f}"
+    yield "-" if machine.network is None else f"{machine.network.bytes_per_s / 1e9:.0f}"

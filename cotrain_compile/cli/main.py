@@ -185,6 +185,9 @@ def solve(
     device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
     link: LinkRate = None,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Of the step, which was traced for so many.")
+    ] = None,
     policy: Annotated[str, typer.Option(help="See docs/options.md.")] = "auto",
     solver: Annotated[str, typer.Option(help="'highs' or 'cbc'.")] = "highs",
     time_limit: Annotated[float, typer.Option(help="Seconds for each plan.")] = 10.0,
@@ -228,6 +231,7 @@ def solve(
     with _stages() as say:
         say(f"reading {file}")
         dataflow = files.load(file, Dataflow)
+        presets.refuse_other_ranks(dataflow.ranks, ranks, machine)
         answers = _answers(dataflow, target, asked, paths, say)
     rules = (*RULES, "fraction:auto") if policy == "auto" else ()
     _print_answers(answers, budgets, dataflow, rules)

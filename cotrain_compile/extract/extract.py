@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from cotrain_compile.capture.nodes.storages import storage_key
 from cotrain_compile.collectives import (
+    all_ranks,
     copies_its_input,
     group_name_of,
     is_collective,
@@ -69,6 +70,7 @@ def extract(step: StepGraph) -> Dataflow:
         expressions=reader.expressions(),
         notes=masked_attention(step),
         checkpoints=_checkpoints(step.checkpoints, reader),
+        ranks=all_ranks() if any(op.collective for op in reader.ops) else 1,
     )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -167,9 +168,12 @@ def compare(rank: int, case: Case) -> dict[str, Any]:
 
 
 def _exchanges(compiled: Any) -> dict[str, int]:
-    """How often a step issues each kind of collective."""
-    found = [node.target._opname for node in compiled.graph.nodes if is_collective(node)]
-    return {name: found.count(name) for name in sorted(set(found))}
+    """The bytes that a step exchanges by each kind of collective."""
+    found: Counter[str] = Counter()
+    for node in compiled.graph.nodes:
+        if is_collective(node):
+            found[node.target._opname] += node.meta["val"].nbytes
+    return dict(found)
 
 
 def _assert_close(found: Ran, expected: Ran, case: Case) -> None:

@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import PlacementError
-from cotrain_compile.machine import HostUpdate, Link, Machine, Tier, TierSpec, two_tier
+from cotrain_compile.machine import HostUpdate, Link, Machine, Network, Tier, TierSpec, two_tier
 from cotrain_compile.placement.policies import resident
 from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.schedule.schedule import draft, schedule
 from cotrain_compile.placement.search.solve import SolveSettings, solve
 from tests.support.dataflows import chain, mixed_precision_step
+from tests.support.exchanging import exchanging
 from tests.support.nets import KIB, STEPS
 
 PLENTY = 1 << 40
@@ -62,6 +63,10 @@ def training_steps(draw: st.DrawFn, most: int = 3) -> Dataflow:
 def problems(draw: st.DrawFn, most: int = 3) -> Problem:
     """A problem whose budget is somewhere between the least feasible one and all that is used."""
     dataflow, machine = draw(training_steps(most)), draw(machines())
+    if draw(st.integers(0, 3)) == 0:  # of ranks that exchange their gradients
+        dataflow = exchanging(dataflow, most_under_way=draw(st.integers(0, 4)))
+        rate = draw(st.sampled_from([0.3, 1, 5, 21])) * GB_PER_S
+        machine = machine.but(network=Network(rate, draw(st.sampled_from([0.0, 1e-5]))))
     free = formulate(dataflow, machine, {Tier.DEVICE: PLENTY, Tier.HOST: PLENTY})
     least, everything = least_bytes(free), resident_bytes(free)
     return with_budget(free, least + int(draw(st.floats(0, 1)) * max(0, everything - least)))

@@ -1,7 +1,7 @@
-"""Means over ranks, and waits for what ranks exchange: where they belong in a step.
+"""Means over ranks: where they belong in a step.
 
 In: the ATen graph. Out: the same graph, where a gradient that is added up over micro-batches is
-reduced once, and where the device goes on while an exchange is under way.
+reduced once.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import fx
 
 from cotrain_compile.capture.nodes.phases import PHASE_ANNOTATION
 from cotrain_compile.capture.nodes.storages import read_instead
-from cotrain_compile.collectives import copies_its_input, group_name_of, is_collective, is_wait
+from cotrain_compile.collectives import group_name_of, is_wait
 
 aten = torch.ops.aten
 _ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
@@ -43,29 +43,6 @@ def take_means_once(graph: fx.Graph) -> None:
         if all(found is not None and _group(found) == _group(wait) for found in again):
             read_instead(added, wait, source)
     graph.eliminate_dead_code(lambda node: node.op != "call_function" or _has_effect(node))
-
-
-# So many exchanges are under way at most: what they make and nobody reads yet takes memory, and an
-# update on the host, or on the way there, begins behind the wait.
-MOST_UNDER_WAY = 4
-
-
-def wait_late(graph: fx.Graph) -> None:
-    """Put the wait for each exchange before the first use of what it brings.
-
-    Or before a later exchange begins, so that at most `MOST_UNDER_WAY` are waited for at a time.
-    The trace waits at once, and where an exchange reads what it is given until it ends, as a gather
-    or scatter, that stays so. The order in which exchanges begin stays as it is.
-    """
-    order = {node: place for place, node in enumerate(graph.nodes)}
-    begun = [node for node in order if is_collective(node)]
-    last = dict(zip(begun, begun[MOST_UNDER_WAY:], strict=False))
-    for wait in [node for node in order if is_wait(node)]:
-        exchange = wait.args[0]
-        assert isinstance(exchange, fx.Node)
-        if wait.users and is_collective(exchange) and copies_its_input(exchange):
-            places = [*wait.users, *((last[exchange],) if exchange in last else ())]
-            min(places, key=order.__getitem__).prepend(wait)
 
 
 def _source_of_mean(wait: fx.Node) -> fx.Node | None:

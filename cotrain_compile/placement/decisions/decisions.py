@@ -13,6 +13,7 @@ from typing import Generic, TypeVar
 
 from cotrain_compile.placement.decisions.clusters import ActivationCluster, ParamCluster
 from cotrain_compile.placement.decisions.effects import Effect
+from cotrain_compile.placement.decisions.network import NO_NETWORK, NetworkWork
 from cotrain_compile.placement.decisions.strategies import (
     ACTIVATION_STRATEGIES,
     Placed,
@@ -75,6 +76,7 @@ class DecisionSpace:
     and no parameter, state or gradient of `params` is counted. `levels` are those of regions, in
     whose decisions nothing is made again in option 0; there are none where the step makes some
     again already.
+    What the `network` has to do is the same whatever is decided.
     """
 
     problem: Problem
@@ -83,6 +85,7 @@ class DecisionSpace:
     params: tuple[Decision[ParamCluster, Strategy], ...]
     activations: tuple[Decision[ActivationCluster, Stays], ...]
     levels: tuple[Decision[RegionLevels, int], ...] = ()
+    network: NetworkWork = NO_NETWORK
 
     @property
     def epilogue(self) -> int:

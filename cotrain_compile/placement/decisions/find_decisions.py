@@ -17,6 +17,7 @@ from cotrain_compile.placement.decisions.decisions import (
 from cotrain_compile.placement.decisions.find_again import least_again
 from cotrain_compile.placement.decisions.find_clusters import activation_clusters, param_clusters
 from cotrain_compile.placement.decisions.level_decisions import first_levels, level_decisions
+from cotrain_compile.placement.decisions.network import network_work
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.recompute.levels import RegionLevels
 from cotrain_compile.placement.residency import IntervalSum
@@ -62,6 +63,7 @@ def decision_space(
         param_decisions(param_clusters(step, pieces)),
         activation_decisions(activations),
         level_decisions(step, regions) if regions else (),
+        network_work(step),
     )
 
 

@@ -33,10 +33,10 @@ def certified_bound_s(
 
     With `recompute` it holds for plans that make forward values again, each at most once.
     Where time runs out, or there is no solver, the solver's bound so far, and at the least what
-    the device alone has to compute.
+    the device alone has to compute, with the exchanges that it waits for.
     """
     space = decision_space(problem, at_peaks=True, everything=True, recompute=recompute)
-    only_there_s = _only_on_device_s(space)
+    only_there_s = max(_only_on_device_s(space), space.network.chain_s)
     try:
         relaxed = Program(
             space,

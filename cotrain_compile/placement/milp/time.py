@@ -1,4 +1,4 @@
-"""The program's time: how long each bucket takes for device, links and host, and the step's end.
+"""The program's time: how long each bucket takes for device, links, host and network, and the end.
 
 In: a `Model` with its `Flows`. Out: constraints on the buckets' lengths, in milliseconds.
 """
@@ -17,6 +17,7 @@ def add_times(model: Model, flows: Flows) -> None:
     """Add to `model` that no bucket is shorter than what happens in it."""
     _add_device(model, flows)
     _add_links_and_host(model, flows)
+    _add_network(model)
     _add_end_of_step(model, flows)
 
 
@@ -83,6 +84,22 @@ def _add_links_and_host(model: Model, flows: Flows) -> None:
             model.add(host + disturbed * up <= length)
         else:  # as if a copy were running all the time
             model.add(host <= (1.0 - disturbed) * length)
+
+
+def _add_network(model: Model) -> None:
+    """Exchanges take turns on the network, each between where it begins and where it is awaited.
+
+    Whatever is decided, a bucket takes its own ops and the exchanges that they wait for.
+    """
+    work = model.space.network
+    if not work.exchanges:
+        return
+    sent = Total("network", model)
+    for k, (length, least) in enumerate(zip(model.length, work.least_s, strict=True)):
+        model.add(sent.by(k) <= 1e3 * sum(e.seconds for e in work.exchanges if e.begun <= k))
+        model.add(sent.by(k) >= 1e3 * sum(e.seconds for e in work.exchanges if e.awaited <= k))
+        model.add(sent.within(k) <= length)
+        model.add(length >= 1e3 * least)
 
 
 def _add_end_of_step(model: Model, flows: Flows) -> None:

@@ -20,6 +20,7 @@ from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.schedule.clock import Clock
 from cotrain_compile.placement.schedule.d2h_lane import OffloadLane
 from cotrain_compile.placement.schedule.deadlines import Pending, with_deadlines
+from cotrain_compile.placement.schedule.exchanges import elapsed_with_stalls
 from cotrain_compile.placement.schedule.host_lane import HostLane
 from cotrain_compile.placement.schedule.memory_ledger import MemoryLedger
 from cotrain_compile.placement.schedule.moves import Fetch, Moves
@@ -56,7 +57,8 @@ class ListScheduler:
         unlimited = tactics.lookahead == math.inf
         self.lookahead_s = math.inf if unlimited else tactics.lookahead * moves.elapsed_s[-1]
         self.candidates = 1 if tactics.patient else CANDIDATES
-        self.clock = Clock(problem.machine, moves.elapsed_s)
+        self.elapsed_s = elapsed_with_stalls(problem, self.program.ops, moves.elapsed_s)
+        self.clock = Clock(problem.machine, self.elapsed_s)
         self.room = MemoryLedger(problem.budgets[Tier.DEVICE], moves.slot_bytes, moves.gap_bytes)
         self.tasks = TaskList()
         self.offloads = OffloadLane(problem.machine, moves, self.clock, self.room, self.tasks)
@@ -74,7 +76,7 @@ class ListScheduler:
         """Tasks in order of issue, and moved ops."""
         self.host.cast()
         for slot, op in enumerate(self.program.ops):
-            op_s = self.moves.elapsed_s[slot + 1] - self.moves.elapsed_s[slot]
+            op_s = self.elapsed_s[slot + 1] - self.elapsed_s[slot]
             self.clock.gap = slot
             self._open_gap()
             self._run_ready_updates()

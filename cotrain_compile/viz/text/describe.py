@@ -77,6 +77,11 @@ def describe_step(dataflow: Dataflow) -> str:
         lines.append(
             f"peak         {format_bytes(alive.peak_bytes)} if all is on the device, {where}"
         )
+    if dataflow.ranks > 1:
+        wire = sum(op.collective.wire_bytes for op in dataflow.ops if op.collective)
+        count = sum(op.collective is not None for op in dataflow.ops)
+        sent = f"{count} exchanges, in which each sends {format_bytes(int(wire))}"
+        lines.append(f"ranks        one of {dataflow.ranks}: {sent}")
     captured = sum(not group.has_loop for group in dataflow.updates)
     told = f", {captured} of them without a fused loop" if captured else ""
     updates = len(dataflow.updates)

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from tests.support.ddp_cases import Case, compare
+from tests.support.ddp_cases import Case, Net, compare
 from tests.support.ranks import Ranks
 
 # Both optimizers, with buffers, clipping, accumulation, an overflow of one rank alone, values made
@@ -20,8 +20,8 @@ ALL = [
         ("resident", "budget", "again"),
     )
 ]
-PARAMETERS = 9
-BUFFERS = 3
+PARAMETERS = 4 * sum(param.numel() for param in Net(again=False).parameters())
+BUFFERS = 2 * 4 * 32 + 8
 
 
 def check(two_ranks: Ranks, cases: list[Case]) -> None:

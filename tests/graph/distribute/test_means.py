@@ -14,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import cotrain_compile
 from cotrain_compile.backends.inductor.lower import segments_of
-from cotrain_compile.capture.aten.means_over_ranks import MOST_UNDER_WAY
+from cotrain_compile.capture.aten import bucket_exchanges
+from cotrain_compile.capture.aten.exchange_times import MOST_UNDER_WAY
 from cotrain_compile.collectives import is_collective, is_wait
 from cotrain_compile.dataflow import Collective, Role
 from cotrain_compile.errors import CaptureError
@@ -84,6 +85,12 @@ def compiled(ways: Ways, model: nn.Module, *, options: Any = None, **of_ddp: Any
 
 def collectives(step: Any) -> list[fx.Node]:
     return [node for node in cotrain_compile.inspect(step).graph.nodes if is_collective(node)]
+
+
+@pytest.fixture(autouse=True)
+def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No buckets: they are the story of `test_buckets.py`."""
+    monkeypatch.setattr(bucket_exchanges, "SMALL_BYTES", 0)
 
 
 @pytest.mark.parametrize(

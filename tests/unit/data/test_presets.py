@@ -18,6 +18,7 @@ from cotrain_compile.presets import (
     cgroup_cores,
     cgroup_memory_limit_bytes,
     find,
+    refuse_other_ranks,
     this_machine,
     usable_cores,
     usable_memory_bytes,
@@ -29,6 +30,7 @@ DATA = Path(__file__).parents[2] / "data" / "zero_offload_tables.json"
 NAMES = {
     *("v100-dgx2", "rtx3090", "rtx4080", "rtx4090", "rtx5090", "a6000", "l40s"),
     *("a100-40", "a100-80", "h100-pcie", "h100", "h200", "gh200", "b200", "gb200"),
+    *("8xrtx4090", "8xa100", "8xh100", "8xh200", "2xgh200"),
 }
 
 
@@ -58,6 +60,32 @@ def test_a_preset_has_the_order_of_a_real_machine(machine: Machine) -> None:
     assert machine.h2d.bytes_per_s < machine.host.bytes_per_s
     assert machine.host.capacity_bytes > machine.device.capacity_bytes
     assert machine.device.flops_per_s_of("float16") > machine.device.flops_per_s_of("float32")
+
+
+def test_a_rank_has_a_card_of_its_own_and_its_share_of_the_host() -> None:
+    rank, alone = PRESETS["8xh100"], PRESETS["h100"]
+    assert rank.device == alone.device
+    assert 8 * rank.host.capacity_bytes == 2000 * 10**9
+    assert 8 * rank.host.bytes_per_s == pytest.approx(460e9)
+    assert rank.host_update.bytes_per_s < alone.host_update.bytes_per_s
+    assert rank.network is not None
+    assert alone.network is None
+
+
+@pytest.mark.parametrize(
+    ("of_step", "asked", "machine", "message"),
+    [
+        (1, 8, "8xh100", "a step of one process; .*trace it again with .*--ranks 8"),
+        (2, 8, "8xh100", "the step of 2 ranks"),
+        (16, None, "8xh100 link=20GB", "one of 16 ranks and 8xh100 link=20GB has 8 cards"),
+    ],
+)
+def test_a_step_of_other_ranks_is_refused(
+    of_step: int, asked: int | None, machine: str, message: str
+) -> None:
+    with pytest.raises(OptionError, match=message):
+        refuse_other_ranks(of_step, asked, machine)
+    refuse_other_ranks(8, 8, machine)
 
 
 def test_the_v100_updates_at_the_rate_that_zero_offload_measured() -> None:

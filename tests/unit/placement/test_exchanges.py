@@ -11,10 +11,15 @@ from cotrain_compile.dataflow import Buffer, Collective, Dataflow, Op, Phase, Ro
 from cotrain_compile.errors import PlacementError, PlanError
 from cotrain_compile.machine import Network, Tier
 from cotrain_compile.placement.check.check import check
+from cotrain_compile.placement.decisions.find_decisions import decision_space
+from cotrain_compile.placement.milp.program import Program
+from cotrain_compile.placement.milp.solvers import solve_program
 from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.search.solve import SolveSettings, solve
 from cotrain_compile.plan import Lane, Transfer
 from cotrain_compile.presets import find
+from tests.support.dataflows import chain
+from tests.support.exchanging import exchanging
 
 RANKS, NBYTES = 4, 400_000_000
 CARD = find("rtx4090")
@@ -71,6 +76,27 @@ def test_an_exchange_runs_beside_the_device_until_it_is_awaited(
     assert plan.predicted.busy_s(Lane.NETWORK) == pytest.approx(2 * 0.66)
     assert not asked.unknown_ops
     assert plan.report is None or plan.report.lower_bound_s <= plan.predicted.makespan_s
+
+
+@pytest.mark.parametrize("beside_s", [0.1, 1.0])
+def test_the_bound_knows_what_waits_for_the_network(beside_s: float) -> None:
+    asked = problem(beside_s, Network(1e9, 0.01))
+    report = solve(asked, SolveSettings(time_limit_s=1.0)).report
+    assert report is not None
+    assert report.lower_bound_s == pytest.approx(min(report.simulated_s.values()), rel=2e-3)
+
+
+def test_a_bucket_of_the_step_takes_the_exchanges_that_it_waits_for() -> None:
+    """Work of the host is no reason to wait less: the network is a lane of its own."""
+    step = exchanging(chain(4, width=512, batch=512), most_under_way=0)
+    free = formulate(step, CARD.but(network=Network(1e9, 0.0)), dict.fromkeys(Tier, 1 << 34))
+    network_s = sum(free.costs.network_s.values())
+    space = decision_space(free, 8, at_peaks=True)
+    device_s = sum(space.seconds)
+    assert space.network.chain_s == pytest.approx(network_s + device_s, rel=1e-6)
+    program = Program(space, 1 << 14, 1 << 14, relaxed=True)
+    solution = solve_program(program, "highs", time_limit_s=10.0, gap=1e-3, seed=0)
+    assert solution.bound_s >= (network_s + device_s) * (1 - 1e-3)
 
 
 def test_what_is_under_way_is_left_where_it_is() -> None:
