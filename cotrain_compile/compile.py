@@ -177,6 +177,8 @@ def compile_step(
     """
     if workspace:
         dataflow = dataflow.with_workspace(workspace)
+    if not together.plans_alike:
+        dataflow = dataflow.with_own_plans()
     machine = machine_for(step, options)
     allowed = formulate(
         dataflow,

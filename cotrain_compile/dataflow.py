@@ -79,12 +79,14 @@ class Collective:
 
     `kind` is the name of the functional collective, `nbytes` are those of the whole: of a gradient
     that is reduced, of what is gathered from all parts or scattered into them. `wire_bytes` is what
-    one rank sends, in `rounds` (Patarasuk and Yuan, JPDC 2009).
+    one rank sends, in `rounds` (Patarasuk and Yuan, JPDC 2009). It may run `again` where
+    all ranks have one plan.
     """
 
     kind: str
     ranks: int
     nbytes: int
+    again: bool = True
 
     def __post_init__(self) -> None:
         _require(self.ranks >= 1 and 0 <= self.nbytes <= MOST_BYTES, "no ranks exchange so much")
@@ -312,6 +314,14 @@ class Dataflow:
     def rewritten(self) -> dict[frozenset[str], tuple[Dataflow, Mapping[str, str]]]:
         """Steps made of this one, by what they make again, each with the ops that run again."""
         return {}
+
+    def with_own_plans(self) -> Dataflow:
+        """The same step where each rank has a plan of its own: exchanges are the step's, once."""
+        ops = []
+        for op in self.ops:
+            own = op.collective and replace(op.collective, again=False)
+            ops.append(replace(op, collective=own) if own else op)
+        return replace(self, ops=tuple(ops))
 
     def with_workspace(self, workspace: Mapping[str, int]) -> Dataflow:
         """The same step, in which kernels take more bytes while they run, given by op."""

@@ -19,6 +19,7 @@ from cotrain_compile.passes.move_ops import move_ops
 from cotrain_compile.passes.outline_host_regions import outline_host_regions
 from cotrain_compile.passes.recompute_values import recompute_values
 from cotrain_compile.passes.use_fetched_copies import use_fetched_copies
+from cotrain_compile.placement.recompute.rewrite import again_name
 from cotrain_compile.plan import Plan
 from cotrain_compile.random_ops import is_random
 
@@ -47,7 +48,9 @@ def run_passes(step: StepGraph, plan: Plan, observer: Observer | None = None) ->
     for rewrite in PASSES:
         before, step = step, step.copy() if observer is not None else step
         step = rewrite(step, plan).verify()
-        _check_order(ordered, step, rewrite.__name__)
+        again = _gathered_again(step, ordered) if rewrite is recompute_values else frozenset()
+        _check_order(ordered, step, rewrite.__name__, again)
+        ordered = _ordered_ops(step)
         if observer is not None:
             observer(rewrite.__name__, before, step)
     return step
@@ -57,12 +60,18 @@ def _ordered_ops(step: StepGraph) -> list[str]:
     return [node.name for node in step.nodes if is_random(node) or is_collective(node)]
 
 
-def _check_order(ordered: list[str], step: StepGraph, rewrite: str) -> None:
-    """Random ops and collectives are where they were, one behind the other.
+def _gathered_again(step: StepGraph, ordered: list[str]) -> frozenset[str]:
+    """The gathers that a plan has run again; all ranks have that plan."""
+    copies = set(map(again_name, ordered))
+    return frozenset(n.name for n in step.nodes if is_collective(n) and n.name in copies)
+
+
+def _check_order(ordered: list[str], step: StepGraph, rewrite: str, again: frozenset[str]) -> None:
+    """Random ops and collectives are where they were, one behind the other, but for those `again`.
 
     A random op elsewhere would draw other numbers, a collective meet another one of other ranks.
     """
-    found = _ordered_ops(step)
+    found = [name for name in _ordered_ops(step) if name not in again]
     for before, after in zip_longest(ordered, found):
         if before != after:
             raise PlanError(

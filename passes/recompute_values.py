@@ -2,7 +2,8 @@
 
     %gelu, ..., %mm_2(%gelu)   ->   %gelu, ..., %gelu_recomputed, %mm_2(%gelu_recomputed)
 
-A view of such a value is made again with it. What the graph becomes is, as data, what
+A view of such a value is made again with it, and a gather with its wait: it begins before the wait
+for the one before it. What the graph becomes is, as data, what
 `placement.recompute.rewrite` makes of the step.
 """
 
@@ -11,10 +12,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import pairwise
 
 from torch import fx
 
 from cotrain_compile.capture.nodes.copies import Copier
+from cotrain_compile.collectives import is_wait
 from cotrain_compile.dataflow import Phase
 from cotrain_compile.errors import PlanError
 from cotrain_compile.extract.extract import buffer_names
@@ -34,6 +37,7 @@ def recompute_values(step: StepGraph, plan: Plan) -> StepGraph:
         if node.op == "call_function" and _phase(step, node) is not Phase.FORWARD:
             copier.use_copies(node)
     _check_names(copier.copies)
+    _gather_ahead(step, set(copier.copies.values()))
     step.module.recompile()
     copies = {copy.name: source.name for source, copy in copier.copies.items()}
     modules = {copy: step.modules[name] for copy, name in copies.items() if name in step.modules}
@@ -42,6 +46,15 @@ def recompute_values(step: StepGraph, plan: Plan) -> StepGraph:
         phases={**step.phases, **dict.fromkeys(copies, Phase.BACKWARD)},
         modules={**step.modules, **modules},
     )
+
+
+def _gather_ahead(step: StepGraph, copies: set[fx.Node]) -> None:
+    """Let each gather that runs again begin before the wait for the one before it."""
+    waits = [node for node in step.nodes if node in copies and is_wait(node)]
+    for before, wait in pairwise(waits):
+        (begin,) = wait.all_input_nodes
+        if copies.isdisjoint(begin.all_input_nodes):
+            before.prepend(begin)
 
 
 def _check_names(copies: Mapping[fx.Node, fx.Node]) -> None:

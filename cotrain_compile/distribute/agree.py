@@ -49,19 +49,22 @@ class Overshoot:
 
 
 class Together:
-    """The ranks that run a step; without a meeting this process alone, which agrees with itself."""
+    """The ranks that run a step; without a meeting this process alone, which agrees with itself.
+
+    `plans_alike` says whether one plan is right for all of them.
+    """
 
     def __init__(self, meeting: Meeting | None = None, signature: str = "", told: str = "") -> None:
         """`signature` is that of the step, `told` what it is in words."""
         self._meeting = meeting
         self._signature = signature
         self._told = told
-        self._plans_alike = True
+        self.plans_alike = True
 
     def require_same_step(self, step: StepGraph) -> None:
         """Raise `RanksApart` on every rank where they are about to run different steps."""
         found = self._exchange((_signature(step), _told(step), step.fingerprint), "compiles")
-        self._plans_alike = len({fingerprint for _, _, fingerprint in found}) == 1
+        self.plans_alike = len({fingerprint for _, _, fingerprint in found}) == 1
         if len({signature for signature, _, _ in found}) > 1:
             each = "; ".join(f"rank {rank}: {told}" for rank, (_, told, _) in enumerate(found))
             why = "the ranks compiled different steps and would wait for each other for ever"
@@ -75,7 +78,7 @@ class Together:
 
         Where shapes differ by rank, as those of uneven shards, each makes its own.
         """
-        if self._meeting is None or not self._plans_alike:
+        if self._meeting is None or not self.plans_alike:
             return make()
         made: Plan | CotrainError | None = None
         if self._meeting.rank == 0:

@@ -43,9 +43,10 @@ class Problem:
             return self
         assert not self.recomputed, "this step makes other values again already"
         again = recomputed_ops(self.dataflow, names)
-        known = self.costs.device_s
+        known, sent = self.costs.device_s, self.costs.network_s
         device_s = {**known, **{copy: known[op] for copy, op in again.items()}}
-        costs = replace(self.costs, device_s=device_s)
+        network_s = {**sent, **{copy: sent[op] for copy, op in again.items() if op in sent}}
+        costs = replace(self.costs, device_s=device_s, network_s=network_s)
         dataflow = recomputed(self.dataflow, names)
         return replace(self, dataflow=dataflow, costs=costs, recomputed=tuple(names))
 

@@ -104,9 +104,10 @@ def last_write(exchange: Exchange, written: Writes) -> fx.Node | None:
 
 
 def put_wait(exchange: Exchange, before: fx.Node) -> None:
-    """Put the wait, with what shows its result, before another node."""
+    """Put the wait before another node, and what shows its result, unless that comes later."""
     for node in (exchange.wait, *exchange.shown):
-        before.prepend(node)
+        if node < before or node is exchange.wait:
+            before.prepend(node)
 
 
 def begin_early(exchange: Exchange, before: fx.Node) -> None:

@@ -35,7 +35,7 @@ def check_recomputed(dataflow: Dataflow, placement: Placement) -> None:
         if op.phase is not Phase.FORWARD:
             for name in op.reads:
                 _run_again(name, maker, versions, found, again)
-        found[op.name] = {name: versions.get(name, 0) for name in op.reads}
+        found[op.name] = {n: versions.get(n, 0) for n in op.reads if not _is_order(dataflow, n)}
         for name in op.writes:
             versions[name] = versions.get(name, 0) + 1
 
@@ -50,18 +50,34 @@ def _makers(dataflow: Dataflow, names: frozenset[str]) -> Mapping[str, Op]:
     maker: dict[str, Op] = {}
     buffers = dataflow.buffer
     for op in dataflow.ops:
-        for name in names.intersection(op.writes):
+        for name in names.intersection(op.writes) if not _awaits_gather(dataflow, op) else ():
             _require(name not in maker, f"names {name}, which is written twice")
             _require(op.phase is Phase.FORWARD, f"names {name}, which the forward does not make")
             maker[name] = op
-    writers = Counter(name for op in dataflow.ops for name in op.writes)
+    writing = (op for op in dataflow.ops if not _awaits_gather(dataflow, op))
+    writers = Counter(name for op in writing for name in op.writes)
     for op in maker.values():
-        known = op.target.startswith(("aten.", "prims."))
+        known = op.target.startswith(("aten.", "prims.")) or _is_gather(op)
         _require(known, f"has {op.name} run again, an op of which nobody knows what else it does")
-        for name in op.writes:
+        for name in (name for name in op.writes if not _is_order(dataflow, name)):
             own = writers[name] == 1 and not buffers[name].is_input and name not in op.reads
             _require(own, f"has {op.name} run again, which writes into {name}")
     return maker
+
+
+def _is_gather(op: Op) -> bool:
+    """Whether `op` begins a gather that all ranks run again, as they have one plan."""
+    exchange = op.collective
+    return exchange is not None and exchange.again and exchange.kind.startswith("all_gather_into")
+
+
+def _awaits_gather(dataflow: Dataflow, op: Op) -> bool:
+    return bool(op.awaits) and _is_gather(dataflow.ops[dataflow.position[op.awaits]])
+
+
+def _is_order(dataflow: Dataflow, name: str) -> bool:
+    """Whether `name` is the order of a process group; what runs again has a place of its own."""
+    return dataflow.buffer[name].role is Role.GROUP
 
 
 def _run_again(

@@ -86,11 +86,14 @@ def _forward(dataflow: Dataflow) -> Iterator[tuple[int, Op]]:
 def _numbered(dataflow: Dataflow, depth: int) -> Iterator[Region]:
     """Runs of ops of one numbered module, which is inside of `depth` - 1 others.
 
+    What gathers the parameters of the next one begins between them, and ends none.
+
     A module that is called again later, as for the next micro-batch, is another region then.
     """
     name, ops = "", list[int]()
+    exchanging = _exchanging(dataflow)
     for position, op in enumerate(dataflow.ops):
-        is_forward = op.phase is Phase.FORWARD and bool(op.writes)
+        is_forward = op.phase is Phase.FORWARD and bool(op.writes) and op.name not in exchanging
         here = _numbered_module(op.module, depth) if is_forward else ""
         ends = op.phase is Phase.BACKWARD or (here and here != name)
         if ends and ops:
@@ -101,6 +104,16 @@ def _numbered(dataflow: Dataflow, depth: int) -> Iterator[Region]:
             ops.append(position)
     if ops:
         yield Region(name, tuple(ops))
+
+
+def _exchanging(dataflow: Dataflow) -> set[str]:
+    """Exchanges, waits for them, and what is made for exchanges alone."""
+    found = {op.name for op in dataflow.ops if op.collective is not None or op.awaits}
+    if found:
+        elsewhere = {n for op in dataflow.ops if op.name not in found for n in op.reads}
+        given = {n for op in dataflow.ops if op.name in found for n in op.reads} - elsewhere
+        found |= {op.name for op in dataflow.ops if given.intersection(op.writes)}
+    return found
 
 
 def _numbered_module(path: str, depth: int) -> str:

@@ -2,14 +2,16 @@
 
 In: a Dataflow and the names of buffers. Out: the Dataflow in which the ops that make them run again
 right before the first op outside the forward that reads one of them, and all such ops read what is
-made there. Schedule, simulation, check and replay see nothing but that step. The pass
-`recompute_values` does the same to the graph, and a law says that the two agree.
+made there. A gather that runs again begins before the wait for the one before it. Schedule,
+simulation, check and replay see nothing but that step. The pass `recompute_values` does the same to
+the graph, and a law says that the two agree.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 from cotrain_compile.dataflow import Buffer, Dataflow, Op, Phase, Role, SizeExpressions
 
@@ -85,6 +87,37 @@ def recomputable(dataflow: Dataflow) -> frozenset[str]:
                 if b.role is Role.TEMPORARY and not b.is_output and b.name not in taken
             }
     return frozenset(found)
+
+
+def gathers(dataflow: Dataflow) -> Mapping[str, Op]:
+    """Of each gather of a parameter that may run again, the op that awaits it, by its name.
+
+    It reads nothing but the part that this rank has, which nothing writes before the last op that
+    could need the whole again.
+    """
+    waits = {op.awaits: op for op in dataflow.ops if op.awaits}
+    latest, written = _latest_needs(dataflow), _written_at(dataflow)
+    found = {}
+    for position, op in enumerate(dataflow.ops):
+        if not may_gather_again(op) or op.name not in waits:
+            continue
+        (made,) = without_order(dataflow, op.writes)
+        stays = [at for read in without_order(dataflow, op.reads) for at in written.get(read, ())]
+        until = latest.get(made, -1)
+        if until >= 0 and not any(position < at <= until for at in stays):
+            found[op.name] = waits[op.name]
+    return found
+
+
+def may_gather_again(op: Op) -> bool:
+    """Whether `op` begins a gather in the forward, of which all ranks do the same."""
+    kind = op.collective.kind if op.collective is not None and op.collective.again else ""
+    return kind == "all_gather_into_tensor" and op.phase is Phase.FORWARD
+
+
+def without_order(dataflow: Dataflow, names: Iterable[str]) -> list[str]:
+    """`names` without the order of a process group, which an exchange reads and writes."""
+    return [name for name in names if dataflow.buffer[name].role is not Role.GROUP]
 
 
 def _is_pure(op: Op) -> bool:
@@ -171,7 +204,7 @@ class _Rewriting:
             for op in self.dataflow.ops
             if op.phase is Phase.FORWARD
             for name in op.writes
-            if name in self.names
+            if name in self.names and not op.awaits
         }
         for op in self.dataflow.ops:
             if op.phase is not Phase.FORWARD:
@@ -182,6 +215,7 @@ class _Rewriting:
                 if reads != op.reads:
                     op = replace(op, reads=reads)
             self.ops.append(op)
+        self._gather_ahead()
         copies = [
             replace(self.dataflow.buffer[old], name=new, is_output=False)
             for old, new in self.copied.items()
@@ -216,12 +250,51 @@ class _Rewriting:
         self.again[op.name] = copy
         writes = []
         for name in op.writes:
+            if self.dataflow.buffer[name].role is Role.GROUP:
+                writes.append(name)
+                continue
             writes.append(self._unused(copy + name.removeprefix(op.name).rstrip("~")))
             self.copied[name] = writes[-1]
         reads = self._mapped(op.reads)
         self.ops.append(
             replace(op, name=copy, phase=Phase.BACKWARD, reads=reads, writes=tuple(writes))
         )
+        if op.collective is not None:
+            self._await_again(op)
+
+    def _await_again(self, gather: Op) -> None:
+        (wait,) = [op for op in self.dataflow.ops if op.awaits == gather.name]
+        self.again[wait.name] = again_name(wait.name)
+        copy = replace(
+            wait,
+            name=again_name(wait.name),
+            phase=Phase.BACKWARD,
+            reads=self._mapped(wait.reads),
+            writes=self._mapped(wait.writes),
+            awaits=again_name(gather.name),
+        )
+        self.ops.append(copy)
+
+    def _gather_ahead(self) -> None:
+        """Let each gather that runs again begin before the wait for the one before it.
+
+        But for one that reads what is made again itself.
+        """
+        again, made = set(self.again.values()), set(self.copied.values())
+        waits = [op for op in self.ops if op.awaits and op.name in again]
+        begins = {op.name: op for op in self.ops if op.collective is not None}
+        early = {
+            before.name: begins[wait.awaits]
+            for before, wait in pairwise(waits)
+            if made.isdisjoint(begins[wait.awaits].reads)
+        }
+        moved = {op.name for op in early.values()}
+        self.ops = [
+            op
+            for each in self.ops
+            if each.name not in moved
+            for op in (*([early[each.name]] if each.name in early else ()), each)
+        ]
 
     def _unused(self, name: str) -> str:
         while name in self.dataflow.buffer:

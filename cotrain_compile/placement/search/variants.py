@@ -17,6 +17,7 @@ from cotrain_compile.placement.decisions.find_decisions import decision_space
 from cotrain_compile.placement.milp.solvers import Solution
 from cotrain_compile.placement.policies import rule
 from cotrain_compile.placement.problem import Problem
+from cotrain_compile.placement.recompute.gather_again import with_gathers
 from cotrain_compile.placement.recompute.levels import (
     RegionLevels,
     StepLevel,
@@ -120,6 +121,7 @@ class Levels:
 
     At 2.25 one layer of four is at level 3, and the others at 2. `regions` have levels of their
     own, of which any may go together.
+    One level gathers parameters again for the backward, and so do those above it.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -128,8 +130,8 @@ class Levels:
         found = find_levels(dataflow, problem.costs.device_s, self._may)
         self.regions = found.regions
         nothing = StepLevel(frozenset(), 0, 0.0, (frozenset(),) * len(found.regions))
-        self._levels = (nothing, *found.uniform)
-        self._last: float = len(found.uniform)
+        self._levels = with_gathers((nothing, *found.uniform), dataflow, problem.costs)
+        self._last: float = len(self._levels) - 1
 
     @property
     def count(self) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import PlacementError
 from cotrain_compile.machine import Tier
-from cotrain_compile.placement.recompute.rewrite import recomputed_ops
+from cotrain_compile.placement.recompute.rewrite import again_name, recomputed_ops
 from cotrain_compile.placement.simulate.reserved import Reserved, reserved
 from cotrain_compile.plan import HostRegion, Lane, Plan, SolveReport, Transfer, UpdateMode
 from cotrain_compile.units import format_bytes, format_seconds
@@ -54,6 +54,13 @@ def recompute_words(plan: Plan, dataflow: Dataflow | None) -> Iterator[str]:
     taken_s = sum(span.end_s - span.start_s for span in spans if span.name in again)
     nbytes = sum(dataflow.buffer[name].nbytes for name in names if name in dataflow.buffer)
     yield f"{format_bytes(nbytes)} in {format_seconds(taken_s)} of the step"
+    gathers = {again_name(op.name) for op in dataflow.ops if op.collective is not None}
+    begun = gathers.intersection(again)
+    if begun:
+        sent = (s for s in plan.predicted.lane(Lane.NETWORK) if s.name.split(".", 1)[-1] in begun)
+        network_s = sum(span.end_s - span.start_s for span in sent)
+        told = f"{format_seconds(network_s)} of the network"
+        yield f"{len(begun)} gathers of parameters among it, in {told}"
 
 
 # Below, the allocator's segments of 2 and 20 MiB are more than what is in them.

@@ -1,0 +1,100 @@
+"""Sharded parameters are gathered once, or again for the backward: exactly, and less is kept."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cotrain_compile.capture.aten import bucket_exchanges
+from cotrain_compile.distribute.pretend import pretended
+from cotrain_compile.errors import PlanError
+from cotrain_compile.extract.extract import extract
+from cotrain_compile.machine import Tier
+from cotrain_compile.passes.recompute_values import recompute_values
+from cotrain_compile.placement.check.check import check
+from cotrain_compile.placement.policies import resident
+from cotrain_compile.placement.problem import Problem, formulate
+from cotrain_compile.placement.recompute.gather_again import gathered
+from cotrain_compile.placement.recompute.rewrite import recomputed
+from cotrain_compile.placement.schedule.schedule import schedule
+from cotrain_compile.placement.search.solve import SolveSettings, solve
+from cotrain_compile.plan import Plan
+from cotrain_compile.presets import find
+from cotrain_compile.tracing import trace, trace_graph
+from cotrain_compile.viz.text.summary import summary
+from tests.support.gathering_ranks import LAYERS, build, gather_once_and_again, gathering_again
+from tests.support.ranks import Ranks
+
+# The weights of all layers but the first, whose input has no gradient.
+AGAIN = LAYERS - 1
+PLENTY = dict.fromkeys(Tier, 1 << 40)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_by_one() -> object:
+    """No buckets, which would take parameters of several layers together."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bucket_exchanges, "SMALL_BYTES", 0)
+        yield
+
+
+@pytest.fixture(scope="module")
+def problem() -> Problem:
+    """With a network, and no link to speak of."""
+    return formulate(trace(build, ranks=4), find("8xh100 link=1GB"), PLENTY)
+
+
+def test_the_graph_becomes_what_the_dataflow_becomes() -> None:
+    with pretended(2):
+        step = trace_graph(build)
+        dataflow = extract(step)
+        names = tuple(gathered(dataflow))
+        assert len(names) == AGAIN
+        plan = gathering_again(formulate(dataflow, find("8xh100"), PLENTY))
+        again = extract(recompute_values(step.copy(), plan).verify())
+    expected = recomputed(dataflow, names)
+    assert [op for op in again.ops if op.writes] == [op for op in expected.ops if op.writes]
+    assert {b.name: b for b in again.buffers} == expected.buffer
+
+
+def peak(plan: Plan) -> int:
+    return plan.predicted.peak_bytes[Tier.DEVICE]
+
+
+def test_what_is_gathered_again_is_not_kept_and_takes_the_network_twice(problem: Problem) -> None:
+    once, again = schedule(problem, resident(problem.dataflow)), gathering_again(problem)
+    check(problem, again)
+    assert peak(again) < peak(once)
+    begun = [span.name for span in again.predicted.spans if span.name.startswith("exchange.all_g")]
+    assert len(begun) == 2 * LAYERS + AGAIN
+    assert again.predicted.makespan_s > once.predicted.makespan_s
+    assert f"{AGAIN} gathers of parameters among it" in summary(again, problem.dataflow)
+
+
+def test_the_planner_gathers_again_where_memory_is_short(problem: Problem) -> None:
+    budget = peak(gathering_again(problem))
+    plan = solve(problem.with_budget(Tier.DEVICE, budget), SolveSettings(time_limit_s=1.0))
+    assert set(plan.placement.recomputed) & set(gathered(problem.dataflow))
+
+
+def test_without_one_plan_for_all_ranks_nothing_is_gathered_again(problem: Problem) -> None:
+    dataflow = problem.dataflow.with_own_plans()
+    assert not gathered(dataflow)
+    names = tuple(gathered(problem.dataflow))[:1]
+    placement = replace(resident(dataflow), recomputed=names)
+    plan = replace(gathering_again(problem), placement=placement)
+    with pytest.raises(PlanError, match="which is written twice"):
+        check(replace(problem, dataflow=dataflow), plan)
+
+
+def test_two_ranks_gather_again_to_the_same_bits(two_ranks: Ranks) -> None:
+    found = two_ranks.run(gather_once_and_again)
+    assert found[0][1].begun == found[1][1].begun
+    for once, again in found:
+        gathers = [len([n for n in t.begun if n.startswith("all_gather")]) for t in (once, again)]
+        assert gathers[1] > gathers[0]
+        assert again.measured_peak <= again.predicted_peak
+        for name, value in once.tensors.items():
+            assert torch.equal(again.tensors[name], value)
