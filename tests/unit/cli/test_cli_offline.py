@@ -218,6 +218,7 @@ def test_a_step_that_fits_nowhere_is_one_line_of_error(
         (("--policy", "magic"), "option 'policy' is 'magic'"),
         (("--memory-budget", "lots"), "option 'memory_budget' is 'lots'"),
         (("--solver", "gurobi"), "one of 'highs', 'cbc'"),
+        (("--ranks", "8"), "a step of one process"),
         (("--time-limit", "-1"), "a number of seconds above 0"),
         (("--gap", "1.5"), "a fraction from 0 to below 1"),
         (("--machine", "abacus"), "no machine named 'abacus'"),
