@@ -25,7 +25,7 @@ from cotrain_compile.placement.recompute.gather_again import gathered
 from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.plan import Plan
 
-WIDTH, WIDE, LAYERS, STEPS = 32, 1024, 4, 2
+WIDTH, WIDE, LAYERS, STEPS = 32, 1024, 7, 2
 
 
 def net(width: int = WIDTH) -> nn.Sequential:

@@ -12,17 +12,19 @@ from collections.abc import Iterator, Mapping
 from cotrain_compile.dataflow import Buffer, Op, Phase
 from cotrain_compile.placement.decisions.bucketed_step import BucketedStep
 from cotrain_compile.placement.decisions.clusters import Again
+from cotrain_compile.placement.recompute.gather_again import gathered
 from cotrain_compile.placement.recompute.rewrite import recomputable
 
 
 def least_again(step: BucketedStep) -> Mapping[str, Again]:
     """By buffer, when it is missing at the longest if it is made again, and its op's seconds.
 
-    It is gone after its last use in the forward, and is made again by its first use outside.
+    It is gone after its last use in the forward, and is made again by its first use outside. What
+    is gathered again takes the network, too, which is not counted: for a bound that is no less.
     """
-    may = recomputable(step.dataflow)
+    may = recomputable(step.dataflow) | gathered(step.dataflow).keys()
     device_s = step.problem.costs.device_s
-    maker = {name: op for op in step.dataflow.ops for name in op.writes if name in may}
+    maker = {n: op for op in step.dataflow.ops for n in op.writes if n in may and not op.awaits}
     found: dict[str, Again] = {}
     for name, left, needed in _absences(step, maker):
         op, buffer = maker[name], step.dataflow.buffer[name]

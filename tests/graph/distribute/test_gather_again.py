@@ -14,6 +14,7 @@ from cotrain_compile.extract.extract import extract
 from cotrain_compile.machine import Tier
 from cotrain_compile.passes.recompute_values import recompute_values
 from cotrain_compile.placement.check.check import check
+from cotrain_compile.placement.milp.bound import certified_bound_s
 from cotrain_compile.placement.policies import resident
 from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.recompute.gather_again import gathered
@@ -74,9 +75,14 @@ def test_what_is_gathered_again_is_not_kept_and_takes_the_network_twice(problem:
 
 
 def test_the_planner_gathers_again_where_memory_is_short(problem: Problem) -> None:
-    budget = peak(gathering_again(problem))
-    plan = solve(problem.with_budget(Tier.DEVICE, budget), SolveSettings(time_limit_s=1.0))
+    budget = int(1.05 * peak(gathering_again(problem)))
+    asked = problem.with_budget(Tier.DEVICE, budget)
+    plan = solve(asked, SolveSettings(time_limit_s=1.0))
     assert set(plan.placement.recomputed) & set(gathered(problem.dataflow))
+    bound_s = certified_bound_s(
+        asked, "highs", time_limit_s=30.0, seed=0, cyclic=False, recompute=True
+    )
+    assert 0 < bound_s <= plan.predicted.makespan_s * (1 + 1e-6)
 
 
 def test_without_one_plan_for_all_ranks_nothing_is_gathered_again(problem: Problem) -> None:
