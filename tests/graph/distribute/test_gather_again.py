@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -34,7 +35,7 @@ PLENTY = dict.fromkeys(Tier, 1 << 40)
 
 
 @pytest.fixture(autouse=True, scope="module")
-def one_by_one() -> object:
+def one_by_one() -> Iterator[None]:
     """No buckets, which would take parameters of several layers together."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bucket_exchanges, "SMALL_BYTES", 0)
