@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from cotrain_compile.capture.aten.bucket_exchanges import bucket_exchanges
-from cotrain_compile.capture.aten.exchange_times import gather_early, wait_late
+from cotrain_compile.capture.aten.exchange_times import wait_late
 from cotrain_compile.capture.aten.like_ops import take_shapes_alone
 from cotrain_compile.capture.aten.means_over_ranks import take_means_once, takes_mean
 from cotrain_compile.capture.nodes.phases import PHASE_ANNOTATION, phases
@@ -138,7 +138,6 @@ PREPARATIONS: tuple[Callable[[fx.Graph], None], ...] = (
     write_updates_early,
     reduce_gradients_early,
     bucket_exchanges,
-    gather_early,
     wait_late,
     take_norms_early,
     give_updates_their_own_casts,

@@ -110,14 +110,6 @@ def put_wait(exchange: Exchange, before: fx.Node) -> None:
             before.prepend(node)
 
 
-def begin_early(exchange: Exchange, before: fx.Node) -> None:
-    """Begin `exchange`, with what makes its input, before another node."""
-    assert exchange.lead is not None
-    for node in (*exchange.lead, exchange.begin):
-        if before < node:
-            before.prepend(node)
-
-
 def _lead(given: object) -> tuple[fx.Node, ...] | None:
     if not isinstance(given, fx.Node):
         return None
