@@ -61,6 +61,7 @@ SAME_OPS, ROUNDED = 1e-12, 1e-5
 NUDGED_RUNS = 3
 ROOMY_BYTES = 1 << 20  # a budget in which every idiom fits
 IN_ONE_PROCESS = 40
+RESULT = "result "  # before each line of a worker that is one
 
 Cell = tuple[str, str, str]
 POLICIES = ("zero-offload", "auto", "streamed", "resident")
@@ -243,7 +244,9 @@ def campaign(names: list[str], cells: int, turn: int = 0) -> Generator[Result]:
                 done: Counter[str] = Counter()
                 try:
                     for line in worker.stdout:
-                        result = Result(**json.loads(line))
+                        if not line.startswith(RESULT):
+                            continue  # some idioms print
+                        result = Result(**json.loads(line.removeprefix(RESULT)))
                         done[result.idiom] += 1
                         yield result
                 except BaseException:  # nobody wants to know the rest
@@ -262,7 +265,8 @@ def work(names: list[str], cells: int, turn: int) -> None:
     index = {name: i + turn for i, name in enumerate(all_idioms())}
     for name in names:
         for cell in cells_of(index[name], cells):
-            print(json.dumps(asdict(evaluate(all_idioms()[name], cell))), flush=True)
+            result = asdict(evaluate(all_idioms()[name], cell))
+            print(f"\n{RESULT}{json.dumps(result)}", flush=True)
 
 
 def main() -> None:

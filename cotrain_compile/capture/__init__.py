@@ -37,8 +37,9 @@ from cotrain_compile.capture.nodes.phases import mark_written_backwards, phases
 from cotrain_compile.capture.remat.rematerialise import rematerialise
 from cotrain_compile.capture.remat.saved_values import saved_values
 from cotrain_compile.capture.roles.accumulation import (
-    refuse_half_a_step,
+    refuse_lost_gradients,
     refuse_missing_updates,
+    refuse_untrained,
 )
 from cotrain_compile.capture.roles.inputs import describe_inputs
 from cotrain_compile.capture.roles.kept_gradients import kept_in, kept_outputs
@@ -69,7 +70,7 @@ def capture(
     params = params_with_gradient(module, example_inputs)
     if not can_be_traced():
         refuse_unseen_hooks(params)
-    refuse_half_a_step(session, params)
+    refuse_untrained(session, params)
     refuse_sparse_gradients(module)
     # Eager creates no state for a parameter that never gets a gradient.
     used = session.updated or frozenset(map(id, params))
@@ -103,6 +104,7 @@ def capture(
         step = _step_graph(session, aten_module, parts)
         kept_gradients = kept_in(step, kept, parts.whole)
         step = replace(step, kept=kept_gradients, checkpoints=checkpoints)
+        refuse_lost_gradients(session, step, parts.whole, params)
         refuse_missing_updates(session, step, parts.whole)
         session.keeping_gradient = parts.local_ids(session.keeping_gradient)
         return compile_step(step, parts.values)

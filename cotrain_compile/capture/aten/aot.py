@@ -3,7 +3,8 @@
 Private torch API used: `torch._dynamo.backends.common.aot_autograd`, the `example_value` meta of
 Dynamo's nodes, `SideEffects.store_attr_mutations`, `InstructionTranslator.current_tx`,
 `_disable_current_modes`, `torch._functorch.config`. Tried on
-torch 2.11.0, 2.13.0 and 2.15.0. `ViewAndMutationMeta.output_info`, by `TracingContext`: on 2.13.0.
+torch 2.11.0, 2.13.0 and 2.15.0. What `TracingContext` knows of outputs
+(`ViewAndMutationMeta`, and descriptors): on 2.13.0.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._functorch import config as functorch_config
+from torch._functorch._aot_autograd.descriptors import PlainAOTOutput
 from torch._functorch._aot_autograd.schemas import OutputType
 from torch._guards import TracingContext
 from torch.utils._python_dispatch import _disable_current_modes
@@ -84,14 +86,19 @@ def _return_no_inputs(module: fx.GraphModule) -> None:
     So a state that its optimizer assigns to itself, as in `state["exp_avg"] =
     state["exp_avg"].type_as(p)`, can be written by an update that runs anywhere.
     """
-    context = TracingContext.get()
-    metadata = context.fw_metadata
+    metadata = TracingContext.get().fw_metadata
     (output,) = module.graph.find_nodes(op="output")
     returned: Any = list(output.args[0])
-    if metadata is None or len(returned) != len(metadata.output_info):
-        return  # it holds parts of subclasses as well, which AOT puts together
-    inputs = [info.output_type is OutputType.is_input for info in metadata.output_info]
-    output.args = ([None if i else node for i, node in zip(inputs, returned, strict=True)],)
+    described: Sequence[Any] = output.meta.get("desc") or ()
+    if metadata is None or len(described) != len(returned):
+        return
+    for place, description in enumerate(described):
+        # What AOT puts together of parts, as a DTensor, is no plain output and has no index.
+        if isinstance(description, PlainAOTOutput):
+            kind = metadata.output_info[description.idx].output_type
+            if kind is OutputType.is_input:
+                returned[place] = None
+    output.args = (returned,)
     module.recompile()
 
 

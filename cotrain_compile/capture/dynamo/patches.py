@@ -39,6 +39,7 @@ from torch._inductor import config as inductor_config
 from cotrain_compile.capture.dynamo.causal_masks import known_in_trace, not_exporting
 from cotrain_compile.capture.dynamo.data_parallel import forward_traced, means_traced
 from cotrain_compile.capture.dynamo.gradient_hooks import backward_traced
+from cotrain_compile.capture.dynamo.in_place import in_place_traced
 from cotrain_compile.capture.dynamo.leaves import leaves_traced
 from cotrain_compile.capture.dynamo.optimizers import build_optimizer_variable, update_itself
 from cotrain_compile.capture.dynamo.recompiles import reasons_noted
@@ -88,6 +89,7 @@ def whole_step_tracing(session: Session) -> Iterator[None]:
         stack.enter_context(gathering_traced(session))
         stack.enter_context(settings_traced(session.function))
         stack.enter_context(leaves_traced(session.leaves_made, session.copied_data))
+        stack.enter_context(in_place_traced())
         yield
 
 

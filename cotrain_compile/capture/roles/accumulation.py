@@ -16,23 +16,38 @@ from cotrain_compile.errors import CaptureError
 from cotrain_compile.graph import StepGraph, writes
 
 
-def refuse_half_a_step(session: Session, params: Sequence[torch.Tensor]) -> None:
-    """Raise `CaptureError` where nothing is trained, or gradients would be lost.
+def refuse_untrained(session: Session, params: Sequence[torch.Tensor]) -> None:
+    """Raise `CaptureError` where nothing is trained.
 
     `params` are those with a gradient from a backward of the step.
     """
-    where = f"{session.code.co_filename}:{session.code.co_firstlineno} in {session.code.co_name}"
-    whole = "compile the function that calls the model, backward() and optimizer.step()"
     if not params and not session.updated:
         raise session.refuse(
-            f"{where}: the step has no backward() and no parameter has a gradient, so it is not "
-            f"training; {whole}, or call this one after a backward()"
+            f"{_where(session)}: the step has no backward() and no parameter has a gradient, so it "
+            f"is not training; {_WHOLE}, or call this one after a backward()"
         )
-    updates = any(record.steps for record in session.optimizers)
-    if not updates and not session.options.keep_grads:
+
+
+def refuse_lost_gradients(
+    session: Session, step: StepGraph, values: Sequence[Any], params: Sequence[torch.Tensor]
+) -> None:
+    """Raise `CaptureError` where the step has gradients of `params` and updates none of them.
+
+    An update is that of an optimizer, or a write by hand. `values` are what the inputs of `step`
+    stand for.
+    """
+    if session.options.keep_grads or any(record.steps for record in session.optimizers):
+        return
+    written, trained = _written(step), set(map(id, params))
+    by_hand = any(
+        item.node in written and id(value) in trained
+        for item, value in zip(step.inputs, values, strict=True)
+    )
+    if not by_hand:
         raise session.refuse(
-            f"{where}: the step never calls optimizer.step(); {whole}, or, where another call "
-            'updates, set options={"keep_grads": True} so that gradients stay in p.grad'
+            f"{_where(session)}: the step never calls optimizer.step(); {_WHOLE}, or, where "
+            'another call updates, set options={"keep_grads": True} so that gradients stay in '
+            "p.grad"
         )
 
 
@@ -41,7 +56,7 @@ def refuse_missing_updates(session: Session, step: StepGraph, values: Sequence[A
 
     `values` are what the inputs of `step` stand for.
     """
-    written = {destination.name for _, destination, _ in writes(step.module.graph)}
+    written = _written(step)
     missing = [
         item.name
         for item, value in zip(step.inputs, values, strict=True)
@@ -53,3 +68,15 @@ def refuse_missing_updates(session: Session, step: StepGraph, values: Sequence[A
             f"(first: {missing[0]}); their optimizer does something a graph cannot hold. "
             "Nothing was updated."
         )
+
+
+_WHOLE = "compile the function that calls the model, backward() and optimizer.step()"
+
+
+def _where(session: Session) -> str:
+    code = session.code
+    return f"{code.co_filename}:{code.co_firstlineno} in {code.co_name}"
+
+
+def _written(step: StepGraph) -> set[str]:
+    return {destination.name for _, destination, _ in writes(step.module.graph)}
