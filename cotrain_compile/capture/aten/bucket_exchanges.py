@@ -55,7 +55,7 @@ _REDUCE = _c10d.all_reduce.default
 _SCATTER = _c10d.reduce_scatter_tensor.default
 _GATHER = _c10d.all_gather_into_tensor.default
 _BROADCAST = _c10d.broadcast.default
-_RANKS_AT = {_GATHER: 1, _SCATTER: 2}
+_RANKS_AT: dict[Any, int] = {_GATHER: 1, _SCATTER: 2}
 _KINDS = frozenset({_REDUCE, _SCATTER, _GATHER, _BROADCAST})
 
 

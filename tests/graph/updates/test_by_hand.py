@@ -8,12 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from tests.support.steps import cotrain
+from tests.support.steps import Step, cotrain
 
 
-def trained(
-    compile_with: Callable[[Callable[[Tensor], Tensor]], Callable[[Tensor], Tensor]],
-) -> tuple[list[Tensor], list[Tensor]]:
+def trained(compile_with: Callable[[Step], Step]) -> tuple[list[Tensor], list[Tensor]]:
     """Losses, and what is left of parameters and the user's momenta; no gradient may be left."""
     torch.manual_seed(0)
     model = nn.Linear(6, 2)
@@ -21,13 +19,13 @@ def trained(
     momenta = [torch.zeros_like(param) for param in params]
 
     def step(x: Tensor) -> Tensor:
-        loss = model(x).square().mean()
+        loss: Tensor = model(x).square().mean()
         loss.backward()
         with torch.no_grad():
             for param, momentum in zip(params, momenta, strict=True):
                 assert param.grad is not None
                 momentum.mul_(0.9).add_(param.grad)
-                param -= 0.05 * momentum
+                param -= 0.05 * momentum  # type: ignore[misc]
                 param.grad = None
         return loss
 
