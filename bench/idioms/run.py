@@ -6,7 +6,7 @@ An idiom is trained in eager and compiled, in some cells of policy x host kernel
 compared. Where it is refused, the advice of the refusal is followed: the program that a user then
 has is trained and compared instead. `--only WORDS` runs the idioms whose names hold the words, and
 `--turn 1` takes other cells. After `--minutes`, or Ctrl-C, what there is until then is written;
-`--skip 236` goes on behind so many idioms of those that are chosen.
+`--skip 236` goes on behind so many idioms of those that are chosen, `--count 100` does so many.
 """
 
 from __future__ import annotations
@@ -277,6 +277,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=math.inf, help="when to end at the latest")
     parser.add_argument("--only", default="", help="words in the names of idioms, or a topic")
     parser.add_argument("--skip", type=int, default=0, help="idioms to leave out, from the first")
+    parser.add_argument("--count", type=int, help="how many idioms; else all that are left")
     parser.add_argument("-o", "--output", type=Path)
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     parser.add_argument("names", nargs="*", help=argparse.SUPPRESS)
@@ -285,7 +286,7 @@ def main() -> None:
         work(asked.names, asked.worker, asked.turn)
         return
     chosen = [n for n, i in all_idioms().items() if asked.only in n or asked.only == i.topic]
-    chosen = chosen[asked.skip :]
+    chosen = chosen[asked.skip :][: asked.count]
     results: list[Result] = []
     began = time.monotonic()
     with suppress(KeyboardInterrupt), closing(campaign(chosen, asked.cells, asked.turn)) as found:
