@@ -88,18 +88,19 @@ def _return_no_inputs(module: fx.GraphModule) -> None:
     """
     metadata = TracingContext.get().fw_metadata
     (output,) = module.graph.find_nodes(op="output")
-    returned: Any = list(output.args[0])
+    returned: Any = output.args[0]
     described: Sequence[Any] = output.meta.get("desc") or ()
     if metadata is None or len(described) != len(returned):
         return
-    for place, description in enumerate(described):
-        # What AOT puts together of parts, as a DTensor, is no plain output and has no index.
-        if isinstance(description, PlainAOTOutput):
-            kind = metadata.output_info[description.idx].output_type
-            if kind is OutputType.is_input:
-                returned[place] = None
-    output.args = (returned,)
-    module.recompile()
+    # What AOT puts together of parts, as a DTensor, is no plain output and has no index.
+    inputs = [
+        isinstance(description, PlainAOTOutput)
+        and metadata.output_info[description.idx].output_type is OutputType.is_input
+        for description in described
+    ]
+    if any(inputs):
+        output.args = ([None if i else n for i, n in zip(inputs, returned, strict=True)],)
+        module.recompile()
 
 
 def detach_outputs(module: fx.GraphModule) -> None:

@@ -75,6 +75,10 @@ class _Bucket:
         fits = self.nbytes + exchange.nbytes <= self.most_bytes
         first_use = min(self.first_use, exchange.first_use)
         members = [*self.members, exchange]
+        # A buffer is broadcast before each forward: the second time, what the first one brought.
+        brought = {node for member in self.members for node in (member.wait, *member.shown)}
+        if not brought.isdisjoint(exchange.sources):
+            return False
         return fits and after < first_use and not _written(members, after, written)
 
     def add(self, exchange: Exchange, written: Writes) -> None:

@@ -155,6 +155,7 @@ def trained(**options: Any) -> tuple[Run, Tensor, CompiledStep]:
     return run, torch.get_rng_state(), seen[-1]
 
 
+@pytest.mark.long
 def test_the_plan_decides_about_a_hugging_face_model_with_checkpoints(tmp_path: Path) -> None:
     whole, state, respected = trained(policy="resident")
     roomy = trained(policy="auto", checkpoints="dissolve")

@@ -102,9 +102,24 @@ def test_machines_lists_every_preset_with_its_rates_and_one_with_its_sources() -
     named = {line.split()[0]: line for line in lines}
     assert named.keys() >= {*presets.PRESETS, presets.THIS_MACHINE}
     assert max(map(len, lines)) <= 100
-    # Memory and GB/s, Tflop/s of bf16, fp16, fp8 and fp32, host, link both ways, update.
+    # Memory and GB/s, Tflop/s of bf16, fp16, fp8 and fp32, host, link both ways, update, ring.
     assert named["rtx4090"].split()[1:] == (
-        ["24.0", "GiB", "907", "120", "120", "241", "58", "59.6", "GiB", "67", "22", "22", "28"]
+        [
+            "24.0",
+            "GiB",
+            "907",
+            "120",
+            "120",
+            "241",
+            "58",
+            "59.6",
+            "GiB",
+            "67",
+            "22",
+            "22",
+            "28",
+            "-",
+        ]
     )
     assert "a100-80" not in run("machines", "rtx4090")
     told = run("machines", "rtx4090", "--host-memory", "192GiB")

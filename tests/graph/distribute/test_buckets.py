@@ -46,6 +46,27 @@ def build() -> tuple[Callable[..., Any], tuple[Any, ...]]:
     return step, (torch.ones(2, 4),)
 
 
+def micro_batches() -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Two forwards: the second one broadcasts what the first one brought."""
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4).eval()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        for part in x.chunk(2):
+            F.mse_loss(model(part), part).backward()
+        optimizer.step()
+
+    return step, (torch.ones(4, 4),)
+
+
+def test_what_an_exchange_brought_is_in_no_bucket_with_it() -> None:
+    exchanges = [op.collective for op in begun(trace(micro_batches, ranks=8))]
+    sent = [exchange.nbytes for exchange in exchanges if exchange and exchange.kind == "broadcast"]
+    # The mean and variance in one bucket before each forward, and the count, of another dtype.
+    assert sent == [2 * 4 * 4, 8] * 2
+
+
 @pytest.fixture(scope="module")
 def step() -> Dataflow:
     return trace(build, ranks=8)

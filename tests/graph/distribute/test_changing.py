@@ -21,6 +21,7 @@ def check(ranks: Ranks, shared: tuple[str, str], options: dict[str, Any], most: 
         assert all(torch.allclose(found[name], eager[name], atol=most) for name in eager)
 
 
+@pytest.mark.long
 def test_a_schedule_and_another_batch_size_go_on_with_shards(two_ranks: Ranks) -> None:
     check(two_ranks, ("fully_shard", "shard"), {"memory_budget": BUDGET}, ROUNDING)
 

@@ -14,9 +14,10 @@ from tests.support.ranks import Ranks
 ROUNDING = 5e-5
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("loop", "steps"),
-    [("hf_trainer", 4), pytest.param("accelerate_loop", 6, marks=pytest.mark.long)],
+    [("hf_trainer", 4), ("accelerate_loop", 6)],
 )
 def test_a_loop_on_two_ranks_is_that_of_eager(two_ranks: Ranks, loop: str, steps: int) -> None:
     for eager, compiled, exchanges in two_ranks.run(frameworks_of_ranks.train, loop):

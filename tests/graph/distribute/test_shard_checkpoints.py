@@ -104,6 +104,7 @@ def test_a_checkpoint_of_two_ranks_goes_on_on_three_and_on_one(
     _goes_on(load(0, "", PLACED, str(tmp_path)), saved)
 
 
+@pytest.mark.long
 def test_checkpoints_are_those_of_fully_shard_both_ways(two_ranks: Ranks, tmp_path: Path) -> None:
     ours, eager = str(tmp_path / "ours"), str(tmp_path / "eager")
     saved = two_ranks.run(save, "fully_shard", PLACED, ours)[0]

@@ -45,6 +45,7 @@ def _in_turns(rank: int, turns: str) -> tuple[list[float], dict[str, torch.Tenso
     return values, whole(model.state_dict()), counters["stats"]["unique_graphs"]
 
 
+@pytest.mark.long
 def test_eager_and_compiled_steps_of_one_model_take_turns(two_ranks: Ranks) -> None:
     """Parameters that eager leaves whole, as after a validation, are sharded again."""
     eager = two_ranks.run(_in_turns, "vtvtvt")

@@ -174,7 +174,7 @@ KINDS = {
     "cheap ones too": Kind(options={"remat": True}),
     "inductor": Kind(options={"lowering": "inductor"}, rounding=ROUNDING),
 }
-IN_EVERY_RUN = ("sizes and rates", "penalty")
+IN_EVERY_RUN = ("penalty",)
 
 
 def trained(kind: Kind, **options: Any) -> tuple[list[Tensor], list[CompiledStep]]:
