@@ -86,7 +86,10 @@ def capture(
     mark_written_backwards(module)
     hide_writes_by_aliases(module)
     stores = gradient_stores(module, example_inputs)
-    cleared = set[int]() if session.options.keep_grads else session.cleared_first
+    # Their next update is in the next call, which clears them first: nobody needs them in between.
+    cleared = set[int]()
+    if not session.options.keep_grads:
+        cleared = session.cleared_first & session.updated
     drop_outputs(module, [node for param, node in stores if id(param) in cleared])
     session.keeping_gradient = {id(param) for param, _ in stores} - cleared
     kept = kept_outputs(module, [(p, node) for p, node in stores if id(p) not in cleared])

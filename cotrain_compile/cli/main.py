@@ -226,15 +226,19 @@ def solve(
     asked = [Options.parse({**shared, "memory_budget": budget}) for budget in budgets]
     paths = _plan_paths(output, budgets)
     target = presets.find(changed(machine, device_memory, host_memory, link))
-    for path in paths:
-        files.refuse_unwritable(path)
     with _stages() as say:
         say(f"reading {file}")
         dataflow = files.load(file, Dataflow)
         presets.refuse_other_ranks(dataflow.ranks, ranks, machine)
         answers = _answers(dataflow, target, asked, paths, say)
-    rules = (*RULES, "fraction:auto") if policy == "auto" else ()
-    _print_answers(answers, budgets, dataflow, rules)
+    _print_answers(
+        answers, budgets, dataflow, (*RULES, "fraction:auto") if policy == "auto" else ()
+    )
+    _say_what_is_saved(answers, paths)
+
+
+def _say_what_is_saved(answers: Sequence[Plan | PlacementError], paths: Sequence[Path]) -> None:
+    """Name the file of each plan; then raise the first refusal, if any."""
     for answer, path in zip(answers, paths, strict=True):
         if isinstance(answer, Plan):
             console.print(f"saved {path}")
@@ -244,11 +248,17 @@ def solve(
 
 
 def _plan_paths(output: Path, budgets: Sequence[str]) -> list[Path]:
-    """Where each plan goes: `output`, or one file beside it for each of several budgets."""
-    if len(budgets) == 1:
-        return [output]
-    names = ["".join(budget.split()) for budget in budgets]
-    return [output.with_name(f"{output.stem}-{name}{output.suffix}") for name in names]
+    """Where each plan goes: `output`, or one file beside it for each of several budgets.
+
+    Raises `OptionError` where one cannot be written.
+    """
+    paths = [output]
+    if len(budgets) > 1:
+        names = ["".join(budget.split()) for budget in budgets]
+        paths = [output.with_name(f"{output.stem}-{name}{output.suffix}") for name in names]
+    for path in paths:
+        files.refuse_unwritable(path)
+    return paths
 
 
 class _Say(Protocol):

@@ -42,6 +42,11 @@ def fails_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
         monkeypatch.setitem(solvers._SOLVE, name, fail)
 
 
+def test_highs_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    solve(PROBLEM, SETTINGS)
+    assert capfd.readouterr() == ("", "")
+
+
 def test_without_highs_cbc_takes_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     absent(monkeypatch, pulp.HiGHS)
     plan = sound(solve(PROBLEM, SETTINGS))
