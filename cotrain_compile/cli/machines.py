@@ -20,6 +20,9 @@ HostMemory = Annotated[str | None, typer.Option(help="The same of its host.")]
 LinkRate = Annotated[
     str | None, typer.Option("--link", help='Each way between the two, a second: "48GB".')
 ]
+StepRanks = Annotated[
+    int | None, typer.Option("--ranks", min=1, help="Of the step, which was traced for so many.")
+]
 
 _DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float32")
 _ROW = "{:13}{:>10}{:>7}{:>7}{:>7}{:>7}{:>7}{:>10}{:>7}{:>5}{:>5}{:>8}{:>6}"

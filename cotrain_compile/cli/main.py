@@ -21,7 +21,14 @@ from rich.table import Table
 from cotrain_compile import __version__, files, presets
 from cotrain_compile.cli import look
 from cotrain_compile.cli.graph import graph
-from cotrain_compile.cli.machines import DeviceMemory, HostMemory, LinkRate, changed, machines
+from cotrain_compile.cli.machines import (
+    DeviceMemory,
+    HostMemory,
+    LinkRate,
+    StepRanks,
+    changed,
+    machines,
+)
 from cotrain_compile.cli.sweep import sweep
 from cotrain_compile.cli.terminal import console
 from cotrain_compile.dataflow import Dataflow
@@ -185,9 +192,7 @@ def solve(
     device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
     link: LinkRate = None,
-    ranks: Annotated[
-        int | None, typer.Option(min=1, help="Of the step, which was traced for so many.")
-    ] = None,
+    ranks: StepRanks = None,
     policy: Annotated[str, typer.Option(help="See docs/options.md.")] = "auto",
     solver: Annotated[str, typer.Option(help="'highs' or 'cbc'.")] = "highs",
     time_limit: Annotated[float, typer.Option(help="Seconds for each plan.")] = 10.0,
@@ -231,9 +236,8 @@ def solve(
         dataflow = files.load(file, Dataflow)
         presets.refuse_other_ranks(dataflow.ranks, ranks, machine)
         answers = _answers(dataflow, target, asked, paths, say)
-    _print_answers(
-        answers, budgets, dataflow, (*RULES, "fraction:auto") if policy == "auto" else ()
-    )
+    rules = (*RULES, "fraction:auto") if policy == "auto" else ()
+    _print_answers(answers, budgets, dataflow, rules)
     _say_what_is_saved(answers, paths)
 
 
