@@ -64,15 +64,15 @@ def _torch_optimizers() -> dict[str, Callable[[nn.Module], Optimizer]]:
             {"lr": 0.02, "weight_decay": 0.1, "beta2_decay": -0.5},
         ),
     }
+    return {name: _maker(name, *setting) for name, setting in settings.items()}
 
-    def maker(name: str, kind: Any, given: dict[str, Any]) -> Callable[[nn.Module], Optimizer]:
-        def make(model: nn.Module) -> Optimizer:
-            return kind(model.parameters(), **given)  # type: ignore[no-any-return]
 
-        make.__name__ = name
-        return make
+def _maker(name: str, kind: Any, given: dict[str, Any]) -> Callable[[nn.Module], Optimizer]:
+    def make(model: nn.Module) -> Optimizer:
+        return kind(model.parameters(), **given)  # type: ignore[no-any-return]
 
-    return {name: maker(name, *setting) for name, setting in settings.items()}
+    make.__name__ = name
+    return make
 
 
 for _make in _torch_optimizers().values():

@@ -37,6 +37,7 @@ from cotrain_compile.capture.nodes.phases import mark_written_backwards, phases
 from cotrain_compile.capture.remat.rematerialise import rematerialise
 from cotrain_compile.capture.remat.saved_values import saved_values
 from cotrain_compile.capture.roles.accumulation import (
+    dropped_gradients,
     refuse_lost_gradients,
     refuse_missing_updates,
     refuse_untrained,
@@ -86,13 +87,10 @@ def capture(
     mark_written_backwards(module)
     hide_writes_by_aliases(module)
     stores = gradient_stores(module, example_inputs)
-    # Their next update is in the next call, which clears them first: nobody needs them in between.
-    cleared = set[int]()
-    if not session.options.keep_grads:
-        cleared = session.cleared_first & session.updated
-    drop_outputs(module, [node for param, node in stores if id(param) in cleared])
-    session.keeping_gradient = {id(param) for param, _ in stores} - cleared
-    kept = kept_outputs(module, [(p, node) for p, node in stores if id(p) not in cleared])
+    dropped = dropped_gradients(session)
+    drop_outputs(module, [node for param, node in stores if id(param) in dropped])
+    session.keeping_gradient = {id(param) for param, _ in stores} - dropped
+    kept = kept_outputs(module, [(p, node) for p, node in stores if id(p) not in dropped])
 
     remat = session.options.remat_on(_device_type(placeholders))
 

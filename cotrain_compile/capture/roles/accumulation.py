@@ -28,6 +28,17 @@ def refuse_untrained(session: Session, params: Sequence[torch.Tensor]) -> None:
         )
 
 
+def dropped_gradients(session: Session) -> frozenset[int]:
+    """Ids of the parameters whose gradients are not kept after the call.
+
+    The call updates them and the next one clears them first, so nobody needs them in between. Those
+    of other parameters may be for an optimizer outside the call.
+    """
+    if session.options.keep_grads:
+        return frozenset()
+    return session.updated & session.cleared_first
+
+
 def refuse_lost_gradients(
     session: Session, step: StepGraph, values: Sequence[Any], params: Sequence[torch.Tensor]
 ) -> None:
