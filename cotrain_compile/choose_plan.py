@@ -77,7 +77,7 @@ def solve_settings(options: Options, compiled: bool | None = None) -> SolveSetti
         gap=options.gap,
         seed=options.seed,
         overlap_steps=options.overlap_steps,
-        recompute=options.recompute == "auto",
+        recompute=options.recompute != "off",
         compiled=compiled,
     )
 

@@ -47,8 +47,9 @@ from cotrain_compile.machine import Tier
 from cotrain_compile.options import Options, as_option_error
 from cotrain_compile.passes import run_passes
 from cotrain_compile.placement.check.check import check
-from cotrain_compile.placement.problem import formulate
-from cotrain_compile.plan import Placement
+from cotrain_compile.placement.problem import Problem, formulate
+from cotrain_compile.placement.recompute.rewrite import recomputed_ops
+from cotrain_compile.plan import Placement, Plan
 from cotrain_compile.runtime.cuda.setup import tell_if_in_pieces, within_free_memory
 from cotrain_compile.runtime.host.kernels import host_kernels
 from cotrain_compile.runtime.process.load_into_homes import load_into_homes
@@ -208,7 +209,7 @@ def compile_step(
     narrator.tell(problem, plan)
     kernels = host_kernels(placed, options.host_kernels)
     device = runtime_for(placed, allowed, kernels, options)
-    lowered = _lowered(step, placed, allowed.under(plan.placement).dataflow, options)
+    lowered = _lowered(step, placed, allowed, plan, options)
     compiled = CompiledStep(problem, plan, placed, device, lowered, together)
     _dump(step, compiled, options)
     return compiled
@@ -231,12 +232,16 @@ def _dump(step: StepGraph, compiled: CompiledStep, options: Options) -> None:
 
 
 def _lowered(
-    step: StepGraph, placed: StepGraph, dataflow: Dataflow, options: Options
+    step: StepGraph, placed: StepGraph, problem: Problem, plan: Plan, options: Options
 ) -> LoweredStep | None:
     """The compiled segments of `placed`; None where its ops run as they are."""
     if not _is_compiled(step, options):
         return None
-    return lower(step, placed, dataflow, options.inductor or {}, options.eager_segments)
+    names = plan.placement.recomputed if options.recompute == "exact" else ()
+    again = recomputed_ops(problem.dataflow, names)
+    dataflow, settings = problem.under(plan.placement).dataflow, options.inductor or {}
+    apart = {*again, *again.values()}  # one code for both, whatever surrounds them
+    return lower(step, placed, dataflow, settings, options.eager_segments, apart)
 
 
 def _is_compiled(step: StepGraph, options: Options) -> bool:

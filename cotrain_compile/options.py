@@ -238,7 +238,7 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
     "gap": _fraction,
     "seed": _seed,
     "overlap_steps": _flag,
-    "recompute": _one_of("auto", "off"),
+    "recompute": _one_of("auto", "exact", "off"),
     "checkpoints": _one_of("respect", "dissolve"),
     "lowering": _one_of("eager", "inductor"),
     "inductor": _settings,

@@ -5,9 +5,8 @@ A placed StepGraph and the dataflow of its sizes in, a `LoweredStep` out.
 
 from __future__ import annotations
 
-import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -57,27 +56,35 @@ def lower(
     dataflow: Dataflow,
     settings: Settings,
     eager_segments: tuple[str, ...],
+    apart: Collection[str] = (),
 ) -> LoweredStep:
     """Compile `placed`, which passes made of `step`, with Inductor.
 
     `dataflow` is that of `step` for the sizes to compile for; `settings` are Inductor's; segments
-    whose name matches one of `eager_segments` keep their ops. Raises `LoweringError` where Inductor
-    fails.
+    whose name matches one of `eager_segments` keep their ops, and the ops called as in `apart` are
+    in no segment. Raises `LoweringError` where Inductor fails.
     """
     _refuse_settings(settings)
-    whole = segments_of(step, placed, dataflow, eager_segments)
+    whole = segments_of(step, placed, dataflow, eager_segments, apart)
     return LoweredStep(whole, _compile_each_kind(whole.segments, settings))
 
 
 @collector_off()
 def segments_of(
-    step: StepGraph, placed: StepGraph, dataflow: Dataflow, eager_segments: tuple[str, ...] = ()
+    step: StepGraph,
+    placed: StepGraph,
+    dataflow: Dataflow,
+    eager_segments: tuple[str, ...] = (),
+    apart: Collection[str] = (),
 ) -> SegmentedStep:
     """As `lower`, without compiling."""
     placed = placed.copy()
     sink_into_updates(placed.module.graph, dataflow)
     symbols = frozenset(dataflow.symbols)
-    alone = functools.partial(_runs_alone, symbols=symbols)
+
+    def alone(node: fx.Node) -> bool:
+        return node.name in apart or _runs_alone(node, symbols)
+
     stretches = partition(placed.module.graph, layers_of(dataflow), alone)
     _refuse_unmatched(eager_segments, [stretch.name for stretch in stretches])
     compiled = [s for s in stretches if not any(fnmatch(s.name, p) for p in eager_segments)]

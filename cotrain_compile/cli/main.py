@@ -204,7 +204,7 @@ def solve(
         bool, typer.Option("--overlap-steps", help="Let host updates go on under the next step.")
     ] = False,
     recompute: Annotated[
-        str, typer.Option(help="'auto' or 'off': whether values may be made again.")
+        str, typer.Option(help="'auto', 'exact' or 'off': whether values may be made again.")
     ] = "auto",
     lowering: Annotated[
         str | None,

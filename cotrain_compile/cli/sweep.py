@@ -63,7 +63,7 @@ def sweep(
         float, typer.Option(help="Good enough: so close to the solver's bound.")
     ] = 0.005,
     recompute: Annotated[
-        str, typer.Option(help="'auto' or 'off': whether values may be made again.")
+        str, typer.Option(help="'auto', 'exact' or 'off': whether values may be made again.")
     ] = "auto",
     jobs: Annotated[int | None, typer.Option(min=1, help="Processes; else one a core.")] = None,
 ) -> None:
