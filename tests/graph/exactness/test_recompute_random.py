@@ -128,9 +128,7 @@ def gradients(forward: Callable[[Tensor], Tensor], budget: float) -> tuple[list[
     return [p.grad for p in (x, *model.parameters()) if p.grad is not None], torch.get_rng_state()
 
 
-@pytest.mark.skipif(
-    not torch.__version__.startswith("2.13."), reason="says what torch 2.13 does, not what it should"
-)
+@pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="says what torch 2.13 does")
 def test_torchs_own_budget_draws_the_mask_of_dropout_twice() -> None:
     """So its gradients are those of another mask: what ours must not do (pytorch issue 190758)."""
     (expected, state), (found, ends) = (gradients(Tensor.sum, budget) for budget in (1.0, 0.0))
