@@ -98,7 +98,7 @@ def machine_for(step: StepGraph, options: Options) -> Machine:
 def runtime_for(
     placed: StepGraph, problem: Problem, kernels: Mapping[str, HostKernel], options: Options
 ) -> Device:
-    """The device that carries out the tasks of the step."""
+    """The device that carries out the tasks of `placed`, of which `problem` has the costs."""
     device: Device
     piecewise = piecewise_tasks(placed, kernels)
     if runs_on_cuda(placed):
@@ -120,6 +120,7 @@ def runtime_for(
             host_cores=options.host_cores,
             throttle=options.throttle,
             poison=options.poison,
+            network_s=problem.costs.network_s,
         )
     device.watchdog_s = options.watchdog_s
     return device

@@ -26,6 +26,14 @@ def is_wait(node: fx.Node) -> bool:
     return _name(node) == _WAIT
 
 
+def awaited_by(node: fx.Node) -> fx.Node | None:
+    """The collective whose result `node` waits for, if it waits for one."""
+    if not is_wait(node):
+        return None
+    begun = node.args[0]
+    return begun if isinstance(begun, fx.Node) and is_collective(begun) else None
+
+
 def is_collective(node: fx.Node) -> bool:
     """Whether `node` lets ranks exchange data; a wait for it is none."""
     return _name(node) not in ("", _WAIT)

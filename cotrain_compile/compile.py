@@ -208,7 +208,7 @@ def compile_step(
         refuse_race(placed)
     narrator.tell(problem, plan)
     kernels = host_kernels(placed, options.host_kernels)
-    device = runtime_for(placed, allowed, kernels, options)
+    device = runtime_for(placed, allowed.under(plan.placement), kernels, options)
     lowered = _lowered(step, placed, allowed, plan, options)
     compiled = CompiledStep(problem, plan, placed, device, lowered, together)
     _dump(step, compiled, options)

@@ -90,7 +90,8 @@ def report(step: Callable[..., Any], path: str | os.PathLike[str]) -> None:
     from cotrain_compile.viz.report.page import write_report
 
     compiled = inspect(step)
-    write_report(Path(path), compiled.problem, compiled.plan, compiled.measured)
+    measured = () if compiled.measured is None else (compiled.measured,)
+    write_report(Path(path), compiled.problem, compiled.plan, measured)
 
 
 def synchronize() -> None:

@@ -7,8 +7,8 @@ is what happens: predicted by the simulator or measured by a runtime, in one typ
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Literal
 
@@ -194,6 +194,11 @@ class Span:
     end_s: float
 
 
+def exchange_of(op: str) -> str:
+    """What the span of the exchange is called that an op begins."""
+    return f"exchange.{op}"
+
+
 @dataclass(frozen=True)
 class Timeline:
     """What a step did, or is predicted to do.
@@ -201,13 +206,22 @@ class Timeline:
     Where steps overlap it is one step of many: what the step before has left to do comes at its
     start, what is left to the next one is cut at its end. `source` is "predicted" or "measured".
     `peak_bytes` has the largest number of bytes alive on each tier; `memory` samples the bytes
-    alive on each tier as (seconds, bytes) steps.
+    alive on each tier as (seconds, bytes) steps. `rank` is that of the process that measured it,
+    None where it trains alone; `began_at` when the step began by the clock of its computer, in
+    seconds since 1970.
     """
 
     source: Literal["predicted", "measured"]
     spans: tuple[Span, ...]
     peak_bytes: Mapping[Tier, int]
     memory: Mapping[Tier, tuple[tuple[float, int], ...]] = field(default_factory=dict)
+    rank: int | None = None
+    began_at: float | None = None
+
+    @property
+    def title(self) -> str:
+        """Whose it is, where it is shown beside others."""
+        return self.source if self.rank is None else f"{self.source} on rank {self.rank}"
 
     @property
     def makespan_s(self) -> float:
@@ -225,6 +239,28 @@ class Timeline:
     def busy_s(self, lane: str) -> float:
         """Seconds of work on one lane."""
         return sum(span.end_s - span.start_s for span in self.spans if span.lane == lane)
+
+
+def from_one_zero(timelines: Sequence[Timeline]) -> tuple[Timeline, ...]:
+    """One step as several ranks measured it, all from the first one's beginning on.
+
+    As far apart as their computers' clocks say; a timeline that knows no clock stays as it is.
+    """
+    zero_s = min((t.began_at for t in timelines if t.began_at is not None), default=0.0)
+    return tuple(_later(t, t.began_at - zero_s) if t.began_at else t for t in timelines)
+
+
+def _later(timeline: Timeline, by_s: float) -> Timeline:
+    return replace(
+        timeline,
+        spans=tuple(
+            replace(s, start_s=s.start_s + by_s, end_s=s.end_s + by_s) for s in timeline.spans
+        ),
+        memory={
+            tier: tuple((seconds + by_s, nbytes) for seconds, nbytes in samples)
+            for tier, samples in timeline.memory.items()
+        },
+    )
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any, assert_never
 import torch
 from torch import fx
 
-from cotrain_compile.collectives import is_collective
+from cotrain_compile.collectives import awaited_by, is_collective
 from cotrain_compile.dataflow import PERSISTENT_ROLES, Role
 from cotrain_compile.graph import StepGraph, returns_argument_memory, writes
 from cotrain_compile.runtime.carry_out import Carry, carrying_out
@@ -58,7 +58,8 @@ class Call:
     result. `items` has, of a segment, the nodes that take out its results, with their places among
     them. `last_readers` has the node that takes out each of several results last, `takes` the node
     whose result at an index nobody takes out after this one; `done_with` are the values that nobody
-    needs after it. `exchanges` says whether it begins an exchange between ranks.
+    needs after it. `exchanges` says whether it begins an exchange between ranks, `awaits` which one
+    it waits for.
     """
 
     node: fx.Node
@@ -73,6 +74,7 @@ class Call:
     takes: tuple[fx.Node, Any] | None
     done_with: Sequence[fx.Node]
     exchanges: bool
+    awaits: fx.Node | None
 
 
 def calls_of(placed: StepGraph, more_writes: Mapping[fx.Node, Sequence[Write]]) -> list[Call]:
@@ -102,6 +104,7 @@ def calls_of(placed: StepGraph, more_writes: Mapping[fx.Node, Sequence[Write]]) 
                 takes=_takes(node, readers),
                 done_with=[n for n in done_with.get(node, ()) if not (is_segment and n is node)],
                 exchanges=is_collective(node),
+                awaits=awaited_by(node),
             )
         )
         alongside = _leaves_idle(view, alongside)

@@ -6,6 +6,7 @@ and names, and no tensor.
 
 from __future__ import annotations
 
+import time
 from functools import cached_property
 
 from cotrain_compile.backends.eager.program import EagerProgram
@@ -15,9 +16,11 @@ from cotrain_compile.runtime.device import Device
 
 
 class Measurement:
-    """The step that `program` has just ended on `device`."""
+    """The step that `program` has just ended on `device`, as `rank` of several."""
 
-    def __init__(self, program: EagerProgram, device: Device) -> None:
+    def __init__(self, program: EagerProgram, device: Device, rank: int | None = None) -> None:
+        self._rank = rank
+        self._began_at = time.time() - (time.perf_counter() - device.origin_s)
         self.peak_bytes = device.peak_bytes()
         self._op_spans, self._task_spans = program.timing(), device.timing()
         self._origin_s = device.origin_s
@@ -39,4 +42,6 @@ class Measurement:
                 tier: tuple((at_s - self._origin_s, used_bytes) for at_s, used_bytes in samples)
                 for tier, samples in self._curve.items()
             },
+            rank=self._rank,
+            began_at=self._began_at,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -15,8 +15,9 @@ from cotrain_compile.capture.nodes.storages import is_view
 from cotrain_compile.collectives import stand_in
 from cotrain_compile.graph import StepGraph, returned_values
 from cotrain_compile.machine import Tier
-from cotrain_compile.plan import Lane, Span
+from cotrain_compile.plan import Lane, Span, exchange_of
 from cotrain_compile.runtime.device import Device
+from cotrain_compile.runtime.network import ThrottledNetwork
 from cotrain_compile.runtime.ops import Runtime, current_runtime
 
 
@@ -57,6 +58,8 @@ class EagerProgram:
         }
         self._outputs: Any = list(returned_values(placed))
         self._marks: list[Any] = []
+        # When a throttled network began an exchange and had brought it, by the op that begins it.
+        self._brought: dict[fx.Node, tuple[float, float]] = {}
         self._device = device
         self._rehearses = False
         self._runtime: Runtime = device
@@ -67,16 +70,17 @@ class EagerProgram:
     def timing(self) -> Callable[[], list[Span]]:
         """What tells when each op of the last step ran, where the device times them."""
         calls, marks, seconds = self._calls, self._marks, self._device.clock()
-        untold = self._views_of_passes
+        untold, brought = self._views_of_passes, self._brought
 
         # An op's span begins where the node before it ended: what it takes to get from one op to
         # the next is part of the step's time.
         def spans() -> list[Span]:
-            return [
+            on_device = [
                 Span(Lane.DEVICE, self._name(call), seconds(start), seconds(end))
                 for call, start, end in zip(calls, marks, marks[1:], strict=False)
                 if end is not None and call.carry is None and call.node not in untold
             ]
+            return [*on_device, *_exchanges(calls, marks[1:], brought, seconds)]
 
         return spans
 
@@ -96,6 +100,7 @@ class EagerProgram:
         self._runtime = current_runtime()
         mark, run_call = self._device.mark, self.run_call
         marks = self._marks = [mark()]
+        self._brought = {}
         is_timed = marks[0] is not None
         # `torch.no_grad` is Python: a Ctrl-C in its own lines would leave the mode as it is here.
         was_on = torch.is_grad_enabled()
@@ -133,6 +138,8 @@ class EagerProgram:
         if call.exchanges and not self._rehearses:
             self._before_exchange(call.node)
         result = self._run_op(call)
+        if self._device.network is not None and not self._rehearses:
+            self._take_its_time(call, self._device.network)
         if call.takes is not None:  # items of a tuple go one by one
             source, index = call.takes
             self.env[source][index] = None
@@ -168,9 +175,35 @@ class EagerProgram:
         keywords: Any = fx.node.map_arg(node.kwargs, value) if node.kwargs else {}
         return target(*arguments, **keywords)  # type: ignore[operator]
 
+    def _take_its_time(self, call: Call, network: ThrottledNetwork) -> None:
+        if call.exchanges:
+            network.begin(call.node.name)
+        elif call.awaits is not None:
+            self._brought[call.awaits] = network.wait(call.awaits.name)
+
     def _name(self, call: Call) -> str:
         """What the span of a call is called."""
         return call.node.name
+
+
+def _exchanges(
+    calls: Sequence[Call],
+    ends: Sequence[Any],
+    brought: Mapping[fx.Node, tuple[float, float]],
+    seconds: Callable[[Any], float],
+) -> Iterator[Span]:
+    """When each exchange was under way: until it was `brought`, where that is known.
+
+    Else until the step had waited for it. They take turns.
+    """
+    awaited = {c.awaits: end for c, end in zip(calls, ends, strict=False) if c.awaits is not None}
+    free_s = 0.0
+    for call, end in zip(calls, ends, strict=False):
+        began, done = brought.get(call.node, (end, awaited.get(call.node)))
+        if call.exchanges and began is not None and done is not None:
+            start_s = max(free_s, seconds(began))
+            free_s = max(start_s, seconds(done))
+            yield Span(Lane.NETWORK, exchange_of(call.node.name), start_s, free_s)
 
 
 def _without_spare_storage(result: Any) -> Any:

@@ -178,7 +178,7 @@ class CompiledStep:
         self.steps += 1
         if self._carries:
             self.tail.step_returns(self._program.written, self._named(inputs))
-        self._last = Measurement(self._program, device)
+        self._last = Measurement(self._program, device, self._together.rank)
         self._together.step_ended()
         try:
             self._signals.release()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -22,7 +22,7 @@ from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import FormatError, OptionError
 from cotrain_compile.machine import Machine, Tier
 from cotrain_compile.placement.problem import Problem
-from cotrain_compile.placement.saved import load_plan, load_timeline
+from cotrain_compile.placement.saved import load_measured, load_plan, load_timeline
 from cotrain_compile.plan import Plan, Timeline
 from cotrain_compile.viz.text.describe import describe_machine, describe_step, describe_timeline
 from cotrain_compile.viz.text.diff import describe_diff
@@ -48,7 +48,8 @@ def show(
         Path | None, typer.Option(help="Also write its trace for https://ui.perfetto.dev.")
     ] = None,
     measured: Annotated[
-        Path | None, typer.Option(help="A measured timeline.json, for report and trace.")
+        list[Path] | None,
+        typer.Option(help="A measured timeline.json, for report and trace; one for each rank."),
     ] = None,
     profiled: Annotated[
         Path | None, typer.Option(help="torch.profiler's trace of that step, for the trace.")
@@ -67,12 +68,12 @@ def show(
         _draw(value, file, timeline)
         console.print(f"drew {timeline}")
     if perfetto is not None:
-        _write_trace(perfetto, value, file, measured, profiled)
+        _write_trace(perfetto, value, file, measured or (), profiled)
         console.print(f"wrote {perfetto}")
     if html is not None:
         plan = _plan_for(value, file, "--html")
         problem = read_problem(plan, file, step, machine, profile)
-        _write_report(html, problem, plan, measured)
+        _write_report(html, problem, plan, measured or ())
         console.print(f"wrote {html}")
 
 
@@ -152,11 +153,11 @@ def _step_beside(file: Path, plan: Plan) -> Dataflow | None:
 
 
 def _write_trace(
-    path: Path, value: object, file: Path, measured: Path | None, profiled: Path | None
+    path: Path, value: object, file: Path, measured: Sequence[Path], profiled: Path | None
 ) -> None:
     from cotrain_compile.viz.perfetto import save_trace
 
-    timelines = [load_timeline(measured, "measured")] if measured else []
+    timelines = load_measured(measured)
     if isinstance(value, Timeline):
         save_trace([value, *timelines], path, profiled=profiled)
         return
@@ -178,8 +179,7 @@ def _plan_for(value: object, file: Path, option: str) -> Plan:
     return value
 
 
-def _write_report(path: Path, problem: Problem, plan: Plan, measured: Path | None) -> None:
+def _write_report(path: Path, problem: Problem, plan: Plan, measured: Sequence[Path]) -> None:
     from cotrain_compile.viz.report.page import write_report
 
-    timeline = load_timeline(measured, "measured") if measured else None
-    write_report(path, problem, plan, timeline)
+    write_report(path, problem, plan, load_measured(measured))

@@ -64,7 +64,7 @@ def write_folder(
     kinds = kinds_of(placed.plan, placed.graph.phases)
     budget_bytes = placed.plan.budgets[Tier.DEVICE]
     draw_timelines(timelines, folder / "timeline.png", kinds=kinds, budget_bytes=budget_bytes)
-    write_report(folder / "report.html", placed.problem, placed.plan, placed.measured)
+    write_report(folder / "report.html", placed.problem, placed.plan, [placed.measured])
     for timeline in timelines:
         path = folder / f"{timeline.source}.trace.json"
         save_trace([timeline], path, plan=placed.plan, kinds=kinds)

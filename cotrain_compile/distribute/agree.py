@@ -61,6 +61,11 @@ class Together:
         self._told = told
         self.plans_alike = True
 
+    @property
+    def rank(self) -> int | None:
+        """Which of all ranks this process is; None where it trains alone."""
+        return None if self._meeting is None else dist.get_rank()
+
     def require_same_step(self, step: StepGraph) -> None:
         """Raise `RanksApart` on every rank where they are about to run different steps."""
         found = self._exchange((_signature(step), _told(step), step.fingerprint), "compiles")

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from cotrain_compile.capture.nodes.storages import storage_key
 from cotrain_compile.collectives import (
     all_ranks,
+    awaited_by,
     copies_its_input,
     group_name_of,
     is_collective,
@@ -239,7 +240,7 @@ class _Reader(_Namer):
                 dtype=computing_dtype(node, cost.flops),
                 cost_is_known=cost.is_known,
                 collective=_collective(node) if is_collective(node) else None,
-                awaits=_awaited(node),
+                awaits=begun.name if (begun := awaited_by(node)) else "",
                 module=self.step.modules.get(node.name, ""),
             )
         )
@@ -273,13 +274,6 @@ def _collective(node: fx.Node) -> Collective:
     made = [value for _, value in _tensors(node.meta.get("val"))]
     nbytes = max(sum(_integer({}, "", nbytes_of(v)) for v in values) for values in (given, made))
     return Collective(kind_of(node), ranks_in(node), nbytes)
-
-
-def _awaited(node: fx.Node) -> str:
-    exchange = node.args[0] if is_wait(node) else None
-    if isinstance(exchange, fx.Node) and is_collective(exchange):
-        return exchange.name
-    return ""
 
 
 def _held_until(node: fx.Node) -> list[fx.Node]:

@@ -9,13 +9,14 @@ lanes, and no number is one that nothing real can have. Whether a plan is sound 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Literal
 
 from cotrain_compile.errors import FormatError
 from cotrain_compile.files import load
 from cotrain_compile.machine import LARGEST, Tier
-from cotrain_compile.plan import Lane, Plan, SolveReport, Timeline
+from cotrain_compile.plan import Lane, Plan, SolveReport, Timeline, from_one_zero
 
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:
@@ -23,6 +24,23 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
     plan = load(path, Plan)
     _refuse(path, _absurd_in_plan(plan), "solve the step again")
     return plan
+
+
+def load_measured(paths: Sequence[Path]) -> tuple[Timeline, ...]:
+    """One step as measured, by one process or by several ranks, which then count from one zero.
+
+    Raises as `load_timeline`, and `FormatError` where two are not of two ranks.
+    """
+    timelines = [load_timeline(path, "measured") for path in paths]
+    ranks = [timeline.rank for timeline in timelines]
+    if len(paths) > 1 and (None in ranks or len(set(ranks)) < len(ranks)):
+        told = ", ".join(f"{p} is of {_of(r)}" for p, r in zip(paths, ranks, strict=True))
+        raise FormatError(f"several timelines are shown together if they are one a rank: {told}")
+    return from_one_zero(sorted(timelines, key=lambda timeline: timeline.rank or 0))
+
+
+def _of(rank: int | None) -> str:
+    return "a process alone" if rank is None else f"rank {rank}"
 
 
 def load_timeline(
@@ -95,6 +113,9 @@ def _absurd_in_timeline(timeline: Timeline) -> Iterator[str]:
     for tier, nbytes in timeline.peak_bytes.items():
         if not 0 <= nbytes <= LARGEST:
             yield f"peak_bytes.{tier} is {nbytes}"
+    for name, value in (("rank", timeline.rank), ("began_at", timeline.began_at)):
+        if value is not None and not 0 <= value <= LARGEST:
+            yield f"{name} is {value}"
 
 
 def _absurd_bytes(name: str, of_tier: Mapping[Tier, int]) -> Iterator[str]:

@@ -24,6 +24,7 @@ from cotrain_compile.runtime.course import WHOLE, Course, Piecewise
 from cotrain_compile.runtime.host.kernels import HostKernel
 from cotrain_compile.runtime.lanes import Lane, Task
 from cotrain_compile.runtime.meter import Meter
+from cotrain_compile.runtime.network import ThrottledNetwork
 from cotrain_compile.runtime.ops import Launch, Runtime, running_on
 
 # How often a task is looked at before it is given up.
@@ -47,6 +48,8 @@ class Device(ABC, Runtime):
     counts_device = True
     # Changes when addresses that homes had may have become those of other memory.
     memory_version: int = 0
+    # Makes exchanges with other ranks take as long as on another network; None: as they take.
+    network: ThrottledNetwork | None = None
     # After how many seconds of work a task that has not ended is given up; None: never.
     watchdog_s: float | None = None
 
@@ -84,6 +87,8 @@ class Device(ABC, Runtime):
         """Begin a new step: what is in flight is of the step before, peaks count from here."""
         self._previous, self._tasks = self._tasks, {}
         self.origin_s = time.perf_counter()
+        if self.network is not None:
+            self.network.start_step()
         in_flight = not all(task.done.is_set() for task in self._previous.values())
         self.meter.start_step(keep=Tier.HOST if in_flight else None)
 

@@ -3,7 +3,8 @@
 Device and host tensors are both CPU tensors, told apart by the meter. Copies and host updates run
 on threads of their own, so that a missing wait is a real race; the destination of a copy holds NaN
 until the copy is done, so that it shows as a wrong number and not as luck. With `throttle`, copies
-take as long as the machine's links say. `poison` can be left out to measure times.
+take as long as the machine's links say, and exchanges with other ranks as long as `network_s` has
+for them. `poison` can be left out to measure times.
 """
 
 from __future__ import annotations
@@ -20,10 +21,8 @@ from cotrain_compile.runtime.course import Course, Piecewise
 from cotrain_compile.runtime.device import Device
 from cotrain_compile.runtime.host.kernels import HostKernel
 from cotrain_compile.runtime.meter import Meter
+from cotrain_compile.runtime.network import ThrottledNetwork, sleep_until
 from cotrain_compile.runtime.ops import Launch
-
-# Linux wakes a sleeping thread this much late (prctl(2), PR_SET_TIMERSLACK).
-_TIMER_SLACK_S = 50e-6
 
 
 class EmulatedDevice(Device):
@@ -39,11 +38,13 @@ class EmulatedDevice(Device):
         host_cores: Collection[int] = (),
         throttle: bool = False,
         poison: bool = True,
+        network_s: Mapping[str, float] | None = None,
     ) -> None:
         workers = machine.host_update.workers
         super().__init__(Meter(budgets), kernels, piecewise or {}, workers, host_cores)
         self._poison = _poison if poison else _leave
         self._machine = machine if throttle else None
+        self.network = ThrottledNetwork(network_s) if throttle and network_s else None
         self._host_bytes_per_s = machine.host.bytes_per_s
 
     def mark(self) -> float:
@@ -107,13 +108,9 @@ class EmulatedDevice(Device):
         copy_s = machine.copy_s(source.nbytes, *machine.links[lane].ends)
         end_s = time.perf_counter() + copy_s
         # The bytes land as late as they may, so that until then a missing wait shows.
-        _sleep_until(end_s - 2 * source.nbytes / self._host_bytes_per_s)
+        sleep_until(end_s - 2 * source.nbytes / self._host_bytes_per_s)
         destination.copy_(source)
-        _sleep_until(end_s)
-
-
-def _sleep_until(time_s: float) -> None:
-    time.sleep(max(0.0, time_s - time.perf_counter() - _TIMER_SLACK_S))
+        sleep_until(end_s)
 
 
 def _poison(destination: torch.Tensor) -> None:

@@ -52,7 +52,7 @@ def save_trace(
 def _events(
     timeline: Timeline, process: int, zero_us: float, kinds: Mapping[str, str]
 ) -> Iterator[Event]:
-    name = {"name": f"{timeline.source} step"}
+    name = {"name": timeline.title.replace(timeline.source, f"{timeline.source} step", 1)}
     yield {"ph": "M", "name": "process_name", "pid": process, "args": name}
     for lane, title in lane_titles(timeline).items():
         named = {"name": title}

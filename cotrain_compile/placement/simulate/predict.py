@@ -24,7 +24,16 @@ from cotrain_compile.placement.simulate.engine import (
     steady_state,
 )
 from cotrain_compile.placement.simulate.steady import repeatable, steady_step
-from cotrain_compile.plan import HostRegion, Lane, MovedOps, Placement, Task, Timeline, Transfer
+from cotrain_compile.plan import (
+    HostRegion,
+    Lane,
+    MovedOps,
+    Placement,
+    Task,
+    Timeline,
+    Transfer,
+    exchange_of,
+)
 
 
 def step_s(
@@ -137,11 +146,6 @@ def works_of(problem: Problem, program: DeviceProgram, tasks: Sequence[Task]) ->
         seconds = _seconds(problem, task)
         works.append(Work(task.name, task.lane, seconds, after, task.after_previous))
     return works
-
-
-def exchange_of(op: str) -> str:
-    """What the exchange is called that an op begins."""
-    return f"exchange.{op}"
 
 
 def _awaited(problem: Problem, op: Op) -> tuple[str, ...]:

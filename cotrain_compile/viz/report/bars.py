@@ -36,13 +36,19 @@ class Bar:
     count: int = 1
 
 
-def bars_of(timeline: Timeline, plan: Plan, dataflow: Dataflow) -> tuple[Bar, ...]:
-    """One bar for each span, from the start of the first, in the order of lanes and time."""
+def bars_of(
+    timeline: Timeline, plan: Plan, dataflow: Dataflow, zero_s: float | None = None
+) -> tuple[Bar, ...]:
+    """One bar for each span, in the order of lanes and time.
+
+    Times count from `zero_s`, or else from the start of the first span.
+    """
+    if zero_s is None:
+        zero_s = min((span.start_s for span in timeline.spans), default=0.0)
     kinds = kinds_of(plan, {op.name: op.phase for op in dataflow.ops})
     found = layers(dataflow)
     of_layer = {**found.of_op, **found.of_tasks(plan)}
     what = _what(plan, dataflow)
-    start_s = min((span.start_s for span in timeline.spans), default=0.0)
     bars = [
         Bar(
             lane=str(span.lane),
@@ -50,8 +56,8 @@ def bars_of(timeline: Timeline, plan: Plan, dataflow: Dataflow) -> tuple[Bar, ..
             kind=kind,
             layer=of_layer.get(span.name, REST),
             what=what.get(span.name, ""),
-            start_s=span.start_s - start_s,
-            end_s=span.end_s - start_s,
+            start_s=span.start_s - zero_s,
+            end_s=span.end_s - zero_s,
             busy_s=span.end_s - span.start_s,
         )
         for span, kind in spans_with_kinds(timeline, kinds)

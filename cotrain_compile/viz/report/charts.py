@@ -51,9 +51,9 @@ class TimeAxis:
     unit_s: float
 
 
-def time_axis(timelines: Sequence[Timeline]) -> TimeAxis:
-    """From 0 to the end of the longest timeline."""
-    end_s = max(timeline.makespan_s for timeline in timelines) or 1.0
+def time_axis(end_s: float) -> TimeAxis:
+    """From 0 to `end_s`."""
+    end_s = end_s or 1.0
     unit_s, unit = next((u for u in _TIMES if end_s >= u[0]), _TIMES[-1])
     end = end_s / unit_s
     extent = Range1d(start=0, end=1.01 * end, bounds=(-0.02 * end, 1.1 * end), name="time")
@@ -216,6 +216,6 @@ def _draw_memory(chart: figure, tier: Tier, timeline: Timeline, axis: TimeAxis, 
             renderers=[line],
             mode="vline",
             line_policy="prev",
-            tooltips=[(timeline.source, "@words"), ("at", f"@time{{0.000[000]}} {axis.unit}")],
+            tooltips=[(timeline.title, "@words"), ("at", f"@time{{0.000[000]}} {axis.unit}")],
         )
     )

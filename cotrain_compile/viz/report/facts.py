@@ -6,7 +6,7 @@ Every number is read off the plan and its timelines, or off a simulation of the 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from cotrain_compile.dataflow import Dataflow, Role
@@ -112,10 +112,10 @@ def paces(plan: Plan) -> tuple[Pace, ...]:
 
 
 def comparison(
-    problem: Problem, plan: Plan, measured: Timeline | None
+    problem: Problem, plan: Plan, measured: Sequence[Timeline]
 ) -> Iterator[tuple[str, ...]]:
-    """Rows: a heading, the predicted value, the measured one where there is one, the budget."""
-    timelines = [plan.predicted, *([measured] if measured else [])]
+    """Rows: a heading, the predicted value, those that were measured, the budget."""
+    timelines = [plan.predicted, *measured]
     yield "a step", *(format_seconds(t.makespan_s) for t in timelines), ""
     for lane, title in lane_titles(*timelines).items():
         yield f"{title} busy", *(_busy(t, lane) for t in timelines), ""

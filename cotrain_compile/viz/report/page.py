@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +25,18 @@ from cotrain_compile.viz.timeline import COLOURS
 
 
 def write_report(
-    path: Path, problem: Problem, plan: Plan, measured: Timeline | None = None
+    path: Path, problem: Problem, plan: Plan, measured: Sequence[Timeline] = ()
 ) -> None:
     """Write the report of `plan`, made for `problem`, beside what a step `measured`, to `path`.
+
+    On several ranks it measured a timeline on each; the longest stands for the step.
 
     Raises OSError when `path` cannot be written.
     """
     write_whole(path, report_html(problem, plan, measured))
 
 
-def report_html(problem: Problem, plan: Plan, measured: Timeline | None = None) -> str:
+def report_html(problem: Problem, plan: Plan, measured: Sequence[Timeline] = ()) -> str:
     """The page as text."""
     environment = Environment(
         loader=PackageLoader("cotrain_compile.viz.report", "."),
@@ -49,6 +51,7 @@ def report_html(problem: Problem, plan: Plan, measured: Timeline | None = None) 
     return environment.get_template("page.html").render(
         plan=plan,
         measured=measured,
+        measured_s=max((timeline.makespan_s for timeline in measured), default=0.0),
         regime=facts.regime(problem, plan),
         sentences=list(facts.sentences(problem, plan)),
         paces=facts.paces(plan),
@@ -64,19 +67,29 @@ def report_html(problem: Problem, plan: Plan, measured: Timeline | None = None) 
 
 
 def _charts(
-    problem: Problem, plan: Plan, measured: Timeline | None
+    problem: Problem, plan: Plan, measured: Sequence[Timeline]
 ) -> tuple[str, Mapping[str, Any], set[str]]:
     """The script that draws the charts, the place of each, and the kinds of bars in them."""
     problem = problem.under(plan.placement)
-    timelines = [plan.predicted, *([measured] if measured else [])]
-    axis = time_axis(timelines)
+    timelines = [plan.predicted, *measured]
+    # The ranks of a step have one zero.
+    zeros = [_start_s([plan.predicted]), *[_start_s(measured)] * len(measured)]
+    axis = time_axis(max(map(_end_s, timelines, zeros)))
     figures: dict[str, Model] = {}
     kinds = set[str]()
-    for timeline in timelines:
-        bars = bars_of(timeline, plan, problem.dataflow)
+    for timeline, zero_s in zip(timelines, zeros, strict=True):
+        bars = bars_of(timeline, plan, problem.dataflow, zero_s)
         kinds |= kinds_in(bars)
-        figures[str(timeline.source)] = lanes_chart(timeline.source, bars, axis)
+        figures[timeline.title] = lanes_chart(timeline.title, bars, axis)
     for tier in Tier:
         figures[tier.value] = memory_chart(tier, timelines, plan.budgets[tier], axis)
     script, places = components(figures)
     return script, {name: Markup(place) for name, place in places.items()}, kinds
+
+
+def _start_s(timelines: Sequence[Timeline]) -> float:
+    return min((span.start_s for t in timelines for span in t.spans), default=0.0)
+
+
+def _end_s(timeline: Timeline, zero_s: float) -> float:
+    return max((span.end_s for span in timeline.spans), default=zero_s) - zero_s

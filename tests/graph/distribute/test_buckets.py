@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -13,12 +14,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cotrain_compile.capture.aten.bucket_exchanges import SMALL_BYTES
 from cotrain_compile.dataflow import Dataflow, Op
+from cotrain_compile.plan import Lane, exchange_of
 from cotrain_compile.tracing import trace
 from tests.support.bucketed_ranks import Left, one_by_one_and_in_buckets
 from tests.support.ranks import Ranks
 
 WIDE = SMALL_BYTES // 4  # elements of what just goes into a bucket
 LAYERS = 8
+TIMER_S = 0.001  # a sleep may end this much early
 
 
 class Layer(nn.Module):
@@ -98,8 +101,27 @@ def test_the_update_of_each_parameter_has_a_gradient_of_its_own(step: Dataflow) 
     assert len(set(gradients)) == len(gradients) == 5 * LAYERS
 
 
+def _check_measured(alone: Left) -> None:
+    """Exchanges took turns, and what the network needs; the last wait ended when it was done.
+
+    The device went on beside means of gradients, which are waited for late.
+    """
+    network = alone.measured.lane(Lane.NETWORK)
+    assert {span.name for span in network} == set(map(exchange_of, alone.network_s))
+    seconds = {exchange_of(op): taken for op, taken in alone.network_s.items()}
+    assert all(s.end_s - s.start_s >= 0.999 * seconds[s.name] > 0 for s in network)
+    assert all(before.end_s <= after.start_s for before, after in pairwise(network))
+    waits = [s for s in alone.measured.lane(Lane.DEVICE) if s.name.startswith("wait_tensor")]
+    assert len(waits) == len(network)
+    assert max(s.end_s for s in waits) >= network[-1].end_s - TIMER_S
+    ops = [span.name for span in alone.measured.lane(Lane.DEVICE)]
+    behind = [ops[ops.index(name) + 1] for name in ops if name.startswith("all_reduce")]
+    assert not behind or not all(name.startswith("wait_tensor") for name in behind)
+
+
 def _check(of_ranks: list[tuple[Left, Left]], kinds: set[str], rounding: float) -> None:
     for alone, together in of_ranks:
+        _check_measured(alone)
         assert set(together.begun) == set(alone.begun) == kinds
         assert 3 * sum(together.begun.values()) < 2 * sum(alone.begun.values())
         for name, value in alone.tensors.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -14,14 +15,14 @@ from cotrain_compile import files
 from cotrain_compile.analysis.reuse import reuse_distances
 from cotrain_compile.cli.main import app
 from cotrain_compile.dataflow import Dataflow
-from cotrain_compile.errors import OptionError
+from cotrain_compile.errors import FormatError, OptionError
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.explain.slack import slacks
 from cotrain_compile.placement.problem import formulate
 from cotrain_compile.placement.residency import device_bytes, device_program
 from cotrain_compile.placement.search.solve import solve
 from cotrain_compile.placement.simulate.reserved import reserved
-from cotrain_compile.plan import Lane
+from cotrain_compile.plan import Lane, Timeline
 from cotrain_compile.presets import find
 from cotrain_compile.units import format_bytes, format_seconds
 from cotrain_compile.viz.layers import layer, layers
@@ -67,7 +68,7 @@ class Cells(HTMLParser):
 
 @pytest.fixture(scope="module")
 def page() -> str:
-    return report_html(PROBLEM, PLAN, MEASURED)
+    return report_html(PROBLEM, PLAN, [MEASURED])
 
 
 def test_the_page_loads_nothing(page: str) -> None:
@@ -107,20 +108,20 @@ def test_the_table_has_every_parameter_with_numbers_of_its_own(page: str) -> Non
 
 
 def test_predicted_and_measured_are_side_by_side() -> None:
-    rows = {row[0]: row[1:] for row in facts.comparison(PROBLEM, PLAN, MEASURED)}
+    rows = {row[0]: row[1:] for row in facts.comparison(PROBLEM, PLAN, [MEASURED])}
     step_s = PLAN.predicted.makespan_s
     assert rows["a step"] == (format_seconds(step_s), format_seconds(3 * step_s), "")
     busy_s = PLAN.predicted.busy_s(Lane.DEVICE)
     assert rows["device busy"][0] == f"{format_seconds(busy_s)} ({busy_s / step_s:.0%})"
     assert rows["device busy"][1] == f"{format_seconds(3 * busy_s)} ({busy_s / step_s:.0%})"
-    assert [len(row) for row in facts.comparison(PROBLEM, PLAN, None)] == [3] * 7
+    assert [len(row) for row in facts.comparison(PROBLEM, PLAN, ())] == [3] * 7
 
 
 def test_what_a_card_reserves_stands_beside_the_peak_in_the_words_of_the_summary() -> None:
     step = chain(4, width=8192)
     problem = formulate(step, find("rtx4090"), dict.fromkeys(Tier, 1 << 40))
     plan = solve(problem)
-    rows = {row[0]: row[1:] for row in facts.comparison(problem, plan, plan.predicted)}
+    rows = {row[0]: row[1:] for row in facts.comparison(problem, plan, [plan.predicted])}
     held = format_bytes(reserved(step, plan).reserved_bytes)
     assert rows["reserved on a card"] == (held, "", "")
     (told,) = [line.strip() for line in summary(plan, step).splitlines() if "reserved" in line]
@@ -205,6 +206,45 @@ def test_show_writes_the_report(tmp_path: Path) -> None:
     written = Path(out).read_text(encoding="utf-8")
     assert f"<b>{format_seconds(MEASURED.makespan_s)}</b><span>a step, measured</span>" in written
     assert Cells(written).rows == Cells(report_html(PROBLEM, PLAN)).rows
+
+
+def of_rank(rank: int, began_at: float) -> Timeline:
+    return replace(MEASURED, rank=rank, began_at=began_at)
+
+
+def test_ranks_are_on_one_page_from_the_beginning_of_the_first(tmp_path: Path) -> None:
+    files.save(STEP, tmp_path / "step.json")
+    files.save(PLAN, tmp_path / "plan.json")
+    late_s = 0.25
+    for rank, began_at in ((1, 1e9), (0, 1e9 + late_s)):
+        files.save(of_rank(rank, began_at), tmp_path / f"{rank}.json")
+    plan, out, trace = (str(tmp_path / name) for name in ("plan.json", "report.html", "trace.json"))
+    measured = [arg for rank in (1, 0) for arg in ("--measured", str(tmp_path / f"{rank}.json"))]
+    run = CliRunner().invoke(app, ["show", plan, "--html", out, "--perfetto", trace, *measured])
+    assert run.exception is None, run.exception
+    written = Path(out).read_text(encoding="utf-8")
+    headings = re.findall(r"<h3>(measured[^<]*)</h3>", written)
+    assert headings == ["measured on rank 0", "measured on rank 1"]
+    assert "a step, measured on the slowest of 2 ranks" in written
+    events = json.loads(Path(trace).read_text())["traceEvents"]
+    names = {e["pid"]: e["args"]["name"] for e in events if e.get("name") == "process_name"}
+    assert list(names.values())[1:] == ["measured step on rank 0", "measured step on rank 1"]
+    first = {pid: min(e["ts"] for e in events if e["pid"] == pid and "dur" in e) for pid in names}
+    _, late_us, early_us = first.values()
+    assert late_us - early_us == pytest.approx(1e6 * late_s, rel=1e-4)
+
+
+def test_two_timelines_of_one_process_are_refused(tmp_path: Path) -> None:
+    files.save(PLAN, tmp_path / "plan.json")
+    files.save(MEASURED, tmp_path / "timeline.json")
+    timeline = str(tmp_path / "timeline.json")
+    given = ["--measured", timeline, "--measured", timeline]
+    trace = str(tmp_path / "trace.json")
+    run = CliRunner().invoke(
+        app, ["show", str(tmp_path / "plan.json"), "--perfetto", trace, *given]
+    )
+    assert isinstance(run.exception, FormatError)
+    assert "is of a process alone" in str(run.exception)
 
 
 def test_only_a_plan_has_a_report(tmp_path: Path) -> None:
