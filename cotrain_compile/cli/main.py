@@ -112,15 +112,24 @@ def calibrate(
     output: Annotated[Path, typer.Option("--output", "-o", help="File to write.")],
     device: Annotated[str, typer.Option(help="'cpu' (the emulated device) or 'cuda'.")] = "cpu",
 ) -> None:
-    """Measure this computer, for better predictions: options={"machine": "machine.json"}."""
+    """Measure this computer, for better predictions: options={"machine": "machine.json"}.
+
+    Started by torchrun, also what the ranks reach when they exchange data.
+    """
     from cotrain_compile.runtime.calibrate.calibrate import calibrate as measure
+    from cotrain_compile.runtime.calibrate.network_bench import ranks_of_torchrun
 
     files.refuse_unwritable(output)
-    with Progress(console=console, transient=True) as bar:
+    with (
+        ranks_of_torchrun(device) as rank,
+        Progress(console=console, transient=True, disable=rank > 0) as bar,
+    ):
         task = bar.add_task("", total=1.0)
         result = measure(
             lambda what, done: bar.update(task, description=what, completed=done), device
         )
+    if rank > 0:
+        return
     files.save(result.machine, output)
     console.print(describe_machine(result.machine))
     for remark in result.remarks:

@@ -30,6 +30,11 @@ from cotrain_compile.runtime.calibrate.link_bench import (
     median_s,
     wall_s,
 )
+from cotrain_compile.runtime.calibrate.network_bench import (
+    measured_network,
+    network_remark,
+    ranks_here,
+)
 from cotrain_compile.runtime.calibrate.op_rates import elements_per_s, fresh_bytes_per_s
 from cotrain_compile.runtime.cuda.card import CudaCard
 from cotrain_compile.runtime.cuda.device import CudaDevice
@@ -62,11 +67,14 @@ def calibrate(
 ) -> Calibration:
     """Measure this computer; `progress` hears what comes next and the fraction done.
 
+    Where a process group is initialised every rank has to call it: each is measured while the
+    others are, has its share of the computer's memory, and a network to them.
+
     Raises:
         OptionError: `device` is neither "cpu" nor a CUDA device that is there.
     """
     sizes = sizes or Sizes()
-    environment = read_environment()
+    environment = read_environment().shared_by(ranks_here())
     bench = _bench(device, environment)
     tell = progress or (lambda what, fraction: None)
 
@@ -91,6 +99,8 @@ def calibrate(
     )
     tell("host updates while copying", 0.9)
     slowdown = _slowdown_while_copying(bench, sizes)
+    tell("exchanges with other ranks", 0.97)
+    network = measured_network(bench, torch.device(device), sizes)
     tell("done", 1.0)
 
     machine = two_tier(
@@ -105,8 +115,13 @@ def calibrate(
         f"{environment.usable_cores} cores, {environment.numa_nodes} NUMA node(s)",
         issue_s=issue_s(_device_for(bench)),
         fuses_updates=device != "cpu",  # what runs on a card is compiled
+    ).but(network=network)
+    remarks = (
+        *environment_remarks(environment),
+        copies.remark,
+        _threads_remark(by_threads),
+        network_remark(network),
     )
-    remarks = (*environment_remarks(environment), copies.remark, _threads_remark(by_threads))
     return Calibration(machine, by_threads, tuple(filter(None, remarks)))
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import resource
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -30,12 +30,17 @@ class Environment:
     locked_memory_limit_bytes: int | None
     numa_nodes: int
     cuda: bool
+    processes: int = 1
+
+    def shared_by(self, processes: int) -> Environment:
+        """The same where so many processes train on this computer."""
+        return replace(self, processes=processes)
 
     @property
     def usable_memory_bytes(self) -> int:
-        """The installed memory, or the limit where that is lower."""
+        """This process's share of the installed memory, or of the limit where that is lower."""
         limit, installed = self.memory_limit_bytes, self.installed_memory_bytes
-        return installed if limit is None else min(installed, limit)
+        return (installed if limit is None else min(installed, limit)) // self.processes
 
 
 def read_environment() -> Environment:

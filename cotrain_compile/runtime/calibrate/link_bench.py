@@ -27,6 +27,7 @@ class Sizes:
     small_copy_bytes: int = 4096
     matmul_side: int = 2048
     updated_parameters: int = 2**24
+    exchange_bytes: int = 2**25
     repeats: int = 9
 
 
