@@ -8,11 +8,16 @@ time, and must change nothing but what it makes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from cotrain_compile.dataflow import Buffer, Dataflow, Op, Phase, Role
 from cotrain_compile.errors import PlanError
 from cotrain_compile.plan import Placement
+
+_TRAINING_NORMS = (
+    "aten._native_batch_norm_legit_functional.default",
+    "aten._batch_norm_with_update_functional.default",
+)
 
 
 def check_recomputed(dataflow: Dataflow, placement: Placement) -> None:
@@ -28,6 +33,7 @@ def check_recomputed(dataflow: Dataflow, placement: Placement) -> None:
     maker = _makers(dataflow, frozenset(names))
     for name in names:
         _require(name in maker, f"names {name}, which no op of the forward makes")
+    moving = _moving_averages(dataflow, names)
     versions: dict[str, int] = {}
     found: dict[str, dict[str, int]] = {}  # by op, which version of each buffer it read
     again: set[str] = set()
@@ -35,7 +41,8 @@ def check_recomputed(dataflow: Dataflow, placement: Placement) -> None:
         if op.phase is not Phase.FORWARD:
             for name in op.reads:
                 _run_again(name, maker, versions, found, again)
-        found[op.name] = {n: versions.get(n, 0) for n in op.reads if not _is_order(dataflow, n)}
+        fixed = (n for n in op.reads if not _is_order(dataflow, n) and (op.name, n) not in moving)
+        found[op.name] = {n: versions.get(n, 0) for n in fixed}
         for name in op.writes:
             versions[name] = versions.get(name, 0) + 1
 
@@ -63,6 +70,22 @@ def _makers(dataflow: Dataflow, names: frozenset[str]) -> Mapping[str, Op]:
             own = writers[name] == 1 and not buffers[name].is_input and name not in op.reads
             _require(own, f"has {op.name} run again, which writes into {name}")
     return maker
+
+
+def _moving_averages(dataflow: Dataflow, names: Collection[str]) -> set[tuple[str, str]]:
+    """Each batch norm in training with each of the two averages that it moves on.
+
+    Nothing but the next averages, its last two results, depends on them: these are not made again.
+    """
+    norms = (op for op in dataflow.ops if op.target in _TRAINING_NORMS)
+    averages = {name: op.name for op in norms for name in op.writes[-2:]}
+    found = set()
+    for op in dataflow.ops:
+        for name in averages.keys() & set(op.reads) if op.target == "aten.copy_.default" else ():
+            _require(name not in names, f"names {name}, the next average of {averages[name]}")
+            norm = dataflow.ops[dataflow.position[averages[name]]]
+            found |= {(norm.name, into) for into in op.writes if into in norm.reads}
+    return found
 
 
 def _is_gather(op: Op) -> bool:

@@ -56,6 +56,10 @@ _NEVER = (
     "aten.sign",
 )
 
+# Batch norms in training: the last two results are the next running statistics, and the only ones
+# that depend on those before.
+_NORMS = ("aten._native_batch_norm_legit_functional.", "aten._batch_norm_with_update_functional.")
+
 
 def recomputable(dataflow: Dataflow) -> frozenset[str]:
     """The buffers that may be made again: forward temporaries, each made by one pure op of torch.
@@ -64,6 +68,7 @@ def recomputable(dataflow: Dataflow) -> frozenset[str]:
     decision, talks to other devices, reads a value on the host, or is none of torch's own, as
     nobody knows what else it does; nor one that reads what is written before the last op that
     could need it again. The low-precision copy of a parameter is the parameter's, and no temporary.
+    A batch norm runs again, and the running statistics that it then makes are nobody's.
     """
     writers: dict[str, int] = {}
     for op in dataflow.ops:
@@ -73,20 +78,40 @@ def recomputable(dataflow: Dataflow) -> frozenset[str]:
     written = _written_at(dataflow)
     taken = {group.low_precision for group in dataflow.updates}
     taken |= {name for group in dataflow.updates for name in (group.gradient, *group.scalars)}
+    running = _running_statistics(dataflow)
     found: set[str] = set()
     for position, op in enumerate(dataflow.ops):
         made = [dataflow.buffer[name] for name in op.writes]
         if not made or not _is_pure(op) or not all(_is_own(b, op, writers) for b in made):
             continue
         until = max(latest.get(b.name, -1) for b in made)
-        stay = (position < at <= until for name in op.reads for at in written.get(name, ()))
+        moving = running.get(op.name, {})
+        reads = (name for name in op.reads if name not in moving.values())
+        stay = (position < at <= until for name in reads for at in written.get(name, ()))
         if until >= 0 and not any(stay):
             found |= {
                 b.name
                 for b in made
-                if b.role is Role.TEMPORARY and not b.is_output and b.name not in taken
+                if b.role is Role.TEMPORARY
+                and not b.is_output
+                and b.name not in taken
+                and b.name not in moving
             }
     return frozenset(found)
+
+
+def _running_statistics(dataflow: Dataflow) -> Mapping[str, Mapping[str, str]]:
+    """Of each batch norm in training, the results that are written into statistics it has read."""
+    norms = {name: op for op in dataflow.ops if op.target.startswith(_NORMS) for name in op.writes}
+    found: dict[str, dict[str, str]] = {}
+    for op in dataflow.ops:
+        if op.target.startswith("aten.copy_") and len(op.writes) == 1:
+            (into,) = op.writes
+            for name in op.reads:
+                norm = norms.get(name)
+                if norm is not None and name in norm.writes[-2:] and into in norm.reads:
+                    found.setdefault(norm.name, {})[name] = into
+    return found
 
 
 def gathers(dataflow: Dataflow) -> Mapping[str, Op]:
