@@ -4,14 +4,15 @@ In: a Dataflow and its recomputable buffers. Out: the regions, each a run of for
 buffers lie inside of one. What leaves a region, read by the forward elsewhere, is never made again:
 the replay of a region starts from there, as that of a checkpoint does from its inputs.
 
-Regions are the layers of the model, which are numbered modules (`transformer.h.3`), where these
-hold most of what could be made again. Otherwise, as for a model in functional code, a U-Net or one
-long `Sequential`, the forward is cut where few bytes cross (`cuts`).
+Regions are the layers of the model, which are numbered modules (`transformer.h.3`), each with what
+leads to it from the one before, where these hold most of what could be made again. Otherwise, as
+for a model in functional code or one long `Sequential`, the forward is cut where few bytes cross
+(`cuts`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from cotrain_compile.dataflow import Dataflow, Op, Phase, Role
@@ -39,7 +40,7 @@ def regions_of(dataflow: Dataflow, recomputable: Collection[str]) -> tuple[Regio
     if not total:
         return ()
     for depth in range(1, _DEPTHS + 1):
-        regions = tuple(_numbered(dataflow, depth))
+        regions = tuple(_with_leads(dataflow, _numbered(dataflow, depth)))
         held = [sum(saved.get(n, 0) for n in names) for names in _inside(dataflow, regions)]
         if sum(held) >= _ENOUGH * total and max(held) <= _TOO_MUCH * total:
             return regions
@@ -93,8 +94,7 @@ def _numbered(dataflow: Dataflow, depth: int) -> Iterator[Region]:
     name, ops = "", list[int]()
     exchanging = _exchanging(dataflow)
     for position, op in enumerate(dataflow.ops):
-        is_forward = op.phase is Phase.FORWARD and bool(op.writes) and op.name not in exchanging
-        here = _numbered_module(op.module, depth) if is_forward else ""
+        here = _numbered_module(op.module, depth) if _does_something(op, exchanging) else ""
         ends = op.phase is Phase.BACKWARD or (here and here != name)
         if ends and ops:
             yield Region(name, tuple(ops))
@@ -104,6 +104,39 @@ def _numbered(dataflow: Dataflow, depth: int) -> Iterator[Region]:
             ops.append(position)
     if ops:
         yield Region(name, tuple(ops))
+
+
+def _with_leads(dataflow: Dataflow, regions: Iterable[Region]) -> Iterator[Region]:
+    """`regions` with what leads to each from the one before: ops of no numbered module, as one that
+    joins a skipped value to a U-Net's, and a module that is a single op, as what makes that larger.
+
+    Otherwise these would be kept: they leave where they are made.
+    """
+    exchanging = _exchanging(dataflow)
+    lead: Region | None = None  # a single op that may lead to the next region
+    end: int | None = None
+    for region in regions:
+        way = range(region.ops[0] if end is None else end + 1, region.ops[0])
+        is_first = end is None or any(dataflow.ops[at].phase is Phase.BACKWARD for at in way)
+        between = (at for at in way if _does_something(dataflow.ops[at], exchanging))
+        ops = region.ops if is_first else (*between, *region.ops)
+        end = region.ops[-1]
+        if lead is not None:
+            if is_first or len(region.ops) == 1:
+                yield lead
+            else:
+                ops = (*lead.ops, *ops)
+            lead = None
+        if len(region.ops) == 1:
+            lead = Region(region.name, ops)
+        else:
+            yield Region(region.name, ops)
+    if lead is not None:
+        yield lead
+
+
+def _does_something(op: Op, exchanging: Collection[str]) -> bool:
+    return op.phase is Phase.FORWARD and bool(op.writes) and op.name not in exchanging
 
 
 def _exchanging(dataflow: Dataflow) -> set[str]:

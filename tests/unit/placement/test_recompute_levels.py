@@ -135,6 +135,27 @@ def test_modules_around_a_whole_model_are_looked_into() -> None:
     assert names == [f"0.model.blocks.{i}" for i in range(3)]
 
 
+def test_what_leads_to_a_module_is_of_its_region() -> None:
+    """As in a U-Net: a module of one op makes a value larger, and no module joins it to another."""
+    net = [
+        Layer("a", ("x",)),
+        Layer("b", ("a",)),
+        Layer("up", ("b",)),
+        Layer("cat", ("up", "a")),
+        Layer("c", ("cat",)),
+        Layer("d", ("c",)),
+        Layer("head", ("d",)),
+    ]
+    modules = {"f_a": "down.0.0", "f_b": "down.0.1", "f_up": "up.0"}
+    modules |= {"f_c": "join.0.0", "f_d": "join.0.1"}
+    dataflow = in_modules(step_of("U", net), modules)
+    regions = regions_of(dataflow, values(dataflow))
+    assert [region.name for region in regions] == ["down.0", "join.0"]
+    ops = [[dataflow.ops[at].name for at in region.ops] for region in regions]
+    assert ops == [["f_a", "f_b"], ["f_up", "f_cat", "f_c", "f_d"]]
+    assert inside(dataflow, regions, values(dataflow))[1] == {"h_up", "h_cat", "h_c"}
+
+
 def test_modules_of_one_op_are_no_regions() -> None:
     """As in one long Sequential: every value would leave its region."""
     dataflow = step_of("sequential", perceptron(32, MIB, MIB))
