@@ -6,7 +6,8 @@ integer program; the same under the user's own checkpoints of layers, traced so,
 ProTrain's blocks, each swapped, made again or kept, over simple rules for the states, the best of a
 grid; and `auto`, which chooses; with the certified bound of all of them. Convolutional nets stand
 beside the table of MONeT (Shah et al., ICLR 2021), with the host a link away that nothing is worth
-sending over. Every plan is checked.
+sending over, and once more over the link that POFO (Beaumont et al., NeurIPS 2021) has, where what
+moves is to spare a third of what making again costs. Every plan is checked.
 Nothing is run: times are simulated, op by op.
 
     python -m bench.plans.recompute -o bench/results/recompute.json
@@ -32,7 +33,7 @@ from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import PlacementError, PlanError
 from cotrain_compile.files import load, save
 from cotrain_compile.jobs import load_job
-from cotrain_compile.machine import Link, Tier
+from cotrain_compile.machine import Link, Machine, Tier
 from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.policies import rule
 from cotrain_compile.placement.problem import Problem, formulate
@@ -62,14 +63,15 @@ CELLS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Llama 7B, 4 × 2048", "h100", ("80GiB",)),
     ("GPT-2 124M, 32 × 1024", "h100", ("20GiB",)),
 )
-# Steps that are planned with a host that nothing can be sent to in time, as in MONeT's tables, in
-# shares of the memory in which everything fits, with the overhead that is published for them.
+# Steps that are planned with a host that nothing can be sent to in time, as in MONeT's tables, and
+# with POFO's, in shares of the memory in which everything fits, with the overhead that MONeT has.
 ALONE: tuple[tuple[str, tuple[tuple[float, float], ...]], ...] = (
     ("ResNet-50, 184 × 224²", ((10.01 / 15.06, 0.032), (6.0 / 15.06, 0.093))),
     ("VGG-16, 176 × 224²", ((5.51 / 14.12, 0.091),)),
     ("U-Net, 16 × 512²", ((5.01 / 14.32, 0.115),)),
 )
-SLOWEST = 1e6  # bytes a second
+ALONE_ON = "v100-dgx2"
+SLOWEST, POFOS = 1e6, 12e9  # bytes a second
 # Steps of `bench.plans.models`.
 OWN = {
     "U-Net, 16 × 512²": models.unet,
@@ -112,11 +114,13 @@ class Cell:
 @dataclass(frozen=True)
 class Against:
     """What `auto` takes longer in a `share` of the memory in which everything fits, and what is
-    `published`, on another card and with other costs: to be compared in shape. None: no plan."""
+    `published`, on another card and with other costs: to be compared in shape. None: no plan.
+    `with_link` is that with a host that values can be sent to."""
 
     model: str
     share: float
     overhead: float | None
+    with_link: float | None
     published: float
 
 
@@ -248,23 +252,28 @@ def cells(only: str, folder: Path | None) -> Iterator[Cell]:
 
 
 def alone(only: str, folder: Path | None) -> Iterator[Against]:
-    """Nets beside MONeT's table."""
-    found = presets.find("rtx4090")
-    machine = found.but(h2d=Link(SLOWEST), d2h=Link(SLOWEST))
+    """Nets beside MONeT's table, and with POFO's link."""
+    found = presets.find(ALONE_ON)
     for name, shares in ALONE:
         if only not in name:
             continue
-        free = formulate(traced(name, folder), machine, dict.fromkeys(Tier, HOST_BYTES))
-        everything = schedule(free, rule("resident")(free.dataflow)).predicted
+        step = traced(name, folder)
         for share, published in shares:
-            nbytes = int(share * everything.peak_bytes[Tier.DEVICE])
-            plan = planned(
-                free.with_budget(Tier.DEVICE, nbytes), SolveSettings(time_limit_s=LIMIT_S)
+            without, with_link = (
+                overhead(step, found.but(h2d=Link(rate), d2h=Link(rate)), share)
+                for rate in (SLOWEST, POFOS)
             )
-            overhead = (
-                None if plan is None else plan.predicted.makespan_s / everything.makespan_s - 1
-            )
-            yield Against(name, share, overhead, published)
+            yield Against(name, share, without, with_link, published)
+
+
+def overhead(step: Dataflow, machine: Machine, share: float) -> float | None:
+    """What the step takes longer in that `share` of its memory; None where there is no plan."""
+    free = formulate(step, machine, dict.fromkeys(Tier, HOST_BYTES))
+    everything = schedule(free, rule("resident")(step)).predicted
+    nbytes = int(share * everything.peak_bytes[Tier.DEVICE])
+    tight = free.with_budget(Tier.DEVICE, nbytes)
+    plan = planned(tight, SolveSettings(time_limit_s=LIMIT_S))
+    return None if plan is None else plan.predicted.makespan_s / everything.makespan_s - 1
 
 
 def main() -> None:

@@ -160,19 +160,24 @@ def recompute(result: Result) -> str:
 
 
 def _beside_monet(records: Sequence[Mapping[str, Any]]) -> str:
-    """What convolutional nets take longer in less memory, beside what MONeT's table has."""
+    """What convolutional nets take longer in less memory, beside MONeT's table and POFO's link."""
     if not records:
         return ""
+
+    def told(overhead: float | None) -> str:
+        return "no plan" if overhead is None else percent(overhead)
+
     rows = [
         (
             f"{record['model']}, {percent(record['share'])}",
-            "no plan" if record["overhead"] is None else percent(record["overhead"]),
+            told(record["overhead"]),
             percent(record["published"]),
+            told(record["with_link"]),
         )
         for record in records
     ]
     headings = ("step, share of the memory for all", "longer by", "published for MONeT")
-    return "\n" + markdown(headings, rows)
+    return "\n" + markdown((*headings, "longer with a host at 12 GB/s"), rows)
 
 
 def host_update_peers(result: Result) -> str:
