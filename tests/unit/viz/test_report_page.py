@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(EXECUTABLE is None, reason="needs Chromium (apt 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("report") / "report.html"
-    write_report(path, PROBLEM, PLAN, MEASURED)
+    write_report(path, PROBLEM, PLAN, [MEASURED])
     return path
 
 
