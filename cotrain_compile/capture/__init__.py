@@ -16,6 +16,7 @@ from torch import fx
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 
 from cotrain_compile.capture.aten.aot import (
+    also_given_away,
     detach_outputs,
     drop_outputs,
     gradient_stores,
@@ -87,7 +88,7 @@ def capture(
     mark_written_backwards(module)
     hide_writes_by_aliases(module)
     stores = gradient_stores(module, example_inputs)
-    dropped = dropped_gradients(session)
+    dropped = dropped_gradients(session) - also_given_away(stores)
     drop_outputs(module, [node for param, node in stores if id(param) in dropped])
     session.keeping_gradient = {id(param) for param, _ in stores} - dropped
     kept = kept_outputs(module, [(p, node) for p, node in stores if id(p) not in dropped])

@@ -2,6 +2,7 @@
 
 Private torch API used: `torch._dynamo.backends.common.aot_autograd`, the `example_value` meta of
 Dynamo's nodes, `SideEffects.store_attr_mutations`, `InstructionTranslator.current_tx`,
+`VariableTracker.visit`,
 `_disable_current_modes`, `torch._functorch.config`. Tried on
 torch 2.11.0, 2.13.0 and 2.15.0. What `TracingContext` knows of outputs
 (`ViewAndMutationMeta`, and descriptors): on 2.13.0.
@@ -15,7 +16,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.tensor import TensorVariable
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.descriptors import PlainAOTOutput
 from torch._functorch._aot_autograd.schemas import OutputType
@@ -138,6 +142,47 @@ def gradient_stores(
             if isinstance(owner, torch.Tensor):
                 stores.append((owner, stored_proxy.node))
     return stores
+
+
+def also_given_away(
+    stores: Sequence[tuple[torch.Tensor, fx.Node]],
+) -> set[int]:
+    """The ids of the leaf tensors whose new `.grad` the step also returns, or leaves elsewhere.
+
+    Elsewhere is what outlives the step: a list, a dictionary or an attribute that it has changed.
+    """
+    tx = InstructionTranslator.current_tx()
+    effects = tx.output.side_effects
+    attributes = [
+        value
+        for owner, stored in effects.store_attr_mutations.items()
+        for name, value in stored.items()
+        if not (name == "grad" and _is_tensor(owner))
+    ]
+    changed = [v for v in effects.id_to_variable.values() if _is_changed_container(effects, v)]
+    nodes: set[fx.Node] = set()
+
+    def note(variable: VariableTracker) -> None:
+        node = getattr(vars(variable).get("proxy"), "node", None)
+        if node is not None:
+            nodes.add(node)
+
+    VariableTracker.visit(note, [list(tx.stack), attributes, changed])
+    return {id(leaf) for leaf, node in stores if node in nodes}
+
+
+def _is_changed_container(effects: SideEffects, variable: VariableTracker) -> bool:
+    """Whether the step has changed what a variable holds, other than as its attributes."""
+    return (
+        not _is_tensor(variable)
+        and not variable.is_immutable()
+        and effects.is_modified(variable)
+    )
+
+
+def _is_tensor(variable: VariableTracker) -> bool:
+    # `isinstance` would make an input of a value that the trace has not looked at.
+    return issubclass(type(variable), TensorVariable)
 
 
 def drop_outputs(module: fx.GraphModule, dropped: Sequence[fx.Node]) -> None:
