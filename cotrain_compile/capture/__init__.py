@@ -28,6 +28,11 @@ from cotrain_compile.capture.aten.aot import (
 )
 from cotrain_compile.capture.aten.fake_values import use_kernel_values
 from cotrain_compile.capture.aten.prepare import prepare
+from cotrain_compile.capture.dynamo.as_eager import (
+    differentiate_functions_twice,
+    refuse_kept_casts,
+    write_shared_items_in_turn,
+)
 from cotrain_compile.capture.dynamo.data_sizes import refuse_checks_of_data, refuse_sizes_from_data
 from cotrain_compile.capture.dynamo.data_writes import hide_writes_by_aliases, refuse_shared_data
 from cotrain_compile.capture.dynamo.gradient_hooks import can_be_traced
@@ -69,6 +74,9 @@ def capture(
     session.trace_ended()
     session.graph_was_compiled = True
     refuse_sizes_from_data(module)
+    refuse_kept_casts(module)
+    differentiate_functions_twice(module)
+    write_shared_items_in_turn(module)
     params = params_with_gradient(module, example_inputs)
     if not can_be_traced():
         refuse_unseen_hooks(params)
