@@ -7,7 +7,8 @@ a whole-step trace would silently update nothing. Here the optimizer is a plain 
 
 Private torch API used: `UserDefinedObjectVariable`, `UserFunctionVariable`, `VariableTracker`, the
 hooks of an optimizer and of all optimizers, `_disable_dynamo_if_unsupported`,
-`SideEffects.store_attr_mutations`. Tried on torch 2.11.0, 2.13.0 and 2.15.0.
+`SideEffects.store_attr_mutations`, `SideEffects.track_object_existing`. Tried on torch 2.11.0,
+2.13.0 and 2.15.0, the last one on 2.13.0 alone.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ def build_optimizer_variable(
     note_settings(value, session.function)
     variable = CapturedOptimizer(value, **kwargs)
     variable.session = session
+    # Dynamo drops what is written to an object that it does not track: a count of steps, say.
+    attempt.side_effects.track_object_existing(value, variable)
     return variable
 
 
