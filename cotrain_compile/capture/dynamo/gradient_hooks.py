@@ -12,7 +12,7 @@ and 51.5 us without, the least of 200 times on one core).
 
 Private torch API used: `TorchInGraphFunctionVariable._get_handlers`,
 `TensorVariable._collect_backward_inputs`, `Tensor._backward_hooks` and
-`._post_accumulate_grad_hooks`, `SideEffects.tensor_hooks`, the sources and guards of Dynamo.
+`._post_accumulate_grad_hooks`, `SideEffects.tensor_hooks`, `GradModeVariable`, the sources and guards of Dynamo.
 Reason: stock Dynamo skips such hooks. Tried on torch 2.13.0; where a torch has no such methods,
 hooks are refused.
 """
@@ -32,6 +32,7 @@ from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import AttrSource, DictGetItemSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.ctx_manager import GradModeVariable
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch.fx.traceback import annotate, preserve_node_meta
@@ -99,13 +100,29 @@ def _with_hooks(session: Session, original: Callable[..., Any]) -> Callable[...,
             for hook in before:
                 changed = hook.call_function(tx, [gradient], {})
                 gradient = changed if changed.is_tensor() else gradient
-        result = original(self, tx, leaf, gradient)
+        with _grad_mode(tx, gradient.requires_grad):
+            result = original(self, tx, leaf, gradient)
         with annotate({PHASE_ANNOTATION: "hook"}):
             for hook in after:
                 hook.call_function(tx, [leaf], {})
         return result
 
     return accumulate
+
+
+@contextmanager
+def _grad_mode(tx: Any, enabled: bool) -> Iterator[None]:
+    """Within it, the trace differentiates as autograd does while it accumulates a gradient.
+
+    With `create_graph`, `p.grad` can be differentiated itself. Dynamo would make it a constant.
+    """
+    if not enabled:
+        yield
+        return
+    mode = GradModeVariable.create(tx, True, initialized=True)
+    mode.enter(tx)
+    yield
+    mode.exit(tx)
 
 
 def _without_hooks(session: Session, original: Callable[..., Any]) -> Callable[..., Any]:
