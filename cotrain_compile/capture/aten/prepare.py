@@ -14,6 +14,7 @@ from cotrain_compile.capture.aten.bucket_exchanges import bucket_exchanges
 from cotrain_compile.capture.aten.exchange_times import wait_late
 from cotrain_compile.capture.aten.like_ops import take_shapes_alone
 from cotrain_compile.capture.aten.means_over_ranks import take_means_once, takes_mean
+from cotrain_compile.capture.aten.zero_tensors import give_zeros_memory
 from cotrain_compile.capture.nodes.phases import PHASE_ANNOTATION, phases
 from cotrain_compile.capture.nodes.skipped_values import keep_values_early
 from cotrain_compile.capture.nodes.storages import read_instead, storage_key
@@ -131,6 +132,7 @@ def give_updates_their_own_casts(graph: fx.Graph) -> None:
 
 
 PREPARATIONS: tuple[Callable[[fx.Graph], None], ...] = (
+    give_zeros_memory,
     take_shapes_alone,
     drop_redundant_copies,
     keep_values_early,
