@@ -31,6 +31,7 @@ from cotrain_compile.capture.aten.prepare import prepare
 from cotrain_compile.capture.dynamo.as_eager import (
     differentiate_functions_twice,
     refuse_kept_casts,
+    warn_of_writes_in_checkpoints,
     write_shared_items_in_turn,
 )
 from cotrain_compile.capture.dynamo.data_sizes import refuse_checks_of_data, refuse_sizes_from_data
@@ -75,6 +76,7 @@ def capture(
     session.graph_was_compiled = True
     refuse_sizes_from_data(module)
     refuse_kept_casts(module)
+    warn_of_writes_in_checkpoints(module)
     differentiate_functions_twice(module)
     write_shared_items_in_turn(module)
     params = params_with_gradient(module, example_inputs)

@@ -174,9 +174,7 @@ def also_given_away(
 def _is_changed_container(effects: SideEffects, variable: VariableTracker) -> bool:
     """Whether the step has changed what a variable holds, other than as its attributes."""
     return (
-        not _is_tensor(variable)
-        and not variable.is_immutable()
-        and effects.is_modified(variable)
+        not _is_tensor(variable) and not variable.is_immutable() and effects.is_modified(variable)
     )
 
 

@@ -12,9 +12,9 @@ and 51.5 us without, the least of 200 times on one core).
 
 Private torch API used: `TorchInGraphFunctionVariable._get_handlers`,
 `TensorVariable._collect_backward_inputs`, `Tensor._backward_hooks` and
-`._post_accumulate_grad_hooks`, `SideEffects.tensor_hooks`, `GradModeVariable`, the sources and guards of Dynamo.
-Reason: stock Dynamo skips such hooks. Tried on torch 2.13.0; where a torch has no such methods,
-hooks are refused.
+`._post_accumulate_grad_hooks`, `SideEffects.tensor_hooks`, `GradModeVariable`, the sources and
+guards of Dynamo. Reason: stock Dynamo skips such hooks. Tried on torch 2.13.0; where a torch has no
+such methods, hooks are refused.
 """
 
 from __future__ import annotations

@@ -140,8 +140,8 @@ def _trace_step(
         session.undo()
         warns = options.on_break == "warn"
         refusal = session.refusal
-        if isinstance(error, FailOnRecompileLimitHit) and session.changing:
-            refusal = CaptureError(f"{_where(session.code)}: {session.changing}")
+        if isinstance(error, FailOnRecompileLimitHit):
+            refusal = _too_many_graphs(session)
         known = diagnose(error, refusal, session.code, suggests_eager=not warns)
         if known is None:
             raise
@@ -159,6 +159,19 @@ def _trace_step(
         told = f"cotrain: the step is compiled again and again. {_where(session.code)}: "
         warnings.warn(told + session.changing, stacklevel=2)
     return result
+
+
+def _too_many_graphs(session: Session) -> CaptureError | None:
+    """The refusal of a step that no graph fits and that may have no more, where it is known why."""
+    if session.changing:
+        return CaptureError(f"{_where(session.code)}: {session.changing}")
+    if session.last_reason:
+        return CaptureError(
+            f"{_where(session.code)}: the step was compiled too often; torch says of the last "
+            f"graph why it does not fit: `{session.last_reason}`. Keep Python values that change "
+            "every step out of it (pass tensors), or raise torch._dynamo.config.recompile_limit"
+        )
+    return None
 
 
 def _is_of_torch_distributed(code: CodeType) -> bool:

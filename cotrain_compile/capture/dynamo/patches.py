@@ -36,6 +36,7 @@ from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch._inductor import config as inductor_config
 
+from cotrain_compile.capture.dynamo.bounded_deques import deques_bounded
 from cotrain_compile.capture.dynamo.causal_masks import known_in_trace, not_exporting
 from cotrain_compile.capture.dynamo.data_parallel import forward_traced, means_traced
 from cotrain_compile.capture.dynamo.gradient_hooks import backward_traced
@@ -79,6 +80,7 @@ def whole_step_tracing(session: Session) -> Iterator[None]:
             *_general(session),
             *_of_this_torch(),
             *reasons_noted(session),
+            *deques_bounded(),
         ):
             stack.enter_context(mock.patch.object(owner, name, instead))
         stack.enter_context(scalers_traced())

@@ -3,17 +3,23 @@
 In: Dynamo's reasons why no graph that it has fits a call, one for each graph. Out: a sentence with
 the user's line and the way on, where most of them are about one value, such as a list that grows.
 
-Private torch API used: `convert_frame.get_and_maybe_log_recompilation_reasons` and the form of
-what it returns. Reason: only the guards of a graph know why it does not fit. Tried on torch 2.13.0;
-where a torch has no such function, or says it otherwise, nothing is said.
+A reason is text: a guard as an expression of Python, the user's line and its place as comments. The
+expression is parsed as such. A step that is refused since there are too many graphs, for what is no
+expression or names no variable, is refused in torch's own words.
+
+Private torch API used: `convert_frame.get_and_maybe_log_recompilation_reasons`. Reason: only the
+guards of a graph know why it does not fit. Tried on torch 2.13.0, and with the words of torch 2.11
+and 2.15; where a torch has no such function, nothing is said.
 """
 
 from __future__ import annotations
 
+import ast
 import functools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from torch._dynamo import convert_frame
@@ -26,10 +32,18 @@ _ASK = "get_and_maybe_log_recompilation_reasons"
 # So many graphs that one value has made useless: a batch size or a mode has fewer.
 _MANY = 4
 
-# `0/1: len(G['losses']) == 1    # losses.append(loss)  # train.py:14 in step`
-_REASON = re.compile(r"\d+/\d+: (?:not (\S+)|(.+?) == .*?)\s+# (.*?)\s+# ")
-_VARIABLE = re.compile(r"\b[GL]\['(\w+)'\]")
-_INSIDE = re.compile(r"\w+\((.+)\)")
+# Which graph it is, before a reason: `0/1: `, `1/0_1: `, `[0/1]: `.
+_WHICH_GRAPH = re.compile(r"^\W*\d+/\d\w*\W*:?\s+")
+_SCOPES = ("L", "G")
+
+
+@dataclass(frozen=True)
+class _Reason:
+    """Why a graph does not fit: the value that changes and the line of the user's, or ""."""
+
+    value: str
+    line: str
+    text: str
 
 
 def reasons_noted(session: Session) -> Iterator[Patch]:
@@ -44,27 +58,77 @@ def _noted(session: Session, original: Callable[..., Any]) -> Callable[..., Any]
     def ask(*args: Any, **kwargs: Any) -> Any:
         reasons = original(*args, **kwargs)
         session.changing = what_changes(reasons)
+        session.last_reason = in_torchs_words(reasons)
         return reasons
 
     return ask
 
 
-def what_changes(reasons: Iterable[str]) -> str | None:
+def what_changes(reasons: Iterable[object]) -> str | None:
     """A sentence about the value that has made many graphs useless, and what to do; or None."""
-    found = [match for reason in reasons if (match := _REASON.match(reason))]
-    counts = Counter((_value(match), match[3]) for match in found)
+    found = [_parsed(str(reason)) for reason in reasons]
+    counts = Counter((reason.value, reason.line) for reason in found if reason.value)
     (value, line), count = max(counts.items(), key=lambda item: item[1], default=(("", ""), 0))
     if count < _MANY:
         return None
+    where = f": `{line}`" if line else ""
     return (
-        f"`{value}` changes from call to call, and every graph of the step has it as a constant: "
-        f"`{line}`. Change it outside the step, and pass in what the step needs of it, as a tensor "
+        f"`{value}` changes from call to call, and every graph of the step has it as a constant"
+        f"{where}. Change it outside the step, and pass in what the step needs of it, as a tensor "
         "or as a number that is an argument; what a step appends to a list it can return"
     )
 
 
-def _value(match: re.Match[str]) -> str:
-    """The value that a guard is about, as the user writes it: `losses`."""
-    guarded = match[1] or match[2]
-    inside = _INSIDE.fullmatch(guarded)
-    return _VARIABLE.sub(r"\1", inside[1] if inside else guarded)
+def in_torchs_words(reasons: Iterable[object]) -> str | None:
+    """Why the latest graph does not fit, as torch says it, or None."""
+    found = [_parsed(str(reason)).text for reason in reasons]
+    return found[-1] if found and found[-1] else None
+
+
+def _parsed(reason: str) -> _Reason:
+    text = _WHICH_GRAPH.sub("", reason.strip())
+    guard, _, comment = text.partition("\n")[0].partition("  #")
+    line = comment.partition("  #")[0].strip()
+    return _Reason(_value(guard.strip()), line, " ".join(guard.split()))
+
+
+def _value(guard: str) -> str:
+    """The value that a guard is about, as the user writes it (`losses`), or ""."""
+    try:
+        node: ast.AST = ast.parse(guard, mode="eval").body
+    except (SyntaxError, ValueError):
+        return ""
+    while not _names_a_value(node):
+        match node:
+            case ast.UnaryOp(operand=inner) | ast.Compare(left=inner):
+                node = inner
+            case ast.BoolOp(values=[inner, *_]) | ast.Call(args=[inner, *_]):
+                node = inner
+            case _:
+                return ""
+    return ast.unparse(_Unscoped().visit(node))
+
+
+def _names_a_value(node: ast.AST) -> bool:
+    """Whether it is a variable, or an attribute or item of one."""
+    while isinstance(node, ast.Attribute | ast.Subscript) and not _scoped(node):
+        node = node.value
+    return isinstance(node, ast.Name) or _scoped(node)
+
+
+def _scoped(node: ast.AST) -> bool:
+    """Whether it is `L['x']` or `G['x']`: a variable, by where it is found."""
+    match node:
+        case ast.Subscript(value=ast.Name(id=scope), slice=ast.Constant(value=str())):
+            return scope in _SCOPES
+    return False
+
+
+class _Unscoped(ast.NodeTransformer):
+    """`G['losses']` becomes `losses`."""
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.expr:
+        if _scoped(node) and isinstance(node.slice, ast.Constant):
+            return ast.Name(id=str(node.slice.value), ctx=ast.Load())
+        self.generic_visit(node)
+        return node

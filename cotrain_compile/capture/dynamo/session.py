@@ -52,6 +52,8 @@ class Session:
     sharded: ShardedTrace = field(default_factory=ShardedTrace)
     # What has made most of the step's earlier graphs useless, if it is one value.
     changing: str | None = None
+    # Why the last graph there was does not fit this call, as torch says it.
+    last_reason: str | None = None
     refusal: CaptureError | None = None
     graph_was_compiled: bool = False
 
