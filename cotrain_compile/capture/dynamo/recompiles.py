@@ -35,6 +35,7 @@ _MANY = 4
 # Which graph it is, before a reason: `0/1: `, `1/0_1: `, `[0/1]: `.
 _WHICH_GRAPH = re.compile(r"^\W*\d+/\d\w*\W*:?\s+")
 _SCOPES = ("L", "G")
+_ROUNDS = re.compile(r"\brange\(")
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,13 @@ def what_changes(reasons: Iterable[object]) -> str | None:
     (value, line), count = max(counts.items(), key=lambda item: item[1], default=(("", ""), 0))
     if count < _MANY:
         return None
+    if _ROUNDS.search(line):
+        return (
+            f"`{value}` changes from call to call, and is the number of rounds of a loop: `{line}`."
+            " All rounds are in one graph, so each number of them is a graph of its own. Let it "
+            "take a few values, or always do the most rounds and weigh those that are too many "
+            "with zero, in a tensor that is an argument"
+        )
     where = f": `{line}`" if line else ""
     return (
         f"`{value}` changes from call to call, and every graph of the step has it as a constant"

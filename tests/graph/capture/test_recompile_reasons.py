@@ -39,6 +39,14 @@ def test_the_value_is_named_as_the_user_writes_it(value: str, reason: str) -> No
     assert what_changes([reason.format(i) for i in range(3)]) is None  # as many as a mode has
 
 
+def test_a_loop_whose_rounds_change_is_not_told_to_pass_them_in() -> None:
+    told = what_changes(f"0/{i}: G['n'] == {i}  # for _ in range(n):  # t.py:3" for i in range(5))
+    assert told is not None
+    assert "`n` changes" in told
+    assert "each number of them is a graph" in told
+    assert "number that is an argument" not in told
+
+
 @pytest.mark.parametrize(
     "reason",
     [
