@@ -36,7 +36,7 @@ from cotrain_compile.capture.aten.aot import traced_modules
 from cotrain_compile.capture.offline.only_trace import hand_back_if_only_traced
 from cotrain_compile.check_options import check_options, load_profile
 from cotrain_compile.choose_plan import plan_as_before, plan_for
-from cotrain_compile.compiled import Origin, last_placement, register
+from cotrain_compile.compiled import Origin, first_fingerprint, last_placement, register
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.distribute.agree import ALONE, Together, ranks_of, tell_of_refusal
 from cotrain_compile.distribute.ranks import warn_where_ranks_train_apart
@@ -87,7 +87,7 @@ def cotrain(
 
         def tell_surplus(compiled: CompiledStep) -> None:
             Narrator(verbosity(origin.options)).tell_surplus(compiled.plan)
-            _dump(step, compiled, origin.options)
+            _dump(step, compiled, origin)
 
         def compile_for(sizes: Mapping[str, int], tensors: Sequence[Any]) -> Callable[..., Any]:
             compile_within = _compiler(origin, step, at(dataflow, sizes), together)
@@ -155,6 +155,7 @@ def _compiler(
             owners = [owner for ref in origin.owners if (owner := ref()) is not None]
             guard_state(compiled, compiled.tail, owners)
         register(compiled, origin)
+        _dump(step, compiled, origin)
         return compiled
 
     return compile_within
@@ -210,9 +211,7 @@ def compile_step(
     kernels = host_kernels(placed, options.host_kernels)
     device = runtime_for(placed, allowed.under(plan.placement), kernels, options)
     lowered = _lowered(step, placed, allowed, plan, options)
-    compiled = CompiledStep(problem, plan, placed, device, lowered, together)
-    _dump(step, compiled, options)
-    return compiled
+    return CompiledStep(problem, plan, placed, device, lowered, together)
 
 
 def _workspace_told(workspace: Mapping[str, int]) -> str:
@@ -223,11 +222,17 @@ def _workspace_told(workspace: Mapping[str, int]) -> str:
     )
 
 
-def _dump(step: StepGraph, compiled: CompiledStep, options: Options) -> None:
-    """Write what the option `dump` asks for."""
-    if options.dump is not None:
-        with as_option_error("dump", options.dump):
-            folder = Path(options.dump)
+def _dump(step: StepGraph, compiled: CompiledStep, origin: Origin) -> None:
+    """Write what the option `dump` asks for.
+
+    A step that is traced anew as another one, since a learning rate has changed, say, goes in a
+    folder of its own: the plan in the folder itself is that which the next run begins with.
+    """
+    if origin.options.dump is not None:
+        with as_option_error("dump", origin.options.dump):
+            folder, fingerprint = Path(origin.options.dump), compiled.problem.dataflow.fingerprint
+            if fingerprint != first_fingerprint(origin):
+                folder /= f"step-{fingerprint}"
             dump_step(folder, step, compiled.problem, compiled.plan, compiled.graph)
 
 

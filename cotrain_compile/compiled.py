@@ -109,3 +109,11 @@ def last_placement(origin: Origin) -> Placement | None:
     found = [c for c in found if _compiled[c].options == origin.options]
     newest = max(found, key=lambda compiled: compiled.last_run_s, default=None)
     return None if newest is None else newest.plan.placement
+
+
+def first_fingerprint(origin: Origin) -> str | None:
+    """That of the step as the first trace of this function saw it, of those that still run."""
+    found = (c for c, of in _compiled.items() if of.function == origin.function)
+    same = (c for c in found if _compiled[c].options == origin.options)
+    first = next(same, None)
+    return None if first is None else first.problem.dataflow.fingerprint

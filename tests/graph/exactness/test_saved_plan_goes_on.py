@@ -49,3 +49,14 @@ def test_where_the_rate_becomes_an_input_the_placement_is_still_the_plans(tmp_pa
     assert last.placement == plan.placement
     assert any("copies are scheduled anew" in note for note in last.notes)
     assert losses == trained(3, policy="zero-offload")[1]
+
+
+def test_a_dumped_plan_is_that_of_the_first_trace_and_the_next_run_begins_with_it(
+    tmp_path: Path,
+) -> None:
+    """A trace with the rate as an input is dumped beside it; it would be refused in a new run."""
+    folder = tmp_path / "out"
+    (first, *_, last), losses = trained(3, policy="zero-offload", dump=str(folder))
+    assert files.load(folder / "plan.json", Plan) == first
+    assert files.load(folder / f"step-{last.fingerprint}" / "plan.json", Plan) == last
+    assert losses == trained(3, plan=str(folder / "plan.json"))[1]
