@@ -169,10 +169,16 @@ def test_a_long_step_is_merged_until_zoomed_in(browser: Any, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("width", [390, 1280, 1920])
-def test_nothing_is_wider_than_the_screen(browser: Any, report: Path, width: int) -> None:
+def test_nothing_is_wider_than_the_screen(browser: Any, tmp_path: Path, width: int) -> None:
+    """Not the name of a setting either."""
+    path = tmp_path / "report.html"
+    write_report(
+        path, PROBLEM, replace(PLAN, notes=("set " + 20 * "MUCH_IN_ONE_WORD",)), [MEASURED]
+    )
     page = browser.new_page(viewport={"width": width, "height": 900})
-    page.goto(report.as_uri())
+    page.goto(path.as_uri())
     page.wait_for_function("Bokeh.documents.length && Bokeh.documents[0].is_idle")
+    assert page.get_by_text("MUCH_IN_ONE_WORD").first.is_visible()
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     page.close()
 
