@@ -72,6 +72,8 @@ ALONE: tuple[tuple[str, tuple[tuple[float, float], ...]], ...] = (
 )
 ALONE_ON = "v100-dgx2"
 SLOWEST, POFOS = 1e6, 12e9  # bytes a second
+# A plan that takes so many times as long sends values over the slowest link: it is none.
+LONGEST = 2.0
 # Steps of `bench.plans.models`.
 OWN = {
     "U-Net, 16 × 512²": models.unet,
@@ -273,7 +275,8 @@ def overhead(step: Dataflow, machine: Machine, share: float) -> float | None:
     nbytes = int(share * everything.peak_bytes[Tier.DEVICE])
     tight = free.with_budget(Tier.DEVICE, nbytes)
     plan = planned(tight, SolveSettings(time_limit_s=LIMIT_S))
-    return None if plan is None else plan.predicted.makespan_s / everything.makespan_s - 1
+    longer = math.inf if plan is None else plan.predicted.makespan_s / everything.makespan_s
+    return longer - 1 if longer < LONGEST else None
 
 
 def main() -> None:

@@ -40,11 +40,14 @@ from cotrain_compile.machine import Link, Machine, Tier
 from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.placement.search.variants import Levels
 from cotrain_compile.runtime.calibrate.calibrate import calibrate
+from cotrain_compile.runtime.calibrate.link_bench import Sizes
 from cotrain_compile.units import format_bytes, format_seconds
 
 # So slow that what is made again is sooner there than what comes back over the link.
 SLOW_BYTES_PER_S = 1e7
-LEVEL, REPEATS, STEPS = 2, 15, 3
+LEVEL, REPEATS, STEPS, LIMIT_S = 2, 10, 3, 2.0
+# Of the machine only the links count, which are set here: every op and update has a measured time.
+SIZES = Sizes(copy_bytes=1 << 24, matmul_side=512, updated_parameters=1 << 20, repeats=3)
 
 
 def compare(machine: Machine, folder: Path) -> Iterator[dict[str, Any]]:
@@ -58,6 +61,7 @@ def compare(machine: Machine, folder: Path) -> Iterator[dict[str, Any]]:
         save(profile(steps, run_in_turn(steps, PROFILE_REPEATS)), costs_path)
         budget_bytes = bytes_at_level(steps["", "resident"]())
         options = {"profile": str(costs_path), "memory_budget": budget_bytes, **throttled}
+        options["time_limit"] = LIMIT_S
         steps["slow", "auto"] = compile_step(build, options)
         timelines = run_in_turn(steps, REPEATS)
         tight = steps["slow", "auto"]()
@@ -66,7 +70,9 @@ def compare(machine: Machine, folder: Path) -> Iterator[dict[str, Any]]:
         names, dataflow = tight.plan.placement.recomputed, tight.problem.dataflow
         if not names:
             raise RuntimeError(f"the plan of {model} makes nothing again: nothing is compared")
-        equal = losses(build, {"policy": "resident"}) == losses(build, options)
+        save(tight.plan, folder / "plan.json")
+        same = {**options, "plan": str(folder / "plan.json")}
+        equal = losses(build, {"policy": "resident"}) == losses(build, same)
         yield {
             **told,
             "budget_bytes": budget_bytes,
@@ -120,8 +126,11 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path, required=True)
     output = parser.parse_args().output
     torch.set_num_threads(1)
+    records = []
     with tempfile.TemporaryDirectory() as folder:
-        records = list(compare(calibrate().machine, Path(folder)))
+        for each in compare(calibrate(sizes=SIZES).machine, Path(folder)):
+            records.append(each)
+            print(each, flush=True)
     errors = [abs(r["time_error"]) for r in records]
     summary = {
         "time_error_median": statistics.median(errors),
