@@ -85,7 +85,8 @@ def compare(machine: Machine, folder: Path) -> Iterator[dict[str, Any]]:
 
 def bytes_at_level(resident: CompiledStep) -> int:
     """What the device needs with a level of values made again, and all else on the device."""
-    level = Levels(resident.problem).variant(LEVEL)
+    levels = Levels(resident.problem)
+    level = levels.variant(min(LEVEL, levels.count))
     plan = schedule(resident.problem, level.by_rule("resident"))
     return plan.predicted.peak_bytes[Tier.DEVICE]
 

@@ -78,7 +78,7 @@ class _Finder:
             spent_s = self.step.problem.costs.device_s[op]
             seconds[buckets(slot)] = seconds.get(buckets(slot), 0.0) + spent_s
         return Effect(
-            holds=(*self._missing(again), *self._kept(again, redone)),
+            holds=(*self._missing(again, redone), *self._kept(again, redone)),
             device_work=tuple(DeviceWork(spent_s, bucket) for bucket, spent_s in seconds.items()),
         )
 
@@ -100,13 +100,12 @@ class _Finder:
                     needed[read] = min(needed[name], needed.get(read, needed[name]))
         return found
 
-    def _missing(self, again: Collection[str]) -> Iterator[Hold]:
-        """Between the last use in the forward and the first one behind it."""
+    def _missing(self, again: Collection[str], redone: Mapping[str, int]) -> Iterator[Hold]:
+        """Between the last use in the forward and the replay, which another value may need."""
         for name in again:
-            later = self._later(name)
-            if later:
+            if self._later(name):
                 left = self.step.bucket(self._last_in_forward(name))
-                needed = self.step.bucket(later[0])
+                needed = self.step.bucket(redone[self._maker[name].name])
                 if left + 1 < needed:  # missing in the buckets between them
                     yield Hold(-self.step.dataflow.buffer[name].nbytes, left, needed)
 
