@@ -214,7 +214,9 @@ def _report(report: SolveReport) -> Iterator[str]:
         f"{rounds}, seed {report.seed}"
     )
     if report.objective_s is not None:
-        bound = "none" if not report.bound_s else format_seconds(report.bound_s)
+        bound = "none"
+        if report.bound_s:
+            bound = f"{format_seconds(report.bound_s)} with its price on traffic"
         yield (
             f"{'':11} its program says {format_seconds(report.objective_s)} a step, "
             f"its bound is {bound}"

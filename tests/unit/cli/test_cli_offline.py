@@ -258,7 +258,9 @@ def test_with_the_step_the_summary_has_the_bytes_of_the_modes() -> None:
 def test_the_summary_reports_how_good_the_plan_is() -> None:
     said = summary(PLAN)
     assert "highs: time limit after 60.20 s, 2 rounds, seed 3" in said
-    assert "its program says 352.0 ms a step, its bound is 349.0 ms" in said
+    assert (
+        "its program says 352.0 ms a step, its bound is 349.0 ms with its price on traffic" in said
+    )
     assert "no plan takes less than 347.0 ms: this one is 1.4% above" in said
     assert "candidates  ilp 352.0 ms, zero-offload 1.63 s" in said
 
