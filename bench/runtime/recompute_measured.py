@@ -1,10 +1,11 @@
 """Do steps that make values again take what their plans say? Predicted and measured, emulated.
 
-For each of the models of `simulated_vs_measured`, on a throttled link of 0.01 GB/s: `auto` with as
-much device memory as one level of values made again needs, with a profile of the resident step.
-Told are the predicted and the measured time and device peak of the step, and whether its losses
-are those of the resident plan in every bit. Profile and steps are measured in the same rounds, as
-there, and of each the fastest fifth counts; on a machine that others use the times are noise.
+For three small models whose memory is in their activations, on a throttled link of 0.01 GB/s:
+`auto` with as much device memory as one level of values made again needs, with a profile of the
+resident step. Told are the predicted and the measured time and device peak of the step, and whether
+its losses are those of the resident plan in every bit. Profile and steps are measured in the same
+rounds, as by `simulated_vs_measured`, and of each the fastest fifth counts; on a machine that
+others use the times are noise.
 
     python -m bench.runtime.recompute_measured -o bench/results/recompute_measured.json
 """
@@ -14,18 +15,19 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
+from torch import nn
+from torch.nn import functional as F
 
 from bench.report import write_report
 from bench.results_page.tables import Result, markdown
 from bench.runtime.simulated_vs_measured import (
     LATENCY_S,
-    MODELS,
     PROFILE_REPEATS,
     PROFILED,
     Build,
@@ -35,6 +37,8 @@ from bench.runtime.simulated_vs_measured import (
     run_in_turn,
 )
 from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
+from cotrain_compile.demo.model import CharacterGPT
+from cotrain_compile.demo.model import Shape as Demo
 from cotrain_compile.files import save
 from cotrain_compile.machine import Link, Machine, Tier
 from cotrain_compile.placement.schedule.schedule import schedule
@@ -48,6 +52,50 @@ SLOW_BYTES_PER_S = 1e7
 LEVEL, REPEATS, STEPS, LIMIT_S = 2, 10, 3, 2.0
 # Of the machine only the links count, which are set here: every op and update has a measured time.
 SIZES = Sizes(copy_bytes=1 << 24, matmul_side=512, updated_parameters=1 << 20, repeats=3)
+
+Job = tuple[Callable[..., Any], tuple[Any, ...]]
+
+
+def mlp() -> Job:
+    """Four layers of 256, on 4,096 vectors."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(4)))
+    return training(model, lambda x: model(x).square().mean()), (torch.randn(4096, 256),)
+
+
+def convolutions() -> Job:
+    """Four convolutions with batch norms, on 16 images of 64 x 64 with 16 channels."""
+    layers = (
+        nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU())
+        for _ in range(4)
+    )
+    model = nn.Sequential(*layers)
+    return training(model, lambda x: model(x).square().mean()), (torch.randn(16, 16, 64, 64),)
+
+
+def char_gpt() -> Job:
+    """The demo's model with three layers of 128, on 16 texts of 128 characters."""
+    model = CharacterGPT(Demo(layers=3, width=128, heads=4))
+    texts = torch.randint(0, 128, (16, 128))
+    return training(model, lambda x: F.cross_entropy(model(x).flatten(0, 1), x.flatten())), (texts,)
+
+
+def training(
+    model: nn.Module, loss_of: Callable[[torch.Tensor], torch.Tensor]
+) -> Callable[..., torch.Tensor]:
+    """A step of AdamW."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(x)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
+MODELS: dict[str, Build] = {"mlp": mlp, "convolutions": convolutions, "char-gpt": char_gpt}
 
 
 def compare(machine: Machine, folder: Path) -> Iterator[dict[str, Any]]:
