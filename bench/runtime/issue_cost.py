@@ -44,7 +44,6 @@ from cotrain_compile.passes import run_passes
 from cotrain_compile.placement.policies import rule
 from cotrain_compile.placement.problem import formulate
 from cotrain_compile.placement.schedule.schedule import schedule
-from cotrain_compile.placement.schedule.settle import settled_plan
 from cotrain_compile.plan import Plan
 from cotrain_compile.presets import find
 from cotrain_compile.runtime.cuda.device import CudaDevice
@@ -165,7 +164,7 @@ def new_job(policy: str, prices_s: dict[str, float]) -> Job:
     step, values = _captured()
     dataflow, machine = extract(step), find(MACHINE)
     problem = formulate(dataflow, machine, Options().budgets(machine))
-    plan = settled_plan(problem, schedule(problem, rule(policy)(dataflow)))
+    plan = schedule(problem, rule(policy)(dataflow), compiled=True)
     placed = run_passes(step, plan)
     cut = segments_of(step, placed, dataflow)
     card, values = NullCard(prices_s), [_copied(value) for value in values]

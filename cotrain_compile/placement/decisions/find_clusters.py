@@ -164,7 +164,7 @@ def _frozen(step: BucketedStep) -> Iterable[_Param]:
 
 def _updated(step: BucketedStep) -> Iterable[_Param]:
     elapsed_s, touches = step.moves.elapsed_s, step.program.touches
-    update = {update.group.param: update for update in step.moves.device_updates}
+    update = {u.params[0]: u for u in step.moves.device_updates}
     for group in step.dataflow.updates:
         earliest, limit = update[group.param].earliest, update[group.param].limit
         fetched = step.low_precision_copies.get(group.param, group.param)

@@ -23,6 +23,7 @@ from cotrain_compile.placement.residency import (
 from cotrain_compile.placement.schedule import task_names
 from cotrain_compile.placement.schedule.gradient_uses import GradientUses, gradient_uses
 from cotrain_compile.placement.schedule.hoisted_updates import Support, movable, workspace_bytes
+from cotrain_compile.placement.schedule.layer_updates import joined, layer_windows
 from cotrain_compile.placement.schedule.moves import (
     Cast,
     DeviceUpdate,
@@ -34,15 +35,15 @@ from cotrain_compile.placement.schedule.moves import (
 from cotrain_compile.plan import Placement
 
 
-def moves_of(problem: Problem, placement: Placement) -> Moves:
-    """The moves of `placement`."""
-    return _Finder(problem.under(placement), placement).moves()
+def moves_of(problem: Problem, placement: Placement, *, by_layer: bool = False) -> Moves:
+    """The moves of `placement`; `by_layer` as in `Tactics`."""
+    return _Finder(problem.under(placement), placement, by_layer=by_layer).moves()
 
 
 class _Finder:
     """What is found so far; casts come before weights, and these before the updates."""
 
-    def __init__(self, problem: Problem, placement: Placement) -> None:
+    def __init__(self, problem: Problem, placement: Placement, *, by_layer: bool) -> None:
         self.problem, self.placement = problem, placement
         self.dataflow = problem.dataflow
         whole = device_program(self.dataflow, placement)
@@ -60,6 +61,9 @@ class _Finder:
         self.at_home = set(gradients_at_home(self.dataflow, placement))
         self.updated_from = {group.gradient: group for group in self.dataflow.updates}
         self.windows = {group.param: self._window(group) for group in self.dataflow.updates}
+        self.joins = joined if by_layer else list[DeviceUpdate]
+        if by_layer:
+            self.windows |= layer_windows({g.param: self.windows[g.param] for g in self.moving})
         # What moved updates read must stay until they run, however early the others are done.
         self.read_by_moved = {group.gradient: group for group in self.moving}
         self.shared = {name for group in self.moving for name in group.scalars}
@@ -89,7 +93,7 @@ class _Finder:
                 self._buffer(buffer)
             elif buffer.param:
                 self._new_gradient(buffer)
-        device_updates = [self._device_update(group) for group in self.moving]
+        device_updates = self.joins([self._device_update(group) for group in self.moving])
         host_updates = [self._host_update(group) for group in self.program.host_groups]
         return Moves(
             self.program,
@@ -296,7 +300,7 @@ class _Finder:
             stores = [*stores, gradient.name]
         ops = (*self.support[param], *group.ops)
         return DeviceUpdate(
-            group,
+            (group.param,),
             ops,
             earliest,
             limit,

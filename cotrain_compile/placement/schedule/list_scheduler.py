@@ -38,12 +38,14 @@ class Tactics:
     `lookahead` is how long before its use a move up may be issued, as a fraction of the step. With
     `patient`, states are fetched strictly in order, largest first, though they wait for room that
     smaller ones could use at once. With `by_use`, updates on the host that may start at the same
-    time go in the order in which the next step uses their weights, where steps overlap.
+    time go in the order in which the next step uses their weights, where steps overlap. With
+    `by_layer`, the updates of a layer on the device run at one place, see `layer_updates`.
     """
 
     lookahead: float = math.inf
     patient: bool = False
     by_use: bool = False
+    by_layer: bool = False
 
 
 EAGER = Tactics()
@@ -203,7 +205,7 @@ class ListScheduler:
         """Run first what has its states already, or was planned to; False where `pending` is it."""
         ready = [other for other in self.pending if other.counted or other is pending]
         first = min(ready, key=lambda other: (not other.fetched, other.order))
-        assert first is not pending, f"{pending.update.group.param}: no room for its update"
+        assert first is not pending, f"{pending.update.params}: no room for the update"
         self._run_update(first)
         return pending in self.pending
 

@@ -92,14 +92,15 @@ class HostUpdate:
 
 @dataclass(frozen=True)
 class DeviceUpdate:
-    """An update on the device that may run in any gap after slot `earliest`, up to `limit`.
+    """The update of `params` on the device, in any gap after slot `earliest`, up to `limit`.
 
-    `fetches` come before it, `stores` go back to their homes after it. Until it has run, its
-    gradient of `gradient_bytes` is held; until it is stored, a weight of `weight_bytes` that was
-    fetched for the backward. `workspace_bytes` is the most that its own values take beyond that.
+    Mostly of one; where a layer is updated at one place, of all its own. `fetches` come before it,
+    `stores` go back to their homes after it. Until it has run, gradients of `gradient_bytes` are
+    held; until they are stored, weights of `weight_bytes` that were fetched for the backward.
+    `workspace_bytes` is the most that its own values take beyond that.
     """
 
-    group: UpdateGroup
+    params: tuple[str, ...]
     ops: tuple[str, ...]
     earliest: int
     limit: int

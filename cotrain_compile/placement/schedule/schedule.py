@@ -13,12 +13,15 @@ paints itself into a corner: what fits when everything moves at the last moment,
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cotrain_compile.errors import PlacementError
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.residency import (
@@ -33,7 +36,7 @@ from cotrain_compile.placement.schedule.list_scheduler import EAGER, ListSchedul
 from cotrain_compile.placement.schedule.memory_ledger import DoesNotFit
 from cotrain_compile.placement.schedule.moves import Moves
 from cotrain_compile.placement.schedule.refuse import refuse_device, refuse_host
-from cotrain_compile.placement.schedule.settle import settled_plan
+from cotrain_compile.placement.schedule.settle import cost_s, settled_plan
 from cotrain_compile.placement.simulate.predict import predict, step_s
 from cotrain_compile.plan import MovedOps, Placement, Plan, Task, Transfer
 
@@ -65,7 +68,7 @@ def schedule(
 def draft(problem: Problem, placement: Placement, *, tactics: Tactics = EAGER) -> Draft:
     """As `schedule`, but only what is needed to compare plans."""
     problem = problem.under(placement)
-    moves = moves_of(problem, placement)
+    moves = moves_of(problem, placement, by_layer=tactics.by_layer)
     listed, moved = list_schedule(problem, placement, moves, tactics)
     program = device_program(problem.dataflow, placement, moved)
     tasks = with_latest_waits(problem, placement, program, listed)
@@ -78,10 +81,17 @@ def draft(problem: Problem, placement: Placement, *, tactics: Tactics = EAGER) -
 def finished(problem: Problem, draft: Draft, *, compiled: bool | None = False) -> Plan:
     """The plan of a draft, with its predicted timeline.
 
-    Where the device runs `compiled` code (None: if the machine's does) its tasks are settled.
+    Where the device runs `compiled` code (None: if the machine's does) its tasks are settled, and
+    the updates of a layer are at one place, where that fits and takes no longer: see `settle`.
     """
     problem = problem.under(draft.placement)
-    plan = Plan(
+    plan = _predicted(problem, draft)
+    settles = problem.machine.fuses_updates if compiled is None else compiled
+    return min(_settled(problem, plan), key=partial(cost_s, problem)) if settles else plan
+
+
+def _predicted(problem: Problem, draft: Draft) -> Plan:
+    return Plan(
         fingerprint=problem.dataflow.fingerprint,
         machine=problem.machine.name,
         budgets=problem.budgets,
@@ -90,8 +100,16 @@ def finished(problem: Problem, draft: Draft, *, compiled: bool | None = False) -
         predicted=predict(problem, draft.placement, draft.tasks, draft.moved),
         moved=draft.moved,
     )
-    settles = problem.machine.fuses_updates if compiled is None else compiled
-    return settled_plan(problem, plan) if settles else plan
+
+
+def _settled(problem: Problem, plan: Plan) -> Iterator[Plan]:
+    """`plan` in the ways in which compiled code may run it, the one with least kinds first."""
+    if plan.moved:
+        with suppress(PlacementError):
+            layered = draft(problem, plan.placement, tactics=Tactics(by_layer=True))
+            yield settled_plan(problem, _predicted(problem, layered))
+    yield settled_plan(problem, plan)
+    yield plan
 
 
 def list_schedule(

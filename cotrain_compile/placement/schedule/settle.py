@@ -9,7 +9,7 @@ each layer falls into pieces of its own, is compiled apart and fuses less
 No tier holds more by it. The source of an offload is held until its wait wherever it is issued, a
 fetch takes its memory later, and no wait moves. A task never passes an op that writes what it
 copies, nor the issue of one that comes after it. What it may cost is time, which a simulation
-tells.
+tells: `cost_s` compares plans.
 """
 
 from __future__ import annotations
@@ -25,6 +25,10 @@ from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.residency import DeviceProgram, device_program
 from cotrain_compile.placement.simulate.predict import predict
 from cotrain_compile.plan import HostRegion, Plan, Task, Transfer
+
+# What the interpreter takes to call a stretch of compiled code: 14 to 17 µs by
+# `bench/runtime/issue_cost.py`.
+CALL_S = 15e-6
 
 
 def settled(program: DeviceProgram, tasks: Sequence[Task]) -> list[Task]:
@@ -84,23 +88,27 @@ def _issued_after(program: DeviceProgram, task: Task, slot: int) -> Task:
 
 
 def settled_plan(problem: Problem, plan: Plan) -> Plan:
-    """`plan` with its tasks settled, where a step is not predicted to lose more than it gains.
-
-    What it gains is counted as one launch for every place between ops of one layer at which a task
-    stands no more: compiled code begins again behind it.
-    """
+    """`plan` with its tasks settled, on which `cost_s` decides."""
     problem = problem.under(plan.placement)
     program = device_program(problem.dataflow, plan.placement, plan.moved)
     if not plan.tasks or not program.ops:
         return plan
     tasks = settled(program, plan.tasks)
-    fewer = _places(plan.tasks) - _places(tasks)
     predicted = predict(problem, plan.placement, tasks, plan.moved)
-    longer_s = predicted.makespan_s - plan.predicted.makespan_s
-    if fewer <= 0 or longer_s > fewer * problem.machine.device.launch_s:
-        return plan
     return replace(plan, tasks=tuple(tasks), predicted=predicted)
 
 
-def _places(tasks: Sequence[Task]) -> int:
-    return len({task.issue_after for task in tasks})
+def cost_s(problem: Problem, plan: Plan) -> float:
+    """What compiled code takes: the prediction, and for each stretch a launch and its call."""
+    problem = problem.under(plan.placement)
+    program = device_program(problem.dataflow, plan.placement, plan.moved)
+    stretches = _stretches(program, plan.tasks)
+    return plan.predicted.makespan_s + stretches * (problem.machine.device.launch_s + CALL_S)
+
+
+def _stretches(program: DeviceProgram, tasks: Sequence[Task]) -> int:
+    """How often code begins again: where a layer ends, and where tasks are issued or waited for."""
+    cuts = {end + 1 for end in _layer_ends(program)}
+    cuts |= {program.issue_slot(task) + 1 for task in tasks}
+    cuts |= {program.wait_slot(task) for task in tasks}
+    return len(cuts - {0, program.end}) + 1

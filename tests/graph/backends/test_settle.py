@@ -76,7 +76,7 @@ def six_layers() -> StepGraph:
     """A GPT of six layers, with momentum."""
 
     def build() -> tuple[Any, tuple[Tensor, ...]]:
-        model = CharacterGPT(Shape(characters=16, context=8, width=8, layers=6, heads=2))
+        model = CharacterGPT(Shape(characters=16, context=8, width=32, layers=6, heads=2))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
         def step(tokens: Tensor, following: Tensor) -> Tensor:
@@ -95,7 +95,11 @@ def six_layers() -> StepGraph:
 
 @pytest.mark.parametrize("policy", ["resident", "zero-offload", "streamed"])
 def test_layers_of_a_settled_plan_are_of_few_kinds(six_layers: StepGraph, policy: str) -> None:
-    """Forward and backward of a layer, the first, the last, what is around them, updates."""
+    """Forward and backward of a layer, the first, the last, what is around them, updates.
+
+    Weights are so large that their states move: the updates of a layer wait for all of them at
+    once.
+    """
     dataflow, machine = extract(six_layers), find("h100")
     problem = formulate(dataflow, machine, Options().budgets(machine))
     plan = schedule(problem, rule(policy)(dataflow), compiled=True)

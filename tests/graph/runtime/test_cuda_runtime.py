@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -18,15 +19,18 @@ import torch
 from torch import Tensor
 
 from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
-from cotrain_compile.errors import HostMemoryError, StepFailed
+from cotrain_compile.dataflow import Dataflow
+from cotrain_compile.errors import HostMemoryError, PlacementError, StepFailed
 from cotrain_compile.machine import Tier
 from cotrain_compile.passes import run_passes
 from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.policies import streamed, zero_offload
 from cotrain_compile.placement.residency import device_bytes, device_program
+from cotrain_compile.placement.schedule.list_scheduler import Tactics
+from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.placement.schedule.settle import settled
 from cotrain_compile.placement.simulate.predict import predict
-from cotrain_compile.plan import Lane, Plan
+from cotrain_compile.plan import Lane, Placement, Plan, UpdateMode
 from cotrain_compile.runtime.cuda import device as cuda
 from cotrain_compile.runtime.cuda.device import CudaDevice
 from cotrain_compile.runtime.cuda.pinned import PinnedPool
@@ -36,6 +40,7 @@ from tests.support.captured_steps import TRAININGS, Captured, captured, differen
 from tests.support.plans.random_plans import last_moment_plan, random_plan
 from tests.support.thread_card import ThreadCard
 
+BY_LAYER = Tactics(by_layer=True)
 LONG_ONLY = ("llama", "gpt2", "conv", "muon", "t5")
 PLENTY = 1 << 40
 
@@ -103,6 +108,41 @@ def test_a_settled_plan_is_sound_holds_no_more_and_is_exact(name: str, seed: int
     placed = Placed(name, moved, seed)
     assert not differences(captured(name).train(placed.step), reference(name))
     assert not placed.card.faults
+
+
+def all_streamed(dataflow: Dataflow) -> Placement:
+    """Every state at home on the host, however small."""
+    base = streamed(dataflow)
+    states = [state for group in dataflow.updates for state in group.states]
+    return replace(
+        base,
+        homes={**base.homes, **dict.fromkeys(states, Tier.HOST)},
+        updates=dict.fromkeys(base.updates, UpdateMode.STREAMED),
+    )
+
+
+@pytest.mark.parametrize("name", ["clipped", "unclipped"])
+def test_updates_of_a_layer_at_one_place_are_sound_at_every_budget_and_exact(name: str) -> None:
+    """Weight and bias wait for their states once; where that does not fit, it is refused."""
+    problem = captured(name).problem()
+    placement = all_streamed(problem.dataflow)
+    alone = schedule(problem, placement)
+    joined = schedule(problem, placement, tactics=BY_LAYER)
+    waits = [len({t.wait_before for t in p.tasks if t.is_fetch}) for p in (alone, joined)]
+    assert waits[0] == 2 * waits[1] == len(problem.dataflow.updates)
+    least = schedule(problem, placement, tactics=Tactics(lookahead=0.0))
+    tight, plenty = (p.predicted.peak_bytes[Tier.DEVICE] for p in (least, joined))
+    plans = [joined]
+    for budget in range(tight // 2, plenty + 1, max(1, plenty // 50)):
+        small = problem.with_budget(Tier.DEVICE, budget)
+        with suppress(PlacementError):
+            plans.append(schedule(small, placement, tactics=BY_LAYER))
+            check(small, plans[-1])
+    assert 5 < len(plans) < 50
+    for plan in plans[:2]:
+        placed = Placed(name, plan)
+        assert not differences(captured(name).train(placed.step), reference(name))
+        assert not placed.card.faults
 
 
 @pytest.mark.parametrize("seed", range(3))
