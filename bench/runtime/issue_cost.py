@@ -51,7 +51,7 @@ from cotrain_compile.runtime.cuda.pinned import PinnedPool
 from cotrain_compile.runtime.host.kernels import host_kernels
 from cotrain_compile.runtime.ops import TASKS
 
-SIZE = Size(Shape(characters=128, context=64, width=64, layers=6, heads=4), rows=4)
+SIZE = Size(Shape(characters=128, context=256, width=384, layers=6, heads=6), rows=8)
 MACHINE = "h100"
 POLICIES = ("resident", "streamed", "zero-offload", "coarse")
 # The least of many single steps: other programs on the machine lengthen most of them.

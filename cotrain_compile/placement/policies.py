@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import groupby
 
 from cotrain_compile.dataflow import PERSISTENT_ROLES, Dataflow, UpdateGroup
 from cotrain_compile.machine import Tier
@@ -19,6 +20,9 @@ from cotrain_compile.plan import Placement, UpdateMode
 
 # States of at most so many bytes (step counters) are not worth a copy of their own.
 SMALL_STATE_BYTES = 1024
+# Nor are the smallest tensors that together have at most this part of the bytes of all of them:
+# biases and norms, which are most of the tensors of a model.
+SMALL_SHARE = 0.01
 
 
 def resident(dataflow: Dataflow) -> Placement:
@@ -58,14 +62,14 @@ def fraction(dataflow: Dataflow, share: float) -> Placement:
 
 
 def streamed(dataflow: Dataflow) -> Placement:
-    """Every update on the device, with its states at home on the host and fetched for it."""
+    """Every update on the device, with its states at home on the host and fetched for it.
+
+    But for small states, which stay on the device.
+    """
     base = resident(dataflow)
-    moving = {
-        state
-        for group in dataflow.updates
-        for state in group.states
-        if dataflow.buffer[state].nbytes > SMALL_STATE_BYTES
-    }
+    sizes = {s: dataflow.buffer[s].nbytes for group in dataflow.updates for s in group.states}
+    small = smallest(sizes)
+    moving = {s for s, nbytes in sizes.items() if nbytes > SMALL_STATE_BYTES and s not in small}
     return replace(
         base,
         policy="streamed",
@@ -78,6 +82,19 @@ def streamed(dataflow: Dataflow) -> Placement:
         },
         early_updates=True,
     )
+
+
+def smallest(sizes: Mapping[str, int]) -> frozenset[str]:
+    """The smallest that together have at most `SMALL_SHARE` of all bytes; of equals all or none."""
+    left = SMALL_SHARE * sum(sizes.values())
+    found: set[str] = set()
+    for nbytes, alike in groupby(sorted(sizes, key=sizes.__getitem__), key=sizes.__getitem__):
+        names = list(alike)
+        left -= nbytes * len(names)
+        if left < 0:
+            break
+        found.update(names)
+    return frozenset(found)
 
 
 def rule(name: str) -> Callable[[Dataflow], Placement]:

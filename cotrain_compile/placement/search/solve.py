@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import NoReturn
@@ -26,9 +26,10 @@ from cotrain_compile.placement.milp.bound import certified_bound_s
 from cotrain_compile.placement.policies import RULES
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.schedule.schedule import Draft, draft, finished
-from cotrain_compile.placement.search.attempts import Attempts, Progress
+from cotrain_compile.placement.search.attempts import TACTICS, Attempts, Progress
 from cotrain_compile.placement.search.infeasible import floor_bytes, refuse, refuse_rule
 from cotrain_compile.placement.search.settings import SolveSettings
+from cotrain_compile.placement.search.small_at_rest import with_small_at_rest
 from cotrain_compile.placement.search.solve_report import notes_of, report_of
 from cotrain_compile.placement.search.variants import (
     FAR,
@@ -124,6 +125,23 @@ class _Search(Attempts):
             self.programs(variant, share=1.0 / len(hopeful))
         for plan in incumbents:
             self._reuse(plan)
+        self._let_small_rest()
+
+    def _let_small_rest(self) -> None:
+        """The fastest plan with small parameters where they compute, if it fits and is no slower.
+
+        What is decided on is seldom so small, but clusters and roundings take small ones along.
+        """
+        fastest = self.found.fastest
+        if fastest is None:
+            return
+        dataflow = self.problem.under(fastest.placement).dataflow
+        for calmer in with_small_at_rest(dataflow, fastest.placement):
+            with suppress(PlacementError):
+                found = min((draft(self.problem, calmer, tactics=t) for t in TACTICS), key=_step_s)
+                if found.step_s <= fastest.step_s:
+                    self.found.drafts[calmer.policy] = found
+                    return
 
     def _climb_levels(self) -> None:
         """With values made again: levels that a program proposes, one level everywhere, rules."""
@@ -232,6 +250,10 @@ class _Search(Attempts):
         asked, solver = settings.policy, settings.solver
         notes = notes_of(self.problem, plan, name, self.solution, asked=asked, solver=solver)
         return replace(plan, report=report, notes=notes)
+
+
+def _step_s(found: Draft) -> float:
+    return found.step_s
 
 
 __all__ = ["SolveSettings", "solve"]
