@@ -47,6 +47,7 @@ from cotrain_compile.units import format_bytes, format_seconds
 
 EXAMPLES = Path("docs/examples")
 SERVERS = ("8xrtx4090", "8xa100", "8xh100", "2xgh200")
+MOST_RANKS = max(presets.RANKS[server] for server in SERVERS)
 PLENTY = 1 << 50
 TERABYTE = 1 << 40
 
@@ -128,16 +129,31 @@ def _example(name: str) -> Any:
 
 
 def step_of(model: Model, ranks: int, way: str, folder: Path | None) -> Dataflow:
-    """The traced step of one of `ranks`, "replicated" or "sharded"; kept in `folder`."""
-    kept = folder / f"{model.shape.lower()}_{ranks}_{way}.json" if folder else None
+    """The traced step of one of `ranks`, "replicated" or "sharded"; kept in `folder`.
+
+    A replicated step has the same ops for any number of ranks, and is traced for one number.
+    """
+    traced = MOST_RANKS if way == "replicated" else ranks
+    kept = folder / f"{model.shape.lower()}_{traced}_{way}.json" if folder else None
     if kept is not None and kept.exists():
-        return cotrain_compile.files.load(kept, Dataflow)
+        return _of_ranks(cotrain_compile.files.load(kept, Dataflow), ranks)
     wrap = replicated if way == "replicated" else sharded
-    dataflow = trace(partial(job, model, wrap), ranks=ranks, device="cuda")
+    dataflow = trace(partial(job, model, wrap), ranks=traced, device="cuda")
     if kept is not None:
         kept.parent.mkdir(parents=True, exist_ok=True)
         cotrain_compile.files.save(dataflow, kept)
-    return dataflow
+    return _of_ranks(dataflow, ranks)
+
+
+def _of_ranks(dataflow: Dataflow, ranks: int) -> Dataflow:
+    """The step with its exchanges between so many ranks."""
+    if dataflow.ranks == ranks:
+        return dataflow
+    ops = (
+        replace(op, collective=replace(op.collective, ranks=ranks)) if op.collective else op
+        for op in dataflow.ops
+    )
+    return replace(dataflow, ops=tuple(ops), ranks=ranks)
 
 
 def row(model: Model, server: str, settings: SolveSettings, folder: Path | None) -> Row:

@@ -76,6 +76,8 @@ SECTIONS = (
     ),
     Section("Large parameters in pieces", "pieces", tables.pieces),
     Section("Overlapping steps", "overlap", tables.overlap),
+    Section("Servers of several cards", "several_cards", own_table("plans.several_cards")),
+    Section("Two ranks beside peers", "several_ranks", own_table("runtime.several_ranks")),
     Section("Small exchanges in buckets", "buckets", own_table("runtime.buckets")),
     Section(
         "Against torch.compile", "against_torch_compile*", compiler_tables.against_torch_compile

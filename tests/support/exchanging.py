@@ -10,8 +10,8 @@ RANKS = 4
 ORDER = Buffer("group.0", 0, Role.GROUP, is_input=True, is_output=True)
 
 
-def exchanging(dataflow: Dataflow, most_under_way: int) -> Dataflow:
-    """`dataflow` with an all-reduce behind each gradient, which its readers see the result of.
+def exchanging(dataflow: Dataflow, most_under_way: int, kind: str = "all_reduce") -> Dataflow:
+    """`dataflow` with an exchange behind each gradient, which its readers see the result of.
 
     It is awaited before the first of them, or when so many others have begun.
     """
@@ -32,7 +32,7 @@ def exchanging(dataflow: Dataflow, most_under_way: int) -> Dataflow:
         reads = tuple(_mean(name) if name in seen else name for name in op.reads)
         ops.append(replace(op, reads=reads))
         for name in sorted(name for name in gradients if made[name] == index):
-            ops.append(_reduce(name, dataflow.buffer[name].nbytes))
+            ops.append(_reduce(name, dataflow.buffer[name].nbytes, kind))
             waiting.append(name)
             if len(waiting) > most_under_way:
                 ops.append(_wait(waiting.pop(0)))
@@ -54,16 +54,16 @@ def _mean(gradient: str) -> str:
     return f"{gradient}.mean"
 
 
-def _reduce(gradient: str, nbytes: int) -> Op:
+def _reduce(gradient: str, nbytes: int, kind: str) -> Op:
     return Op(
         f"reduce.{gradient}",
-        "all_reduce",
+        kind,
         Phase.BACKWARD,
         (gradient, ORDER.name),
         (_mean(gradient), ORDER.name),
         bytes_moved=2 * nbytes,
         cost_is_known=False,
-        collective=Collective("all_reduce", RANKS, nbytes),
+        collective=Collective(kind, RANKS, nbytes),
     )
 
 

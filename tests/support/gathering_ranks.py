@@ -61,6 +61,7 @@ class Trained:
     begun: list[str]
     predicted_peak: int
     measured_peak: int
+    moved: int
 
 
 def gather_once_and_again(rank: int) -> tuple[Trained, Trained]:
@@ -79,7 +80,8 @@ def _train(rank: int, plan: Callable[[Problem], Plan]) -> Trained:
     torch._dynamo.reset()
     torch.manual_seed(5)
     model: Any = cotrain_compile.shard(net())
-    step = torch.compile(step_of(model), backend="cotrain", options={"quiet": True, "verify": 1})
+    options = {"quiet": True, "verify": 1, "machine": "this-machine network=10MB"}
+    step = torch.compile(step_of(model), backend="cotrain", options=options)
     generator = torch.Generator().manual_seed(rank)
     alone = mock.patch.object(bucket_exchanges, "SMALL_BYTES", 0)  # they are small here
     with alone, mock.patch.object(compiling, "plan_for", lambda problem, *rest: plan(problem)):
@@ -90,4 +92,4 @@ def _train(rank: int, plan: Callable[[Problem], Plan]) -> Trained:
     begun = [node.name for node in placed.graph.nodes if is_collective(node)]
     tensors = {name: value.full_tensor() for name, value in model.state_dict().items()}
     peaks = (plan_.peak_bytes[Tier.DEVICE] for plan_ in (placed.predicted, placed.measured))
-    return Trained(tensors, begun, *peaks)
+    return Trained(tensors, begun, *peaks, len(placed.plan.moved))

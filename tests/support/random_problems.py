@@ -64,7 +64,8 @@ def problems(draw: st.DrawFn, most: int = 3) -> Problem:
     """A problem whose budget is somewhere between the least feasible one and all that is used."""
     dataflow, machine = draw(training_steps(most)), draw(machines())
     if draw(st.integers(0, 3)) == 0:  # of ranks that exchange their gradients
-        dataflow = exchanging(dataflow, most_under_way=draw(st.integers(0, 4)))
+        kind = draw(st.sampled_from(["all_reduce", "reduce_scatter_tensor"]))
+        dataflow = exchanging(dataflow, draw(st.integers(0, 4)), kind)
         rate = draw(st.sampled_from([0.3, 1, 5, 21])) * GB_PER_S
         machine = machine.but(network=Network(rate, draw(st.sampled_from([0.0, 1e-5]))))
     free = formulate(dataflow, machine, {Tier.DEVICE: PLENTY, Tier.HOST: PLENTY})

@@ -89,15 +89,18 @@ def _add_links_and_host(model: Model, flows: Flows) -> None:
 def _add_network(model: Model) -> None:
     """Exchanges take turns on the network, each between where it begins and where it is awaited.
 
-    Whatever is decided, a bucket takes its own ops and the exchanges that they wait for.
+    Relaxed: between where any plan may begin and await it. Careful: where the step does, and a
+    bucket takes its own ops with the exchanges that they wait for.
     """
     work = model.space.network
     if not work.exchanges:
         return
     sent = Total("network", model)
-    for k, (length, least) in enumerate(zip(model.length, work.least_s, strict=True)):
-        model.add(sent.by(k) <= 1e3 * sum(e.seconds for e in work.exchanges if e.begun <= k))
-        model.add(sent.by(k) >= 1e3 * sum(e.seconds for e in work.exchanges if e.awaited <= k))
+    exchanges = work.loose if model.relaxed else work.exchanges
+    least_s = work.loose_s if model.relaxed else work.least_s
+    for k, (length, least) in enumerate(zip(model.length, least_s, strict=True)):
+        model.add(sent.by(k) <= 1e3 * sum(e.seconds for e in exchanges if e.begun <= k))
+        model.add(sent.by(k) >= 1e3 * sum(e.seconds for e in exchanges if e.awaited <= k))
         model.add(sent.within(k) <= length)
         model.add(length >= 1e3 * least)
 

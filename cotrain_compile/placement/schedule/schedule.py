@@ -31,6 +31,7 @@ from cotrain_compile.placement.residency import (
     host_bytes,
     instances,
 )
+from cotrain_compile.placement.schedule.exchanges_ahead import with_exchanges_ahead
 from cotrain_compile.placement.schedule.find_moves import moves_of
 from cotrain_compile.placement.schedule.list_scheduler import EAGER, ListScheduler, Tactics
 from cotrain_compile.placement.schedule.memory_ledger import DoesNotFit
@@ -70,6 +71,7 @@ def draft(problem: Problem, placement: Placement, *, tactics: Tactics = EAGER) -
     problem = problem.under(placement)
     moves = moves_of(problem, placement, by_layer=tactics.by_layer)
     listed, moved = list_schedule(problem, placement, moves, tactics)
+    moved = with_exchanges_ahead(problem, placement, listed, moved)
     program = device_program(problem.dataflow, placement, moved)
     tasks = with_latest_waits(problem, placement, program, listed)
     needed = host_bytes(program, placement, tasks, problem.machine.host_update.workers)

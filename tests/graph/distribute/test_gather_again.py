@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +21,9 @@ from cotrain_compile.placement.policies import resident
 from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.recompute.gather_again import gathered
 from cotrain_compile.placement.recompute.rewrite import recomputed
+from cotrain_compile.placement.residency import device_program
+from cotrain_compile.placement.schedule import schedule as scheduling
+from cotrain_compile.placement.schedule.exchanges_ahead import UNDER_WAY
 from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.placement.search.solve import SolveSettings, solve
 from cotrain_compile.plan import Plan
@@ -75,6 +79,52 @@ def test_what_is_gathered_again_is_not_kept_and_takes_the_network_twice(problem:
     assert f"{AGAIN} gathers of parameters among it" in summary(again, problem.dataflow)
 
 
+def under_way(plan: Plan, problem: Problem, kind: str) -> list[int]:
+    """How many exchanges of a kind are under way behind each op that computes."""
+    dataflow, found, begun = problem.dataflow, list[int](), set[str]()
+    for op in device_program(dataflow, plan.placement, plan.moved).ops:
+        if op.collective is not None and op.collective.kind.startswith(kind):
+            begun.add(op.name)
+        begun.discard(op.awaits)
+        found += [len(begun)] if op.flops else []
+    return found
+
+
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter"])
+def test_the_device_works_beside_gathers_and_scatters(problem: Problem, kind: str) -> None:
+    plan = schedule(problem, resident(problem.dataflow))
+    check(problem, plan)
+    beside = under_way(plan, problem, kind)
+    assert max(beside) == UNDER_WAY
+    assert sum(map(bool, beside)) >= LAYERS - 2
+    assert plan.predicted.makespan_s < at_once(problem).predicted.makespan_s
+    bound_s = certified_bound_s(problem, "highs", time_limit_s=30.0, seed=0, cyclic=False)
+    assert 0 < bound_s <= plan.predicted.makespan_s * (1 + 1e-6)
+
+
+def at_once(problem: Problem) -> Plan:
+    """The plan that awaits every exchange where the step does."""
+    with mock.patch.object(scheduling, "with_exchanges_ahead", lambda p, pl, tasks, moved: moved):
+        return schedule(problem, resident(problem.dataflow))
+
+
+def test_only_what_fits_is_under_way_early(problem: Problem) -> None:
+    """What awaits all at once in so much memory still fits, and so does each byte more."""
+    least, most = peak(at_once(problem)), peak(schedule(problem, resident(problem.dataflow)))
+    assert least < most
+    begun = [op.name for op in problem.dataflow.ops if op.collective]
+    moved = []
+    for part in range(9):
+        tight = problem.with_budget(Tier.DEVICE, least + (most - least) * part // 8)
+        plan = schedule(tight, resident(tight.dataflow))
+        check(tight, plan)
+        order = device_program(tight.dataflow, plan.placement, plan.moved).ops
+        assert [op.name for op in order if op.collective] == begun
+        moved.append(len(plan.moved))
+    assert moved[0] < moved[-1]
+    assert moved == sorted(moved)
+
+
 def test_the_planner_gathers_again_where_memory_is_short(problem: Problem) -> None:
     budget = int(1.05 * peak(gathering_again(problem)))
     asked = problem.with_budget(Tier.DEVICE, budget)
@@ -103,5 +153,6 @@ def test_two_ranks_gather_again_to_the_same_bits(two_ranks: Ranks) -> None:
         gathers = [len([n for n in t.begun if n.startswith("all_gather")]) for t in (once, again)]
         assert gathers[1] > gathers[0]
         assert again.measured_peak <= again.predicted_peak
+        assert min(once.moved, again.moved) > LAYERS  # gathers begin early, scatters end late
         for name, value in once.tensors.items():
             assert torch.equal(again.tensors[name], value)

@@ -21,7 +21,7 @@ from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.decisions.find_decisions import decision_space
 from cotrain_compile.placement.policies import RULES, rule
 from cotrain_compile.placement.problem import Problem, formulate
-from cotrain_compile.placement.schedule.exchanges import chain_of
+from cotrain_compile.placement.schedule.exchanges import chain_of, is_shifted
 from cotrain_compile.placement.schedule.schedule import draft
 from cotrain_compile.placement.search.solve import FRACTIONS, SolveSettings, solve
 from cotrain_compile.plan import Plan, SolveReport, UpdateMode
@@ -130,9 +130,12 @@ def test_nothing_moves_that_need_not(problem: Problem) -> None:
     assert set(plan.placement.homes.values()) <= {Tier.DEVICE}
     assert not plan.placement.away
     assert not plan.tasks
-    assert not plan.moved
-    alone = chain_of(problem.dataflow.ops, problem.costs.device_s, problem)
-    assert plan.predicted.makespan_s == pytest.approx(alone.end_s)
+    alone = chain_of(problem.dataflow.ops, problem.costs.device_s, problem.costs.network_s)
+    if any(map(is_shifted, problem.dataflow.ops)):  # but waits for scatters, for less time
+        assert plan.predicted.makespan_s <= alone.end_s * ROUNDING
+    else:
+        assert not plan.moved
+        assert plan.predicted.makespan_s == pytest.approx(alone.end_s)
     assert report_of(plan).status == "not needed"
 
 
