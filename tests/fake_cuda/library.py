@@ -5,6 +5,7 @@ No torch is imported here: the library is to be loaded before it.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -43,12 +44,15 @@ def library() -> Path:
     built = folder / f"fake_cuda-{key}.so"
     if not built.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        _build(name, built)
+        with (folder / "building").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # of several test workers one compiles
+            if not built.exists():
+                _build(name, built)
     return built
 
 
 def _build(name: str, target: Path) -> None:
-    """Compile beside `target` and rename: others may be building the same."""
+    """Compile beside `target` and rename: a build that is cut short leaves nothing."""
     torch = torch_folder()
     include = [HEADER.parent, torch / "include", torch / "include/torch/csrc/api/include"]
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:

@@ -109,11 +109,29 @@ def test_a_step_for_a_card_goes_through_to_its_segments(
 TRACED = """
 import torch, cotrain_compile
 from cotrain_compile.errors import OptionError
+from torch.nn.parallel import DistributedDataParallel
 from tests.fake_cuda.trainings import job
+
+def norms_of_ranks():
+    layers = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    model = DistributedDataParallel(torch.nn.SyncBatchNorm.convert_sync_batchnorm(layers))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x):
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step, (torch.randn(6, 4),)
 
 for precision, machine in (("bfloat16 weights", "rtx4090"), ("float16 scaled", "h100")):
     traced = cotrain_compile.trace(lambda: job("AdamW", precision), machine=machine)
     print("TRACED", precision, traced.fingerprint, sep="/")
+traced = cotrain_compile.trace(norms_of_ranks, machine="h100", ranks=2)
+exchanges = sorted(op.target.split(".")[1] for op in traced.ops if "_c10d" in op.target)
+print("RANKS", *(name for name in exchanges if name != "wait_tensor"), sep="/")
 assert not torch.cuda.is_available()
 
 torch.ones(1, requires_grad=True).sum().backward()
@@ -139,6 +157,9 @@ def test_a_trace_for_a_card_is_that_of_the_step_on_it(
     found = {line[1]: line[2] for line in lines if line[0] == "TRACED"}
     assert found == {p: results[p, "resident"]["fingerprint"] for p in found}
     assert len(found) == 2
+    (exchanges,) = [line[1:] for line in lines if line[0] == "RANKS"]
+    assert {"all_gather_into_tensor", "reduce_scatter_tensor"} <= set(exchanges)
+    assert 1 <= exchanges.count("all_reduce") <= 4
     assert [line[1] for line in lines if line[0] == "TOLD" and "before that" in line[1]]
 
 
