@@ -115,7 +115,10 @@ def _requires_grad(node: fx.Node) -> bool:
 
 def _storage(node: Any) -> object:
     value = _value(node)
-    return None if value is None else value.untyped_storage()._cdata
+    try:
+        return None if value is None else value.untyped_storage()._cdata
+    except NotImplementedError:  # of a transform of torch.func: no tensor of the user's is one
+        return value
 
 
 def _value(node: Any) -> torch.Tensor | None:

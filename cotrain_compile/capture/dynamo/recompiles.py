@@ -68,7 +68,9 @@ def _noted(session: Session, original: Callable[..., Any]) -> Callable[..., Any]
 def what_changes(reasons: Iterable[object]) -> str | None:
     """A sentence about the value that has made many graphs useless, and what to do; or None."""
     found = [_parsed(str(reason)) for reason in reasons]
-    counts = Counter((reason.value, reason.line) for reason in found if reason.value)
+    # A guard without a line of the user's, or on hooks, is torch's or ours.
+    known = [r for r in found if r.value and r.line and not r.value.endswith("_hooks")]
+    counts = Counter((reason.value, reason.line) for reason in known)
     (value, line), count = max(counts.items(), key=lambda item: item[1], default=(("", ""), 0))
     if count < _MANY:
         return None
@@ -79,10 +81,9 @@ def what_changes(reasons: Iterable[object]) -> str | None:
             "take a few values, or always do the most rounds and weigh those that are too many "
             "with zero, in a tensor that is an argument"
         )
-    where = f": `{line}`" if line else ""
     return (
-        f"`{value}` changes from call to call, and every graph of the step has it as a constant"
-        f"{where}. Change it outside the step, and pass in what the step needs of it, as a tensor "
+        f"`{value}` changes from call to call, and every graph of the step has it as a constant: "
+        f"`{line}`. Change it outside the step, and pass in what the step needs of it, as a tensor "
         "or as a number that is an argument; what a step appends to a list it can return"
     )
 
@@ -95,9 +96,17 @@ def in_torchs_words(reasons: Iterable[object]) -> str | None:
 
 def _parsed(reason: str) -> _Reason:
     text = _WHICH_GRAPH.sub("", reason.strip())
-    guard, _, comment = text.partition("\n")[0].partition("  #")
-    line = comment.partition("  #")[0].strip()
+    told, _, stack = text.partition("\n")
+    guard, _, comment = told.partition("  #")
+    line = comment.partition("  #")[0].strip() or _last_source_line(stack)
     return _Reason(_value(guard.strip()), line, " ".join(guard.split()))
+
+
+def _last_source_line(stack: str) -> str:
+    """The innermost line of the user's in a stack, where torch tells one below the reason."""
+    lines = [line.strip() for line in stack.splitlines() if line.strip()]
+    is_source = len(lines) > 1 and lines[-2].startswith("File ")
+    return lines[-1] if is_source else ""
 
 
 def _value(guard: str) -> str:
