@@ -39,6 +39,7 @@ from cotrain_compile.capture.dynamo.data_writes import hide_writes_by_aliases, r
 from cotrain_compile.capture.dynamo.gradient_hooks import can_be_traced
 from cotrain_compile.capture.dynamo.hook import install
 from cotrain_compile.capture.dynamo.leaves import run_and_make_leaves
+from cotrain_compile.capture.dynamo.optimizers import guard_parameters_without_optimizer
 from cotrain_compile.capture.dynamo.session import Session, current_session
 from cotrain_compile.capture.nodes.phases import mark_written_backwards, phases
 from cotrain_compile.capture.remat.rematerialise import rematerialise
@@ -83,6 +84,7 @@ def capture(
     if not can_be_traced():
         refuse_unseen_hooks(params)
     refuse_untrained(session, params)
+    guard_parameters_without_optimizer(session, module)
     refuse_sparse_gradients(module)
     # Eager creates no state for a parameter that never gets a gradient.
     used = session.updated or frozenset(map(id, params))

@@ -7,8 +7,8 @@ a whole-step trace would silently update nothing. Here the optimizer is a plain 
 
 Private torch API used: `UserDefinedObjectVariable`, `UserFunctionVariable`, `VariableTracker`, the
 hooks of an optimizer and of all optimizers, `_disable_dynamo_if_unsupported`,
-`SideEffects.store_attr_mutations`, `SideEffects.track_object_existing`. Tried on torch 2.11.0,
-2.13.0 and 2.15.0, the last one on 2.13.0 alone.
+`SideEffects.store_attr_mutations`, `SideEffects.track_object_existing`, guards. Tried on torch
+2.11.0, 2.13.0 and 2.15.0, the last two on 2.13.0 alone.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch._dynamo.exc import unimplemented
+from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.functions import UserFunctionVariable
@@ -164,6 +165,23 @@ def _placeholder(variable: VariableTracker) -> fx.Node | None:
     node = getattr(getattr(variable, "proxy", None), "node", None)
     is_input = isinstance(node, fx.Node) and node.op == "placeholder" and "grapharg" in node.meta
     return node if is_input else None
+
+
+def guard_parameters_without_optimizer(session: Session, module: fx.GraphModule) -> None:
+    """Let the trace hold only as long as each parameter that no optimizer updates is this one.
+
+    Dynamo takes any other in its place, as long as it looks alike; also one that an optimizer has,
+    which found no gradient for it in this trace: after a layer was replaced and put back, say.
+    """
+    optimizers = [record.optimizer for record in session.optimizers]
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    updated = {id(param) for group in groups for param in group["params"]}
+    for node in module.graph.find_nodes(op="placeholder") if updated else ():
+        held = node.meta.get("grapharg")
+        value = getattr(held, "example", None)
+        is_trained = isinstance(value, nn.Parameter) and value.requires_grad
+        if is_trained and id(value) not in updated and held.source is not None:
+            install_guard(held.source.make_guard(GuardBuilder.ID_MATCH))
 
 
 def _run_step(method: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -249,3 +250,32 @@ def test_statistics_in_a_checkpoint_are_said_to_be_written_once() -> None:
         compiled(x)
     once = 0.1 * mean.detach().mean(0)
     torch.testing.assert_close(model.get_buffer("1.running_mean"), once)
+
+
+def test_a_layer_that_is_taken_out_and_put_back_is_trained_again() -> None:
+    """The graph for another layer would take it, too, and leave what the optimizer has alone."""
+
+    def make(model: nn.Module, optimizer: Optimizer) -> Step:
+        layer, other = model.get_submodule("0"), nn.Linear(12, 24)
+        layers = cycle([other, layer])
+
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model, x, y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        def swapping(x: Tensor, y: Tensor) -> Tensor:
+            loss = compiled(x, y)
+            model.register_module("0", next(layers))
+            return loss
+
+        compiled = wrap(step)
+        return swapping
+
+    wrap: Any = cotrain(policy="zero-offload")
+    found = run(make, steps=4)
+    wrap = torch.compiler.disable
+    torch.testing.assert_close(found, run(make, steps=4))
