@@ -160,6 +160,28 @@ FOUND = (
         "tests/graph/capture/test_recompiles.py",
     ),
     Found(
+        "An optimizer that counts its steps in an attribute of its own never counted.",
+        "tests/graph/capture/test_as_eager.py",
+    ),
+    Found(
+        "Second derivatives through an `autograd.Function`, or through `p.grad` after "
+        "`backward(create_graph=True)`, were zero.",
+        "tests/graph/capture/test_as_eager.py",
+    ),
+    Found(
+        "A gradient that a step returned, or kept in a list, was None.",
+        "tests/graph/capture/test_as_eager.py",
+    ),
+    Found(
+        "One tensor as the gradient of two parameters was clipped once, and a full `deque` counted "
+        "one item too many.",
+        "tests/graph/capture/test_as_eager.py",
+    ),
+    Found(
+        "A layer that was replaced between calls and put back was not trained any more.",
+        "tests/graph/capture/test_as_eager.py",
+    ),
+    Found(
         "Names from a file reached the terminal with the commands in them.",
         "tests/unit/data/test_fuzz_files.py",
     ),

@@ -118,6 +118,11 @@ _WORDS = (
 
 # By words in the user's own line, where Dynamo's description names neither.
 _LINES = (
+    (
+        "torch.cov(",
+        "write the covariance out, which looks at no data: off = x - x.mean(1, keepdim=True), then "
+        "off @ off.T / (x.shape[1] - 1); or compute it outside the step",
+    ),
     ("RandomState(", _DRAW),
     (
         "generator=",

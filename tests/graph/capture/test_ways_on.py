@@ -304,3 +304,10 @@ def test_lora_with_gradient_checkpointing_trains() -> None:
     adapters = [param for param in model.parameters() if param.requires_grad]
     x = torch.randint(1, 32, (2, 8))
     train(adapters, lambda: model(input_ids=x, labels=x).loss)
+
+
+def test_the_way_on_for_a_covariance_is_to_write_it_out() -> None:
+    what = "Data dependent operator (Operator `aten.equal.default` has a non-Tensor output)"
+    told = way_on([], what, "train.py:3 in loss: `torch.cov(out.T).triu(1)`")
+    assert told is not None
+    assert "off @ off.T" in told
