@@ -56,7 +56,7 @@ CELLS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Llama 7B, 4 × 2048", "h100", ("30.53GiB",)),
     ("Llama 1B, 2 × 2048", "gh200", ("10.45GiB",)),
     ("U-Net, 16 × 512²", "rtx4090", ("8GiB",)),
-    ("Experts 0.5B, 8 × 1024", "rtx4090", ("16GiB",)),
+    ("Experts 0.5B, 8 × 1024", "rtx4090", ("8GiB",)),
     ("ViT-L, 128 × 224²", "rtx4090", ("16GiB",)),
     ("Llama 1B, 8 × 2048", "rtx4090", ("24GiB",)),
     ("Llama 7B, 4 × 2048", "rtx4090", ("13.68GiB", "24GiB")),

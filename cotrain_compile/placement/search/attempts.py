@@ -226,8 +226,8 @@ class Attempts:
         cyclic: bool = False,
     ) -> Solution:
         self.progress(f"solving the integer program (round {self.rounds})")
-        # The rounding comes last: without it there may be no plan but the greedy's.
-        least = 0.2 if whole else 0.5
+        # Without what is rounded there may be no plan but the greedy's; cut short, it says nothing.
+        least = 0.2 if whole else 1.0
         budgets_mib = targets[Tier.DEVICE] / MIB, targets[Tier.HOST] / MIB
         relaxed = not careful
         try:
