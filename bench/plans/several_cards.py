@@ -207,7 +207,11 @@ def table(result: Mapping[str, Any]) -> str:
         cells = [_cell(each["ways"].get(way)) for way in WAYS]
         bound = format_seconds(each["bound_s"]) if each["bound_s"] else "-"
         lines.append(f"| {each['model']}, {each['server']} | {' | '.join(cells)} | {bound} |")
-    return "\n".join(lines)
+    told = (
+        "In brackets: what the card has no room for. All ways overlap exchanges with the device as "
+        "our schedule does; the host has room for 1 TiB a rank. No plan that fits beats the bound."
+    )
+    return "\n".join([*lines, "", told, ""])
 
 
 def _cell(found: Mapping[str, Any] | None) -> str:
