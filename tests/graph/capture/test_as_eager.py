@@ -279,3 +279,25 @@ def test_a_layer_that_is_taken_out_and_put_back_is_trained_again() -> None:
     found = run(make, steps=4)
     wrap = torch.compiler.disable
     torch.testing.assert_close(found, run(make, steps=4))
+
+
+def test_a_jacobian_of_each_row_is_penalised() -> None:
+    """Tensors within a transform of torch.func have no storage that can be asked for."""
+
+    def make(model: nn.Module, optimizer: Optimizer) -> Step:
+        layer = model.get_submodule("4")
+
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            slopes = torch.func.vmap(torch.func.jacrev(lambda row: layer(row).tanh()))(
+                x.repeat(1, 2)
+            )
+            loss = loss_of(model, x, y) + slopes.square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        return step
+
+    assert_as_eager(make)
