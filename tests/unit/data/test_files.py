@@ -71,8 +71,8 @@ expressions = st.dictionaries(names, names, max_size=2)
 
 
 def without_draws(ops: list[Op], buffers: list[Buffer]) -> list[Op]:
-    """Those that may be part of an update."""
-    generators = {buffer.name for buffer in buffers if buffer.role is Role.RNG}
+    """Those that may be part of an update: they draw nothing, and exchange nothing."""
+    generators = {buffer.name for buffer in buffers if buffer.role in (Role.RNG, Role.GROUP)}
     return [op for op in ops if generators.isdisjoint((*op.reads, *op.writes))]
 
 
