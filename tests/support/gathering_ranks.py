@@ -80,7 +80,7 @@ def _train(rank: int, plan: Callable[[Problem], Plan]) -> Trained:
     torch._dynamo.reset()
     torch.manual_seed(5)
     model: Any = cotrain_compile.shard(net())
-    options = {"quiet": True, "verify": 1, "machine": "this-machine network=10MB"}
+    options: Any = {"quiet": True, "verify": 1, "machine": "this-machine network=10MB"}
     step = torch.compile(step_of(model), backend="cotrain", options=options)
     generator = torch.Generator().manual_seed(rank)
     alone = mock.patch.object(bucket_exchanges, "SMALL_BYTES", 0)  # they are small here
@@ -91,5 +91,7 @@ def _train(rank: int, plan: Callable[[Problem], Plan]) -> Trained:
     assert placed.measured is not None
     begun = [node.name for node in placed.graph.nodes if is_collective(node)]
     tensors = {name: value.full_tensor() for name, value in model.state_dict().items()}
-    peaks = (plan_.peak_bytes[Tier.DEVICE] for plan_ in (placed.predicted, placed.measured))
-    return Trained(tensors, begun, *peaks, len(placed.plan.moved))
+    predicted, measured = (
+        timeline.peak_bytes[Tier.DEVICE] for timeline in (placed.predicted, placed.measured)
+    )
+    return Trained(tensors, begun, predicted, measured, len(placed.plan.moved))

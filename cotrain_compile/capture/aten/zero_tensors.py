@@ -12,6 +12,8 @@ Private torch API used: `Tensor._is_zerotensor`. Reason: it tells such a tensor.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 from torch._subclasses import FakeTensor
@@ -22,7 +24,11 @@ def give_zeros_memory(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         value = node.meta.get("val")
         if node.op == "call_function" and isinstance(value, FakeTensor) and value._is_zerotensor():
-            options = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
+            options: dict[str, Any] = {
+                "dtype": value.dtype,
+                "device": value.device,
+                "pin_memory": False,
+            }
             with graph.inserting_before(node), value.fake_mode:
                 zeros = graph.call_function(
                     torch.ops.aten.zeros.default, (list(value.shape),), options

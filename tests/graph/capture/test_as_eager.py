@@ -45,7 +45,7 @@ def test_a_gradient_that_is_returned_or_kept_in_a_list_is_given() -> None:
 
 def test_one_tensor_as_the_gradient_of_two_parameters_is_scaled_twice() -> None:
     def make(model: nn.Module, optimizer: Optimizer) -> Step:
-        both = [model.get_submodule("1").weight, model.get_submodule("1").bias]
+        both: Any = [model.get_submodule("1").weight, model.get_submodule("1").bias]
 
         def step(x: Tensor, y: Tensor) -> Tensor:
             optimizer.zero_grad()
@@ -86,7 +86,9 @@ def cube_penalty(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 def penalty_by_hand(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """What differentiates `.grad` itself."""
     loss_of(model, x, y).backward(create_graph=True)
-    penalty = torch.stack([(p.grad + p).square().sum() for p in model.parameters()]).sum()
+    slopes: Any = [param.grad for param in model.parameters()]
+    pairs = zip(slopes, model.parameters(), strict=True)
+    penalty = torch.stack([(slope + param).square().sum() for slope, param in pairs]).sum()
     model.zero_grad()
     return penalty
 
@@ -118,7 +120,7 @@ class EveryOther(SGD):
         super().__init__(params, lr=0.05, foreach=False)
         self.count = 0
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         super().step()
         self.count += 1
         if self.count % 2 == 0:
@@ -162,7 +164,8 @@ def test_zeros_without_memory_in_forward_mode_are_zeros() -> None:
             def loss(values: Any) -> Tensor:
                 return F.cross_entropy(torch.func.functional_call(model, values, (x,)), y)
 
-            slopes, curves = torch.func.jvp(torch.func.grad(loss), (weights,), (weights,))
+            differentiate: Any = torch.func.jvp
+            slopes, curves = differentiate(torch.func.grad(loss), (weights,), (weights,))
             for name, param in model.named_parameters():
                 param.grad = slopes[name] + 0.01 * curves[name].clone()
             optimizer.step()
@@ -268,7 +271,7 @@ def test_a_layer_that_is_taken_out_and_put_back_is_trained_again() -> None:
             return loss
 
         def swapping(x: Tensor, y: Tensor) -> Tensor:
-            loss = compiled(x, y)
+            loss: Tensor = compiled(x, y)
             model.register_module("0", next(layers))
             return loss
 
@@ -292,7 +295,7 @@ def test_a_jacobian_of_each_row_is_penalised() -> None:
             slopes = torch.func.vmap(torch.func.jacrev(lambda row: layer(row).tanh()))(
                 x.repeat(1, 2)
             )
-            loss = loss_of(model, x, y) + slopes.square().mean()
+            loss: Tensor = loss_of(model, x, y) + slopes.square().mean()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -48,6 +49,7 @@ def constrained(compile_with: Callable[[Step], Step], held: str) -> list[Tensor]
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
     first, last = (torch.optim.SGD(part.parameters(), lr=0.1) for part in model)
+    weight: Any = model[0].weight
     outside = {"both": [first, last], "first": [first]}[held]
 
     def step(x: Tensor) -> Tensor:
@@ -58,7 +60,7 @@ def constrained(compile_with: Callable[[Step], Step], held: str) -> list[Tensor]
         if held == "first":
             last.step()
         with torch.no_grad():
-            model[0].weight.clamp_(-0.3, 0.3)
+            weight.clamp_(-0.3, 0.3)
         return loss
 
     run = compile_with(step)
