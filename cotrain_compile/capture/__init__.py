@@ -28,12 +28,7 @@ from cotrain_compile.capture.aten.aot import (
 )
 from cotrain_compile.capture.aten.fake_values import use_kernel_values
 from cotrain_compile.capture.aten.prepare import prepare
-from cotrain_compile.capture.dynamo.as_eager import (
-    differentiate_functions_twice,
-    refuse_kept_casts,
-    warn_of_writes_in_checkpoints,
-    write_shared_items_in_turn,
-)
+from cotrain_compile.capture.dynamo.as_eager import do_as_eager
 from cotrain_compile.capture.dynamo.data_sizes import refuse_checks_of_data, refuse_sizes_from_data
 from cotrain_compile.capture.dynamo.data_writes import hide_writes_by_aliases, refuse_shared_data
 from cotrain_compile.capture.dynamo.gradient_hooks import can_be_traced
@@ -76,21 +71,14 @@ def capture(
     session.trace_ended()
     session.graph_was_compiled = True
     refuse_sizes_from_data(module)
-    refuse_kept_casts(module)
-    warn_of_writes_in_checkpoints(module)
-    differentiate_functions_twice(module)
-    write_shared_items_in_turn(module)
+    do_as_eager(module)
     params = params_with_gradient(module, example_inputs)
     if not can_be_traced():
         refuse_unseen_hooks(params)
     refuse_untrained(session, params)
     guard_parameters_without_optimizer(session, module)
     refuse_sparse_gradients(module)
-    # Eager creates no state for a parameter that never gets a gradient.
-    used = session.updated or frozenset(map(id, params))
-    changed = [record.create_state_only_for(used) for record in session.optimizers]
-    if any(changed):
-        raise TensorifyScalarRestartAnalysis(restart_reason="optimizer state of unused parameters")
+    _restart_without_unused_states(session, params)
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     inputs = describe_inputs(
         placeholders, example_inputs, traced_modules(), session.optimizers, session.scalers
@@ -127,6 +115,17 @@ def capture(
     for record in session.optimizers:
         _note_step_for_schedulers(record.optimizer)
     return run_and_make_leaves(compiled, module, session.leaves_made)
+
+
+def _restart_without_unused_states(session: Session, params: Sequence[torch.Tensor]) -> None:
+    """Have Dynamo trace again where states were made for a parameter that never gets a gradient.
+
+    Eager makes none for it. `params` are those with a gradient.
+    """
+    used = session.updated or frozenset(map(id, params))
+    changed = [record.create_state_only_for(used) for record in session.optimizers]
+    if any(changed):
+        raise TensorifyScalarRestartAnalysis(restart_reason="optimizer state of unused parameters")
 
 
 def _device_type(placeholders: Sequence[fx.Node]) -> str:

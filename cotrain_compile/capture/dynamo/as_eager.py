@@ -29,7 +29,15 @@ _CAST |= {f"conv{kind}{n}d" for kind in ("", "_transpose") for n in (1, 2, 3)}
 _CAST |= {"scaled_dot_product_attention"}
 
 
-def differentiate_functions_twice(module: fx.GraphModule) -> None:
+def do_as_eager(module: fx.GraphModule) -> None:
+    """Mend `module`, or warn of it; `CaptureError` where it cannot be made to do as eager."""
+    _refuse_kept_casts(module)
+    _warn_of_writes_in_checkpoints(module)
+    _differentiate_functions_twice(module)
+    _write_shared_items_in_turn(module)
+
+
+def _differentiate_functions_twice(module: fx.GraphModule) -> None:
     """Leave it to autograd whether the backward of a user's `Function` is differentiated itself.
 
     Dynamo has each such backward run under `no_grad`. So does autograd, but where `create_graph`
@@ -55,7 +63,7 @@ def _sets_grad(node: fx.Node, to: bool) -> bool:
     return node.target is torch._C._set_grad_enabled and node.args == (to,)
 
 
-def write_shared_items_in_turn(module: fx.GraphModule) -> None:
+def _write_shared_items_in_turn(module: fx.GraphModule) -> None:
     """Split a list op that writes the same memory twice into one op per item.
 
     Eager writes item after item. Made functional, the op would read all of them first: of two
@@ -90,7 +98,7 @@ def _storage(item: Any) -> object:
     return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else item
 
 
-def refuse_kept_casts(module: fx.GraphModule) -> None:
+def _refuse_kept_casts(module: fx.GraphModule) -> None:
     """Raise `CaptureError` where eager would go on with the cast of a weight that was updated.
 
     Autocast keeps the casts of weights until its `with` block ends, and does not see that a weight
@@ -117,7 +125,7 @@ def refuse_kept_casts(module: fx.GraphModule) -> None:
             stale.update(weight for weight in _written(node) if weight in cast)
 
 
-def warn_of_writes_in_checkpoints(module: fx.GraphModule) -> None:
+def _warn_of_writes_in_checkpoints(module: fx.GraphModule) -> None:
     """Warn where a checkpoint writes what outlives it, as BatchNorm writes its statistics.
 
     Eager writes it once more where the checkpoint is run again for the backward.

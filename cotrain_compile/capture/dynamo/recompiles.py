@@ -8,8 +8,8 @@ expression is parsed as such. A step that is refused since there are too many gr
 expression or names no variable, is refused in torch's own words.
 
 Private torch API used: `convert_frame.get_and_maybe_log_recompilation_reasons`. Reason: only the
-guards of a graph know why it does not fit. Tried on torch 2.13.0, and with reasons that are numbered and
-worded otherwise; where a torch has no such function, nothing is said.
+guards of a graph know why it does not fit. Tried on torch 2.13.0, and with reasons that are
+numbered and worded otherwise; where a torch has no such function, nothing is said.
 """
 
 from __future__ import annotations

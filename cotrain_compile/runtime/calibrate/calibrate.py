@@ -83,12 +83,7 @@ def calibrate(
     tell("matmul, memory and launches on the device", 0.3)
     device_tier = _tier(bench, torch.device(device), bench.capacity_bytes, sizes)
     tell("matmul, memory and launches on the host", 0.5)
-    host_tier = device_tier
-    if device != "cpu":
-        host = torch.device("cpu")
-        host_tier = _tier(
-            CpuBench(environment.usable_memory_bytes), host, environment.usable_memory_bytes, sizes
-        )
+    host_tier = device_tier if device == "cpu" else _host_tier(environment, sizes)
     tell("host updates by thread count", 0.7)
     by_threads = _host_update_rates(environment, sizes)
     tell("host updates op by op", 0.85)
@@ -123,6 +118,11 @@ def calibrate(
         network_remark(network),
     )
     return Calibration(machine, by_threads, tuple(filter(None, remarks)))
+
+
+def _host_tier(environment: Environment, sizes: Sizes) -> TierSpec:
+    memory_bytes = environment.usable_memory_bytes
+    return _tier(CpuBench(memory_bytes), torch.device("cpu"), memory_bytes, sizes)
 
 
 def _bench(device: str, environment: Environment) -> Bench:
