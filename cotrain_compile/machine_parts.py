@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import inf
 
 # No bytes, seconds, flops or rates of anything real are more, and their products are still floats.
 LARGEST = 10**30
@@ -145,14 +146,19 @@ class Link:
 class Network:
     """What a rank exchanges with others over: so many bytes a second sent, and as many received.
 
-    `latency_s` is what each round of an exchange takes beside its bytes. Exchanges take turns.
+    `latency_s` is what each round of an exchange takes beside its bytes. Exchanges take turns. A
+    reduce-scatter takes `scatter` times what a ring of ranks needs for it: 1 with NCCL. gloo in
+    torch 2.13 reduces the whole on every rank, which is twice as much.
     """
 
     bytes_per_s: float
     latency_s: float = 0.0
+    scatter: float = 1.0
 
     def __post_init__(self) -> None:
         Link(self.bytes_per_s, self.latency_s)  # what no link has, no network has
+        if not 1.0 <= self.scatter < inf:
+            raise ValueError("scatter must be at least 1: no reduce-scatter is faster than a ring")
 
 
 @dataclass(frozen=True)

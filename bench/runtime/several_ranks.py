@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -163,9 +164,7 @@ def train(rank: int, folder: str, rounds: int) -> None:
     found = {
         "median_s": {way: statistics.median(taken) for way, taken in seconds.items()},
         "failed": failed,
-        "network": {"bytes_per_s": network.bytes_per_s, "latency_s": network.latency_s}
-        if network
-        else None,
+        "network": asdict(network) if network else None,
         **_predicted(steps, timelines, machine),
     }
     if rank == 0:

@@ -12,9 +12,9 @@ from statistics import median
 from typing import Literal
 
 from cotrain_compile.analysis.host_update_costs import host_update_s, update_bytes
-from cotrain_compile.dataflow import Dataflow, Op, UpdateGroup
+from cotrain_compile.dataflow import Collective, Dataflow, Op, UpdateGroup
 from cotrain_compile.errors import PlanError
-from cotrain_compile.machine import LARGEST, Machine, Tier, TierSpec
+from cotrain_compile.machine import LARGEST, Machine, Network, Tier, TierSpec
 from cotrain_compile.plan import Lane, Plan, Timeline
 from cotrain_compile.units import format_bytes
 
@@ -83,10 +83,12 @@ def _network_s(dataflow: Dataflow, machine: Machine) -> dict[str, float]:
     exchanges = {op.name: op.collective for op in dataflow.ops if op.collective is not None}
     if network is None:
         return {}
-    return {
-        name: exchange.rounds * network.latency_s + exchange.wire_bytes / network.bytes_per_s
-        for name, exchange in exchanges.items()
-    }
+    return {name: _exchange_s(exchange, network) for name, exchange in exchanges.items()}
+
+
+def _exchange_s(exchange: Collective, network: Network) -> float:
+    ring_s = exchange.rounds * network.latency_s + exchange.wire_bytes / network.bytes_per_s
+    return ring_s * (network.scatter if exchange.kind.startswith("reduce_scatter") else 1.0)
 
 
 def with_measured(

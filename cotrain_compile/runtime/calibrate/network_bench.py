@@ -1,7 +1,12 @@
 """Network bench: what ranks reach when they exchange data, measured by all of them together.
 
 In: the default process group. Out: a `Network`, the same on every rank: bytes per second and
-seconds a round, as an all-reduce and a gather of a large and of a tiny tensor take them.
+seconds a round, as an all-reduce and a gather of a large and of a tiny tensor take them; and how
+much longer than by a ring a reduce-scatter takes.
+
+Private torch API used: `torch.ops._c10d_functional` and the name of the default group. Reason: the
+public reduce-scatter has another name from torch 2.13 on, and the ops are what a captured step
+runs. Tried on torch 2.13.0.
 """
 
 from __future__ import annotations
@@ -9,6 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -56,17 +62,24 @@ def measured_network(bench: Bench, device: torch.device, sizes: Sizes) -> Networ
     sent = sum(collective.wire_bytes for collective, _ in large)
     # On a busy computer a large exchange may take no longer than a tiny one.
     carrying_s = large_s - tiny_s if large_s > tiny_s else large_s
-    return Network(sent / carrying_s, tiny_s / rounds)
+    network = Network(sent / carrying_s, tiny_s / rounds)
+    collective, scatter = _scatter(device, sizes.exchange_bytes)
+    ring_s = collective.rounds * network.latency_s + collective.wire_bytes / network.bytes_per_s
+    scatter_s = _slowest_s(bench, device, [(collective, scatter)], sizes.repeats)
+    return replace(network, scatter=max(1.0, scatter_s / ring_s))
 
 
 def network_remark(network: Network | None) -> str:
     """Where the figures of `network` come from; "" without one."""
     if network is None:
         return ""
+    scatter = ""
+    if network.scatter > 1.1:
+        scatter = f", in a reduce-scatter {network.scatter:.1f} times as much,"
     return (
         f"network: {network.bytes_per_s / 1e9:.2f} GB/s and {1e6 * network.latency_s:.0f} µs a "
-        f"round between {count_of_ranks()} ranks over {dist.get_backend()}; all of this was "
-        f"measured by all ranks at once, {ranks_here()} of them on this computer"
+        f"round{scatter} between {count_of_ranks()} ranks over {dist.get_backend()}; all of this "
+        f"was measured by all ranks at once, {ranks_here()} of them on this computer"
     )
 
 
@@ -86,6 +99,19 @@ def _exchanges(device: torch.device, nbytes: int) -> Exchanges:
             lambda: dist.all_gather(parts, part),
         ),
     )
+
+
+def _scatter(device: torch.device, nbytes: int) -> tuple[Collective, Callable[[], object]]:
+    """A reduce-scatter of `nbytes` in whole, and how to run it: as a captured step does."""
+    ranks = count_of_ranks()
+    whole = torch.ones(ranks * max(1, nbytes // 4 // ranks), device=device)
+    group = dist.distributed_c10d._get_default_group().group_name
+    ops = torch.ops._c10d_functional
+
+    def run() -> object:
+        return ops.wait_tensor(ops.reduce_scatter_tensor(whole, "sum", ranks, group))
+
+    return Collective("reduce_scatter_tensor", ranks, whole.nbytes), run
 
 
 def _slowest_s(bench: Bench, device: torch.device, exchanges: Exchanges, repeats: int) -> float:

@@ -11,5 +11,6 @@ def test_ranks_measure_the_network_between_them(two_ranks: Ranks) -> None:
     assert network is not None
     assert network == other
     assert network.latency_s > 0
+    assert network.scatter >= 1
     assert f"{network.bytes_per_s / 1e9:.2f} GB/s" in told
     assert half == whole // 2

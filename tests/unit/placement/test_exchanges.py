@@ -64,6 +64,24 @@ def test_a_ring_sends_so_many_bytes_in_so_many_rounds(
     assert (alone.wire_bytes, alone.rounds) == (0, 0)
 
 
+def test_a_scatter_takes_as_many_times_a_ring_as_the_network_says() -> None:
+    step = two_exchanges(0.1)
+    ops = tuple(
+        replace(op, collective=replace(op.collective, kind="reduce_scatter_tensor"))
+        if op.collective
+        else op
+        for op in step.ops
+    )
+    scattering = replace(step, ops=ops)
+    for scatter in (1.0, 2.0):
+        machine = CARD.but(network=Network(1e9, 0.01, scatter))
+        costs = formulate(scattering, machine, dict.fromkeys(Tier, 1 << 34)).costs
+        # 0.3 GB at 1 GB/s and 3 rounds of 10 ms.
+        assert list(costs.network_s.values()) == pytest.approx([scatter * 0.33] * 2)
+    with pytest.raises(ValueError, match="at least 1"):
+        Network(1e9, 0.0, 0.5)
+
+
 # An exchange takes 0.6 GB at 1 GB/s and 6 rounds of 10 ms: 0.66 s.
 @pytest.mark.parametrize(("beside_s", "step_s"), [(0.1, 2 * 0.66), (1.0, 1.0 + 1.0)])
 def test_an_exchange_runs_beside_the_device_until_it_is_awaited(
