@@ -110,6 +110,14 @@ def _beaten_by_rules(records: Sequence[Result]) -> str:
     )
 
 
+def _told(steps_s: Mapping[str, float | None], way: str) -> str:
+    """The step of a plan; "" where that way to plan was not tried."""
+    if way not in steps_s:
+        return ""
+    seconds = steps_s[way]
+    return format_seconds(seconds) if seconds else "no plan"
+
+
 def recompute(result: Result) -> str:
     """Steps with nothing, with layers and with what the plan chooses made again."""
     tried = (
@@ -136,7 +144,7 @@ def recompute(result: Result) -> str:
         rows.append(
             (
                 f"{cell['model']}, {cell['machine']}, {format_bytes(cell['budget_bytes'])}",
-                *(format_seconds(steps[way]) if steps.get(way) else "no plan" for way in ways),
+                *(_told(steps, way) for way in ways),
                 times(gain) if gain else "",
                 again if cell["recomputed_bytes"] else "nothing",
                 percent(auto_s / bound_s - 1) if auto_s and bound_s else "",

@@ -271,7 +271,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print the table, and write the report."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("-o", "--output", type=Path)
-    parser.add_argument("--rate", default="400mbit", help="of the loopback, as tc has it")
+    parser.add_argument("--rate", default="1gbit", help="of the loopback, as tc has it")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
