@@ -56,6 +56,8 @@ def solved(program: Message) -> dict[str, Any]:
 
     highs: Any = highspy.Highs()  # type: ignore[no-untyped-call]
     highs.setOptionValue("output_flag", False)
+    # HiGHS keeps its threads from one program to the next, and refuses one that asks for others.
+    highs.resetGlobalScheduler(True)
     for name, value in program["options"].items():
         highs.setOptionValue(name, value)
     highs.passModel(_model(program))

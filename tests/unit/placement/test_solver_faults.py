@@ -15,6 +15,7 @@ from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.milp import solvers
 from cotrain_compile.placement.milp.program import Program
 from cotrain_compile.placement.milp.solvers import Solution
+from cotrain_compile.placement.milp.warm_highs import WarmHighs
 from cotrain_compile.placement.search.solve import SolveSettings, solve
 from cotrain_compile.plan import Plan
 from tests.support.dataflows import mixed_precision_step
@@ -40,6 +41,19 @@ def fails_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
 
     for name in ("highs", "cbc"):
         monkeypatch.setitem(solvers._SOLVE, name, fail)
+
+
+def test_a_program_may_ask_for_other_threads_than_the_one_before() -> None:
+    """Policy `autotm` leaves their number to HiGHS; one process solves it and what comes after."""
+    statuses = []
+    for threads in (None, 1, 2):
+        model = pulp.LpProblem(sense=pulp.LpMaximize)
+        few = [model.add_variable(f"x{index}", 0, 3, pulp.LpInteger) for index in range(2)]
+        model += few[0] + 2 * few[1]
+        model += few[0] + few[1] <= 4.5
+        model.solve(WarmHighs(msg=False, threads=threads))
+        statuses.append((model.status, pulp.value(model.objective)))
+    assert statuses == [(pulp.LpStatusOptimal, 7.0)] * 3
 
 
 def test_highs_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
