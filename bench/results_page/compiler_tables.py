@@ -72,15 +72,22 @@ def overhead(result: Result) -> str:
 
 def issue_cost(result: Result) -> str:
     """Microseconds of Python by plan, before this version and in it."""
-    columns = ("tasks", "segments", "kinds", "card_calls", "us_per_task", "us_per_segment")
-    columns += ("us_fixed", "us_per_step", "planned_us")
+    names = {
+        "tasks": "tasks",
+        "segments": "segments",
+        "kinds": "kinds",
+        "card_calls": "calls",
+        "us_per_task": "µs a task",
+        "us_per_segment": "µs a segment",
+        "us_fixed": "µs fixed",
+        "us_per_step": "µs a step",
+        "planned_us": "predicted, µs",
+    }
     rows = []
     for plan, now in result["after"].items():
         before = result["before"].get(plan, {})
-        rows.append((plan, *(_from_to(before.get(c), now[c]) for c in columns)))
-    names = ("plan", "tasks", "segments", "kinds", "calls", "µs a task", "µs a segment")
-    names += ("µs fixed", "µs a step", "predicted, µs")
-    return markdown(names, rows) + (
+        rows.append((plan, *(_from_to(before.get(name), now[name]) for name in names)))
+    return markdown(("plan", *names.values()), rows) + (
         "\nProcessor time of Python, on a card that computes nothing and whose calls take what "
         "they are priced at. Where two figures stand, the first is of the code before updates of "
         "a layer ran at one place and small states stayed on the device.\n"

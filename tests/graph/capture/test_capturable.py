@@ -5,6 +5,8 @@ What their flag `capturable` says before a step it says after it.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -12,7 +14,7 @@ from torch.optim import Optimizer
 from tests.support.steps import SEED, Step, cotrain
 
 # ASGD averages from its second step on, so that both of its ways are taken.
-MAKERS = (
+MAKERS: tuple[Callable[[Iterable[Tensor]], Optimizer], ...] = (
     torch.optim.RAdam,
     lambda params: torch.optim.ASGD(params, lr=0.05, t0=1.0, weight_decay=0.01),
     torch.optim.Adamax,
@@ -29,8 +31,7 @@ class Chain:
         torch.manual_seed(SEED)
         self.model = nn.Sequential(*(nn.Linear(6, 6) for _ in MAKERS))
         self.optimizers: list[Optimizer] = [
-            make(layer.parameters())  # type: ignore[operator]
-            for make, layer in zip(MAKERS, self.model, strict=True)
+            make(layer.parameters()) for make, layer in zip(MAKERS, self.model, strict=True)
         ]
 
     def step(self, x: Tensor) -> Tensor:
