@@ -35,6 +35,14 @@ class Solution:
     failure: str = ""
 
     @property
+    def is_cut_short(self) -> bool:
+        """Whether more time may give what is missing: there is no solution, and none is ruled out.
+
+        A solver that failed was not short of time.
+        """
+        return self.decisions is None and "infeasible" not in self.status and not self.failure
+
+    @property
     def claim_s(self) -> float:
         """What no solution of the program takes less than, where this is one of its relaxation."""
         return min(self.step_s, self.bound_s)

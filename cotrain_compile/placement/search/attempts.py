@@ -59,6 +59,7 @@ class Attempts:
         self.solution: Solution | None = None
         self.rounds = 0
         self.left_s = 0.0
+        self.is_cut_short = False  # some program of a single step, by its time
 
     @property
     def is_late(self) -> bool:
@@ -195,6 +196,7 @@ class Attempts:
             targets = {tier: budgets[tier] - margins[tier] for tier in Tier}
             solution = self._solved(space, targets, careful, in_one)
             if solution.decisions is None:
+                self.is_cut_short |= solution.is_cut_short
                 self.solution = self.solution or solution  # its status is to be told
                 del versions[0]
                 if not versions:

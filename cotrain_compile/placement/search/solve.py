@@ -191,7 +191,9 @@ class _Search(Attempts):
             self.try_greedy(self.step)
         elif policy in ("ilp", "lp-round"):
             self.programs(self.step, whole=policy == "ilp")
-            if not self.found.drafts and not self.is_late and not self.failure:
+            # What does not fit in any round, or cannot, is not there for more time either.
+            is_short_of_time = self.is_late and self.is_cut_short
+            if not self.found.drafts and not is_short_of_time and not self.failure:
                 self.try_greedy(self.step)
         elif kind.startswith("autotm-"):
             variant = kind.removeprefix("autotm-")

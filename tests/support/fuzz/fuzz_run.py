@@ -171,9 +171,12 @@ def checked_refusal(error: CotrainError, options: Mapping[str, Any]) -> str:
 def is_late(error: PlanError, options: Mapping[str, Any]) -> bool:
     """Whether the program alone was asked for, and said that its time was too short for it.
 
-    Where it has used up its rounds, and not its time, it tries simpler ways and never says so.
+    Where its solver has answered in every round, it tries simpler ways and never says so.
     """
-    return options.get("policy") == "ilp" and "found no plan in its time limit" in str(error)
+    return options.get("policy") in (
+        "ilp",
+        "lp-round",
+    ) and "found no plan in its time limit" in str(error)
 
 
 def has_no_smaller_plan(error: OutOfDeviceMemory) -> bool:

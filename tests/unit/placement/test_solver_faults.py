@@ -120,6 +120,20 @@ def test_the_program_alone_says_that_its_time_was_too_short(
         solve(PROBLEM, SolveSettings("ilp", time_limit_s=1.0))
 
 
+@pytest.mark.parametrize("policy", ["ilp", "lp-round"])
+def test_a_program_that_rules_plans_out_late_is_not_short_of_time(
+    monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
+    """More time would not help it: there is the greedy's plan, and the plan says so."""
+
+    def ruled_out(program: Program, solver: str, *, time_limit_s: float, **_: object) -> Solution:
+        return Solution("infeasible", None, math.inf, math.inf, 0.0, time_limit_s)
+
+    monkeypatch.setattr("cotrain_compile.placement.search.attempts.solve_program", ruled_out)
+    (note,) = sound(solve(PROBLEM, SolveSettings(policy, time_limit_s=1.0))).notes
+    assert note == f"nothing that {policy} decided fits in the budget; the plan is that of greedy"
+
+
 def test_a_search_takes_as_long_as_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     def slow(*_: object, **__: object) -> float:
         time.sleep(0.5)
