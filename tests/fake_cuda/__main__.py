@@ -15,8 +15,8 @@ from tests.fake_cuda.cells import Cell, run  # noqa: E402  after `load`
 
 def main() -> None:
     """A line of output for each cell, in their order."""
-    for cell in json.load(sys.stdin):
-        print("RESULT", json.dumps(asdict(run(Cell(**cell)))), flush=True)
+    for result in run([Cell(**cell) for cell in json.load(sys.stdin)]):
+        print("RESULT", json.dumps(asdict(result)), flush=True)
 
 
 if __name__ == "__main__":

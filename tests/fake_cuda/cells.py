@@ -1,19 +1,24 @@
 """Cells of the matrix: a training on the card that is not there, all the way to its segments.
 
-A `Cell` in, a `Result` out: traced, planned, checked, rewritten, cut, and looked at.
+A `Cell` in, a `Result` out: traced, planned, checked, rewritten, cut, and looked at. Dynamo's graph
+does not name the kernel of attention, so cells that differ in that and in their policy share it.
 """
 
 from __future__ import annotations
 
+import itertools
 import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import fx
 
+from cotrain_compile import capture
 from cotrain_compile.backends.inductor.lower import segments_of
+from cotrain_compile.capture.offline.only_trace import Traced
 from cotrain_compile.dataflow import Dataflow, Phase, Role
 from cotrain_compile.errors import PlacementError
 from cotrain_compile.extract.extract import extract
@@ -37,7 +42,6 @@ ATTENTION_OPS = {
     "efficient": aten._scaled_dot_product_efficient_attention.default,
     "cudnn": aten._scaled_dot_product_cudnn_attention.default,
 }
-POLICIES = ("resident", "zero-offload", "streamed", "auto")
 SHARE = 0.6  # of what the resident step needs, for "auto"
 
 
@@ -72,21 +76,34 @@ class Result:
     segments: int = 0
 
 
-def run(cell: Cell) -> Result:
-    """Take a cell as far as it goes."""
+def run(cells: Sequence[Cell]) -> Iterator[Result]:
+    """Take each cell as far as it goes. Neighbours of one training are traced together."""
+    for training, same in itertools.groupby(cells, lambda c: replace(c, attention="", policy="")):
+        asked = list(same)
+        traces = traced(training, list(dict.fromkeys(cell.attention for cell in asked)))
+        yield from (_run(cell, traces[cell.attention]) for cell in asked)
+
+
+def _run(cell: Cell, step: StepGraph | Exception) -> Result:
+    if isinstance(step, Exception):
+        return Result(cell.name, _told(step))
     try:
-        step, dataflow = traced(replace(cell, policy=""))
         _look_at_trace(step, cell)
-        plan = planned(dataflow, cell.policy)
+        dataflow = extract(step)
+        plan = planned(dataflow, cell)
         placed = run_passes(step, plan)
         host_kernels(placed, "fused")
         cut = segments_of(step, placed, dataflow)
         _look_at_segments(cut.segments)
     except Exception as error:
-        where = "".join(traceback.format_tb(error.__traceback__)[-3:])
-        return Result(cell.name, f"{type(error).__name__}: {error}\n{where}")
+        return Result(cell.name, _told(error))
     counts = (len(dataflow.ops), len(plan.tasks), len(cut.segments))
     return Result(cell.name, "", step.fingerprint, *counts)
+
+
+def _told(error: Exception) -> str:
+    where = "".join(traceback.format_tb(error.__traceback__)[-3:])
+    return f"{type(error).__name__}: {error}\n{where}"
 
 
 def job_of(cell: Cell) -> Job:
@@ -100,23 +117,43 @@ def job_of(cell: Cell) -> Job:
     return job(cell.optimizer, cell.precision, micro_batches=cell.micro_batches)
 
 
-@lru_cache(maxsize=1)
-def traced(cell: Cell) -> tuple[StepGraph, Dataflow]:
-    """The step of a cell, traced once for all its policies."""
+def traced(cell: Cell, kernels: Sequence[str]) -> Mapping[str, StepGraph | Exception]:
+    """The step of a cell with each of these kernels of attention, or why there is none.
+
+    Dynamo traces it once; its graph is lowered to ATen, where the kernel is chosen, once for each.
+    """
+    found: dict[str, StepGraph | Exception] = {}
+    lowered = capture.to_aten
+
+    def lower_for_each(*arguments: Any) -> Callable[..., Any]:
+        for kernel in kernels:
+            choose_attention(kernel)
+            try:
+                lowered(*arguments)
+            except Traced as trace:
+                found[kernel], last = trace.step, trace
+            except Exception as error:
+                found[kernel], last = error, error
+        raise last
+
     torch._dynamo.reset()
-    choose_attention(cell.attention)
-    with there():
-        step = trace_graph(lambda: job_of(cell))
-        return step, extract(step)
+    with there(), mock.patch.object(capture, "to_aten", lower_for_each):
+        try:
+            trace_graph(lambda: job_of(cell))
+        except Exception as error:
+            return found or dict.fromkeys(kernels, error)
+    return found
 
 
-def planned(dataflow: Dataflow, policy: str) -> Plan:
+def planned(dataflow: Dataflow, cell: Cell) -> Plan:
     """A plan for an H100, or for `SHARE` of what the step needs on one, or the least it can do."""
     machine = find("h100")
     plenty = dict.fromkeys(Tier, 1 << 40)
     problem = formulate(dataflow, machine, plenty)
-    settings = SolveSettings(policy=policy, time_limit_s=2.0)
-    if policy == "auto":
+    # To look for what can be made again takes longest: it is done for one kernel of attention.
+    again = cell.training != "matrix" or cell.attention == "efficient"
+    settings = SolveSettings(policy=cell.policy, time_limit_s=2.0, recompute=again)
+    if cell.policy == "auto":
         whole = solve(problem, SolveSettings(policy="resident")).predicted.peak_bytes[Tier.DEVICE]
         tight = problem.with_budget(Tier.DEVICE, int(SHARE * whole))
         try:
