@@ -60,7 +60,7 @@ def main(given: Sequence[str] | None = None) -> None:
     earlier = [json.loads(path.read_text())["result"] for path in arguments.again]
     rows = [row for report in earlier for row in report["rows"]]
     known = {_key(row): row for row in rows if row["status"] != "failed"}
-    wanted = list(whole() if arguments.whole else covering())
+    wanted = _part(list(whole() if arguments.whole else covering()), arguments.part)
     missing = [cell for cell in wanted if _key(cell) not in known]
     library()
     began_s = time.monotonic()
