@@ -1,12 +1,13 @@
 """Does a rank that fails leave the others waiting? Ranks that raise, die or hang anywhere.
 
-python -m bench.reliability.faults_of_ranks --times 60 -o bench/results/reliability_ranks.json
+python -m bench.reliability.faults_of_ranks --times 200 --at-once 4 -o reliability_ranks.json
 
 A case starts two or three ranks over gloo and lets one of them fail: raise, leave, be killed, hang,
 or be stopped with its connections open; before the first plan, in a rehearsal, in a replan, before
 or in an exchange of a later step, in a checkpoint; with each kind of model. It holds if every other
 rank ends with an error of ours (of torch's in a checkpoint) within the timeout of the group, and
-`SPARE_S` for the work that the machine has besides.
+`SPARE_S` for the work that the machine has besides. A case mostly waits for timeouts, so several
+run at once, each with processes and a port of its own.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ import argparse
 import random
 import time
 from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -54,42 +58,77 @@ def what_is_wrong(fault: Fault, end: End) -> str:
     return ""
 
 
-def campaign(times: int, first: int, output: Path) -> None:
-    """Inject so many faults; the figures are written after each."""
-    began_s, kinds, ends = time.monotonic(), Counter[str](), Counter[str]()
-    broken: list[dict[str, str]] = []
-    slowest_s, not_reached = 0.0, 0
-    for seed in range(first, first + times):
-        fault = fault_of(seed)
-        wrong = ""
-        try:
-            found = inject(fault)
-        except NotReached as error:
-            not_reached += 1
-            print(error, flush=True)
-            continue
-        for end in found:
-            ends[end.kind or "silent"] += 1
-            slowest_s = max(slowest_s, end.seconds)
-            wrong = wrong or what_is_wrong(fault, end)
-        kinds[f"a rank fails {fault.place} ({fault.how})"] += 1
+@dataclass
+class Figures:
+    """What the cases so far came to."""
+
+    kinds: Counter[str] = field(default_factory=Counter)
+    ends: Counter[str] = field(default_factory=Counter)
+    broken: list[dict[str, str]] = field(default_factory=list)
+    slowest_s: float = 0.0
+    not_reached: int = 0
+
+    def add(self, fault: Fault, ends: list[End]) -> None:
+        """A case in which the fault was let in."""
+        self.kinds[f"a rank fails {fault.place} ({fault.how})"] += 1
+        self.ends.update(end.kind or "silent" for end in ends)
+        self.slowest_s = max(self.slowest_s, *(end.seconds for end in ends))
+        wrong = next(filter(None, (what_is_wrong(fault, end) for end in ends)), "")
         if wrong:
-            broken.append({"kind": fault.place, "case": str(fault), "what": wrong})
-            print(seed, fault, wrong, flush=True)
-        result: dict[str, Any] = {
+            self.broken.append({"kind": fault.place, "case": str(fault), "what": wrong})
+            print(fault, wrong, flush=True)
+
+    def as_result(self) -> dict[str, Any]:
+        """For the report."""
+        return {
             "campaign": "ranks that raise, die or hang while others train with them",
-            "cases": kinds.total(),
-            "held": kinds.total() - len(broken),
+            "cases": self.kinds.total(),
+            "held": self.kinds.total() - len(self.broken),
             "refused": 0,
-            "faults": kinds.total(),
-            "broken": broken,
-            "minutes": round((time.monotonic() - began_s) / 60, 1),
-            "kinds": dict(sorted(kinds.items())),
-            "ends": dict(ends),
-            "slowest_s": round(slowest_s, 1),
+            "faults": self.kinds.total(),
+            "broken": self.broken,
+            "kinds": dict(sorted(self.kinds.items())),
+            "ends": dict(sorted(self.ends.items())),
+            "slowest_s": round(self.slowest_s, 1),
             "timeout_s": TIMEOUT_S,
-            "not_reached": not_reached,
+            "not_reached": self.not_reached,
+        }
+
+
+def cases(times: int, first: int, at_once: int) -> Iterator[tuple[Fault, list[End] | None]]:
+    """So many faults with what the other ranks came to, in the order in which cases end.
+
+    None where the fault was not let in.
+    """
+    with ThreadPoolExecutor(at_once) as pool:
+        faults = {
+            pool.submit(_ends_of, fault): fault
+            for fault in map(fault_of, range(first, first + times))
+        }
+        for done in as_completed(faults):
+            yield faults[done], done.result()
+
+
+def _ends_of(fault: Fault) -> list[End] | None:
+    try:
+        return inject(fault)
+    except NotReached as error:
+        print(error, flush=True)
+        return None
+
+
+def campaign(times: int, first: int, at_once: int, output: Path) -> None:
+    """Inject so many faults, of which some run at once; figures are written after each."""
+    began_s, figures = time.monotonic(), Figures()
+    for fault, ends in cases(times, first, at_once):
+        if ends is None:
+            figures.not_reached += 1
+        else:
+            figures.add(fault, ends)
+        result = figures.as_result() | {
+            "minutes": round((time.monotonic() - began_s) / 60, 1),
             "first_seed": first,
+            "at_once": at_once,
         }
         write_report(output, (__doc__ or "").splitlines()[0], result)
 
@@ -99,9 +138,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--times", type=int, default=6)
     parser.add_argument("--first", type=int, default=0, help="seed of the first case")
+    parser.add_argument("--at-once", type=int, default=1, help="cases that run side by side")
     parser.add_argument("-o", "--output", type=Path, required=True)
     asked = parser.parse_args()
-    campaign(asked.times, asked.first, asked.output)
+    campaign(asked.times, asked.first, asked.at_once, asked.output)
 
 
 if __name__ == "__main__":
