@@ -54,6 +54,7 @@ MODELS = ("ddp", "shard", "fully_shard")
 STEPS, FAULTY_STEP = 4, 2
 # Beside the timeout of the group: for starting, compiling, and the processor that others use.
 PATIENCE_S = 120.0
+READY = "ready"
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def inject(fault: Fault) -> list[End]:
     Raises `NotReached` where the fault was not let in, as on a machine too busy to start in time.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.support.ranks", "cotrain_compile.compile"])
+    context.set_forkserver_preload([__name__])
     processes, pipes, port = [], [], free_port()
     with tempfile.TemporaryDirectory() as folder:
         for rank in range(fault.ranks):
@@ -108,11 +109,20 @@ def inject(fault: Fault) -> list[End]:
             processes.append(process)
             pipes.append(mine)
         try:
+            _let_all_begin(fault, pipes)
             return list(_ends(fault, pipes))
         finally:
             for process in processes:
                 process.kill()
                 process.join()
+
+
+def _let_all_begin(fault: Fault, pipes: list[Connection]) -> None:
+    """Once every rank has started: on a busy machine that takes longer than the timeout."""
+    if not all(_hear(pipe, PATIENCE_S) == READY for pipe in pipes):
+        raise NotReached(f"{fault}: a rank did not start")
+    for pipe in pipes:
+        pipe.send(READY)
 
 
 def _ends(fault: Fault, pipes: list[Connection]) -> Iterator[End]:
@@ -140,6 +150,8 @@ def _hear(pipe: Connection, seconds: float) -> Any:
 def _train(fault: Fault, rank: int, port: int, pipe: Connection, folder: str) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
+    pipe.send(READY)
+    pipe.recv()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.distributed.init_process_group(
         "gloo",
@@ -168,7 +180,7 @@ def _steps(fault: Fault, folder: str) -> None:
         "fully_shard": fully_shard,
     }
     model = ways[fault.model](net)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
     def step(x: Tensor, y: Tensor) -> Tensor:
         optimizer.zero_grad()
