@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -33,7 +33,7 @@ class Cell:
     """`shared` is how the model is shared; `memory` is "resident", or less.
 
     With "budget" and "again" it is the part `SHARE` of what the resident step takes; with "again" a
-    block makes its values again for the backward.
+    block makes its values again for the backward, and leaves the same bits.
     """
 
     shared: str
@@ -42,11 +42,11 @@ class Cell:
     way: str
 
     def training(self) -> Training:
-        """The step in eager."""
+        """The step in eager, where nothing needs to be made again: numbers are the same."""
         way = self.way
         if self.shared == "tensor parallel" and way == "clipped":
             way = "clipped apart"  # torch takes no norm of sharded beside whole tensors
-        return Training(self.shared, way, self.optimizer, checkpointed=self.memory == "again")
+        return Training(self.shared, way, self.optimizer, bare=True)
 
 
 def _exists(cell: Cell) -> bool:
@@ -64,34 +64,60 @@ def sample(count: int, first: int = 0) -> list[Cell]:
     return [ALL[(first + number) * stride % len(ALL)] for number in range(count)]
 
 
+def alike(cells: Sequence[Cell]) -> list[list[Cell]]:
+    """The cells that differ in their memory alone, together."""
+    found: dict[Training, list[Cell]] = {}
+    for cell in cells:
+        found.setdefault(cell.training(), []).append(cell)
+    return list(found.values())
+
+
 def problems(rank: int, cells: Sequence[Cell]) -> dict[Cell, str]:
-    """What is wrong with each cell on this rank; "" where nothing is."""
-    return {cell: _problem(rank, cell) for cell in cells}
+    """What is wrong with each cell on this rank; "" where nothing is.
+
+    Cells that differ in their memory alone have one step in eager and one with everything on the
+    device, which tells their budget.
+    """
+    found: dict[Cell, str] = {}
+    for those in alike(cells):
+        training = those[0].training()
+        try:
+            of_memory = _of_memories(rank, training, {cell.memory for cell in those})
+            found |= {cell: of_memory[cell.memory] for cell in those}
+        except CotrainError as error:
+            found |= dict.fromkeys(those, f"{type(error).__name__}: {error}")
+    return found
 
 
-def _problem(rank: int, cell: Cell) -> str:
-    torch._dynamo.reset()
-    training = cell.training()
+def _of_memories(rank: int, training: Training, memories: Collection[str]) -> dict[str, str]:
+    """What is wrong with a step in each of `memories`."""
     # Layers that are split get the same batch on every rank.
-    at = 0 if cell.shared == "tensor parallel" else rank
-    try:
-        eager = train(at, training)
-        resident = train(at, replace(training, options={"policy": "resident"}))
-        if wrong := _apart(resident, eager, ROUNDING.get(cell.way, USUAL_ROUNDING)):
-            return f"resident, of eager: {wrong}"
-        if cell.memory == "resident":
-            return ""
-        peak_bytes = torch.tensor(resident.predicted_peak)
-        dist.all_reduce(peak_bytes, dist.ReduceOp.MAX)
-        budget = int(SHARE * int(peak_bytes))
-        options = {"memory_budget": budget, "policy": "greedy", "host_kernels": "captured"}
-        with warnings.catch_warnings():
-            # A kernel that takes a few bytes for itself passes a plan of few kilobytes.
-            warnings.filterwarnings("ignore", "cotrain: a rehearsal", UserWarning)
-            placed = train(at, replace(training, options=options))
-        return _of_placed(placed, resident, budget)
-    except CotrainError as error:
-        return f"{type(error).__name__}: {error}"
+    at = 0 if training.model == "tensor parallel" else rank
+    eager = train(at, training)
+    resident = _compiled(at, training, {"policy": "resident"})
+    wrong = _apart(resident, eager, ROUNDING.get(training.way, USUAL_ROUNDING))
+    found = {"resident": wrong and f"resident, of eager: {wrong}"}
+    budget = _budget(resident)
+    options = {"memory_budget": budget, "policy": "greedy", "host_kernels": "captured"}
+    for memory in set(memories) - {"resident"}:
+        placed = _compiled(at, replace(training, checkpointed=memory == "again"), options)
+        found[memory] = found["resident"] or _of_placed(placed, resident, budget)
+    return found
+
+
+def _budget(resident: Trained) -> int:
+    """The same on all ranks."""
+    peak_bytes = torch.tensor(resident.predicted_peak)
+    dist.all_reduce(peak_bytes, dist.ReduceOp.MAX)
+    return int(SHARE * int(peak_bytes))
+
+
+def _compiled(rank: int, training: Training, options: Mapping[str, object]) -> Trained:
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        # A kernel that takes a few bytes for itself passes a plan of few kilobytes.
+        warnings.filterwarnings("ignore", "cotrain: a rehearsal", UserWarning)
+        return train(rank, replace(training, options=options))
 
 
 def _of_placed(placed: Trained, resident: Trained, budget: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.matrix_of_ranks import ALL, Cell, problems, sample
+from tests.support.matrix_of_ranks import ALL, Cell, alike, problems, sample
 from tests.support.ranks import Ranks
 
 # A GradScaler with an overflow of one rank alone, on parts of parameters, in a small budget.
@@ -21,9 +21,9 @@ def test_a_step_is_that_of_eager_however_it_is_shared(two_ranks: Ranks) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("cell", ALL, ids=str)
-def test_every_cell_on_two_ranks(two_ranks: Ranks, cell: Cell) -> None:
-    check(two_ranks, [cell])
+@pytest.mark.parametrize("cells", alike(ALL), ids=lambda cells: str(cells[0]))
+def test_every_cell_on_two_ranks(two_ranks: Ranks, cells: list[Cell]) -> None:
+    check(two_ranks, cells)
 
 
 @pytest.mark.long
