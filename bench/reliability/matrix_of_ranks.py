@@ -29,6 +29,8 @@ from tests.support.ranks import Ranks, ranks
 
 # Neighbours differ in every dimension; it shares no factor with the number of groups.
 STRIDE = 37
+# For the cells of a group, on a machine that others use.
+PATIENCE_S = 900.0
 
 
 def told(cell: Cell) -> str:
@@ -65,7 +67,7 @@ def campaign(count: int, left: list[list[Cell]], at_once: int) -> Iterator[dict[
     free: queue.Queue[Ranks] = queue.Queue()
     with ExitStack() as stack, ThreadPoolExecutor(at_once) as pool:
         for _ in range(at_once):
-            free.put(stack.enter_context(ranks(count)))
+            free.put(stack.enter_context(ranks(count, PATIENCE_S)))
         for done in as_completed([pool.submit(wrong_of, free, group) for group in left]):
             yield done.result()
 

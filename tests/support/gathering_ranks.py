@@ -5,7 +5,7 @@ The functions here run in processes of their own (`tests/support/ranks.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
@@ -25,17 +25,21 @@ from cotrain_compile.placement.recompute.gather_again import gathered
 from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.plan import Plan
 
-WIDTH, WIDE, LAYERS, STEPS = 32, 1024, 7, 2
+WIDE, LAYERS = 1024, 7
+# Of what ranks train, where each layer more takes time.
+WIDTH, FEW_LAYERS, STEPS = 32, 4, 2
+SEGMENTS = {"lowering": "inductor"}
+INTERPRETED = SEGMENTS | {"eager_segments": ["*"]}
 
 
-def net(width: int = WIDTH) -> nn.Sequential:
+def net(width: int, layers: int) -> nn.Sequential:
     """Layers of one size."""
-    layers = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(LAYERS)]
-    return nn.Sequential(*layers)
+    alike = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(layers)]
+    return nn.Sequential(*alike)
 
 
 def step_of(model: nn.Module) -> Callable[[Tensor], Tensor]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, foreach=False)
 
     def step(x: Tensor) -> Tensor:
         optimizer.zero_grad()
@@ -50,7 +54,7 @@ def step_of(model: nn.Module) -> Callable[[Tensor], Tensor]:
 
 def build() -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """A job for `trace`, of wide layers."""
-    return step_of(cotrain_compile.shard(net(WIDE))), (torch.ones(4, WIDE),)
+    return step_of(cotrain_compile.shard(net(WIDE, LAYERS))), (torch.ones(4, WIDE),)
 
 
 @dataclass(frozen=True)
@@ -64,10 +68,15 @@ class Trained:
     moved: int
 
 
-def gather_once_and_again(rank: int) -> tuple[Trained, Trained]:
-    """The same training with parameters kept for the backward, and gathered again."""
-    once = _train(rank, lambda problem: schedule(problem, resident(problem.dataflow)))
-    return once, _train(rank, gathering_again)
+def gather_once_and_again(rank: int, segments: Mapping[str, Any]) -> tuple[Trained, ...]:
+    """The same training with parameters kept for the backward, gathered again, and that lowered."""
+    once, again = _train(rank, gathering_once), _train(rank, gathering_again)
+    return once, again, _train(rank, gathering_again, segments)
+
+
+def gathering_once(problem: Problem) -> Plan:
+    """Everything on the device, and every parameter kept for the backward."""
+    return schedule(problem, resident(problem.dataflow))
 
 
 def gathering_again(problem: Problem) -> Plan:
@@ -76,11 +85,14 @@ def gathering_again(problem: Problem) -> Plan:
     return schedule(problem, replace(resident(problem.dataflow), recomputed=names))
 
 
-def _train(rank: int, plan: Callable[[Problem], Plan]) -> Trained:
+def _train(
+    rank: int, plan: Callable[[Problem], Plan], lowering: Mapping[str, Any] | None = None
+) -> Trained:
     torch._dynamo.reset()
     torch.manual_seed(5)
-    model: Any = cotrain_compile.shard(net())
-    options: Any = {"quiet": True, "verify": 1, "machine": "this-machine network=10MB"}
+    model: Any = cotrain_compile.shard(net(WIDTH, FEW_LAYERS))
+    options: dict[str, Any] = {"quiet": True, "machine": "this-machine network=10MB"}
+    options |= {"verify": 1} if lowering is None else lowering
     step = torch.compile(step_of(model), backend="cotrain", options=options)
     generator = torch.Generator().manual_seed(rank)
     alone = mock.patch.object(bucket_exchanges, "SMALL_BYTES", 0)  # they are small here

@@ -29,8 +29,9 @@ _GROUP_TIMEOUT = datetime.timedelta(seconds=60)
 class Ranks:
     """`count` processes of one gloo group, started when they are first needed."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, timeout_s: float = TIMEOUT_S) -> None:
         self.count = count
+        self.timeout_s = timeout_s
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
 
@@ -57,8 +58,8 @@ class Ranks:
 
     def _answer(self, rank: int) -> tuple[bool, Any]:
         pipe, process = self._pipes[rank], self._processes[rank]
-        if not wait([pipe, process.sentinel], TIMEOUT_S):
-            return False, f"no answer within {TIMEOUT_S} s"
+        if not wait([pipe, process.sentinel], self.timeout_s):
+            return False, f"no answer within {self.timeout_s:g} s"
         try:
             answer: tuple[bool, Any] = pipe.recv()
         except EOFError:
@@ -82,9 +83,9 @@ class Ranks:
 
 
 @contextmanager
-def ranks(count: int) -> Iterator[Ranks]:
+def ranks(count: int, timeout_s: float = TIMEOUT_S) -> Iterator[Ranks]:
     """`count` ranks, stopped at the end."""
-    started = Ranks(count)
+    started = Ranks(count, timeout_s)
     try:
         yield started
     finally:
