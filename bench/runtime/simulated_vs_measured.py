@@ -45,7 +45,7 @@ from cotrain_compile.placement.search.solve import solve
 from cotrain_compile.placement.simulate.predict import predict
 from cotrain_compile.plan import Plan, Timeline
 from cotrain_compile.runtime.calibrate.calibrate import calibrate
-from cotrain_compile.viz.timeline import kinds_of
+from cotrain_compile.viz.kinds import kinds_of
 
 PROFILED = ("resident", "zero-offload")
 PLANS = ("resident", "zero-offload", "coarse", "fraction:0.5", "streamed")

@@ -167,7 +167,7 @@ def _write_trace(
 
 
 def _kinds(plan: Plan, file: Path) -> dict[str, str]:
-    from cotrain_compile.viz.timeline import kinds_of
+    from cotrain_compile.viz.kinds import kinds_of
 
     step = _step_beside(file, plan)
     return kinds_of(plan, {op.name: op.phase for op in step.ops} if step else {})

@@ -15,10 +15,11 @@ from cotrain_compile.demo.train import StepResult
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.policies import RULES
 from cotrain_compile.units import format_bytes, format_seconds
+from cotrain_compile.viz.kinds import kinds_of
 from cotrain_compile.viz.perfetto import save_trace
 from cotrain_compile.viz.report.page import write_report
 from cotrain_compile.viz.text.summary import candidates, summary
-from cotrain_compile.viz.timeline import draw_timelines, kinds_of
+from cotrain_compile.viz.timeline import draw_timelines
 
 ROWS = 10
 

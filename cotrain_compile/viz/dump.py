@@ -10,9 +10,9 @@ from cotrain_compile.placement.problem import Problem
 from cotrain_compile.plan import Plan
 from cotrain_compile.viz.graph.drawing import write_picture
 from cotrain_compile.viz.graph.picture import picture
+from cotrain_compile.viz.kinds import kinds_of
 from cotrain_compile.viz.perfetto import save_trace
 from cotrain_compile.viz.text.summary import summary
-from cotrain_compile.viz.timeline import kinds_of
 
 
 def dump_step(

@@ -17,7 +17,7 @@ from typing import Any
 from cotrain_compile.errors import FormatError
 from cotrain_compile.files import write_whole
 from cotrain_compile.plan import STEP_BEGINS, Plan, Timeline
-from cotrain_compile.viz.timeline import LANE_TITLES, lane_titles, spans_with_kinds
+from cotrain_compile.viz.kinds import LANE_TITLES, lane_titles, spans_with_kinds
 
 Event = dict[str, Any]
 _EMPTY: Mapping[str, Any] = {"displayTimeUnit": "ms", "traceEvents": []}

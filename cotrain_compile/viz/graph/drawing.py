@@ -13,7 +13,7 @@ from cotrain_compile.files import write_whole
 from cotrain_compile.machine import Tier
 from cotrain_compile.units import format_bytes
 from cotrain_compile.viz.graph.picture import Arrow, Box, Kind, Picture
-from cotrain_compile.viz.timeline import COLOURS
+from cotrain_compile.viz.kinds import COLOURS
 
 _FILL: Mapping[str, str] = {
     "forward": COLOURS["forward"],

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.plan import Plan, Timeline
+from cotrain_compile.viz.kinds import kinds_of, spans_with_kinds
 from cotrain_compile.viz.layers import REST, layers
-from cotrain_compile.viz.timeline import kinds_of, spans_with_kinds
 
 # Bars of one layer with less than this part of the step between them are merged.
 JOINED = 1 / 1000

@@ -25,8 +25,8 @@ from bokeh.plotting import figure
 from cotrain_compile.machine import Tier
 from cotrain_compile.plan import Timeline
 from cotrain_compile.units import format_bytes, format_seconds
+from cotrain_compile.viz.kinds import COLOURS, LANE_TITLES
 from cotrain_compile.viz.report.bars import Bar, merged
-from cotrain_compile.viz.timeline import COLOURS, LANE_TITLES
 
 # Single bars are drawn while at most about so many are in view.
 DRAWN = 2500

@@ -18,13 +18,13 @@ from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.residency import device_bytes, device_program, instances
 from cotrain_compile.plan import Lane, Plan, Timeline
 from cotrain_compile.units import format_bytes, format_seconds
+from cotrain_compile.viz.kinds import lane_titles
 from cotrain_compile.viz.text.summary import (
     NOT_NEEDED,
     recompute_words,
     reserved_on_card,
     reserved_words,
 )
-from cotrain_compile.viz.timeline import lane_titles
 
 LARGEST = 14
 _REGIMES: Mapping[str, str] = {

@@ -17,11 +17,11 @@ from cotrain_compile.machine import Tier
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.plan import Plan, Timeline
 from cotrain_compile.units import format_bytes, format_seconds
+from cotrain_compile.viz.kinds import COLOURS
 from cotrain_compile.viz.report import facts
 from cotrain_compile.viz.report.bars import bars_of, kinds_in
 from cotrain_compile.viz.report.charts import lanes_chart, memory_chart, time_axis
 from cotrain_compile.viz.report.parameters import parameter_rows
-from cotrain_compile.viz.timeline import COLOURS
 
 
 def write_report(

@@ -27,9 +27,9 @@ from cotrain_compile.placement.explain.alternatives import every_strategy
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.plan import Plan, Transfer
 from cotrain_compile.units import format_bytes, format_seconds, printable
+from cotrain_compile.viz.kinds import lane_titles
 from cotrain_compile.viz.text.summary import recompute_words
 from cotrain_compile.viz.text.terminal import PlainConsole
-from cotrain_compile.viz.timeline import lane_titles
 
 VARIABLE = "COTRAIN_DEBUG"
 SUMMARY, PARAMETERS, PASSES, TASKS = 1, 2, 3, 4

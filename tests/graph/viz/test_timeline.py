@@ -23,8 +23,9 @@ from cotrain_compile.plan import (
     Transfer,
     UpdateMode,
 )
+from cotrain_compile.viz.kinds import COLOURS, kinds_of
 from cotrain_compile.viz.perfetto import save_trace
-from cotrain_compile.viz.timeline import COLOURS, draw_timelines, kinds_of
+from cotrain_compile.viz.timeline import draw_timelines
 
 
 def timeline(*spans: Span) -> Timeline:

@@ -18,10 +18,10 @@ from cotrain_compile.placement.schedule import task_names
 from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.plan import Placement, UpdateMode
 from cotrain_compile.presets import find
+from cotrain_compile.viz.kinds import kinds_of
 from cotrain_compile.viz.report.bars import bars_of
 from cotrain_compile.viz.report.facts import sentences
 from cotrain_compile.viz.text.summary import summary
-from cotrain_compile.viz.timeline import kinds_of
 from tests.support.dataflows import chain
 from tests.support.plans.renamed_plans import renamed
 from tests.support.plans.sound_plans import SOUND
