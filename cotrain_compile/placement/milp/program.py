@@ -32,7 +32,7 @@ class Program:
 
     By default the careful one has whole clusters and the relaxed one, which is a bound, split ones.
     A careful one that splits clusters of at most `large_bytes`, and no other, `is_rounding`: any
-    good solution will do.
+    good solution will do. One with whole clusters alone `is_whole`.
     With `cyclic`, steps overlap and `step` is the time from one to the next.
     Budgets are in MiB. `step` is the time of the step in milliseconds; `params`, `activations`
     and `levels` are the variables of the decisions, as in `Model`.
@@ -55,7 +55,7 @@ class Program:
         add_times(model, flows)
         add_device_memory(model, flows, budget_mib)
         add_host_memory(model, host_budget_mib)
-        self.is_rounding = not whole and not relaxed
+        self.is_rounding, self.is_whole = not whole and not relaxed, whole
         self.space, self.params, self.activations = space, model.params, model.activations
         self.levels = model.levels
         self.step = pulp.lpSum(model.length)

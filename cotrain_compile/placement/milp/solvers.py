@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
 from cotrain_compile.errors import OptionError
@@ -15,6 +16,20 @@ from cotrain_compile.placement.milp.program import Program
 
 # One thread: with more, HiGHS may return another of several equally good plans each time.
 THREADS = 1
+# The part of a time limit for what a relaxation leaves undecided, where any good solution will do.
+ROUNDING = 0.4
+# The status of a program that was left at its bound.
+NOT_BETTER = "no better than what is known"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How far to solve a program; one that is rounded only where it may be below `known_ms`."""
+
+    time_s: float
+    gap: float
+    seed: int
+    known_ms: float
 
 
 @dataclass(frozen=True)
@@ -67,20 +82,22 @@ def solve_program(
     time_limit_s: float,
     gap: float,
     seed: int,
+    known_s: float = inf,
 ) -> Solution:
     """Solve `program` to within `gap`, a fraction, or as far as it gets in `time_limit_s`.
 
-    Also where there is no solver, and whatever happens in it: then the solution has a `failure`.
+    One that is rounded is left at its bound where its relaxation is above `known_s`: what is known
+    is as fast. Also where there is no solver, and whatever happens in it: then the solution has a
+    `failure`.
     """
     began = time.monotonic()
+    limits = Limits(time_limit_s, gap, seed, 1e3 * known_s)
     try:
-        status, bound_ms = _SOLVE[pick(solver)](program, time_limit_s, gap, seed)
+        status, bound_ms = _SOLVE[pick(solver)](program, limits)
     except Exception as error:  # foreign code: pulp, numpy, a library, another program
         return failed(error, time.monotonic() - began)
-    found = program.model.sol_status in (
-        pulp.LpSolutionOptimal,
-        pulp.LpSolutionIntegerFeasible,
-    )
+    solved = (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible)
+    found = status != NOT_BETTER and program.model.sol_status in solved
     return Solution(
         status,
         decisions_of(program) if found else None,
@@ -118,36 +135,46 @@ def _mean(variables: Sequence[Any]) -> float:
     return sum(number * float(v.value() or 0.0) for number, v in enumerate(variables, 1))
 
 
-def _highs(program: Program, time_limit_s: float, gap: float, seed: int) -> tuple[str, float]:
-    """Solve the relaxation; then with what it leaves undecided; then, from there, the whole."""
+def _highs(program: Program, limits: Limits) -> tuple[str, float]:
+    """Solve the relaxation; then with what it leaves undecided; then, from there, the whole.
+
+    The relaxation says what no solution takes less than, whatever comes of the rest.
+    """
     began = time.monotonic()
     choices = [v for v in program.model.variables() if v.cat == pulp.LpInteger]
     known: dict[str, float] = {}
+    least_ms = 0.0
     if choices:
-        share = 0.8 if program.is_rounding else 0.4
-        known, least_ms = _round(program, choices, share * time_limit_s, gap, seed)
+        share = 0.4 if program.is_whole else 0.8
+        rounding = replace(limits, time_s=share * limits.time_s)
+        known, least_ms = _round(program, choices, rounding)
         if program.model.status == pulp.LpStatusInfeasible and not known:
             return "infeasible", 0.0
-        if known and program.is_rounding:
+        if program.is_rounding and least_ms > limits.known_ms:
+            return NOT_BETTER, least_ms
+        if program.is_rounding and known:
             return "rounded", least_ms
-    left_s = max(0.1, time_limit_s - (time.monotonic() - began))
-    highs = _run_highs(program, left_s, gap, seed, known)
+    left_s = max(0.1, limits.time_s - (time.monotonic() - began))
+    highs = _run_highs(program, replace(limits, time_s=left_s), known)
     status = str(highs.modelStatusToString(highs.getModelStatus())).lower()
     if choices:
         # Stopped early, HiGHS may have no bound but minus infinity.
-        return status, max(0.0, float(highs.getInfo().mip_dual_bound))
-    # A linear program that is stopped early is at a value that it may yet fall below.
-    return status, float(program.model.objective.value()) if status == "optimal" else 0.0
+        return status, max(least_ms, float(highs.getInfo().mip_dual_bound))
+    if status != "optimal":
+        return status, 0.0  # stopped early, it is at a value that it may yet fall below
+    least_ms = float(program.model.objective.value())
+    above = program.is_rounding and least_ms > limits.known_ms
+    return NOT_BETTER if above else status, least_ms
 
 
 def _round(
-    program: Program, choices: Sequence[Any], time_limit_s: float, gap: float, seed: int
+    program: Program, choices: Sequence[Any], limits: Limits
 ) -> tuple[dict[str, float], float]:
     """A good solution soon, and a bound: keep what the relaxation decides, solve for the rest.
 
     Relaxation enforced neighbourhood search (Berthold 2014), in its simplest form.
     """
-    _run_highs(program, time_limit_s, gap, seed, {}, whole=False)
+    _run_highs(program, limits, {}, whole=False)
     if program.model.status == pulp.LpStatusInfeasible:
         return {}, 0.0
     decided = [(v, round(v.value())) for v in choices if abs(v.value() - round(v.value())) < 1e-3]
@@ -156,9 +183,12 @@ def _round(
     least_ms = float(program.model.objective.value())
     if len(decided) == len(choices):
         return {v.name: float(value) for v, value in decided}, least_ms
+    if program.is_rounding and least_ms > limits.known_ms:
+        return {}, least_ms
     for variable, value in decided:
         variable.bounds(value, value)
-    _run_highs(program, time_limit_s, gap, seed, {})
+    left_s = ROUNDING * limits.time_s if program.is_rounding else limits.time_s
+    _run_highs(program, replace(limits, time_s=left_s), {})
     found = program.model.sol_status in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible)
     program.model.status = pulp.LpStatusNotSolved  # what is left may well be infeasible
     values = {v.name: float(round(v.value())) for v in choices} if found else {}
@@ -168,13 +198,7 @@ def _round(
 
 
 def _run_highs(
-    program: Program,
-    time_limit_s: float,
-    gap: float,
-    seed: int,
-    known: Mapping[str, float],
-    *,
-    whole: bool = True,
+    program: Program, limits: Limits, known: Mapping[str, float], *, whole: bool = True
 ) -> Any:
     # Its base is pulp's: it can be defined only where that is.
     from cotrain_compile.placement.milp.warm_highs import WarmHighs
@@ -182,10 +206,10 @@ def _run_highs(
     solver = WarmHighs(
         mip=whole,
         msg=False,
-        timeLimit=time_limit_s,
-        gapRel=gap,
+        timeLimit=limits.time_s,
+        gapRel=limits.gap,
         threads=THREADS,
-        random_seed=seed,
+        random_seed=limits.seed,
     )
     if known:
         column = {variable.name: index for index, variable in enumerate(program.model.variables())}
@@ -194,18 +218,18 @@ def _run_highs(
     return program.model.solverModel
 
 
-def _cbc_solve(program: Program, time_limit_s: float, gap: float, seed: int) -> tuple[str, float]:
+def _cbc_solve(program: Program, limits: Limits) -> tuple[str, float]:
     # Its base is pulp's: it can be defined only where that is.
     from cotrain_compile.placement.milp.cbc_process import Cbc
 
-    settings = {"timeLimit": time_limit_s, "gapRel": gap, "options": [f"randomCbcSeed {seed}"]}
-    solver = _cbc(Cbc, **settings)
+    options = [f"randomCbcSeed {limits.seed}"]
+    solver = _cbc(Cbc, timeLimit=limits.time_s, gapRel=limits.gap, options=options)
     program.model.solve(solver)
     status = str(pulp.LpStatus[program.model.status]).lower()
     if program.model.sol_status == pulp.LpSolutionIntegerFeasible:
         return "time limit reached", 0.0  # pulp does not pass on the bound it had reached
     objective = program.model.objective.value() or 0.0
-    return status, float(objective) / (1.0 + gap)
+    return status, float(objective) / (1.0 + limits.gap)
 
 
 def _cbc(kind: type[Any] | None = None, **settings: Any) -> Any:

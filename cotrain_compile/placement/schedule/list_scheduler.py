@@ -264,12 +264,12 @@ class ListScheduler:
     def _bring_next(self, until_s: float) -> bool:
         """Issue the most urgent move up that fits; False when there is none."""
         choices: list[tuple[float, Callable[[], None]]] = []
-        reserved = self._reserved()
-        if self.fetches and self._may_fetch(self.fetches[0], until_s, reserved):
+        free_bytes = self.room.free_now(self.clock.gap, self._reserved())
+        if self.fetches and self._may_fetch(self.fetches[0], until_s, free_bytes):
             choices.append((self.clock.until(self.fetches[0].need), self._fetch_next))
         for pending in self._unfetched():
             urgency_s = self.clock.until(pending.update.earliest + 1)
-            if self._may_fetch_states(pending, urgency_s, until_s, reserved):
+            if self._may_fetch_states(pending, urgency_s, until_s, free_bytes):
                 choices.append((urgency_s, partial(self._fetch_states, pending)))
                 break
         if update := self.host.next_return(until_s):
@@ -292,25 +292,24 @@ class ListScheduler:
         waiting = chain(self.pending, self.upcoming)
         return list(islice((p for p in waiting if p.next_fetches), self.candidates))
 
-    def _may_fetch(self, fetch: Fetch, until_s: float, reserved: int) -> bool:
+    def _may_fetch(self, fetch: Fetch, until_s: float, free_bytes: int) -> bool:
         gap, need = self.clock.gap, fetch.need
-        if self.clock.until(need) > self.lookahead_s or self.clock.ready(fetch.after) > until_s:
+        if fetch.nbytes > free_bytes or self.clock.until(need) > self.lookahead_s:
             return False
-        if not self.room.fits_now(gap, fetch.nbytes, reserved):
+        if self.clock.ready(fetch.after) > until_s:
             return False
         before = self.room.fits_before(gap, need, fetch.nbytes)
         return before and self.room.fits_in(need, fetch.nbytes)
 
     def _may_fetch_states(
-        self, pending: Pending, urgency_s: float, until_s: float, reserved: int
+        self, pending: Pending, urgency_s: float, until_s: float, free_bytes: int
     ) -> bool:
+        if pending.still_to_come_bytes > free_bytes or urgency_s > self.lookahead_s:
+            return False
         gap, fetches = self.clock.gap, pending.next_fetches
+        if max(self.clock.ready(fetch.after) for fetch in fetches) > until_s:
+            return False
         nbytes = sum(fetch.nbytes for fetch in fetches)
-        ready_s = max(self.clock.ready(fetch.after) for fetch in fetches)
-        if urgency_s > self.lookahead_s or ready_s > until_s:
-            return False
-        if not self.room.fits_now(gap, pending.still_to_come_bytes, reserved):
-            return False
         # It is not sure to run before its deadline, so what is fetched must fit until there.
         last_gap = max(pending.deadline, gap)
         others = (other for other in self.fetched if other is not pending)

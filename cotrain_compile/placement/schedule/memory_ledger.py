@@ -55,11 +55,10 @@ class MemoryLedger:
         """Whether the op in `slot` may run with all that is held."""
         return int(self.slot_bytes[slot]) + self.held_bytes <= self.budget_bytes
 
-    def fits_now(self, gap: int, nbytes: int, reserved_bytes: int) -> bool:
-        """Whether `nbytes` more fit around the op after `gap`, with `reserved_bytes` in gaps."""
-        gaps = self.gap_bytes[gap : gap + 2] + reserved_bytes
-        used = max(int(self.slot_bytes[gap]), int(gaps.max()))
-        return used + self.held_bytes + nbytes <= self.budget_bytes
+    def free_now(self, gap: int, reserved_bytes: int) -> int:
+        """How much more fits around the op after `gap`, with `reserved_bytes` in gaps."""
+        gaps = max(self.gap_bytes[gap : gap + 2].tolist()) + reserved_bytes
+        return self.budget_bytes - self.held_bytes - max(int(self.slot_bytes[gap]), gaps)
 
     def fits_before(self, gap: int, last_gap: int, nbytes: int) -> bool:
         """Whether `nbytes` more fit from `gap` to the op before `last_gap`, as planned."""

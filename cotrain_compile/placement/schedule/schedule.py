@@ -44,12 +44,16 @@ from cotrain_compile.plan import MovedOps, Placement, Plan, Task, Transfer
 
 @dataclass(frozen=True)
 class Draft:
-    """A placement with its schedule and how long its step takes, before the timeline is drawn."""
+    """A placement with its schedule and how long its step takes, before the timeline is drawn.
+
+    `tactics` are those of the schedule.
+    """
 
     placement: Placement
     tasks: tuple[Task, ...]
     moved: tuple[MovedOps, ...]
     step_s: float
+    tactics: Tactics = EAGER
 
 
 def schedule(
@@ -77,7 +81,8 @@ def draft(problem: Problem, placement: Placement, *, tactics: Tactics = EAGER) -
     needed = host_bytes(program, placement, tasks, problem.machine.host_update.workers)
     if needed > problem.budgets[Tier.HOST]:
         refuse_host(problem, placement, needed)
-    return Draft(placement, tuple(tasks), moved, step_s(problem, placement, tasks, moved))
+    seconds = step_s(problem, placement, tasks, moved)
+    return Draft(placement, tuple(tasks), moved, seconds, tactics)
 
 
 def finished(problem: Problem, draft: Draft, *, compiled: bool | None = False) -> Plan:

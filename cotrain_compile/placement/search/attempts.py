@@ -6,6 +6,7 @@ ways are tried, and in which order, is for `solve`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,7 +24,7 @@ from cotrain_compile.placement.schedule.schedule import draft
 from cotrain_compile.placement.search.found import Found
 from cotrain_compile.placement.search.greedy import greedy, least_memory
 from cotrain_compile.placement.search.settings import SolveSettings
-from cotrain_compile.placement.search.variants import Variant
+from cotrain_compile.placement.search.variants import FAR, Variant
 from cotrain_compile.plan import Placement
 
 # A program is solved again with less memory where whole tensors need more than its fluids.
@@ -34,6 +35,8 @@ TACTICS = (EAGER, Tactics(patient=True))
 LARGE = 1 / 100
 # A plan so much slower than the program claims is worth another round.
 TRUST = 1.03
+# A relaxation that claims so much more than a plan takes leads to no faster one.
+AS_FAST = 1.005
 
 Progress = Callable[[str], None]
 
@@ -72,44 +75,68 @@ class Attempts:
         return self.solution.failure if self.solution else ""
 
     def try_level(self, level: Variant) -> bool:
-        """Try what decides quickly; returns whether nothing has to move."""
+        """Try what decides quickly; returns whether nothing has to move.
+
+        Of two levels that make the same values again the second has the solution of the first.
+        """
+        same = (each for each in self.variants if each.recomputed == level.recomputed)
+        if (before := next(same, None)) is not None:
+            level.relaxed = before.relaxed
+            return False
         self.variants.append(level)
         if self.attempt("resident" + level.suffix, partial(level.by_rule, "resident")):
             return True
-        if not self.relax(level):
+        if not self.relax(level) and not self.is_hopeless(level):
             self.try_greedy(level, TACTICS[:1])
         return False
+
+    def is_hopeless(self, variant: Variant) -> bool:
+        """Whether something is found that the relaxation of a variant says it cannot beat."""
+        fastest = self.found.fastest
+        return fastest is not None and variant.claim_s > AS_FAST * fastest.step_s
 
     def propose_levels(self, regions: Sequence[RegionLevels]) -> Solution | None:
         """The program that decides on the level of each region with everything else.
 
-        Its relaxation: a level may be a mean. None without regions, or where it finds nothing.
+        Its relaxation: a level may be a mean, and so may what becomes of large clusters. None
+        without regions, or where it finds nothing.
         """
         if not regions:
             return None
-        left_s = self.left_s
-        solution = self._solved(self.step.with_levels(regions), self.problem.budgets, True, False)
+        left_s, space = self.left_s, self.step.with_levels(regions)
+        solution = self._solved(space, self.problem.budgets, True, False, large=math.inf)
         self.left_s = left_s
         return solution if solution.decisions is not None else None
 
     def relax(self, variant: Variant) -> bool:
         """Schedule the program's linear relaxation, rounded; returns whether that fits.
 
-        What it claims no whole solution of the program can take less than.
+        What it claims no whole solution of the program can take less than, so it is not rounded
+        where something as fast is found.
         """
         left_s, name = self.left_s, "lp-round" + variant.suffix
         targets: dict[Tier, float] = dict(self.problem.budgets)
         for _ in range(2):
-            solution = self._solved(variant.space, targets, True, False)
+            known_s = self._known_s()
+            solution = self._solved(variant.space, targets, True, False, known_s=known_s)
             self.left_s = left_s  # the time limit is for the integer programs
+            variant.relaxed = variant.relaxed or solution
             if solution.decisions is None:
                 return False
-            variant.relaxed = variant.relaxed or solution
             refusal = self.decide(name, solution.decisions, variant.space, TACTICS[:1])
             if refusal is None:
                 return True
             targets[refusal.tier] -= 1.05 * refusal.shortfall_bytes
         return False
+
+    def _known_s(self) -> float:
+        """What the relaxation of a program has to be below. Of steps that overlap it says nothing.
+
+        It has the price of what moves in it, and plans may be a little faster than it claims.
+        """
+        fastest = self.found.fastest
+        known = fastest is not None and not self.settings.overlap_steps
+        return AS_FAST * fastest.step_s if fastest is not None and known else math.inf
 
     def attempt(self, name: str, placement: Callable[[], Placement]) -> bool:
         """Schedule a placement; returns whether it fits."""
@@ -181,13 +208,15 @@ class Attempts:
     def _program(self, variant: Variant, *, whole: bool = True) -> None:
         """The integer program (or its LP relaxation, rounded), with a margin where it needs one.
 
-        Where the careful program finds nothing in a budget or in time, the relaxed one decides, at
-        last with split clusters, rounded: the scheduler keeps to the budget whatever is decided,
-        and only time is at stake.
+        Where the careful program finds nothing in a budget or in time, and what is found so far is
+        far from its claim, the relaxed one decides, at last with split clusters, rounded: the
+        scheduler keeps to the budget whatever is decided, and only time is at stake.
         """
         name = ("ilp" if whole else "lp-round") + variant.suffix
         budgets = self.problem.budgets
         versions = [(True, whole), (False, whole), (False, False)]
+        if self.found.fastest_s(variant.recomputed) <= FAR * variant.claim_s:
+            versions = versions[:1]  # there is little to gain from a rougher program
         margins, before_short = dict.fromkeys(Tier, 0.0), 0
         for number in range(1, ROUNDS + 1):
             self.rounds = number
@@ -226,6 +255,8 @@ class Attempts:
         whole: bool,
         *,
         cyclic: bool = False,
+        known_s: float = math.inf,
+        large: float = LARGE,
     ) -> Solution:
         self.progress(f"solving the integer program (round {self.rounds})")
         # Without what is rounded there may be no plan but the greedy's; cut short, it says nothing.
@@ -239,7 +270,7 @@ class Attempts:
                 relaxed=relaxed,
                 whole=whole,
                 cyclic=cyclic,
-                large_bytes=LARGE * targets[Tier.DEVICE],
+                large_bytes=large * targets[Tier.DEVICE],
             )
         except OptionError as absent:  # pulp cannot be imported
             return failed(absent)
@@ -249,6 +280,7 @@ class Attempts:
             time_limit_s=max(least * self.settings.time_limit_s, 0.6 * self.left_s),
             gap=self.settings.gap,
             seed=self.settings.seed,
+            known_s=known_s,
         )
         self.left_s -= solution.seconds
         return solution

@@ -26,7 +26,7 @@ from cotrain_compile.placement.milp.bound import certified_bound_s
 from cotrain_compile.placement.policies import RULES
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.schedule.schedule import Draft, draft, finished
-from cotrain_compile.placement.search.attempts import TACTICS, Attempts, Progress
+from cotrain_compile.placement.search.attempts import Attempts, Progress
 from cotrain_compile.placement.search.infeasible import floor_bytes, refuse, refuse_rule
 from cotrain_compile.placement.search.settings import SolveSettings
 from cotrain_compile.placement.search.small_at_rest import with_small_at_rest
@@ -138,7 +138,7 @@ class _Search(Attempts):
         dataflow = self.problem.under(fastest.placement).dataflow
         for calmer in with_small_at_rest(dataflow, fastest.placement):
             with suppress(PlacementError):
-                found = min((draft(self.problem, calmer, tactics=t) for t in TACTICS), key=_step_s)
+                found = draft(self.problem, calmer, tactics=fastest.tactics)
                 if found.step_s <= fastest.step_s:
                     self.found.drafts[calmer.policy] = found
                     return
@@ -147,7 +147,6 @@ class _Search(Attempts):
         """With values made again: levels that a program proposes, one level everywhere, rules."""
         self.progress("looking for what can be made again")
         levels = Levels(self.problem)
-        self.relax(self.step)
         proposed = self.propose_levels(levels.regions)
         if proposed is not None and proposed.decisions is not None:
             self.claim_s = proposed.claim_s
@@ -155,6 +154,7 @@ class _Search(Attempts):
                 if not self._is_slower_than(NEAR * self.claim_s):
                     break
                 self.try_level(level)
+        self.relax(self.step)
         if self._is_slower_than(FAR * self.claim_s):
             self._climb_uniform(levels, levels.guess())
         for users in levels.dissolved():
@@ -252,10 +252,6 @@ class _Search(Attempts):
         asked, solver = settings.policy, settings.solver
         notes = notes_of(self.problem, plan, name, self.solution, asked=asked, solver=solver)
         return replace(plan, report=report, notes=notes)
-
-
-def _step_s(found: Draft) -> float:
-    return found.step_s
 
 
 __all__ = ["SolveSettings", "solve"]

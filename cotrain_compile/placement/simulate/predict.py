@@ -47,19 +47,27 @@ def step_s(
 
 def joined(works: Sequence[Work]) -> list[Work]:
     """`works` with every run of device ops that nothing else touches made one."""
-    awaited = {name for work in works if work.lane != Lane.DEVICE for name in work.after}
+    device = Lane.DEVICE
+    awaited = {name for work in works if work.lane != device for name in work.after}
     result: list[Work] = []
-    run: Work | None = None
+    run: list[Work] = []
     for work in works:
-        if work.lane != Lane.DEVICE:
+        if work.lane != device:
             result.append(work)
-        elif run is None or work.after or work.after_previous or run.name in awaited:
-            result += [] if run is None else [run]
-            run = work
-        else:
-            seconds = run.seconds + work.seconds
-            run = replace(run, name=work.name, seconds=seconds)
-    return result if run is None else [*result, run]
+            continue
+        if run and (work.after or work.after_previous or run[-1].name in awaited):
+            result.append(_as_one(run))
+            run.clear()
+        run.append(work)
+    return [*result, _as_one(run)] if run else result
+
+
+def _as_one(run: Sequence[Work]) -> Work:
+    """The works of `run` one right after the other."""
+    seconds = 0.0
+    for work in run:
+        seconds += work.seconds
+    return replace(run[0], name=run[-1].name, seconds=seconds)
 
 
 def predict(

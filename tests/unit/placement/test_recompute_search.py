@@ -156,6 +156,16 @@ def test_a_plan_may_have_layers_at_two_levels() -> None:
     assert plan.predicted.makespan_s == pytest.approx(proposed.claim_s)
 
 
+def test_a_level_that_makes_the_same_again_is_tried_once() -> None:
+    """Beside what a program proposes lie levels that the search looks at again later."""
+    problem = formulate(blocks_of_torch(2), find("rtx4090"), dict.fromkeys(Tier, 1 << 40))
+    attempts = Attempts(problem, SolveSettings(), lambda stage: None, None)
+    first, second = (Levels(problem).variant(1) for _ in range(2))
+    for level in (first, second):
+        attempts.try_level(level)
+    assert attempts.variants == [attempts.step, first]
+
+
 def test_what_moves_spares_a_third_of_what_making_again_costs() -> None:
     """As POFO (NeurIPS 2021) has it for convolutional nets on a V100 with a host at 12 GB/s.
 

@@ -11,10 +11,13 @@ import pulp
 import pytest
 
 from cotrain_compile.errors import PlanError
+from cotrain_compile.machine import Tier
 from cotrain_compile.placement.check.check import check
+from cotrain_compile.placement.decisions.find_decisions import decision_space
 from cotrain_compile.placement.milp import solvers
+from cotrain_compile.placement.milp.model import MIB
 from cotrain_compile.placement.milp.program import Program
-from cotrain_compile.placement.milp.solvers import Solution
+from cotrain_compile.placement.milp.solvers import Solution, solve_program
 from cotrain_compile.placement.milp.warm_highs import WarmHighs
 from cotrain_compile.placement.search.solve import SolveSettings, solve
 from cotrain_compile.plan import Plan
@@ -54,6 +57,44 @@ def test_a_program_may_ask_for_other_threads_than_the_one_before() -> None:
         model.solve(WarmHighs(msg=False, threads=threads))
         statuses.append((model.status, pulp.value(model.objective)))
     assert statuses == [(pulp.LpStatusOptimal, 7.0)] * 3
+
+
+def rounding(*, relaxed: bool = False) -> Program:
+    """The program of the step with its large clusters whole and the others split."""
+    mib = [PROBLEM.budgets[tier] / MIB for tier in (Tier.DEVICE, Tier.HOST)]
+    space = decision_space(PROBLEM)
+    return Program(space, mib[0], mib[1], relaxed=relaxed, whole=False, large_bytes=1.0)
+
+
+def test_a_relaxation_is_not_rounded_where_something_as_fast_is_known() -> None:
+    limits = {"time_limit_s": 10.0, "gap": 0.0, "seed": 0}
+    full = solve_program(rounding(), "highs", **limits)
+    assert full.decisions is not None
+    left = solve_program(rounding(), "highs", **limits, known_s=0.5 * full.bound_s)
+    assert left.decisions is None
+    assert left.claim_s == pytest.approx(full.bound_s)
+
+
+@pytest.mark.parametrize("relaxed", [False, True])
+def test_the_relaxation_bounds_a_program_that_nothing_more_is_found_for(
+    monkeypatch: pytest.MonkeyPatch, relaxed: bool
+) -> None:
+    """A relaxation that was solved says what nothing is faster than, also where time ends then."""
+    limits = {"time_limit_s": 10.0, "gap": 0.0, "seed": 0}
+    full = solve_program(rounding(relaxed=relaxed), "highs", **limits)
+    run = solvers._run_highs
+
+    def only_relaxations(program: Program, *arguments: Any, whole: bool = True) -> Any:
+        if not whole:
+            return run(program, *arguments, whole=whole)
+        program.model.sol_status = pulp.LpSolutionNoSolutionFound
+        status = {"getModelStatus": lambda: 13, "modelStatusToString": lambda _: "Time limit"}
+        return SimpleNamespace(**status, getInfo=lambda: SimpleNamespace(mip_dual_bound=-math.inf))
+
+    monkeypatch.setattr(solvers, "_run_highs", only_relaxations)
+    cut_short = solve_program(rounding(relaxed=relaxed), "highs", **limits)
+    assert cut_short.decisions is None
+    assert 0 < cut_short.claim_s <= full.bound_s * (1 + 1e-6)
 
 
 def test_highs_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
