@@ -41,7 +41,8 @@ from cotrain_compile.capture.remat.rematerialise import rematerialise
 from cotrain_compile.capture.remat.saved_values import saved_values
 from cotrain_compile.capture.roles.accumulation import (
     dropped_gradients,
-    refuse_lost_gradients,
+    note_dropped,
+    refuse_additions_to_dropped,
     refuse_missing_updates,
     refuse_untrained,
 )
@@ -75,10 +76,11 @@ def capture(
     params = params_with_gradient(module, example_inputs)
     if not can_be_traced():
         refuse_unseen_hooks(params)
-    refuse_untrained(session, params)
+    refuse_untrained(session, params, module)
+    refuse_additions_to_dropped(session, params)
     guard_parameters_without_optimizer(session, module)
     refuse_sparse_gradients(module)
-    _restart_without_unused_states(session, params)
+    _restart_without_unused_states(session)
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     inputs = describe_inputs(
         placeholders, example_inputs, traced_modules(), session.optimizers, session.scalers
@@ -89,6 +91,7 @@ def capture(
     hide_writes_by_aliases(module)
     stores = gradient_stores(module, example_inputs)
     dropped = dropped_gradients(session) - also_given_away(stores)
+    note_dropped(session, [param for param, _ in stores], dropped)
     drop_outputs(module, [node for param, node in stores if id(param) in dropped])
     session.keeping_gradient = {id(param) for param, _ in stores} - dropped
     kept = kept_outputs(module, [(p, node) for p, node in stores if id(p) not in dropped])
@@ -106,7 +109,6 @@ def capture(
         step = _step_graph(session, aten_module, parts)
         kept_gradients = kept_in(step, kept, parts.whole)
         step = replace(step, kept=kept_gradients, checkpoints=checkpoints)
-        refuse_lost_gradients(session, step, parts.whole, params)
         refuse_missing_updates(session, step, parts.whole)
         session.keeping_gradient = parts.local_ids(session.keeping_gradient)
         return compile_step(step, parts.values)
@@ -117,12 +119,12 @@ def capture(
     return run_and_make_leaves(compiled, module, session.leaves_made)
 
 
-def _restart_without_unused_states(session: Session, params: Sequence[torch.Tensor]) -> None:
-    """Have Dynamo trace again where states were made for a parameter that never gets a gradient.
+def _restart_without_unused_states(session: Session) -> None:
+    """Have Dynamo trace again where states were made for a parameter that this call updates not.
 
-    Eager makes none for it. `params` are those with a gradient.
+    Eager makes them in the first update: none for a parameter that never gets a gradient.
     """
-    used = session.updated or frozenset(map(id, params))
+    used = session.updated
     changed = [record.create_state_only_for(used) for record in session.optimizers]
     if any(changed):
         raise TensorifyScalarRestartAnalysis(restart_reason="optimizer state of unused parameters")

@@ -1,8 +1,9 @@
 """Where Dynamo's graph would do otherwise than the step does in eager: mended, or refused.
 
 In: the graph of the whole step. Changed in place: it differentiates a user's `autograd.Function`
-twice, and a list op takes one tensor that is in its list twice for what it is. Refused: a cast that
-autocast would have kept from before an update. Told: a write in a checkpoint, which eager repeats.
+twice, a list op takes one tensor that is in its list twice for what it is, and a write in a
+checkpoint is repeated, as eager does. Refused: a cast that autocast would have kept from before an
+update.
 
 Private torch API used: the `autograd_function_apply` op and the bodies that Dynamo gives it,
 `torch._C._set_grad_enabled`, `amp.autocast_mode._enter_autocast`, the `example_value` of Dynamo's
@@ -11,13 +12,13 @@ nodes. Reason: the graph is theirs. Tried on torch 2.13.0.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import fx
 
+from cotrain_compile.capture.dynamo.repeated_writes import repeat_writes_of_checkpoints
 from cotrain_compile.errors import CaptureError
 from cotrain_compile.user_lines import user_line
 
@@ -30,9 +31,9 @@ _CAST |= {"scaled_dot_product_attention"}
 
 
 def do_as_eager(module: fx.GraphModule) -> None:
-    """Mend `module`, or warn of it; `CaptureError` where it cannot be made to do as eager."""
+    """Mend `module`; `CaptureError` where it cannot be made to do as eager."""
     _refuse_kept_casts(module)
-    _warn_of_writes_in_checkpoints(module)
+    repeat_writes_of_checkpoints(module)
     _differentiate_functions_twice(module)
     _write_shared_items_in_turn(module)
 
@@ -123,50 +124,6 @@ def _refuse_kept_casts(module: fx.GraphModule) -> None:
             cast.update(used)
         elif depth and name.endswith("_") and not name.endswith("__"):
             stale.update(weight for weight in _written(node) if weight in cast)
-
-
-def _warn_of_writes_in_checkpoints(module: fx.GraphModule) -> None:
-    """Warn where a checkpoint writes what outlives it, as BatchNorm writes its statistics.
-
-    Eager writes it once more where the checkpoint is run again for the backward.
-    """
-    written = {
-        str(tensor.target) if tensor.op == "get_attr" else str(tensor.name)
-        for body in _checkpoints(module)
-        for node in body.graph.nodes
-        for tensor in _statistics(node)
-    }
-    if written:
-        warnings.warn(
-            "cotrain: a checkpoint of the step writes buffers (BatchNorm its running statistics), "
-            "which happens once in each step; eager does it a second time where the checkpoint is "
-            "run again for the backward. What is trained is the same, the buffers are not: with a "
-            "momentum m in eager, 1 - (1 - m) ** 2 gives the same averages here",
-            stacklevel=2,
-        )
-
-
-def _checkpoints(module: fx.GraphModule) -> Iterator[fx.GraphModule]:
-    for owner in [m for m in module.modules() if isinstance(m, fx.GraphModule)]:
-        for node in owner.graph.nodes:
-            if "checkpoint" in getattr(node.target, "__name__", "") and node.args:
-                body = getattr(owner, str(getattr(node.args[0], "target", "")), None)
-                if isinstance(body, fx.GraphModule):
-                    yield body
-
-
-def _statistics(node: fx.Node) -> Iterator[fx.Node]:
-    """The inputs of a checkpoint's body that `node` writes: by its name, or as a norm does."""
-    name = getattr(node.target, "__name__", str(node.target))
-    if node.op not in ("call_function", "call_method"):
-        return
-    if name.endswith("_") and not name.endswith("__"):
-        yield from (tensor for tensor in _written(node) if tensor.op == "placeholder")
-    if name in ("batch_norm", "instance_norm"):
-        is_training = node.kwargs.get("training", node.args[5] if len(node.args) > 5 else False)
-        running = node.args[1] if len(node.args) > 1 else node.kwargs.get("running_mean")
-        if is_training and isinstance(running, fx.Node):
-            yield running
 
 
 def _keeps_casts(enter: fx.Node) -> bool:

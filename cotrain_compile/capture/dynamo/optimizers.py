@@ -5,8 +5,8 @@ a whole-step trace would silently update nothing. Here the optimizer is a plain 
 `step`, `zero_grad` and `_init_group` are the functions under torch's decorators (profiling, hooks,
 `graph_break`). No class and no method of the user's is changed.
 
-Private torch API used: `UserDefinedObjectVariable`, `UserFunctionVariable`, `VariableTracker`, the
-hooks of an optimizer and of all optimizers, `_disable_dynamo_if_unsupported`,
+Private torch API used: `UserDefinedObjectVariable`, `UserFunctionVariable`, `VariableTracker`,
+`_disable_dynamo_if_unsupported`,
 `SideEffects.store_attr_mutations`, `SideEffects.track_object_existing`, guards. Tried on torch
 2.11.0, 2.13.0 and 2.15.0, the last two on 2.13.0 alone.
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import fx, nn
@@ -28,8 +28,14 @@ from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch.fx.traceback import annotate
 from torch.optim import optimizer as torch_optimizer
 
+from cotrain_compile.capture.dynamo.scaling import STEP_OF_SCALER
 from cotrain_compile.capture.dynamo.session import Session
 from cotrain_compile.capture.dynamo.settings import note_settings
+from cotrain_compile.capture.dynamo.step_hooks import (
+    call_hooks_after,
+    call_hooks_before,
+    has_hooks,
+)
 from cotrain_compile.capture.nodes.phases import PHASE_ANNOTATION
 from cotrain_compile.capture.state.optimizer_state import undecorated
 
@@ -76,7 +82,8 @@ class CapturedOptimizer(UserDefinedObjectVariable):
             run = _run_as_written
         record = self.session.record_of(self.value)
         if name == "step":
-            self._refuse_unsupported_step(args, kwargs)
+            self._refuse_unsupported_step(tx, args, kwargs)
+            call_hooks_before(tx, self, args, kwargs, self._refuse)
             record.steps += 1
             found = _with_gradient(tx, self.value)
         if name == "zero_grad" and not args and not kwargs:
@@ -89,24 +96,20 @@ class CapturedOptimizer(UserDefinedObjectVariable):
         )
         if name == "step":
             record.updated |= found | _with_gradient(tx, self.value)
+            call_hooks_after(tx, self, args, kwargs, self._refuse)
         return result
 
-    def _refuse_unsupported_step(self, args: list[Any], kwargs: dict[str, Any]) -> None:
+    def _refuse_unsupported_step(self, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
         name = type(self.value).__name__
         if isinstance(self.value, torch.optim.LBFGS | torch.optim.SparseAdam):
             self._refuse(f"{name} cannot be captured; use an optimizer without closure or sparsity")
         if any(not _is_none(value) for value in (*args, *kwargs.values())):
             self._refuse(f"{name}.step(closure) evaluates the loss inside; call step() without it")
-        # A wrapper that never calls `super().__init__()` has no hooks of its own.
-        own = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-        hooks = (
-            *(getattr(self.value, name, None) for name in own),
-            torch_optimizer._global_optimizer_pre_hooks,
-            torch_optimizer._global_optimizer_post_hooks,
-        )
-        if any(hooks):
+        if tx.f_code is STEP_OF_SCALER and has_hooks(self.value):
             self._refuse(
-                f"{name} has step hooks, which a captured step would skip; call them in it"
+                f"{name} has step hooks, which GradScaler skips with the step where a gradient is "
+                "not finite; do their work in the step, or train in bfloat16 autocast, which needs "
+                "no scaling"
             )
         replaced = vars(self.value).get("step")
         if replaced is not None and not hasattr(replaced, "_wrapped_by_lr_sched"):
@@ -115,7 +118,7 @@ class CapturedOptimizer(UserDefinedObjectVariable):
                 "skip; override it in a subclass"
             )
 
-    def _refuse(self, message: str) -> None:
+    def _refuse(self, message: str) -> NoReturn:
         self.session.refuse(message)
         unimplemented(gb_type="cotrain", context="optimizer.step", explanation=message, hints=[])
 

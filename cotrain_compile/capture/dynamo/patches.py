@@ -239,7 +239,7 @@ def _inline_for_us(
             session.note_cleared(module.parameters(), after_backward)
     if rest and (known := known_in_trace(parent, func, args, rest[0])) is not None:
         return known
-    func = rewritten(update_itself(traced_instead(session, func, args)))
+    func = rewritten(update_itself(traced_instead(session, func, args)), args)
     func, args = forward_traced(session, parent, func, args)
     func, args = fsdp_traced(session, parent, func, args)
     return _inline_call(parent, func, args, *rest, **options)

@@ -4,21 +4,26 @@
 gradient of one. `AveragedModel.update_parameters` copies the model in its first call and averages
 from then on, by a count that is in a tensor: both are computed, and `torch.where` chooses.
 
-Private torch API used: `trace_rules.get_torch_obj_rule_map`. Reason: Dynamo breaks the graph at
-`torch.autograd.backward`. Tried on torch 2.13.0.
+`load_state_dict` in the step copies tensors by their names, where it does no more than that.
+
+Private torch API used: `trace_rules.get_torch_obj_rule_map`, `Module._load_from_state_dict`, hooks
+of state dictionaries, `_IncompatibleKeys`. Reason: Dynamo breaks the graph at
+`torch.autograd.backward` and within `load_state_dict`. Tried on torch 2.13.0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo import trace_rules
 from torch._dynamo.variables.functions import UserFunctionVariable
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import swa_utils
 from torch.optim.swa_utils import AveragedModel
 
@@ -33,9 +38,12 @@ def rewritten_traced() -> Iterator[None]:
         yield
 
 
-def rewritten(func: Any) -> Any:
+def rewritten(func: Any, args: Sequence[Any]) -> Any:
     """What to trace for a call of `func`: itself, or the function here that does the same."""
-    other = _INSTEAD.get(getattr(func, "fn", None))
+    called = getattr(func, "fn", None)
+    other = _INSTEAD.get(called)
+    if called is nn.Module.load_state_dict and not _loads_by_name(vars(args[0]).get("value")):
+        return func
     return func if other is None else UserFunctionVariable(other)
 
 
@@ -100,7 +108,48 @@ def _average(average: AveragedModel, averaged: list[Tensor], current: list[Tenso
         old.copy_(torch.where(is_first, new.to(old.device), mean.to(old.dtype)))
 
 
+def _load_state_dict(
+    module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+) -> Any:
+    own = module.state_dict(keep_vars=True)
+    if assign or own.keys() != state_dict.keys():
+        torch._dynamo.graph_break(msg="load_state_dict with assign=True, or of other names")
+    with torch.no_grad():
+        for name, value in own.items():
+            if value.shape != state_dict[name].shape:
+                torch._dynamo.graph_break(msg="load_state_dict of another shape")
+            value.copy_(state_dict[name])
+    return _IncompatibleKeys([], [])
+
+
+def _loads_by_name(module: Any) -> bool:
+    """Whether `load_state_dict` of `module` copies each tensor into that of its name, and no more.
+
+    Norms differ only where they load what old versions of torch have saved.
+    """
+    plain = (nn.Module._load_from_state_dict, _NormBase._load_from_state_dict)
+    return (
+        isinstance(module, nn.Module)
+        and not torch.__future__.get_swap_module_params_on_conversion()
+        and all(
+            type(m)._load_from_state_dict in plain
+            and type(m).set_extra_state is nn.Module.set_extra_state
+            and type(m).state_dict is nn.Module.state_dict
+            and not any(getattr(m, hooks, None) for hooks in _HOOKS_OF_STATE_DICTS)
+            for m in module.modules()
+        )
+    )
+
+
+_HOOKS_OF_STATE_DICTS = (
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+)
+
 _INSTEAD: dict[Any, Any] = {
+    nn.Module.load_state_dict: _load_state_dict,
     torch.autograd.backward: _backward_of_all,
     AveragedModel.update_parameters: _update_average,
 }

@@ -88,6 +88,10 @@ def _step_where_finite(
                 _refuse(_PYTHON)
 
 
+# By which code the trace has come to a step that data may skip.
+STEP_OF_SCALER = _step_where_finite.__code__
+
+
 def _held(optimizer: Any) -> list[Any]:
     """Parameters with a gradient and the values of their states, in a fixed order."""
     found = []

@@ -54,6 +54,12 @@ _DRAW = (
 
 # By words in Dynamo's own description, or in the source that broke the graph.
 _WORDS = (
+    (
+        ("load_state_dict",),
+        "copy the tensors in the step, under torch.no_grad(): "
+        "for p, q in zip(module.parameters(), other.parameters()): p.copy_(q); or load between "
+        "two calls of the step",
+    ),
     (("print",), "move the print out of the step, or print what the step returns"),
     (("Random.", "numpy.random", "default_rng", "`RandomState`", "`Generator`", "`Random`"), _DRAW),
     (
@@ -152,7 +158,7 @@ def way_on(stack: Sequence[traceback.FrameSummary], what: str, users_line: str =
 
 
 def _is_in_source(word: str, source: str) -> bool:
-    return word in ("use_cache", "labels.max()") and word in source
+    return word in ("use_cache", "labels.max()", "load_state_dict") and word in source
 
 
 def _source(frame: traceback.FrameSummary) -> str:

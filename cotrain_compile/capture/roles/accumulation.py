@@ -1,31 +1,72 @@
 """Half steps: accumulation across calls, where one call adds gradients up and another updates.
 
 A call without `optimizer.step()` leaves its gradients in `p.grad`; a call without `backward()`
-updates from what it finds there. What is neither is refused, and so is a lost update.
+updates from what it finds there, or is one that only looks: an early return, an evaluation. What is
+neither is refused, and so are a lost update and a lost gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import torch
+from torch import fx
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from cotrain_compile.capture.dynamo.session import Session
 from cotrain_compile.errors import CaptureError
 from cotrain_compile.graph import StepGraph, writes
 
+# By parameter, the functions of which some graph has dropped its gradient.
+_dropped_by = WeakTensorKeyDictionary()
 
-def refuse_untrained(session: Session, params: Sequence[torch.Tensor]) -> None:
-    """Raise `CaptureError` where nothing is trained.
 
-    `params` are those with a gradient from a backward of the step.
+def refuse_untrained(
+    session: Session, params: Sequence[torch.Tensor], module: fx.GraphModule
+) -> None:
+    """Raise `CaptureError` where nothing is trained, unless the call can be seen to train nothing.
+
+    `params` are those with a gradient from a backward of the step, whose graph is `module`: what it
+    returns could be differentiated outside if it requires a gradient.
     """
-    if not params and not session.updated:
+    if params or session.updated:
+        return
+    steps = any(record.steps for record in session.optimizers)
+    if steps or _returns_what_requires_a_gradient(module):
         raise session.refuse(
             f"{_where(session)}: the step has no backward() and no parameter has a gradient, so it "
             f"is not training; {_WHOLE}, or call this one after a backward()"
+            + ("" if steps else f". {_LOOKS}")
         )
+
+
+def _returns_what_requires_a_gradient(module: fx.GraphModule) -> bool:
+    (output,) = module.graph.find_nodes(op="output")
+    returned = [node.meta.get("example_value") for node in output.all_input_nodes]
+    return any(isinstance(value, torch.Tensor) and value.requires_grad for value in returned)
+
+
+def refuse_additions_to_dropped(session: Session, params: Sequence[torch.Tensor]) -> None:
+    """Raise `CaptureError` where a call would add to gradients that another call has dropped.
+
+    That one has cleared them first, so nobody was to need them; but this call of the same function
+    does not. `params` are those with a gradient from a backward of the step.
+    """
+    for param in params:
+        dropped = session.function in _dropped_by.get(param, ())
+        if dropped and param.grad is None and id(param) not in session.cleared_first:
+            raise session.refuse(
+                f"{_where(session)}: this call adds to gradients that an earlier one, which began "
+                'with zero_grad(), has not kept in p.grad; set options={"keep_grads": True}'
+            )
+
+
+def note_dropped(session: Session, params: Sequence[torch.Tensor], dropped: Set[int]) -> None:
+    """Remember that a graph of this function drops the gradients of those of `params`."""
+    for param in params:
+        if id(param) in dropped:
+            _dropped_by.setdefault(param, set()).add(session.function)
 
 
 def dropped_gradients(session: Session) -> frozenset[int]:
@@ -37,29 +78,6 @@ def dropped_gradients(session: Session) -> frozenset[int]:
     if session.options.keep_grads:
         return frozenset()
     return session.updated & session.cleared_first
-
-
-def refuse_lost_gradients(
-    session: Session, step: StepGraph, values: Sequence[Any], params: Sequence[torch.Tensor]
-) -> None:
-    """Raise `CaptureError` where the step has gradients of `params` and updates none of them.
-
-    An update is that of an optimizer, or a write by hand. `values` are what the inputs of `step`
-    stand for.
-    """
-    if session.options.keep_grads or any(record.steps for record in session.optimizers):
-        return
-    written, trained = _written(step), set(map(id, params))
-    by_hand = any(
-        item.node in written and id(value) in trained
-        for item, value in zip(step.inputs, values, strict=True)
-    )
-    if not by_hand:
-        raise session.refuse(
-            f"{_where(session)}: the step never calls optimizer.step(); {_WHOLE}, or, where "
-            'another call updates, set options={"keep_grads": True} so that gradients stay in '
-            "p.grad"
-        )
 
 
 def refuse_missing_updates(session: Session, step: StepGraph, values: Sequence[Any]) -> None:
@@ -82,6 +100,10 @@ def refuse_missing_updates(session: Session, step: StepGraph, values: Sequence[A
 
 
 _WHOLE = "compile the function that calls the model, backward() and optimizer.step()"
+_LOOKS = (
+    "A call that only looks, such as one that returns early, is called under torch.no_grad(), or "
+    "returns detached tensors (loss.detach())"
+)
 
 
 def _where(session: Session) -> str:

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
-from torch.utils.checkpoint import checkpoint
 
 from cotrain_compile.errors import CaptureError
 from tests.support.loops import MakeStep, adamw, assert_as_eager, loss_of, run
@@ -233,26 +232,6 @@ def test_a_cast_that_autocast_keeps_from_before_an_update_is_refused_and_the_way
     step, model, batch = autocast_step(cache_enabled=False)
     compiled = cotrain(policy="zero-offload")(step)
     torch.testing.assert_close(([compiled(*batch) for _ in range(3)], model.weight), expected)
-
-
-def test_statistics_in_a_checkpoint_are_said_to_be_written_once() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-    optimizer = adamw(model)
-
-    def step(x: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        loss: Tensor = checkpoint(model, x, use_reentrant=False).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    x = torch.randn(8, 4)
-    mean = x @ model.get_parameter("0.weight").T + model.get_parameter("0.bias")
-    compiled = cotrain()(step)
-    with pytest.warns(UserWarning, match="checkpoint.*once in each step.*a second time"):
-        compiled(x)
-    once = 0.1 * mean.detach().mean(0)
-    torch.testing.assert_close(model.get_buffer("1.running_mean"), once)
 
 
 def test_a_layer_that_is_taken_out_and_put_back_is_trained_again() -> None:

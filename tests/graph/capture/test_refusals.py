@@ -93,11 +93,6 @@ def make_lbfgs(model: nn.Module, optimizer: Optimizer) -> Step:
     return make_plain(model, torch.optim.LBFGS(model.parameters()))
 
 
-def make_step_hooked(model: nn.Module, optimizer: Optimizer) -> Step:
-    optimizer.register_step_post_hook(lambda *_: None)
-    return make_plain(model, optimizer)
-
-
 def make_step_replaced(model: nn.Module, optimizer: Optimizer) -> Step:
     optimizer.step = lambda closure=None: None  # type: ignore[method-assign, assignment]
     return make_plain(model, optimizer)
@@ -111,23 +106,14 @@ def make_without_backward(model: nn.Module, optimizer: Optimizer) -> Step:
     return step
 
 
-def make_without_update(model: nn.Module, optimizer: Optimizer) -> Step:
-    def step(x: Tensor, y: Tensor) -> None:  # breaks
-        loss_of(model, x, y).backward()
-
-    return step
-
-
 REFUSED: dict[str, tuple[Callable[[nn.Module, Optimizer], Step], str]] = {
     # what the step does, and a word of the way on
     "print": (make_printing, "print"),
     "branch on the loss": (make_branching, "torch.where"),
     "closure": (make_with_closure, "without"),
     "lbfgs": (make_lbfgs, "use an optimizer without"),
-    "step hook": (make_step_hooked, "call them in it"),
     "step replaced": (make_step_replaced, "override it in a subclass"),
     "no backward": (make_without_backward, "compile the function that calls"),
-    "no update": (make_without_update, "compile the function that calls"),
 }
 
 

@@ -1,7 +1,8 @@
-"""Averages of weights, and a backward of several losses, leave what they leave in eager."""
+"""Averages of weights, loaded ones, and a backward of several losses: what eager leaves, too."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
+from cotrain_compile.errors import CaptureError
 from tests.support.steps import cotrain
 
 
@@ -33,6 +35,10 @@ def trained(compile_with: Callable[[Any], Any], make: Callable[[nn.Module], Any]
     return model.state_dict(), left.state_dict()
 
 
+def squared(outputs: Tensor) -> None:
+    outputs.pow(2).mean().backward()
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -46,7 +52,7 @@ def test_averaged_models_are_updated_in_the_step(settings: dict[str, Any]) -> No
         average = AveragedModel(model, **settings)
         return (
             average,
-            lambda y: y.pow(2).mean().backward(),
+            squared,
             lambda: average.update_parameters(model),
         )
 
@@ -69,3 +75,33 @@ def test_a_backward_of_several_losses_is_captured(backward: Callable[[Tensor], N
 
     expected = trained(lambda step: step, make)
     torch.testing.assert_close(trained(cotrain(), make), expected, rtol=0, atol=0)
+
+
+def test_a_state_that_is_loaded_in_the_step_is_copied_by_its_names() -> None:
+    def make(model: nn.Module) -> Any:
+        target = copy.deepcopy(model)
+        return target, squared, lambda: target.load_state_dict(model.state_dict())
+
+    expected = trained(lambda step: step, make)
+    torch.testing.assert_close(*expected, rtol=0, atol=0)
+    torch.testing.assert_close(trained(cotrain(), make), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "settings"),
+    [
+        (lambda state: state.pop("0.weight"), {"strict": False}),
+        (lambda state: state.update({"0.bias": torch.zeros(1)}), {}),
+        (lambda state: None, {"assign": True}),
+    ],
+)
+def test_a_state_that_does_more_than_copy_is_refused_with_a_way_on(
+    change: Callable[[dict[str, Tensor]], Any], settings: dict[str, Any]
+) -> None:
+    def make(model: nn.Module) -> Any:
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        change(state)
+        return model, squared, lambda: model.load_state_dict(state, **settings)
+
+    with pytest.raises(CaptureError, match=r"[Cc]opy the tensors in the step.*between two calls"):
+        trained(cotrain(), make)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import count, cycle
 from typing import Any
 
 import pytest
@@ -38,6 +39,20 @@ def with_a_flag(model: nn.Module, optimizer: Optimizer, compile_with: CompileWit
         return loss
 
     return compile_with(step)
+
+
+def with_a_count(model: nn.Module, optimizer: Optimizer, compile_with: CompileWith) -> Step:
+    def step(x: Tensor, y: Tensor, count: int) -> Tensor:
+        if count % MICRO_BATCHES == 0:
+            optimizer.zero_grad()
+        loss = cross_entropy(model, x, y) / MICRO_BATCHES
+        loss.backward()
+        if count % MICRO_BATCHES == MICRO_BATCHES - 1:
+            optimizer.step()
+        return loss
+
+    compiled, counted = compile_with(step), count()
+    return lambda x, y, is_last: compiled(x, y, next(counted))
 
 
 def with_two_functions(model: nn.Module, optimizer: Optimizer, compile_with: CompileWith) -> Step:
@@ -135,10 +150,17 @@ def checked(**options: Any) -> CompileWith:
 @pytest.mark.parametrize(
     ("make", "graphs"),
     # The first micro-batch finds no gradient, later ones do, and the last one updates.
-    [(with_a_flag, 3), (with_two_functions, 3), (with_a_scaler, 3), (with_the_update_first, 1)],
+    # A number that changes is an input from its second value on.
+    [
+        (with_a_flag, 3),
+        (with_a_count, 4),
+        (with_two_functions, 3),
+        (with_a_scaler, 3),
+        (with_the_update_first, 1),
+    ],
 )
 def test_gradients_add_up_across_calls(make: MakeCalls, graphs: int, policy: str) -> None:
-    ours = train(make, checked(policy=policy, keep_grads=make is not with_the_update_first))
+    ours = train(make, checked(policy=policy))
     torch.testing.assert_close(ours, train(make))
     assert counters["stats"]["unique_graphs"] == graphs
 
@@ -149,7 +171,7 @@ def test_kept_gradients_are_counted_as_memory_of_the_step() -> None:
     def micro_step(x: Tensor, y: Tensor) -> None:
         cross_entropy(model, x, y).backward()
 
-    step = cotrain(keep_grads=True)(micro_step)
+    step = cotrain()(micro_step)
     for _ in range(2):
         step(*vectors())
         check_peak(step)
@@ -158,14 +180,45 @@ def test_kept_gradients_are_counted_as_memory_of_the_step() -> None:
     assert gradients == {f"{n}.grad": p.nbytes for n, p in model.named_parameters()}
 
 
-def test_gradients_that_would_be_lost_are_refused() -> None:
-    model = make_lean_mlp()
+def zeroing_every_other_time(
+    model: nn.Module, optimizer: Optimizer, compile_with: CompileWith
+) -> Step:
+    def step(x: Tensor, y: Tensor, clears: bool) -> Tensor:
+        if clears:
+            optimizer.zero_grad()
+        loss = cross_entropy(model, x, y)
+        loss.backward()
+        optimizer.step()
+        return loss
 
-    def micro_step(x: Tensor, y: Tensor) -> None:
+    compiled, flags = compile_with(step), cycle([True, False])
+    return lambda x, y, is_last: compiled(x, y, next(flags))
+
+
+def test_gradients_that_one_call_drops_and_another_adds_to_are_refused() -> None:
+    """The first call clears them before all else, so that nobody was to need them after it."""
+    with pytest.raises(CaptureError, match=r"adds to gradients .*not kept.*\"keep_grads\": True"):
+        train(zeroing_every_other_time, cotrain())
+    torch._dynamo.reset()
+    ours = train(zeroing_every_other_time, cotrain(keep_grads=True))
+    torch.testing.assert_close(ours, train(zeroing_every_other_time))
+
+
+def test_a_call_makes_no_state_of_an_optimizer_that_it_does_not_step() -> None:
+    """Not for one that it only clears, nor where the step finds no gradient."""
+    model = make_lean_mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def step(x: Tensor, y: Tensor) -> None:
+        optimizer.step()
+        optimizer.zero_grad()
         cross_entropy(model, x, y).backward()
 
-    with pytest.raises(CaptureError, match=r"never calls optimizer.step\(\).*\"keep_grads\": True"):
-        cotrain()(micro_step)(*vectors())
+    compiled = cotrain()(step)
+    compiled(*vectors())
+    assert not optimizer.state
+    compiled(*vectors())
+    assert len(optimizer.state) == len(list(model.parameters()))
 
 
 def test_an_update_that_finds_no_gradient_is_refused() -> None:
