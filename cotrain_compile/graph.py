@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_aggregate
 
 from cotrain_compile.collectives import is_wait
 from cotrain_compile.dataflow import Checkpoints, Phase, Role
@@ -115,15 +116,23 @@ class StepGraph:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Identifies the step: its ops, shapes and input names, not the values of its inputs."""
+        """Identifies the step: its ops, shapes and input names, not the values of its inputs.
+
+        Nor those of fractions that are constants, a learning rate, say: no plan hangs on them.
+        """
         digest = hashlib.sha256()
         for item in self.inputs:
             digest.update(f"{item.node} {item.name} {item.role.value}\n".encode())
         for node in self.module.graph.nodes:
-            line = f"{node.name} {node.op} {node.target} {node.args} {node.kwargs} {shape(node)}\n"
+            args, kwargs = map_aggregate((node.args, node.kwargs), _without_fraction)  # type: ignore[misc]
+            line = f"{node.name} {node.op} {node.target} {args} {kwargs} {shape(node)}\n"
             # A step is on one card. Which one of a computer is no part of what it does.
             digest.update(_CARD.sub("device(type='cuda')", line).encode())
         return digest.hexdigest()[:16]
+
+
+def _without_fraction(argument: Any) -> Any:
+    return float if type(argument) is float else argument
 
 
 def writes(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node, fx.Node]]:

@@ -25,6 +25,9 @@ _BESIDE_META = re.compile(r"same device\b.*\bmeta\b(?!-)")
 _NO_RULE = re.compile(r"Sharding propagation failed for (?:Op\(op=)?([\w.]+)")
 _MIXED = re.compile(r"([\w.]+)\W* got mixed torch\.Tensor and DTensor")
 
+# What it says of a backward through forward-mode derivatives of gradients under vmap.
+_FORWARD_OVER_REVERSE = re.compile(r"<function grad at .*Please convert all Tensors to FakeTensors")
+
 _IN_EAGER = '; or set options={"on_break": "warn"} to run it in eager. Nothing was updated.'
 
 
@@ -63,6 +66,12 @@ def diagnose(
         )
     if isinstance(error, exc.TorchRuntimeError) and (why := _why_not_on_shards(str(error))):
         return CaptureError(f"{location}: {why}. Nothing was updated.")
+    if isinstance(error, exc.TorchRuntimeError) and _FORWARD_OVER_REVERSE.search(str(error)):
+        return CaptureError(
+            f"{location}: torch cannot trace a backward through forward-mode derivatives of "
+            "gradients under vmap, such as torch.func.vmap(torch.func.hessian(f)); write "
+            "torch.func.vmap(torch.func.jacrev(torch.func.jacrev(f))). Nothing was updated."
+        )
     if isinstance(error, exc.TorchRuntimeError) and _BESIDE_META.search(str(error)):
         return OptionError(f"{location}: some tensors of the step are on meta: {ON_META}")
     if isinstance(error, exc.FailOnRecompileLimitHit):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from itertools import cycle
 from typing import Any
 
@@ -283,3 +284,32 @@ def test_a_jacobian_of_each_row_is_penalised() -> None:
         return step
 
     assert_as_eager(make)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")  # torch's own
+def test_hessians_of_each_row_are_refused_and_the_way_on_works() -> None:
+    """Torch cannot trace a backward through forward-mode derivatives of gradients under vmap."""
+
+    def with_second(derivative: Callable[[Any], Any]) -> Any:
+        def make(model: nn.Module, optimizer: Optimizer) -> Step:
+            layer = model.get_submodule("4")
+
+            def step(x: Tensor, y: Tensor) -> Tensor:
+                optimizer.zero_grad()
+                curves = torch.func.vmap(derivative(lambda row: layer(row).tanh().sum()))(
+                    x.repeat(1, 2)
+                )
+                loss: Tensor = loss_of(model, x, y) + curves.square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                return loss
+
+            return step
+
+        return make
+
+    hessian, jacrev = torch.func.hessian, torch.func.jacrev
+    with pytest.raises(CaptureError, match=r"under vmap.*jacrev\(torch.func.jacrev\(f\)\)"):
+        run(with_second(hessian), cotrain())
+    assert_as_eager(with_second(lambda f: jacrev(jacrev(f))))

@@ -13,12 +13,12 @@ from cotrain_compile import files
 from cotrain_compile.plan import Plan
 
 
-def trained(count: int, **options: Any) -> tuple[list[Plan], list[float]]:
+def trained(count: int, rate: float = 0.1, **options: Any) -> tuple[list[Plan], list[float]]:
     """The plans that some steps ran by, with the rate halved between them, and their losses."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
 
     def step(x: Tensor) -> Tensor:
@@ -49,6 +49,16 @@ def test_where_the_rate_becomes_an_input_the_placement_is_still_the_plans(tmp_pa
     assert last.placement == plan.placement
     assert any("copies are scheduled anew" in note for note in last.notes)
     assert losses == trained(3, policy="zero-offload")[1]
+
+
+def test_a_plan_serves_a_training_at_another_rate(tmp_path: Path) -> None:
+    """The rate is a constant of the first trace, and nothing that a plan hangs on."""
+    path = tmp_path / "plan.json"
+    (plan,), _ = trained(1, policy="zero-offload")
+    files.save(plan, path)
+    (first, _), losses = trained(2, rate=0.7, plan=str(path))
+    assert first == plan
+    assert losses == trained(2, rate=0.7, policy="zero-offload")[1]
 
 
 def test_a_dumped_plan_is_that_of_the_first_trace_and_the_next_run_begins_with_it(
