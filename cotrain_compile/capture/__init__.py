@@ -145,8 +145,11 @@ def _step_graph(
     placeholders, inputs = module.graph.find_nodes(op="placeholder"), parts.inputs
     if len(placeholders) != len(inputs):
         raise CaptureError(
-            f"the step has {len(inputs)} inputs but its ATen graph {len(placeholders)}: some "
-            "inputs are overlapping views of one tensor; pass the tensor they are views of"
+            f"the step has {len(inputs)} inputs but its ATen graph {len(placeholders)}: some are "
+            "views into memory of others, such as parameters or gradients in one flat buffer. Let "
+            "each have its own (p.grad = None before the first call; clip_grad_norm_ takes many "
+            "tensors), or train the flat one: torch.func.functional_call(model, {name: "
+            "flat[a:b].view(shape), ...}, inputs)"
         )
     named = tuple(
         replace(item, node=node.name) for node, item in zip(placeholders, inputs, strict=True)

@@ -311,3 +311,30 @@ def test_the_way_on_for_a_covariance_is_to_write_it_out() -> None:
     told = way_on([], what, "train.py:3 in loss: `torch.cov(out.T).triu(1)`")
     assert told is not None
     assert "off @ off.T" in told
+
+
+def test_a_flat_buffer_is_refused_and_trained_through_its_views() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(3, 2), torch.randn(4, 3)
+    sizes = {name: param.shape for name, param in model.named_parameters()}
+    flat = nn.utils.parameters_to_vector(model.parameters()).detach()
+    gradient = torch.zeros_like(flat)
+
+    def views(of: Tensor) -> dict[str, Tensor]:
+        parts = of.split([size.numel() for size in sizes.values()])
+        return {n: part.view(size) for part, (n, size) in zip(parts, sizes.items(), strict=True)}
+
+    for (name, shown), grad in zip(views(flat).items(), views(gradient).values(), strict=True):
+        param = model.get_parameter(name)
+        param.data, param.grad = shown, grad
+
+    def step() -> None:
+        gradient.zero_()
+        model(x).square().mean().backward()
+        flat.sub_(gradient, alpha=0.1)
+
+    with pytest.raises(CaptureError, match=r"one flat buffer.*torch.func.functional_call"):
+        torch.compile(step, backend="cotrain")()
+    model.zero_grad()
+    whole = nn.Parameter(flat.clone())
+    train([whole], lambda: torch.func.functional_call(model, views(whole), (x,)).square().mean())
