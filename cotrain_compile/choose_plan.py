@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from cotrain_compile.dataflow import Dataflow, differ_in_updates_alone
 from cotrain_compile.errors import PlanError
 from cotrain_compile.machine import Tier
 from cotrain_compile.options import Options, as_option_error
@@ -18,6 +19,8 @@ from cotrain_compile.placement.search.solve import SolveSettings, solve
 from cotrain_compile.plan import Placement, Plan
 from cotrain_compile.units import format_bytes
 from cotrain_compile.viz.text.describe import describe_differences
+
+_ANEW = "homes, updates and what is away are the plan's, and copies are scheduled anew"
 
 
 def plan_for(
@@ -33,7 +36,7 @@ def plan_for(
     `saved_plan` does.
     """
     if options.plan is not None:
-        return saved_plan(options.plan, problem, options)
+        return saved_plan(options.plan, problem, options, compiled)
     return solve(problem, solve_settings(options, compiled), progress=progress)
 
 
@@ -56,8 +59,7 @@ def plan_as_before(
         return plan
     told = (
         f"plan {options.plan} was made for this step as it was before sizes, or values that were "
-        "fixed, became others: homes, updates and what is away are the plan's, and copies are "
-        "scheduled anew"
+        f"fixed, became others: {_ANEW}"
     )
     return replace(plan, notes=(*plan.notes, told))
 
@@ -82,23 +84,20 @@ def solve_settings(options: Options, compiled: bool | None = None) -> SolveSetti
     )
 
 
-def saved_plan(path: str, problem: Problem, options: Options) -> Plan:
+def saved_plan(path: str, problem: Problem, options: Options, compiled: bool | None = None) -> Plan:
     """The plan saved at `path`, made for the step of `problem`, on whichever machine.
 
+    Where only what optimizers compute is another, as with another learning rate or one that is an
+    input, its placement is scheduled anew, and a note says so. `compiled` is as for `schedule`.
     Raises `PlanError` when it was made for another step, with up to three differences, for more
     memory than `options` allow, or with overlapping steps or values made again where they do not;
     `OptionError` and `FormatError` when there is no plan in the file.
     """
     with as_option_error("plan", path):
         plan = load_plan(path)
-    dataflow = problem.dataflow
-    differences = describe_differences(plan, dataflow)
-    if differences or plan.fingerprint != dataflow.fingerprint:
-        told = "; ".join(differences[:3]) or "names agree, but shapes or arguments of ops differ"
-        raise PlanError(
-            f"plan {path} was made for another step ({plan.fingerprint}, this one is "
-            f"{dataflow.fingerprint}): {told}; trace and solve this step again"
-        )
+    anew = _with_other_updates(path, plan, problem, compiled=bool(compiled))
+    if anew is None:
+        _refuse_another_step(path, plan, problem.dataflow)
     if plan.carried and not options.overlap_steps:
         raise PlanError(
             f"plan {path} lets host updates go on under the next step, which only the option "
@@ -111,7 +110,30 @@ def saved_plan(path: str, problem: Problem, options: Options) -> Plan:
             "--recompute off"
         )
     _refuse_more_memory(path, plan, problem, options)
-    return plan
+    return anew or plan
+
+
+def _with_other_updates(path: str, plan: Plan, problem: Problem, *, compiled: bool) -> Plan | None:
+    if not differ_in_updates_alone(plan.fingerprint, problem.dataflow.fingerprint):
+        return None
+    anew = reuse_placement(problem, plan.placement, compiled=compiled)
+    if anew is None:
+        return None
+    told = (
+        f"plan {path} was made for this step with other numbers in its optimizers, as another "
+        f"learning rate or a constant one: {_ANEW}"
+    )
+    return replace(anew, notes=(*anew.notes, told))
+
+
+def _refuse_another_step(path: str, plan: Plan, dataflow: Dataflow) -> None:
+    differences = describe_differences(plan, dataflow)
+    if differences or plan.fingerprint != dataflow.fingerprint:
+        told = "; ".join(differences[:3]) or "names agree, but shapes or arguments of ops differ"
+        raise PlanError(
+            f"plan {path} was made for another step ({plan.fingerprint}, this one is "
+            f"{dataflow.fingerprint}): {told}; trace and solve this step again"
+        )
 
 
 def _refuse_more_memory(path: str, plan: Plan, problem: Problem, options: Options) -> None:

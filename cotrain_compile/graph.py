@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import itertools
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -119,16 +120,37 @@ class StepGraph:
         """Identifies the step: its ops, shapes and input names, not the values of its inputs.
 
         Nor those of fractions that are constants, a learning rate, say: no plan hangs on them.
+        `MODEL-STEP`: the first half alone is of all that optimizers do not compute, and says
+        nothing of names that the graph chose (`dataflow.differ_in_updates_alone` reads it).
         """
         digest = hashlib.sha256()
         for item in self.inputs:
             digest.update(f"{item.node} {item.name} {item.role.value}\n".encode())
         for node in self.module.graph.nodes:
-            args, kwargs = map_aggregate((node.args, node.kwargs), _without_fraction)  # type: ignore[misc]
-            line = f"{node.name} {node.op} {node.target} {args} {kwargs} {shape(node)}\n"
-            # A step is on one card. Which one of a computer is no part of what it does.
-            digest.update(_CARD.sub("device(type='cuda')", line).encode())
-        return digest.hexdigest()[:16]
+            digest.update(_line(node, node.name, node.args, node.kwargs))
+        return f"{self._of_model()}-{digest.hexdigest()[:8]}"
+
+    def _of_model(self) -> str:
+        digest, told, numbers = hashlib.sha256(), dict[fx.Node, str](), itertools.count()
+        by_node = {item.node: item for item in self.inputs}
+        for node in self.module.graph.nodes:
+            item = by_node.get(node.name)
+            is_update = self.phases.get(node.name) is Phase.OPTIMIZER
+            if is_update or (item is not None and item.role is Role.HYPERPARAMETER):
+                told[node] = "updates"
+                continue
+            told[node] = f"%{next(numbers)}" if item is None else f"{item.role.value} {item.name}"
+            args, kwargs = fx.map_arg((node.args, node.kwargs), told.__getitem__)
+            digest.update(_line(node, told[node], args, kwargs))
+        return digest.hexdigest()[:8]
+
+
+def _line(node: fx.Node, name: str, args: Any, kwargs: Any) -> bytes:
+    """What a fingerprint takes of a node. Which card of a computer is no part of what it does."""
+    target = name if node.op == "placeholder" else node.target
+    args, kwargs = map_aggregate((args, kwargs), _without_fraction)  # type: ignore[misc]
+    line = f"{name} {node.op} {target} {args} {kwargs} {shape(node)}\n"
+    return _CARD.sub("device(type='cuda')", line).encode()
 
 
 def _without_fraction(argument: Any) -> Any:

@@ -1,10 +1,14 @@
 """Numbers of Python's in the trace: constants, and inputs once they change.
 
-Dynamo makes an input of each number that it has seen change. So a learning rate that a scheduler
-changes costs one more compile, and so would each setting (`betas`, `eps`, ...) that first changes
-later. Here the second such compile makes inputs of all settings, and is the last. A whole number
-that Dynamo finds by way of a global is a constant to it, whatever it does: a script that counts its
-steps would be traced anew in each. Here it becomes an input as one of a closure does.
+Dynamo makes an input of each number that it has seen change, so that a learning rate would cost a
+second compile in nearly every training. Here what a scheduler of torch changes is an input from the
+first trace on, and so is a rate that is no longer the one the optimizer was made with: loops that
+set it by hand do so before their first step. A constant rate stays a constant, which is eager's
+arithmetic to the bit in more optimizers. Each other setting (`betas`, `eps`, ...) that first
+changes later would cost one more compile; the second such compile makes inputs of all settings, and
+is the last. A whole number that Dynamo finds by way of a global is a constant to it, whatever it
+does: a script that counts its steps would be traced anew in each. Here it becomes an input as one
+of a closure does.
 
 Private torch API used: `variables.builder.process_automatic_dynamic`, `pgo.auto_dynamic`,
 `GuardSource.GLOBAL`. Reason: they decide which numbers are inputs. Tried on torch 2.11.0, 2.13.0
@@ -56,10 +60,17 @@ def settings_traced(function: Hashable) -> Iterator[None]:
 
     All of them are inputs, if it has come to that.
     """
-    if _change_at_different_times(function):
-        with _all_as_inputs():
-            yield
-    else:
+    every_one = _change_at_different_times(function)
+    original = builder.process_automatic_dynamic  # type: ignore[attr-defined]
+
+    def process(tx: Any, name: str, entry: Any, **options: Any) -> Any:
+        found = original(tx, name, entry, **options)
+        is_setting = "param_groups" in name and isinstance(entry.scalar, float)
+        if is_setting and (every_one or _is_to_change(function, name, entry.scalar)):
+            return replace(found, scalar=pgo.auto_dynamic)
+        return found
+
+    with mock.patch.object(builder, "process_automatic_dynamic", process):
         yield
 
 
@@ -76,17 +87,37 @@ def whole_numbers_traced(is_constant: Callable[[Any, Any], bool]) -> Callable[[A
     return decide
 
 
-@contextmanager
-def _all_as_inputs() -> Iterator[None]:
-    original = builder.process_automatic_dynamic  # type: ignore[attr-defined]
+def _is_to_change(function: Hashable, name: str, value: float) -> bool:
+    """Whether the setting that Dynamo names so, with this value, is going to change.
 
-    def process(tx: Any, name: str, entry: Any, **options: Any) -> Any:
-        found = original(tx, name, entry, **options)
-        is_setting = "param_groups" in name and isinstance(entry.scalar, float)
-        return replace(found, scalar=pgo.auto_dynamic) if is_setting else found
+    The name does not say which optimizer it is of: a rate that equals that of another is an input
+    too, which costs nothing but the constant.
+    """
+    return any(
+        name.endswith(place) and value == setting
+        for optimizer, of in _seen.items()
+        if function in of
+        for place, setting in _to_change(optimizer)
+    )
 
-    with mock.patch.object(builder, "process_automatic_dynamic", process):
-        yield
+
+def _to_change(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
+    """What a scheduler of torch changes, and rates that are not those of the beginning any more.
+
+    Yields how the name of such a setting ends, and its value.
+
+    A scheduler leaves `initial_lr` in each group, one that moves the momentum `max_momentum`. Of
+    several groups some may have a rate of their own from the beginning.
+    """
+    made_with = optimizer.defaults.get("lr")
+    have_moved = all(group.get("lr") != made_with for group in optimizer.param_groups)
+    for group in optimizer.param_groups:
+        if have_moved or "initial_lr" in group:
+            yield "['lr']", group.get("lr")
+        if "max_momentum" in group and "betas" in group:
+            yield "['betas'][0]", group["betas"][0]
+        elif "max_momentum" in group:
+            yield "['momentum']", group["momentum"]
 
 
 def _change_at_different_times(function: Hashable) -> bool:

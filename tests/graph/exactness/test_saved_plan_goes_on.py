@@ -1,25 +1,29 @@
-"""A plan in a file serves a training whose learning rate a scheduler changes."""
+"""A plan in a file serves a training at another learning rate, or at one that changes."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import cotrain_compile
 from cotrain_compile import files
+from cotrain_compile.errors import PlanError
 from cotrain_compile.plan import Plan
 
 
-def trained(count: int, rate: float = 0.1, **options: Any) -> tuple[list[Plan], list[float]]:
+def trained(
+    count: int, rates: str = "by hand", lr: float = 0.1, rows: int = 4, **options: Any
+) -> tuple[list[Plan], list[float]]:
     """The plans that some steps ran by, with the rate halved between them, and their losses."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
-    optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5) if rates == "scheduler" else None
 
     def step(x: Tensor) -> Tensor:
         optimizer.zero_grad()
@@ -32,9 +36,12 @@ def trained(count: int, rate: float = 0.1, **options: Any) -> tuple[list[Plan], 
     run = torch.compile(step, backend="cotrain", options=settings)
     plans, losses = list[Plan](), list[float]()
     for _ in range(count):
-        losses.append(run(torch.ones(4, 16)).item())
+        losses.append(run(torch.ones(rows, 16)).item())
         plans.append(cotrain_compile.inspect(run).plan)
-        scheduler.step()
+        if scheduler is not None:
+            scheduler.step()
+        elif rates == "by hand":
+            optimizer.param_groups[0]["lr"] *= 0.5
     return plans, losses
 
 
@@ -56,9 +63,9 @@ def test_a_plan_serves_a_training_at_another_rate(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     (plan,), _ = trained(1, policy="zero-offload")
     files.save(plan, path)
-    (first, _), losses = trained(2, rate=0.7, plan=str(path))
+    (first, _), losses = trained(2, lr=0.7, plan=str(path))
     assert first == plan
-    assert losses == trained(2, rate=0.7, policy="zero-offload")[1]
+    assert losses == trained(2, lr=0.7, policy="zero-offload")[1]
 
 
 def test_a_dumped_plan_is_that_of_the_first_trace_and_the_next_run_begins_with_it(
@@ -70,3 +77,18 @@ def test_a_dumped_plan_is_that_of_the_first_trace_and_the_next_run_begins_with_i
     assert files.load(folder / "plan.json", Plan) == first
     assert files.load(folder / f"step-{last.fingerprint}" / "plan.json", Plan) == last
     assert losses == trained(3, plan=str(folder / "plan.json"))[1]
+
+
+def test_a_plan_for_a_constant_rate_serves_one_that_changes(tmp_path: Path) -> None:
+    """As a plan made offline does, whose job has no scheduler; not for a batch of another size."""
+    path = tmp_path / "plan.json"
+    (plan,), _ = trained(1, policy="zero-offload")
+    files.save(plan, path)
+    (first, last), losses = trained(2, "scheduler", plan=str(path))
+    assert first == last
+    assert first.fingerprint != plan.fingerprint
+    assert first.placement == plan.placement
+    assert any("other numbers in its optimizers" in note for note in first.notes)
+    assert losses == trained(2, "scheduler", policy="zero-offload")[1]
+    with pytest.raises(PlanError, match="made for another step"):
+        trained(1, "scheduler", rows=5, plan=str(path))
