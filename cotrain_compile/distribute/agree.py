@@ -26,7 +26,7 @@ from torch import fx
 
 from cotrain_compile.collectives import group_name_of, is_collective
 from cotrain_compile.dataflow import Role
-from cotrain_compile.distribute.meet import LONGEST, Meeting, meeting_of
+from cotrain_compile.distribute.meet import LONGEST, SAME_BATCHES, Meeting, meeting_of
 from cotrain_compile.errors import CotrainError, DistributeError, PlacementError, RanksApart
 from cotrain_compile.files import from_json, to_json
 from cotrain_compile.graph import StepGraph
@@ -73,10 +73,7 @@ class Together:
         if len({signature for signature, _, _ in found}) > 1:
             each = "; ".join(f"rank {rank}: {told}" for rank, (_, told, _) in enumerate(found))
             why = "the ranks compiled different steps and would wait for each other for ever"
-            raise RanksApart(
-                f"{why}: {each}. Run the same code on every rank, on batches of the same shape "
-                "(drop_last=True)"
-            )
+            raise RanksApart(f"{why}: {each}. {SAME_BATCHES}")
 
     def plan(self, make: Callable[[], Plan]) -> Plan:
         """The plan that the first rank makes, or its `PlacementError`, on every rank.

@@ -33,6 +33,11 @@ LONGEST = datetime.timedelta(minutes=10)
 TELLING = datetime.timedelta(seconds=10)
 _TOLD_BYTES = 2048
 _FAILED = "failed"
+# What ranks that differ are told.
+SAME_BATCHES = (
+    "Run the same code on every rank, on batches of one shape: leave a smaller last batch out "
+    "(DataLoader with drop_last=True), or pad the last batch to it"
+)
 
 
 class Meeting:
@@ -142,8 +147,7 @@ class Meeting:
             )
         raise RanksApart(
             "the ranks are about to do different things and would wait for each other for ever: "
-            f"{'; '.join(each)}. Run the same code on every rank, on batches of the same shape "
-            "(drop_last=True)"
+            f"{'; '.join(each)}. {SAME_BATCHES}"
         )
 
     def _what_each_does(self, told: str) -> list[str]:

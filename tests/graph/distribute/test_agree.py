@@ -27,6 +27,7 @@ def test_what_one_rank_alone_meets_is_an_error_on_every_rank_at_once(two_ranks: 
         assert re.search(r"rank 0: runs step \(.*\.py:\d+\) with 4 coll.*batch x \(4, 8\)", told)
         assert re.search(r"is at .*\.py:\d+ in step: `loss\.backward\(\)`; rank 1: compiles", told)
         assert "batch x (7, 8)" in told
+        assert "drop_last=True), or pad the last batch to it" in told
         assert found["both in the backward"][0] == "OutOfDeviceMemory"
     assert first["a refusal"][0] == first["out of memory"][0] == "RanksApart"
     assert "rank 1: failed: CaptureError: " in first["a refusal"][1]
