@@ -78,13 +78,15 @@ class ParamCluster:
 class Again:
     """The least that it takes to make activations again: `seconds` of the device.
 
-    They are missing in buckets `first` to `last`; the work is done by the end of bucket `by`.
+    They are missing in buckets `first` to `last`; the work is done by the end of bucket `by`. What
+    they are made of can be on its way from bucket `source` on, in place of what they are.
     """
 
     seconds: float
     first: int
     last: int
     by: int
+    source: int
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ def activation_clusters(
 def _about(again: Again, buffer: Buffer) -> tuple[int, ...]:
     """Equal for what is missing in the same buckets and takes about as long for each byte."""
     rate = again.seconds / max(1, buffer.nbytes)
-    return again.first, again.last, again.by, round(4 * log2(rate + 1e-18))
+    return again.first, again.last, again.by, again.source, round(4 * log2(rate + 1e-18))
 
 
 def _least(part: Sequence[Buffer], again: Mapping[str, Again]) -> Again:

@@ -284,7 +284,8 @@ class Away(Stays):
 
     def effect(self, cluster: ActivationCluster) -> Effect:
         c = cluster
-        out = Demand(Flow.OFFLOAD, c.nbytes, released=c.leaves)
+        source = c.again.source if c.again is not None else None
+        out = Demand(Flow.OFFLOAD, c.nbytes, released=c.leaves, earliest=source)
         back = Demand(Flow.RELOAD, c.nbytes, needed=c.returns)
         gone = Hold(-c.nbytes, c.leaves + 1, c.returns - 1, out, back)
         return Effect(holds=(gone,), host_bytes=c.nbytes)

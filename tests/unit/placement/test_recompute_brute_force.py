@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import replace
 from itertools import combinations, pairwise, product
@@ -16,7 +17,9 @@ from cotrain_compile.dataflow import Dataflow, Phase
 from cotrain_compile.errors import PlacementError
 from cotrain_compile.machine import HostUpdate, Link, Machine, Tier, TierSpec, two_tier
 from cotrain_compile.placement.check.check import check
+from cotrain_compile.placement.decisions.bucketed_step import bucketed
 from cotrain_compile.placement.decisions.decisions import Decisions, DecisionSpace
+from cotrain_compile.placement.decisions.find_again import least_again
 from cotrain_compile.placement.decisions.find_decisions import decision_space
 from cotrain_compile.placement.milp.bound import certified_bound_s
 from cotrain_compile.placement.milp.model import MIB as BYTES_PER_MIB
@@ -85,6 +88,8 @@ def step_s(plan: Plan) -> float:
 def small_problems(draw: st.DrawFn) -> tuple[Problem, list[Placement]]:
     """A problem with all placements of what is drawn of its decisions, some hundred at most."""
     dataflow = of_torch(draw(training_steps(most=2)))
+    made = sorted(recomputable(dataflow))
+    dataflow = unread(dataflow, draw(st.sets(st.sampled_from(made))) if made else set())
     machine = draw(machines())
     slower = draw(st.sampled_from([1, 40]))
     up, down = (Link(link.bytes_per_s / slower, 0.0) for link in (machine.h2d, machine.d2h))
@@ -98,6 +103,17 @@ def small_problems(draw: st.DrawFn) -> tuple[Problem, list[Placement]]:
         ways = [draw(some_of(each.strategies)) for each in decided]
         placements += list(all_of(space, ways))
     return problem, placements
+
+
+def unread(dataflow: Dataflow, names: AbstractSet[str]) -> Dataflow:
+    """The step whose backward does not read `names`, which the forward makes: as of a sum."""
+    ops = (
+        op
+        if op.phase is Phase.FORWARD
+        else replace(op, reads=tuple(name for name in op.reads if name not in names))
+        for op in dataflow.ops
+    )
+    return replace(dataflow, ops=tuple(ops))
 
 
 def some_of(strategies: Sequence[object]) -> st.SearchStrategy[list[object]]:
@@ -146,6 +162,23 @@ def two_blocks() -> Dataflow:
         modules |= {f"f_{part}{i}": f"model.blocks.{i}.{part}.0" for part in ("in", "act", "out")}
     net.append(Layer("head", ("out1",), "w", MIB // 4, MIB))
     return of_torch(in_modules(step_of("two blocks", net, Training(frozenset("w"))), modules))
+
+
+def test_a_value_is_charged_what_is_there_for_it_alone() -> None:
+    """Unless the backward reads that itself, or it takes less memory than what is made of it."""
+
+    def charged_s(dataflow: Dataflow) -> float:
+        problem = formulate(dataflow, with_link(1e9), dict.fromkeys(Tier, PLENTY))
+        again = least_again(bucketed(problem, 64, at_peaks=True))["h_act0"]
+        return again.seconds - problem.costs.device_s["f_act0"]
+
+    step = two_blocks()
+    alone = unread(step, {"h_in0"})
+    less = replace(alone.buffer["h_in0"], nbytes=MIB)
+    small = replace(alone, buffers=tuple(less if b.name == "h_in0" else b for b in alone.buffers))
+    dear_s = formulate(alone, with_link(1e9), dict.fromkeys(Tier, PLENTY)).costs.device_s["f_in0"]
+    assert [charged_s(each) for each in (step, small)] == [0.0, 0.0]
+    assert charged_s(alone) == pytest.approx(dear_s)
 
 
 def with_link(bytes_per_s: float, flops_per_s: float = 1e12) -> Machine:
