@@ -12,18 +12,21 @@ Nothing is run: times are simulated, op by op.
 
     python -m bench.plans.recompute -o bench/results/recompute.json
     python -m bench.plans.recompute -o recompute.json --steps traced --only "GPT-2"
+    python -m bench.plans.recompute -o bench/results/recompute.json --part alone --merge
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import chain, product
 from pathlib import Path
+from typing import Any
 
 from bench.plans import models
 from bench.plans.jobs import EXAMPLES, SHAPES, step_of, with_batch
@@ -235,9 +238,8 @@ def traced(name: str, folder: Path | None, every: int = 0) -> Dataflow:
     return dataflow
 
 
-def cells(only: str, folder: Path | None) -> Iterator[Cell]:
+def cells(only: str, folder: Path | None, settings: SolveSettings) -> Iterator[Cell]:
     """Those whose steps have the words `only` in their names."""
-    settings = SolveSettings(time_limit_s=LIMIT_S)
     for name, machine, budgets in CELLS:
         if only not in name:
             continue
@@ -253,7 +255,7 @@ def cells(only: str, folder: Path | None) -> Iterator[Cell]:
             yield cell(name, formulate(step, target, allowed), users, settings)
 
 
-def alone(only: str, folder: Path | None) -> Iterator[Against]:
+def alone(only: str, folder: Path | None, settings: SolveSettings) -> Iterator[Against]:
     """Nets beside MONeT's table, and with POFO's link."""
     found = presets.find(ALONE_ON)
     for name, shares in ALONE:
@@ -262,21 +264,31 @@ def alone(only: str, folder: Path | None) -> Iterator[Against]:
         step = traced(name, folder)
         for share, published in shares:
             without, with_link = (
-                overhead(step, found.but(h2d=Link(rate), d2h=Link(rate)), share)
+                overhead(step, found.but(h2d=Link(rate), d2h=Link(rate)), share, settings)
                 for rate in (SLOWEST, POFOS)
             )
             yield Against(name, share, without, with_link, published)
 
 
-def overhead(step: Dataflow, machine: Machine, share: float) -> float | None:
+def overhead(
+    step: Dataflow, machine: Machine, share: float, settings: SolveSettings
+) -> float | None:
     """What the step takes longer in that `share` of its memory; None where there is no plan."""
     free = formulate(step, machine, dict.fromkeys(Tier, HOST_BYTES))
     everything = schedule(free, rule("resident")(step)).predicted
     nbytes = int(share * everything.peak_bytes[Tier.DEVICE])
     tight = free.with_budget(Tier.DEVICE, nbytes)
-    plan = planned(tight, SolveSettings(time_limit_s=LIMIT_S))
+    plan = planned(tight, settings)
     longer = math.inf if plan is None else plan.predicted.makespan_s / everything.makespan_s
     return longer - 1 if longer < LONGEST else None
+
+
+def merged(
+    found: Sequence[Mapping[str, Any]], kept: Sequence[Mapping[str, Any]], key: Sequence[str]
+) -> list[Mapping[str, Any]]:
+    """`kept` with the rows of `found` in the places of those of the same `key`, or behind them."""
+    rows = {tuple(row[name] for name in key): row for row in (*kept, *found)}
+    return list(rows.values())
 
 
 def main() -> None:
@@ -285,22 +297,34 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path, required=True)
     parser.add_argument("--steps", type=Path, help="a folder to keep traced steps in")
     parser.add_argument("--only", default="", help="words in the names of steps")
+    parser.add_argument("--part", choices=("cells", "alone"), help="one of the tables alone")
+    parser.add_argument("--merge", action="store_true", help="keep the output's other rows")
     parser.add_argument("--minutes", type=float, default=math.inf, help="when to end at the latest")
-    asked = parser.parse_args()
-    began, planned_cells, beside = time.monotonic(), list[Cell](), list[Against]()
-    ways: tuple[Iterator[Cell | Against], ...] = (
-        cells(asked.only, asked.steps),
-        alone(asked.only, asked.steps),
+    parser.add_argument(
+        "--time-limit", type=float, default=LIMIT_S, help="seconds for the programs of a plan"
     )
-    for found in chain.from_iterable(ways):
-        if isinstance(found, Cell):
-            planned_cells.append(found)
-        else:
-            beside.append(found)
+    asked = parser.parse_args()
+    began, planned_cells, beside = time.monotonic(), list[Any](), list[Any]()
+    kept: Mapping[str, Any] = {}
+    others: list[Mapping[str, str]] = []
+    if asked.merge and asked.output.exists():
+        before = json.loads(asked.output.read_text())
+        kept = before["result"]
+        others = [*kept.get("others", ()), {name: before[name] for name in ("command", "date")}]
+    settings = SolveSettings(time_limit_s=asked.time_limit)
+    ways: dict[str, Iterator[Cell | Against]] = {
+        "cells": cells(asked.only, asked.steps, settings),
+        "alone": alone(asked.only, asked.steps, settings),
+    }
+    for found in chain.from_iterable(ways[part] for part in ways if asked.part in (None, part)):
+        (planned_cells if isinstance(found, Cell) else beside).append(asdict(found))
         print(found, flush=True)
         result = {
-            "cells": [asdict(each) for each in planned_cells],
-            "alone": [asdict(each) for each in beside],
+            "cells": merged(
+                planned_cells, kept.get("cells", ()), ("model", "machine", "budget_bytes")
+            ),
+            "alone": merged(beside, kept.get("alone", ()), ("model", "share")),
+            "others": others,  # by which what is kept was found
         }
         write_report(asked.output, "What is it worth to make values again?", result)
         if time.monotonic() - began > 60 * asked.minutes:

@@ -118,9 +118,11 @@ def page() -> str:
 def _origin(path: Path, document: Mapping[str, Any]) -> str:
     """Where the figures come from: command, machine, versions, date."""
     hardware, versions = document["hardware"], document["versions"]
-    command = document["command"].removeprefix("-m ")
+    # A file that was added to has rows of earlier runs.
+    runs = [*document["result"].get("others", ()), document]
+    told = ", ".join(f"`{run['command'].removeprefix('-m ')}`, {run['date']}" for run in runs)
     return (
-        f"<sub>[{path.name}](../bench/results/{path.name}): `{command}`, {document['date']}, "
+        f"<sub>[{path.name}](../bench/results/{path.name}): {told}, "
         f"{hardware['processor']}, {hardware['cores']} cores, torch {versions['torch']}</sub>\n"
     )
 
