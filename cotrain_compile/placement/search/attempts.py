@@ -98,13 +98,12 @@ class Attempts:
     def propose_levels(self, regions: Sequence[RegionLevels]) -> Solution | None:
         """The program that decides on the level of each region with everything else.
 
-        Its relaxation: a level may be a mean, and so may what becomes of large clusters. None
-        without regions, or where it finds nothing.
+        Its relaxation: a level may be a mean. None without regions, or where it finds nothing.
         """
         if not regions:
             return None
-        left_s, space = self.left_s, self.step.with_levels(regions)
-        solution = self._solved(space, self.problem.budgets, True, False, large=math.inf)
+        left_s = self.left_s
+        solution = self._solved(self.step.with_levels(regions), self.problem.budgets, True, False)
         self.left_s = left_s
         return solution if solution.decisions is not None else None
 
@@ -256,7 +255,6 @@ class Attempts:
         *,
         cyclic: bool = False,
         known_s: float = math.inf,
-        large: float = LARGE,
     ) -> Solution:
         self.progress(f"solving the integer program (round {self.rounds})")
         # Without what is rounded there may be no plan but the greedy's; cut short, it says nothing.
@@ -270,7 +268,7 @@ class Attempts:
                 relaxed=relaxed,
                 whole=whole,
                 cyclic=cyclic,
-                large_bytes=large * targets[Tier.DEVICE],
+                large_bytes=LARGE * targets[Tier.DEVICE],
             )
         except OptionError as absent:  # pulp cannot be imported
             return failed(absent)
