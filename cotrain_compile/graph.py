@@ -148,7 +148,7 @@ class StepGraph:
 def _line(node: fx.Node, name: str, args: Any, kwargs: Any) -> bytes:
     """What a fingerprint takes of a node. Which card of a computer is no part of what it does."""
     target = name if node.op == "placeholder" else node.target
-    args, kwargs = map_aggregate((args, kwargs), _without_fraction)  # type: ignore[misc]
+    args, kwargs = map_aggregate((args, kwargs), _without_fraction)
     line = f"{name} {node.op} {target} {args} {kwargs} {shape(node)}\n"
     return _CARD.sub("device(type='cuda')", line).encode()
 
