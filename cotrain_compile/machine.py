@@ -229,6 +229,10 @@ class Machine:
         return self.processors[Tier.DEVICE].fuses_updates
 
     @property
+    def runs_ahead(self) -> bool:
+        return self.processors[Tier.DEVICE].runs_ahead
+
+    @property
     def host_update(self) -> HostUpdate:
         update = self.processors[Tier.HOST].update
         assert update is not None, "the host of one device runs updates"
@@ -247,6 +251,7 @@ class Machine:
         source: str | None = None,
         issue_s: float | None = None,
         fuses_updates: bool | None = None,
+        runs_ahead: bool | None = None,
         network: Network | None = None,
     ) -> Machine:
         """The same machine of one device with other figures, named as `two_tier` has them."""
@@ -261,6 +266,7 @@ class Machine:
             source=self.source if source is None else source,
             issue_s=self.issue_s if issue_s is None else issue_s,
             fuses_updates=self.fuses_updates if fuses_updates is None else fuses_updates,
+            runs_ahead=self.runs_ahead if runs_ahead is None else runs_ahead,
         )
         return replace(made, network=network or self.network)
 
@@ -276,12 +282,13 @@ def two_tier(
     source: str = "",
     issue_s: float = 0.0,
     fuses_updates: bool = False,
+    runs_ahead: bool = False,
 ) -> Machine:
     """A device with its host.
 
     `duplex` is what both link directions together reach, as a multiple of one: 2.0 when they do not
-    disturb each other, 1.0 when they share one path. `issue_s` and `fuses_updates` are those of the
-    device, see `Processor`.
+    disturb each other, 1.0 when they share one path. `issue_s`, `fuses_updates` and `runs_ahead`
+    are those of the device, see `Processor`.
     """
     if not 1.0 <= duplex <= 2.0:
         raise ValueError("duplex must lie between 1.0 (shared) and 2.0 (independent)")
@@ -292,6 +299,7 @@ def two_tier(
         device.launch_s,
         issue_s,
         fuses_updates,
+        runs_ahead=runs_ahead,
     )
     on_host = Processor(
         Tier.HOST.value, host.bytes_per_s, host.flops_per_s, host.launch_s, update=host_update

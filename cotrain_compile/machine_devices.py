@@ -68,6 +68,7 @@ def seen_from(machine: Machine, device: str, *, crowded: bool = False) -> Machin
         source=machine.source,
         issue_s=works.issue_s,
         fuses_updates=works.fuses_updates,
+        runs_ahead=works.runs_ahead,
     )
 
 

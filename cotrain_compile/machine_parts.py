@@ -76,10 +76,11 @@ class Processor:
 
     `flops_per_s` is the achieved (not the advertised) matrix rate by dtype name ("float32",
     "bfloat16"); a dtype that is absent runs at the lowest rate given. `launch_s` is the least time
-    an op takes however little it does. `issue_s` is how long it stands still for each copy or host
-    update that it starts and waits for: 0 where that is asynchronous. `fuses_updates` says whether
-    it updates a parameter in one loop, as compiled code does, or op by op. One that runs updates
-    beside the step says in `update` how fast.
+    an op takes however little it does. `issue_s` is what Python takes to start a copy or host
+    update and to wait for it: the processor stands still meanwhile, or, where it `runs_ahead`, goes
+    on with what it has been given, and waits where it comes to the end of that. `fuses_updates`
+    says whether it updates a parameter in one loop, as compiled code does, or op by op. One that
+    runs updates beside the step says in `update` how fast.
     """
 
     space: str
@@ -89,6 +90,7 @@ class Processor:
     issue_s: float = 0.0
     fuses_updates: bool = False
     update: HostUpdate | None = None
+    runs_ahead: bool = False
 
     def __post_init__(self) -> None:
         _refuse_rates(self.bytes_per_s, self.flops_per_s)

@@ -1,7 +1,8 @@
 """A card that is not there: what a process does before and after it imports torch.
 
 `load()` comes before the first import of torch in the process. Within `there()` torch's Python
-side believes in one card, so that autocast and `GradScaler` are on.
+side believes in one card, so that autocast and `GradScaler` are on. A torch that is built with CUDA
+brings a guard and hooks of its own: there the card is the one that `trace` puts in their place.
 """
 
 from __future__ import annotations
@@ -19,11 +20,14 @@ from tests.fake_cuda.library import library, torch_folder
 ATTENTION = {"math": 0, "flash": 1, "efficient": 2, "cudnn": 3}
 
 _loaded: list[ctypes.CDLL] = []
+_chosen = [0]
 
 
 def load() -> None:
     """Make torch, when it is imported, one with a CUDA device."""
     assert "torch" not in sys.modules, "the fake card is loaded before torch"
+    if has_cuda():
+        return
     folder = torch_folder() / "lib"
     first = (*sorted(folder.glob("libgomp*")), folder / "libc10.so", folder / "libtorch_cpu.so")
     for path in first:
@@ -31,9 +35,16 @@ def load() -> None:
     _loaded.append(ctypes.CDLL(str(library()), mode=ctypes.RTLD_GLOBAL))
 
 
+def has_cuda() -> bool:
+    """Whether torch, which is not imported for it, is built with CUDA."""
+    return (torch_folder() / "lib" / "libtorch_cuda.so").exists()
+
+
 def choose_attention(kernel: str) -> None:
     """The kernel that every attention takes from now on, whatever its sizes."""
-    _loaded[0].fake_cuda_attention(ctypes.c_int64(ATTENTION[kernel]))
+    _chosen[0] = ATTENTION[kernel]
+    for loaded in _loaded:
+        loaded.fake_cuda_attention(ctypes.c_int64(ATTENTION[kernel]))
 
 
 @contextmanager
@@ -42,6 +53,10 @@ def there() -> Iterator[None]:
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    if has_cuda():
+        with _in_place_of_cuda():
+            yield
+        return
     h100 = SimpleNamespace(
         name="NVIDIA H100 80GB HBM3",
         major=9,
@@ -73,5 +88,20 @@ def there() -> Iterator[None]:
     with (
         mock.patch.multiple(torch.cuda, **answers),
         mock.patch.object(FakeTensorMode, "avoid_device_init", no_memory, create=True),
+    ):
+        yield
+
+
+@contextmanager
+def _in_place_of_cuda() -> Iterator[None]:
+    from cotrain_compile.capture.offline import absent_card
+    from cotrain_compile.capture.offline.card_attention import Call, Capability, Kernel
+
+    def chosen(call: Call, capability: Capability) -> Kernel:
+        return Kernel(_chosen[0])
+
+    with (
+        mock.patch.object(absent_card, "kernel_of", chosen),
+        absent_card.absent_card((9, 0), 80 << 30),
     ):
         yield

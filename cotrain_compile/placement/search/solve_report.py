@@ -13,8 +13,9 @@ from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.milp.solvers import Solution, pick
 from cotrain_compile.placement.problem import Problem
+from cotrain_compile.placement.simulate.predict import issuing_s
 from cotrain_compile.plan import Plan, SolveReport
-from cotrain_compile.units import format_bytes
+from cotrain_compile.units import format_bytes, format_seconds
 
 
 def report_of(
@@ -67,6 +68,7 @@ def notes_of(
         *notes_on_step(problem),
         *note_on_checkpoints(problem, plan),
         *note_on_loops(problem, plan),
+        *note_on_issuing(problem, plan),
     )
 
 
@@ -118,6 +120,19 @@ def note_on_loops(problem: Problem, plan: Plan) -> tuple[str, ...]:
     return (
         f"{len(captured)} of {len(updates)} updates on the host have no fused loop: they run op by "
         "op, and are priced by the elements that their ops read and write",
+    )
+
+
+def note_on_issuing(problem: Problem, plan: Plan) -> tuple[str, ...]:
+    """What Python takes to start the tasks, and how much of it the device waits for."""
+    python_s = problem.machine.issue_s * len(plan.tasks)
+    if not python_s:
+        return ()
+    held_s = issuing_s(problem, plan.placement, plan.tasks, plan.moved)
+    waits = f"for {format_seconds(held_s)} of it" if held_s else "for none of it"
+    return (
+        f"Python takes {format_seconds(python_s)} of a step to start {len(plan.tasks)} tasks; the "
+        f"device waits {waits}",
     )
 
 

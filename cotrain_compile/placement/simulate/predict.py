@@ -120,7 +120,8 @@ def works_of(problem: Problem, program: DeviceProgram, tasks: Sequence[Task]) ->
     """The step as works: device ops in order, each after the tasks waited for before it.
 
     What is carried is waited for by ops of the next step, as `engine.repeat` joins them.
-    Issuing tasks holds up the op that follows. An exchange with other ranks begins behind its op.
+    Issuing tasks holds up the op that follows, see `held_up_s`. An exchange with other ranks begins
+    behind its op.
     """
     waits: dict[str | None, list[str]] = {}
     carried: dict[str | None, list[str]] = {}
@@ -131,12 +132,12 @@ def works_of(problem: Problem, program: DeviceProgram, tasks: Sequence[Task]) ->
         if task.is_offload:
             freeing.setdefault(task.wait_before, []).append(task.name)
     following = _following(program)
-    issued = Counter(following[task.issue_after] for task in tasks)
+    held_s = held_up_s(problem, program, Counter(following[task.issue_after] for task in tasks))
     works = [
         Work(
             op.name,
             Lane.DEVICE,
-            problem.costs.device_s[op.name] + problem.machine.issue_s * issued[op.name],
+            problem.costs.device_s[op.name] + held_s.get(op.name, 0.0),
             (*waits.get(op.name, ()), *_awaited(problem, op)),
             tuple(carried.get(op.name, ())),
         )
@@ -154,6 +155,38 @@ def works_of(problem: Problem, program: DeviceProgram, tasks: Sequence[Task]) ->
         seconds = _seconds(problem, task)
         works.append(Work(task.name, task.lane, seconds, after, task.after_previous))
     return works
+
+
+def issuing_s(
+    problem: Problem, placement: Placement, tasks: Sequence[Task], moved: Sequence[MovedOps] = ()
+) -> float:
+    """Seconds of a step in which the device waits for Python to start tasks, at most."""
+    problem = problem.under(placement)
+    program = device_program(problem.dataflow, placement, moved)
+    following = _following(program)
+    issued = Counter(following[task.issue_after] for task in tasks)
+    return sum(held_up_s(problem, program, issued).values())
+
+
+def held_up_s(
+    problem: Problem, program: DeviceProgram, issued: Mapping[str | None, int]
+) -> dict[str, float]:
+    """For how long each op is held up because `issued` tasks are started right before it.
+
+    A device that runs ahead of Python stands still only where it would be done with all before
+    sooner than Python, which starts one task after the other. When that is, is known but for its
+    waits; they are left out, so it stands still no longer than said here.
+    """
+    each_s, runs_ahead = problem.machine.issue_s, problem.machine.runs_ahead
+    held_s: dict[str, float] = {}
+    device_s = python_s = 0.0
+    for op in program.ops if each_s else ():
+        if op.name in issued:
+            python_s = (python_s if runs_ahead else device_s) + each_s * issued[op.name]
+            held_s[op.name] = max(0.0, python_s - device_s)
+            device_s += held_s[op.name]
+        device_s += problem.costs.device_s[op.name]
+    return held_s
 
 
 def _awaited(problem: Problem, op: Op) -> tuple[str, ...]:

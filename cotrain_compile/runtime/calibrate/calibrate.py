@@ -110,6 +110,7 @@ def calibrate(
         f"{environment.usable_cores} cores, {environment.numa_nodes} NUMA node(s)",
         issue_s=issue_s(_device_for(bench)),
         fuses_updates=device != "cpu",  # what runs on a card is compiled
+        runs_ahead=device != "cpu",
     ).but(network=network)
     remarks = (
         *environment_remarks(environment),
@@ -198,8 +199,7 @@ def issue_s(device: Device) -> float:
     """Seconds that the step's thread takes to start a copy on `device` and to wait for it.
 
     Measured between matmuls, as in a step: on the emulated device the copy's thread competes for
-    the interpreter. A card goes on meanwhile with what it has been given, so there it is the most
-    that a task can cost.
+    the interpreter. A card goes on meanwhile with what it has been given: it `runs_ahead`.
     """
     place = device.compute_device
     a, product = torch.ones(256, 256, device=place), torch.ones(256, 256, device=place)

@@ -38,9 +38,9 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 POLICIES = ("resident", "zero-offload", "streamed", "auto")
 # Every precision, every kernel of attention, and both ways to accumulate.
 KINDS: tuple[dict[str, Any], ...] = (
-    {"precision": "float32", "attention": "math"},
+    {"precision": "float32", "attention": "math", "micro_batches": 2},
     {"precision": "bfloat16 weights", "attention": "flash"},
-    {"precision": "bfloat16 autocast", "attention": "efficient", "micro_batches": 2},
+    {"precision": "bfloat16 autocast", "attention": "efficient"},
     {"precision": "float16 scaled", "attention": "cudnn"},
 )
 TRAININGS = ("readme", "every optimizer", "llama")
@@ -87,7 +87,14 @@ def results(request: pytest.FixtureRequest) -> dict[tuple[str, str], dict[str, A
     asked = [item.callspec.params for item in own if hasattr(item, "callspec")]
     wanted = IN_EVERY_RUN | {(p.get("name"), p.get("policy")) for p in asked}
     cells = {key: cell for key, cell in CELLS.items() if key in wanted}
-    return dict(zip(cells, results_of(list(cells.values())), strict=True))
+    # One more, with which the training behind it shares Dynamo's trace.
+    shared = KINDS[-1]
+    place = [cell.get("precision") for cell in cells.values()].index(shared["precision"])
+    asked = list(cells.values())
+    asked.insert(place, {**shared, "attention": "math", "policy": "resident"})
+    found = results_of(asked)
+    assert not found.pop(place)["error"]
+    return dict(zip(cells, found, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -126,9 +133,8 @@ def norms_of_ranks():
 
     return step, (torch.randn(6, 4),)
 
-for precision, machine in (("bfloat16 weights", "rtx4090"), ("float16 scaled", "h100")):
-    traced = cotrain_compile.trace(lambda: job("AdamW", precision), machine=machine)
-    print("TRACED", precision, traced.fingerprint, sep="/")
+traced = cotrain_compile.trace(lambda: job("AdamW", "float16 scaled"), machine="h100")
+print("TRACED", traced.fingerprint, sep="/")
 traced = cotrain_compile.trace(norms_of_ranks, machine="h100", ranks=2)
 exchanges = sorted(op.target.split(".")[1] for op in traced.ops if "_c10d" in op.target)
 print("RANKS", *(name for name in exchanges if name != "wait_tensor"), sep="/")
@@ -145,7 +151,7 @@ except OptionError as error:
 def test_a_trace_for_a_card_is_that_of_the_step_on_it(
     results: Mapping[tuple[str, str], dict[str, Any]],
 ) -> None:
-    """So a plan made offline is accepted there. A 4090 takes flash attention, an H100 cuDNN's.
+    """So a plan made offline is accepted there. An H100 takes cuDNN's attention.
 
     Once torch has run a backward it is too late for a card.
     """
@@ -154,9 +160,8 @@ def test_a_trace_for_a_card_is_that_of_the_step_on_it(
     )
     assert run.returncode == 0, run.stderr[-3000:]
     lines = [line.split("/") for line in run.stdout.splitlines() if "/" in line]
-    found = {line[1]: line[2] for line in lines if line[0] == "TRACED"}
-    assert found == {p: results[p, "resident"]["fingerprint"] for p in found}
-    assert len(found) == 2
+    (found,) = [line[1] for line in lines if line[0] == "TRACED"]
+    assert found == results["float16 scaled", "resident"]["fingerprint"]
     (exchanges,) = [line[1:] for line in lines if line[0] == "RANKS"]
     assert {"all_gather_into_tensor", "reduce_scatter_tensor"} <= set(exchanges)
     assert 1 <= exchanges.count("all_reduce") <= 4

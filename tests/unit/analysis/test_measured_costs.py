@@ -9,7 +9,7 @@ import pytest
 from cotrain_compile.analysis.costs import measured_costs
 from cotrain_compile.placement.simulate.predict import predict
 from cotrain_compile.plan import HostRegion, Lane, Placement, Plan, Span, Timeline
-from tests.support.plans.sound_plans import host_update
+from tests.support.plans.sound_plans import Sound, host_update
 
 
 def measured(*ops_s: float, update_s: float = 0.0) -> Timeline:
@@ -58,13 +58,38 @@ def test_an_update_that_is_cut_by_the_end_of_a_step_is_counted_whole() -> None:
 
 def test_a_device_that_starts_copies_itself_stands_still_for_each() -> None:
     sound = host_update()
-    plan = sound.plan
-    assert plan.tasks
-    busy_s = []
-    for issue_s in (0.0, 1.0):
-        problem = replace(sound.problem, machine=sound.problem.machine.but(issue_s=issue_s))
-        timeline = predict(problem, plan.placement, plan.tasks, plan.moved)
-        busy_s.append(timeline.busy_s(Lane.DEVICE))
-    ops = [span.name for span in timeline.lane(Lane.DEVICE)]
-    held_up = [task for task in plan.tasks if task.issue_after != ops[-1]]
-    assert busy_s[1] - busy_s[0] == pytest.approx(len(held_up))
+    ops, plain = device_spans_s(sound, issue_s=0.0)
+    _, held_up = device_spans_s(sound, issue_s=1.0)
+    tasks = [task for task in sound.plan.tasks if task.issue_after != ops[-1]]
+    assert tasks
+    assert sum(held_up) - sum(plain) == pytest.approx(len(tasks))
+
+
+@pytest.mark.parametrize("share", [0.01, 0.1, 0.5, 2.0])
+def test_a_device_that_runs_ahead_waits_only_where_python_is_not_there_yet(share: float) -> None:
+    """Its work is over when that behind the last place is, of those where Python comes late."""
+    sound = host_update()
+    ops, plain = device_spans_s(sound, issue_s=0.0)
+    place: dict[str | None, int] = {None: 0}
+    place |= {name: number + 1 for number, name in enumerate(ops)}
+    places = [place[task.issue_after] for task in sound.plan.tasks]
+    issue_s = share * sum(plain) / len(places)
+    _, held_up = device_spans_s(sound, issue_s=issue_s, runs_ahead=True)
+    ends_s = [
+        issue_s * sum(other <= at for other in places) + sum(plain[at:])
+        for at in places
+        if at < len(ops)
+    ]
+    assert sum(held_up) == pytest.approx(max(*ends_s, sum(plain)))
+    assert sum(held_up) <= sum(plain) + issue_s * len(ends_s) + 1e-12
+
+
+def device_spans_s(
+    sound: Sound, issue_s: float, *, runs_ahead: bool = False
+) -> tuple[list[str], list[float]]:
+    """Names and seconds of what the device does where starting a task takes so long."""
+    machine = sound.problem.machine.but(issue_s=issue_s, runs_ahead=runs_ahead)
+    problem, plan = replace(sound.problem, machine=machine), sound.plan
+    timeline = predict(problem, plan.placement, plan.tasks, plan.moved)
+    spans = timeline.lane(Lane.DEVICE)
+    return [span.name for span in spans], [span.end_s - span.start_s for span in spans]
