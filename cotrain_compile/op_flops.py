@@ -92,15 +92,22 @@ def _convolution_backward(args: Bound, out: Any) -> Any:
 
 def _attention(args: Bound, out: Any) -> Any:
     del out
-    query, key, value = (args[name].shape for name in ("query", "key", "value"))
+    query, key, value = _shapes(args)
     return _kept(sdpa_flop_count(query, key, value), args, query, key)
 
 
 def _attention_backward(args: Bound, out: Any) -> Any:
     del out
     grad = next(args[name] for name in ("grad_out", "grad_out_", "grad_output") if name in args)
-    query, key, value = (args[name].shape for name in ("query", "key", "value"))
+    query, key, value = _shapes(args)
     return _kept(sdpa_backward_flop_count(grad.shape, query, key, value), args, query, key)
+
+
+def _shapes(args: Bound) -> tuple[Any, Any, Any]:
+    """Of query, key and value, as if no heads shared a key: torch 2.11 counts none that do."""
+    query, key, value = (args[name].shape for name in ("query", "key", "value"))
+    heads = query[1]
+    return query, (key[0], heads, *key[2:]), (value[0], heads, *value[2:])
 
 
 def _kept(full: Any, args: Bound, query: Any, key: Any) -> Any:
