@@ -26,7 +26,7 @@ from cotrain_compile.placement.policies import rule
 from cotrain_compile.placement.problem import formulate
 from cotrain_compile.placement.saved import load_plan
 from cotrain_compile.placement.schedule.schedule import schedule
-from cotrain_compile.plan import Plan
+from cotrain_compile.plan import Lane, Plan
 from cotrain_compile.presets import find
 from cotrain_compile.tracing import trace_graph
 from tests.support.captured_steps import captured
@@ -116,7 +116,8 @@ def test_updates_that_run_as_captured_are_planned_as_such(tmp_path: Path) -> Non
         compile_step(step.step, step.dataflow, Options.parse({**options, "host_kernels": kernels}))
         for kernels in ("fused", "captured")
     )
-    assert own.plan.predicted.makespan_s > fused.plan.predicted.makespan_s
+    # In so small a step what Python takes to start the tasks hides the updates.
+    assert own.plan.predicted.busy_s(Lane.HOST) > fused.plan.predicted.busy_s(Lane.HOST)
     assert [note for note in own.plan.notes if "op by op, as host_kernels asks" in note]
     files.save(step.dataflow, tmp_path / "step.json")
     files.save(own.plan, tmp_path / "plan.json")
