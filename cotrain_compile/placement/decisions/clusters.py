@@ -78,8 +78,9 @@ class ParamCluster:
 class Again:
     """The least that it takes to make activations again: `seconds` of the device.
 
-    They are missing in buckets `first` to `last`; the work is done by the end of bucket `by`. What
-    they are made of can be on its way from bucket `source` on, in place of what they are.
+    They are missing in buckets `first` to `last`; the work is done by the end of bucket `by`, with
+    `network_s` of the network where they are parameters gathered again. What they are made of can
+    be on its way from bucket `source` on, in place of what they are.
     """
 
     seconds: float
@@ -87,6 +88,7 @@ class Again:
     last: int
     by: int
     source: int
+    network_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -116,6 +116,15 @@ class DeviceWork:
 
 
 @dataclass(frozen=True)
+class Exchanged:
+    """Seconds on the network, that begin in bucket `begun` and are over in bucket `awaited`."""
+
+    seconds: float
+    begun: int
+    awaited: int
+
+
+@dataclass(frozen=True)
 class Update:
     """The updates of a cluster on the processor of `tier`, possible when `released` is over.
 
@@ -138,12 +147,16 @@ class Update:
 
 @dataclass(frozen=True)
 class Effect:
-    """All that one strategy of one cluster does in a step; `host_bytes` as if all at once."""
+    """All that one strategy of one cluster does in a step; `host_bytes` as if all at once.
+
+    `exchanges` are those beside the step's own.
+    """
 
     holds: tuple[Hold, ...] = ()
     moved: tuple[Demand, ...] = ()
     rooms: tuple[MemoryLedger, ...] = ()
     device_work: tuple[DeviceWork, ...] = ()
+    exchanges: tuple[Exchanged, ...] = ()
     update: Update | None = None
     host_bytes: int = 0
 

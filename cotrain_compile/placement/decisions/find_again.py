@@ -22,7 +22,7 @@ def least_again(step: BucketedStep) -> Mapping[str, Again]:
     """By buffer, when it is missing at the longest if it is made again, and its op's seconds.
 
     It is gone after its last use in the forward, and is made again by its first use outside. What
-    is gathered again takes the network, too, which is not counted: for a bound that is no less.
+    is gathered again takes the network, too, whenever that suits best before.
     """
     may = recomputable(step.dataflow)
     charges = _Charges(step, may | gathered(step.dataflow).keys(), may)
@@ -34,7 +34,8 @@ def least_again(step: BucketedStep) -> Mapping[str, Again]:
             whole = step.apart(first - 1, by)
             source = charges.source(name) if whole else None
             seconds = charges.with_sources_s(name) if whole else charges.own_s(name)
-            found[name] = Again(seconds, first, by, by, first - 1 if source is None else source)
+            source = first - 1 if source is None else source
+            found[name] = Again(seconds, first, by, by, source, charges.network_s(name))
     return found
 
 
@@ -54,6 +55,12 @@ class _Charges:
     def own_s(self, name: str) -> float:
         """As if all that its op reads were there."""
         return self._share(name, self._step.problem.costs.device_s[self._maker[name].name])
+
+    def network_s(self, name: str) -> float:
+        """What the network takes, where it is gathered; nothing for what is made on the device."""
+        return self._share(
+            name, self._step.problem.costs.network_s.get(self._maker[name].name, 0.0)
+        )
 
     def with_sources_s(self, name: str) -> float:
         """With what else is made again for it at the least."""

@@ -76,13 +76,17 @@ def activation_clusters(
 
 def _about(again: Again, buffer: Buffer) -> tuple[int, ...]:
     """Equal for what is missing in the same buckets and takes about as long for each byte."""
-    rate = again.seconds / max(1, buffer.nbytes)
-    return again.first, again.last, again.by, again.source, round(4 * log2(rate + 1e-18))
+    rates = (seconds / max(1, buffer.nbytes) for seconds in (again.seconds, again.network_s))
+    about = (round(4 * log2(rate + 1e-18)) for rate in rates)
+    return again.first, again.last, again.by, again.source, *about
 
 
 def _least(part: Sequence[Buffer], again: Mapping[str, Again]) -> Again:
-    rate = min(again[b.name].seconds / max(1, b.nbytes) for b in part)
-    return replace(again[part[0].name], seconds=rate * sum(b.nbytes for b in part))
+    """What it takes where each byte takes as little as that of the buffer that takes least."""
+    nbytes = sum(b.nbytes for b in part)
+    device = min(again[b.name].seconds / max(1, b.nbytes) for b in part)
+    network = min(again[b.name].network_s / max(1, b.nbytes) for b in part)
+    return replace(again[part[0].name], seconds=device * nbytes, network_s=network * nbytes)
 
 
 def _leaving(

@@ -1,7 +1,7 @@
 """Network: what the exchanges of a step take, by bucket: fixed work on a lane of its own.
 
-In: a `BucketedStep`. Out: a `Network`, which the program and the bound count beside what is decided
-(`milp/time.py`). Nothing where the machine has no network, or the step no exchange.
+In: a `BucketedStep`. Out: a `NetworkWork`, which the program and the bound count beside what is
+decided (`milp/time.py`). Nothing where the machine has no network, or the step no exchange.
 """
 
 from __future__ import annotations
@@ -11,21 +11,13 @@ from dataclasses import dataclass, replace
 
 from cotrain_compile.dataflow import Op
 from cotrain_compile.placement.decisions.bucketed_step import BucketedStep
+from cotrain_compile.placement.decisions.effects import Exchanged
 from cotrain_compile.placement.schedule.exchanges import (
     chain_of,
     is_shifted,
     loosest,
     shifted_along,
 )
-
-
-@dataclass(frozen=True)
-class Exchanged:
-    """Seconds on the network, that begin in bucket `begun` and are over in bucket `awaited`."""
-
-    seconds: float
-    begun: int
-    awaited: int
 
 
 @dataclass(frozen=True)

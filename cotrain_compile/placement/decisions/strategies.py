@@ -19,6 +19,7 @@ from cotrain_compile.placement.decisions.effects import (
     Demand,
     DeviceWork,
     Effect,
+    Exchanged,
     Flow,
     Hold,
     MemoryLedger,
@@ -307,8 +308,11 @@ class MadeAgain(Stays):
         again = cluster.again
         assert again is not None
         missing = Hold(-cluster.nbytes, again.first, again.last)
+        gathered = (Exchanged(again.network_s, 0, again.by),) if again.network_s else ()
         return Effect(
-            holds=(missing,), device_work=(DeviceWork(again.seconds, again.by, earlier=True),)
+            holds=(missing,),
+            device_work=(DeviceWork(again.seconds, again.by, earlier=True),),
+            exchanges=gathered,
         )
 
 

@@ -5,6 +5,9 @@ In: a `Model` with its `Flows`. Out: constraints on the buckets' lengths, in mil
 
 from __future__ import annotations
 
+from operator import attrgetter
+from typing import Any
+
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.decisions.effects import Flow
 from cotrain_compile.placement.milp.flows import Flows
@@ -90,7 +93,8 @@ def _add_network(model: Model) -> None:
     """Exchanges take turns on the network, each between where it begins and where it is awaited.
 
     Relaxed: between where any plan may begin and await it. Careful: where the step does, and a
-    bucket takes its own ops with the exchanges that they wait for.
+    bucket takes its own ops with the exchanges that they wait for. What is gathered again by
+    decision is among them, in the relaxed version from the beginning of the step on.
     """
     work = model.space.network
     if not work.exchanges:
@@ -98,9 +102,24 @@ def _add_network(model: Model) -> None:
     sent = Total("network", model)
     exchanges = work.loose if model.relaxed else work.exchanges
     least_s = work.loose_s if model.relaxed else work.least_s
+    asked = [
+        (each, 1e3 * each.seconds * option.z)
+        for option in model.options
+        for each in option.effect.exchanges
+    ]
+    begun = by_bucket((0 if model.relaxed else each.begun, ms) for each, ms in asked)
+    awaited = by_bucket((each.awaited, ms) for each, ms in asked)
+    begun_ms: Any = 0.0  # of what is decided
+    awaited_ms: Any = 0.0
     for k, (length, least) in enumerate(zip(model.length, least_s, strict=True)):
-        model.add(sent.by(k) <= 1e3 * sum(e.seconds for e in exchanges if e.begun <= k))
-        model.add(sent.by(k) >= 1e3 * sum(e.seconds for e in exchanges if e.awaited <= k))
+        begun_ms = model.running(begun_ms + begun[k]) if k in begun else begun_ms
+        awaited_ms = model.running(awaited_ms + awaited[k]) if k in awaited else awaited_ms
+        fixed_begun, fixed_awaited = (
+            1e3 * sum(each.seconds for each in exchanges if bucket(each) <= k)
+            for bucket in (attrgetter("begun"), attrgetter("awaited"))
+        )
+        model.add(sent.by(k) <= fixed_begun + begun_ms)
+        model.add(sent.by(k) >= fixed_awaited + awaited_ms)
         model.add(sent.within(k) <= length)
         model.add(length >= 1e3 * least)
 

@@ -16,7 +16,11 @@ from cotrain_compile.extract.extract import extract
 from cotrain_compile.machine import Tier
 from cotrain_compile.passes.recompute_values import recompute_values
 from cotrain_compile.placement.check.check import check
+from cotrain_compile.placement.decisions.find_decisions import decision_space
 from cotrain_compile.placement.milp.bound import certified_bound_s
+from cotrain_compile.placement.milp.model import MIB
+from cotrain_compile.placement.milp.program import Program
+from cotrain_compile.placement.milp.solvers import solve_program
 from cotrain_compile.placement.policies import resident
 from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.recompute.gather_again import gathered
@@ -143,6 +147,20 @@ def test_the_planner_gathers_again_where_memory_is_short(problem: Problem) -> No
         asked, "highs", time_limit_s=30.0, seed=0, cyclic=False, recompute=True
     )
     assert 0 < bound_s <= plan.predicted.makespan_s * (1 + 1e-6)
+
+
+def test_the_bound_has_the_network_of_what_must_be_gathered_again(problem: Problem) -> None:
+    """With no host to send anything to, a weight at least is gathered twice over a slow network."""
+    slow = formulate(problem.dataflow, find("8xh100 link=1GB network=5GB"), PLENTY)
+    again, network_s = gathered(slow.dataflow), slow.costs.network_s
+    budget = int(1.02 * peak(gathering_again(slow)))
+    assert peak(at_once(slow)) - budget > slow.dataflow.buffer[next(iter(again))].nbytes
+    tight = replace(slow, budgets={Tier.DEVICE: budget, Tier.HOST: 0})
+    space = decision_space(tight, at_peaks=True, everything=True, recompute=True)
+    program = Program(space, budget / MIB, 0.0, relaxed=True)
+    solution = solve_program(program, "highs", time_limit_s=30.0, gap=1e-3, seed=0)
+    twice_s = min(network_s[op.name] for op in again.values())
+    assert solution.bound_s >= sum(network_s.values()) + twice_s
 
 
 def test_without_one_plan_for_all_ranks_nothing_is_gathered_again(problem: Problem) -> None:
