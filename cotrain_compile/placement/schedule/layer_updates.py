@@ -45,13 +45,18 @@ def joined(updates: Sequence[DeviceUpdate]) -> list[DeviceUpdate]:
 
 
 def _one(updates: Sequence[DeviceUpdate]) -> DeviceUpdate:
-    """They run one after the other, so that what each takes inside is there once."""
+    """They run one after the other, so that what each takes inside is there once.
+
+    States come before gradients that were away, as in the fetches of a single update: those are
+    fetched when they have left.
+    """
+    fetches = [fetch for update in updates for fetch in update.fetches]
     return DeviceUpdate(
         params=tuple(param for update in updates for param in update.params),
         ops=tuple(dict.fromkeys(name for update in updates for name in update.ops)),
         earliest=updates[0].earliest,
         limit=updates[0].limit,
-        fetches=tuple(fetch for update in updates for fetch in update.fetches),
+        fetches=tuple(sorted(fetches, key=lambda fetch: bool(fetch.after))),
         stores=tuple(name for update in updates for name in update.stores),
         gradient_bytes=sum(update.gradient_bytes for update in updates),
         weight_bytes=sum(update.weight_bytes for update in updates),
