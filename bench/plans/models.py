@@ -237,8 +237,8 @@ def checkpointed(build: Callable[[], Job], every: int) -> Callable[[], Job]:
         step, arguments = build()
         cells: tuple[Any, ...] = getattr(step, "__closure__", None) or ()
         (model,) = (c.cell_contents for c in cells if isinstance(c.cell_contents, nn.Module))
-        lists = (m for m in model.modules() if isinstance(m, nn.ModuleList))
-        for layer in list(max(lists, key=len))[::every]:
+        lists = [[*m] for m in model.modules() if isinstance(m, nn.ModuleList)]
+        for layer in max(lists, key=len)[::every]:
             layer.forward = _again(layer.forward)
         return step, arguments
 

@@ -196,9 +196,10 @@ def blocks_s(problem: Problem) -> float | None:
             continue
         choice = interleaved(dataflow, may, swapped, again)
         for states in STATES:
-            own = {"recomputed": tuple(choice.recomputed), "away": tuple(choice.away)}
             with suppress(PlacementError):
-                plan = schedule(problem, replace(rule(states)(dataflow), **own))
+                placement = rule(states)(dataflow)
+                made_again, away = tuple(choice.recomputed), tuple(choice.away)
+                plan = schedule(problem, replace(placement, recomputed=made_again, away=away))
                 check(problem, plan)
                 found.append(plan.predicted.makespan_s)
     return min(found, default=None)

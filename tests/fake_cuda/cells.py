@@ -18,6 +18,7 @@ from torch import fx
 
 from cotrain_compile import capture
 from cotrain_compile.backends.inductor.lower import segments_of
+from cotrain_compile.capture.aten.aot import to_aten
 from cotrain_compile.capture.offline.only_trace import Traced
 from cotrain_compile.dataflow import Dataflow, Phase, Role
 from cotrain_compile.errors import PlacementError
@@ -123,17 +124,15 @@ def traced(cell: Cell, kernels: Sequence[str]) -> Mapping[str, StepGraph | Excep
     Dynamo traces it once; its graph is lowered to ATen, where the kernel is chosen, once for each.
     """
     found: dict[str, StepGraph | Exception] = {}
-    lowered = capture.to_aten
 
     def lower_for_each(*arguments: Any) -> Callable[..., Any]:
         for kernel in kernels:
             choose_attention(kernel)
             try:
-                lowered(*arguments)
-            except Traced as trace:
-                found[kernel], last = trace.step, trace
+                to_aten(*arguments)
             except Exception as error:
-                found[kernel], last = error, error
+                found[kernel] = error.step if isinstance(error, Traced) else error
+                last = error
         raise last
 
     torch._dynamo.reset()

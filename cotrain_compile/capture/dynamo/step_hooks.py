@@ -17,8 +17,9 @@ from typing import Any, NoReturn
 
 import torch
 from torch._dynamo.guards import GuardBuilder, install_guard
-from torch._dynamo.source import AttrSource, DictGetItemSource, Source
+from torch._dynamo.source import AttrSource, DictGetItemSource
 from torch._dynamo.variables.base import VariableTracker
+from torch._guards import Source
 from torch.optim import optimizer as torch_optimizer
 
 _OWN_BEFORE, _OWN_AFTER = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"

@@ -57,7 +57,7 @@ class MemoryLedger:
 
     def free_now(self, gap: int, reserved_bytes: int) -> int:
         """How much more fits around the op after `gap`, with `reserved_bytes` in gaps."""
-        gaps = max(self.gap_bytes[gap : gap + 2].tolist()) + reserved_bytes
+        gaps: int = max(self.gap_bytes[gap : gap + 2].tolist()) + reserved_bytes
         return self.budget_bytes - self.held_bytes - max(int(self.slot_bytes[gap]), gaps)
 
     def fits_before(self, gap: int, last_gap: int, nbytes: int) -> bool:

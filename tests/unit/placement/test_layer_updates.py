@@ -11,7 +11,8 @@ from cotrain_compile.machine import Tier
 from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.policies import streamed
 from cotrain_compile.placement.problem import formulate
-from cotrain_compile.placement.schedule.schedule import Tactics, draft, finished
+from cotrain_compile.placement.schedule.list_scheduler import Tactics
+from cotrain_compile.placement.schedule.schedule import draft, finished
 from cotrain_compile.plan import Transfer
 from cotrain_compile.presets import find
 

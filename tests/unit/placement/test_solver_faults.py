@@ -66,11 +66,14 @@ def rounding(*, relaxed: bool = False) -> Program:
     return Program(space, mib[0], mib[1], relaxed=relaxed, whole=False, large_bytes=1.0)
 
 
+def solved(program: Program, known_s: float = math.inf) -> Solution:
+    return solve_program(program, "highs", time_limit_s=10.0, gap=0.0, seed=0, known_s=known_s)
+
+
 def test_a_relaxation_is_not_rounded_where_something_as_fast_is_known() -> None:
-    limits = {"time_limit_s": 10.0, "gap": 0.0, "seed": 0}
-    full = solve_program(rounding(), "highs", **limits)
+    full = solved(rounding())
     assert full.decisions is not None
-    left = solve_program(rounding(), "highs", **limits, known_s=0.5 * full.bound_s)
+    left = solved(rounding(), known_s=0.5 * full.bound_s)
     assert left.decisions is None
     assert left.claim_s == pytest.approx(full.bound_s)
 
@@ -80,8 +83,7 @@ def test_the_relaxation_bounds_a_program_that_nothing_more_is_found_for(
     monkeypatch: pytest.MonkeyPatch, relaxed: bool
 ) -> None:
     """A relaxation that was solved says what nothing is faster than, also where time ends then."""
-    limits = {"time_limit_s": 10.0, "gap": 0.0, "seed": 0}
-    full = solve_program(rounding(relaxed=relaxed), "highs", **limits)
+    full = solved(rounding(relaxed=relaxed))
     run = solvers._run_highs
 
     def only_relaxations(program: Program, *arguments: Any, whole: bool = True) -> Any:
@@ -92,7 +94,7 @@ def test_the_relaxation_bounds_a_program_that_nothing_more_is_found_for(
         return SimpleNamespace(**status, getInfo=lambda: SimpleNamespace(mip_dual_bound=-math.inf))
 
     monkeypatch.setattr(solvers, "_run_highs", only_relaxations)
-    cut_short = solve_program(rounding(relaxed=relaxed), "highs", **limits)
+    cut_short = solved(rounding(relaxed=relaxed))
     assert cut_short.decisions is None
     assert 0 < cut_short.claim_s <= full.bound_s * (1 + 1e-6)
 
