@@ -55,11 +55,12 @@ class Call:
     it writes, `updates` says whether one of them is a parameter, state or kept gradient,
     `overwrites_input` whether all it does is to write one of the inputs. Of the memory of its
     result, `is_new` says whether it is new, `may_be_spare` whether it may be larger than the
-    result. `items` has, of a segment, the nodes that take out its results, with their places among
-    them. `last_readers` has the node that takes out each of several results last, `takes` the node
-    whose result at an index nobody takes out after this one; `done_with` are the values that nobody
-    needs after it. `exchanges` says whether it begins an exchange between ranks, `awaits` which one
-    it waits for.
+    result, and `traced_bytes` how large it is in the trace (0 where sizes are dynamic). `items`
+    has, of a segment, the nodes that take out its results, with their places among them.
+    `last_readers` has the node that takes out each of several results last, `takes` the node whose
+    result at an index nobody takes out after this one; `done_with` are the values that nobody needs
+    after it. `exchanges` says whether it begins an exchange between ranks, `awaits` which one it
+    waits for.
     """
 
     node: fx.Node
@@ -69,12 +70,19 @@ class Call:
     overwrites_input: bool
     is_new: bool
     may_be_spare: bool
+    traced_bytes: int
     items: Sequence[tuple[fx.Node, int]]
     last_readers: Mapping[Any, fx.Node]
     takes: tuple[fx.Node, Any] | None
     done_with: Sequence[fx.Node]
     exchanges: bool
     awaits: fx.Node | None
+
+
+def _traced_bytes(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    nbytes = value.untyped_storage().nbytes() if isinstance(value, torch.Tensor) else 0
+    return nbytes if isinstance(nbytes, int) else 0
 
 
 def calls_of(placed: StepGraph, more_writes: Mapping[fx.Node, Sequence[Write]]) -> list[Call]:
@@ -99,6 +107,7 @@ def calls_of(placed: StepGraph, more_writes: Mapping[fx.Node, Sequence[Write]]) 
                 is_new=view is None and not shows_argument,
                 # An op may leave a small result in a large storage.
                 may_be_spare=not shows_argument and isinstance(node.target, torch._ops.OpOverload),
+                traced_bytes=_traced_bytes(node),
                 items=[(user, user.args[1]) for user in node.users] if is_segment else (),
                 last_readers={} if is_segment else readers.get(node, {}),
                 takes=_takes(node, readers),

@@ -165,7 +165,12 @@ class EagerProgram:
             if call.node.stack_trace:
                 error.add_note(f"in {call.node.name}, which comes from\n{call.node.stack_trace}")
             raise
-        return _without_spare_storage(result) if call.may_be_spare else result
+        if not call.may_be_spare:
+            return result
+        own = _without_spare_storage(result, call.traced_bytes)
+        if own is not result and self._counts:
+            self._device.meter.track(own, Tier.DEVICE, call.node.name)
+        return own
 
     def _carry_out(self, node: fx.Node) -> Any:
         value, target = self.env.__getitem__, node.target
@@ -206,12 +211,19 @@ def _exchanges(
             yield Span(Lane.NETWORK, exchange_of(call.node.name), start_s, free_s)
 
 
-def _without_spare_storage(result: Any) -> Any:
-    """`result`, moved to a storage of its own size where the op left it in a larger one.
+def _without_spare_storage(result: Any, traced_bytes: int) -> Any:
+    """`result`, moved to a storage of its own size where the op left it in one larger than traced.
 
     Some kernels return a reduced value in the storage of what they reduced (`mse_loss` on the CPU):
-    a scalar would keep megabytes alive that no plan knows of.
+    a scalar would keep megabytes alive that no plan knows of. Its strides stay, also with gaps
+    between elements: they are those that the ops behind it were traced with.
     """
     if not isinstance(result, torch.Tensor):
         return result
-    return result.clone() if result.untyped_storage().nbytes() > result.nbytes else result
+    found_bytes = result.untyped_storage().nbytes()
+    if found_bytes <= result.nbytes or found_bytes <= traced_bytes:
+        return result
+    own = torch.empty_strided(
+        result.shape, result.stride(), dtype=result.dtype, device=result.device
+    )
+    return own.copy_(result) if own.untyped_storage().nbytes() < found_bytes else result

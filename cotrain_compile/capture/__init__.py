@@ -154,9 +154,13 @@ def _step_graph(
     named = tuple(
         replace(item, node=node.name) for node, item in zip(placeholders, inputs, strict=True)
     )
-    for node, item, value in zip(placeholders, inputs, parts.values, strict=True):
-        if item.role in PERSISTENT_ROLES and isinstance(value, torch.Tensor):
-            _with_whole_storage(node.meta["val"], value)
+    enlarged = [
+        _with_whole_storage(node.meta["val"], value)
+        for node, item, value in zip(placeholders, inputs, parts.values, strict=True)
+        if item.role in PERSISTENT_ROLES and isinstance(value, torch.Tensor)
+    ]
+    if any(enlarged):
+        use_kernel_values(module.graph)
     names = {id(value): item.name for value, item in zip(parts.whole, inputs, strict=True)}
     rules = {
         names[id(param)]: OptimizerRule(
@@ -170,14 +174,16 @@ def _step_graph(
     return StepGraph(module, named, phases(module.graph), _modules(module.graph), rules).verify()
 
 
-def _with_whole_storage(traced: torch.Tensor, value: torch.Tensor) -> None:
-    """Give a traced tensor a storage as large as the real one, of which it may be a part.
+def _with_whole_storage(traced: torch.Tensor, value: torch.Tensor) -> bool:
+    """Give a traced tensor a storage as large as the real one, if it is a part; whether it is.
 
     A trace has storages that just hold what is shown; what is alive on a tier is all of it.
     """
     shown, whole = traced.untyped_storage(), value.untyped_storage()
-    if isinstance(shown.nbytes(), int) and shown.nbytes() < whole.nbytes():
-        shown.resize_(whole.nbytes())
+    if not isinstance(shown.nbytes(), int) or shown.nbytes() >= whole.nbytes():
+        return False
+    shown.resize_(whole.nbytes())
+    return True
 
 
 def _modules(graph: fx.Graph) -> dict[str, str]:

@@ -6,8 +6,9 @@ in torch 2.11.0, 2.13.0 and 2.15.0:
 - Norms on the CPU with a bfloat16 or float16 input and float32 weights, as under autocast, return
   statistics in float32 and the input's gradient in the input's dtype. Fake tensors have the input's
   dtype for the former and, of a group norm, the weight's for the latter.
-- `aten.copy` into a view makes all of the storage that is viewed again. A fake tensor out of the
-  cache of its mode, which does not look at storages, has the part that is shown.
+- `aten.copy` into a view makes all of the storage that is viewed again, also where a parameter is
+  the view. A fake tensor out of the cache of its mode, which does not look at storages, has the
+  part that is shown.
 - The wait for a collective returns the memory that the collective has made. Its fake tensor is new.
 """
 
@@ -46,7 +47,8 @@ def use_kernel_values(graph: fx.Graph) -> None:
         if _is_op(node) and not corrected.isdisjoint(node.all_input_nodes):
             value = traced_again(node)
         value = _as_kernels_do(node, value)
-        shows_corrected = is_view(node) and value is not traced
+        may_show = is_view(node) or node.target is aten.copy.default
+        shows_corrected = may_show and value is not traced
         if shows_corrected or _copies_into_view(node) or _dtypes(value) != _dtypes(traced):
             node.meta["val"] = value
             corrected.add(node)
@@ -73,7 +75,10 @@ def _is_op(node: fx.Node) -> bool:
 
 
 def _copies_into_view(node: fx.Node) -> bool:
-    return node.target is aten.copy.default and is_view(node.all_input_nodes[0])
+    if node.target is not aten.copy.default:
+        return False
+    destination = node.all_input_nodes[0]
+    return is_view(destination) or destination.op == "placeholder"
 
 
 def _argument(node: fx.Node, position: int) -> Any:

@@ -9,8 +9,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor, nn
 
+import cotrain_compile
 from cotrain_compile.errors import PlanError
+from cotrain_compile.machine import Tier
 from tests.support.fuzz.fuzz_compare import Broken, Left, compare, distance, nudge
 from tests.support.fuzz.fuzz_edits import GRADIENT_EDITS, PARAMETER_EDITS, UPDATES
 from tests.support.fuzz.fuzz_layers import AGAIN, LAYERS
@@ -23,6 +26,7 @@ from tests.support.fuzz.fuzz_specs import (
     random_spec,
     shrunk,
 )
+from tests.support.steps import cotrain
 
 IN_CI = (*(pytest.param(seed, marks=pytest.mark.long) for seed in (0, 3, 6)), 4)
 WITHOUT_EDITS = (0, 6)  # of gradients and parameters, as the plain loops of most steps
@@ -200,6 +204,28 @@ def test_a_parameter_that_is_part_of_a_larger_storage_is_counted_whole() -> None
     """The meter counts storages, and `run` compares it with the plan."""
     spec = Spec(1, ModelSpec(("strided",)), options={**TIGHT, "policy": "resident"})
     assert run(spec).status == "equal"
+
+
+def test_new_values_of_a_parameter_with_gaps_take_what_was_predicted() -> None:
+    """Each is as large as the storage that the parameter is a part of, and keeps its strides."""
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(16, 32)[:, ::2])
+    optimizer = torch.optim.NAdam([weight], foreach=False)
+
+    def step(x: Tensor) -> None:
+        optimizer.zero_grad()
+        (x @ weight).square().mean().backward()
+        optimizer.step()
+        with torch.no_grad():
+            weight.mul_(0.9)
+
+    run = cotrain(policy="resident", host_kernels="captured")(step)
+    run(torch.ones(2, 16))
+    compiled = cotrain_compile.inspect(run)
+    assert compiled.measured is not None
+    found, planned = (t.peak_bytes[Tier.DEVICE] for t in (compiled.measured, compiled.predicted))
+    assert found == planned
+    assert weight.stride() == (32, 2)
 
 
 def test_a_view_of_a_gradient_that_is_no_longer_copied_shows_the_gradient() -> None:
