@@ -41,20 +41,22 @@ class Tail:
         """A step has returned that wrote `written`, all of which are in `tensors` by name."""
         self._written = [write for write in written if write.is_update]
         self._tensors = {w.name: weakref.ref(tensors[w.name]) for w in self._written}
-        if self._device.is_busy:
+        if self._device.is_busy or self._failed():
             _in_flight[id(self)] = self
 
     def wait(self) -> None:
         """Wait until all is done. Raises `StepFailed`, once, where something failed."""
         self._device.drain()
         _in_flight.pop(id(self), None)
-        failed = [task for task in self._device.tasks().values() if task.error is not None]
-        if failed:
+        if failed := self._failed():
             damage = damage_by(self._written, self._device.tasks())
             found = {name: self._tensors[name]() for name in damage.names}
             self._torn_by({name: t for name, t in found.items() if t is not None})
             said = damage.text("The step before")
             raise StepFailed(f"{failed[0].name} failed: {failed[0].error}. {said}")
+
+    def _failed(self) -> list[Any]:
+        return [task for task in self._device.tasks().values() if task.error is not None]
 
     def wait_quietly(self) -> None:
         """Wait until all is done; whether something failed is for `wait` to say."""

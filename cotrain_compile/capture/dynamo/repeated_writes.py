@@ -163,5 +163,5 @@ def _refuse(call: fx.Node) -> NoReturn:
         f"{user_line(call.meta.get('stack_trace')) or 'the step'}: a checkpoint writes a buffer, "
         "as BatchNorm does its statistics, and eager writes it again where it runs the checkpoint "
         "for the backward, which this graph cannot do at the same place; move what writes it out "
-        "of the checkpoint, or put it into eval()"
+        "of the checkpoint, or let its module be in evaluation mode"
     )

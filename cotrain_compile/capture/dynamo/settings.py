@@ -109,7 +109,8 @@ def _to_change(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
     A scheduler leaves `initial_lr` in each group, one that moves the momentum `max_momentum`. Of
     several groups some may have a rate of their own from the beginning.
     """
-    made_with = optimizer.defaults.get("lr")
+    # A wrapper that never calls `super().__init__()` has none.
+    made_with = getattr(optimizer, "defaults", {}).get("lr")
     have_moved = all(group.get("lr") != made_with for group in optimizer.param_groups)
     for group in optimizer.param_groups:
         if have_moved or "initial_lr" in group:

@@ -21,6 +21,7 @@ from torch._dynamo.utils import counters
 
 import cotrain_compile
 from cotrain_compile import files
+from cotrain_compile.backends.lifecycle.deferred import Tail
 from cotrain_compile.choose_plan import saved_plan
 from cotrain_compile.errors import PlanError, StepFailed
 from cotrain_compile.options import Options
@@ -166,7 +167,18 @@ def test_a_tail_that_fails_is_told_once_by_the_next_step(tmp_path: Path) -> None
     torch.testing.assert_close(training.tensors(), expected.tensors(), rtol=0, atol=0)
 
 
-def test_a_tail_that_fails_is_told_once_by_synchronize(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ends_before_its_step", [False, True])
+def test_a_tail_that_fails_is_told_once_by_synchronize(
+    ends_before_its_step: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if ends_before_its_step:
+        returns = Tail.step_returns
+
+        def when_all_is_done(tail: Tail, *arguments: Any) -> None:
+            tail.wait_quietly()
+            returns(tail, *arguments)
+
+        monkeypatch.setattr(Tail, "step_returns", when_all_is_done)
     training = make_training(tmp_path)
     run_steps(training, 1)
     with with_kernels(training.compiled, failing(FIRST)):
