@@ -30,6 +30,20 @@ class Found:
 
 FOUND = (
     Found(
+        "An overlapping update that failed before its step returned was told by the next step "
+        "alone, not by `synchronize()` nor when a `state_dict` was taken.",
+        "tests/graph/runtime/test_overlap_contract.py",
+    ),
+    Found(
+        "New values of a parameter with gaps between its elements lost its strides, and took "
+        "other memory than was predicted.",
+        "tests/graph/exactness/test_fuzz_steps.py",
+    ),
+    Found(
+        "Updates of a layer at one place, with gradients that had been away: a KeyError.",
+        "tests/unit/placement/test_layer_updates.py",
+    ),
+    Found(
         "A float64 parameter or state of no dimensions was not updated, without an error: Dynamo "
         "(torch 2.13) drops in-place ops on one when it traces again.",
         "tests/graph/capture/test_scalar_parameters.py",

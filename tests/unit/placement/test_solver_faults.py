@@ -220,4 +220,6 @@ def test_highs_without_a_bound_of_its_own_has_that_of_its_relaxation(
     plan = sound(solve(PROBLEM, SETTINGS))
     assert plan.report is not None
     assert plan.report.objective_s is not None
-    assert 0 < plan.report.bound_s <= plan.predicted.makespan_s
+    bound_s = plan.report.bound_s
+    assert bound_s is not None
+    assert 0 < bound_s <= plan.predicted.makespan_s
