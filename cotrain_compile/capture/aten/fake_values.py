@@ -78,7 +78,16 @@ def _copies_into_view(node: fx.Node) -> bool:
     if node.target is not aten.copy.default:
         return False
     destination = node.all_input_nodes[0]
-    return is_view(destination) or destination.op == "placeholder"
+    return is_view(destination) or _is_part_of_storage(destination)
+
+
+def _is_part_of_storage(node: fx.Node) -> bool:
+    """Whether `node` is an input in a storage larger than its elements, as far as is known."""
+    value = node.meta["val"] if node.op == "placeholder" else None
+    if not isinstance(value, torch.Tensor):
+        return False
+    sizes = value.untyped_storage().nbytes(), value.nbytes
+    return all(isinstance(nbytes, int) for nbytes in sizes) and sizes[0] > sizes[1]
 
 
 def _argument(node: fx.Node, position: int) -> Any:
