@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
-from cotrain_compile.backends.lifecycle.workspace import both
+from cotrain_compile.backends.lifecycle.workspace import both, of_convolutions
 from cotrain_compile.distribute.agree import ALONE, Overshoot, Together
 from cotrain_compile.errors import OutOfDeviceMemory, PlacementError
 from cotrain_compile.machine import Tier
@@ -181,7 +181,8 @@ class Rehearsed:
         """Device bytes and workspace of the plans to try next, the best first.
 
         The workspace was measured in the segments of one plan. The next plan is cut elsewhere, so
-        if it can it leaves a little room.
+        if it can it leaves a little room. Where all of it fits nowhere, convolutions may have taken
+        it alone: the next rehearsal tells.
         """
         planned_bytes = self._planned_bytes()
         over_bytes = worst.over_bytes
@@ -193,7 +194,10 @@ class Rehearsed:
             return for_less
         budget_bytes, known = self.compiled.allowed_bytes, both(self._workspace, worst.beyond)
         fitting = (int((1 - LEAST_STEP) * budget_bytes), budget_bytes)
-        return [*((nbytes, known) for nbytes in fitting), *for_less]
+        inside = [known]
+        if alone := of_convolutions(self.compiled.problem, worst.beyond):
+            inside.append(both(self._workspace, alone))
+        return [*((nbytes, each) for each in inside for nbytes in fitting), *for_less]
 
     def _planned_bytes(self) -> int:
         """What the plan needs, which is at most what it was allowed."""

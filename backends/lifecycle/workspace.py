@@ -52,3 +52,12 @@ def beyond_plan(
 def both(first: Mapping[str, int], more: Mapping[str, int]) -> Mapping[str, int]:
     """The workspace of a plan that had the `first`, and took `more` beyond that."""
     return {op: first.get(op, 0) + more.get(op, 0) for op in (*first, *more)}
+
+
+def of_convolutions(problem: Problem, workspace: Mapping[str, int]) -> Mapping[str, int]:
+    """What of `workspace` convolutions take, were it theirs alone in the calls that have some.
+
+    It is a guess, for where nothing fits that leaves room for all of it at each op of such a call.
+    """
+    names = {op.name for op in problem.dataflow.ops if _CONVOLUTION in op.target}
+    return {name: nbytes for name, nbytes in workspace.items() if name in names}

@@ -7,11 +7,11 @@ case. An op whose result shares memory in a way its schema does not declare is r
 from __future__ import annotations
 
 import operator
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
@@ -98,7 +98,7 @@ class _Namer:
     buffers: dict[str, Buffer] = field(default_factory=dict)
     buffer_of: dict[str, str] = field(default_factory=dict)
     symbols: dict[str, int] = field(default_factory=dict)
-    nbytes_expressions: dict[str, str] = field(default_factory=dict)
+    nbytes_expressions: dict[str, sympy.Expr] = field(default_factory=dict)
     _by_storage: dict[object, str] = field(default_factory=dict)
 
     def read(self, node: fx.Node) -> None:
@@ -200,18 +200,28 @@ class _Reader(_Namer):
     """Reads every op as well, with its flops and the bytes that it moves."""
 
     ops: list[Op] = field(default_factory=list)
-    flops_expressions: dict[str, str] = field(default_factory=dict)
-    moved_expressions: dict[str, str] = field(default_factory=dict)
+    flops_expressions: dict[str, sympy.Expr] = field(default_factory=dict)
+    moved_expressions: dict[str, sympy.Expr] = field(default_factory=dict)
 
     def expressions(self) -> SizeExpressions:
-        return SizeExpressions(
-            self.nbytes_expressions, self.flops_expressions, self.moved_expressions
-        )
+        """Sizes over the inputs' symbols alone: an input that is a view into something larger has
+        that one's size as its storage, which no input of the step tells."""
+        known = self.symbols.keys()
+
+        def over_inputs(table: Mapping[str, sympy.Expr]) -> dict[str, str]:
+            return {
+                name: str(expression)
+                for name, expression in table.items()
+                if {str(symbol) for symbol in expression.free_symbols} <= known
+            }
+
+        tables = (self.nbytes_expressions, self.flops_expressions, self.moved_expressions)
+        return SizeExpressions(*map(over_inputs, tables))
 
     def sizes(self) -> dict[str, int]:
         """The symbols that some size depends on: a count of steps in an int is none."""
         tables = (self.nbytes_expressions, self.flops_expressions, self.moved_expressions)
-        used = {name for t in tables for text in t.values() for name in re.findall(r"\w+", text)}
+        used = {str(s) for t in tables for e in t.values() for s in e.free_symbols}
         return {name: value for name, value in self.symbols.items() if name in used}
 
     def _scratch(self, node: fx.Node) -> Iterator[str]:
@@ -247,14 +257,14 @@ class _Reader(_Namer):
         return reads, writes
 
 
-def _integer(expressions: dict[str, str], name: str, size: Any) -> int:
+def _integer(expressions: dict[str, sympy.Expr], name: str, size: Any) -> int:
     """`size` as a number for the traced shapes; a symbolic one is noted under `name`."""
     if isinstance(size, int):
         return size
     # Sizes that the trace found equal (two inputs of one batch) are one symbol from then on.
     expression = size.node.shape_env.simplify(size.node.expr)
     if not expression.is_number:
-        expressions[name] = str(expression)
+        expressions[name] = expression
     return int(size.node.hint)
 
 

@@ -16,6 +16,13 @@ import torch
 
 _OPTIMIZERS = os.path.dirname(os.path.abspath(torch.optim.__file__))
 
+_LIGHTNING = (
+    "with manual optimization, compile a function of your own that calls the model, "
+    "loss.backward() in place of manual_backward(), and step() and zero_grad() of the "
+    "optimizer inside Lightning's wrapper, optimizer.optimizer; count its steps yourself, which "
+    "trainer.global_step and max_steps do not"
+)
+
 # By a part of the path of a file that the trace has gone through.
 _FRAMEWORKS = (
     (
@@ -30,12 +37,8 @@ _FRAMEWORKS = (
         "optimizer.optimizer.step() and optimizer.optimizer.zero_grad(), and "
         "fabric.clip_gradients(..., error_if_nonfinite=False)",
     ),
-    (
-        "/lightning/pytorch/",
-        "with manual optimization, compile a function of your own that calls the model, "
-        "loss.backward() in place of manual_backward(), and step() and zero_grad() of the "
-        "optimizer inside Lightning's wrapper, optimizer.optimizer",
-    ),
+    ("/lightning/pytorch/", _LIGHTNING),
+    ("/pytorch_lightning/", _LIGHTNING),
     (
         "torch/nn/modules/transformer.py",
         "say whether the mask is causal, so that nobody looks into it: is_causal=True (or False) "

@@ -88,9 +88,9 @@ class UNet(nn.Module):
 NETS = {"resnet": ResNet, "unet": UNet}
 
 
-def step_of(net: str) -> Step:
+def step_of(net: str, dtype: torch.dtype) -> Step:
     torch.manual_seed(0)
-    model = NETS[net]()
+    model = NETS[net]().to(dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     return make_step(model, [optimizer], lambda model, x: model(x).square().mean())
 
@@ -109,13 +109,13 @@ class Trained:
         return self.compiled.rehearsed_device_bytes
 
 
-def trained(net: str, **options: Any) -> Trained:
+def trained(net: str, dtype: torch.dtype = torch.float32, **options: Any) -> Trained:
     torch._dynamo.reset()
-    step = cotrain(lowering="inductor", time_limit=2, **options)(step_of(net))
+    step = cotrain(lowering="inductor", time_limit=2, **options)(step_of(net, dtype))
     torch.manual_seed(1)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        losses = [step(torch.randn(8, 3, 16, 16)).detach() for _ in range(STEPS)]
+        losses = [step(torch.randn(8, 3, 16, 16, dtype=dtype)).detach() for _ in range(STEPS)]
     again = sum("planned again" in str(warning.message) for warning in told)
     return Trained(cotrain_compile.inspect(step), losses, again)
 
@@ -132,10 +132,10 @@ def resident_unet() -> Trained:
         return trained("unet", policy="resident")
 
 
-def check_second_plan(net: str, resident: Trained) -> None:
+def check_second_plan(net: str, resident: Trained, most_again: int = 1) -> None:
     budget = int(0.62 * resident.rehearsed_bytes)
     placed = trained(net, memory_budget=budget)
-    assert placed.planned_again <= 1
+    assert placed.planned_again <= most_again
     assert placed.compiled.measured is not None
     assert placed.compiled.measured.peak_bytes[Tier.DEVICE] <= placed.rehearsed_bytes <= budget
     torch.testing.assert_close(placed.losses, resident.losses, rtol=1e-4, atol=1e-5)
@@ -157,9 +157,22 @@ def test_the_second_plan_of_a_resnet_holds() -> None:
 
 
 @pytest.mark.long
+def test_convolutions_in_float64_have_a_plan_that_holds() -> None:
+    """Each unfolds its input: two thirds of the budget, which no op beside it could spare too."""
+    with interpreted():
+        resident = trained("resnet", torch.float64, policy="resident")
+        budget = int(0.62 * resident.rehearsed_bytes)
+        placed = trained("resnet", torch.float64, memory_budget=budget)
+    assert placed.compiled.measured is not None
+    assert placed.compiled.measured.peak_bytes[Tier.DEVICE] <= placed.rehearsed_bytes <= budget
+    torch.testing.assert_close(placed.losses, resident.losses)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("net", NETS)
 def test_the_second_plan_of_compiled_segments_holds(net: str) -> None:
-    check_second_plan(net, trained(net, policy="resident"))
+    """Or the third, where the second is cut elsewhere: what is fused there takes other memory."""
+    check_second_plan(net, trained(net, policy="resident"), most_again=2)
 
 
 def test_what_a_segment_takes_beyond_the_plan_is_known_for_each_of_its_ops(

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 import cotrain_compile
 from cotrain_compile.errors import CaptureError
+from cotrain_compile.machine import Tier
 from cotrain_compile.plan import UpdateMode
 from tests.support.captured_steps import make_two_layers
 from tests.support.loops import EACH_POLICY
@@ -212,6 +213,26 @@ def test_a_plain_subclass_is_captured(
     ours = train(make_optimizer, cotrain(policy=policy))
     torch.testing.assert_close(ours, train(make_optimizer, lambda step: step))
     assert counters["stats"]["unique_graphs"] == graphs
+
+
+@pytest.mark.parametrize("share", [0.6, pytest.param(0.8, marks=pytest.mark.long)])
+def test_state_that_the_first_update_makes_is_placed_within_a_budget(share: float) -> None:
+    """What is made of a parameter outside of its update was once copied from the wrong tier."""
+    resident: list[Any] = []
+
+    def keep(step: Step) -> Step:
+        resident.append(cotrain(policy="resident")(step))
+        return resident[0]
+
+    expected = train(ThroughData, keep)
+    peak_bytes = cotrain_compile.inspect(resident[0]).predicted.peak_bytes[Tier.DEVICE]
+    torch._dynamo.reset()
+    budget = int(share * peak_bytes)
+    for policy in ("auto", "ilp"):
+        torch.testing.assert_close(
+            train(ThroughData, cotrain(policy=policy, memory_budget=budget)), expected
+        )
+        torch._dynamo.reset()
 
 
 def test_a_state_that_is_assigned_to_itself_is_updated_on_the_host() -> None:

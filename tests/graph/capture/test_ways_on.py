@@ -306,6 +306,15 @@ def test_lora_with_gradient_checkpointing_trains() -> None:
     train(adapters, lambda: model(input_ids=x, labels=x).loss)
 
 
+@pytest.mark.parametrize("package", ["pytorch_lightning", "lightning/pytorch"])
+def test_lightning_gets_its_recipe_under_both_of_its_names(package: str) -> None:
+    """Its manual_backward logs, which is what Dynamo stops at."""
+    stack = [FrameSummary(f"/site-packages/{package}/trainer/call.py", 210, "_call_callback_hooks")]
+    told = way_on(stack, "logging.Logger method not supported for non-export cases")
+    assert told is not None
+    assert "in place of manual_backward()" in told
+
+
 def test_the_way_on_for_a_covariance_is_to_write_it_out() -> None:
     what = "Data dependent operator (Operator `aten.equal.default` has a non-Tensor output)"
     told = way_on([], what, "train.py:3 in loss: `torch.cov(out.T).triu(1)`")
@@ -335,6 +344,5 @@ def test_a_flat_buffer_is_refused_and_trained_through_its_views() -> None:
 
     with pytest.raises(CaptureError, match=r"one flat buffer.*torch.func.functional_call"):
         torch.compile(step, backend="cotrain")()
-    model.zero_grad()
     whole = nn.Parameter(flat.clone())
     train([whole], lambda: torch.func.functional_call(model, views(whole), (x,)).square().mean())
