@@ -197,9 +197,11 @@ def fake_cuda_matrix(result: Result) -> str:
     precisions = list(dict.fromkeys(row["precision"] for row in result["rows"]))
     rows = [(p, *(_cells(result, p, policy) for policy in policies)) for p in precisions]
     failed = "".join(f"- failed: {row['name']}\n" for row in result["failed"])
+    cells, product = result["cells"], result["cells_of_the_product"]
+    which = f"All {cells}" if cells == product else f"{cells} of the {product}"
+    chosen = "" if cells == product else ", chosen so that each pair of two of them is there"
     told = (
-        f"{result['cells']} of the {result['cells_of_the_product']} cells of optimizer, precision, "
-        "attention, micro-batches and policy, chosen so that each pair of two of them is there: "
+        f"{which} cells of optimizer, precision, attention, micro-batches and policy{chosen}: "
         "traced, planned, checked, rewritten and cut into segments on a card that is not there. "
         "Refused is an optimizer that makes its state in its first step, under `GradScaler`.\n"
     )

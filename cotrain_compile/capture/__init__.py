@@ -29,7 +29,11 @@ from cotrain_compile.capture.aten.aot import (
 from cotrain_compile.capture.aten.fake_values import use_kernel_values
 from cotrain_compile.capture.aten.prepare import prepare
 from cotrain_compile.capture.dynamo.as_eager import do_as_eager
-from cotrain_compile.capture.dynamo.data_sizes import refuse_checks_of_data, refuse_sizes_from_data
+from cotrain_compile.capture.dynamo.data_sizes import (
+    refuse_checks_of_data,
+    refuse_linear_algebra_that_raises,
+    refuse_sizes_from_data,
+)
 from cotrain_compile.capture.dynamo.data_writes import hide_writes_by_aliases, refuse_shared_data
 from cotrain_compile.capture.dynamo.gradient_hooks import can_be_traced
 from cotrain_compile.capture.dynamo.hook import install
@@ -72,6 +76,7 @@ def capture(
     session.trace_ended()
     session.graph_was_compiled = True
     refuse_sizes_from_data(module)
+    refuse_linear_algebra_that_raises(module)
     do_as_eager(module)
     params = params_with_gradient(module, example_inputs)
     if not can_be_traced():

@@ -9,12 +9,21 @@ nodes, the op `with_effects` by which AOTAutograd keeps such a check. Tried on t
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from cotrain_compile.errors import CaptureError
 from cotrain_compile.user_lines import user_line
+
+# What raises for a singular matrix, by its names in a graph of Dynamo's: the one that does not is
+# called the same, with `_ex`.
+_RAISING = {
+    **{name: name for name in ("solve", "inv", "cholesky", "ldl_factor", "lu_factor")},
+    "inverse": "inv",
+}
 
 
 def refuse_sizes_from_data(module: fx.GraphModule) -> None:
@@ -30,6 +39,17 @@ def refuse_sizes_from_data(module: fx.GraphModule) -> None:
             )
 
 
+def refuse_linear_algebra_that_raises(module: fx.GraphModule) -> None:
+    """Raise `CaptureError` for the first op that raises in eager where a matrix is singular.
+
+    From torch 2.13 on `refuse_checks_of_data` would see it; before, AOTAutograd drops the check.
+    """
+    for node in module.graph.nodes:
+        name = getattr(node.target, "__name__", str(node.target)).removeprefix("linalg_")
+        if node.op in ("call_function", "call_method") and (called := _RAISING.get(name)):
+            _refuse_check(called, f"{_line_of(node)}: ")
+
+
 def refuse_checks_of_data(graph: fx.Graph) -> None:
     """Raise `CaptureError` for the first op of an ATen graph that may raise by what data says."""
     for node in graph.nodes:
@@ -39,15 +59,19 @@ def refuse_checks_of_data(graph: fx.Graph) -> None:
         called = next((arg for arg in rest if isinstance(arg, str)), "").rpartition(".")[2]
         where = f"{_line_of(node)}: " if node.meta.get("stack_trace") else ""
         if hasattr(torch.linalg, f"{called}_ex"):
-            raise CaptureError(
-                f"{where}torch.linalg.{called} looks at its result to raise an error, which a "
-                f"captured step cannot. Use torch.linalg.{called}_ex(...)[0], which does not look "
-                "(info, the last that it returns, says after the step whether it went well)"
-            )
+            _refuse_check(called, where)
         raise CaptureError(
             f"{where}{op} acts on something other than tensors, which a captured step cannot. "
             "Move it out of the step"
         )
+
+
+def _refuse_check(called: str, where: str) -> NoReturn:
+    raise CaptureError(
+        f"{where}torch.linalg.{called} looks at its result to raise an error, which a "
+        f"captured step cannot. Use torch.linalg.{called}_ex(...)[0], which does not look "
+        "(info, the last that it returns, says after the step whether it went well)"
+    )
 
 
 def _line_of(node: fx.Node) -> str:

@@ -19,7 +19,7 @@ from cotrain_compile.user_lines import INSTALLED, in_library
 _ALIKE = 0.9
 
 # What torch says of tensors on different devices.
-_BESIDE_META = re.compile(r"same device\b.*\bmeta\b(?!-)")
+_BESIDE_META = re.compile(r"(?:same device|different devices)\b.*\bmeta\b(?!-)")
 
 # What torch says of an op on DTensors for which it has no rule, and of one on some beside others.
 _NO_RULE = re.compile(r"Sharding propagation failed for (?:Op\(op=)?([\w.]+)")

@@ -29,12 +29,15 @@ from torch._dynamo.variables.tensor import TensorVariable
 
 from cotrain_compile.capture.dynamo.data_writes import CopiedData, can_be_copied, copy_data
 
-# What traces `setattr` has a class of its own from some torch between 2.11 and 2.13 on.
+# What traces `setattr` has a class of its own from some torch between 2.11 and 2.13 on. Before, it
+# is remembered as bound when it was first called, in this table.
+_HAS_CLASS = hasattr(builtin, "SetAttrBuiltinVariable")
 _SETATTR: tuple[Any, str] = (
     (builtin.SetAttrBuiltinVariable, "_call_setattr")
-    if hasattr(builtin, "SetAttrBuiltinVariable")
+    if _HAS_CLASS
     else (builtin.BuiltinVariable, "call_setattr")
 )
+_REMEMBERED = "call_function_handler_cache"
 
 # Other versions of torch may not have it; `gradient_hooks` asks, too.
 _COLLECT = "_collect_backward_inputs"
@@ -55,6 +58,8 @@ def leaves_traced(made: set[fx.Node], copied: list[CopiedData]) -> Iterator[None
         owner, name = _SETATTR
         assign = _assign_attribute(copied, getattr(owner, name))
         stack.enter_context(mock.patch.object(owner, name, assign))
+        if not _HAS_CLASS:
+            stack.enter_context(mock.patch.object(owner, _REMEMBERED, {}))
         yield
 
 
