@@ -4,9 +4,10 @@ Two processes with gloo train an MLP whose exchanges take about as long as its c
 network of their own (a network namespace whose loopback sends `--rate`), which every way to train
 shares: `DistributedDataParallel` in eager, compiled with its waits as planned, and compiled with
 every exchange awaited at once; `fully_shard` in eager, in eager with `CPUOffloadPolicy`, and
-compiled in the same two ways. All take turns, step by step; what is said are medians. The
-prediction is that of the plan with the network as calibrated there, and with what ops took where
-every exchange is awaited at once. It needs root, `unshare`, `ip` and `tc`.
+compiled in the same two ways; and DeepSpeed's ZeRO-2 with the optimizer's state on the host, where
+it is installed. All take turns, step by step; what is said are medians. The prediction is that of
+the plan with the network as calibrated there, and with what ops took where every exchange is
+awaited at once. It needs root, `unshare`, `ip` and `tc`.
 
     python -m bench.runtime.several_ranks -o bench/results/several_ranks.json
 """
@@ -14,6 +15,7 @@ every exchange is awaited at once. It needs root, `unshare`, `ip` and `tc`.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import statistics
@@ -101,6 +103,41 @@ def step_of(model: nn.Module) -> Step:
     return step
 
 
+def deepspeed_step() -> Step:
+    """DeepSpeed's engine: gradients and states in parts, states and their update on the host."""
+    rank = str(dist.get_rank())
+    os.environ |= {
+        "DS_ACCELERATOR": "cpu",
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": str(RANKS),
+        "LOCAL_SIZE": str(RANKS),
+    }
+    deepspeed = importlib.import_module("deepspeed")
+    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
+    model = net()
+    config = {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,  # it has no SGD of its own
+        "zero_optimization": {
+            "stage": 2,
+            "overlap_comm": True,
+            "offload_optimizer": {"device": "cpu", "pin_memory": False},
+        },
+    }
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+
+    def step(x: Tensor) -> Tensor:
+        loss = F.mse_loss(engine(x), x)
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
+    return step
+
+
 def compiled(model: nn.Module, machine: Path) -> Step:
     """Everything on the device; a copy over an emulated link would take the cores."""
     options = {"quiet": True, "policy": "resident", "poison": False, "machine": str(machine)}
@@ -134,6 +171,7 @@ def ways(machine: Path) -> dict[str, Way]:
             lambda: step_of(sharded(CPUOffloadPolicy())),
             nullcontext,
         ),
+        "DeepSpeed ZeRO-2 with CPU offload, eager": (deepspeed_step, nullcontext),
         SHARDED: (lambda: compiled(sharded(), machine), nullcontext),
         SHARDED_AT_ONCE: (lambda: compiled(sharded(), machine), at_once),
     }
@@ -182,7 +220,7 @@ def _first_steps(of_way: Mapping[str, Way]) -> tuple[dict[str, Step], dict[str, 
             with within():
                 step = make()
                 step(_batch())
-        except (RuntimeError, ValueError, NotImplementedError) as error:
+        except (ImportError, RuntimeError, ValueError, NotImplementedError) as error:
             failed[way] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
         else:
             steps[way] = step
