@@ -71,13 +71,13 @@ def load(path: str | os.PathLike[str], type_: type[T]) -> T:
     Raises FormatError when the file is anything else than a whole document of that type and
     version, OSError when it cannot be read.
     """
-    return from_json(_text(path, f"{_kind(type_)} file"), type_, where=str(path))
+    return from_json(read_text(path, f"{_kind(type_)} file"), type_, where=str(path))
 
 
 def kind_of(path: str | os.PathLike[str]) -> str:
     """The kind of document at `path`, "" where it says none; raises as `load` does."""
     try:
-        document = pydantic_core.from_json(_text(path, "file of ours"))
+        document = pydantic_core.from_json(read_text(path, "file of ours"))
     except ValueError as error:
         raise FormatError(
             f"{path}: not a whole JSON document ({error}); make the file again"
@@ -86,7 +86,7 @@ def kind_of(path: str | os.PathLike[str]) -> str:
     return kind if isinstance(kind, str) else ""
 
 
-def _text(path: str | os.PathLike[str], what: str) -> str:
+def read_text(path: str | os.PathLike[str], what: str) -> str:
     """What is in `path`, which should be `what`.
 
     A pipe or a device could be read for ever, so only a regular file is.

@@ -1,0 +1,1 @@
+"""Cluster: which machines should train a model, cut how? Planned from figures alone. No torch."""
