@@ -175,7 +175,7 @@ def without(name: str) -> Callable[[dict[str, Any]], object]:
         (HARMONY, without("upd_cpu_s"), "upd_cpu_s: Field required"),
         (HARMONY, lambda d: d["param_bytes"].pop(), "param_bytes has 27 figures for 28 layers"),
         (HARMONY, lambda d: d["fwd_mem"]["4"].pop(), "fwd_mem.4 has 27 figures"),
-        (HARMONY, lambda d: d["fwd_s"].update({"0": d["fwd_s"]["1"]}), "fwd_s is by numbers of samples"),
+        (HARMONY, lambda d: d["fwd_s"].update({"0": d["fwd_s"]["1"]}), "fwd_s is by numbers"),
         (HARMONY, lambda d: d["fwd_s"]["2"].__setitem__(3, "1"), r"fwd_s\.2\.3: .*number"),
         (HARMONY, lambda d: d["fwd_s"]["2"].__setitem__(3, 9.0), "layer 3: .* at 2 samples"),
         (DEEPPOOL, lambda d: d["layers"][5].pop("op"), r"layers\.5\.op: Field required"),
