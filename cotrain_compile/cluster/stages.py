@@ -1,0 +1,298 @@
+"""Stages: cut a chain of layers over devices so that the largest peak is as small as possible.
+
+In: what each layer needs alone and what it adds behind others (`LayerPeaks`), the capacity of each
+device in the order of the pipeline. Out: `Stages`, with the peak of each device and the names of
+the modules at which the model is split.
+
+The memory model is that of mCAP (Euro-Par 2022) and CAPSlog (PDP 2024): a stage that holds layers
+i..j takes `isolated[i] + added[i+1] + ... + added[j]` for one micro-batch, and for each further
+micro-batch in flight what its layers keep until their backward. `cut_stages` is exact, also where
+devices differ; `cut_by_threshold` is the search that the papers publish, for comparison.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import accumulate, pairwise
+
+from cotrain_compile.errors import OptionError, PlacementError
+
+
+class PipelineOrder(StrEnum):
+    """In which order a stage runs the forwards and backwards of its micro-batches."""
+
+    GPIPE = "gpipe"
+    ONE_F_ONE_B = "1f1b"
+
+    def in_flight(self, micro_batches: int, devices: int, device: int) -> int:
+        """Micro-batches whose activations a stage holds at once, at most."""
+        if self is PipelineOrder.GPIPE:
+            return micro_batches
+        return min(micro_batches, devices - device)
+
+
+@dataclass(frozen=True)
+class LayerPeaks:
+    """Bytes of each layer of a chain, for one micro-batch.
+
+    `isolated_bytes[l]` is the peak of layer l alone on a device, `added_bytes[l]` what a stage that
+    ends before l grows by when l joins it (the first layer's is never read), `kept_bytes[l]` what l
+    keeps for its backward: a stage takes it once more for each further micro-batch in flight.
+    """
+
+    names: tuple[str, ...]
+    isolated_bytes: tuple[int, ...]
+    added_bytes: tuple[int, ...]
+    kept_bytes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        columns = (self.isolated_bytes, self.added_bytes, self.kept_bytes)
+        if not self.names or any(len(column) != len(self.names) for column in columns):
+            sizes = ", ".join(str(len(column)) for column in columns)
+            raise OptionError(
+                f"{len(self.names)} layers have {sizes} isolated, added and kept sizes; give one "
+                "of each for every layer"
+            )
+        for what, column in zip(("isolated", "added", "kept"), columns, strict=True):
+            if (least := min(column)) < 0:
+                name = self.names[column.index(least)]
+                raise OptionError(f"layer {name}: {what} bytes are below zero ({least})")
+
+    def repeated(self, first: int, last: int, times: int) -> LayerPeaks:
+        """The chain with its layers `first` to before `last` in it `times` times."""
+        order = [*range(first), *[*range(first, last)] * times, *range(last, len(self.names))]
+        return LayerPeaks(
+            tuple(self.names[i] for i in order),
+            tuple(self.isolated_bytes[i] for i in order),
+            tuple(self.added_bytes[i] for i in order),
+            tuple(self.kept_bytes[i] for i in order),
+        )
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Layers `bounds[d]` to before `bounds[d + 1]` are on device d; its peak is `peak_bytes[d]`."""
+
+    names: tuple[str, ...]
+    bounds: tuple[int, ...]
+    peak_bytes: tuple[int, ...]
+
+    @property
+    def split_points(self) -> tuple[str, ...]:
+        """The layers at which a new stage begins, after the first stage."""
+        used = sorted({bound for bound in self.bounds if 0 < bound < len(self.names)})
+        return tuple(self.names[bound] for bound in used)
+
+
+@dataclass(frozen=True)
+class StageProblem:
+    """A chain of layers, devices in the order of the pipeline, and the micro-batches in flight."""
+
+    layers: LayerPeaks
+    capacity_bytes: tuple[int, ...]
+    order: PipelineOrder = PipelineOrder.GPIPE
+    micro_batches: int = 1
+
+    def __post_init__(self) -> None:
+        if not self.capacity_bytes or min(self.capacity_bytes) <= 0 or self.micro_batches < 1:
+            raise OptionError(
+                f"stages need devices with memory and micro-batches, not {self.capacity_bytes} "
+                f"bytes and {self.micro_batches} micro-batches"
+            )
+
+    def peak_bytes(self, first: int, last: int, device: int) -> int:
+        """What the layers `first` to before `last` take on a device; 0 where there are none."""
+        if first == last:
+            return 0
+        layers = self.layers
+        flight = self.order.in_flight(self.micro_batches, len(self.capacity_bytes), device)
+        alone = layers.isolated_bytes[first] + sum(layers.added_bytes[first + 1 : last])
+        return alone + (flight - 1) * sum(layers.kept_bytes[first:last])
+
+    def stages(self, bounds: Sequence[int]) -> Stages:
+        """The peaks of a cut."""
+        peaks = tuple(
+            self.peak_bytes(first, last, device)
+            for device, (first, last) in enumerate(pairwise(bounds))
+        )
+        return Stages(self.layers.names, tuple(bounds), peaks)
+
+    def loads(self, stages: Stages) -> tuple[float, ...]:
+        """What part of its capacity each device needs, the fullest one first."""
+        shares = zip(stages.peak_bytes, self.capacity_bytes, strict=True)
+        return tuple(sorted((peak / capacity for peak, capacity in shares), reverse=True))
+
+    def fits(self, stages: Stages) -> bool:
+        """Whether every device has the memory of its stage."""
+        shares = zip(stages.peak_bytes, self.capacity_bytes, strict=True)
+        return all(peak <= capacity for peak, capacity in shares)
+
+    def require_fit(self, stages: Stages) -> Stages:
+        """`stages`, where every device has the memory of its stage.
+
+        Raises:
+            PlacementError: one has not; the message says which, and by how many bytes.
+        """
+        if not self.fits(stages):
+            missing = [
+                peak - cap for peak, cap in zip(stages.peak_bytes, self.capacity_bytes, strict=True)
+            ]
+            device = missing.index(max(missing))
+            raise PlacementError(
+                f"device {device} of {len(missing)} would need {stages.peak_bytes[device]} bytes "
+                f"and has {self.capacity_bytes[device]}; take more devices or smaller "
+                "micro-batches",
+                shortfall_bytes=missing[device],
+            )
+        return stages
+
+
+def cut_stages(problem: StageProblem) -> Stages:
+    """The cut with the smallest largest load; among these with the smallest second load, and so on.
+
+    The load of a device is its peak over its capacity, compared exactly. Dynamic program over
+    (device, layers so far): the loads of a cut, sorted with the largest first, are compared like
+    words, and adding the same load to two of them does not change which comes first. So the best
+    cut ends with a best cut of what is before its last stage. A device may stay without layers;
+    that is taken only where it makes the loads smaller.
+    """
+    count, devices = len(problem.layers.names), len(problem.capacity_bytes)
+    none: tuple[int, ...] = ()
+    best: list[tuple[int, ...] | None] = [none] + [None] * count
+    choices: list[list[int]] = []
+    for device in range(devices):
+        scaled = _scaled(problem, device)
+        rows = [_best_last(best, last, scaled) for last in range(count + 1)]
+        best = [loads for loads, _ in rows]
+        choices.append([first for _, first in rows])
+    bounds = [count]
+    for firsts in reversed(choices):
+        bounds.append(firsts[bounds[-1]])
+    return problem.stages(bounds[::-1])
+
+
+@dataclass(frozen=True)
+class _Scaled:
+    """The bytes of layers on one device, in units in which loads of all devices are whole."""
+
+    alone: list[int]  # of a stage that begins at this layer and has no other
+    before: list[int]  # added by all layers before this one
+
+    def load(self, first: int, last: int) -> int:
+        if first == last:
+            return 0
+        return self.alone[first] + self.before[last] - self.before[first + 1]
+
+
+def _scaled(problem: StageProblem, device: int) -> _Scaled:
+    layers = problem.layers
+    unit = math.lcm(*problem.capacity_bytes) // problem.capacity_bytes[device]
+    more = problem.order.in_flight(problem.micro_batches, len(problem.capacity_bytes), device) - 1
+    kept = [more * nbytes for nbytes in layers.kept_bytes]
+    alone = [(peak + k) * unit for peak, k in zip(layers.isolated_bytes, kept, strict=True)]
+    added = [(grow + k) * unit for grow, k in zip(layers.added_bytes, kept, strict=True)]
+    return _Scaled(alone, list(accumulate(added, initial=0)))
+
+
+def _best_last(
+    best: Sequence[tuple[int, ...] | None], last: int, scaled: _Scaled
+) -> tuple[tuple[int, ...] | None, int]:
+    """The best sorted loads with a stage that ends before `last`, and where that stage begins."""
+    found: tuple[int, ...] | None = None
+    begin = last
+    for first in range(last, -1, -1):
+        # What the layers after the first one add is a lower bound for all stages that begin
+        # earlier.
+        if found and first < last and scaled.before[last] - scaled.before[first + 1] > found[0]:
+            break
+        earlier = best[first]
+        if earlier is None:
+            continue
+        load = scaled.load(first, last)
+        if found and max(load, earlier[0] if earlier else 0) > found[0]:
+            continue
+        loads = _with(earlier, load)
+        if found is None or loads < found:
+            found, begin = loads, first
+    return found, begin
+
+
+def _with(loads: tuple[int, ...], load: int) -> tuple[int, ...]:
+    place = bisect_right(loads, -load, key=lambda entry: -entry)
+    return (*loads[:place], load, *loads[place:])
+
+
+def cut_evenly(problem: StageProblem) -> Stages:
+    """As many layers on every device; where that does not divide, the first ones have one more."""
+    count, devices = len(problem.layers.names), len(problem.capacity_bytes)
+    each, more = divmod(count, devices)
+    return problem.stages([device * each + min(device, more) for device in range(devices + 1)])
+
+
+def cut_by_threshold(problem: StageProblem) -> Stages:
+    """The published search: bisect a threshold, fill each device up to it from the first layer on.
+
+    It can miss the best cut: a layer that would start the next stage cheaply is taken into a stage
+    that has room for it, and the layer after it, dear alone, starts the next one.
+
+    Raises:
+        OptionError: devices differ; the published search has one threshold for all of them.
+    """
+    if len(set(problem.capacity_bytes)) > 1:
+        raise OptionError("the search by one threshold needs devices of one capacity")
+    count = len(problem.layers.names)
+    low, high = 0, problem.peak_bytes(0, count, 0)
+    bounds: list[int] = [0, *[count] * len(problem.capacity_bytes)]
+    while low < high:
+        middle = (low + high) // 2
+        filled = _filled(problem, middle)
+        if filled is None:
+            low = middle + 1
+        else:
+            high, bounds = middle, filled
+    return problem.stages(bounds)
+
+
+def _filled(problem: StageProblem, threshold: int) -> list[int] | None:
+    """Bounds of stages that are filled one behind the other; None where layers are left over."""
+    count = len(problem.layers.names)
+    bounds = [0]
+    for device in range(len(problem.capacity_bytes)):
+        last = bounds[-1]
+        while last < count and problem.peak_bytes(bounds[-1], last + 1, device) <= threshold:
+            last += 1
+        bounds.append(last)
+    return bounds if bounds[-1] == count else None
+
+
+def largest_depth(
+    problem: StageProblem,
+    first: int,
+    last: int,
+    *,
+    cut: Callable[[StageProblem], Stages] = cut_stages,
+    at_most: int = 4096,
+) -> int:
+    """How often the layers `first` to before `last` can be repeated, so that `cut` still fits.
+
+    0 where not even one repetition fits. Found by bisection, so `cut` has to fit every smaller
+    depth too, as it does where a layer alone takes no more than behind another one and its own.
+    """
+
+    def fits(times: int) -> bool:
+        layers = problem.layers.repeated(first, last, times)
+        deeper = StageProblem(layers, problem.capacity_bytes, problem.order, problem.micro_batches)
+        return problem.fits(cut(deeper))
+
+    low, high = 0, 1
+    while high <= at_most and fits(high):
+        low, high = high, 2 * high
+    high = min(high, at_most + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
