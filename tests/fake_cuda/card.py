@@ -51,7 +51,8 @@ def choose_attention(kernel: str) -> None:
 def there() -> Iterator[None]:
     """Within it, `torch.cuda` says that there is one H100."""
     import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from cotrain_compile.capture.offline.absent_card import constants_on_the_host
 
     if has_cuda():
         with _in_place_of_cuda():
@@ -83,12 +84,7 @@ def there() -> Iterator[None]:
         "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8),
         "set_rng_state": lambda *_: None,
     }
-    # With a card a fake mode makes `torch.tensor(..., device="cuda")` real before it fakes it.
-    no_memory = property(lambda mode: True, lambda mode, value: None)
-    with (
-        mock.patch.multiple(torch.cuda, **answers),
-        mock.patch.object(FakeTensorMode, "avoid_device_init", no_memory, create=True),
-    ):
+    with mock.patch.multiple(torch.cuda, **answers), constants_on_the_host():
         yield
 
 

@@ -5,8 +5,9 @@ torch. For a process that traces a step and then ends: nothing is taken back
 (`docs/decisions/0029-trace-for-a-card.md`).
 
 Private torch API used: `torch.cuda._lazy_init`, `FakeTensorMode.avoid_device_init`,
-`fake_tensor.init_gpu_context`. Reason: they would start CUDA, which a torch that is built with it
-tries and fails. Tried on torch 2.13.0 for the CPU, and on 2.11.0 and 2.15.0 built with CUDA.
+`fake_tensor.init_gpu_context`, `proxy_tensor.unset_fake_temporarily`. Reason: they would start
+CUDA, which a torch that is built with it tries and fails, or take memory of the card. Tried on
+torch 2.13.0 for the CPU, and on 2.11.0 and 2.15.0 built with CUDA.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from unittest import mock
 import torch
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental import proxy_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cotrain_compile import presets
 from cotrain_compile.capture.offline.card_attention import Call, Capability, kernel_of
@@ -94,14 +97,44 @@ def absent_card(capability: Capability, memory_bytes: int) -> Iterator[None]:
     with ExitStack() as stack:
         answers = _answers(capability, memory_bytes)
         stack.enter_context(mock.patch.multiple(torch.cuda, **answers))
-        # With a card a fake mode makes `torch.tensor(..., device="cuda")` real before it fakes it.
-        no_memory = property(lambda mode: True, lambda mode, value: None)
-        stack.enter_context(
-            mock.patch.object(FakeTensorMode, "avoid_device_init", no_memory, create=True)
-        )
+        stack.enter_context(constants_on_the_host())
         stack.enter_context(mock.patch.object(fake_tensor, "init_gpu_context", lambda device: None))
         _refuse_started_threads()
         yield
+
+
+@contextmanager
+def constants_on_the_host() -> Iterator[None]:
+    """Within it, a trace takes no memory of the card for `torch.tensor(..., device="cuda")`.
+
+    With a card, a fake mode makes such a tensor real before it fakes it, and a trace keeps what it
+    knows the values of, one number or none, beside it.
+    """
+    no_memory = property(lambda mode: True, lambda mode, value: None)
+    unset = proxy_tensor.unset_fake_temporarily
+
+    @contextmanager
+    def unset_on_the_host() -> Iterator[Any]:
+        with unset() as mode, _OnTheHost():
+            yield mode
+
+    with (
+        mock.patch.object(FakeTensorMode, "avoid_device_init", no_memory, create=True),
+        mock.patch.object(proxy_tensor, "unset_fake_temporarily", unset_on_the_host),
+    ):
+        yield
+
+
+class _OnTheHost(TorchDispatchMode):
+    """What would be made on the card is made on the CPU."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        asked = dict(kwargs or {})
+        if asked.get("device") is not None and torch.device(asked["device"]).type == "cuda":
+            asked["device"] = torch.device("cpu")
+        return func(*args, **asked)
 
 
 def _refuse_started_threads() -> None:

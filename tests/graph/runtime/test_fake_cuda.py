@@ -125,7 +125,9 @@ def norms_of_ranks():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def step(x):
-        loss = model(x).square().mean()
+        # A number and an empty tensor made on the card, as a cache of Hugging Face's makes one.
+        half, empty = torch.tensor(0.5, device=x.device), torch.tensor([], device=x.device)
+        loss = half * torch.cat([empty.view(0, 4), model(x)]).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
