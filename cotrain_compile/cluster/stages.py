@@ -6,8 +6,10 @@ the modules at which the model is split.
 
 The memory model is that of mCAP (Euro-Par 2022) and CAPSlog (PDP 2024): a stage that holds layers
 i..j takes `isolated[i] + added[i+1] + ... + added[j]` for one micro-batch, and for each further
-micro-batch in flight what its layers keep until their backward. `cut_stages` is exact, also where
-devices differ; `cut_by_threshold` is the search that the papers publish, for comparison.
+micro-batch in flight what its layers keep until their backward. Where it is known what a layer
+takes only while it computes, that comes on top, of the layer of the stage that takes most.
+`cut_stages` is exact, also where devices differ; `cut_by_threshold` is the search that the papers
+publish, for comparison.
 """
 
 from __future__ import annotations
@@ -42,22 +44,26 @@ class LayerPeaks:
     `isolated_bytes[l]` is the peak of layer l alone on a device, `added_bytes[l]` what a stage that
     ends before l grows by when l joins it (the first layer's is never read), `kept_bytes[l]` what l
     keeps for its backward: a stage takes it once more for each further micro-batch in flight.
+    `working_bytes[l]` is what l takes while it computes; none is given where the peaks have it.
     """
 
     names: tuple[str, ...]
     isolated_bytes: tuple[int, ...]
     added_bytes: tuple[int, ...]
     kept_bytes: tuple[int, ...]
+    working_bytes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        columns = (self.isolated_bytes, self.added_bytes, self.kept_bytes)
+        if not self.working_bytes:
+            object.__setattr__(self, "working_bytes", (0,) * len(self.names))
+        columns = (self.isolated_bytes, self.added_bytes, self.kept_bytes, self.working_bytes)
         if not self.names or any(len(column) != len(self.names) for column in columns):
             sizes = ", ".join(str(len(column)) for column in columns)
             raise OptionError(
-                f"{len(self.names)} layers have {sizes} isolated, added and kept sizes; give one "
-                "of each for every layer"
+                f"{len(self.names)} layers have {sizes} isolated, added, kept and working "
+                "sizes; give one of each for every layer"
             )
-        for what, column in zip(("isolated", "added", "kept"), columns, strict=True):
+        for what, column in zip(("isolated", "added", "kept", "working"), columns, strict=True):
             if (least := min(column)) < 0:
                 name = self.names[column.index(least)]
                 raise OptionError(f"layer {name}: {what} bytes are below zero ({least})")
@@ -70,6 +76,7 @@ class LayerPeaks:
             tuple(self.isolated_bytes[i] for i in order),
             tuple(self.added_bytes[i] for i in order),
             tuple(self.kept_bytes[i] for i in order),
+            tuple(self.working_bytes[i] for i in order),
         )
 
 
@@ -111,7 +118,8 @@ class StageProblem:
         layers = self.layers
         flight = self.order.in_flight(self.micro_batches, len(self.capacity_bytes), device)
         alone = layers.isolated_bytes[first] + sum(layers.added_bytes[first + 1 : last])
-        return alone + (flight - 1) * sum(layers.kept_bytes[first:last])
+        working = max(layers.working_bytes[first:last])
+        return alone + (flight - 1) * sum(layers.kept_bytes[first:last]) + working
 
     def stages(self, bounds: Sequence[int]) -> Stages:
         """The peaks of a cut."""
@@ -144,8 +152,8 @@ class StageProblem:
             device = missing.index(max(missing))
             raise PlacementError(
                 f"device {device} of {len(missing)} would need {stages.peak_bytes[device]} bytes "
-                f"and has {self.capacity_bytes[device]}; take more devices or smaller "
-                "micro-batches",
+                f"and has {self.capacity_bytes[device]}; take more or larger "
+                "devices, or smaller micro-batches",
                 shortfall_bytes=missing[device],
             )
         return stages
@@ -181,11 +189,12 @@ class _Scaled:
 
     alone: list[int]  # of a stage that begins at this layer and has no other
     before: list[int]  # added by all layers before this one
+    working: list[int]  # while it computes
 
-    def load(self, first: int, last: int) -> int:
+    def load(self, first: int, last: int, working: int) -> int:
         if first == last:
             return 0
-        return self.alone[first] + self.before[last] - self.before[first + 1]
+        return self.alone[first] + self.before[last] - self.before[first + 1] + working
 
 
 def _scaled(problem: StageProblem, device: int) -> _Scaled:
@@ -195,7 +204,8 @@ def _scaled(problem: StageProblem, device: int) -> _Scaled:
     kept = [more * nbytes for nbytes in layers.kept_bytes]
     alone = [(peak + k) * unit for peak, k in zip(layers.isolated_bytes, kept, strict=True)]
     added = [(grow + k) * unit for grow, k in zip(layers.added_bytes, kept, strict=True)]
-    return _Scaled(alone, list(accumulate(added, initial=0)))
+    working = [nbytes * unit for nbytes in layers.working_bytes]
+    return _Scaled(alone, list(accumulate(added, initial=0)), working)
 
 
 def _best_last(
@@ -204,7 +214,9 @@ def _best_last(
     """The best sorted loads with a stage that ends before `last`, and where that stage begins."""
     found: tuple[int, ...] | None = None
     begin = last
+    working = 0
     for first in range(last, -1, -1):
+        working = max(working, scaled.working[first]) if first < last else 0
         # What the layers after the first one add is a lower bound for all stages that begin
         # earlier.
         if found and first < last and scaled.before[last] - scaled.before[first + 1] > found[0]:
@@ -212,7 +224,7 @@ def _best_last(
         earlier = best[first]
         if earlier is None:
             continue
-        load = scaled.load(first, last)
+        load = scaled.load(first, last, working)
         if found and max(load, earlier[0] if earlier else 0) > found[0]:
             continue
         loads = _with(earlier, load)
@@ -224,6 +236,44 @@ def _best_last(
 def _with(loads: tuple[int, ...], load: int) -> tuple[int, ...]:
     place = bisect_right(loads, -load, key=lambda entry: -entry)
     return (*loads[:place], load, *loads[place:])
+
+
+def cut_by_time(problem: StageProblem, seconds: Sequence[float]) -> Stages | None:
+    """The cut that fits and whose slowest stage takes least; None where no cut fits.
+
+    `seconds` are those of each layer. Dynamic program over (device, layers so far).
+    """
+    count, devices = len(problem.layers.names), len(problem.capacity_bytes)
+    before_s = list(accumulate(seconds, initial=0.0))
+    full = math.lcm(*problem.capacity_bytes)
+    slowest = [0.0] + [math.inf] * count
+    choices: list[list[int]] = []
+    for device in range(devices):
+        scaled = _scaled(problem, device)
+        rows = [_fastest_last(slowest, last, scaled, full, before_s) for last in range(count + 1)]
+        slowest = [seconds for seconds, _ in rows]
+        choices.append([first for _, first in rows])
+    if math.isinf(slowest[count]):
+        return None
+    bounds = [count]
+    for firsts in reversed(choices):
+        bounds.append(firsts[bounds[-1]])
+    return problem.stages(bounds[::-1])
+
+
+def _fastest_last(
+    slowest: Sequence[float], last: int, scaled: _Scaled, full: int, before_s: Sequence[float]
+) -> tuple[float, int]:
+    """Seconds of the slowest stage where the last one ends before `last`, and where that begins."""
+    found, begin, working = slowest[last], last, 0
+    for first in range(last - 1, -1, -1):
+        own_s = before_s[last] - before_s[first]
+        if own_s >= found or scaled.before[last] - scaled.before[first + 1] > full:
+            break
+        working = max(working, scaled.working[first])
+        if scaled.load(first, last, working) <= full and max(own_s, slowest[first]) < found:
+            found, begin = max(own_s, slowest[first]), first
+    return found, begin
 
 
 def cut_evenly(problem: StageProblem) -> Stages:

@@ -13,7 +13,9 @@ from cotrain_compile.cluster.stages import (
     LayerPeaks,
     PipelineOrder,
     StageProblem,
+    Stages,
     cut_by_threshold,
+    cut_by_time,
     cut_evenly,
     cut_stages,
     largest_depth,
@@ -21,16 +23,22 @@ from cotrain_compile.cluster.stages import (
 from cotrain_compile.errors import OptionError, PlacementError
 
 
-def peaks(isolated: Sequence[int], added: Sequence[int], kept: Sequence[int] = ()) -> LayerPeaks:
+def peaks(
+    isolated: Sequence[int],
+    added: Sequence[int],
+    kept: Sequence[int] = (),
+    working: Sequence[int] = (),
+) -> LayerPeaks:
     names = tuple(f"layers.{i}" for i in range(len(isolated)))
-    return LayerPeaks(names, tuple(isolated), tuple(added), tuple(kept) or (0,) * len(isolated))
+    kept = tuple(kept) or (0,) * len(isolated)
+    return LayerPeaks(names, tuple(isolated), tuple(added), kept, tuple(working))
 
 
 def random_problem(rng: random.Random) -> StageProblem:
     count, devices = rng.randint(1, 7), rng.randint(1, 4)
     alike = rng.random() < 0.5
     return StageProblem(
-        peaks(*([rng.randint(0, 12) for _ in range(count)] for _ in range(3))),
+        peaks(*([rng.randint(0, 12) for _ in range(count)] for _ in range(rng.choice((3, 4))))),
         (24,) * devices if alike else tuple(rng.randint(8, 24) for _ in range(devices)),
         rng.choice(list(PipelineOrder)),
         rng.randint(1, 5),
@@ -54,6 +62,31 @@ def test_the_cut_is_the_best_of_all_by_its_largest_load_and_those_after_it() -> 
             assert published >= best[0]
             published_worse += published > best[0]
     assert published_worse > 0
+
+
+def test_the_slowest_stage_takes_least_among_the_cuts_that_fit() -> None:
+    rng = random.Random(27)
+    refused = 0
+    for _ in range(300):
+        problem = random_problem(rng)
+        count, devices = len(problem.layers.names), len(problem.capacity_bytes)
+        seconds = [float(rng.randint(0, 9)) for _ in range(count)]
+
+        def slowest_s(stages: Stages, seconds: Sequence[float] = seconds) -> float:
+            return max(sum(seconds[a:b]) for a, b in itertools.pairwise(stages.bounds))
+
+        cuts = [
+            problem.stages((0, *inner, count))
+            for inner in itertools.combinations_with_replacement(range(count + 1), devices - 1)
+        ]
+        fitting = [slowest_s(stages) for stages in cuts if problem.fits(stages)]
+        found = cut_by_time(problem, seconds)
+        assert (found is None) == (not fitting)
+        refused += found is None
+        if found:
+            assert problem.fits(found)
+            assert slowest_s(found) == min(fitting)
+    assert 0 < refused < 300
 
 
 def test_filling_each_device_up_leaves_a_dear_layer_to_start_the_next_one() -> None:

@@ -1,0 +1,131 @@
+"""Pipelines from a profile: time and peaks by hand, what holds always, what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cotrain_compile.cluster.cluster_presets import find_cluster
+from cotrain_compile.cluster.pipeline import (
+    PipelineDevices,
+    devices_of,
+    layer_peaks,
+    plan_pipeline,
+)
+from cotrain_compile.cluster.profile_files import read_profile
+from cotrain_compile.cluster.profiles import (
+    BATCH,
+    Layer,
+    LayerProfile,
+    Read,
+    constant,
+    per_sample,
+)
+from cotrain_compile.cluster.stages import PipelineOrder
+from cotrain_compile.errors import OptionError, PlacementError
+from cotrain_compile.machine import Network
+
+BERT_LARGE = Path(__file__).parents[2] / "data" / "harmony_bert_large.json"
+
+
+def a_layer(name: str, source: str) -> Layer:
+    """One second forward, two backward; 40 bytes rest, 10 a sample enter, 30 are kept."""
+    return Layer(
+        name=name,
+        op="layer",
+        reads=(Read(source, per_sample(10)),),
+        forward_s=per_sample(1.0),
+        backward_s=per_sample(2.0),
+        param_bytes=10,
+        grad_bytes=10,
+        state_bytes=20,
+        backward_peak_bytes=per_sample(70),
+        kept_bytes=per_sample(30),
+    )
+
+
+MODEL = LayerProfile(
+    "small",
+    tuple(a_layer(f"layers.{i}", f"layers.{i - 1}" if i else BATCH) for i in range(6)),
+)
+
+
+def a_row(count: int, capacity_bytes: int, hop_s: float = 0.0) -> PipelineDevices:
+    hop = Network(1e15, hop_s)
+    return PipelineDevices((capacity_bytes,) * count, (1e15,) * count, (hop,) * (count - 1))
+
+
+@pytest.mark.parametrize("order", PipelineOrder)
+def test_a_step_takes_a_turn_for_each_micro_batch_and_each_further_stage(
+    order: PipelineOrder,
+) -> None:
+    plan = plan_pipeline(MODEL, a_row(3, 10_000), order, 8)
+    assert (plan.micro_batch, plan.micro_batches, plan.recompute) == (1, 8, False)
+    assert plan.stages.split_points == ("layers.2", "layers.4")
+    assert plan.step_s == pytest.approx((8 + 3 - 1) * 2 * (1 + 2))
+    assert plan.hop_bytes == (2 * 8 * 10, 2 * 8 * 10)
+
+
+def test_a_hop_delays_the_first_micro_batch_only() -> None:
+    plan = plan_pipeline(MODEL, a_row(2, 10_000, hop_s=0.5), PipelineOrder.GPIPE, 6)
+    # There and back once; the other micro-batches are sent while stages compute.
+    assert plan.step_s == pytest.approx((6 + 2 - 1) * 3 * (1 + 2) + 2 * 0.5)
+
+
+def test_peaks_hold_what_rests_what_is_in_flight_and_the_layer_at_work() -> None:
+    row = a_row(3, 10_000)
+    alternating = plan_pipeline(MODEL, row, PipelineOrder.ONE_F_ONE_B, 8)
+    # Two layers rest with 40 each and keep 30 for each in flight; the backward takes
+    # 70 - 10 - 10 - 30 beside them, and the gradient of its output 10.
+    assert alternating.peak_bytes == (80 + 3 * 60 + 30, 80 + 2 * 60 + 30, 80 + 60 + 30)
+    gpipe = plan_pipeline(MODEL, row, PipelineOrder.GPIPE, 8)
+    assert gpipe.peak_bytes == (80 + 8 * 60 + 30,) * 3
+
+
+def test_layers_run_again_where_what_they_keep_does_not_fit() -> None:
+    plan = plan_pipeline(MODEL, a_row(3, 400), PipelineOrder.GPIPE, 8)
+    assert plan.recompute
+    assert max(plan.peak_bytes) <= 400
+    assert plan.step_s == pytest.approx((8 + 3 - 1) * 2 * (1 + 1 + 2))
+    # 1F1B holds fewer at once, and nothing has to run again.
+    assert not plan_pipeline(MODEL, a_row(3, 400), PipelineOrder.ONE_F_ONE_B, 8).recompute
+
+
+def test_bert_large_on_small_cards_is_within_its_bound_and_its_peaks() -> None:
+    profile = read_profile(BERT_LARGE)
+    cards = devices_of(find_cluster("4xgtx1080ti"))
+    for order in PipelineOrder:
+        plan = plan_pipeline(profile, cards, order, 32)
+        assert plan.recompute  # what layers keep was not measured
+        assert plan.bound_s <= plan.step_s
+        assert all(
+            peak <= capacity
+            for peak, capacity in zip(plan.peak_bytes, cards.capacity_bytes, strict=True)
+        )
+        slower = replace(cards, hops=tuple(Network(h.bytes_per_s / 8) for h in cards.hops))
+        assert plan_pipeline(profile, slower, order, 32).step_s >= plan.step_s
+
+
+def test_machines_of_a_cluster_are_joined_by_their_network_cards() -> None:
+    cluster = find_cluster("2x8xa100")
+    hops = devices_of(cluster).hops
+    nic, peers = cluster.groups[0].nic, cluster.groups[0].peers
+    assert nic
+    assert peers
+    assert [hop.bytes_per_s for hop in hops] == [peers.bytes_per_s] * 7 + [nic.bytes_per_s] + [
+        peers.bytes_per_s
+    ] * 7
+
+
+def test_what_cannot_be_a_pipeline_is_refused() -> None:
+    with pytest.raises(PlacementError, match="device 0 of 3 would need 190 bytes and has 100"):
+        plan_pipeline(MODEL, a_row(3, 100), PipelineOrder.ONE_F_ONE_B, 8)
+    with pytest.raises(OptionError, match="at least one sample"):
+        plan_pipeline(MODEL, a_row(3, 100), PipelineOrder.GPIPE, 0)
+    with pytest.raises(OptionError, match="one hop fewer"):
+        PipelineDevices((1, 1), (1.0, 1.0), ())
+    head = replace(MODEL.layers[-1], reads=(*MODEL.layers[-1].reads, Read(BATCH, constant(1))))
+    with pytest.raises(OptionError, match="small has branches"):
+        layer_peaks(replace(MODEL, layers=(*MODEL.layers[:-1], head)), 1, recompute=True)
