@@ -61,6 +61,11 @@ class HarmonyPlan:
     timeline: Timeline
 
     @property
+    def name(self) -> str:
+        """What strategies call it."""
+        return self.layout.value
+
+    @property
     def weight_traffic_bytes(self) -> float:
         """Weights that come to devices and gradients that leave them.
 

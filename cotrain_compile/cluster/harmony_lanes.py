@@ -8,6 +8,7 @@ what either waits for and for what is before the other on its lane, so they begi
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from enum import StrEnum
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 
-from cotrain_compile.errors import PlanError
+from cotrain_compile.errors import OptionError, PlanError
 from cotrain_compile.placement.simulate.engine import LaneSpec, Work
 
 
@@ -24,17 +25,26 @@ class Server:
     """Devices that share the way to one host.
 
     `swap_bytes_per_s` is the way to and from host memory, one direction, shared by all devices that
-    work; so is `message_bytes_per_s`, a copy from one process to another, which reads and writes
-    host memory. `peer_bytes_per_s` is between two devices. `deletion_s` passes at the end of a
-    task. The defaults are those of the authors' 4 x GTX 1080 Ti.
+    work, of which each has `link_bytes_per_s` at most; shared too is `message_bytes_per_s`, a copy
+    from one process to another, which reads and writes host memory. `peer_bytes_per_s` is between
+    two devices. `deletion_s` passes at the end of a task. The defaults are those of the authors'
+    4 x GTX 1080 Ti.
     """
 
     devices: int
     cap_bytes: float = 10 * 2**30
     swap_bytes_per_s: float = 11.5 * 2**30
+    link_bytes_per_s: float = math.inf
     peer_bytes_per_s: float = 8.2 * 2**30
     message_bytes_per_s: float = 16 * 2**30
     deletion_s: float = 0.04
+
+    def __post_init__(self) -> None:
+        rates = (self.swap_bytes_per_s, self.link_bytes_per_s, self.peer_bytes_per_s)
+        if self.devices < 1 or min(self.cap_bytes, self.message_bytes_per_s, *rates) <= 0:
+            raise OptionError(f"a server has devices, memory and ways to it, all above 0: {self}")
+        if not 0 <= self.deletion_s < math.inf:
+            raise OptionError(f"a deletion takes 0 s or more, not {self.deletion_s}")
 
 
 class Stream(StrEnum):
@@ -111,7 +121,7 @@ class Lanes:
 
     def __init__(self, server: Server, devices: int) -> None:
         self.server = server
-        self.swap_bytes_per_s = server.swap_bytes_per_s / devices
+        self.swap_bytes_per_s = min(server.link_bytes_per_s, server.swap_bytes_per_s / devices)
         # Host memory is read and written, by one at a time.
         self.message_bytes_per_s = server.message_bytes_per_s / devices / 2
         self.events: dict[str, list[Event]] = {}

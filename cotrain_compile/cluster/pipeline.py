@@ -83,6 +83,11 @@ class PipelinePlan:
     hop_bytes: tuple[int, ...]
     timeline: Timeline
 
+    @property
+    def name(self) -> str:
+        """What strategies call it."""
+        return f"pipeline-{self.order}"
+
 
 def layer_peaks(profile: LayerProfile, samples: int, *, recompute: bool) -> LayerPeaks:
     """What the layers take on a device, in micro-batches of so many samples.

@@ -10,14 +10,16 @@ from pathlib import Path
 
 import pytest
 
+from cotrain_compile.cluster.cluster_presets import find_cluster
 from cotrain_compile.cluster.harmony import CapOf, HarmonyPlan, plan_harmony, simulate_choice
-from cotrain_compile.cluster.harmony_lanes import Content, Server, Stream, Works
+from cotrain_compile.cluster.harmony_lanes import Content, Lanes, Server, Stream, Works
 from cotrain_compile.cluster.harmony_packs import (
     Pack,
     PackCosts,
     balanced,
     filled_from_the_back,
 )
+from cotrain_compile.cluster.harmony_server import server_of
 from cotrain_compile.cluster.harmony_tasks import (
     HarmonyChoice,
     Layout,
@@ -237,6 +239,18 @@ def test_micro_batches_of_the_backward_wait_for_all_of_their_samples() -> None:
     assert made_by((3, 3, 3, 3, 1), (4, 4, 4, 1)) == (1, 2, 3, 4)
 
 
+def test_the_authors_server_is_a_preset_and_one_device_gets_no_more_than_its_link() -> None:
+    server = server_of(find_cluster("4xgtx1080ti").groups[0])
+    authors = Server(4)
+    assert (server.devices, server.swap_bytes_per_s) == (4, authors.swap_bytes_per_s)
+    assert server.peer_bytes_per_s == authors.peer_bytes_per_s
+    box = server_of(find_cluster("8xrtx4090").groups[0])
+    assert Lanes(box, 1).swap_bytes_per_s == box.link_bytes_per_s < box.swap_bytes_per_s
+    assert Lanes(box, 8).swap_bytes_per_s == min(box.link_bytes_per_s, box.swap_bytes_per_s / 8)
+    with pytest.raises(OptionError, match="machines of cpu have no devices"):
+        server_of(find_cluster("32xv100-16cpu").groups[1])
+
+
 def test_what_cannot_be_planned_is_refused() -> None:
     model = profile_of([a_layer("a"), a_layer("big", peak=400)])
     with pytest.raises(PlacementError, match="layer big alone needs 830 bytes") as error:
@@ -245,5 +259,7 @@ def test_what_cannot_be_planned_is_refused() -> None:
     with pytest.raises(OptionError, match="1 samples cannot be shared by 2 devices"):
         plan_harmony(model, Server(2), Layout.DATA_PARALLEL, 1)
     twice = replace(model.layers[1], reads=(*model.layers[1].reads, Read(BATCH, constant(1))))
+    with pytest.raises(OptionError, match="all above 0"):
+        Server(0)
     with pytest.raises(OptionError, match="small has branches"):
         PackCosts(replace(model, layers=(model.layers[0], twice)))
