@@ -32,11 +32,11 @@ class Nested(NamedTuple):
     is_beside: bool
 
 
-class Link(NamedTuple):
+class Chosen(NamedTuple):
     """What was chosen, and what before that."""
 
     choice: Choice | Nested
-    before: Link | None
+    before: Chosen | None
 
 
 class Path(NamedTuple):
@@ -44,21 +44,21 @@ class Path(NamedTuple):
 
     seconds: float
     device_s: float
-    chosen: Link | None = None
+    chosen: Chosen | None = None
 
     def then(self, seconds: float, width: int, choice: Choice | None = None) -> Path:
-        chosen = self.chosen if choice is None else Link(choice, self.chosen)
+        chosen = self.chosen if choice is None else Chosen(choice, self.chosen)
         return Path(self.seconds + seconds, self.device_s + seconds * width, chosen)
 
     def choices(self, beside: bool = False) -> Iterator[tuple[Choice, bool]]:
         """Every layer with its width, and whether it runs on devices beside."""
-        link = self.chosen
-        while link is not None:
-            if isinstance(link.choice, Nested):
-                yield from link.choice.path.choices(beside or link.choice.is_beside)
+        chosen = self.chosen
+        while chosen is not None:
+            if isinstance(chosen.choice, Nested):
+                yield from chosen.choice.path.choices(beside or chosen.choice.is_beside)
             else:
-                yield link.choice, beside
-            link = link.before
+                yield chosen.choice, beside
+            chosen = chosen.before
 
 
 def cost(path: Path) -> tuple[float, float]:
@@ -118,7 +118,7 @@ class Search:
         between = self._known[key]
         if between is None:
             return None
-        chosen = Link(Nested(between, False), start.chosen)
+        chosen = Chosen(Nested(between, False), start.chosen)
         return Path(start.seconds + between.seconds, start.device_s + between.device_s, chosen)
 
     def _transfer(
@@ -211,12 +211,12 @@ class Option(NamedTuple):
     beside_device_s: float
 
     def and_along(self, path: Path) -> Option:
-        chosen = Link(Nested(path, False), self.main.chosen)
+        chosen = Chosen(Nested(path, False), self.main.chosen)
         main = Path(self.main.seconds + path.seconds, self.main.device_s + path.device_s, chosen)
         return self._replace(main=main)
 
     def and_beside(self, path: Path, devices: int) -> Option:
-        main = self.main._replace(chosen=Link(Nested(path, True), self.main.chosen))
+        main = self.main._replace(chosen=Chosen(Nested(path, True), self.main.chosen))
         return Option(
             self.used + devices,
             main,
