@@ -10,11 +10,12 @@ forward's at least the backward's, every pair of packings that fits; the fastest
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from cotrain_compile.cluster.harmony_lanes import Content, Server, Stream
+from cotrain_compile.cluster.harmony_lanes import Content, Lanes, Server, Stream
 from cotrain_compile.cluster.harmony_packs import Fits, Pack, PackCosts, Packs, packings
 from cotrain_compile.cluster.harmony_tasks import (
     HarmonyChoice,
@@ -47,8 +48,8 @@ class HarmonyPlan:
     """A choice and what its step takes, simulated.
 
     `peak_bytes` is by device, `moved_bytes` by stream and content over all devices (a copy between
-    devices is counted where it goes out). `bound_s` is the busiest lane. The timeline is that of
-    all devices, or of the first one where all do the same.
+    devices is counted where it goes out). `bound_s` is the busiest lane, or `least_s` where that is
+    more. The timeline is that of all devices, or of the first one where all do the same.
     """
 
     layout: Layout
@@ -96,7 +97,7 @@ def plan_harmony(
         raise _nothing_fits(costs, server)
     best: HarmonyPlan | None = None
     by_bound = sorted(
-        ((_compute_s(costs, layout, choice, samples, server), choice) for choice in choices),
+        ((least_s(costs, layout, choice, samples, server, prefetch), choice) for choice in choices),
         key=lambda entry: entry[0],
     )
     for bound_s, choice in by_bound:
@@ -132,7 +133,7 @@ def simulate_choice(
         choice,
         graph.devices,
         max(span.end_s for span in timeline.spans),
-        works.busiest_s,
+        max(works.busiest_s, least_s(costs, layout, choice, samples, server, prefetch)),
         _peaks(graph, costs),
         works.moved_bytes,
         timeline,
@@ -155,17 +156,33 @@ def _task_bytes(task: Task, graph: TaskGraph, costs: PackCosts) -> float:
     return costs.forward_task_bytes(samples, task.pack, stashed)
 
 
-def _compute_s(
-    costs: PackCosts, layout: Layout, choice: HarmonyChoice, samples: int, server: Server
+def least_s(
+    costs: PackCosts,
+    layout: Layout,
+    choice: HarmonyChoice,
+    samples: int,
+    server: Server,
+    prefetch: bool,
 ) -> float:
-    """Computing and deletions of the device that has most of them: a bound without simulation."""
-    busy: dict[int, float] = {}
-    for task in task_graph(layout, choice, samples, server.devices).sequence:
+    """Seconds that a step takes at least, without simulation: of the device that has most to do.
+
+    Weights of a task come after the task before it has computed, in every mode; its deletion waits
+    for its gradients. Without prefetch the next weights wait for that, with it they come beside.
+    """
+    graph = task_graph(layout, choice, samples, server.devices)
+    swap_bytes_per_s = Lanes(server, graph.devices).swap_bytes_per_s
+    busy: defaultdict[int, float] = defaultdict(float)
+    ending: defaultdict[int, float] = defaultdict(float)
+    for task in graph.sequence:
         each = costs.forward_s(task.micro_batches[0], task.pack)
+        swapped_s = costs.weight_bytes(task.pack) / swap_bytes_per_s
+        earlier_s = ending[task.device]
+        ending[task.device] = server.deletion_s
         if task.kind is TaskKind.BACKWARD:
             each += costs.backward_s(task.micro_batches[0], task.pack)
-        seconds = len(task.micro_batches) * each + server.deletion_s
-        busy[task.device] = busy.get(task.device, 0.0) + seconds
+            ending[task.device] += swapped_s
+        between_s = max(swapped_s, earlier_s) if prefetch else swapped_s + earlier_s
+        busy[task.device] += between_s + len(task.micro_batches) * each
     return max(busy.values())
 
 

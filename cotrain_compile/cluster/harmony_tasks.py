@@ -83,31 +83,51 @@ class TaskGraph:
         """Forwards and backwards."""
         return tuple(task for task in self.tasks if task.kind is not TaskKind.UPDATE)
 
+    @cached_property
+    def _places(self) -> dict[int, int]:
+        return {task.number: place for place, task in enumerate(self.sequence)}
+
+    @cached_property
+    def _stashed(self) -> dict[int, tuple[Task, ...]]:
+        """By the number of each forward; the layers of its packs rise."""
+        backwards = [task for task in self.sequence if task.kind is TaskKind.BACKWARD]
+        backwards.sort(key=lambda task: task.pack)
+        return {
+            task.number: tuple(
+                reader
+                for reader in backwards
+                if task.pack.first <= reader.pack.first < task.pack.last
+            )
+            for task in self.sequence
+            if task.kind is TaskKind.FORWARD
+        }
+
+    @cached_property
+    def _forwards(self) -> dict[int, Task]:
+        by_number = {task.number: task for task in self.sequence}
+        return {
+            reader.number: by_number[number]
+            for number, readers in self._stashed.items()
+            for reader in readers
+        }
+
     def next_of(self, task: Task) -> Task | None:
         """Which task reads what this forward or backward makes; None for the last one."""
-        place = self.sequence.index(task) + 1
+        place = self._places[task.number] + 1
         return self.sequence[place] if place < len(self.sequence) else None
 
     def before(self, task: Task) -> Task | None:
         """Which task makes what this forward or backward reads; None for the first one."""
-        place = self.sequence.index(task)
+        place = self._places[task.number]
         return self.sequence[place - 1] if place else None
 
-    def stashed(self, task: Task) -> tuple[Task, ...]:
+    def stashed(self, forward: Task) -> tuple[Task, ...]:
         """The backwards whose inputs this forward sends to the host, in order of their layers."""
-        packs = task.pack
-        readers = (
-            other
-            for other in self.sequence
-            if other.kind is TaskKind.BACKWARD
-            and packs.first <= other.pack.first < packs.last
-            and task.kind is TaskKind.FORWARD
-        )
-        return tuple(sorted(readers, key=lambda other: other.pack.first))
+        return self._stashed[forward.number]
 
     def forward_of(self, backward: Task) -> Task:
         """The forward that sends the input of this backward's pack to the host."""
-        return next(task for task in self.sequence if backward in self.stashed(task))
+        return self._forwards[backward.number]
 
     def has_loss(self, task: Task) -> bool:
         """Whether it is the backward that begins with the loss."""

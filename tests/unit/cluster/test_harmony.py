@@ -189,6 +189,17 @@ def test_what_holds_for_every_model_server_and_layout() -> None:
                 last = PackCosts(model).weight_bytes(plan.choice.backward_packs[-1])
                 assert plan.weight_traffic_bytes == copies * (3 * model.param_bytes - last)
                 assert plan.step_s >= plan.bound_s - 1e-9
+                # So it does for a choice that the search may leave out by its bound.
+                single = tuple(Pack(i, i + 1) for i in range(len(model.layers)))
+                other = simulate_choice(
+                    PackCosts(model),
+                    server,
+                    layout,
+                    HarmonyChoice(1, single[:-1], 1, single),
+                    samples,
+                    prefetch=prefetch,
+                )
+                assert other.step_s >= other.bound_s - 1e-9
                 assert max(plan.peak_bytes) <= server.cap_bytes
                 assert sum(span.name.startswith("update") for span in plan.timeline.spans) == len(
                     plan.choice.backward_packs
