@@ -27,7 +27,7 @@ from unittest import mock
 
 import torch
 from torch._subclasses import fake_tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental import proxy_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -111,11 +111,10 @@ def constants_on_the_host() -> Iterator[None]:
     knows the values of, one number or none, beside it.
     """
     no_memory = property(lambda mode: True, lambda mode, value: None)
-    unset = proxy_tensor.unset_fake_temporarily
 
     @contextmanager
     def unset_on_the_host() -> Iterator[Any]:
-        with unset() as mode, _OnTheHost():
+        with unset_fake_temporarily() as mode, _OnTheHost():  # type: ignore[no-untyped-call]
             yield mode
 
     with (

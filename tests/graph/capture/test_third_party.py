@@ -221,8 +221,9 @@ def test_state_that_the_first_update_makes_is_placed_within_a_budget(share: floa
     resident: list[Any] = []
 
     def keep(step: Step) -> Step:
-        resident.append(cotrain(policy="resident")(step))
-        return resident[0]
+        placed: Step = cotrain(policy="resident")(step)
+        resident.append(placed)
+        return placed
 
     expected = train(ThroughData, keep)
     peak_bytes = cotrain_compile.inspect(resident[0]).predicted.peak_bytes[Tier.DEVICE]
