@@ -39,7 +39,6 @@ class _Table:
     forward_bytes: list[float]
     backward_bytes: list[float]
     input_bytes: list[float]
-    inner_bytes: list[float]
 
 
 class PackCosts:
@@ -68,7 +67,6 @@ class PackCosts:
             _before([layer.forward_peak(samples) for layer in self.layers]),
             _before([layer.backward_peak(samples) for layer in self.layers]),
             [*inputs, 0.0],
-            _before(inputs),
         )
 
     def forward_s(self, samples: int, pack: Pack) -> float:
@@ -92,14 +90,14 @@ class PackCosts:
         return self._at(samples).input_bytes[layer]
 
     def forward_peak_bytes(self, samples: int, pack: Pack) -> float:
-        """Peaks of the layers, each with its input; inside the pack that is the output before."""
+        """Peaks of the layers, and what enters the first; what is between them they make."""
         table = self._at(samples)
-        return _over(table.forward_bytes, pack) - self._inner_bytes(table, pack)
+        return _over(table.forward_bytes, pack) + table.input_bytes[pack.first]
 
     def backward_peak_bytes(self, samples: int, pack: Pack) -> float:
         """The same for the backward."""
         table = self._at(samples)
-        return _over(table.backward_bytes, pack) - self._inner_bytes(table, pack)
+        return _over(table.backward_bytes, pack) + table.input_bytes[pack.first]
 
     def forward_task_bytes(self, samples: int, pack: Pack, stashed: Sequence[int]) -> float:
         """What a forward task holds: the pack, its input and output, the inputs sent to the host.
@@ -116,10 +114,6 @@ class PackCosts:
         leaving = self.input_bytes(samples, pack.last)
         own = self.backward_peak_bytes(samples, pack)
         return own + (3 if pack.first else 2) * entering + leaving
-
-    @staticmethod
-    def _inner_bytes(table: _Table, pack: Pack) -> float:
-        return table.inner_bytes[pack.last] - table.inner_bytes[pack.first + 1]
 
 
 def _before(figures: Sequence[float]) -> list[float]:

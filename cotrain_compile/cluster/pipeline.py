@@ -109,8 +109,8 @@ def layer_peaks(profile: LayerProfile, samples: int, *, recompute: bool) -> Laye
     resting = [_resting(layer) + k for layer, k in zip(layers, kept, strict=True)]
     leaving = [layer.input_bytes(samples) for layer in layers[1:]] + [0.0]
     working = [
-        ceil(_beyond(layer, samples, k) + out)
-        for layer, k, out in zip(layers, kept, leaving, strict=True)
+        ceil(_beyond(layer, samples, recompute) + out)
+        for layer, out in zip(layers, leaving, strict=True)
     ]
     names = tuple(layer.name for layer in layers)
     return LayerPeaks(names, tuple(resting), tuple(resting), tuple(kept), tuple(working))
@@ -124,9 +124,11 @@ def _resting(layer: Layer) -> int:
     return layer.param_bytes + layer.buffer_bytes + layer.grad_bytes + layer.state_bytes
 
 
-def _beyond(layer: Layer, samples: int, kept: float) -> float:
-    held = layer.param_bytes + layer.buffer_bytes + layer.grad_bytes + kept
-    return max(0.0, layer.backward_peak(samples) - held)
+def _beyond(layer: Layer, samples: int, recompute: bool) -> float:
+    """What the backward takes beside what rests; a peak has all that is made, and no input."""
+    held = layer.param_bytes + layer.buffer_bytes + layer.grad_bytes
+    made = 0.0 if recompute else layer.kept(samples)
+    return max(0.0, layer.backward_peak(samples) - held - made)
 
 
 def plan_pipeline(

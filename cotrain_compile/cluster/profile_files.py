@@ -141,8 +141,8 @@ def _from_harmony(data: _Harmony, where: str) -> LayerProfile:
                 state_bytes=data.optstate_bytes[i],
                 buffer_bytes=data.buffer_bytes[i],
                 host_update_s=data.upd_cpu_s[i],
-                forward_peak_bytes=forward_peak[i],
-                backward_peak_bytes=backward_peak[i],
+                forward_peak_bytes=_beside(forward_peak[i], reads[i][0].nbytes),
+                backward_peak_bytes=_beside(backward_peak[i], reads[i][0].nbytes),
             )
             for i in range(count)
         ),
@@ -159,6 +159,12 @@ def _without(whole: BySamples, part: BySamples, where: str) -> BySamples:
             f"{whole.samples[left.index(min(left))]} samples, and it includes that; measure again"
         )
     return BySamples(whole.samples, tuple(left))
+
+
+def _beside(peak: BySamples, read: BySamples) -> BySamples:
+    """A measured peak, which has what the layer reads in it, without that."""
+    left = [max(0.0, y - read.at(x)) for x, y in zip(peak.samples, peak.figures, strict=True)]
+    return BySamples(peak.samples, tuple(left))
 
 
 def _tables(

@@ -134,7 +134,8 @@ def test_bert_large_is_read_as_harmony_measured_it() -> None:
     assert first.forward_s.at(8) == data["fwd_s"]["8"][0]
     again = first.forward_s.at(8) + first.backward_s.at(8)
     assert again == pytest.approx(data["bwd_incl_recompute_s"]["8"][0], rel=1e-15)
-    assert first.backward_peak(4) == data["bwd_mem"]["4"][0]
+    # Measured peaks have the input in them, those of a profile have not.
+    assert first.backward_peak(4) + first.input_bytes(4) == data["bwd_mem"]["4"][0]
     assert first.input_bytes(4) == data["input_act_bytes"]["4"][0]
     assert first.host_update_s == data["upd_cpu_s"][0]
     assert profile.assumed == ()
