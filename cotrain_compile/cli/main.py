@@ -20,6 +20,7 @@ from rich.table import Table
 
 from cotrain_compile import __version__, files, presets
 from cotrain_compile.cli import look
+from cotrain_compile.cli.cluster import cluster
 from cotrain_compile.cli.graph import graph
 from cotrain_compile.cli.machines import (
     DeviceMemory,
@@ -50,7 +51,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Training steps that need more memory than the device has.",
 )
-for _command in (look.show, look.explain, look.diff, graph, sweep, machines):
+for _command in (look.show, look.explain, look.diff, graph, sweep, machines, cluster):
     app.command()(_command)
 _stderr = PlainConsole(stderr=True)
 

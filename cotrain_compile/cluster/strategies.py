@@ -1,0 +1,98 @@
+"""Strategies: one answer for a model on a cluster, all ways to train it in the order of their time.
+
+In: a `LayerProfile`, a `Cluster`, the samples of a step. Out: an `Answer`: of every strategy that
+was asked for a `Strategy`, those that fit first, the fastest in front. One that cannot be judged is
+in it with the reason. Nothing is run. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from cotrain_compile.cluster import strategy_judges as judges
+from cotrain_compile.cluster.description import Cluster
+from cotrain_compile.cluster.profiles import LayerProfile
+from cotrain_compile.cluster.strategy import Answer, Question, Strategy
+from cotrain_compile.errors import OptionError, PlacementError
+from cotrain_compile.units import format_seconds
+
+_JUDGES: dict[str, Callable[[Question, str], Strategy]] = {
+    "replicate": judges.replicate,
+    "shard": judges.shard,
+    "pipeline-gpipe": judges.pipeline,
+    "pipeline-1f1b": judges.pipeline,
+    "harmony-dp": judges.harmony,
+    "harmony-pp": judges.harmony,
+    "burst": judges.burst,
+    "byteps": judges.byteps,
+}
+STRATEGIES = tuple(_JUDGES)
+
+AS_FAST = "All devices are taken to compute as fast as the one that the profile is of."
+HOSTS = "Only Harmony's plans use the host's memory; the others are without what a host could hold."
+AGAIN = (
+    "What layers keep was not measured, so that they run again for the backward where peaks count."
+)
+DELETION = (
+    "Harmony: links, rates and memory are the cluster's; 40 ms of deletion a task is the authors' "
+    "default."
+)
+
+
+def answer(
+    profile: LayerProfile,
+    cluster: Cluster,
+    samples: int,
+    strategies: Sequence[str] = STRATEGIES,
+) -> Answer:
+    """All `strategies` for steps of so many samples, ranked.
+
+    Raises:
+        OptionError: there are no samples or no strategies, or one has a name that none has.
+    """
+    unknown = [name for name in strategies if name not in _JUDGES]
+    if unknown or not strategies:
+        raise OptionError(
+            f"strategies {', '.join(unknown) or 'none'}: known are {', '.join(STRATEGIES)}"
+        )
+    if samples < 1:
+        raise OptionError(f"a step has at least one sample, not {samples}")
+    question = Question(profile, cluster, samples)
+    judged = [_judged(question, name) for name in dict.fromkeys(strategies)]
+    ranked = sorted(judged, key=_rank)
+    best = ranked[0]
+    told = tuple(one if one is best else replace(one, loses=_why(one, best)) for one in ranked)
+    assumed = [*profile.assumed, AS_FAST, HOSTS]
+    if any(layer.backward_peak_bytes and not layer.kept_bytes for layer in profile.layers):
+        assumed.append(AGAIN)
+    if any(one.name.startswith("harmony") and one.step_s is not None for one in told):
+        assumed.append(DELETION)
+    return Answer(profile.name, cluster.name, samples, told, tuple(assumed))
+
+
+def _judged(question: Question, name: str) -> Strategy:
+    try:
+        return _JUDGES[name](question, name)
+    except PlacementError as error:
+        return Strategy(name, fits=False, reason=str(error))
+    except OptionError as error:
+        return Strategy(name, reason=str(error))
+
+
+def _rank(strategy: Strategy) -> tuple[int, float]:
+    """Those that can be run first; then what does not fit, then what cannot be judged."""
+    if strategy.step_s is not None:
+        return (1 if strategy.fits is False else 0), strategy.step_s
+    return (2 if strategy.fits is False else 3), 0.0
+
+
+def _why(strategy: Strategy, best: Strategy) -> str:
+    """Why it is behind the best."""
+    if strategy.step_s is None or strategy.fits is False:
+        return strategy.reason
+    assert best.step_s is not None  # the best is before one that has a time and fits
+    return (
+        f"{strategy.step_s / best.step_s:.2f} times the best: {strategy.busiest} is busy "
+        f"{format_seconds(strategy.busiest_s)} of {format_seconds(strategy.step_s)}"
+    )

@@ -1,0 +1,79 @@
+"""Strategy: what one way to train a model on a cluster takes, and all of them as one answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from cotrain_compile.cluster.description import Cluster
+from cotrain_compile.cluster.profiles import LayerProfile
+
+NOT_RUN = "no code of this project runs it yet"
+
+
+@dataclass(frozen=True)
+class Question:
+    """A model, a cluster, and the samples of a step over all devices."""
+
+    profile: LayerProfile
+    cluster: Cluster
+    samples: int
+
+    def least_device_s(self, *, again: bool) -> float:
+        """Device-seconds of computing that no sizes of micro-batches pass under.
+
+        `again`: where it is not known what layers keep, they all run again.
+        """
+        again = again and any(layer.kept_bytes is None for layer in self.profile.layers)
+        return self.samples * min(
+            self._computing_s(each, again=again) / each for each in range(1, self.samples + 1)
+        )
+
+    def _computing_s(self, samples: int, *, again: bool) -> float:
+        layers = self.profile.layers
+        once_s = sum(layer.compute_s(samples) for layer in layers)
+        return once_s + sum(layer.forward_s.at(samples) for layer in layers if again)
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """What a step takes. Seconds are None, and `devices` 0, where `reason` says why.
+
+    `bound_s` is what no timing of the same works can beat. `peak_bytes` is by device, None where
+    nobody knows; `fits` is None then too. `traffic` has the bytes of a step over each kind of link,
+    all devices together. `busiest` is the lane that has most to do, for `busiest_s`. `setting` says
+    what was chosen, `loses` why another one is better, `run` how to run it.
+    """
+
+    name: str
+    step_s: float | None = None
+    bound_s: float | None = None
+    samples_per_s: float | None = None
+    tokens_per_s: float | None = None
+    peak_bytes: tuple[int, ...] | None = None
+    devices: int = 0
+    traffic: Mapping[str, int] = field(default_factory=dict)
+    fits: bool | None = None
+    reason: str = ""
+    busiest: str = ""
+    busiest_s: float = 0.0
+    setting: str = ""
+    loses: str = ""
+    run: str = NOT_RUN
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Strategies for steps of so many samples, the best first; `assumed` is what nobody knows."""
+
+    profile: str
+    cluster: str
+    samples: int
+    strategies: tuple[Strategy, ...]
+    assumed: tuple[str, ...] = ()
+
+    @property
+    def best(self) -> Strategy | None:
+        """The fastest of those that fit or may fit; None where there is none."""
+        first = self.strategies[0]
+        return None if first.step_s is None or first.fits is False else first

@@ -1,0 +1,314 @@
+"""Strategy judges: each planner of the cluster, its plan as a `Strategy`.
+
+In: a `Question`. Out: a `Strategy`, or an error that says why there is none: `PlacementError` where
+nothing fits, `OptionError` where profile or cluster do not let it be judged. A planner may leave
+devices idle: it is asked for the first 1, 2, ... of them, and the fastest answer counts.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from itertools import compress, pairwise
+from typing import TypeVar
+
+from cotrain_compile.cluster.data_parallel import (
+    SHARD,
+    DataParallelPlan,
+    plan_data_parallel,
+)
+from cotrain_compile.cluster.description import Cluster, MachineGroup
+from cotrain_compile.cluster.harmony import HarmonyPlan, plan_harmony
+from cotrain_compile.cluster.harmony_lanes import Stream
+from cotrain_compile.cluster.harmony_server import server_of
+from cotrain_compile.cluster.harmony_tasks import Layout
+from cotrain_compile.cluster.helper_verdict import judge_helpers
+from cotrain_compile.cluster.pipeline import PipelinePlan, devices_of, plan_pipeline
+from cotrain_compile.cluster.stages import PipelineOrder
+from cotrain_compile.cluster.strategy import NOT_RUN, Question, Strategy
+from cotrain_compile.cluster.strategy_burst import plan_burst
+from cotrain_compile.cluster.subsets import first_devices, first_of_machine
+from cotrain_compile.errors import CotrainError, OptionError, PlacementError
+from cotrain_compile.plan import Timeline
+from cotrain_compile.units import format_bytes
+
+_Plan = TypeVar("_Plan", HarmonyPlan, PipelinePlan)
+NO_PEAKS = "the profile knows no peaks, so nobody knows whether it fits"
+COMPILED = 'its step compiled with backend="cotrain"'
+
+
+def replicate(question: Question, name: str) -> Strategy:
+    """All parameters on every device."""
+    plan = plan_data_parallel(question.profile, question.cluster, question.samples)
+    script = f"{launch(question.cluster, plan.devices)}: the model in DistributedDataParallel"
+    return _data_parallel(question, name, plan, f"{script}, {COMPILED}")
+
+
+def shard(question: Question, name: str) -> Strategy:
+    """A part of parameters, gradients and states on each device."""
+    plan = plan_data_parallel(question.profile, question.cluster, question.samples, SHARD)
+    script = f"{launch(question.cluster, plan.devices)}: the layers and the model in fully_shard"
+    return _data_parallel(question, name, plan, f"{script}, {COMPILED}")
+
+
+def byteps(question: Question, name: str) -> Strategy:
+    """`replicate` whose gradients CPU machines sum too; two or more machines with devices."""
+    cluster, profile, samples = question.cluster, question.profile, question.samples
+    judge_helpers(profile, cluster, samples)  # refuses what it is not for
+    (group,) = (group for group in cluster.groups if group.devices)
+    each = group.device_count
+    counts = [each * machines for machines in range(2, group.count + 1)]
+
+    def all_reduce(part: Cluster) -> Callable[[float], float]:
+        verdict = judge_helpers(profile, part, max(1, samples // len(part.devices)))
+        rate_s = verdict.helpers_s / profile.grad_bytes
+        assert group.nic is not None  # there are several machines
+        rounds_s = 2 * group.nic.latency_s
+        return lambda nbytes: rate_s * nbytes + rounds_s
+
+    plan = plan_data_parallel(profile, cluster, samples, counts=counts, all_reduce=all_reduce)
+    part = first_devices(cluster, plan.devices)
+    verdict = judge_helpers(profile, part, samples // plan.devices)
+    sharing = verdict.sharing
+    traffic = {
+        "network cards of machines with devices": sharing.machines * sharing.machine_traffic_bytes,
+        "network cards of CPU machines": sharing.helpers * sharing.helper_traffic_bytes,
+    }
+    found = _data_parallel(question, name, plan, NOT_RUN)
+    setting = f"{found.setting}; {sharing.helpers} CPU machines; {verdict.host}"
+    rounded = {link: round(nbytes) for link, nbytes in traffic.items()}
+    return replace(found, setting=setting, traffic=rounded)
+
+
+def _data_parallel(question: Question, name: str, plan: DataParallelPlan, run: str) -> Strategy:
+    part = first_devices(question.cluster, plan.devices)
+    machines = part.device_machines
+    across = machines if machines > 1 else 0
+    traffic = {
+        "between devices of a machine": (plan.devices - across) * plan.sent_bytes,
+        "between machines": across * plan.sent_bytes,
+    }
+    setting = _micro_batches(plan.micro_batches, plan.micro_batch, plan.recompute)
+    if plan.gathering in SHARD:
+        setting += f", parameters {plan.gathering}"
+    reason = _missing(plan.missing_bytes) or ("" if plan.peak_bytes is not None else NO_PEAKS)
+    return _strategy(
+        question,
+        name,
+        plan.step_s,
+        plan.bound_s,
+        None if plan.peak_bytes is None else (plan.peak_bytes,) * plan.devices,
+        plan.devices,
+        {link: nbytes for link, nbytes in traffic.items() if nbytes},
+        _busiest(plan.timeline),
+        reason=reason,
+        setting=setting,
+        run=run,
+        fits=None if plan.peak_bytes is None else not plan.missing_bytes,
+    )
+
+
+def pipeline(question: Question, name: str) -> Strategy:
+    """Stages of consecutive layers, by GPipe or 1F1B."""
+    order = PipelineOrder(name.removeprefix("pipeline-"))
+    profile, samples = question.profile, question.samples
+
+    def planned(count: int) -> PipelinePlan:
+        row = devices_of(first_devices(question.cluster, count))
+        return plan_pipeline(profile, row, order, samples)
+
+    most = min(len(question.cluster.devices), len(profile.layers))
+    plan = _fastest(planned, most, question.least_device_s(again=True))
+    used = [first < last for first, last in pairwise(plan.stages.bounds)]
+    hops = {f"hop {i} to {i + 1}": nbytes for i, nbytes in enumerate(plan.hop_bytes) if nbytes}
+    setting = _micro_batches(plan.micro_batches, plan.micro_batch, plan.recompute)
+    splits = plan.stages.split_points
+    if splits:
+        setting += f"; stages begin at {', '.join(splits)}"
+    return _strategy(
+        question,
+        name,
+        plan.step_s,
+        plan.bound_s,
+        tuple(compress(plan.peak_bytes, used)),
+        sum(used),
+        hops,
+        _busiest(plan.timeline),
+        setting=setting,
+        run=f"{NOT_RUN}; torch.distributed.pipelining splits a model at those layers",
+    )
+
+
+def harmony(question: Question, name: str) -> Strategy:
+    """Packs that come to the devices of one machine by turns; the model rests on its host."""
+    layout = Layout(name)
+    found: list[HarmonyPlan] = []
+    failed: list[CotrainError] = []
+    for group in question.cluster.groups:
+        if group.devices:
+            try:
+                found.append(_on_server(question, group, layout))
+            except (OptionError, PlacementError) as error:
+                failed.append(error)
+    if not found:
+        raise failed[0]
+    plan = min(found, key=lambda plan: plan.step_s)
+    moved: Counter[str] = Counter()
+    for (stream, _), nbytes in plan.moved_bytes.items():
+        moved[_HARMONY_LINKS[stream]] += round(nbytes)
+    choice = plan.choice
+    packs = f"{len(choice.forward_packs)} and {len(choice.backward_packs)} packs"
+    sizes = f"micro-batches of {choice.forward_samples} forward, {choice.backward_samples} backward"
+    idle = question.cluster.device_machines - 1
+    return _strategy(
+        question,
+        name,
+        plan.step_s,
+        plan.bound_s,
+        plan.peak_bytes,
+        plan.devices,
+        {link: nbytes for link, nbytes in moved.items() if nbytes},
+        _busiest(plan.timeline),
+        setting=f"{sizes}, {packs}" + (f"; one machine, {idle} idle" if idle else ""),
+    )
+
+
+_HARMONY_LINKS = {
+    Stream.SWAP_IN: "host to devices",
+    Stream.SWAP_OUT: "devices to host",
+    Stream.PEER_IN: "between devices of a machine",
+    Stream.PEER_OUT: "between devices of a machine",
+    Stream.COMPUTE: "between devices of a machine",  # all-reduces, which computing waits for
+    Stream.HOST: "within the host",
+}
+
+
+def _on_server(question: Question, group: MachineGroup, layout: Layout) -> HarmonyPlan:
+    needs = sum(
+        layer.param_bytes + layer.buffer_bytes + layer.grad_bytes + layer.state_bytes
+        for layer in question.profile.layers
+    )
+    missing = needs - group.host.capacity_bytes
+    if missing > 0:
+        raise PlacementError(
+            f"the host of {group.name} needs {format_bytes(missing)} more for the model, its "
+            "gradients and states; take a host with more memory",
+            shortfall_bytes=missing,
+        )
+
+    def planned(count: int) -> HarmonyPlan:
+        server = server_of(first_of_machine(group, count))
+        return plan_harmony(question.profile, server, layout, question.samples)
+
+    # The last pack does not run again.
+    return _fastest(planned, group.device_count, question.least_device_s(again=False))
+
+
+def _fastest(planned: Callable[[int], _Plan], most: int, device_s: float) -> _Plan:
+    """The fastest plan for 1 to `most` devices, which compute `device_s` at least, all together.
+
+    Where there is none, the error of the most.
+    """
+    best: _Plan | None = None
+    first_error: CotrainError | None = None
+    for count in range(most, 0, -1):
+        if best and device_s / count >= best.step_s:
+            break
+        try:
+            plan = planned(count)
+        except (OptionError, PlacementError) as error:
+            first_error = first_error or error
+            continue
+        if best is None or plan.step_s < best.step_s:
+            best = plan
+    if best is None:
+        assert first_error is not None  # there is at least one device
+        raise first_error
+    return best
+
+
+def burst(question: Question, name: str) -> Strategy:
+    """A width for each layer."""
+    plan = plan_burst(question.profile, question.cluster, question.samples)
+    widths = Counter(plan.widths.values())
+    layers = ", ".join(f"{widths[width]} on {width}" for width in sorted(widths))
+    reason = _missing(plan.missing_bytes) or ("" if plan.peak_bytes is not None else NO_PEAKS)
+    again = "; layers run again" if plan.recompute else ""
+    return _strategy(
+        question,
+        name,
+        plan.step_s,
+        plan.bound_s,
+        None if plan.peak_bytes is None else (plan.peak_bytes,) * plan.devices,
+        plan.devices,
+        plan.traffic,
+        ("compute", plan.compute_s) if plan.compute_s >= plan.network_s else plan.network,
+        reason=reason,
+        setting=f"layers by devices: {layers}{again}",
+        fits=None if plan.peak_bytes is None else not plan.missing_bytes,
+    )
+
+
+def _strategy(
+    question: Question,
+    name: str,
+    step_s: float,
+    bound_s: float,
+    peak_bytes: tuple[int, ...] | None,
+    devices: int,
+    traffic: Mapping[str, int],
+    busiest: tuple[str, float],
+    *,
+    reason: str = "",
+    setting: str = "",
+    run: str = NOT_RUN,
+    fits: bool | None = True,
+) -> Strategy:
+    samples_per_s = question.samples / step_s if step_s else None
+    tokens = question.profile.tokens_per_sample
+    return Strategy(
+        name,
+        step_s,
+        min(bound_s, step_s),
+        samples_per_s,
+        samples_per_s * tokens if samples_per_s else None,
+        peak_bytes,
+        devices,
+        traffic,
+        fits,
+        reason,
+        *busiest,
+        setting=setting,
+        run=run,
+    )
+
+
+def _busiest(timeline: Timeline) -> tuple[str, float]:
+    busy: defaultdict[str, float] = defaultdict(float)
+    for span in timeline.spans:
+        busy[str(span.lane)] += span.end_s - span.start_s
+    return max(busy.items(), key=lambda lane: lane[1])
+
+
+def _micro_batches(count: int, each: int, recompute: bool) -> str:
+    batches = f"{count} micro-batches of {each}" if count > 1 else f"one micro-batch of {each}"
+    return batches + (", layers run again" if recompute else "")
+
+
+def _missing(nbytes: int) -> str:
+    return f"needs {format_bytes(nbytes)} more on the smallest device" if nbytes else ""
+
+
+def launch(cluster: Cluster, count: int) -> str:
+    """How torchrun starts a rank on each of the first devices."""
+    machines: Iterable[tuple[int, int]] = (
+        (place.group, place.machine) for place in cluster.devices[:count]
+    )
+    ranks = list(Counter(machines).values())
+    if len(ranks) == 1:
+        return f"torchrun --nproc-per-node {ranks[0]} train.py"
+    if len(set(ranks)) == 1:
+        nodes = f"--nnodes {len(ranks)} --nproc-per-node {ranks[0]}"
+        return f"on each machine torchrun {nodes} train.py"
+    return f"torchrun on {len(ranks)} machines with {ranks} ranks, train.py"

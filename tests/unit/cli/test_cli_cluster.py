@@ -1,0 +1,60 @@
+"""`cotrain-compile cluster`: a table that fits a terminal, JSON with all figures, clear errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from cotrain_compile import files
+from cotrain_compile.cli.main import app
+from cotrain_compile.cluster.profiles import per_sample
+from cotrain_compile.errors import OptionError
+from tests.support.clusters import a_box, a_model
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> list[str]:
+    """A profile and a cluster, both of our own format."""
+    profile, cluster = tmp_path / "profile.json", tmp_path / "cluster.json"
+    files.save(a_model((10**7, 10**7), per_sample(30)), profile)
+    files.save(a_box(2, 1e9), cluster)
+    return ["cluster", str(profile), "--cluster", str(cluster), "--samples", "4"]
+
+
+def test_the_table_names_every_strategy_and_fits_a_terminal(small: list[str]) -> None:
+    result = CliRunner().invoke(app, small, env={"COLUMNS": "100"})
+    assert result.exit_code == 0
+    lines = result.output.splitlines()
+    assert max(map(len, lines)) <= 100
+    assert lines[0].split() == [
+        *("step", "at", "least", "peak", "devices", "traffic", "samples/s", "fits")
+    ]
+    best = lines[1].split()[0]
+    assert any(line.startswith(f"{best}: ") for line in lines)
+    assert "within one machine keep NCCL" in result.output
+    assert "no code of this project runs it yet" in result.output
+
+
+def test_json_has_what_the_table_says(small: list[str]) -> None:
+    result = CliRunner().invoke(app, [*small, "--json", "--strategies", "shard,byteps"])
+    assert result.exit_code == 0
+    shard, byteps = json.loads(result.output)["strategies"]
+    assert (shard["name"], shard["devices"], shard["fits"]) == ("shard", 2, True)
+    assert shard["bound_s"] <= shard["step_s"] == pytest.approx(12, rel=0.1)
+    assert len(shard["peak_bytes"]) == 2
+    assert set(shard["traffic"]) == {"between devices of a machine"}
+    assert byteps["step_s"] is None
+    assert byteps["reason"] in byteps["loses"]
+
+
+def test_what_is_no_strategy_or_no_cluster_is_refused(small: list[str]) -> None:
+    for wrong, told in (
+        ([*small, "--strategies", "magic"], "strategies magic: known are"),
+        ([*small, "--cluster", "moon"], "no cluster named 'moon'"),
+    ):
+        result = CliRunner().invoke(app, wrong)
+        assert isinstance(result.exception, OptionError)
+        assert told in str(result.exception)

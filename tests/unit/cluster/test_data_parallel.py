@@ -1,0 +1,99 @@
+"""Data parallelism from a profile: time, traffic and peaks by hand, and what a subset is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from cotrain_compile.cluster.cluster_presets import find_cluster
+from cotrain_compile.cluster.data_parallel import SHARD, Gathering, plan_data_parallel
+from cotrain_compile.cluster.data_parallel_peaks import BUCKET_BYTES
+from cotrain_compile.cluster.profiles import per_sample
+from cotrain_compile.cluster.subsets import first_devices
+from cotrain_compile.errors import OptionError
+from tests.support.clusters import a_box, a_model
+
+# Two layers that are exchanged one by one. A gather of one takes 1.5 s between two devices.
+MODEL = a_model((BUCKET_BYTES, BUCKET_BYTES), per_sample(30))
+RATE = BUCKET_BYTES / 3
+REST = 8 * BUCKET_BYTES  # parameters, gradients and twice that in states
+
+
+def test_sums_of_gradients_run_beside_the_backward_and_the_last_behind_it() -> None:
+    plan = plan_data_parallel(MODEL, a_box(2, RATE), 2)
+    assert (plan.devices, plan.micro_batch, plan.recompute) == (2, 1, False)
+    # Forwards to 2 s, backwards to 4 and 6 s, sums of 3 s from 4 s on.
+    assert plan.step_s == pytest.approx(4 + 3 + 3)
+    assert plan.bound_s == pytest.approx(6)
+    assert plan.sent_bytes == 2 * BUCKET_BYTES
+    # 30 kept by each layer, 40 while the last one runs, and the gradient that it sends on.
+    assert plan.peak_bytes == REST + 60 + 40 + 10
+
+
+def test_parameters_gathered_again_come_while_the_device_computes() -> None:
+    plan = plan_data_parallel(MODEL, a_box(2, RATE), 2, (Gathering.AGAIN,))
+    # Gathers end at 1.5 and 3 s, the forwards at 2.5 and 4; the last layer's parameters stay, the
+    # first one's come again until 5.5. Backwards end at 6 and 8, the last scatter at 9.5 s.
+    assert plan.step_s == pytest.approx(9.5)
+    assert plan.sent_bytes == round((3 + 2) / 2 * BUCKET_BYTES)
+    assert plan.peak_bytes == REST // 2 + 2 * 2 * BUCKET_BYTES + 60 + 40 + 10
+
+
+def test_parameters_gathered_once_cross_the_network_once_a_step() -> None:
+    plan = plan_data_parallel(MODEL, a_box(2, RATE), 4, (Gathering.ONCE,))
+    assert (plan.micro_batches, plan.sent_bytes) == (1, 2 * BUCKET_BYTES)
+    assert plan.peak_bytes == REST // 2 + 2 * 2 * BUCKET_BYTES + 2 * (60 + 40 + 10)
+
+
+def test_one_device_is_taken_where_the_network_takes_more_than_it_saves() -> None:
+    assert plan_data_parallel(MODEL, a_box(2, RATE / 100), 2).devices == 1
+    assert plan_data_parallel(MODEL, a_box(2, RATE / 100), 2, SHARD).devices == 1
+
+
+def test_micro_batches_and_layers_that_run_again_are_for_memory() -> None:
+    def settings(room: int) -> tuple[int, bool]:
+        plan = plan_data_parallel(MODEL, a_box(1, 1e18, REST + room), 4)
+        assert plan.missing_bytes == max(0, 100 - room)
+        return plan.micro_batch, plan.recompute
+
+    assert settings(4 * 110) == (4, False)
+    assert settings(4 * 110 - 1) == (2, False)
+    # Each layer keeps 10, the last one takes 70 and the gradient that it sends on.
+    assert settings(110 - 1) == (1, True)
+    assert settings(100 - 1) == (1, True)
+
+
+def test_where_nothing_fits_the_answer_says_how_much_is_missing() -> None:
+    plan = plan_data_parallel(MODEL, a_box(2, RATE, REST), 2)
+    assert plan.peak_bytes is not None
+    assert plan.missing_bytes == plan.peak_bytes - REST > 0
+
+
+def test_a_profile_without_peaks_has_a_time_and_no_peak() -> None:
+    blind = replace(
+        MODEL, layers=tuple(replace(layer, backward_peak_bytes=None) for layer in MODEL.layers)
+    )
+    plan = plan_data_parallel(blind, a_box(2, RATE), 4)
+    assert (plan.peak_bytes, plan.micro_batches) == (None, 1)
+
+
+def test_samples_that_cannot_be_shared_are_refused() -> None:
+    with pytest.raises(OptionError, match="3 samples are not shared evenly by 2 devices"):
+        plan_data_parallel(MODEL, a_box(2, RATE), 3, counts=[2])
+    assert plan_data_parallel(MODEL, a_box(2, RATE), 3).devices == 1
+    with pytest.raises(OptionError, match="at least one sample"):
+        plan_data_parallel(MODEL, a_box(2, RATE), 0)
+
+
+def test_the_first_devices_of_a_cluster_are_a_cluster() -> None:
+    cluster = find_cluster("2x8xa100")
+    part = first_devices(cluster, 11)
+    assert [group.device_count for group in part.groups] == [8, 3]
+    assert (len(part.devices), part.ring) == (11, cluster.ring)
+    alone = first_devices(find_cluster("4xrtx4090-4xa6000"), 5)
+    assert [gib >> 30 for gib in alone.capacities_bytes] == [24] * 4 + [48]
+    helped = first_devices(find_cluster("32xv100-16cpu"), 1)
+    assert (helped.ring, helped.cpu_machines) == (None, 16)
+    with pytest.raises(OptionError, match="1 to 16 devices"):
+        first_devices(cluster, 17)

@@ -1,0 +1,147 @@
+"""One answer: every strategy is in it, ranked, within its bound and what devices have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cotrain_compile.cluster.cluster_presets import find_cluster
+from cotrain_compile.cluster.data_parallel_peaks import BUCKET_BYTES
+from cotrain_compile.cluster.description import Cluster
+from cotrain_compile.cluster.profile_files import read_profile
+from cotrain_compile.cluster.profiles import BATCH, LayerProfile, Read, per_sample
+from cotrain_compile.cluster.strategies import STRATEGIES, answer
+from cotrain_compile.cluster.strategy import Answer
+from cotrain_compile.errors import OptionError
+from tests.support.clusters import a_box, a_model, some_machines
+
+DATA = Path(__file__).parents[2] / "data"
+SMALL = BUCKET_BYTES // 2
+
+
+@st.composite
+def models(draw: st.DrawFn) -> LayerProfile:
+    params = draw(st.lists(st.sampled_from((0, SMALL, 2 * SMALL)), min_size=2, max_size=3))
+    kept = draw(st.sampled_from((None, per_sample(30))))
+    seconds = draw(st.floats(0.01, 2.0))
+    return a_model(params, kept, forward_s=seconds, crossing=SMALL // 8)
+
+
+def told_truly(found: Answer, cluster: Cluster) -> None:
+    """What holds of every answer."""
+    assert sorted(one.name for one in found.strategies) == sorted(STRATEGIES)
+    for one in found.strategies:
+        if one.step_s is None:
+            assert one.reason
+            continue
+        assert one.bound_s is not None
+        assert one.bound_s <= one.step_s * (1 + 1e-9)
+        if one.fits:
+            assert one.peak_bytes is not None
+            assert len(one.peak_bytes) == one.devices
+            assert max(one.peak_bytes) <= max(cluster.capacities_bytes)
+    ready = [one.step_s for one in found.strategies if one.step_s is not None and one.fits]
+    assert ready == sorted(ready)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    model=models(),
+    made=st.sampled_from((a_box, some_machines)),
+    count=st.integers(1, 3),
+    rate=st.floats(SMALL / 4, SMALL * 100),
+    room=st.sampled_from((3, 20, 1000)),
+    samples=st.sampled_from((4, 6)),
+)
+def test_more_devices_or_bandwidth_never_make_the_best_slower(
+    model: LayerProfile,
+    made: Callable[[int, float, int], Cluster],
+    count: int,
+    rate: float,
+    room: int,
+    samples: int,
+) -> None:
+    clusters = [made(count, rate, room * SMALL), made(count + 1, rate, room * SMALL)]
+    clusters.append(made(count, 2 * rate, room * SMALL))
+    answers = [answer(model, cluster, samples) for cluster in clusters]
+    for found, cluster in zip(answers, clusters, strict=True):
+        told_truly(found, cluster)
+    best = answers[0].best
+    if best and best.step_s is not None:
+        for other in answers[1:]:
+            assert other.best
+            assert other.best.step_s is not None
+            assert other.best.step_s <= best.step_s * (1 + 1e-9)
+
+
+def test_bert_large_on_small_cards_has_every_strategy_but_one() -> None:
+    cluster = find_cluster("4xgtx1080ti")
+    found = answer(read_profile(DATA / "harmony_bert_large.json"), cluster, 32)
+    told_truly(found, cluster)
+    without = [one.name for one in found.strategies if one.step_s is None]
+    assert without == ["byteps"]  # one machine needs no helpers
+    assert found.best
+    assert found.best.name == "shard"
+    assert found.best.loses == ""
+    assert "torchrun --nproc-per-node 4" in found.best.run
+    assert all(one.loses for one in found.strategies[1:])
+
+
+def test_what_a_profile_does_not_know_is_said_and_not_left_out() -> None:
+    profile = read_profile(DATA / "deeppool_wrn101_2_a100.json")
+    found = answer(profile, find_cluster("8xh100"), 32)
+    by_name = {one.name: one for one in found.strategies}
+    assert by_name["replicate"].peak_bytes is None
+    assert by_name["replicate"].fits is None
+    assert "knows no peaks" in by_name["replicate"].reason
+    assert "no forward_peak_bytes" in by_name["harmony-pp"].reason
+    assert [one.step_s is None for one in found.strategies] == [False] * 3 + [True] * 5
+
+
+def test_helpers_are_beside_replicas_with_the_same_computing() -> None:
+    model = a_model((2 * SMALL, 2 * SMALL), per_sample(30))
+    cluster = some_machines(4, SMALL / 2)
+    found = answer(model, cluster, 4, ("replicate", "byteps"))
+    helped, summed = found.strategies
+    assert (helped.name, summed.name) == ("byteps", "replicate")
+    # BytePS: 4 machines send 4/3 of the gradients each with one helper, which sends as much.
+    assert helped.traffic == {
+        "network cards of machines with devices": round(4 * 4 / 3 * model.grad_bytes),
+        "network cards of CPU machines": round(4 / 3 * model.grad_bytes),
+    }
+    assert helped.devices == summed.devices == 4
+
+
+def test_branches_leave_only_what_needs_no_chain() -> None:
+    model = a_model((2 * SMALL, 2 * SMALL), per_sample(30))
+    last = model.layers[-1]
+    split = replace(last, reads=(*last.reads, Read(BATCH, per_sample(10))))
+    found = answer(replace(model, layers=(model.layers[0], split)), a_box(2, SMALL), 4)
+    refused = {one.name: one.reason for one in found.strategies if one.step_s is None}
+    assert all("has branches" in refused[name] for name in refused if name != "byteps")
+    assert len(refused) == 5
+
+
+def test_a_strategy_that_does_not_fit_is_behind_those_that_do() -> None:
+    model = a_model([2 * SMALL] * 4, per_sample(30))
+    found = answer(model, a_box(4, SMALL * 1000, 24 * SMALL), 8)
+    by_name = {one.name: one for one in found.strategies}
+    # 32 half buckets rest on every device of replicas, a quarter of that where they are sharded.
+    assert by_name["replicate"].fits is False
+    assert "more on the smallest device" in by_name["replicate"].loses
+    assert found.best
+    assert found.best.fits
+    assert found.strategies.index(by_name["replicate"]) > found.strategies.index(found.best)
+
+
+def test_unknown_names_are_refused() -> None:
+    model = a_model((0, 0), None)
+    with pytest.raises(OptionError, match="strategies magic: known are replicate, shard"):
+        answer(model, a_box(2, 1e9), 4, ("replicate", "magic"))
+    with pytest.raises(OptionError, match="at least one sample"):
+        answer(model, a_box(2, 1e9), 0)
