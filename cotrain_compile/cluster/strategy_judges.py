@@ -90,7 +90,7 @@ def _data_parallel(question: Question, name: str, plan: DataParallelPlan, run: s
         "between machines": across * plan.sent_bytes,
     }
     setting = _micro_batches(plan.micro_batches, plan.micro_batch, plan.recompute)
-    if plan.gathering in SHARD:
+    if plan.gathering in SHARD and plan.devices > 1:
         setting += f", parameters {plan.gathering}"
     reason = _missing(plan.missing_bytes) or ("" if plan.peak_bytes is not None else NO_PEAKS)
     return _strategy(

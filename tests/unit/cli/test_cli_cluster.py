@@ -13,6 +13,7 @@ from cotrain_compile.cli.main import app
 from cotrain_compile.cluster.profiles import per_sample
 from cotrain_compile.errors import OptionError
 from tests.support.clusters import a_box, a_model
+from tests.unit.cluster.test_traced_profile import step
 
 
 @pytest.fixture
@@ -58,3 +59,16 @@ def test_what_is_no_strategy_or_no_cluster_is_refused(small: list[str]) -> None:
         result = CliRunner().invoke(app, wrong)
         assert isinstance(result.exception, OptionError)
         assert told in str(result.exception)
+
+
+def test_a_traced_step_is_taken_as_on_the_first_device(small: list[str], tmp_path: Path) -> None:
+    files.save(step(), tmp_path / "step.json")
+    given = ["cluster", str(tmp_path / "step.json"), *small[2:], "--strategies", "replicate"]
+    given += ["--json", "--tokens-per-sample", "8"]
+    result = CliRunner().invoke(app, [*given, "--batch-symbols", "s0"])
+    assert result.exit_code == 0
+    (replicate,) = json.loads(result.output)["strategies"]
+    assert replicate["tokens_per_s"] == pytest.approx(8 * replicate["samples_per_s"])
+    assert CliRunner().invoke(app, given).output == result.output  # it has that symbol alone
+    wrong = CliRunner().invoke(app, [*given, "--batch-symbols", "q"])
+    assert "q given for the samples" in str(wrong.exception)
