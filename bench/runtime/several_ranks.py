@@ -289,8 +289,8 @@ def table(result: Mapping[str, Any]) -> str:
     return "\n".join(lines) + (
         f"\n\nOf a step {1e3 * result['compute_s']:.0f} ms are compute and "
         f"{1e3 * result['network_s']:.0f} ms the network's (DDP), of which the planned step waits "
-        f"for {1 - result['hidden']:.0%}. Planned steps keep everything on the device here, DeepSpeed "
-        "has its states on the host."
+        f"for {1 - result['hidden']:.0%}. Planned steps keep everything on the device here; "
+        "DeepSpeed has its states on the host."
     )
 
 
