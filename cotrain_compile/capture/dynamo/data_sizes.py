@@ -18,12 +18,17 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from cotrain_compile.errors import CaptureError
 from cotrain_compile.user_lines import user_line
 
-# What raises for a singular matrix, by its names in a graph of Dynamo's: the one that does not is
-# called the same, with `_ex`.
+# What raises for a singular matrix, with the name in torch.linalg of the one that does not, without
+# its `_ex`. A function of the user's may have any of these names, so torch's are told by identity.
 _RAISING = {
-    **{name: name for name in ("solve", "inv", "cholesky", "ldl_factor", "lu_factor")},
-    "inverse": "inv",
+    **{
+        getattr(torch.linalg, name): name
+        for name in ("solve", "inv", "cholesky", "ldl_factor", "lu_factor")
+    },
+    torch.inverse: "inv",
+    torch.cholesky: "cholesky",
 }
+_RAISING_METHODS = {"inverse": "inv", "cholesky": "cholesky"}
 
 
 def refuse_sizes_from_data(module: fx.GraphModule) -> None:
@@ -45,8 +50,8 @@ def refuse_linear_algebra_that_raises(module: fx.GraphModule) -> None:
     From torch 2.13 on `refuse_checks_of_data` would see it; before, AOTAutograd drops the check.
     """
     for node in module.graph.nodes:
-        name = getattr(node.target, "__name__", str(node.target)).removeprefix("linalg_")
-        if node.op in ("call_function", "call_method") and (called := _RAISING.get(name)):
+        raising = _RAISING_METHODS if node.op == "call_method" else _RAISING
+        if called := raising.get(node.target):
             _refuse_check(called, f"{_line_of(node)}: ")
 
 

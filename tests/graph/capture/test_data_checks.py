@@ -51,6 +51,23 @@ def test_an_op_that_raises_by_its_data_has_one_that_does_not(
     assert torch.equal(weight_after(instead, cotrain(host_kernels="captured")), expected)
 
 
+@pytest.mark.parametrize("older", [Tensor.inverse, torch.inverse, torch.cholesky])
+def test_older_names_of_such_an_op_are_refused_as_well(older: Callable[[Tensor], Tensor]) -> None:
+    with pytest.raises(CaptureError, match=r"torch\.linalg\.\w+_ex"):
+        weight_after(lambda a, b: older(a) @ b, cotrain())
+
+
+def test_an_op_of_the_users_may_be_called_as_one_that_raises() -> None:
+    @torch.library.custom_op("cotrain_tests::solve", mutates_args=())
+    def solve(a: Tensor, b: Tensor) -> Tensor:
+        return a * b
+
+    solve.register_fake(lambda a, b: torch.empty_like(a))
+    solve.register_autograd(lambda _, grad: (grad, None))
+    expected = weight_after(torch.ops.cotrain_tests.solve, lambda step: step)
+    assert torch.equal(weight_after(torch.ops.cotrain_tests.solve, cotrain()), expected)
+
+
 @pytest.mark.parametrize("batch_on", ["meta", "cpu"])
 def test_a_model_on_meta_gets_memory_and_values_first(batch_on: str) -> None:
     model = nn.Linear(2, 1, device="meta")
