@@ -10,12 +10,12 @@ forward's at least the backward's, every pair of packings that fits; the fastest
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from cotrain_compile.cluster.harmony_lanes import Content, Lanes, Server, Stream
+from cotrain_compile.cluster.harmony_bound import least_s
+from cotrain_compile.cluster.harmony_lanes import Content, Server, Stream
 from cotrain_compile.cluster.harmony_packs import Fits, Pack, PackCosts, Packs, packings
 from cotrain_compile.cluster.harmony_tasks import (
     HarmonyChoice,
@@ -30,6 +30,9 @@ from cotrain_compile.cluster.profiles import LayerProfile
 from cotrain_compile.errors import OptionError, PlacementError
 from cotrain_compile.placement.simulate.engine import simulate
 from cotrain_compile.plan import Timeline
+
+# A bound is a sum in another order than the simulator's.
+_ROUNDING = 1 - 1e-9
 
 
 class CapOf(StrEnum):
@@ -92,16 +95,18 @@ def plan_harmony(
         PlacementError: a layer alone does not fit, not even with micro-batches of one sample.
     """
     costs = PackCosts(profile)
-    choices = dict.fromkeys(_choices(costs, server, layout, samples, cap_of))
+    choices = dict.fromkeys(harmony_choices(costs, server, layout, samples, cap_of))
     if not choices:
         raise _nothing_fits(costs, server)
     best: HarmonyPlan | None = None
-    by_bound = sorted(
-        ((least_s(costs, layout, choice, samples, server, prefetch), choice) for choice in choices),
-        key=lambda entry: entry[0],
-    )
-    for bound_s, choice in by_bound:
-        if best and bound_s >= best.step_s:
+    bounds = {
+        choice: least_s(
+            task_graph(layout, choice, samples, server.devices), costs, server, prefetch=prefetch
+        )
+        for choice in choices
+    }
+    for choice in sorted(bounds, key=lambda choice: bounds[choice]):
+        if best and bounds[choice] * _ROUNDING >= best.step_s:
             break
         plan = simulate_choice(costs, server, layout, choice, samples, prefetch=prefetch)
         if best is None or plan.step_s < best.step_s:
@@ -133,7 +138,7 @@ def simulate_choice(
         choice,
         graph.devices,
         max(span.end_s for span in timeline.spans),
-        max(works.busiest_s, least_s(costs, layout, choice, samples, server, prefetch)),
+        max(works.busiest_s, least_s(graph, costs, server, prefetch=prefetch)),
         _peaks(graph, costs),
         works.moved_bytes,
         timeline,
@@ -156,37 +161,7 @@ def _task_bytes(task: Task, graph: TaskGraph, costs: PackCosts) -> float:
     return costs.forward_task_bytes(samples, task.pack, stashed)
 
 
-def least_s(
-    costs: PackCosts,
-    layout: Layout,
-    choice: HarmonyChoice,
-    samples: int,
-    server: Server,
-    prefetch: bool,
-) -> float:
-    """Seconds that a step takes at least, without simulation: of the device that has most to do.
-
-    Weights of a task come after the task before it has computed, in every mode; its deletion waits
-    for its gradients. Without prefetch the next weights wait for that, with it they come beside.
-    """
-    graph = task_graph(layout, choice, samples, server.devices)
-    swap_bytes_per_s = Lanes(server, graph.devices).swap_bytes_per_s
-    busy: defaultdict[int, float] = defaultdict(float)
-    ending: defaultdict[int, float] = defaultdict(float)
-    for task in graph.sequence:
-        each = costs.forward_s(task.micro_batches[0], task.pack)
-        swapped_s = costs.weight_bytes(task.pack) / swap_bytes_per_s
-        earlier_s = ending[task.device]
-        ending[task.device] = server.deletion_s
-        if task.kind is TaskKind.BACKWARD:
-            each += costs.backward_s(task.micro_batches[0], task.pack)
-            ending[task.device] += swapped_s
-        between_s = max(swapped_s, earlier_s) if prefetch else swapped_s + earlier_s
-        busy[task.device] += between_s + len(task.micro_batches) * each
-    return max(busy.values())
-
-
-def _choices(
+def harmony_choices(
     costs: PackCosts, server: Server, layout: Layout, samples: int, cap_of: CapOf
 ) -> Iterator[HarmonyChoice]:
     """All choices that are tried; some of them twice, where two packings agree."""
