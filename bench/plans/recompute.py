@@ -68,10 +68,11 @@ CELLS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 )
 # Steps that are planned with a host that nothing can be sent to in time, as in MONeT's tables, and
 # with POFO's, in shares of the memory in which everything fits, with the overhead that MONeT has.
-ALONE: tuple[tuple[str, tuple[tuple[float, float], ...]], ...] = (
+# Where no plan is in MONeT's share, others are planned for, for which nothing is published.
+ALONE: tuple[tuple[str, tuple[tuple[float, float | None], ...]], ...] = (
     ("ResNet-50, 184 × 224²", ((10.01 / 15.06, 0.032), (6.0 / 15.06, 0.093))),
-    ("VGG-16, 176 × 224²", ((5.51 / 14.12, 0.091),)),
-    ("U-Net, 16 × 512²", ((5.01 / 14.32, 0.115),)),
+    ("VGG-16, 176 × 224²", ((0.6, None), (5.51 / 14.12, 0.091))),
+    ("U-Net, 16 × 512²", ((0.6, None), (0.5, None), (5.01 / 14.32, 0.115))),
 )
 ALONE_ON = "v100-dgx2"
 SLOWEST, POFOS = 1e6, 12e9  # bytes a second
@@ -126,7 +127,7 @@ class Against:
     share: float
     overhead: float | None
     with_link: float | None
-    published: float
+    published: float | None
 
 
 def planned(problem: Problem, settings: SolveSettings) -> Plan | None:
@@ -311,7 +312,8 @@ def main() -> None:
     if asked.merge and asked.output.exists():
         before = json.loads(asked.output.read_text())
         kept = before["result"]
-        others = [*kept.get("others", ()), {name: before[name] for name in ("command", "date")}]
+        told = [*kept.get("others", ()), {name: before[name] for name in ("command", "date")}]
+        others = list({run["command"]: run for run in told}.values())
     settings = SolveSettings(time_limit_s=asked.time_limit)
     ways: dict[str, Iterator[Cell | Against]] = {
         "cells": cells(asked.only, asked.steps, settings),
@@ -324,7 +326,10 @@ def main() -> None:
             "cells": merged(
                 planned_cells, kept.get("cells", ()), ("model", "machine", "budget_bytes")
             ),
-            "alone": merged(beside, kept.get("alone", ()), ("model", "share")),
+            "alone": sorted(
+                merged(beside, kept.get("alone", ()), ("model", "share")),
+                key=lambda row: (row["model"], -row["share"]),
+            ),
             "others": others,  # by which what is kept was found
         }
         write_report(asked.output, "What is it worth to make values again?", result)

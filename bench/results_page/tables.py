@@ -179,7 +179,7 @@ def _beside_monet(records: Sequence[Mapping[str, Any]]) -> str:
         (
             f"{record['model']}, {percent(record['share'])}",
             told(record["overhead"]),
-            percent(record["published"]),
+            "" if record["published"] is None else percent(record["published"]),
             told(record["with_link"]),
         )
         for record in records

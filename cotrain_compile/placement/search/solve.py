@@ -144,9 +144,11 @@ class _Search(Attempts):
                     return
 
     def _climb_levels(self) -> None:
-        """With values made again: levels that a program proposes, one level everywhere, rules."""
+        """With values made again: what then fits, levels that a program proposes, rules."""
         self.progress("looking for what can be made again")
         levels = Levels(self.problem)
+        for level in levels.that_fit(self.problem.budgets[Tier.DEVICE]):
+            self.try_level(level)
         proposed = self.propose_levels(levels.regions)
         if proposed is not None and proposed.decisions is not None:
             self.claim_s = proposed.claim_s

@@ -11,7 +11,9 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import takewhile
 
+from cotrain_compile.analysis.liveness import liveness
 from cotrain_compile.placement.decisions.decisions import DecisionSpace
 from cotrain_compile.placement.decisions.find_decisions import decision_space
 from cotrain_compile.placement.milp.solvers import Solution
@@ -161,6 +163,23 @@ class Levels:
             for tried in (quarters, quarters[3::4])
         ]
         yield from (self.variant(number) for number in dict.fromkeys(nearest) if number)
+
+    def that_fit(self, budget_bytes: int) -> Iterator[Variant]:
+        """The first level with which all fits on the device, then it in fewer of the layers.
+
+        A level above one that fits need not: more runs again where the backward is at its peak.
+        """
+
+        def fits(problem: Problem) -> bool:
+            return liveness(problem.dataflow).peak_bytes <= budget_bytes
+
+        if min(liveness(self._problem.dataflow).live_bytes) > budget_bytes:
+            return  # where the step begins and ends nothing is made again
+        for number in range(1, len(self._levels)):
+            fewer = (self.variant(number - part) for part in (0.0, 0.25, 0.5, 0.75))
+            if found := [*takewhile(lambda variant: fits(variant.problem), fewer)]:
+                yield from found
+                return
 
     def _saved_bytes(self, number: float) -> float:
         less, more = self._levels[math.floor(number)], self._levels[math.ceil(number)]

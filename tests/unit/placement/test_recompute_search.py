@@ -104,6 +104,17 @@ def test_regions_between_two_levels_make_up_for_each_other() -> None:
     assert spread([embedding, *layers, head], (0, 0.5, 0.5, 0.5, 0.5, 0)) == {"b0", "d0"}
 
 
+def test_what_fits_without_a_link_is_tried_with_any(levels: Levels) -> None:
+    """The first level with which nothing has to move, in as few layers as will do."""
+    suffixes = [level.suffix for level in levels.that_fit(100_000_000)]
+    assert suffixes == [f"+recompute:{number}" for number in ("2", "1.75", "1.5")]
+    assert not list(levels.that_fit(80_000_000))
+    problem = formulate(blocks_of_torch(8), find("gh200"), dict.fromkeys(Tier, 1 << 40))
+    report = solve(problem.with_budget(Tier.DEVICE, 100_000_000)).report
+    assert report is not None
+    assert {f"resident{suffix}" for suffix in suffixes} <= set(report.simulated_s)
+
+
 def test_where_nothing_fits_more_is_made_again() -> None:
     never = float("inf")
     assert tried(lambda at: 500.0 if at > 2 else never) == [1, 2, 3, 4]
