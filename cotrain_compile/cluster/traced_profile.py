@@ -3,9 +3,11 @@
 In: a `Dataflow` with symbols, a machine, and which symbols count the samples. Out: a chain of
 layers, with the roofline's seconds and the bytes of the trace at some batch sizes. Nothing is run.
 
-A layer is a numbered module (`model.layers.3`); what comes before the first is "input", what comes
-after the last is "head". An op of the backward belongs to the layer whose gradient it makes, or
-whose parameters or inner values it reads, else to that of the op before. No torch.
+A layer is a numbered module (`model.layers.3`); what comes before the first, and after the last, is
+named by the first module that is called there, else "input" and "head". An op of the backward
+belongs to the layer whose gradient it makes, or whose parameters or inner values it reads, else to
+that of the op before. Ops that make a value of the forward again belong to its layer, and say
+nothing of the ops behind them. A gradient has the bytes of its parameter, as ranks sum it. No torch.
 """
 
 from __future__ import annotations
@@ -101,6 +103,14 @@ def _symbols(step: Dataflow, symbols: Sequence[str]) -> Sequence[str]:
     return symbols
 
 
+def _module_of(ops: Sequence[Op], layers: Sequence[str], otherwise: str) -> str:
+    """The first module that is called beside the layers and holds none of them."""
+    for op in ops:
+        if op.module and not any(layer.startswith(f"{op.module}.") for layer in layers):
+            return op.module
+    return otherwise
+
+
 @dataclass(frozen=True)
 class _Split:
     """Which layer each op, each parameter and each value of a step belongs to, by number."""
@@ -111,12 +121,14 @@ class _Split:
     def _forward(self) -> tuple[Mapping[str, int], tuple[str, ...]]:
         """Layers of the forward's ops, in the order in which they begin."""
         ops = [op for op in self.step.ops if op.phase is Phase.FORWARD]
-        numbered = [i for i, op in enumerate(ops) if layer_of(op.module)]
-        last = numbered[-1] if numbered else len(ops)
+        layers = [layer_of(op.module) for op in ops]
+        numbered = [i for i, layer in enumerate(layers) if layer]
+        begin, end = (numbered[0], numbered[-1] + 1) if numbered else (len(ops), len(ops))
+        around = (_module_of(ops[:begin], layers, INPUT), _module_of(ops[end:], layers, HEAD))
         names: list[str] = []
         found = {}
         for i, op in enumerate(ops):
-            name = layer_of(op.module) or (HEAD if i > last else names[-1] if names else INPUT)
+            name = layers[i] or (around[0] if i < begin else around[1] if i >= end else names[-1])
             if name not in names:
                 names.append(name)
             found[op.name] = len(names) - 1
@@ -135,16 +147,21 @@ class _Split:
         makers = {g.gradient: self.param_layer[g.param] for g in self.step.updates}
         inner = self._inner_values()
         current = len(self.names) - 1
+        carried: set[str] = set()  # gradients, and all that is made from them
         for op in self.step.ops:
             if op.phase is not Phase.BACKWARD:
                 continue
+            known = [inner[name] for name in op.reads if name in inner]
+            again = bool(carried) and op.writes and carried.isdisjoint(op.reads)
+            if not again:
+                carried.update(op.writes)
             makes = [makers[name] for name in op.writes if name in makers]
             if makes:
                 found[op.name] = max(makes)
-                continue
-            known = [inner[name] for name in op.reads if name in inner]
-            current = min([current, *known])
-            found[op.name] = current
+            elif again:
+                found[op.name] = min(known, default=current)
+            else:
+                found[op.name] = current = min([current, *known])
         return found
 
     def _inner_values(self) -> dict[str, int]:
@@ -250,8 +267,7 @@ def _input_bytes(split: _Split, step: Dataflow, layer: int) -> int:
 
 
 def _gradient_bytes(step: Dataflow, param: str) -> int:
-    group = step.update.get(param)
-    return step.buffer[group.gradient].nbytes if group else 0
+    return step.buffer[param].nbytes if param in step.update else 0
 
 
 def _state_bytes(step: Dataflow, param: str) -> int:

@@ -101,6 +101,33 @@ def test_every_figure_of_a_layer_is_that_of_its_ops_at_any_batch(n: int) -> None
     assert head.backward_peak(n) == 4 + 20 * n
 
 
+def test_what_is_made_again_belongs_to_its_layer_and_moves_no_other_op() -> None:
+    """Of the input's: a value that the backward of a layer reads is made again from the batch."""
+    again = op("again", Phase.BACKWARD, "a", "ra")
+    whole = step()
+    i = [o.name for o in whole.ops].index("b1")
+    later = replace(whole.ops[i], reads=(*whole.ops[i].reads, "ra"))
+    changed = replace(
+        whole,
+        ops=(*whole.ops[:i], again, later, *whole.ops[i + 1 :]),
+        buffers=(*whole.buffers, Buffer("ra", 0, Role.TEMPORARY)),
+    )
+    before, after = (profile_of_step("net", each, MACHINE) for each in (whole, changed))
+    assert [layer.backward_s for layer in after.layers] == [
+        layer.backward_s for layer in before.layers
+    ]
+
+
+def test_what_is_beside_the_layers_is_named_by_its_modules() -> None:
+    """Not by one that holds the layers: a stage cannot begin there."""
+    modules = {"f0": "net", "f0b": "net.embed", "f1": "net.layers.1", "f2": "net.norm"}
+    named = replace(
+        step(), ops=tuple(replace(o, module=modules.get(o.name, "")) for o in step().ops)
+    )
+    profile = profile_of_step("net", named, MACHINE)
+    assert [layer.name for layer in profile.layers] == ["net.embed", "net.layers.1", "net.norm"]
+
+
 def test_a_layer_knows_its_parameters_gradients_states_and_update() -> None:
     first, second, head = profile_of_step("net", step(), MACHINE).layers
     assert (first.param_bytes, first.grad_bytes, first.state_bytes) == (40, 40, 0)
