@@ -30,8 +30,8 @@ def with_layers(profile: LayerProfile, count: int) -> LayerProfile:
     begin, end = (numbered[0], numbered[-1] + 1) if numbered else (0, 0)
     if not profile.is_chain or len(paths) != 1 or len(numbered) != end - begin or end - begin < 4:
         raise OptionError(
-            f"{profile.name} is no chain with four or more layers numbered in a row, so nobody sees "
-            "which of them to repeat; trace it with four"
+            f"{profile.name} is no chain with four or more layers numbered in a row, so nobody "
+            "sees which of them to repeat; trace it with four"
         )
     first, *inner, last = profile.layers[begin:end]
     other = next((layer for layer in inner if _figures(layer) != _figures(inner[0])), None)

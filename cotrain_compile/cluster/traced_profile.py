@@ -7,7 +7,8 @@ A layer is a numbered module (`model.layers.3`); what comes before the first, an
 named by the first module that is called there, else "input" and "head". An op of the backward
 belongs to the layer whose gradient it makes, or whose parameters or inner values it reads, else to
 that of the op before. Ops that make a value of the forward again belong to its layer, and say
-nothing of the ops behind them. A gradient has the bytes of its parameter, as ranks sum it. No torch.
+nothing of the ops behind them. A gradient has the bytes of its parameter, as ranks sum it. No
+torch.
 """
 
 from __future__ import annotations
