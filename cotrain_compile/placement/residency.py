@@ -20,6 +20,8 @@ from cotrain_compile.dataflow import Buffer, Dataflow, Op, Role, UpdateGroup
 from cotrain_compile.machine import Tier
 from cotrain_compile.plan import HostRegion, MovedOps, Placement, Task, Transfer, UpdateMode
 
+# About as many flops take a device as long as moving one byte.
+FLOPS_A_BYTE = 128
 HOST_MODES = frozenset({UpdateMode.HOST, UpdateMode.HOST_STREAMED})
 
 
@@ -61,6 +63,12 @@ class DeviceProgram:
                 under_way = begun if slots and slots[-1] >= begun else index
                 slots.extend(range(max(under_way, slots[-1] + 1) if slots else index, index + 1))
         return found
+
+    @cached_property
+    def work(self) -> list[float]:
+        """What the ops before each slot do together: about their seconds, on no machine at all."""
+        each = (max(op.bytes_moved, op.flops / FLOPS_A_BYTE) for op in self.ops)
+        return list(accumulate(each, initial=0.0))
 
     @cached_property
     def _written(self) -> dict[str, int]:
@@ -145,10 +153,13 @@ def _made(dataflow: Dataflow, op: Op) -> list[str]:
     return [name for name in op.writes if dataflow.buffer[name].role is not Role.WORKSPACE]
 
 
-def longest_gap(touched: Sequence[int], elapsed_s: Sequence[float]) -> tuple[int, int] | None:
-    """The neighbouring touches with the most device time between them, None if there is none."""
-    gaps = [(a, b) for a, b in pairwise(touched) if b > a + 1]
-    return max(gaps, key=lambda gap: elapsed_s[gap[1]] - elapsed_s[gap[0] + 1], default=None)
+def longest_gap(program: DeviceProgram, touched: Sequence[int]) -> tuple[int, int] | None:
+    """The neighbouring touches with the most work between them, None if there is none.
+
+    It is the same one on every machine, so that what a step needs at the least is, too.
+    """
+    gaps, work = [(a, b) for a, b in pairwise(touched) if b > a + 1], program.work
+    return max(gaps, key=lambda gap: work[gap[1]] - work[gap[0] + 1], default=None)
 
 
 @dataclass(frozen=True)

@@ -87,8 +87,8 @@ class BucketedStep:
         return not buffer.is_input and not buffer.is_output
 
 
-def bucketed(problem: Problem, buckets: int, *, at_peaks: bool) -> BucketedStep:
-    """The step of `problem` in about `buckets` buckets.
+def bucketed(problem: Problem, buckets: int | None, *, at_peaks: bool) -> BucketedStep:
+    """The step of `problem` in about `buckets` buckets; None: each op is one.
 
     Cuts are where few bytes cross, or, with `at_peaks`, right before the ops with most alive.
     """
@@ -102,7 +102,10 @@ def bucketed(problem: Problem, buckets: int, *, at_peaks: bool) -> BucketedStep:
     )
     moves = moves_of(problem, bare)
     seconds = [b - a for a, b in pairwise(moves.elapsed_s)]
-    if at_peaks:
+    starts: Sequence[int]
+    if buckets is None:
+        starts = range(max(1, len(seconds)))
+    elif at_peaks:
         starts = peak_points(seconds, moves.slot_bytes, buckets)
     else:
         starts = cut_points(seconds, _crossing_bytes(moves), buckets)

@@ -104,7 +104,7 @@ def _leaving(
         temporary = buffer.role is Role.TEMPORARY and step.is_made_and_used_up(buffer.name)
         if not temporary or buffer.name in taken or buffer.nbytes <= floor_bytes:
             continue
-        gap = longest_gap(step.program.touches.get(buffer.name, ()), step.moves.elapsed_s)
+        gap = longest_gap(step.program, step.program.touches.get(buffer.name, ()))
         if gap is None or casts.issuperset(range(gap[0] + 1, gap[1])):
             continue  # where the host makes the copies there is no gap
         leaves, returns = step.bucket(gap[0]), step.bucket(gap[1])
@@ -202,7 +202,7 @@ def _kept(step: BucketedStep, param: str) -> KeptGradients:
         made = step.bucket(touched[0])
         return KeptGradients(nbytes, made, written=step.bucket(written))
     old = [slot for slot in touched if slot <= written] if written >= 0 else touched
-    gap = longest_gap(old, step.moves.elapsed_s)
+    gap = longest_gap(step.program, old)
     uses = [*touched[:1], *([gap[1]] if gap is not None else [])]
     return KeptGradients(
         nbytes,
@@ -221,7 +221,7 @@ def _uses(step: BucketedStep, fetched: str) -> Sequence[int]:
     uses = step.program.touches.get(fetched) or [step.program.end]
     made = -1 if step.dataflow.buffer[fetched].is_input else step.program.last_write(fetched)
     reads = [slot for slot in uses if slot != made]
-    gap = longest_gap(reads, step.moves.elapsed_s) or (uses[-1], uses[-1])
+    gap = longest_gap(step.program, reads) or (uses[-1], uses[-1])
     return [step.bucket(slot) for slot in (uses[0], *gap, uses[-1])]
 
 

@@ -30,7 +30,7 @@ PIECES = 96
 
 def decision_space(
     problem: Problem,
-    buckets: int = BUCKETS,
+    buckets: int | None = BUCKETS,
     pieces: int = PIECES,
     *,
     at_peaks: bool = False,
@@ -38,7 +38,7 @@ def decision_space(
     recompute: bool = False,
     regions: Sequence[RegionLevels] = (),
 ) -> DecisionSpace:
-    """What can be decided about `problem`, in about `buckets` buckets.
+    """What can be decided about `problem`, in about `buckets` buckets; None: each op is one.
 
     Cuts are where few bytes cross, or, with `at_peaks`, right before the ops at which most is
     alive; memory is then checked at the cuts alone, where the amounts sent and brought are known.

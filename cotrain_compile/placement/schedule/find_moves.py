@@ -171,7 +171,7 @@ class _Finder:
     def _uses_of(self, name: str) -> GradientUses:
         group = self.updated_from.get(name)
         limit = self.windows[group.param][1] if group is not None else self.program.end
-        return gradient_uses(self.program, self.elapsed_s, name, limit)
+        return gradient_uses(self.program, name, limit)
 
     def _new_gradient(self, buffer: Buffer) -> None:
         """A gradient that the step makes and keeps on the host: sent there after its last use."""
@@ -210,7 +210,7 @@ class _Finder:
         if not touched:
             return []
         if buffer.name in self.away and buffer.name not in self.read_by_moved:
-            gap = longest_gap(touched, self.elapsed_s)
+            gap = longest_gap(self.program, touched)
             if gap is not None:
                 return [(touched[0], gap[0]), (gap[1], touched[-1])]
         return [(touched[0], touched[-1])]

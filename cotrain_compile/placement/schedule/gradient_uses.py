@@ -1,6 +1,6 @@
 """Gradient uses: when the device touches a gradient that lies in `.grad`, on the host.
 
-In: a DeviceProgram without updates, device time, and the slot that needs the result of the update.
+In: a DeviceProgram without updates, and the slot that needs the result of the update.
 Out: `GradientUses`: the stays on the device that these touches make, and what is written in them.
 """
 
@@ -34,9 +34,7 @@ class GradientUses:
         return bool(self.written) and self.written[-1] not in self.before
 
 
-def gradient_uses(
-    program: DeviceProgram, elapsed_s: Sequence[float], name: str, limit: int
-) -> GradientUses:
+def gradient_uses(program: DeviceProgram, name: str, limit: int) -> GradientUses:
     """The uses of gradient `name`, away in the longest gap before it is written or updated from.
 
     So there is nothing to bring back when it leaves.
@@ -45,7 +43,7 @@ def gradient_uses(
     before = [slot for slot in touched if slot < limit]
     written = [slot for slot in touched if name in program.ops[slot].writes]
     unchanged = [slot for slot in before if slot <= min(written, default=program.end)]
-    gap = longest_gap(unchanged, elapsed_s)
+    gap = longest_gap(program, unchanged)
     stays = [(touched[0], touched[-1])] if touched else []
     if gap is not None:
         stays = [(touched[0], gap[0]), (gap[1], touched[-1])]

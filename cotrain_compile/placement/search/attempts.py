@@ -156,9 +156,8 @@ class Attempts:
             if refusal is None:
                 return
             targets[refusal.tier] -= 1.05 * refusal.shortfall_bytes
-        for space in variant.cuts:
-            if self.decide(name, least_memory(space), space, tactics) is None:
-                return
+        if self.decide(name, least_memory(variant.space), variant.space, tactics) is not None:
+            self.attempt(name, lambda: variant.least.placement)
 
     def decide(
         self,

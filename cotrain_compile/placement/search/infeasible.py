@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NoReturn
 
 from cotrain_compile.dataflow import PERSISTENT_ROLES
 from cotrain_compile.errors import PlacementError, PlanError
 from cotrain_compile.machine import Tier
-from cotrain_compile.placement.decisions.decisions import DecisionSpace
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.residency import device_program, host_bytes, low_precision_copies
 from cotrain_compile.placement.schedule.find_moves import moves_of
-from cotrain_compile.placement.schedule.moves import Moves
 from cotrain_compile.placement.schedule.peak import ACTIVATIONS, GRADIENTS, Peak, peak_of
 from cotrain_compile.placement.schedule.refuse import refuse_device
 from cotrain_compile.placement.schedule.schedule import draft, shortfall_bytes
-from cotrain_compile.placement.search.greedy import least_memory
+from cotrain_compile.placement.search.least import Least
 from cotrain_compile.plan import Placement
 from cotrain_compile.units import format_bytes
 
@@ -35,28 +32,25 @@ def floor_bytes(problem: Problem) -> int:
     return max((sum(dataflow.buffer[b].nbytes for b in each) for each in touched), default=0)
 
 
-def refuse(problem: Problem, spaces: Sequence[DecisionSpace], failure: str = "") -> NoReturn:
-    """Raise `PlacementError` with the least device (or host) budget that would do.
+def refuse(problem: Problem, least: Least, failure: str = "") -> NoReturn:
+    """Raise `PlacementError` with the `least` device (or host) budget that would do.
 
     Raises `PlanError` where the budgets would do: time was too short, or the solver failed, and
     `failure` says how.
-
-    The least device budget is that of the placement in which everything leaves that can; `spaces`
-    are those of the step in several ways.
     """
-    space, moves, least = _least(problem, spaces)
     budget = problem.budgets[Tier.DEVICE]
-    if least > budget:
-        short, peak = least - budget, peak_of(problem.dataflow, moves)
+    if least.nbytes > budget:
+        short = least.nbytes - budget
+        peak = peak_of(problem.under(least.placement).dataflow, least.moves)
         raise PlacementError(
-            f"the step needs at least {format_bytes(least)} on the device "
+            f"the step needs at least {format_bytes(least.nbytes)} on the device "
             f"({_in_words(peak)}) with every update on the host and all that can away, but "
             f"memory_budget is {format_bytes(budget)}: {format_bytes(short)} ({short:,} bytes) "
             f"short; raise memory_budget, or {_advice(peak)}",
             shortfall_bytes=short,
         )
     plenty = problem.with_budget(Tier.HOST, 1 << 62)
-    needed = _host_bytes(plenty, space)
+    needed = _host_bytes(plenty, least)
     host = problem.budgets[Tier.HOST]
     if needed <= host and failure:
         raise PlanError(
@@ -72,42 +66,29 @@ def refuse(problem: Problem, spaces: Sequence[DecisionSpace], failure: str = "")
         f"no plan was found within memory_budget {format_bytes(budget)} and host_memory_budget "
         f"{format_bytes(host)}; with everything away that can be, the step takes "
         f"{format_bytes(needed)} on the host: raise host_memory_budget by up to "
-        f"{format_bytes(needed - host)}, or {_less_on_the_host(problem, space)}",
+        f"{format_bytes(needed - host)}, or {_less_on_the_host(problem, least)}",
         shortfall_bytes=needed - host,
         tier=Tier.HOST,
     )
 
 
 def refuse_rule(
-    problem: Problem, placement: Placement, refusal: PlacementError, spaces: Sequence[DecisionSpace]
+    problem: Problem, placement: Placement, refusal: PlacementError, least: Least
 ) -> NoReturn:
     """Raise the refusal of a simple rule's `placement`, with what policy 'auto' would need."""
     moves = moves_of(problem, placement)
     short = shortfall_bytes(problem, moves)
     if not short:  # the host's is missing
         raise refusal
-    refuse_device(problem, placement, moves, short, _least(problem, spaces)[2])
+    refuse_device(problem, placement, moves, short, least.nbytes)
 
 
-def _least(problem: Problem, spaces: Sequence[DecisionSpace]) -> tuple[DecisionSpace, Moves, int]:
-    """The space in which least has to stay, what moves then, and the device bytes it needs."""
-    without = problem.with_budget(Tier.DEVICE, 0)
-    found = [(space, moves_of(problem, _frugal(space))) for space in spaces]
-    needs = [(space, moves, shortfall_bytes(without, moves)) for space, moves in found]
-    return min(needs, key=lambda need: need[2])
-
-
-def _frugal(space: DecisionSpace) -> Placement:
-    """The placement in which everything leaves that can."""
-    return space.placement("auto", least_memory(space))
-
-
-def _host_bytes(problem: Problem, space: DecisionSpace) -> int:
+def _host_bytes(problem: Problem, least: Least) -> int:
     """Host bytes of the plan in which everything leaves."""
-    placement = _frugal(space)
-    found = draft(problem, placement)
-    program = device_program(problem.dataflow, placement, found.moved)
-    return host_bytes(program, placement, found.tasks, problem.machine.host_update.workers)
+    found = draft(problem, least.placement)
+    dataflow = problem.under(least.placement).dataflow
+    program = device_program(dataflow, least.placement, found.moved)
+    return host_bytes(program, least.placement, found.tasks, problem.machine.host_update.workers)
 
 
 def _in_words(peak: Peak) -> str:
@@ -127,9 +108,8 @@ def _advice(peak: Peak) -> str:
     return "use a smaller model: the peak is made of what must stay on the device"
 
 
-def _less_on_the_host(problem: Problem, space: DecisionSpace) -> str:
+def _less_on_the_host(problem: Problem, least: Least) -> str:
     """What would need less of the host, the larger part of what is there first."""
-    activations = sum(decision.cluster.nbytes for decision in space.activations)
     kept = problem.dataflow.total_bytes(*PERSISTENT_ROLES)
     ways = [
         (
@@ -138,9 +118,9 @@ def _less_on_the_host(problem: Problem, space: DecisionSpace) -> str:
             f"{format_bytes(kept)})",
         ),
         (
-            activations,
+            least.away_bytes,
             "make the batch or the sequence smaller, or keep fewer activations (remat=True, "
-            f"torch.utils.checkpoint): {format_bytes(activations)} of them are away",
+            f"torch.utils.checkpoint): {format_bytes(least.away_bytes)} of them are away",
         ),
     ]
     ways.sort(key=lambda way: -way[0])

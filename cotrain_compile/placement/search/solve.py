@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import NoReturn
 
 from cotrain_compile.collector import collector_off
@@ -28,6 +28,7 @@ from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.schedule.schedule import Draft, draft, finished
 from cotrain_compile.placement.search.attempts import Attempts, Progress
 from cotrain_compile.placement.search.infeasible import floor_bytes, refuse, refuse_rule
+from cotrain_compile.placement.search.least import Least
 from cotrain_compile.placement.search.settings import SolveSettings
 from cotrain_compile.placement.search.small_at_rest import with_small_at_rest
 from cotrain_compile.placement.search.solve_report import notes_of, report_of
@@ -78,6 +79,12 @@ class _Search(Attempts):
         self.began = time.monotonic()
         self.bound: Beside[float] | None = None
         self.claim_s = 0.0  # what no levels take less than; 0 where nobody has looked
+
+    @cached_property
+    def levels(self) -> Levels:
+        """What can be made again."""
+        self.progress("looking for what can be made again")
+        return Levels(self.problem)
 
     def run(self, incumbents: Sequence[Plan]) -> Plan:
         policy = self.settings.policy
@@ -145,8 +152,7 @@ class _Search(Attempts):
 
     def _climb_levels(self) -> None:
         """With values made again: what then fits, levels that a program proposes, rules."""
-        self.progress("looking for what can be made again")
-        levels = Levels(self.problem)
+        levels = self.levels
         for level in levels.that_fit(self.problem.budgets[Tier.DEVICE]):
             self.try_level(level)
         proposed = self.propose_levels(levels.regions)
@@ -205,15 +211,24 @@ class _Search(Attempts):
         else:
             self.found.keep(policy, self._follow(self.step.by_rule(policy)))
 
+    @cached_property
+    def _least(self) -> Least:
+        """The plan that needs least of the device, of all that this policy may make again."""
+        self.progress("looking for the least that does")
+        variants = [self.step]
+        if self.settings.recompute and self.settings.policy not in ("greedy", "ilp", "lp-round"):
+            variants += self.levels.uniform
+        return min((variant.least for variant in variants), key=lambda least: least.nbytes)
+
     def _refuse(self) -> NoReturn:
-        refuse(self.problem, self.step.cuts, self.failure)
+        refuse(self.problem, self._least, self.failure)
 
     def _follow(self, placement: Placement) -> Draft:
         """Schedule what a simple rule says; its refusal says what `auto` would need."""
         try:
             return draft(self.problem, placement)
         except PlacementError as refusal:
-            refuse_rule(self.problem, placement, refusal, self.step.cuts)
+            refuse_rule(self.problem, placement, refusal, self._least)
 
     def _sweep_fractions(self) -> None:
         """Twin-Flow with every fraction; the fastest one that fits."""
@@ -232,6 +247,8 @@ class _Search(Attempts):
     def _best(self) -> Plan:
         """The fastest plan, with a report of how it was found; the refusal where there is none."""
         drafts = self.found.drafts
+        if not drafts and self.settings.policy == "auto":
+            self.attempt("least", lambda: self._least.placement)
         if not drafts:
             self._refuse()
         name = min(drafts, key=lambda name: drafts[name].step_s)

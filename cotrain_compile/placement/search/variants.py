@@ -28,6 +28,7 @@ from cotrain_compile.placement.recompute.levels import (
     spread,
 )
 from cotrain_compile.placement.recompute.rewrite import recomputable
+from cotrain_compile.placement.search.least import Least, least_of
 from cotrain_compile.plan import Placement
 
 # A program that claims so much more than a plan takes has no plan that is faster.
@@ -84,10 +85,10 @@ class Variant:
         """The same with memory known exactly at the peaks, for the relaxed program."""
         return decision_space(self.problem, at_peaks=True)
 
-    @property
-    def cuts(self) -> tuple[DecisionSpace, DecisionSpace]:
-        """Both spaces."""
-        return self.space, self.peak_space
+    @cached_property
+    def least(self) -> Least:
+        """The plan that needs least of the device."""
+        return least_of(self.problem)
 
     def by_rule(self, name: str) -> Placement:
         """What the simple rule `name` decides about this step."""
@@ -144,6 +145,11 @@ class Levels:
         """The step at a level above 0, a multiple of the smallest of `PARTS`."""
         less, more = self._levels[math.floor(number)], self._levels[math.ceil(number)]
         return self._variant(less.towards(more, round(4 * (number % 1))), f"{number:g}")
+
+    @property
+    def uniform(self) -> list[Variant]:
+        """The step at each level above 0."""
+        return [self.variant(number) for number in range(1, self.count + 1)]
 
     def by_region(self, numbers: Sequence[float]) -> Variant:
         """The step in which each region is at one of its own levels, near those of `numbers`."""

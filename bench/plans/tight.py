@@ -1,0 +1,164 @@
+"""How good are plans in the least memory there is? Simulated steps against the certified bound.
+
+For every step and machine: the least device budget that a refusal states, and 3, 10 and 25 % more,
+without values made again and with them. Each is solved on its own, with its plan checked; plans of
+other budgets do not help. `--budgets` takes those of another report, to compare with it. Nothing is
+run: times are those of the simulator.
+
+    python -m bench.plans.tight -o bench/results/tight.json --steps traced
+    python -m bench.plans.tight -o tight.json --only "ViT-L" --budgets bench/results/tight.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.plans.recompute import traced
+from bench.report import write_report
+from cotrain_compile import presets
+from cotrain_compile.dataflow import Dataflow
+from cotrain_compile.errors import PlacementError, PlanError
+from cotrain_compile.machine import Tier
+from cotrain_compile.placement.check.check import check
+from cotrain_compile.placement.problem import Problem, formulate
+from cotrain_compile.placement.search.solve import SolveSettings, solve
+
+STEPS = ("ViT-L, 128 × 224²", "GPT-2 124M, 8 × 1024", "Llama 1B, 2 × 2048", "U-Net, 16 × 512²")
+MACHINES = ("rtx4090", "h100")
+HOST_BYTES = 2 << 40
+SHARES = (1.0, 1.03, 1.1, 1.25)
+GAP_MEDIAN, GAP_WORST = 0.08, 0.15
+SOLVE_MEDIAN_S, SOLVE_WORST_S = 5.0, 20.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """A step on a machine in a budget, `share` times the least; None where no plan was found."""
+
+    model: str
+    machine: str
+    recompute: bool
+    share: float
+    budget_bytes: int
+    solve_s: float
+    policy: str
+    step_s: float | None = None
+    bound_s: float | None = None
+
+    @property
+    def gap(self) -> float | None:
+        """How far the step is above its bound."""
+        return self.step_s / self.bound_s - 1 if self.step_s and self.bound_s else None
+
+
+def least_bytes(problem: Problem, settings: SolveSettings) -> int:
+    """The least device budget, as a refusal of a smaller one states it."""
+    try:
+        solve(problem.with_budget(Tier.DEVICE, 0), settings)
+    except PlacementError as refusal:
+        return refusal.shortfall_bytes
+    raise AssertionError("a plan in no memory")
+
+
+def row(model: str, problem: Problem, share: float, settings: SolveSettings) -> Row:
+    """Solve one budget, that of `problem`."""
+    place = (model, problem.machine.name, settings.recompute, share)
+    budget_bytes = problem.budgets[Tier.DEVICE]
+    began = time.monotonic()
+    try:
+        plan = solve(problem, settings)
+    except (PlacementError, PlanError):
+        return Row(*place, budget_bytes, time.monotonic() - began, "none")
+    seconds = time.monotonic() - began
+    check(problem, plan)
+    bound_s = plan.report.lower_bound_s if plan.report is not None else None
+    step_s, policy = plan.predicted.makespan_s, plan.placement.policy
+    return Row(*place, budget_bytes, seconds, policy, step_s, bound_s)
+
+
+def rows(
+    model: str,
+    dataflow: Dataflow,
+    machines: Sequence[str],
+    time_limit_s: float,
+    given: Mapping[tuple[object, ...], int],
+) -> Iterator[Row]:
+    """All rows of a step; budgets are those `given` by model, machine, recompute and share."""
+    for machine in machines:
+        problem = formulate(
+            dataflow, presets.find(machine), {Tier.DEVICE: 0, Tier.HOST: HOST_BYTES}
+        )
+        for recompute in (False, True):
+            settings = SolveSettings(time_limit_s=time_limit_s, recompute=recompute)
+            least = 0 if given else least_bytes(problem, settings)
+            for share in SHARES:
+                place = (model, machine, recompute, share)
+                budget = given[place] if given else int(share * least)
+                yield row(model, problem.with_budget(Tier.DEVICE, budget), share, settings)
+
+
+def summary(found: Sequence[Row]) -> dict[str, Any]:
+    """Medians and worst cases beside their limits; a row without a plan misses them."""
+    gaps = [r.gap for r in found if r.gap is not None]
+    seconds = [r.solve_s for r in found]
+    return {
+        "rows": len(found),
+        "refused": sum(r.step_s is None for r in found),
+        "gap": _target(gaps, GAP_MEDIAN, GAP_WORST),
+        "solve_s": _target(seconds, SOLVE_MEDIAN_S, SOLVE_WORST_S),
+    }
+
+
+def _target(values: Sequence[float], median_limit: float, worst_limit: float) -> dict[str, Any]:
+    return {
+        "median": statistics.median(values) if values else None,
+        "median_limit": median_limit,
+        "worst": max(values, default=None),
+        "worst_limit": worst_limit,
+    }
+
+
+def budgets_of(path: Path | None) -> dict[tuple[object, ...], int]:
+    """The budgets of another report; none without one."""
+    if path is None:
+        return {}
+    kept = json.loads(path.read_text())["result"]["rows"]
+    return {(r["model"], r["machine"], r["recompute"], r["share"]): r["budget_bytes"] for r in kept}
+
+
+def main() -> None:
+    """Solve every row and write what came of it, as it comes."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("-o", "--output", type=Path, required=True)
+    parser.add_argument("--steps", type=Path, help="a folder to keep traced steps in")
+    parser.add_argument("--only", default="", help="words in the names of steps")
+    parser.add_argument("--machine", action="append", help="preset")
+    parser.add_argument("--budgets", type=Path, help="a report whose budgets are to be solved")
+    parser.add_argument("--time-limit", type=float, default=SolveSettings.time_limit_s)
+    asked = parser.parse_args()
+    given = budgets_of(asked.budgets)
+    found: list[Row] = []
+    for model in STEPS:
+        if asked.only not in model:
+            continue
+        dataflow = traced(model, asked.steps)
+        for each in rows(model, dataflow, asked.machine or MACHINES, asked.time_limit, given):
+            found.append(each)
+            print(each, each.gap, flush=True)
+            result = {
+                "time_limit_s": asked.time_limit,
+                "summary": summary(found),
+                "rows": [asdict(r) | {"gap": r.gap} for r in found],
+            }
+            write_report(asked.output, (__doc__ or "").splitlines()[0], result)
+
+
+if __name__ == "__main__":
+    main()
