@@ -79,6 +79,7 @@ def solve_settings(options: Options, compiled: bool | None = None) -> SolveSetti
         gap=options.gap,
         seed=options.seed,
         overlap_steps=options.overlap_steps,
+        speculate=options.speculate != "off",
         recompute=options.recompute != "off",
         compiled=compiled,
     )
@@ -90,8 +91,8 @@ def saved_plan(path: str, problem: Problem, options: Options, compiled: bool | N
     Where only what optimizers compute is another, as with another learning rate or one that is an
     input, its placement is scheduled anew, and a note says so. `compiled` is as for `schedule`.
     Raises `PlanError` when it was made for another step, with up to three differences, for more
-    memory than `options` allow, or with overlapping steps or values made again where they do not;
-    `OptionError` and `FormatError` when there is no plan in the file.
+    memory than `options` allow, or with overlapping steps, updates on guesses or values made again
+    where they do not; `OptionError` and `FormatError` when there is no plan in the file.
     """
     with as_option_error("plan", path):
         plan = load_plan(path)
@@ -102,6 +103,12 @@ def saved_plan(path: str, problem: Problem, options: Options, compiled: bool | N
         raise PlanError(
             f"plan {path} lets host updates go on under the next step, which only the option "
             "overlap_steps allows: set it to True, or solve the step again without --overlap-steps"
+        )
+    if plan.speculations and options.speculate == "off":
+        raise PlanError(
+            f"plan {path} begins {len(plan.speculations)} updates before the norm is known, which "
+            "only the option speculate allows: set it to 'auto' or 'on', or solve the step again "
+            "without --speculate"
         )
     if plan.placement.recomputed and options.recompute == "off":
         raise PlanError(

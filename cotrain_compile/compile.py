@@ -6,6 +6,7 @@ types in `docs/architecture.md`.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -49,6 +50,7 @@ from cotrain_compile.passes import run_passes
 from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.recompute.rewrite import recomputed_ops
+from cotrain_compile.placement.simulate.outcomes import outcomes
 from cotrain_compile.plan import Placement, Plan
 from cotrain_compile.runtime.cuda.setup import tell_if_in_pieces, within_free_memory
 from cotrain_compile.runtime.host.kernels import host_kernels
@@ -208,10 +210,16 @@ def compile_step(
     if options.verify:
         refuse_race(placed)
     narrator.tell(problem, plan)
-    kernels = host_kernels(placed, options.host_kernels)
+    kernels = host_kernels(placed, options.host_kernels, _guesses_below(problem, plan, options))
     device = runtime_for(placed, allowed.under(plan.placement), kernels, options)
     lowered = _lowered(step, placed, allowed, plan, options)
     return CompiledStep(problem, plan, placed, device, lowered, together)
+
+
+def _guesses_below(problem: Problem, plan: Plan, options: Options) -> float:
+    """The share of wrong guesses below which updates on guesses run, where there are any."""
+    adapts = bool(plan.speculations) and options.speculate == "auto"
+    return outcomes(problem, plan).pays_below if adapts else math.inf
 
 
 def _workspace_told(workspace: Mapping[str, int]) -> str:

@@ -42,6 +42,7 @@ class Options:
     gap: float = 0.005
     seed: int = 0
     overlap_steps: bool = False
+    speculate: str = "off"
     recompute: str = "auto"
     checkpoints: str = "respect"
     lowering: str | None = None
@@ -238,6 +239,7 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
     "gap": _fraction,
     "seed": _seed,
     "overlap_steps": _flag,
+    "speculate": _one_of("off", "auto", "on"),
     "recompute": _one_of("auto", "exact", "off"),
     "checkpoints": _one_of("respect", "dissolve"),
     "lowering": _one_of("eager", "inductor"),

@@ -60,8 +60,10 @@ class Placement:
     fetched weights, which are then fetched twice. With `early_updates` an update, wherever it runs,
     starts as soon as its gradient allows, otherwise after the backward. With `overlap_steps` an
     update on the host and its weight's way back may end in the next step (`Task.carried`).
-    `recomputed` names forward values that are made again for the backward; tasks are those of the
-    step in which they are. `policy` is the name of the rule or solver that chose.
+    The updates of `speculative` parameters, all on the host, begin before the values are there that
+    mostly change nothing (`guesses`). `recomputed` names forward values that are made again for the
+    backward; tasks are those of the step in which they are. `policy` is the name of the rule or
+    solver that chose.
     """
 
     policy: str
@@ -71,6 +73,7 @@ class Placement:
     early_updates: bool = False
     overlap_steps: bool = False
     recomputed: tuple[str, ...] = ()
+    speculative: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -140,6 +143,10 @@ class HostRegion:
 
     `ops` are those of its update group, in program order; or, where `makes` is not "", the cast
     that makes this low-precision copy of a parameter at home on the host.
+
+    With `guesses` it is a speculative update: it saves what it overwrites and runs with neutral
+    values (1, False) in place of those that are named. The update that `confirms` it, by its name,
+    has them: where they are neutral nothing is left to do, else it runs on what was saved.
     """
 
     name: str
@@ -151,6 +158,8 @@ class HostRegion:
     makes: str = ""
     carried: bool = False
     after_previous: tuple[str, ...] = ()
+    guesses: tuple[str, ...] = ()
+    confirms: str = ""
     kind: Literal["host_region"] = "host_region"
 
     @property
@@ -332,8 +341,13 @@ class Plan:
 
     @property
     def host_updates(self) -> tuple[HostRegion, ...]:
-        """The host regions that update their parameter."""
-        return tuple(region for region in self.host_regions if not region.makes)
+        """The host regions that update their parameter for good."""
+        return tuple(r for r in self.host_regions if not (r.makes or r.guesses))
+
+    @property
+    def speculations(self) -> tuple[HostRegion, ...]:
+        """The host regions that update their parameter on guesses."""
+        return tuple(region for region in self.host_regions if region.guesses)
 
     def bytes_moved(self, direction: Literal["offload", "prefetch"]) -> int:
         """Bytes over the link in one direction in one step."""

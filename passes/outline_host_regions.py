@@ -1,16 +1,18 @@
 """Outline what the host runs: updates of parameters, and casts of those that rest there.
 
     %mul, %lerp, %copy_ ...      ->  host_region(%region_0, 'update.w', after, [%w, %g, %m, %v])
+                                     host_region(%region_0, 'speculate.w', after, [%w, %g, None])
     %_to_copy(%w, bfloat16)      ->  cotrain.host_cast(%w, bfloat16, 'cast.w', after)
 
 An update becomes a subgraph of its own. Its inputs are inputs of the step and the storages that the
 plan offloads. What else it needs is replayed inside: views, so that each storage crosses the link
 once, and what follows from hyper-parameters alone. It writes its parameter and states in place.
+An update on guesses shares the subgraph with the one that confirms it: None is what it guesses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import fx
@@ -30,12 +32,14 @@ def outline_host_regions(step: StepGraph, plan: Plan) -> StepGraph:
     buffer_of = buffer_names(step)
     nodes = {node.name: node for node in step.nodes}
     offloaded = {task.buffer for task in plan.transfers if task.direction == "offload"}
+    speculations = {task.name: task for task in plan.speculations}
     for number, task in enumerate(plan.host_regions):
         members = [nodes[op] for op in task.ops]
         if task.makes:
             _outline_cast(members, task)
-        else:
-            _outline_update(step, f"region_{number}", members, task, buffer_of, offloaded)
+        elif not task.guesses:
+            tasks = [*filter(None, [speculations.get(task.confirms)]), task]
+            _outline_update(step, f"region_{number}", members, tasks, buffer_of, offloaded)
     step.module.recompile()
     return step
 
@@ -56,7 +60,7 @@ def _outline_update(
     step: StepGraph,
     name: str,
     members: list[fx.Node],
-    task: HostRegion,
+    tasks: Sequence[HostRegion],
     buffer_of: Mapping[str, str],
     offloaded: set[str],
 ) -> None:
@@ -64,8 +68,9 @@ def _outline_update(
     inputs = _inputs(members, buffer_of, offloaded)
     step.module.add_submodule(name, _subgraph(step.module, members, inputs))
     with graph.inserting_before(members[-1]):
-        region = graph.get_attr(name)
-        insert(graph, RegionCall(region, inputs, launch_of(task)))
+        for task in tasks:
+            known = [None if buffer_of.get(n.name) in task.guesses else n for n in inputs]
+            insert(graph, RegionCall(graph.get_attr(name), known, launch_of(task)))
     _use_the_parameter_itself(members)
     for node in reversed(members):
         graph.erase_node(node)

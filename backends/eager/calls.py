@@ -185,6 +185,8 @@ def _written_by_task(
         case Offload() | Prefetch():
             if view.destination is not None:
                 yield view.destination, view.launch.task
+        case RegionCall() if view.guesses:
+            pass  # it is the user's when it is confirmed, and taken back where that never comes
         case RegionCall():
             given = view.given(module)
             for _, destination, _ in writes(view.subgraph(module).graph):

@@ -160,6 +160,7 @@ class CompiledStep:
         except BaseException as error:
             self._signals.hold()
             device.drain()
+            device.take_back()
             self._program.forget()
             torn = self.tail.tear(self._program.written, self._named(inputs))
             self._release_signals_quietly()

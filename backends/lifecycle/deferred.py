@@ -49,6 +49,7 @@ class Tail:
         self._device.drain()
         _in_flight.pop(id(self), None)
         if failed := self._failed():
+            self._device.take_back()
             damage = damage_by(self._written, self._device.tasks())
             found = {name: self._tensors[name]() for name in damage.names}
             self._torn_by({name: t for name, t in found.items() if t is not None})

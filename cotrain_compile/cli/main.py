@@ -45,6 +45,13 @@ from cotrain_compile.viz.text.describe import describe_machine, describe_step
 from cotrain_compile.viz.text.summary import candidates, comparison, summary
 from cotrain_compile.viz.text.terminal import PlainConsole
 
+Speculate = Annotated[
+    str, typer.Option(help="'off', 'auto' or 'on': host updates begin before the norm is known.")
+]
+HostKernels = Annotated[
+    str, typer.Option(help="'fused' or 'captured': how updates on the host will run.")
+]
+
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
@@ -213,6 +220,7 @@ def solve(
     overlap_steps: Annotated[
         bool, typer.Option("--overlap-steps", help="Let host updates go on under the next step.")
     ] = False,
+    speculate: Speculate = "off",
     recompute: Annotated[
         str, typer.Option(help="'auto', 'exact' or 'off': whether values may be made again.")
     ] = "auto",
@@ -220,9 +228,7 @@ def solve(
         str | None,
         typer.Option(help="'inductor' or 'eager': how ops will run; else as a preset's."),
     ] = None,
-    host_kernels: Annotated[
-        str, typer.Option(help="'fused' or 'captured': how updates on the host will run.")
-    ] = "fused",
+    host_kernels: HostKernels = "fused",
 ) -> None:
     """Choose a plan for a step: where everything lives, what moves when. Nothing is run."""
     shared = {
@@ -233,6 +239,7 @@ def solve(
         "gap": gap,
         "seed": seed,
         "overlap_steps": overlap_steps,
+        "speculate": speculate,
         "recompute": recompute,
         "host_kernels": host_kernels,
         **({"lowering": lowering} if lowering else {}),

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from cotrain_compile.analysis.costs import CostTable, roofline, with_measured
 from cotrain_compile.dataflow import Dataflow, Op
+from cotrain_compile.guesses import second_bytes
 from cotrain_compile.machine import Machine, Tier
 from cotrain_compile.placement.recompute.rewrite import again_name, recomputed, recomputed_ops
 from cotrain_compile.plan import Placement
@@ -19,8 +20,9 @@ FORMAT_VERSION = 2
 class Problem:
     """A step to be placed: `budgets` are the bytes allowed on each tier.
 
-    `captured` says that updates on the host run op by op even where there is a loop. In `dataflow`
-    the values `recomputed` are made again, which is nothing in the problem of a step.
+    `captured` says that updates on the host run op by op even where there is a loop, `speculates`
+    that they may begin on guesses. In `dataflow` the values `recomputed` are made again, which is
+    nothing in the problem of a step.
     """
 
     dataflow: Dataflow
@@ -29,6 +31,7 @@ class Problem:
     budgets: Mapping[Tier, int]
     captured: bool = False
     recomputed: tuple[str, ...] = ()
+    speculates: bool = False
 
     def under(self, placement: Placement) -> Problem:
         """The problem of the step that is left where `placement` has values made again."""
@@ -59,6 +62,11 @@ class Problem:
         """The ops whose cost nobody knows: no plan's time, and no bound, has counted it in full."""
         dataflow = self.dataflow
         return tuple(dataflow.ops[dataflow.position[name]] for name in self.costs.unknown)
+
+    def saving_s(self, param: str) -> float:
+        """Seconds in which the host saves what an update overwrites, or puts it back."""
+        saved = second_bytes(self.dataflow, self.dataflow.update[param])
+        return 2 * saved / self.machine.host.bytes_per_s
 
     def host_cast_s(self, ops: Sequence[str]) -> float:
         """Seconds in which the host makes a low-precision copy with `ops`: it streams bytes."""

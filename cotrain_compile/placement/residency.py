@@ -17,6 +17,7 @@ from itertools import accumulate, pairwise
 from typing import assert_never
 
 from cotrain_compile.dataflow import Buffer, Dataflow, Op, Role, UpdateGroup
+from cotrain_compile.guesses import second_bytes
 from cotrain_compile.machine import Tier
 from cotrain_compile.plan import HostRegion, MovedOps, Placement, Task, Transfer, UpdateMode
 
@@ -238,11 +239,13 @@ def host_bytes(
 ) -> int:
     """Most bytes the plan can hold on the host: homes, copies left there, values in updates.
 
+    What updates on guesses save stays between steps, so that it is there when the next one comes.
+
     Host copies are counted to the end of the step, those that a carried update reads once more for
     the next one. As many updates as there are `workers` run at once, and free the values inside
     them at the last use.
     """
-    dataflow = program.dataflow
+    dataflow, second = program.dataflow, 0
     homes = sum(
         dataflow.buffer[name].nbytes for name, tier in placement.homes.items() if tier is Tier.HOST
     )
@@ -256,10 +259,12 @@ def host_bytes(
                 copies += task.nbytes * copied * (2 if task.buffer in carried else 1)
             case HostRegion():
                 copies += dataflow.buffer[task.makes].nbytes if task.makes else 0
+                if task.guesses:
+                    second += second_bytes(dataflow, dataflow.update[task.param])
             case _:
                 assert_never(task)
     inside = heapq.nlargest(workers, (made_by(dataflow, group) for group in program.host_groups))
-    return homes + copies + sum(inside)
+    return homes + copies + second + sum(inside)
 
 
 def _read_by_carried(dataflow: Dataflow, tasks: Sequence[Task]) -> Iterator[str]:

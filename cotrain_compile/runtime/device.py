@@ -22,6 +22,7 @@ from cotrain_compile.plan import Lane as LaneName
 from cotrain_compile.plan import Span
 from cotrain_compile.runtime.course import WHOLE, Course, Piecewise
 from cotrain_compile.runtime.host.kernels import HostKernel
+from cotrain_compile.runtime.host.speculation import Confirm
 from cotrain_compile.runtime.lanes import Lane, Task
 from cotrain_compile.runtime.meter import Meter
 from cotrain_compile.runtime.network import ThrottledNetwork
@@ -155,6 +156,12 @@ class Device(ABC, Runtime):
     def is_busy(self) -> bool:
         """Whether a task is in flight."""
         return not all(task.done.is_set() for task in self._tasks.values())
+
+    def take_back(self) -> None:
+        """Put back what tasks, which have all ended, have done on guesses that nobody confirms."""
+        for kernel in self._kernels.values():
+            if isinstance(kernel, Confirm):
+                kernel.speculation.take_back()
 
     def forget(self) -> None:
         """Let go of all tasks, which have ended: the next step finds none before it."""

@@ -78,7 +78,8 @@ class HostCast:
 class RegionCall:
     """A subgraph that runs on the host with `inputs`, some of which it writes.
 
-    `region` is the node that names the subgraph.
+    `region` is the node that names the subgraph. An input of None is guessed: what is written then
+    is nobody's until the call of the same subgraph that has all inputs.
     """
 
     region: fx.Node
@@ -94,6 +95,11 @@ class RegionCall:
     def call(self) -> tuple[Any, tuple[Any, ...]]:
         task, after, *previous = _launch_arguments(self.launch)
         return host_region, (self.region, task, after, list(self.inputs), *previous)
+
+    @property
+    def guesses(self) -> tuple[int, ...]:
+        """Positions of the inputs that are guessed."""
+        return tuple(position for position, v in enumerate(self.inputs) if v is None)
 
     def subgraph(self, module: fx.GraphModule) -> fx.GraphModule:
         """What it runs; `module` is the one that the node is in."""

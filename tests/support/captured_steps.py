@@ -175,9 +175,13 @@ class Captured:
         return [*results, *inputs]
 
 
-@functools.cache
 def captured(name: str) -> Captured:
-    training, seen = TRAININGS[name], list[Any]()
+    return captured_training(TRAININGS[name])
+
+
+@functools.cache
+def captured_training(training: Training) -> Captured:
+    seen: list[Any] = []
 
     def note(step: StepGraph, dataflow: Dataflow, options: Options) -> Callable[[list[Any]], Any]:
         def run(inputs: list[Any]) -> Any:
@@ -212,7 +216,12 @@ def _reference(name: str, threads: int) -> list[Any]:
 
 
 def place(name: str, plan: Plan, machine: Machine | None = None, **settings: Any) -> CompiledStep:
-    step = captured(name)
+    return place_step(captured(name), plan, machine, **settings)
+
+
+def place_step(
+    step: Captured, plan: Plan, machine: Machine | None = None, **settings: Any
+) -> CompiledStep:
     problem = step.problem(machine)
     placed = run_passes(step.step, plan)
     kernels = host_kernels(placed, "captured")

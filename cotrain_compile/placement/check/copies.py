@@ -92,6 +92,20 @@ def _as_left(value: str) -> str:
     return f"as {value} left it" if value else "as the step found it"
 
 
+@dataclass(frozen=True)
+class LeftOver:
+    """A carried task of the step before: what it may still read and write, by buffer.
+
+    `reads` and `writes` outlive the steps; the copies of `sent` on the host go with the task.
+    `after` are the other carried tasks that are done when it is.
+    """
+
+    after: frozenset[str]
+    reads: frozenset[str]
+    writes: frozenset[str]
+    sent: frozenset[str]
+
+
 def peak(copies: Iterable[Copy], end_tick: int) -> tuple[int, int]:
     """The most bytes that `copies` take at any tick, and that tick."""
     change = [0] * (end_tick + 2)

@@ -16,8 +16,9 @@ from cotrain_compile.errors import PlanError
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.check.check import check_budget, peaks_of
 from cotrain_compile.placement.check.copies import values_of
-from cotrain_compile.placement.check.replay import Peak, run_order
+from cotrain_compile.placement.check.replay import Peak
 from cotrain_compile.placement.check.rules import require
+from cotrain_compile.placement.check.run_order import run_order
 from cotrain_compile.placement.joint import RECEIVE, JointPlan, JointProblem, Message
 from cotrain_compile.placement.recompute.rewrite import recomputed
 

@@ -23,6 +23,7 @@ from cotrain_compile.machine import Tier
 from cotrain_compile.placement.check.copies import (
     Actor,
     Copy,
+    LeftOver,
     Moment,
     known_to_the_host,
     peak,
@@ -31,6 +32,7 @@ from cotrain_compile.placement.check.copies import (
     values_of,
 )
 from cotrain_compile.placement.check.rules import require
+from cotrain_compile.placement.check.run_order import run_order
 from cotrain_compile.plan import HostRegion, Plan, Task, Transfer
 
 
@@ -57,20 +59,6 @@ def replay(dataflow: Dataflow, plan: Plan, host_workers: int = 1) -> Mapping[Tie
     return _Replay(dataflow, plan, host_workers, first.left_over()).run()
 
 
-@dataclass(frozen=True)
-class LeftOver:
-    """A carried task of the step before: what it may still read and write, by buffer.
-
-    `reads` and `writes` outlive the steps; the copies of `sent` on the host go with the task.
-    `after` are the other carried tasks that are done when it is.
-    """
-
-    after: frozenset[str]
-    reads: frozenset[str]
-    writes: frozenset[str]
-    sent: frozenset[str]
-
-
 def _before(task: str) -> str:
     """What a carried task is called in the step after its own."""
     return f"{task} of the step before"
@@ -79,29 +67,6 @@ def _before(task: str) -> str:
 def _exchange(op: str) -> str:
     """What goes on beside the device from `op` on, until another awaits it."""
     return f"the exchange of {op}"
-
-
-def run_order(dataflow: Dataflow, plan: Plan) -> tuple[Op, ...]:
-    """The ops that the device runs, in order."""
-    position = dataflow.position
-    on_host = {name for region in plan.host_regions for name in region.ops}
-    moved = [name for entry in plan.moved for name in entry.ops]
-    require(len(set(moved)) == len(moved), "an op is moved twice")
-    for name in moved:
-        require(name in position, f"{name} is moved, which the step has not")
-        require(name not in on_host, f"{name} is moved, but it runs on the host")
-    elsewhere = on_host.union(moved)
-    behind: dict[str | None, list[str]] = {}
-    for entry in plan.moved:
-        known = entry.after is None or entry.after in position
-        stays = known and entry.after not in elsewhere
-        require(stays, f"ops are moved behind {entry.after}, which is not at its place")
-        behind.setdefault(entry.after, []).extend(entry.ops)
-    order = [*behind.get(None, ())]
-    for op in dataflow.ops:
-        if op.name not in elsewhere:
-            order += [op.name, *behind.get(op.name, ())]
-    return tuple(dataflow.ops[position[name]] for name in order)
 
 
 class _Replay:
@@ -136,6 +101,8 @@ class _Replay:
         self.on_device: list[Copy] = []
         self.on_host: list[Copy] = []
         self.inside: list[int] = []  # the most that each region holds for itself
+        # By the region that has guessed: what it has overwritten, with the values before.
+        self.speculated: dict[str, list[tuple[Copy, str]]] = {}
         self.before: dict[str, frozenset[str]] = {}  # what each issued task comes after
         self.done: set[str] = set()
         self.issues: dict[int, list[Task]] = {}
@@ -347,24 +314,49 @@ class _Replay:
 
     def _run_region(self, region: HostRegion) -> None:
         """The ops of `region` on what is on the host; what it makes on the way is its own."""
+        self._confirm(region)
         own: dict[str, Copy] = {}
+        before: dict[str, str] = {}  # values that are overwritten
         most = 0
         ops = [self.dataflow.ops[self.dataflow.position[name]] for name in region.ops]
         last_use = {name: op for op in ops for name in touched(op)}
         for op in ops:
             for name in touched(op):
                 copy = own.get(name) or self.sent.get(name) or self.homes.get(name)
-                if copy is None and name in self.known and name not in op.writes:
+                is_known = name in self.known or name in region.guesses
+                if copy is None and is_known and name not in op.writes:
                     continue
                 if copy is None:
                     copy = self._made_by(region, op, name, own)
                 self._reads(region, copy)
                 copy.expect(self._actor(region), self.values.needed[op.name][name])
                 if name in op.writes:
+                    if name not in own:
+                        before.setdefault(name, copy.value)
                     self._writes(region, copy, op.name)
             most = max(most, sum(copy.nbytes for copy in own.values()))
             own = {name: copy for name, copy in own.items() if last_use[name] is not op}
         self.inside.append(most)
+        if region.guesses:
+            self._guessed(region, before)
+
+    def _guessed(self, region: HostRegion, before: Mapping[str, str]) -> None:
+        """What `region` has written on guesses, over these values, is nobody's until confirmed.
+
+        The values are saved in second buffers, which stay from step to step.
+        """
+        self.speculated[region.name] = []
+        for name, value in before.items():
+            copy = self.sent.get(name) or self.homes[name]
+            second = self._new_on_host(name, f"where {region.name} has saved it")
+            second.born, second.last = 0, self.end_tick
+            copy.value = f"{region.name} on guesses"
+            self.speculated[region.name].append((copy, value))
+
+    def _confirm(self, region: HostRegion) -> None:
+        """Before `region` runs, or finds that it has run, the values are those before guesses."""
+        for copy, value in self.speculated.pop(region.confirms, ()):
+            self._writes(region, copy, value)
 
     def _made_by(self, region: HostRegion, op: Op, name: str, own: dict[str, Copy]) -> Copy:
         is_new = name not in op.reads and not self.dataflow.buffer[name].is_input

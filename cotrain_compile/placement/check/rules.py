@@ -22,6 +22,7 @@ from typing import assert_never
 
 from cotrain_compile.dataflow import PERSISTENT_ROLES, Buffer, Dataflow, Role, UpdateGroup
 from cotrain_compile.errors import PlanError
+from cotrain_compile.guesses import guesses_of
 from cotrain_compile.machine import Tier
 from cotrain_compile.plan import HostRegion, Placement, Plan, Task, Transfer, UpdateMode
 
@@ -120,9 +121,34 @@ def _check_updates(dataflow: Dataflow, plan: Plan) -> None:
     _require_single(params, "is updated on the host twice")
     differing = sorted(hosted.symmetric_difference(params))
     require(not differing, f"host regions and host updates do not match: {differing[:3]}")
-    for region in plan.host_updates:
+    for region in (*plan.host_updates, *plan.speculations):
         expected = dataflow.update[region.param].ops
         require(region.ops == expected, f"{region.name} does not run the update of {region.param}")
+    _check_speculations(dataflow, plan)
+
+
+def _check_speculations(dataflow: Dataflow, plan: Plan) -> None:
+    """What is done on guesses is of a speculative parameter, and its update confirms it."""
+    allowed = set(plan.placement.speculative)
+    guessed = {region.name: region for region in plan.speculations}
+    confirmed = {r.confirms: r for r in plan.host_regions if r.confirms}
+    known = guesses_of(dataflow) if guessed else {}
+    _require_single([r.confirms for r in plan.host_regions if r.confirms], "is confirmed twice")
+    differing = sorted(confirmed.keys() ^ guessed.keys())
+    require(not differing, f"guesses and what confirms them do not match: {differing[:3]}")
+    for name, region in guessed.items():
+        update = confirmed[name]
+        require(
+            region.param in allowed and region.param == update.param and not update.guesses,
+            f"{name} is no update on guesses of a speculative parameter that {update.name} can "
+            "confirm",
+        )
+        unknown = sorted(set(region.guesses).difference(known.get(region.param, ())))
+        require(not unknown, f"{name} guesses {unknown[:3]}, which no step has neutral as a rule")
+        require(
+            name in update.after and not (region.makes or region.carried),
+            f"{update.name} does not come after {name}, which it confirms",
+        )
 
 
 def _check_carried(plan: Plan) -> None:

@@ -43,7 +43,9 @@ class ParamCluster:
     first in the backward and the last, of the gradient's making, its last use, and the release of
     the update. `kept` lies in `.grad`. Frozen ones are not `updated`. At home on the host, the
     weight can be fetched up to `most_fetches` times in a step; where the `gradient_waits` there are
-    buckets between its last use and the update.
+    buckets between its last use and the update. On guesses the update may begin after bucket
+    `guessed`, None where there is nothing to guess or nothing gained; to save its `second_bytes`
+    takes `saving_s`.
     """
 
     params: tuple[str, ...]
@@ -72,6 +74,9 @@ class ParamCluster:
     gradient_used: int
     release: int
     kept: KeptGradients = NO_GRADIENTS
+    guessed: int | None = None
+    second_bytes: int = 0
+    saving_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -102,12 +102,13 @@ class DecisionSpace:
         """The placement that `decisions` make."""
         base = resident(self.problem.dataflow)
         homes, updates, away = dict(base.homes), dict(base.updates), list[str]()
-        recomputed = list(self.problem.recomputed)
+        recomputed, speculative = list(self.problem.recomputed), list[str]()
         for placed in self._placed(decisions):
             homes |= placed.homes
             updates |= placed.updates
             away += placed.away
             recomputed += placed.recomputed
+            speculative += placed.speculative
         return Placement(
             policy,
             homes,
@@ -115,6 +116,7 @@ class DecisionSpace:
             tuple(away),
             early_updates=True,
             recomputed=tuple(recomputed),
+            speculative=tuple(speculative),
         )
 
     def _placed(self, decisions: Decisions) -> Iterator[Placed]:

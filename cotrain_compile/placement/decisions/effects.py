@@ -130,7 +130,8 @@ class Update:
 
     `up_bytes` come to the device for them, `home_bytes` go home after them. They read
     `gradient_bytes`; the largest takes `workspace_bytes` beyond that on the device, and all that
-    it makes takes `made_bytes`. `largest` and `least_largest` are those of the cluster.
+    it makes takes `made_bytes`. `largest` and `least_largest` are those of the cluster. One on
+    `guesses` is done before it is possible.
     """
 
     tier: Tier
@@ -143,6 +144,7 @@ class Update:
     largest: float
     least_largest: float
     up_bytes: int = 0
+    guesses: bool = False
 
 
 @dataclass(frozen=True)

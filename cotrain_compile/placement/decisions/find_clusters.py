@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Protocol, TypeVar
 
 from cotrain_compile.dataflow import Buffer, Role, UpdateGroup
+from cotrain_compile.guesses import guesses_of, second_bytes
 from cotrain_compile.placement.decisions.bucketed_step import BucketedStep
 from cotrain_compile.placement.decisions.clusters import (
     NO_GRADIENTS,
@@ -136,6 +137,7 @@ class _Param:
     release: int = 0
     read_late: bool = False
     kept: KeptGradients = NO_GRADIENTS
+    guessed: int | None = None
 
     @property
     def alike(self) -> tuple[object, ...]:
@@ -144,7 +146,8 @@ class _Param:
         is_copy = self.fetched != self.name
         read = (is_copy, self.read_late, *self.uses)
         kept = replace(self.kept, nbytes=0)
-        return (*read, self.temporary, states, self.made, self.used, self.release, kept)
+        update = (self.made, self.used, self.release, self.guessed)
+        return (*read, self.temporary, states, *update, kept)
 
 
 def param_clusters(step: BucketedStep, pieces: int) -> tuple[ParamCluster, ...]:
@@ -169,22 +172,27 @@ def _frozen(step: BucketedStep) -> Iterable[_Param]:
 def _updated(step: BucketedStep) -> Iterable[_Param]:
     elapsed_s, touches = step.moves.elapsed_s, step.program.touches
     update = {u.params[0]: u for u in step.moves.device_updates}
+    guessed = guesses_of(step.dataflow) if step.problem.speculates else {}
     for group in step.dataflow.updates:
         earliest, limit = update[group.param].earliest, update[group.param].limit
         fetched = step.low_precision_copies.get(group.param, group.param)
         gradient = touches.get(group.gradient) or [0]
         # What the device has nothing left to do after is in the epilogue.
         at_the_end = elapsed_s[-1] - elapsed_s[earliest + 1] <= 0.0
+        uses, used = _uses(step, fetched), step.bucket(gradient[-1])
+        release = step.epilogue if at_the_end else step.bucket(earliest)
+        alone = max(used, uses[-1])  # it waits for its own gradient and weight
         yield _Param(
             group.param,
             step.dataflow.buffer[group.param].nbytes,
             group,
             fetched,
-            _uses(step, fetched),
+            uses,
             temporary=step.is_made_and_used_up(group.gradient),
             made=step.bucket(gradient[0]),
-            used=step.bucket(gradient[-1]),
-            release=step.epilogue if at_the_end else step.bucket(earliest),
+            used=used,
+            release=release,
+            guessed=alone if group.param in guessed and alone < release else None,
             read_late=limit < step.program.end,
             kept=_kept(step, group.param),
         )
@@ -265,6 +273,9 @@ def _cluster(
         gradient_used=first.used,
         release=first.release,
         kept=replace(first.kept, nbytes=sum(p.kept.nbytes for p in params)),
+        guessed=first.guessed,
+        second_bytes=sum(second_bytes(step.dataflow, g) for g in groups),
+        saving_s=sum(step.problem.saving_s(g.param) for g in groups),
     )
 
 

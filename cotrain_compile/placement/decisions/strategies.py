@@ -41,22 +41,25 @@ _FETCHES = ("", ", weight fetched", ", weight fetched twice")
 class Placed:
     """What a strategy writes into a placement: homes and update modes by name, and values.
 
-    These are what is away, and what is recomputed.
+    These are what is away, what is recomputed, and what is updated on guesses.
     """
 
     homes: Mapping[str, Tier] = field(default_factory=dict)
     updates: Mapping[str, UpdateMode] = field(default_factory=dict)
     away: tuple[str, ...] = ()
     recomputed: tuple[str, ...] = ()
+    speculative: tuple[str, ...] = ()
 
     def differs(self, placement: Placement, owned: frozenset[str]) -> tuple[int, int]:
-        """In how many modes, then homes and absences, it is not `placement`.
+        """In how many modes, then homes, absences and guesses, it is not `placement`.
 
         `owned` are all that could be away.
         """
         modes = sum(placement.updates.get(name) is not mode for name, mode in self.updates.items())
         homes = sum(placement.homes.get(name) is not tier for name, tier in self.homes.items())
-        return modes, homes + len(owned.intersection(placement.away) ^ set(self.away))
+        away = len(owned.intersection(placement.away) ^ set(self.away))
+        guesses = len(self.updates.keys() & set(placement.speculative) ^ set(self.speculative))
+        return modes, homes + away + guesses
 
 
 # Parameters.
@@ -68,11 +71,13 @@ class Strategy:
 
     `mode` is None for frozen ones. `fetches` is how often a step fetches the weight, 0 where that
     is at home on the device. With `gradient_away` the gradient leaves the device until its update.
+    With `guesses` an update on the host does not wait for what mostly changes nothing.
     """
 
     mode: UpdateMode | None
     fetches: int
     gradient_away: bool = False
+    guesses: bool = False
 
     @property
     def on_host(self) -> bool:
@@ -82,7 +87,7 @@ class Strategy:
     @property
     def words(self) -> str:
         """The strategy as people read it."""
-        mode = "frozen" if self.mode is None else _MODES[self.mode]
+        mode = "frozen" if self.mode is None else _MODES[self.mode] + ", on guesses" * self.guesses
         if self.mode is UpdateMode.HOST_STREAMED and self.fetches == 1:
             return mode
         return mode + _FETCHES[self.fetches] + ", gradient away" * self.gradient_away
@@ -92,6 +97,8 @@ class Strategy:
         if self.fetches > cluster.most_fetches or cluster.updated is (self.mode is None):
             return False
         if self.mode is UpdateMode.STREAMED and not cluster.state_bytes:
+            return False
+        if self.guesses and cluster.guessed is None:
             return False
         return cluster.gradient_waits or not self.gradient_away
 
@@ -114,7 +121,8 @@ class Strategy:
         # In a cluster that is streamed, what is too small for copies of its own stays.
         stays = self.mode is UpdateMode.STREAMED and Tier.HOST not in homes.values()
         mode = UpdateMode.RESIDENT if stays else self.mode
-        return Placed(homes, {param: mode}, tuple(away))
+        on_guesses = (param,) if self.guesses else ()
+        return Placed(homes, {param: mode}, tuple(away), speculative=on_guesses)
 
     def effect(self, cluster: ParamCluster) -> Effect:
         """What it does with `cluster` in a step."""
@@ -188,13 +196,19 @@ class Strategy:
         if self.fetches and c.param_unused:
             demands.append(Demand(Flow.HOST_CAST, c.cast_s, needed=c.first))
         if self.on_host:
+            begins = c.guessed if self.guesses else c.release
+            earliest = c.gradient_made if self.guesses else None
             demands.append(
-                Demand(Flow.HOST_UPDATE, c.host_s, released=c.release, needed_again=c.first)
+                Demand(Flow.HOST_UPDATE, self._host_s(c), begins, None, earliest, c.first)
             )
         if self.mode is UpdateMode.HOST:
             back = Demand(Flow.NEW_WEIGHT, c.param_bytes, released=c.release, needed_again=c.first)
             demands += [Demand(Flow.MASTER, c.param_bytes), back]
         return demands
+
+    def _host_s(self, c: ParamCluster) -> float:
+        """Seconds of an update on the host; on guesses it saves first what it overwrites."""
+        return c.host_s + c.saving_s * self.guesses
 
     def _device_work(self, c: ParamCluster) -> tuple[DeviceWork, ...]:
         """The device is spared the casts that the host makes."""
@@ -222,7 +236,7 @@ class Strategy:
             home = c.param_bytes
         return Update(
             tier=Tier.HOST if self.on_host else Tier.DEVICE,
-            seconds=c.host_s if self.on_host else c.device_s,
+            seconds=self._host_s(c) if self.on_host else c.device_s,
             released=c.release,
             home_bytes=home,
             gradient_bytes=c.gradient_bytes,
@@ -231,6 +245,7 @@ class Strategy:
             largest=c.largest,
             least_largest=c.least_largest,
             up_bytes=up,
+            guesses=self.guesses,
         )
 
     def _host_bytes(self, c: ParamCluster) -> int:
@@ -240,6 +255,7 @@ class Strategy:
             nbytes += c.param_bytes + c.fetched_bytes * c.param_unused + c.kept.nbytes
         if self.mode is UpdateMode.HOST:
             nbytes += c.param_bytes
+        nbytes += c.second_bytes * self.guesses
         return nbytes + (c.state_bytes if self.on_host else self._streamed_states(c))
 
 
@@ -325,6 +341,8 @@ PARAM_STRATEGIES: tuple[Strategy, ...] = (
     *(Strategy(UpdateMode.STREAMED, fetches) for fetches in range(3)),
     Strategy(UpdateMode.RESIDENT, 0, gradient_away=True),
     *(Strategy(UpdateMode.STREAMED, fetches, gradient_away=True) for fetches in (0, 2)),
+    Strategy(UpdateMode.HOST, 0, guesses=True),
+    *(Strategy(UpdateMode.HOST_STREAMED, fetches, guesses=True) for fetches in (1, 2)),
 )
 ACTIVATION_STRATEGIES: tuple[Stays, ...] = (Stays(), Away(), MadeAgain())
 

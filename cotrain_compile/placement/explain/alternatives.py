@@ -112,6 +112,7 @@ def with_strategy(
         homes={**placement.homes, **placed.homes},
         updates={**placement.updates, **placed.updates},
         away=(*(name for name in placement.away if name not in own), *placed.away),
+        speculative=(*(p for p in placement.speculative if p != param), *placed.speculative),
     )
 
 

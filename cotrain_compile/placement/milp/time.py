@@ -143,5 +143,6 @@ def _add_end_of_step(model: Model, flows: Flows) -> None:
         if update.tier is Tier.DEVICE:
             model.add(length >= (own_ms + home_ms) * z + (0.0 if model.relaxed else up))
         elif not model.cyclic:
-            before = own_ms * z if model.relaxed else flows.own[Flow.HOST_UPDATE].within(k)
+            before = own_ms * z * (not update.guesses)
+            before = before if model.relaxed else flows.own[Flow.HOST_UPDATE].within(k)
             model.add(length >= home_ms * z + before)

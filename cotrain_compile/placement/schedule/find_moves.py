@@ -7,11 +7,12 @@ which it must be done, and the stays of every buffer on the device at the least.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import accumulate
 
 from cotrain_compile.dataflow import PERSISTENT_ROLES, Buffer, Dataflow, Phase, UpdateGroup
+from cotrain_compile.guesses import guesses_of
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.residency import (
@@ -31,6 +32,7 @@ from cotrain_compile.placement.schedule.moves import (
     HostUpdate,
     Moves,
     Send,
+    Speculation,
 )
 from cotrain_compile.plan import Placement
 
@@ -61,6 +63,7 @@ class _Finder:
         self.at_home = set(gradients_at_home(self.dataflow, placement))
         self.updated_from = {group.gradient: group for group in self.dataflow.updates}
         self.windows = {group.param: self._window(group) for group in self.dataflow.updates}
+        self.guesses = guesses_of(self.dataflow) if placement.speculative else {}
         self.joins = joined if by_layer else list[DeviceUpdate]
         if by_layer:
             self.windows |= layer_windows({g.param: self.windows[g.param] for g in self.moving})
@@ -230,10 +233,11 @@ class _Finder:
         sources = [group.param, *sources] if returns else sources
         next_use = self._next_use(group)
         earliest, limit = self.windows[group.param]
-        inputs = []
+        inputs: dict[str, str] = {}  # the sends of the sources
         for name in sources:
             if name in self.at_home:  # the host reads it there, after what the device has written
-                inputs += [self.stores[name].name] if self._uses_of(name).written_before else []
+                if self._uses_of(name).written_before:
+                    inputs[name] = self.stores[name].name
                 continue
             buffer = self.dataflow.buffer[name]
             stays = buffer.is_input or buffer.is_output
@@ -243,20 +247,43 @@ class _Finder:
             ready = max(writes, default=-1)
             if name == group.param and next_use is not None:
                 ready = max(ready, next_use)  # there is a wait for the weight before that op
-            inputs.append(self._send(buffer, ready, holds_from).name)
-        if not self.placement.early_updates:
-            before = bisect_left(self.backward, limit)
-            earliest = max([earliest, *self.backward[max(before - 1, 0) : before]])
+            inputs[name] = self._send(buffer, ready, holds_from).name
         return HostUpdate(
             self.update_names[group.param],
             group,
-            tuple(inputs),
+            tuple(inputs.values()),
             self.weight_tasks.get(group.param, ()),
-            earliest,
+            self._allowed(earliest, limit),
             limit,
             returns,
             self.problem.costs.host_update_s[group.param],
             next_use,
+            self._speculation(group, inputs),
+        )
+
+    def _allowed(self, earliest: int, limit: int) -> int:
+        """The slot after which an update on the host may start that its inputs allow so early."""
+        if self.placement.early_updates:
+            return earliest
+        before = bisect_left(self.backward, limit)
+        return max([earliest, *self.backward[max(before - 1, 0) : before]])
+
+    def _speculation(self, group: UpdateGroup, inputs: Mapping[str, str]) -> Speculation | None:
+        """The update of `group` on guesses, where it is worth while; `inputs` are its sends."""
+        guesses = self.guesses.get(group.param, ())
+        if group.param not in self.placement.speculative or not guesses:
+            return None
+        earliest, limit = self._window(group, guesses)
+        if (earliest := self._allowed(earliest, limit)) >= self.windows[group.param][0]:
+            return None
+        return Speculation(
+            task_names.task_name("speculate", group.param),
+            guesses,
+            tuple(send for name, send in inputs.items() if name not in guesses),
+            self.weight_tasks.get(group.param, ()),
+            self._carried_update(group.param),
+            earliest,
+            self.problem.costs.host_update_s[group.param] + self.problem.saving_s(group.param),
         )
 
     def _next_use(self, group: UpdateGroup) -> int | None:
@@ -326,15 +353,16 @@ class _Finder:
             return [_fetch(gradient, earliest, send.name)], 0
         return [], 0 if stays else gradient.nbytes
 
-    def _window(self, group: UpdateGroup) -> tuple[int, int]:
+    def _window(self, group: UpdateGroup, guesses: tuple[str, ...] = ()) -> tuple[int, int]:
         """The slot after which the update may run, and the slot of the op that needs its result.
 
-        Everything that uses the old parameter or states comes before it.
+        Everything that uses the old parameter or states comes before it, and the making of all that
+        it reads but for `guesses`.
         """
         position, program = self.dataflow.position, self.program
         write = max(position[name] for name in group.ops)
         own = {group.param, *group.states, program.fetched.get(group.param, group.param)}
-        inputs = {group.gradient, *group.scalars}
+        inputs = {group.gradient, *group.scalars}.difference(guesses)
         if self.dataflow.buffer[group.gradient].is_input:  # the step may write it after the update
             own, inputs = own | {group.gradient}, inputs - {group.gradient}
         touched = [slot for name in own for slot in program.touches.get(name, ())]

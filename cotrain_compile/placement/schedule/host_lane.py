@@ -1,6 +1,7 @@
 """The host's lane in the list scheduler: casts, updates, and the new weights' way back.
 
-In: the casts and host updates of `Moves`. Out: regions issued when their inputs are on their way,
+In: the casts and host updates of `Moves`. Out: regions issued when their inputs are on their way
+(an update on guesses first, where there is one),
 and a prefetch over the old parameter for each update whose parameter is at home on the device. What
 may go on in the next step is carried, and waited for there before its first use.
 """
@@ -10,11 +11,12 @@ from __future__ import annotations
 from bisect import insort
 from collections import deque
 
+from cotrain_compile.dataflow import UpdateGroup
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.schedule import task_names
 from cotrain_compile.placement.schedule.clock import Clock
 from cotrain_compile.placement.schedule.d2h_lane import OffloadLane
-from cotrain_compile.placement.schedule.moves import HostUpdate, Moves
+from cotrain_compile.placement.schedule.moves import HostUpdate, Moves, Speculation
 from cotrain_compile.placement.schedule.task_list import TaskList
 from cotrain_compile.plan import HostRegion, Lane, Transfer
 
@@ -37,6 +39,9 @@ class HostLane:
         self._by_use = by_use
         order = _as_weights_are_used if by_use else _as_gradients_land
         self._waiting = deque(sorted(moves.host_updates, key=order))
+        found = [update for update in moves.host_updates if update.speculation is not None]
+        self._speculative = deque(sorted(found, key=_as_guesses_allow))
+        self._guessed: set[str] = set()  # names of what was issued on guesses
         self._returning: list[HostUpdate] = []  # the first to be done first
 
     @property
@@ -64,6 +69,7 @@ class HostLane:
         By the use of weights, each in its turn: its inputs then go before those of others.
         """
         gap = self._clock.gap
+        self._speculate(gap)
         held_back: deque[HostUpdate] = deque()
         while self._waiting and self._waiting[0].earliest < gap:
             update = self._waiting.popleft()
@@ -74,6 +80,45 @@ class HostLane:
             else:
                 held_back.append(update)
         self._waiting.extendleft(reversed(held_back))
+
+    def _speculate(self, gap: int) -> None:
+        """Issue the updates on guesses whose inputs are all on their way, or must be."""
+        held_back: deque[HostUpdate] = deque()
+        while self._speculative and _as_guesses_allow(self._speculative[0]) < gap:
+            update = self._speculative.popleft()
+            found = update.speculation
+            assert found is not None
+            if not self._begins_before_it_is_known(update):
+                continue
+            if self._offloads.all_urged(found.inputs):
+                self._issue_speculation(update.group, found)
+            else:
+                held_back.append(update)
+        self._speculative.extendleft(reversed(held_back))
+
+    def _begins_before_it_is_known(self, update: HostUpdate) -> bool:
+        """Whether the host has time for an update on guesses before it could have the values."""
+        clock = self._clock
+        known_s = clock.now_s + clock.until(update.earliest + 1)
+        return update.earliest >= clock.gap and clock.free_s[Lane.HOST] < known_s
+
+    def _issue_speculation(self, group: UpdateGroup, found: Speculation) -> None:
+        self._guessed.add(found.name)
+        self._offloads.urge(found.inputs)
+        after = (*found.inputs, *found.after)
+        self._tasks.issue(
+            HostRegion(
+                found.name,
+                group.param,
+                group.ops,
+                None,
+                None,
+                after,
+                after_previous=found.after_previous,
+                guesses=found.guesses,
+            )
+        )
+        self._clock.host(found.name, found.seconds, self._clock.ready(after))
 
     def next_return(self, until_s: float) -> HostUpdate | None:
         """The update whose weight may go back next, None where none is done by `until_s`."""
@@ -105,14 +150,23 @@ class HostLane:
 
     def _issue(self, update: HostUpdate) -> None:
         group, name = update.group, update.name
-        after = (*update.inputs, *update.after)
+        guess = update.speculation
+        confirms = guess.name if guess is not None and guess.name in self._guessed else ""
+        after = (*update.inputs, *update.after, *([confirms] if confirms else []))
         carried = update.next_use is not None
         self._tasks.issue(
             HostRegion(
-                name, group.param, group.ops, None, self._limit(update), after, carried=carried
+                name,
+                group.param,
+                group.ops,
+                None,
+                self._limit(update),
+                after,
+                carried=carried,
+                confirms=confirms,
             )
         )
-        self._clock.host(name, update.seconds, self._clock.ready(after))
+        self._clock.host(name, 0.0 if confirms else update.seconds, self._clock.ready(after))
         if update.returns:
             insort(self._returning, update, key=self._done_s)
 
@@ -124,6 +178,12 @@ class HostLane:
         program = self._moves.program
         slot = update.limit if update.next_use is None else update.next_use
         return program.ops[slot].name if slot < program.end else None
+
+
+def _as_guesses_allow(update: HostUpdate) -> int:
+    """First what may begin first on guesses."""
+    assert update.speculation is not None
+    return update.speculation.earliest
 
 
 def _as_gradients_land(update: HostUpdate) -> int:

@@ -71,12 +71,28 @@ class Cast:
 
 
 @dataclass(frozen=True)
+class Speculation:
+    """An update on the host on guesses: possible after slot `earliest`, when `inputs` are sent.
+
+    `after` are other tasks, `after_previous` is as in `HostRegion`.
+    """
+
+    name: str
+    guesses: tuple[str, ...]
+    inputs: tuple[str, ...]
+    after: tuple[str, ...]
+    after_previous: tuple[str, ...]
+    earliest: int
+    seconds: float
+
+
+@dataclass(frozen=True)
 class HostUpdate:
     """An update on the host: possible after slot `earliest`, done before slot `limit`.
 
     `inputs` are the sends it waits for, `after` other tasks. With `returns` the new parameter goes
     back over the old one. `next_use` is the slot of the next step by which both must be done, None
-    where they end in their own step.
+    where they end in their own step. Where a `speculation` has done the work, none is left.
     """
 
     name: str
@@ -88,6 +104,7 @@ class HostUpdate:
     returns: bool
     seconds: float
     next_use: int | None = None
+    speculation: Speculation | None = None
 
 
 @dataclass(frozen=True)

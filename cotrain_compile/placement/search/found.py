@@ -6,13 +6,15 @@ import math
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from cotrain_compile.errors import PlacementError
+from cotrain_compile.guesses import guesses_of
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.residency import HOST_MODES
 from cotrain_compile.placement.schedule.list_scheduler import EAGER, Tactics
 from cotrain_compile.placement.schedule.schedule import Draft, draft
-from cotrain_compile.plan import Placement, Plan
+from cotrain_compile.plan import HostRegion, Placement, Plan
 
 # Orders of updates on the host where they may go on in the next step.
 OVERLAPPING = (Tactics(by_use=True), EAGER)
@@ -20,11 +22,19 @@ OVERLAPPING = (Tactics(by_use=True), EAGER)
 
 @dataclass
 class Found:
-    """Schedules of `problem`, each tried with overlapping steps as well if they may overlap."""
+    """Schedules of `problem`, each tried with overlapping steps as well if they may overlap.
+
+    And with updates on guesses, if the problem allows them.
+    """
 
     problem: Problem
     overlap_steps: bool
     drafts: dict[str, Draft] = field(default_factory=dict)
+
+    @cached_property
+    def guessed(self) -> tuple[str, ...]:
+        """The parameters whose updates may be done on guesses, if any may."""
+        return tuple(guesses_of(self.problem.dataflow)) if self.problem.speculates else ()
 
     @property
     def fastest(self) -> Draft | None:
@@ -37,8 +47,10 @@ class Found:
 
     def keep(self, name: str, found: Draft) -> None:
         """Keep `found`, or the same placement with overlapping steps, if it is the fastest yet."""
-        for candidate in (found, *self._overlapping(found.placement)):
+        for candidate in (found, *self._speculative(found)):
             self._keep(name, candidate)
+            for overlapping in self._overlapping(candidate.placement):
+                self._keep(name, overlapping)
 
     def keep_plan(self, plan: Plan) -> None:
         """Keep a plan of the same step, if it is the fastest of its policy."""
@@ -49,6 +61,20 @@ class Found:
         best = self.drafts.get(name)
         if best is None or found.step_s < best.step_s:
             self.drafts[name] = found
+
+    def _speculative(self, found: Draft) -> Iterator[Draft]:
+        """`found` with the updates on guesses that begin early enough, where there are any."""
+        modes = found.placement.updates
+        hosted = [param for param in self.guessed if modes[param] in HOST_MODES]
+        if not hosted or not found.placement.early_updates:
+            return
+        # Not where the host has no room for what they save.
+        with suppress(PlacementError):
+            placement = replace(found.placement, speculative=tuple(hosted))
+            tried = draft(self.problem, placement, tactics=found.tactics)
+            guessed = {t.param for t in tried.tasks if isinstance(t, HostRegion) and t.guesses}
+            placement = replace(placement, speculative=tuple(p for p in hosted if p in guessed))
+            yield replace(tried, placement=placement)
 
     def _overlapping(self, placement: Placement) -> Iterator[Draft]:
         """`placement` with updates on the host that go on in the next step, where there are any."""

@@ -11,7 +11,8 @@ class SolveSettings:
 
     `time_limit_s` is for the integer programs together; scheduling and simulating come on top.
     `gap` is the relative gap at which a program counts as solved. With `overlap_steps` each
-    placement is also tried with updates on the host that go on in the next step. With `recompute`
+    placement is also tried with updates on the host that go on in the next step, with `speculate`
+    with updates there that begin on guesses. With `recompute`
     the policy `auto` also tries to make values again. Where the device runs `compiled` code (None:
     if the machine's does) tasks are settled, as `settle` says.
     """
@@ -22,5 +23,6 @@ class SolveSettings:
     gap: float = 0.005
     seed: int = 0
     overlap_steps: bool = False
+    speculate: bool = False
     compiled: bool | None = False
     recompute: bool = True

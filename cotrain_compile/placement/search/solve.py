@@ -64,7 +64,9 @@ def solve(
     done. Raises `PlacementError` when nothing fits, with the least device budget that would do.
     """
     told = progress or (lambda stage: None)
-    return _Search(problem, settings or SolveSettings(), told, space).run(incumbents)
+    settings = settings or SolveSettings()
+    problem = replace(problem, speculates=settings.speculate)
+    return _Search(problem, settings, told, space).run(incumbents)
 
 
 class _Search(Attempts):
@@ -241,7 +243,8 @@ class _Search(Attempts):
         fits = all(plan.budgets[tier] <= self.problem.budgets[tier] for tier in Tier)
         overlaps = placement.overlap_steps and not settings.overlap_steps
         recomputes = bool(placement.recomputed) and not settings.recompute
-        if fits and not (overlaps or recomputes):
+        guesses = bool(plan.speculations) and not settings.speculate
+        if fits and not (overlaps or recomputes or guesses):
             self.found.keep_plan(plan)
 
     def _best(self) -> Plan:

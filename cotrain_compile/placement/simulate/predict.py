@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import assert_never
 
@@ -42,7 +42,7 @@ def step_s(
     """Seconds of one step, as `predict` has them; quicker, for comparing plans."""
     problem = problem.under(placement)
     works = joined(works_of(problem, device_program(problem.dataflow, placement, moved), tasks))
-    return _timeline(problem, works, tasks).makespan_s
+    return timeline_of(problem, works, tasks).makespan_s
 
 
 def joined(works: Sequence[Work]) -> list[Work]:
@@ -80,7 +80,7 @@ def predict(
     """
     problem = problem.under(placement)
     program = device_program(problem.dataflow, placement, moved)
-    timeline = _timeline(problem, works_of(problem, program, tasks), tasks)
+    timeline = timeline_of(problem, works_of(problem, program, tasks), tasks)
     device = device_bytes(program, placement, tasks)
     host = host_bytes(program, placement, tasks, problem.machine.host_update.workers)
     return replace(
@@ -109,14 +109,36 @@ def predict_steady_state(
     return steady_state(endless, lanes_of(machine), machine.contention, steps=steps)
 
 
-def _timeline(problem: Problem, works: Sequence[Work], tasks: Sequence[Task]) -> Timeline:
+def timeline_of(problem: Problem, works: Sequence[Work], tasks: Sequence[Task]) -> Timeline:
+    """When the works of one step run; where tasks are carried, of one in the steady state."""
     lanes, contention = lanes_of(problem.machine), problem.machine.contention
     if any(task.carried for task in tasks):
         return steady_step(works, tasks, lanes, contention)
     return simulate(works, lanes, contention)
 
 
-def works_of(problem: Problem, program: DeviceProgram, tasks: Sequence[Task]) -> list[Work]:
+def task_s(problem: Problem, task: Task) -> float:
+    """Seconds of a task by itself; what was done on guesses is right."""
+    match task:
+        case Transfer():
+            return problem.machine.copy_s(task.nbytes, *task.ends)
+        case HostRegion():
+            if task.makes:
+                return problem.host_cast_s(task.ops)
+            update_s = problem.costs.host_update_s[task.param]
+            if task.guesses:
+                return problem.saving_s(task.param) + update_s
+            return 0.0 if task.confirms else update_s
+        case _:
+            assert_never(task)
+
+
+def works_of(
+    problem: Problem,
+    program: DeviceProgram,
+    tasks: Sequence[Task],
+    seconds_of: Callable[[Problem, Task], float] = task_s,
+) -> list[Work]:
     """The step as works: device ops in order, each after the tasks waited for before it.
 
     What is carried is waited for by ops of the next step, as `engine.repeat` joins them.
@@ -152,7 +174,7 @@ def works_of(problem: Problem, program: DeviceProgram, tasks: Sequence[Task]) ->
         # A fetched copy takes its memory after what is freed before the same op.
         freed = freeing.get(following[task.issue_after], ()) if task.is_fetch else ()
         after = tuple(dict.fromkeys((*begins, *task.after, *freed)))
-        seconds = _seconds(problem, task)
+        seconds = seconds_of(problem, task)
         works.append(Work(task.name, task.lane, seconds, after, task.after_previous))
     return works
 
@@ -197,18 +219,6 @@ def _following(program: DeviceProgram) -> Mapping[str | None, str | None]:
     """The op that comes after each op; None stands for the start and the end of the step."""
     names = [op.name for op in program.ops]
     return dict(zip([None, *names], [*names, None], strict=True))
-
-
-def _seconds(problem: Problem, task: Task) -> float:
-    match task:
-        case Transfer():
-            return problem.machine.copy_s(task.nbytes, *task.ends)
-        case HostRegion():
-            if task.makes:
-                return problem.host_cast_s(task.ops)
-            return problem.costs.host_update_s[task.param]
-        case _:
-            assert_never(task)
 
 
 def lanes_of(machine: Machine) -> Sequence[LaneSpec]:

@@ -7,6 +7,7 @@ captured. Else the captured ops, in parts that stay in the cache if they can (`c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -31,6 +32,7 @@ from cotrain_compile.runtime.host.gradient_prologue import (
 )
 from cotrain_compile.runtime.host.live_settings import live_settings, value_of, with_settings
 from cotrain_compile.runtime.host.match_update import match_update
+from cotrain_compile.runtime.host.speculation import speculative_kernels
 from cotrain_compile.runtime.host.trial import agree
 from cotrain_compile.runtime.meter import Meter
 from cotrain_compile.runtime.metered import MeteredGraph
@@ -102,10 +104,13 @@ def _laid_out_as(param: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(param).copy_(gradient)
 
 
-def host_kernels(placed: StepGraph, choice: str) -> dict[str, HostKernel]:
+def host_kernels(
+    placed: StepGraph, choice: str, guesses_below: float = math.inf
+) -> dict[str, HostKernel]:
     """A kernel for every host region of `placed`, by task name.
 
-    `choice` is "fused" (as the module says) or "captured" (the captured ops as they are).
+    `choice` is "fused" (as the module says) or "captured" (the captured ops as they are). What is
+    to be done on guesses is, while less than `guesses_below` of the steps of late prove them wrong.
     """
     kernels: dict[str, HostKernel] = {}
     checked: dict[object, bool] = {}
@@ -115,7 +120,7 @@ def host_kernels(placed: StepGraph, choice: str) -> dict[str, HostKernel]:
         if choice == "fused":
             found = _fast(region, _described_inputs(region, placed), placed, checked) or found
         kernels[call.launch.task] = found
-    return kernels
+    return {**kernels, **speculative_kernels(placed, kernels, guesses_below)}
 
 
 def _fast(
@@ -146,7 +151,8 @@ def _smallest_first(placed: StepGraph) -> list[RegionCall]:
         values = [n.meta.get("val") for n in call[0].all_input_nodes]
         return sum(int(v.numel()) for v in values if isinstance(v, torch.Tensor))
 
-    return [view for _, view in sorted(region_calls(placed.module.graph), key=size)]
+    calls = [call for call in region_calls(placed.module.graph) if not call[1].guesses]
+    return [view for _, view in sorted(calls, key=size)]
 
 
 def _described_inputs(region: fx.GraphModule, placed: StepGraph) -> list[StepInput | None]:

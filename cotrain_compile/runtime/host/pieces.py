@@ -17,6 +17,7 @@ from torch import fx
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.runtime.course import Piecewise
 from cotrain_compile.runtime.host.kernels import FusedKernel, HostKernel
+from cotrain_compile.runtime.host.speculation import Confirm, Guess
 from cotrain_compile.runtime.task_nodes import Offload, Prefetch, RegionCall, region_calls, view_of
 
 # Of the parameter. A link takes about a millisecond for it, so that what starting a copy and waking
@@ -29,7 +30,7 @@ def piecewise_tasks(placed: StepGraph, kernels: Mapping[str, HostKernel]) -> dic
     found: dict[str, Piecewise] = {}
     for _, call in region_calls(placed.module.graph):
         name, inputs = call.launch.task, call.inputs
-        kernel = kernels[name]
+        kernel, confirms = _updating(kernels[name])
         if not isinstance(kernel, FusedKernel) or kernel.after is not None:
             continue  # what runs behind the loop needs all of it
         param = inputs[kernel.positions["param"]]
@@ -37,12 +38,19 @@ def piecewise_tasks(placed: StepGraph, kernels: Mapping[str, HostKernel]) -> dic
         how = _piecewise(param.meta["val"])
         if how is None or not all(_has_rows_of(param.meta["val"], state) for state in states):
             continue
-        gradient = _copied_gradient(call, kernel, param)
+        gradient = "" if confirms else _copied_gradient(call, kernel, param)
         if gradient:
             found[gradient] = how
         found[name] = replace(how, follows=gradient)
         found |= {back: replace(how, follows=name) for back in _ways_back(param, name)}
     return found
+
+
+def _updating(kernel: HostKernel) -> tuple[HostKernel, bool]:
+    """What updates in the end, and whether all is there before it confirms what was guessed."""
+    if isinstance(kernel, Guess | Confirm):
+        return kernel.speculation.kernel, isinstance(kernel, Confirm)
+    return kernel, False
 
 
 def _piecewise(param: torch.Tensor) -> Piecewise | None:
