@@ -1,4 +1,5 @@
-"""Choose a plan: for a problem, the one in the file that the options name, else the solver's.
+"""Choose a plan: for a problem, the one in the file that the options name, else the solver's, which
+may have been found before.
 
 A saved plan is refused where it was made for another step, or for more than the options allow.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from cotrain_compile.dataflow import Dataflow, differ_in_updates_alone
 from cotrain_compile.errors import PlanError
@@ -17,6 +19,7 @@ from cotrain_compile.placement.saved import load_plan
 from cotrain_compile.placement.search.reuse_placement import reuse_placement
 from cotrain_compile.placement.search.solve import SolveSettings, solve
 from cotrain_compile.plan import Placement, Plan
+from cotrain_compile.plan_cache import cached
 from cotrain_compile.units import format_bytes
 from cotrain_compile.viz.text.describe import describe_differences
 
@@ -37,7 +40,9 @@ def plan_for(
     """
     if options.plan is not None:
         return saved_plan(options.plan, problem, options, compiled)
-    return solve(problem, solve_settings(options, compiled), progress=progress)
+    settings = solve_settings(options, compiled)
+    find = partial(solve, problem, settings, progress=progress)
+    return cached(problem, settings, find) if options.plan_cache else find()
 
 
 def plan_as_before(

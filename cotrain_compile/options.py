@@ -27,9 +27,10 @@ class Options:
 
     Budgets of None mean the capacity of the tier. `device` of None means where the model lives,
     `lowering` and `remat` of None what `lowering_on` and `remat_on` say. `plan` is the path of a
-    saved plan, used in place of `policy`. `time_limit` is in seconds, `gap` a fraction, `verify` in
-    steps; `live` is seconds between lines, `watchdog_s` seconds of a copy or an update, None for
-    none. No `host_cores` leaves the host's threads unbound.
+    saved plan, used in place of `policy`; with `plan_cache` plans are kept on disk for the next
+    process. `time_limit` is in seconds, `gap` a fraction, `verify` in steps; `live` is seconds
+    between lines, `watchdog_s` seconds of a copy or an update, None for none. No `host_cores`
+    leaves the host's threads unbound.
     """
 
     memory_budget: Size | None = None
@@ -37,6 +38,7 @@ class Options:
     device: str | None = None
     policy: str = "auto"
     plan: str | None = None
+    plan_cache: bool = True
     solver: str = "highs"
     time_limit: float = 10.0
     gap: float = 0.005
@@ -234,6 +236,7 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
     "device": _one_of("cpu", "cuda"),
     "policy": _policy,
     "plan": _text,
+    "plan_cache": _flag,
     "solver": _one_of("highs", "cbc"),
     "time_limit": _seconds,
     "gap": _fraction,

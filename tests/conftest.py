@@ -62,6 +62,7 @@ def pytest_configure(config: pytest.Config) -> None:
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
     config.stash[WRITTEN] = []
+    os.environ["COTRAIN_CACHE_DIR"] = ""  # a plan of another run would hide what finds it
     # A shell lets what it puts into the background ignore Ctrl-C, which tests press.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -32,6 +32,8 @@ from bench.report import write_report
 
 # One compiler at a time, and as a child of the process, so that its seconds are counted.
 ALONE = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+# Who keeps what from one process to the next.
+CACHES = ("TORCHINDUCTOR", "COTRAIN")
 
 
 def processor_s() -> float:
@@ -69,7 +71,7 @@ def in_a_process(side: str, model: str, cache: str) -> dict[str, Any]:
         "--model",
         model,
     ]
-    environment = {**os.environ, **ALONE, "TORCHINDUCTOR_CACHE_DIR": cache}
+    environment = {**os.environ, **ALONE, **{f"{whose}_CACHE_DIR": cache for whose in CACHES}}
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if run.returncode:
         raise SystemExit(f"{side} on {model} failed:\n{run.stderr}")

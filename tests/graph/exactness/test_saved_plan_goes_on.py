@@ -92,3 +92,19 @@ def test_a_plan_for_a_constant_rate_serves_one_that_changes(tmp_path: Path) -> N
     assert losses == trained(2, "scheduler", policy="zero-offload")[1]
     with pytest.raises(PlanError, match="made for another step"):
         trained(1, "scheduler", rows=5, plan=str(path))
+
+
+def test_the_next_process_trains_by_the_plan_that_was_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COTRAIN_CACHE_DIR", str(tmp_path))
+    settings: dict[str, Any] = {"policy": "zero-offload", "rates": "constant"}
+    found, losses = trained(2, **settings)
+    kept, again = trained(2, **settings)
+    alone, _ = trained(2, plan_cache=False, **settings)
+    assert again == losses
+    assert kept[0].tasks == found[0].tasks
+    told = [
+        any("found before" in note for note in plans[0].notes) for plans in (found, kept, alone)
+    ]
+    assert told == [False, True, False]
