@@ -130,8 +130,8 @@ def position_in_region(placed: StepGraph, param: str) -> int:
 def broken_update(of: str, by: Callable[[Tensor], Any]) -> Iterator[None]:
     """Within it, steps are compiled with a host update of one parameter after which `by` acts."""
 
-    def make(placed: StepGraph, choice: str) -> dict[str, HostKernel]:
-        kernels = host_kernels(placed, choice)
+    def make(placed: StepGraph, choice: str, guesses_below: float) -> dict[str, HostKernel]:
+        kernels = host_kernels(placed, choice, guesses_below)
         sound = kernels[f"update.{of}"]
         position = position_in_region(placed, of)
 
