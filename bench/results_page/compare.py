@@ -77,6 +77,7 @@ SECTIONS = (
     Section("Large parameters in pieces", "pieces", tables.pieces),
     Section("Overlapping steps", "overlap", tables.overlap),
     Section("Servers of several cards", "several_cards", own_table("plans.several_cards")),
+    Section("Six clusters", "six_clusters", own_table("cluster.six_clusters")),
     Section("Two ranks beside peers", "several_ranks", own_table("runtime.several_ranks")),
     Section("Small exchanges in buckets", "buckets", own_table("runtime.buckets")),
     Section(

@@ -18,9 +18,9 @@ from cotrain_compile.cluster.cluster_presets import find_cluster
 from cotrain_compile.cluster.description import Cluster
 from cotrain_compile.cluster.profile_files import read_profile
 from cotrain_compile.cluster.profiles import LayerProfile
+from cotrain_compile.cluster.step_on_cluster import profile_on_cluster
 from cotrain_compile.cluster.strategies import STRATEGIES, answer
 from cotrain_compile.cluster.strategy import Answer, Strategy
-from cotrain_compile.cluster.traced_profile import profile_of_step
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.units import format_bytes, format_seconds
 
@@ -57,14 +57,12 @@ def cluster(
 
 
 def _profile(file: Path, target: Cluster, symbols: str, tokens_per_sample: int) -> LayerProfile:
-    """A profile as it is, or that of a step on the first device of the cluster."""
+    """A profile as it is, or that of a step on the devices of the cluster."""
     if files.kind_of(file) != "dataflow":
         return read_profile(file)
     step = files.load(file, Dataflow)
-    place = target.devices[0]
-    machine = target.groups[place.group].each[place.device]
     given = [symbol.strip() for symbol in symbols.split(",") if symbol.strip()]
-    return profile_of_step(file.stem, step, machine, given, tokens_per_sample=tokens_per_sample)
+    return profile_on_cluster(file.stem, step, target, given, tokens_per_sample=tokens_per_sample)
 
 
 def _table(found: Answer) -> Table:

@@ -9,12 +9,12 @@ simulated step, seconds that no timing of these works can beat, and the peak of 
 before use, once or again for the backward, and gradients are scattered after each backward. Of N
 devices each sends in a ring 2 (N-1) / N of the bytes that are summed, and (N-1) / N of what is
 gathered or scattered. Consecutive layers are exchanged together, `BUCKET_BYTES` or more at once.
-Devices are as fast as the one that the profile is of; updates go by the rate of their memory.
+Exchanges wait for the slowest kind of device; updates go by the rate of their memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from math import ceil
@@ -85,6 +85,7 @@ class _Draft:
     units: tuple[Unit, ...]
     peak_bytes: int | None
     busy_s: float
+    slowness: Mapping[str, float]
 
     @property
     def missing_bytes(self) -> int:
@@ -176,7 +177,9 @@ def _at(
             again = gathering is Gathering.AGAIN
             peak = peak_bytes(way, units, each, parts, again=again)
         busy_s = micro_batches * sum(layer.compute_s(each) for layer in way.layers)
-        yield _Draft(gathering, part, each, micro_batches, recompute, units, peak, busy_s)
+        busy_s *= profile.times_slower(part.kinds)
+        slowness = profile.slowness
+        yield _Draft(gathering, part, each, micro_batches, recompute, units, peak, busy_s, slowness)
 
 
 def _simulated(draft: _Draft, all_reduce: AllReduce | None) -> DataParallelPlan:
@@ -202,7 +205,7 @@ def _works(draft: _Draft, all_reduce: AllReduce | None) -> Iterator[Sent]:
     part = draft.cluster
     ring = Ring(part.ring, len(part.devices)) if part.ring else None
     rates = memory_rates(part)
-    step = Step(draft.units, draft.micro_batch, draft.micro_batches, rates, ring)
+    step = Step(draft.units, draft.micro_batch, draft.micro_batches, rates, ring, draft.slowness)
     if ring and draft.gathering in SHARD:
         return sharded_works(step, again=draft.gathering is Gathering.AGAIN)
     return replicated_works(step, all_reduce(part) if all_reduce and ring else None)

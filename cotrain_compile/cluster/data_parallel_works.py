@@ -9,7 +9,7 @@ An exchange of gradients waits for all kinds, so the slowest decides. No torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from cotrain_compile.cluster.data_parallel_peaks import Unit
@@ -52,18 +52,23 @@ class Sent(NamedTuple):
 
 @dataclass(frozen=True)
 class Step:
-    """What a step is made of; `ring` is None on one device. `rates` are of the memory, by kind."""
+    """What a step is made of; `ring` is None on one device.
+
+    `rates` are of the memory, by kind; `slowness` says how many times as long a kind computes.
+    """
 
     units: tuple[Unit, ...]
     micro_batch: int
     micro_batches: int
     rates: Mapping[str, float]
     ring: Ring | None
+    slowness: Mapping[str, float] = field(default_factory=dict)
 
     def compute(self, name: str, seconds: float, after: Sequence[str] = ()) -> Iterator[Sent]:
         """The same on each kind of device."""
         for kind in self.rates:
-            yield Sent(Work(f"{name} on {kind}", f"compute {kind}", seconds, tuple(after)))
+            own_s = seconds * self.slowness.get(kind, 1.0)
+            yield Sent(Work(f"{name} on {kind}", f"compute {kind}", own_s, tuple(after)))
 
     def on_all(self, name: str) -> tuple[str, ...]:
         """The works of that name on each kind."""

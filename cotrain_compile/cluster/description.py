@@ -111,6 +111,11 @@ class MachineGroup:
         """Devices of one machine."""
         return sum(devices.count for devices in self.devices)
 
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The name of the machine of each of its devices."""
+        return tuple(one.name for one in self.each)
+
     @cached_property
     def each(self) -> tuple[Machine, ...]:
         """The devices of one machine in order, each as a machine of one device."""
@@ -162,6 +167,11 @@ class Cluster:
             self.groups[place.group].each[place.device].device.capacity_bytes
             for place in self.devices
         )
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The name of each device's machine, in the order of `devices`."""
+        return tuple(self.groups[place.group].each[place.device].name for place in self.devices)
 
     @property
     def device_machines(self) -> int:

@@ -131,4 +131,6 @@ class _Bound:
 
     def _last_s(self, task: Task) -> float:
         """After all computing: gradients home, then the deletion and beside it the update."""
-        return self._end_s(task) + max(self.server.deletion_s, self.costs.update_s(task.pack))
+        alone_s = self.costs.update_s(task.pack)
+        update_s = self.server.update_s(alone_s, self.graph.shares_host)
+        return self._end_s(task) + max(self.server.deletion_s, update_s)

@@ -27,7 +27,8 @@ class Server:
     `swap_bytes_per_s` is the way to and from host memory, one direction, shared by all devices that
     work, of which each has `link_bytes_per_s` at most; shared too is `message_bytes_per_s`, a copy
     from one process to another, which reads and writes host memory. `peer_bytes_per_s` is between
-    two devices. `deletion_s` passes at the end of a task. The defaults are those of the authors'
+    two devices. `deletion_s` passes at the end of a task. `update_share` is what one device gets of
+    the host's updates while all devices have some. The defaults are those of the authors'
     4 x GTX 1080 Ti.
     """
 
@@ -38,13 +39,20 @@ class Server:
     peer_bytes_per_s: float = 8.2 * 2**30
     message_bytes_per_s: float = 16 * 2**30
     deletion_s: float = 0.04
+    update_share: float = 1.0
 
     def __post_init__(self) -> None:
         rates = (self.swap_bytes_per_s, self.link_bytes_per_s, self.peer_bytes_per_s)
         if self.devices < 1 or min(self.cap_bytes, self.message_bytes_per_s, *rates) <= 0:
             raise OptionError(f"a server has devices, memory and ways to it, all above 0: {self}")
+        if not 0 < self.update_share <= 1:
+            raise OptionError(f"a device has a share of the host above 0, not {self.update_share}")
         if not 0 <= self.deletion_s < math.inf:
             raise OptionError(f"a deletion takes 0 s or more, not {self.deletion_s}")
+
+    def update_s(self, alone_s: float, shared: bool) -> float:
+        """An update that takes `alone_s` on a host of its own."""
+        return alone_s / self.update_share if shared else alone_s
 
 
 class Stream(StrEnum):

@@ -14,7 +14,8 @@ from cotrain_compile.errors import OptionError
 def server_of(group: MachineGroup) -> Server:
     """One machine of `group`; its smallest device is the cap of all.
 
-    Copies in both directions share the host's memory, half of its rate for each.
+    Copies in both directions share the host's memory, half of its rate for each; so do updates for
+    different devices.
 
     Raises:
         OptionError: the machines have no devices.
@@ -30,6 +31,7 @@ def server_of(group: MachineGroup) -> Server:
         link_bytes_per_s=slowest,
         peer_bytes_per_s=group.peers.bytes_per_s if group.peers else slowest,
         message_bytes_per_s=group.host.bytes_per_s,
+        update_share=1 / group.device_count,
     )
 
 

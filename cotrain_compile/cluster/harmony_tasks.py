@@ -134,6 +134,11 @@ class TaskGraph:
         return task.kind is TaskKind.BACKWARD and task.pack == self.choice.backward_packs[-1]
 
     @property
+    def shares_host(self) -> bool:
+        """Whether devices update beside each other; data parallelism updates one copy, once."""
+        return self.layout is Layout.PIPELINE
+
+    @property
     def converts(self) -> bool:
         """Whether micro-batches of the backward are others than those of the forward."""
         return self.choice.forward_samples != self.choice.backward_samples

@@ -103,7 +103,7 @@ class _Step:
     def update(self, task: Task) -> None:
         """The host updates what the backward before it has sent home."""
         last = self.ran[task.device][-1].task
-        seconds = self.costs.update_s(task.pack)
+        seconds = self.server.update_s(self.costs.update_s(task.pack), self.graph.shares_host)
         gone_home = [_named(last, "gradients")]
         self.lanes.put(task.device, Stream.HOST, task.name, seconds, gone_home)
 

@@ -3,7 +3,7 @@
 In: a `LayerProfile` that is a chain, the devices in the order of the pipeline, the samples of a
 step. Out: a `PipelinePlan`: where the model is cut, the size of a micro-batch, whether layers run
 again for the backward, the simulated step, seconds that no timing of these works can beat, and the
-peak of each device. Devices are as fast as the one that the profile is of.
+peak of each device. A device of another kind takes as many times as long as the profile says.
 
 A stage runs its micro-batches in the order of GPipe (all forwards, then all backwards) or of 1F1B
 (as many forwards as stages follow, then a backward and a forward in turn). What goes from stage to
@@ -14,10 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from math import ceil
 
-from cotrain_compile.cluster.description import Cluster
+from cotrain_compile.cluster.pipeline_devices import PipelineDevices
 from cotrain_compile.cluster.profiles import Layer, LayerProfile
 from cotrain_compile.cluster.stages import (
     LayerPeaks,
@@ -32,40 +33,8 @@ from cotrain_compile.machine import Network
 from cotrain_compile.placement.simulate.engine import LaneSpec, Work, lower_bound, simulate
 from cotrain_compile.plan import Timeline
 
-
-@dataclass(frozen=True)
-class PipelineDevices:
-    """Devices in order: their memory, its rate, and what the d-th sends to the next one over."""
-
-    capacity_bytes: tuple[int, ...]
-    memory_bytes_per_s: tuple[float, ...]
-    hops: tuple[Network, ...]
-
-    def __post_init__(self) -> None:
-        count = len(self.capacity_bytes)
-        if not count or len(self.memory_bytes_per_s) != count or len(self.hops) != count - 1:
-            raise OptionError(
-                f"{count} devices in a row have {count} memory rates and one hop fewer, not "
-                f"{len(self.memory_bytes_per_s)} and {len(self.hops)}"
-            )
-
-
-def devices_of(cluster: Cluster) -> PipelineDevices:
-    """All devices of a cluster in their order, machine by machine."""
-    each = [cluster.groups[place.group].each[place.device].device for place in cluster.devices]
-    hops = []
-    for here, there in pairwise(cluster.devices):
-        near = (here.group, here.machine) == (there.group, there.machine)
-        ends = [cluster.groups[place.group] for place in (here, there)]
-        paths = [group.peers if near else group.nic for group in ends]
-        known = [path for path in paths if path]
-        rate = min(path.bytes_per_s for path in known)
-        hops.append(Network(rate, max(path.latency_s for path in known)))
-    return PipelineDevices(
-        tuple(device.capacity_bytes for device in each),
-        tuple(device.bytes_per_s for device in each),
-        tuple(hops),
-    )
+# A bound is a sum in another order than the simulator's.
+_ROUNDING = 1 - 1e-9
 
 
 @dataclass(frozen=True)
@@ -141,47 +110,87 @@ def plan_pipeline(
         OptionError: as `layer_peaks`, or there are no samples.
         PlacementError: nothing fits, not even micro-batches of one sample whose layers run again.
     """
+    return fastest_pipeline(profile, [devices], order, samples)
+
+
+def fastest_pipeline(
+    profile: LayerProfile, rows: Sequence[PipelineDevices], order: PipelineOrder, samples: int
+) -> PipelinePlan:
+    """The same over several rows of devices; what cannot be faster is not simulated.
+
+    Raises as `plan_pipeline`, of the first row.
+    """
     if samples < 1:
         raise OptionError(f"a step has at least one sample, not {samples}")
-    ways = [False, True] if all(layer.kept_bytes for layer in profile.layers) else [True]
-    drafts = [
-        draft
-        for each in range(1, samples + 1)
-        if samples % each == 0
-        for recompute in ways
-        for draft in _drafts(profile, devices, order, each, samples // each, recompute)
-    ]
+    drafts = drafts_of(profile, rows, order, samples)
     if not drafts:
         problem = StageProblem(
-            layer_peaks(profile, 1, recompute=True), devices.capacity_bytes, order, samples
+            layer_peaks(profile, 1, recompute=True), rows[0].capacity_bytes, order, samples
         )
         problem.require_fit(cut_stages(problem))
     best: PipelinePlan | None = None
-    for draft in sorted(drafts, key=lambda draft: draft.busiest_s):
-        if best and draft.busiest_s >= best.step_s:
+    for draft in sorted(drafts, key=lambda draft: draft.bound_s):
+        if best and draft.bound_s >= best.step_s:
             break
-        plan = _simulated(profile, devices, order, draft)
+        plan = simulated(profile, draft)
         if best is None or plan.step_s < best.step_s:
             best = plan
     assert best is not None  # the refusal above is of the draft with the smallest peaks
     return best
 
 
-@dataclass(frozen=True)
-class _Draft:
-    """A cut that fits; seconds of its stages are for one micro-batch."""
+def drafts_of(
+    profile: LayerProfile, rows: Sequence[PipelineDevices], order: PipelineOrder, samples: int
+) -> list[Draft]:
+    """All that is tried and fits, before it is simulated."""
+    ways = [False, True] if all(layer.kept_bytes for layer in profile.layers) else [True]
+    return [
+        draft
+        for devices in rows
+        for each in range(1, samples + 1)
+        if samples % each == 0
+        for recompute in ways
+        for draft in _drafts(profile, devices, order, each, samples // each, recompute)
+    ]
 
+
+@dataclass(frozen=True)
+class Draft:
+    """A cut that fits; seconds of its stages, and over hops, are for one micro-batch."""
+
+    order: PipelineOrder
     stages: Stages
     each: int
     micro_batches: int
     recompute: bool
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
+    update_s: tuple[float, ...]
+    hop_s: tuple[float, ...]
 
-    @property
-    def busiest_s(self) -> float:
-        both = zip(self.forward_s, self.backward_s, strict=True)
-        return self.micro_batches * max(forward + backward for forward, backward in both)
+    @cached_property
+    def bound_s(self) -> float:
+        """What this order takes at least: the longest of two chains through each stage.
+
+        Before its first forward a micro-batch passes the stages before it, and they run its
+        backward after its last one; each stage updates at its end. Between, a stage computes all
+        micro-batches; or it waits for one to come back, as often as it may begin another only then.
+        """
+        both_s = [sum(both) for both in zip(self.forward_s, self.backward_s, strict=True)]
+        around_s = [2 * hop_s for hop_s in self.hop_s]
+        passed_s, longest_s = 0.0, 0.0
+        back_s = sum(both_s) + sum(around_s)
+        for stage, each_s in enumerate(both_s):
+            ahead = self.order.in_flight(self.micro_batches, len(both_s), stage)
+            rounds, more = divmod(self.micro_batches - 1, ahead)
+            waiting_s = (rounds + 1) * back_s + more * self.backward_s[stage]
+            ends_s = max(self.update_s[stage], self.update_s[0] if stage else 0.0)
+            stays_s = max(self.micro_batches * each_s, waiting_s)
+            longest_s = max(longest_s, passed_s + stays_s + ends_s)
+            if stage < len(around_s):
+                passed_s += each_s + around_s[stage]
+                back_s -= each_s + around_s[stage]
+        return longest_s * _ROUNDING
 
 
 def _drafts(
@@ -191,7 +200,7 @@ def _drafts(
     each: int,
     micro_batches: int,
     recompute: bool,
-) -> Iterator[_Draft]:
+) -> Iterator[Draft]:
     problem = StageProblem(
         layer_peaks(profile, each, recompute=recompute),
         devices.capacity_bytes,
@@ -205,33 +214,39 @@ def _drafts(
         for layer, again in zip(profile.layers, again_s, strict=True)
     ]
     both_s = [f + b for f, b in zip(forward_s, backward_s, strict=True)]
-    balanced = cut_by_time(problem, both_s)
+    slowness = devices.slowness(profile)
+    balanced = cut_by_time(problem, both_s, slowness)
     if balanced is None:
         return
     for stages in dict.fromkeys((balanced, cut_stages(problem))):
-        yield _Draft(
+        yield Draft(
+            order,
             stages,
             each,
             micro_batches,
             recompute,
-            _by_stage(forward_s, stages),
-            _by_stage(backward_s, stages),
+            _by_stage(forward_s, stages, slowness),
+            _by_stage(backward_s, stages, slowness),
+            tuple(_updates_s(profile, devices, stages)),
+            tuple(map(_sent_s, _crossing(profile, stages, each), devices.hops)),
         )
 
 
-def _by_stage(figures: Sequence[float], stages: Stages) -> tuple[float, ...]:
-    return tuple(sum(figures[first:last]) for first, last in pairwise(stages.bounds))
+def _by_stage(
+    figures: Sequence[float], stages: Stages, slowness: Sequence[float]
+) -> tuple[float, ...]:
+    cuts = zip(pairwise(stages.bounds), slowness, strict=True)
+    return tuple(times * sum(figures[first:last]) for (first, last), times in cuts)
 
 
-def _simulated(
-    profile: LayerProfile, devices: PipelineDevices, order: PipelineOrder, draft: _Draft
-) -> PipelinePlan:
-    works = list(_works(profile, devices, order, draft))
+def simulated(profile: LayerProfile, draft: Draft) -> PipelinePlan:
+    """The step of a draft."""
+    works = list(_works(draft))
     lanes = [LaneSpec(lane) for lane in dict.fromkeys(work.lane for work in works)]
     timeline = simulate(works, lanes)
-    crossing = _crossing(profile, draft)
+    crossing = _crossing(profile, draft.stages, draft.each)
     return PipelinePlan(
-        order,
+        draft.order,
         draft.stages,
         draft.each,
         draft.micro_batches,
@@ -244,23 +259,20 @@ def _simulated(
     )
 
 
-def _crossing(profile: LayerProfile, draft: _Draft) -> tuple[float, ...]:
+def _crossing(profile: LayerProfile, stages: Stages, samples: int) -> tuple[float, ...]:
     """What a micro-batch brings over each hop, where layers are on both sides of it."""
     count = len(profile.layers)
     return tuple(
-        profile.layers[bound].input_bytes(draft.each) if 0 < bound < count else 0.0
-        for bound in draft.stages.bounds[1:-1]
+        profile.layers[bound].input_bytes(samples) if 0 < bound < count else 0.0
+        for bound in stages.bounds[1:-1]
     )
 
 
-def _works(
-    profile: LayerProfile, devices: PipelineDevices, order: PipelineOrder, draft: _Draft
-) -> Iterator[Work]:
+def _works(draft: Draft) -> Iterator[Work]:
     """Forwards, backwards, what goes over each hop, and at the end the update of each stage."""
-    last = len(devices.capacity_bytes) - 1
-    crossing = _crossing(profile, draft)
+    last = len(draft.forward_s) - 1
     for device in range(last + 1):
-        for kind, i in _turns(order, draft.micro_batches, last + 1 - device):
+        for kind, i in _turns(draft.order, draft.micro_batches, last + 1 - device):
             name = f"{kind} {i} of stage {device}"
             if kind == "forward":
                 after = [f"activations {i} over hop {device - 1}"] if device else []
@@ -273,12 +285,16 @@ def _works(
                 ahead, hop = device > 0, device - 1
             if ahead:
                 what = "activations" if kind == "forward" else "gradients"
-                seconds = _sent_s(crossing[hop], devices.hops[hop])
-                yield Work(f"{what} {i} over hop {hop}", f"{what} over hop {hop}", seconds, (name,))
-    for device, (first, end) in enumerate(pairwise(draft.stages.bounds)):
-        touched = sum(_touched_bytes(layer) for layer in profile.layers[first:end])
-        seconds = touched / devices.memory_bytes_per_s[device]
+                lane = f"{what} over hop {hop}"
+                yield Work(f"{what} {i} over hop {hop}", lane, draft.hop_s[hop], (name,))
+    for device, seconds in enumerate(draft.update_s):
         yield Work(f"update of stage {device}", f"device{device}", seconds)
+
+
+def _updates_s(profile: LayerProfile, devices: PipelineDevices, stages: Stages) -> Iterator[float]:
+    cuts = pairwise(stages.bounds)
+    for (first, end), rate in zip(cuts, devices.memory_bytes_per_s, strict=True):
+        yield sum(_touched_bytes(layer) for layer in profile.layers[first:end]) / rate
 
 
 def _sent_s(nbytes: float, hop: Network) -> float:

@@ -7,8 +7,8 @@ from measurements (`profile_files`). The planners of a cluster see a model as th
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from math import isfinite
@@ -58,6 +58,10 @@ class BySamples:
         if samples >= x1:
             return y1 + max(0.0, (y1 - y0) / (x1 - x0)) * (samples - x1)
         return max(0.0, y0 + (y1 - y0) / (x1 - x0) * (samples - x0))
+
+    def times(self, factor: float) -> BySamples:
+        """Every figure so many times."""
+        return BySamples(self.samples, tuple(factor * figure for figure in self.figures))
 
 
 def per_sample(figure: float) -> BySamples:
@@ -147,7 +151,8 @@ class LayerProfile:
     """The layers of a model, each after those that it reads.
 
     `assumed` says, in a sentence each, which figures nobody has measured. A sample is
-    `tokens_per_sample` tokens (1: an image, or whatever is counted).
+    `tokens_per_sample` tokens (1: an image, or whatever is counted). Seconds are of one kind of
+    device; `slowness` has how many times as long other kinds take, by the names of their machines.
     """
 
     name: str
@@ -155,10 +160,13 @@ class LayerProfile:
     source: str = ""
     assumed: tuple[str, ...] = ()
     tokens_per_sample: int = 1
+    slowness: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.layers:
             raise ValueError("a profile has at least one layer")
+        if not all(0 < times < float("inf") for times in self.slowness.values()):
+            raise ValueError(f"slowness {dict(self.slowness)} must be positive and finite")
         if self.tokens_per_sample < 1:
             raise ValueError("tokens_per_sample must be at least 1")
         before = {BATCH}
@@ -192,6 +200,25 @@ class LayerProfile:
             [read.source for read in layer.reads] == [source]
             for layer, source in zip(self.layers, sources, strict=False)
         )
+
+    def times_slower(self, kinds: Iterable[str]) -> float:
+        """How many times as long the slowest of these kinds takes; 1 if none is known."""
+        return max((self.slowness.get(kind, 1.0) for kind in kinds), default=1.0)
+
+    def on(self, kinds: Iterable[str]) -> LayerProfile:
+        """The profile on devices that wait for the slowest of these kinds."""
+        times = self.times_slower(kinds)
+        if times == 1.0:
+            return self
+        layers = tuple(
+            replace(
+                layer,
+                forward_s=layer.forward_s.times(times),
+                backward_s=layer.backward_s.times(times),
+            )
+            for layer in self.layers
+        )
+        return replace(self, layers=layers, slowness={})
 
     @property
     def param_bytes(self) -> int:

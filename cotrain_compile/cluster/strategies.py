@@ -29,7 +29,10 @@ _JUDGES: dict[str, Callable[[Question, str], Strategy]] = {
 }
 STRATEGIES = tuple(_JUDGES)
 
-AS_FAST = "All devices are taken to compute as fast as the one that the profile is of."
+AS_FAST = (
+    "Devices of all kinds are taken to compute as fast as the one that the profile is of; a traced "
+    "step knows better."
+)
 HOSTS = "Only Harmony's plans use the host's memory; the others are without what a host could hold."
 AGAIN = (
     "What layers keep was not measured, so that they run again for the backward where peaks count."
@@ -63,7 +66,9 @@ def answer(
     ranked = sorted(judged, key=_rank)
     best = ranked[0]
     told = tuple(one if one is best else replace(one, loses=_why(one, best)) for one in ranked)
-    assumed = [*profile.assumed, AS_FAST, HOSTS]
+    assumed = [*profile.assumed, HOSTS]
+    if len(set(cluster.kinds) - profile.slowness.keys()) > 1:
+        assumed.append(AS_FAST)
     if any(layer.backward_peak_bytes and not layer.kept_bytes for layer in profile.layers):
         assumed.append(AGAIN)
     if any(one.name.startswith("harmony") and one.step_s is not None for one in told):

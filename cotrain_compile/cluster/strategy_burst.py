@@ -68,7 +68,7 @@ def _counts(profile: LayerProfile, devices: int) -> Iterator[int]:
 
 
 def _planned(profile: LayerProfile, part: Cluster, samples: int, *, recompute: bool) -> BurstPlan:
-    count = len(part.devices)
+    profile, count = profile.on(part.kinds), len(part.devices)
     problem = WidthProblem(profile, part.ring or _ALONE, samples, count)
     plan = plan_widths(problem)
     units = units_of(profile)

@@ -11,7 +11,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from itertools import compress, pairwise
-from typing import TypeVar
 
 from cotrain_compile.cluster.data_parallel import (
     SHARD,
@@ -24,7 +23,8 @@ from cotrain_compile.cluster.harmony_lanes import Stream
 from cotrain_compile.cluster.harmony_server import server_of
 from cotrain_compile.cluster.harmony_tasks import Layout
 from cotrain_compile.cluster.helper_verdict import judge_helpers
-from cotrain_compile.cluster.pipeline import PipelinePlan, devices_of, plan_pipeline
+from cotrain_compile.cluster.pipeline import fastest_pipeline
+from cotrain_compile.cluster.pipeline_devices import devices_of
 from cotrain_compile.cluster.stages import PipelineOrder
 from cotrain_compile.cluster.strategy import NOT_RUN, Question, Strategy
 from cotrain_compile.cluster.strategy_burst import plan_burst
@@ -33,7 +33,6 @@ from cotrain_compile.errors import CotrainError, OptionError, PlacementError
 from cotrain_compile.plan import Timeline
 from cotrain_compile.units import format_bytes
 
-_Plan = TypeVar("_Plan", HarmonyPlan, PipelinePlan)
 NO_PEAKS = "the profile knows no peaks, so nobody knows whether it fits"
 COMPILED = 'its step compiled with backend="cotrain"'
 
@@ -54,7 +53,8 @@ def shard(question: Question, name: str) -> Strategy:
 
 def byteps(question: Question, name: str) -> Strategy:
     """`replicate` whose gradients CPU machines sum too; two or more machines with devices."""
-    cluster, profile, samples = question.cluster, question.profile, question.samples
+    cluster, samples = question.cluster, question.samples
+    profile = question.profile.on(cluster.kinds)
     judge_helpers(profile, cluster, samples)  # refuses what it is not for
     (group,) = (group for group in cluster.groups if group.devices)
     each = group.device_count
@@ -113,13 +113,9 @@ def pipeline(question: Question, name: str) -> Strategy:
     """Stages of consecutive layers, by GPipe or 1F1B."""
     order = PipelineOrder(name.removeprefix("pipeline-"))
     profile, samples = question.profile, question.samples
-
-    def planned(count: int) -> PipelinePlan:
-        row = devices_of(first_devices(question.cluster, count))
-        return plan_pipeline(profile, row, order, samples)
-
     most = min(len(question.cluster.devices), len(profile.layers))
-    plan = _fastest(planned, most, question.least_device_s(again=True))
+    rows = [devices_of(first_devices(question.cluster, count)) for count in range(most, 0, -1)]
+    plan = fastest_pipeline(profile, rows, order, samples)
     used = [first < last for first, last in pairwise(plan.stages.bounds)]
     hops = {f"hop {i} to {i + 1}": nbytes for i, nbytes in enumerate(plan.hop_bytes) if nbytes}
     setting = _micro_batches(plan.micro_batches, plan.micro_batch, plan.recompute)
@@ -198,19 +194,19 @@ def _on_server(question: Question, group: MachineGroup, layout: Layout) -> Harmo
         )
 
     def planned(count: int) -> HarmonyPlan:
-        server = server_of(first_of_machine(group, count))
-        return plan_harmony(question.profile, server, layout, question.samples)
+        part = first_of_machine(group, count)
+        server = server_of(part)
+        return plan_harmony(question.profile.on(part.kinds), server, layout, question.samples)
 
-    # The last pack does not run again.
-    return _fastest(planned, group.device_count, question.least_device_s(again=False))
+    return _fastest(planned, group.device_count, question.least_device_s)
 
 
-def _fastest(planned: Callable[[int], _Plan], most: int, device_s: float) -> _Plan:
+def _fastest(planned: Callable[[int], HarmonyPlan], most: int, device_s: float) -> HarmonyPlan:
     """The fastest plan for 1 to `most` devices, which compute `device_s` at least, all together.
 
     Where there is none, the error of the most.
     """
-    best: _Plan | None = None
+    best: HarmonyPlan | None = None
     first_error: CotrainError | None = None
     for count in range(most, 0, -1):
         if best and device_s / count >= best.step_s:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from cotrain_compile.cluster.cluster_presets import find_cluster
 from cotrain_compile.cluster.pipeline import (
-    PipelineDevices,
-    devices_of,
+    drafts_of,
+    fastest_pipeline,
     layer_peaks,
     plan_pipeline,
+    simulated,
 )
+from cotrain_compile.cluster.pipeline_devices import PipelineDevices, devices_of
 from cotrain_compile.cluster.profile_files import read_profile
 from cotrain_compile.cluster.profiles import (
     BATCH,
@@ -91,6 +94,23 @@ def test_layers_run_again_where_what_they_keep_does_not_fit() -> None:
     assert plan.step_s == pytest.approx((8 + 3 - 1) * 2 * (1 + 1 + 2))
     # 1F1B holds fewer at once, and nothing has to run again.
     assert not plan_pipeline(MODEL, a_row(3, 400), PipelineOrder.ONE_F_ONE_B, 8).recompute
+
+
+def test_the_search_misses_nothing_by_its_bounds_and_knows_slower_devices() -> None:
+    rows = [replace(a_row(n, 10**6, 0.25), kinds=("slow", "fast", "fast")[:n]) for n in (3, 2, 1)]
+    model = replace(MODEL, slowness={"slow": 3.0, "fast": 1.0})
+    for order in PipelineOrder:
+        best = fastest_pipeline(model, rows, order, 8)
+        drafts = drafts_of(model, rows, order, 8)
+        assert len(drafts) > 20
+        plans = [simulated(model, draft) for draft in drafts]
+        assert best.step_s == min(plan.step_s for plan in plans)
+        assert all(d.bound_s <= plan.step_s for d, plan in zip(drafts, plans, strict=True))
+        # The slow device has the smallest stage.
+        first, *others = [b - a for a, b in pairwise(best.stages.bounds)]
+        assert first < max(others)
+        alike = plan_pipeline(replace(model, slowness={}), rows[0], order, 8)
+        assert alike.step_s < best.step_s < 3 * alike.step_s
 
 
 def test_bert_large_on_small_cards_is_within_its_bound_and_its_peaks() -> None:
