@@ -10,6 +10,7 @@ import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ from cotrain_compile.graph import StepGraph
 from cotrain_compile.machine import Tier
 from cotrain_compile.options import Options, as_option_error
 from cotrain_compile.passes import run_passes
+from cotrain_compile.phases import tell_phase
 from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.recompute.rewrite import recomputed_ops
@@ -59,6 +61,7 @@ from cotrain_compile.units import format_bytes
 from cotrain_compile.viz.dump import dump_step
 from cotrain_compile.viz.text.live import live_line
 from cotrain_compile.viz.text.narrate import Narrator, verbosity
+from cotrain_compile.viz.text.phase_line import phase_line
 
 
 def cotrain(
@@ -95,7 +98,12 @@ def cotrain(
             compile_within = _compiler(origin, step, at(dataflow, sizes), together)
             replans = origin.options.plan is None
             run = Rehearsed(
-                compile_within, tensors, replans=replans, tell=tell_surplus, together=together
+                compile_within,
+                tensors,
+                replans=replans,
+                tell=tell_surplus,
+                shown=partial(phase_line, origin.options, phase="first step"),
+                together=together,
             )
             return VerifiedStep(run, step, origin.options) if origin.options.verify else run
 
@@ -194,13 +202,12 @@ def compile_step(
     problem = allowed if plan_bytes is None else allowed.with_budget(Tier.DEVICE, plan_bytes)
     narrator = Narrator(verbosity(options))
     compiled_code = _is_compiled(step, options)
-    with narrator.progress() as progress:
-        plan = together.plan(
-            lambda: (
-                (before and plan_as_before(problem, options, before, compiled=compiled_code))
-                or plan_for(problem, options, compiled_code, progress)
-            )
+    plan = together.plan(
+        lambda: (
+            (before and plan_as_before(problem, options, before, compiled=compiled_code))
+            or plan_for(problem, options, compiled_code, _tell_planning)
         )
+    )
     check(problem, plan)
     if workspace:
         plan = replace(plan, notes=(*plan.notes, _workspace_told(workspace)))
@@ -220,6 +227,10 @@ def _guesses_below(problem: Problem, plan: Plan, options: Options) -> float:
     """The share of wrong guesses below which updates on guesses run, where there are any."""
     adapts = bool(plan.speculations) and options.speculate == "auto"
     return outcomes(problem, plan).pays_below if adapts else math.inf
+
+
+def _tell_planning(stage: str) -> None:
+    tell_phase(f"planning: {stage}")
 
 
 def _workspace_told(workspace: Mapping[str, int]) -> str:
@@ -277,4 +288,4 @@ def _our_options(compiler_fn: object) -> Mapping[str, Any] | None:
     return None
 
 
-install(_our_options, check_options, tell_of_refusal)
+install(_our_options, check_options, tell_of_refusal, partial(phase_line, phase="tracing"))

@@ -5,16 +5,12 @@ A placed StepGraph and the dataflow of its sizes in, a `LoweredStep` out.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import Progress
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -33,6 +29,7 @@ from cotrain_compile.collector import collector_off
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import LoweringError, OptionError
 from cotrain_compile.graph import StepGraph
+from cotrain_compile.phases import tell_phase
 
 Settings = Mapping[str, Any]
 
@@ -98,11 +95,10 @@ def _compile_each_kind(segments: Mapping[str, Segment], settings: Settings) -> d
     for name, segment in segments.items():
         kinds.setdefault(segment.key, []).append(name)
     code: dict[str, Code] = {}
-    with _progress(len(kinds)) as advance:
-        for names in kinds.values():
-            compiled = _compile([segments[name] for name in names], settings)
-            code |= dict.fromkeys(names, compiled)
-            advance()
+    for number, names in enumerate(kinds.values(), 1):
+        tell_phase(f"compiling: {number}/{len(kinds)}")
+        compiled = _compile([segments[name] for name in names], settings)
+        code |= dict.fromkeys(names, compiled)
     return code
 
 
@@ -162,12 +158,3 @@ def _refuse_unmatched(patterns: tuple[str, ...], names: list[str]) -> None:
         if not any(fnmatch(name, pattern) for name in names):
             known = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
             raise OptionError(f"option 'eager_segments' has {pattern!r}; segments are {known}")
-
-
-@contextmanager
-def _progress(total: int) -> Iterator[Callable[[], None]]:
-    """A bar on a terminal, nothing in a log."""
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not sys.stderr.isatty()) as bar:
-        task = bar.add_task("compiling segments", total=total)
-        yield lambda: bar.advance(task)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -39,7 +39,8 @@ class Rehearsed:
     `compile_within(device_bytes, inputs, workspace)` compiles it, planned for so much, None: for
     the budget; `workspace` has bytes that kernels take beside what is known of them, by op. Where
     `replans` is false a rehearsal that fails is the end. `tell` is called with a step that took
-    more of the device than planned, when its plan's last note says so.
+    more of the device than planned, when its plan's last note says so. The first call is inside
+    `shown()`.
     """
 
     def __init__(
@@ -49,10 +50,12 @@ class Rehearsed:
         *,
         replans: bool = True,
         tell: Callable[[CompiledStep], None] = lambda compiled: None,
+        shown: Callable[[], AbstractContextManager[None]] = nullcontext,
         together: Together = ALONE,
     ) -> None:
         self._compile_within = compile_within
         self._tell = tell
+        self._shown = shown
         self._together = together
         self._rounds = ROUNDS if replans else 0
         self._rehearsed = False
@@ -61,9 +64,11 @@ class Rehearsed:
         self.compiled = compile_within(None, inputs, {})
 
     def __call__(self, inputs: list[Any]) -> Any:
-        if not self._rehearsed:
+        if self._rehearsed:
+            return self.compiled(inputs)
+        with self._shown():
             self._rehearse(inputs)
-        return self.compiled(inputs)
+            return self.compiled(inputs)
 
     def _rehearse(self, inputs: Sequence[Any]) -> None:
         for left in range(self._rounds, -1, -1):

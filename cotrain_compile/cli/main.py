@@ -42,6 +42,7 @@ from cotrain_compile.placement.problem import formulate
 from cotrain_compile.plan import Plan
 from cotrain_compile.viz.text.analysis import describe_analysis
 from cotrain_compile.viz.text.describe import describe_machine, describe_step
+from cotrain_compile.viz.text.phase_line import phase_line
 from cotrain_compile.viz.text.summary import candidates, comparison, summary
 from cotrain_compile.viz.text.terminal import PlainConsole
 
@@ -166,7 +167,7 @@ def trace(
     from cotrain_compile.tracing import trace as capture
 
     files.refuse_unwritable(output)
-    with console.status("tracing"):
+    with phase_line(Options(), "tracing"):
         dataflow = capture(
             load_job(job),
             dynamic=dynamic,

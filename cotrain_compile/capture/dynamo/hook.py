@@ -18,6 +18,7 @@ import inspect
 import os
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from types import CodeType
 from typing import Any
 
@@ -47,13 +48,15 @@ def install(
     is_ours: Callable[[object], Mapping[str, Any] | None],
     check: Callable[[Mapping[str, Any]], Options],
     failed: Callable[[CodeType, Exception], None],
+    shown: Callable[[Options], AbstractContextManager[None]],
 ) -> None:
     """Hook `torch.compile` and Dynamo's frame compiler, once per process.
 
     `is_ours` gets the compiler function of a frame and returns the user's options when the frame is
     to be compiled by this backend, None otherwise; other frames pass through untouched. `check`
     gets these options when `torch.compile` is called and before a trace; it raises where they, or
-    files that they name, are wrong. `failed` is told of each error that ends a trace.
+    files that they name, are wrong. `failed` is told of each error that ends a trace; it goes on
+    inside `shown(options)`.
     """
     original = convert_frame._compile
     if getattr(original, "_cotrain_hook", False):
@@ -71,9 +74,10 @@ def install(
         bound.arguments["one_graph"] = True
         try:
             parsed = check(options)
-            return _trace_step(
-                lambda: original(*bound.args, **bound.kwargs), bound.arguments, parsed
-            )
+            with shown(parsed):
+                return _trace_step(
+                    lambda: original(*bound.args, **bound.kwargs), bound.arguments, parsed
+                )
         except Exception as error:
             failed(bound.arguments["code"], error)
             if not isinstance(error, CotrainError):

@@ -2,8 +2,7 @@
 
 0 is silent, 1 a summary of a screen, 2 adds how each parameter is kept, 3 what each pass changes in
 the graph, 4 every task with its predicted times. `COTRAIN_DEBUG` in the environment chooses;
-without it the option `quiet` does, between 0 and 1. On a terminal there is progress while a plan is
-looked for; elsewhere lines are plain.
+without it the option `quiet` does, between 0 and 1. Off a terminal lines are plain.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import difflib
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from rich.console import Console
@@ -52,15 +50,6 @@ class Narrator:
 
     level: int
     console: Console = field(default_factory=lambda: PlainConsole(stderr=True))
-
-    @contextmanager
-    def progress(self) -> Iterator[Callable[[str], None]]:
-        """Yields what to tell each stage of looking for a plan."""
-        if not self.level or not self.console.is_terminal:
-            yield lambda stage: None
-            return
-        with self.console.status("placing the step") as status:
-            yield lambda stage: status.update(f"placing the step: {stage}")
 
     @property
     def observer(self) -> Callable[[str, StepGraph, StepGraph], None] | None:
