@@ -10,27 +10,33 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 from cotrain_compile.errors import OptionError, PlacementError
 from cotrain_compile.machine import Tier
-from cotrain_compile.placement.decisions.decisions import Decisions, DecisionSpace
+from cotrain_compile.placement.decisions.decisions import DecisionSpace
 from cotrain_compile.placement.milp.model import MIB
 from cotrain_compile.placement.milp.program import Program
 from cotrain_compile.placement.milp.solvers import Solution, failed, solve_program
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.recompute.levels import RegionLevels
+from cotrain_compile.placement.schedule.find_moves import moves_of
 from cotrain_compile.placement.schedule.list_scheduler import EAGER, Tactics
 from cotrain_compile.placement.schedule.schedule import draft
 from cotrain_compile.placement.search.found import Found
-from cotrain_compile.placement.search.greedy import greedy, least_memory
+from cotrain_compile.placement.search.greedy import greedy
+from cotrain_compile.placement.search.repair import repaired
 from cotrain_compile.placement.search.settings import SolveSettings
 from cotrain_compile.placement.search.variants import FAR, Variant
 from cotrain_compile.plan import Placement
 
 # A program is solved again with less memory where whole tensors need more than its fluids.
 ROUNDS = 5
-# Ways to schedule what the greedy and the program decide.
+# Ways to schedule what the greedy and the program decide, and in the end the fastest of all.
 TACTICS = (EAGER, Tactics(patient=True))
+LATE = (Tactics(lookahead=0.02), Tactics(lookahead=0.1))
+# A placement is repaired so often before its program is solved again.
+REPAIRS = 3
 # What takes more than this part of the device is not split and rounded: it would not fit.
 LARGE = 1 / 100
 # A plan so much slower than the program claims is worth another round.
@@ -39,6 +45,13 @@ TRUST = 1.03
 AS_FAST = 1.005
 
 Progress = Callable[[str], None]
+
+
+class Missing(NamedTuple):
+    """What a placement lacks."""
+
+    tier: Tier
+    nbytes: int
 
 
 class Attempts:
@@ -122,11 +135,17 @@ class Attempts:
             variant.relaxed = variant.relaxed or solution
             if solution.decisions is None:
                 return False
-            refusal = self.decide(name, solution.decisions, variant.space, TACTICS[:1])
-            if refusal is None:
-                return True
-            targets[refusal.tier] -= 1.05 * refusal.shortfall_bytes
-        return False
+            placement = variant.space.placement(name, solution.decisions)
+            missing = self.decide(name, variant, placement, TACTICS[:1])
+            if missing is None or self._is_trusted(name, solution):
+                break
+            targets[missing.tier] -= 1.05 * missing.nbytes
+        return name in self.found.drafts
+
+    def _is_trusted(self, name: str, solution: Solution) -> bool:
+        """Whether the plan that has come of a solution is about as fast as that claims."""
+        found = self.found.drafts.get(name)
+        return found is not None and found.step_s <= TRUST * solution.step_s
 
     def _known_s(self) -> float:
         """What the relaxation of a program has to be below. Of steps that overlap it says nothing.
@@ -152,29 +171,43 @@ class Attempts:
         targets: dict[Tier, float] = dict(self.problem.budgets)
         for _ in range(3):
             decisions = greedy(variant.space, targets[Tier.DEVICE], targets[Tier.HOST])
-            refusal = self.decide(name, decisions, variant.space, tactics)
-            if refusal is None:
+            placement = variant.space.placement(name, decisions)
+            missing = self.decide(name, variant, placement, tactics)
+            if missing is None:
                 return
-            targets[refusal.tier] -= 1.05 * refusal.shortfall_bytes
-        if self.decide(name, least_memory(variant.space), variant.space, tactics) is not None:
+            targets[missing.tier] -= 1.05 * missing.nbytes
+        if name not in self.found.drafts:
             self.attempt(name, lambda: variant.least.placement)
 
     def decide(
         self,
         name: str,
-        decisions: Decisions,
-        space: DecisionSpace,
+        variant: Variant,
+        placement: Placement,
         tactics: Sequence[Tactics] = TACTICS,
-    ) -> PlacementError | None:
-        """Schedule decisions; returns what is missing where they do not fit."""
-        placement = space.placement(name, decisions)
+    ) -> Missing | None:
+        """Schedule a placement, repaired where it does not fit; returns what it lacks unrepaired.
+
+        Updates on the device may need more than what is alive at any op: then a repair aims lower.
+        """
         self.progress(f"scheduling {name}")
-        try:
-            drafts = [draft(self.problem, placement, tactics=each) for each in tactics]
-        except PlacementError as refusal:
-            return refusal
-        self.found.keep(name, min(drafts, key=lambda found: found.step_s))
-        return None
+        target, missing = self.problem.budgets[Tier.DEVICE], None
+        for _ in range(REPAIRS):
+            fixed = repaired(self.problem, placement, variant.least, target)
+            if fixed is not placement and missing is None:
+                alive = max(moves_of(self.problem, placement).slot_bytes)
+                missing = Missing(Tier.DEVICE, alive - target)
+            try:
+                drafts = [draft(self.problem, fixed, tactics=each) for each in tactics]
+            except PlacementError as error:
+                missing = missing or Missing(error.tier, error.shortfall_bytes)
+                if error.tier is Tier.HOST:
+                    return missing
+                target, placement = target - error.shortfall_bytes, fixed
+            else:
+                self.found.keep(name, min(drafts, key=lambda found: found.step_s))
+                return missing
+        return missing
 
     def programs(self, variant: Variant, *, share: float = 1.0, whole: bool = True) -> None:
         """The program of a single step; where steps overlap that of many, too.
@@ -196,10 +229,11 @@ class Attempts:
             solution = self._solved(variant.space, targets, True, whole, cyclic=True)
             if solution.decisions is None:
                 return
-            refusal = self.decide(name, solution.decisions, variant.space)
-            if refusal is None:
+            placement = variant.space.placement(name, solution.decisions)
+            missing = self.decide(name, variant, placement)
+            if missing is None:
                 break
-            targets[refusal.tier] -= 1.05 * refusal.shortfall_bytes
+            targets[missing.tier] -= 1.05 * missing.nbytes
         if self.found.drafts.get(name) is not before:
             self.solution = solution
 
@@ -230,14 +264,14 @@ class Attempts:
                     return
                 continue
             before = self.found.drafts.get(name)
-            refusal = self.decide(name, solution.decisions, space)
+            missing = self.decide(name, variant, space.placement(name, solution.decisions))
             found = self.found.drafts.get(name)
             if self.solution is None or (found is not before and found is self.found.fastest):
                 self.solution = solution  # the claim that belongs to the plan
-            trusted = found is not None and found.step_s <= TRUST * solution.step_s
-            if refusal is None and (trusted or self.is_late or not careful):
+            trusted = self._is_trusted(name, solution)
+            if found is not None and (trusted or self.is_late or not careful):
                 return
-            tier, short = (refusal.tier, refusal.shortfall_bytes) if refusal else (Tier.DEVICE, 0)
+            tier, short = missing or (Tier.DEVICE, 0)
             if self.is_late:
                 versions = versions[-1:]  # the rounding takes a second
             elif short and short == before_short:

@@ -26,7 +26,7 @@ from cotrain_compile.placement.milp.bound import certified_bound_s
 from cotrain_compile.placement.policies import RULES
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.schedule.schedule import Draft, draft, finished
-from cotrain_compile.placement.search.attempts import Attempts, Progress
+from cotrain_compile.placement.search.attempts import LATE, Attempts, Progress
 from cotrain_compile.placement.search.infeasible import floor_bytes, refuse, refuse_rule
 from cotrain_compile.placement.search.least import Least
 from cotrain_compile.placement.search.settings import SolveSettings
@@ -134,7 +134,23 @@ class _Search(Attempts):
             self.programs(variant, share=1.0 / len(hopeful))
         for plan in incumbents:
             self._reuse(plan)
+        self._fetch_late()
         self._let_small_rest()
+
+    def _fetch_late(self) -> None:
+        """The fastest placement with moves up not long before their use, if that is faster.
+
+        The lane up may be better idle: what has come early is in the way of what has to leave.
+        """
+        fastest = self.found.fastest
+        if fastest is None or not fastest.tasks or fastest.placement.overlap_steps:
+            return
+        for tactics in LATE:
+            with suppress(PlacementError):
+                self.found.keep(
+                    fastest.placement.policy,
+                    draft(self.problem, fastest.placement, tactics=tactics),
+                )
 
     def _let_small_rest(self) -> None:
         """The fastest plan with small parameters where they compute, if it fits and is no slower.

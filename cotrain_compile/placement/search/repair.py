@@ -1,0 +1,138 @@
+"""Repair: a placement that is too large for the device, with as little more away as does.
+
+In: a Problem, a placement and the least one of the same step. Out: a placement between the two.
+At the op at which most is missing, the smallest tensor that is enough leaves, and with the least
+placement everything has left that can: what fits there ends in a repair that fits.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cotrain_compile.dataflow import Dataflow, Role
+from cotrain_compile.placement.problem import Problem
+from cotrain_compile.placement.residency import longest_gap, low_precision_copies
+from cotrain_compile.placement.schedule.find_moves import moves_of
+from cotrain_compile.placement.schedule.moves import Moves
+from cotrain_compile.placement.search.least import Least
+from cotrain_compile.plan import Placement
+
+Bytes = NDArray[np.int64]
+
+
+def repaired(problem: Problem, placement: Placement, least: Least, budget_bytes: int) -> Placement:
+    """`placement` with so much away that no op has more than `budget_bytes` alive.
+
+    Every move is thought to be at the last moment. Unchanged where it fits; as near as it gets to
+    that where `least` does not fit.
+    """
+    params = _params(problem.under(placement).dataflow)
+    while True:
+        moves = moves_of(problem, placement)
+        used = np.array(moves.slot_bytes)
+        if used.max() <= budget_bytes:
+            return placement
+        movable = set(least.placement.away).difference(placement.away, params)
+        away = _temporaries(moves, movable, used, budget_bytes)
+        placement = replace(placement, away=(*placement.away, *away))
+        slot = int(used.argmax())
+        if used[slot] > budget_bytes:
+            freed = _freed(moves, least.moves, slot, params)
+            leaving = _enough(freed, int(used[slot]) - budget_bytes)
+            before, placement = placement, _as_in_least(placement, least, params, leaving)
+            if placement == before:
+                return placement
+
+
+def _params(dataflow: Dataflow) -> dict[str, str]:
+    """The parameter that each buffer is decided on with: itself, its copy, states and gradients."""
+    found = {b.name: b.name for b in dataflow.buffers if b.role is Role.PARAM}
+    found |= {copy: param for param, copy in low_precision_copies(dataflow).items()}
+    for param, gradients in dataflow.kept_gradients.items():
+        found |= dict.fromkeys(gradients, param)
+    for group in dataflow.updates:
+        found |= dict.fromkeys((*group.states, group.gradient), group.param)
+    return found
+
+
+def _temporaries(moves: Moves, movable: set[str], used: Bytes, budget_bytes: int) -> list[str]:
+    """Those of `movable` to send away until they free nothing where most is missing.
+
+    `used` are the bytes in each slot, less what leaves.
+    """
+    program = moves.program
+    gaps = {
+        held.buffer.name: (*gap, held.buffer.nbytes)
+        for held in moves.instances
+        if held.buffer.name in movable
+        and (gap := longest_gap(program, program.touches[held.buffer.name])) is not None
+    }
+    if not gaps:
+        return []
+    names, chosen = [*gaps], list[str]()
+    leaves, returns, nbytes = np.array([*gaps.values()]).T
+    stays = np.ones(len(names), dtype=bool)
+    while (short := int(used.max()) - budget_bytes) > 0:
+        slot = int(used.argmax())
+        (there,) = np.nonzero(stays & (leaves < slot) & (slot < returns))
+        if not len(there):
+            break
+        enough = there[nbytes[there] >= short]
+        best = enough[nbytes[enough].argmin()] if len(enough) else there[nbytes[there].argmax()]
+        used[leaves[best] + 1 : returns[best]] -= nbytes[best]
+        stays[best] = False
+        chosen.append(names[best])
+    return chosen
+
+
+def _freed(moves: Moves, least: Moves, slot: int, params: Mapping[str, str]) -> dict[str, int]:
+    """What each parameter has in a slot that it has not there in the least placement."""
+    there = _held(moves, slot, params)
+    program = moves.program
+    at = least.program.slot.get(program.ops[slot].name) if slot < program.end else None
+    kept = _held(least, least.program.end if slot == program.end else at, params)
+    freed = there - kept
+    return {param: nbytes for param, nbytes in freed.items() if nbytes > 0}
+
+
+def _held(moves: Moves, slot: int | None, params: Mapping[str, str]) -> Counter[str]:
+    """Bytes of each parameter and what belongs to it in a slot; nothing in none."""
+    held: Counter[str] = Counter()
+    for each in moves.instances if slot is not None else ():
+        if slot is not None and each.first <= slot < each.last and each.buffer.name in params:
+            held[params[each.buffer.name]] += each.buffer.nbytes
+    return held
+
+
+def _enough(freed: Mapping[str, int], short: int) -> list[str]:
+    """So few of the largest that they free what is `short`, the last one as small as does."""
+    chosen: list[str] = []
+    left = dict(freed)
+    while short > 0 and left:
+        enough = {name: nbytes for name, nbytes in left.items() if nbytes >= short}
+        best = min(enough, key=enough.__getitem__) if enough else max(left, key=left.__getitem__)
+        chosen.append(best)
+        short -= left.pop(best)
+    return chosen
+
+
+def _as_in_least(
+    placement: Placement, least: Least, params: Mapping[str, str], leaving: list[str]
+) -> Placement:
+    """`placement` with the parameters that leave kept and updated as in the least one."""
+    chosen, wanted = set(leaving), least.placement
+    owned = {name for name, param in params.items() if param in chosen}
+    away = [name for name in placement.away if name not in owned]
+    return replace(
+        placement,
+        homes={n: wanted.homes[n] if n in owned else tier for n, tier in placement.homes.items()},
+        updates={
+            n: wanted.updates[n] if n in chosen else mode for n, mode in placement.updates.items()
+        },
+        away=(*away, *(name for name in wanted.away if name in owned)),
+    )

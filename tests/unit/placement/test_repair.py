@@ -1,0 +1,57 @@
+"""Repair: what does not fit does afterwards, and what fits is left alone."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cotrain_compile.machine import Tier
+from cotrain_compile.placement.check.check import check
+from cotrain_compile.placement.decisions.decisions import Decisions
+from cotrain_compile.placement.decisions.find_decisions import decision_space
+from cotrain_compile.placement.problem import Problem
+from cotrain_compile.placement.schedule.find_moves import moves_of
+from cotrain_compile.placement.schedule.schedule import schedule
+from cotrain_compile.placement.search.least import least_of
+from cotrain_compile.placement.search.repair import repaired
+from cotrain_compile.plan import Placement
+from tests.support.examples import examples
+from tests.support.random_problems import problems, with_budget
+
+
+def drawn(problem: Problem, data: st.DataObject) -> Placement:
+    """Any decisions about a step in a few buckets."""
+    space = decision_space(problem, data.draw(st.integers(1, 8)))
+    decisions = Decisions(
+        tuple(data.draw(st.sampled_from(d.strategies)) for d in space.params),
+        tuple(data.draw(st.sampled_from(d.strategies)) for d in space.activations),
+    )
+    return space.placement("drawn", decisions)
+
+
+@given(problems(), st.data())
+@examples(20)
+def test_what_is_repaired_fits_and_stays_as_it_is(problem: Problem, data: st.DataObject) -> None:
+    """At any budget from the least on: no slot has more alive, and a second time nothing changes.
+
+    Nothing comes back that was away.
+    """
+    placement, least = drawn(problem, data), least_of(problem)
+    budget = data.draw(st.sampled_from([least.nbytes, problem.budgets[Tier.DEVICE]]))
+    found = repaired(problem, placement, least, budget)
+    assert max(moves_of(problem, found).slot_bytes) <= budget
+    assert repaired(problem, found, least, budget) == found
+    before, after = moves_of(problem, placement).slot_bytes, moves_of(problem, found).slot_bytes
+    assert max(after) <= max(before)
+
+
+@given(problems(most=2), st.data())
+@examples(10)
+def test_at_the_least_what_is_repaired_is_a_plan(problem: Problem, data: st.DataObject) -> None:
+    """With all that leaves at the last moment, no update on the device is in the way."""
+    least = least_of(problem)
+    tight = with_budget(problem, least.nbytes)
+    found = repaired(tight, drawn(tight, data), least, 0)
+    check(tight, schedule(tight, found))
+    assert max(moves_of(tight, found).slot_bytes) == pytest.approx(least.nbytes, rel=0, abs=0)
