@@ -2,8 +2,8 @@
 
 For every step and machine: the least device budget that a refusal states, and 3, 10 and 25 % more,
 without values made again and with them. Each is solved on its own, with its plan checked; plans of
-other budgets do not help. `--budgets` takes those of another report, to compare with it. Nothing is
-run: times are those of the simulator.
+other budgets do not help. `--budgets` takes those of another report, to compare with it; `--merge`
+keeps the rows that the output has. Nothing is run: times are those of the simulator.
 
     python -m bench.plans.tight -o bench/results/tight.json --steps traced
     python -m bench.plans.tight -o tight.json --only "ViT-L" --budgets bench/results/tight.json
@@ -16,7 +16,7 @@ import json
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -87,19 +87,26 @@ def rows(
     model: str,
     dataflow: Dataflow,
     machines: Sequence[str],
+    recomputes: Sequence[bool],
     time_limit_s: float,
     given: Mapping[tuple[object, ...], int],
+    kept: Mapping[tuple[object, ...], Row],
 ) -> Iterator[Row]:
-    """All rows of a step; budgets are those `given` by model, machine, recompute and share."""
+    """All rows of a step but those `kept`, by model, machine, recompute and share.
+
+    Budgets are those `given`, if any.
+    """
     for machine in machines:
         problem = formulate(
             dataflow, presets.find(machine), {Tier.DEVICE: 0, Tier.HOST: HOST_BYTES}
         )
-        for recompute in (False, True):
+        for recompute in recomputes:
             settings = SolveSettings(time_limit_s=time_limit_s, recompute=recompute)
             least = 0 if given else least_bytes(problem, settings)
             for share in SHARES:
                 place = (model, machine, recompute, share)
+                if place in kept:
+                    continue
                 budget = given[place] if given else int(share * least)
                 yield row(model, problem.with_budget(Tier.DEVICE, budget), share, settings)
 
@@ -133,6 +140,13 @@ def budgets_of(path: Path | None) -> dict[tuple[object, ...], int]:
     return {(r["model"], r["machine"], r["recompute"], r["share"]): r["budget_bytes"] for r in kept}
 
 
+def rows_of(path: Path) -> list[Row]:
+    """The rows of a report."""
+    kept = json.loads(path.read_text())["result"]["rows"]
+    names = {field.name for field in fields(Row)}
+    return [Row(**{name: r[name] for name in r if name in names}) for r in kept]
+
+
 def main() -> None:
     """Solve every row and write what came of it, as it comes."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -141,15 +155,20 @@ def main() -> None:
     parser.add_argument("--only", default="", help="words in the names of steps")
     parser.add_argument("--machine", action="append", help="preset")
     parser.add_argument("--budgets", type=Path, help="a report whose budgets are to be solved")
+    parser.add_argument("--merge", action="store_true", help="keep the output's rows")
+    parser.add_argument("--without", action="store_true", help="rows without values made again")
     parser.add_argument("--time-limit", type=float, default=SolveSettings.time_limit_s)
     asked = parser.parse_args()
     given = budgets_of(asked.budgets)
-    found: list[Row] = []
+    found = rows_of(asked.output) if asked.merge else []
+    kept = {(r.model, r.machine, r.recompute, r.share): r for r in found}
+    recomputes = (False,) if asked.without else (False, True)
     for model in STEPS:
         if asked.only not in model:
             continue
         dataflow = traced(model, asked.steps)
-        for each in rows(model, dataflow, asked.machine or MACHINES, asked.time_limit, given):
+        machines = asked.machine or MACHINES
+        for each in rows(model, dataflow, machines, recomputes, asked.time_limit, given, kept):
             found.append(each)
             print(each, each.gap, flush=True)
             result = {
