@@ -135,4 +135,8 @@ def _as_in_least(
             n: wanted.updates[n] if n in chosen else mode for n, mode in placement.updates.items()
         },
         away=(*away, *(name for name in wanted.away if name in owned)),
+        speculative=(
+            *(name for name in placement.speculative if name not in chosen),
+            *(name for name in wanted.speculative if name in chosen),
+        ),
     )
