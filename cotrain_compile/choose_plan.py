@@ -87,6 +87,7 @@ def solve_settings(options: Options, compiled: bool | None = None) -> SolveSetti
         speculate=options.speculate != "off",
         recompute=options.recompute != "off",
         compiled=compiled,
+        micro_batch_order=options.micro_batch_order,
     )
 
 
@@ -96,8 +97,9 @@ def saved_plan(path: str, problem: Problem, options: Options, compiled: bool | N
     Where only what optimizers compute is another, as with another learning rate or one that is an
     input, its placement is scheduled anew, and a note says so. `compiled` is as for `schedule`.
     Raises `PlanError` when it was made for another step, with up to three differences, for more
-    memory than `options` allow, or with overlapping steps, updates on guesses or values made again
-    where they do not; `OptionError` and `FormatError` when there is no plan in the file.
+    memory than `options` allow, or with overlapping steps, updates on guesses, values made again or
+    micro-batches by layer where they do not; `OptionError` and `FormatError` when there is no plan
+    in the file.
     """
     with as_option_error("plan", path):
         plan = load_plan(path)
@@ -120,6 +122,12 @@ def saved_plan(path: str, problem: Problem, options: Options, compiled: bool | N
             f"plan {path} makes {len(plan.placement.recomputed)} values again for the backward, "
             "but the option recompute is 'off': leave it out, or solve the step again with "
             "--recompute off"
+        )
+    if plan.placement.layers_per_pack and options.micro_batch_order == "as-written":
+        raise PlanError(
+            f"plan {path} runs micro-batches layer by layer, but the option micro_batch_order is "
+            "'as-written': leave it out, or solve the step again with "
+            "--micro-batch-order as-written"
         )
     _refuse_more_memory(path, plan, problem, options)
     return anew or plan

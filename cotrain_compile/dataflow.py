@@ -315,6 +315,11 @@ class Dataflow:
         """Steps made of this one, by what they make again, each with the ops that run again."""
         return {}
 
+    @cached_property
+    def by_layer(self) -> dict[int, Dataflow]:
+        """This step in the order by layers, by how many layers are a pack."""
+        return {}
+
     def with_own_plans(self) -> Dataflow:
         """The same step where each rank has a plan of its own: exchanges are the step's, once."""
         ops = []

@@ -47,6 +47,7 @@ class Options:
     speculate: str = "off"
     recompute: str = "auto"
     checkpoints: str = "respect"
+    micro_batch_order: str = "auto"
     lowering: str | None = None
     inductor: Mapping[str, Any] | None = None
     eager_segments: tuple[str, ...] = ()
@@ -245,6 +246,7 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
     "speculate": _one_of("off", "auto", "on"),
     "recompute": _one_of("auto", "exact", "off"),
     "checkpoints": _one_of("respect", "dissolve"),
+    "micro_batch_order": _one_of("auto", "as-written", "by-layer"),
     "lowering": _one_of("eager", "inductor"),
     "inductor": _settings,
     "eager_segments": _names,

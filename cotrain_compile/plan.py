@@ -62,7 +62,8 @@ class Placement:
     update on the host and its weight's way back may end in the next step (`Task.carried`).
     The updates of `speculative` parameters, all on the host, begin before the values are there that
     mostly change nothing (`guesses`). `recomputed` names forward values that are made again for the
-    backward; tasks are those of the step in which they are. `policy` is the name of the rule or
+    backward; tasks are those of the step in which they are. With `layers_per_pack` above 0 its
+    micro-batches run layer by layer, in packs of so many. `policy` is the name of the rule or
     solver that chose.
     """
 
@@ -74,6 +75,7 @@ class Placement:
     overlap_steps: bool = False
     recomputed: tuple[str, ...] = ()
     speculative: tuple[str, ...] = ()
+    layers_per_pack: int = 0
 
 
 @dataclass(frozen=True)

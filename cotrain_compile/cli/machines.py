@@ -20,6 +20,9 @@ HostMemory = Annotated[str | None, typer.Option(help="The same of its host.")]
 LinkRate = Annotated[
     str | None, typer.Option("--link", help='Each way between the two, a second: "48GB".')
 ]
+MicroBatchOrder = Annotated[
+    str, typer.Option(help="'auto', 'as-written' or 'by-layer': how micro-batches run.")
+]
 StepRanks = Annotated[
     int | None, typer.Option("--ranks", min=1, help="Of the step, which was traced for so many.")
 ]

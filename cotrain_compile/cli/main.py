@@ -26,6 +26,7 @@ from cotrain_compile.cli.machines import (
     DeviceMemory,
     HostMemory,
     LinkRate,
+    MicroBatchOrder,
     StepRanks,
     changed,
     machines,
@@ -225,6 +226,7 @@ def solve(
     recompute: Annotated[
         str, typer.Option(help="'auto', 'exact' or 'off': whether values may be made again.")
     ] = "auto",
+    micro_batch_order: MicroBatchOrder = "auto",
     lowering: Annotated[
         str | None,
         typer.Option(help="'inductor' or 'eager': how ops will run; else as a preset's."),
@@ -242,6 +244,7 @@ def solve(
         "overlap_steps": overlap_steps,
         "speculate": speculate,
         "recompute": recompute,
+        "micro_batch_order": micro_batch_order,
         "host_kernels": host_kernels,
         **({"lowering": lowering} if lowering else {}),
     }

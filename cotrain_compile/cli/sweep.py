@@ -20,7 +20,13 @@ from rich.table import Table
 from cotrain_compile import files, presets
 from cotrain_compile.analysis.symbolic import at
 from cotrain_compile.choose_plan import solve_settings
-from cotrain_compile.cli.machines import DeviceMemory, HostMemory, LinkRate, changed
+from cotrain_compile.cli.machines import (
+    DeviceMemory,
+    HostMemory,
+    LinkRate,
+    MicroBatchOrder,
+    changed,
+)
 from cotrain_compile.cli.terminal import console
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import OptionError
@@ -65,6 +71,7 @@ def sweep(
     recompute: Annotated[
         str, typer.Option(help="'auto', 'exact' or 'off': whether values may be made again.")
     ] = "auto",
+    micro_batch_order: MicroBatchOrder = "auto",
     jobs: Annotated[int | None, typer.Option(min=1, help="Processes; else one a core.")] = None,
 ) -> None:
     """Solve a step under many device budgets: what would more memory, or another card, buy?"""
@@ -74,6 +81,7 @@ def sweep(
             "time_limit": time_limit,
             "gap": gap,
             "recompute": recompute,
+            "micro_batch_order": micro_batch_order,
             "host_memory_budget": host_memory_budget,
         }
     )

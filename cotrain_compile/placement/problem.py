@@ -9,6 +9,7 @@ from cotrain_compile.analysis.costs import CostTable, roofline, with_measured
 from cotrain_compile.dataflow import Dataflow, Op
 from cotrain_compile.guesses import second_bytes
 from cotrain_compile.machine import Machine, Tier
+from cotrain_compile.placement.as_placed import in_packs
 from cotrain_compile.placement.recompute.rewrite import again_name, recomputed, recomputed_ops
 from cotrain_compile.plan import Placement
 
@@ -32,10 +33,22 @@ class Problem:
     captured: bool = False
     recomputed: tuple[str, ...] = ()
     speculates: bool = False
+    layers_per_pack: int = 0
 
     def under(self, placement: Placement) -> Problem:
-        """The problem of the step that is left where `placement` has values made again."""
-        return self.recomputing(placement.recomputed)
+        """The problem of the step that is left under `placement`: this one, where it is of that."""
+        return self.in_packs(placement.layers_per_pack).recomputing(placement.recomputed)
+
+    def in_packs(self, layers_per_pack: int) -> Problem:
+        """The problem of the step whose micro-batches run in packs of so many layers.
+
+        Raises `PlanError` where the step does not allow that.
+        """
+        if layers_per_pack == self.layers_per_pack:
+            return self
+        assert not (self.layers_per_pack or self.recomputed), "this step is rewritten already"
+        dataflow = in_packs(self.dataflow, layers_per_pack)
+        return replace(self, dataflow=dataflow, layers_per_pack=layers_per_pack)
 
     def recomputing(self, names: Sequence[str]) -> Problem:
         """The problem of the step in which `names` are made again: this one, where they are.

@@ -81,6 +81,8 @@ def _absurd_in_plan(plan: Plan) -> Iterator[str]:
     for transfer in plan.transfers:
         if not 0 <= transfer.nbytes <= LARGEST:
             yield f"tasks: {transfer.name} moves {transfer.nbytes} bytes"
+    if plan.placement.layers_per_pack < 0:
+        yield f"placement: packs of {plan.placement.layers_per_pack} layers"
     for param in plan.placement.updates.keys() - plan.placement.homes.keys():
         yield f"placement: {param!r} is updated and has no home"
     if plan.report is not None:

@@ -32,7 +32,7 @@ def blocks(count: int, training: Training | None = None) -> Dataflow:
         net.append(Layer(f"act{i}", (f"in{i}",), "", 0, 4 * MIB))
         net.append(Layer(f"out{i}", (f"act{i}",), f"v{i}", MIB, MIB, 1 << 30))
         for part in ("in", "act", "out"):
-            for batch in ("", ".0", ".1"):
+            for batch in ("", *(f".{number}" for number in range(8))):
                 modules[f"f_{part}{i}{batch}"] = f"model.blocks.{i}.{part}.0"
     net.append(Layer("head", (f"out{count - 1}",), "", 0, 8 * MIB))
     return in_modules(step_of("blocks", net, training), modules)

@@ -1,9 +1,9 @@
 """Check: is a plan sound for its problem? Written without the code that makes plans.
 
-First the placement and the tasks must fit each other (`rules`), and what is made again must come
-out as it was (`recomputed`). Then the step is replayed op by op
-with every copy of every buffer (`replay`): what each op and task finds there, and the bytes on both
-tiers. The error says which rule is broken where.
+First the placement and the tasks must fit each other (`rules`), ops in another order must find what
+they found (`ordered`), and what is made again must come out as it was (`recomputed`). Then the step
+is replayed op by op with every copy of every buffer (`replay`): what each op and task finds there,
+and the bytes on both tiers. The error says which rule is broken where.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import PlanError
 from cotrain_compile.machine import Tier
+from cotrain_compile.placement.as_placed import in_packs
+from cotrain_compile.placement.check.ordered import check_ordered
 from cotrain_compile.placement.check.recomputed import check_recomputed
 from cotrain_compile.placement.check.replay import Peak, replay
 from cotrain_compile.placement.check.rules import check_placement, check_tasks, require
@@ -38,8 +40,10 @@ def check(problem: Problem, plan: Plan) -> None:
 
 def peaks_of(dataflow: Dataflow, plan: Plan, host_workers: int) -> Mapping[Tier, Peak]:
     """The peak in each space; `PlanError` unless `plan` computes `dataflow`, in whatever memory."""
-    check_recomputed(dataflow, plan.placement)
-    dataflow = recomputed(dataflow, plan.placement.recomputed)
+    ordered = in_packs(dataflow, plan.placement.layers_per_pack)
+    check_ordered(dataflow, ordered)
+    check_recomputed(ordered, plan.placement)
+    dataflow = recomputed(ordered, plan.placement.recomputed)
     check_placement(dataflow, plan.placement)
     check_tasks(dataflow, plan)
     return replay(dataflow, plan, host_workers)

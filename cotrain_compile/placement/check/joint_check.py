@@ -14,13 +14,13 @@ from itertools import pairwise
 from cotrain_compile.dataflow import PERSISTENT_ROLES, Op
 from cotrain_compile.errors import PlanError
 from cotrain_compile.machine import Tier
+from cotrain_compile.placement.as_placed import as_placed
 from cotrain_compile.placement.check.check import check_budget, peaks_of
 from cotrain_compile.placement.check.copies import values_of
 from cotrain_compile.placement.check.replay import Peak
 from cotrain_compile.placement.check.rules import require
 from cotrain_compile.placement.check.run_order import run_order
 from cotrain_compile.placement.joint import RECEIVE, JointPlan, JointProblem, Message
-from cotrain_compile.placement.recompute.rewrite import recomputed
 
 
 def check_joint(problem: JointProblem, plan: JointPlan) -> None:
@@ -104,9 +104,7 @@ class _Crossings:
     def __init__(self, problem: JointProblem, plan: JointPlan) -> None:
         self.problem, self.dataflow = problem, problem.dataflow
         self.order = {
-            device: run_order(
-                recomputed(problem.parts[device], of_device.placement.recomputed), of_device
-            )
+            device: run_order(as_placed(problem.parts[device], of_device.placement), of_device)
             for device, of_device in plan.plans.items()
         }
         self.slot = {op.name: i for ops in self.order.values() for i, op in enumerate(ops)}

@@ -8,6 +8,8 @@ spans the devices, so nothing is certified about the whole step.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.devices.simulate_devices import joined, problem_of, staged_bytes
 from cotrain_compile.placement.joint import JointPlan, JointProblem
@@ -20,7 +22,8 @@ def plan_devices(problem: JointProblem, settings: SolveSettings | None = None) -
 
     Raises `PlacementError` where a part does not fit its device, or not what is left of the host.
     """
-    settings = settings or SolveSettings("greedy")
+    # Each part by layers in another order would have parts wait for each other's values in a ring.
+    settings = replace(settings or SolveSettings("greedy"), micro_batch_order="as-written")
     candidates = [
         joined(problem, _plans(problem, settings, crowded=crowded)) for crowded in (False, True)
     ]

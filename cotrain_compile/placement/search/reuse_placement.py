@@ -6,6 +6,8 @@ from dataclasses import replace
 
 from cotrain_compile.dataflow import PERSISTENT_ROLES
 from cotrain_compile.errors import PlacementError
+from cotrain_compile.placement.order.by_layer import by_layer
+from cotrain_compile.placement.order.micro_batches import OrderIsKept
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.recompute.rewrite import recomputable
 from cotrain_compile.placement.schedule.schedule import schedule
@@ -19,7 +21,8 @@ def reuse_placement(
 
     Homes that stay spare the moves between them, and a new trace: Dynamo checks on which device a
     tensor is. `compiled` is as for `schedule`. Activations that `problem` does not know stay on the
-    device, as those do that cannot be made again in it.
+    device, as those do that cannot be made again in it; its micro-batches run as it has them where
+    they cannot run by layer.
     """
     dataflow = problem.dataflow
     persistent = {b.name for b in dataflow.buffers if b.role in PERSISTENT_ROLES}
@@ -27,9 +30,14 @@ def reuse_placement(
     if set(placement.homes) != persistent or set(placement.updates) != groups:
         return None
     away = tuple(name for name in placement.away if name in dataflow.buffer)
-    may = recomputable(dataflow) if placement.recomputed else frozenset()
+    size = placement.layers_per_pack
+    try:
+        ordered = by_layer(dataflow, size)
+    except OrderIsKept:
+        ordered, size = dataflow, 0
+    may = recomputable(ordered) if placement.recomputed else frozenset()
     again = tuple(name for name in placement.recomputed if name in may)
-    reused = replace(placement, away=away, recomputed=again)
+    reused = replace(placement, away=away, recomputed=again, layers_per_pack=size)
     try:
         return schedule(problem, reused, compiled=compiled)
     except PlacementError:

@@ -14,7 +14,8 @@ class SolveSettings:
     placement is also tried with updates on the host that go on in the next step, with `speculate`
     with updates there that begin on guesses. With `recompute`
     the policy `auto` also tries to make values again. Where the device runs `compiled` code (None:
-    if the machine's does) tasks are settled, as `settle` says.
+    if the machine's does) tasks are settled, as `settle` says. `micro_batch_order` is "auto",
+    "as-written" or "by-layer"; "auto" lets the policy `auto` try both.
     """
 
     policy: str = "auto"
@@ -26,3 +27,4 @@ class SolveSettings:
     speculate: bool = False
     compiled: bool | None = False
     recompute: bool = True
+    micro_batch_order: str = "auto"

@@ -4,7 +4,8 @@
 for the step as it is and with more and more of it made again, the integer program a better one,
 each is scheduled and simulated, and the fastest is returned. So a bad model can cost speed and
 never correctness, and the plan is never slower than any simple rule's. Its report has the certified
-bound of the relaxed program.
+bound of the relaxed program. All that is done for the step in each order of its micro-batches that
+is worth a try (`orders`).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from cotrain_compile.placement.schedule.schedule import Draft, draft, finished
 from cotrain_compile.placement.search.attempts import LATE, Attempts, Progress
 from cotrain_compile.placement.search.infeasible import floor_bytes, refuse, refuse_rule
 from cotrain_compile.placement.search.least import Least
+from cotrain_compile.placement.search.orders import best_order
 from cotrain_compile.placement.search.settings import SolveSettings
 from cotrain_compile.placement.search.small_at_rest import with_small_at_rest
 from cotrain_compile.placement.search.solve_report import notes_of, report_of
@@ -63,10 +65,14 @@ def solve(
     A `space` of the same step on the same machine is used again. `progress` is told what is being
     done. Raises `PlacementError` when nothing fits, with the least device budget that would do.
     """
-    told = progress or (lambda stage: None)
-    settings = settings or SolveSettings()
+    settings, told = settings or SolveSettings(), progress or (lambda stage: None)
     problem = replace(problem, speculates=settings.speculate)
-    return _Search(problem, settings, told, space).run(incumbents)
+
+    def climb(ordered: Problem, within: SolveSettings, plans: Sequence[Plan]) -> Plan:
+        own = space if ordered.dataflow is problem.dataflow else None
+        return _Search(ordered, within, told, own).run(plans)
+
+    return best_order(problem, settings, incumbents, climb)
 
 
 class _Search(Attempts):

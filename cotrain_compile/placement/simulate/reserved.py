@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from cotrain_compile.analysis.caching_allocator import CachingAllocator
 from cotrain_compile.dataflow import Dataflow
-from cotrain_compile.placement.recompute.rewrite import recomputed
+from cotrain_compile.placement.as_placed import as_placed
 from cotrain_compile.placement.residency import Instance, device_program, instances
 from cotrain_compile.plan import MovedOps, Placement, Plan, Task
 
@@ -45,7 +45,7 @@ def reserved_by(
     moved: Sequence[MovedOps] = (),
 ) -> Reserved:
     """As `reserved`, for what a plan is made of."""
-    program = device_program(recomputed(dataflow, placement.recomputed), placement, moved)
+    program = device_program(as_placed(dataflow, placement), placement, moved)
     held = [item for item in instances(program, placement, tasks) if item.buffer.nbytes > 0]
     allocator = CachingAllocator()
     resting = [item for item in held if _rests(item)]

@@ -15,7 +15,7 @@ from typing import Literal, assert_never
 from cotrain_compile.dataflow import Dataflow, Op
 from cotrain_compile.errors import OptionError
 from cotrain_compile.machine import Tier
-from cotrain_compile.placement.recompute.rewrite import recomputed
+from cotrain_compile.placement.as_placed import as_placed
 from cotrain_compile.plan import HostRegion, Plan, Task, Transfer
 from cotrain_compile.viz.layers import REST, layers
 
@@ -89,7 +89,7 @@ class _Folded:
     """Which box each op and task is in, and the boxes."""
 
     def __init__(self, dataflow: Dataflow, plan: Plan | None, level: Level, opened: str) -> None:
-        run = recomputed(dataflow, plan.placement.recomputed if plan else ())
+        run = as_placed(dataflow, plan.placement) if plan else dataflow
         self.dataflow, self.plan, self.level, self.opened = run, plan, level, opened
         self.layers = layers(run)
         if opened and opened not in set(self.layers.of_op.values()):

@@ -21,6 +21,7 @@ from cotrain_compile.units import format_bytes, format_seconds
 from cotrain_compile.viz.kinds import lane_titles
 from cotrain_compile.viz.text.summary import (
     NOT_NEEDED,
+    order_words,
     recompute_words,
     reserved_on_card,
     reserved_words,
@@ -83,6 +84,8 @@ def sentences(problem: Problem, plan: Plan) -> Iterator[str]:
             f"{format_bytes(plan.bytes_moved('offload'))} go down to the host and "
             f"{format_bytes(plan.bytes_moved('prefetch'))} up to the device in each step."
         )
+    for told in order_words(plan, problem.dataflow):
+        yield f"{told}."
     for told in recompute_words(plan, problem.dataflow):
         yield f"Values of the forward are made again for the backward: {told}."
     if reserved := list(reserved_words(plan, problem.dataflow)):

@@ -9,7 +9,7 @@ from cotrain_compile.analysis.costs import unknown_words
 from cotrain_compile.analysis.liveness import liveness
 from cotrain_compile.dataflow import PERSISTENT_ROLES, Dataflow, Phase
 from cotrain_compile.machine import HostUpdate, Link, Machine, Processor, TierSpec
-from cotrain_compile.placement.recompute.rewrite import recomputed
+from cotrain_compile.placement.as_placed import as_placed
 from cotrain_compile.plan import HostRegion, Lane, Plan, Timeline
 from cotrain_compile.units import format_bytes, format_seconds
 
@@ -117,7 +117,7 @@ def describe_differences(plan: Plan, dataflow: Dataflow) -> list[str]:
     placement = plan.placement
     lost = set(placement.recomputed) - dataflow.buffer.keys()
     if not lost:
-        dataflow = recomputed(dataflow, placement.recomputed)
+        dataflow = as_placed(dataflow, placement)
     persistent = {b.name for b in dataflow.buffers if b.role in PERSISTENT_ROLES}
     moved = {transfer.buffer: transfer.nbytes for transfer in plan.transfers}
     resized = {

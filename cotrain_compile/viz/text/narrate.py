@@ -26,7 +26,7 @@ from cotrain_compile.placement.problem import Problem
 from cotrain_compile.plan import Plan, Transfer
 from cotrain_compile.units import format_bytes, format_seconds, printable
 from cotrain_compile.viz.kinds import lane_titles
-from cotrain_compile.viz.text.summary import recompute_words
+from cotrain_compile.viz.text.summary import order_words, recompute_words
 from cotrain_compile.viz.text.terminal import PlainConsole
 
 VARIABLE = "COTRAIN_DEBUG"
@@ -97,6 +97,8 @@ def summary_rows(plan: Plan, dataflow: Dataflow, *, bars: bool) -> Iterator[tupl
         peak, budget = plan.predicted.peak_bytes[tier], plan.budgets[tier]
         bar = f"{_bar(peak / budget)}  " if bars else ""
         yield tier.value, f"{bar}{format_bytes(peak)} of {format_bytes(budget)} at the peak"
+    for told in order_words(plan, dataflow):
+        yield "order", told
     for told in recompute_words(plan, dataflow):
         yield "recomputes", told
     if not plan.tasks:

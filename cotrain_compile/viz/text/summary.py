@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import PlacementError
 from cotrain_compile.machine import Tier
+from cotrain_compile.placement.order.micro_batches import find_micro_batches
 from cotrain_compile.placement.recompute.rewrite import again_name, recomputed_ops
 from cotrain_compile.placement.simulate.reserved import Reserved, reserved
 from cotrain_compile.plan import HostRegion, Lane, Plan, SolveReport, Transfer, UpdateMode
@@ -26,6 +27,7 @@ def summary(plan: Plan, dataflow: Dataflow | None = None) -> str:
             *(f"{'':11} {note}" for note in plan.notes),
             *_updates(plan, dataflow),
             *_fetched(plan),
+            *(f"order       {told}" for told in order_words(plan, dataflow)),
             *(f"recomputes  {told}" for told in recompute_words(plan, dataflow)),
             *_memory(plan),
             *(f"{'':11} {told}" for told in (reserved_words(plan, dataflow) if dataflow else ())),
@@ -36,6 +38,20 @@ def summary(plan: Plan, dataflow: Dataflow | None = None) -> str:
             *(_report(plan.report) if plan.report else ()),
         ]
     )
+
+
+def order_words(plan: Plan, dataflow: Dataflow | None) -> Iterator[str]:
+    """In which order micro-batches run, where that is not the step's own."""
+    size = plan.placement.layers_per_pack
+    if not size:
+        return
+    of_layers = f"packs of {size} layers" if size > 1 else "packs of one layer"
+    told = f"micro-batches run layer by layer in {of_layers}"
+    if dataflow is not None:
+        found = find_micro_batches(dataflow)
+        told = f"{found.count} {told}, of {len(found.layers)}"
+    moved = any(plan.placement.homes[p] is Tier.HOST for p in plan.placement.updates)
+    yield f"{told}: each weight moves once a pass" if moved else told
 
 
 def recompute_words(plan: Plan, dataflow: Dataflow | None) -> Iterator[str]:

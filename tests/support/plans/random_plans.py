@@ -36,10 +36,11 @@ from tests.support.plans.random_moves import Mover
 def random_plan(problem: Problem, rng: random.Random) -> Plan:
     """A plan whose placement and schedule are random, with budgets that it just fits.
 
-    What is made again is what `problem` makes again.
+    What is made again is what `problem` makes again, and the order of micro-batches its order.
     """
     placement = _random_placement(problem.dataflow, rng)
-    placement = replace(placement, recomputed=problem.recomputed)
+    size = problem.layers_per_pack
+    placement = replace(placement, recomputed=problem.recomputed, layers_per_pack=size)
     moved = Mover(problem.dataflow, placement, rng).moved()
     program = device_program(problem.dataflow, placement, moved)
     return _plan(problem, moved, _TaskPlacer(program, placement, rng))

@@ -1,0 +1,1 @@
+"""Order: a step of several micro-batches, run layer by layer."""
