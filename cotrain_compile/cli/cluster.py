@@ -42,15 +42,29 @@ def cluster(
     ] = "",
     tokens_per_sample: Annotated[int, typer.Option(min=1, help="Of a step.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="All figures as JSON.")] = False,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Also save the answer, for `show`.")
+    ] = None,
 ) -> None:
     """Rank the ways to train a model on a cluster; nothing is run."""
+    if output is not None:
+        files.refuse_unwritable(output)
     target = find_cluster(cluster)
     names = [name.strip() for name in strategies.split(",")] if strategies else STRATEGIES
     profile = _profile(file, target, batch_symbols, tokens_per_sample)
     found = answer(profile, target, samples, names)
+    if output is not None:
+        files.save(found, output)
     if as_json:
         print(json.dumps(asdict(found), indent=1))
         return
+    print_answer(found)
+    if output is not None:
+        console.print(f"saved {output}")
+
+
+def print_answer(found: Answer) -> None:
+    """The table of all strategies, then what is said of each, then what is assumed."""
     console.print(_table(found), soft_wrap=False)
     for line in _lines(found):
         console.print(line)

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from cotrain_compile import files
+from cotrain_compile.cli.cluster import print_answer
 from cotrain_compile.cli.reading import (
     MachineName,
     Profile,
@@ -18,6 +19,7 @@ from cotrain_compile.cli.reading import (
     refuse_other_names,
 )
 from cotrain_compile.cli.terminal import console
+from cotrain_compile.cluster.strategy import Answer
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import FormatError, OptionError
 from cotrain_compile.machine import Machine, Tier
@@ -33,11 +35,14 @@ _READERS: Mapping[str, Callable[[Path], object]] = {
     "dataflow": lambda path: files.load(path, Dataflow),
     "machine": lambda path: files.load(path, Machine),
     "timeline": load_timeline,
+    "answer": lambda path: files.load(path, Answer),
 }
 
 
 def show(
-    file: Annotated[Path, typer.Argument(help="plan.json, step.json or machine.json.")],
+    file: Annotated[
+        Path, typer.Argument(help="plan.json, step.json, machine.json, cluster-plan.json.")
+    ],
     timeline: Annotated[
         Path | None, typer.Option(help="Also draw the timeline of a plan into this PNG.")
     ] = None,
@@ -63,7 +68,10 @@ def show(
         if path is not None:
             files.refuse_unwritable(path, option)
     value: object = _READERS[_kind_of(file)](file)
-    console.print(_describe(value, file))
+    if isinstance(value, Answer):
+        print_answer(value)
+    else:
+        console.print(_describe(value, file))
     if timeline is not None:
         _draw(value, file, timeline)
         console.print(f"drew {timeline}")

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from cotrain_compile.cluster.description import Cluster
 from cotrain_compile.cluster.profiles import LayerProfile
 
+FORMAT_VERSION = 1
+
 NOT_RUN = "no code of this project runs it yet"
 
 
@@ -69,6 +71,11 @@ class Answer:
     samples: int
     strategies: tuple[Strategy, ...]
     assumed: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        names = [strategy.name for strategy in self.strategies]
+        if not names or len(set(names)) != len(names):
+            raise ValueError(f"an answer has one or more strategies, each once, not {names}")
 
     @property
     def best(self) -> Strategy | None:

@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 from cotrain_compile import files
 from cotrain_compile.cli.main import app
 from cotrain_compile.cluster.profiles import per_sample
-from cotrain_compile.errors import OptionError
+from cotrain_compile.cluster.strategy import Answer
+from cotrain_compile.errors import FormatError, OptionError
 from tests.support.clusters import a_box, a_model
 from tests.unit.cluster.test_traced_profile import step
 
@@ -49,6 +50,27 @@ def test_json_has_what_the_table_says(small: list[str]) -> None:
     assert set(shard["traffic"]) == {"between devices of a machine"}
     assert byteps["step_s"] is None
     assert byteps["reason"] in byteps["loses"]
+
+
+def test_an_answer_is_saved_and_shown_as_it_was(small: list[str], tmp_path: Path) -> None:
+    saved = str(tmp_path / "cluster-plan.json")
+    wide = {"COLUMNS": "100"}
+    told = CliRunner().invoke(app, [*small, "-o", saved], env=wide)
+    assert told.exit_code == 0
+    shown = CliRunner().invoke(app, ["show", saved], env=wide)
+    assert shown.exit_code == 0
+    assert told.output.splitlines()[: len(shown.output.splitlines())] == shown.output.splitlines()
+    found = files.load(saved, Answer)
+    assert found.best
+    assert f"{found.best.name}: " in shown.output
+    assert files.from_json(files.to_json(found), Answer) == found
+    refused = CliRunner().invoke(app, ["show", saved, "--html", str(tmp_path / "page.html")])
+    assert isinstance(refused.exception, OptionError)
+    twice = Path(saved).read_text().replace('"replicate"', '"shard"')
+    Path(saved).write_text(twice)
+    result = CliRunner().invoke(app, ["show", saved])
+    assert isinstance(result.exception, FormatError)
+    assert "each once" in str(result.exception)
 
 
 def test_what_is_no_strategy_or_no_cluster_is_refused(small: list[str]) -> None:
