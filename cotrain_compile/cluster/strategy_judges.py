@@ -27,7 +27,7 @@ from cotrain_compile.cluster.pipeline import fastest_pipeline
 from cotrain_compile.cluster.pipeline_devices import devices_of
 from cotrain_compile.cluster.stages import PipelineOrder
 from cotrain_compile.cluster.strategy import NOT_RUN, Question, Strategy
-from cotrain_compile.cluster.strategy_burst import plan_burst
+from cotrain_compile.cluster.strategy_burst import BurstPlan, plan_burst
 from cotrain_compile.cluster.subsets import first_devices, first_of_machine
 from cotrain_compile.errors import CotrainError, OptionError, PlacementError
 from cotrain_compile.plan import Timeline
@@ -92,7 +92,21 @@ def _data_parallel(question: Question, name: str, plan: DataParallelPlan, run: s
     setting = _micro_batches(plan.micro_batches, plan.micro_batch, plan.recompute)
     if plan.gathering in SHARD and plan.devices > 1:
         setting += f", parameters {plan.gathering}"
-    reason = _missing(plan.missing_bytes) or ("" if plan.peak_bytes is not None else NO_PEAKS)
+    moved = {link: nbytes for link, nbytes in traffic.items() if nbytes}
+    return _all_alike(question, name, plan, moved, _busiest(plan.timeline), setting, run)
+
+
+def _all_alike(
+    question: Question,
+    name: str,
+    plan: DataParallelPlan | BurstPlan,
+    traffic: Mapping[str, int],
+    busiest: tuple[str, float],
+    setting: str,
+    run: str = NOT_RUN,
+) -> Strategy:
+    """All devices hold what the fullest one holds, if anybody knows that."""
+    known = plan.peak_bytes is not None
     return _strategy(
         question,
         name,
@@ -100,12 +114,12 @@ def _data_parallel(question: Question, name: str, plan: DataParallelPlan, run: s
         plan.bound_s,
         None if plan.peak_bytes is None else (plan.peak_bytes,) * plan.devices,
         plan.devices,
-        {link: nbytes for link, nbytes in traffic.items() if nbytes},
-        _busiest(plan.timeline),
-        reason=reason,
+        traffic,
+        busiest,
+        reason=_missing(plan.missing_bytes) if known else NO_PEAKS,
         setting=setting,
         run=run,
-        fits=None if plan.peak_bytes is None else not plan.missing_bytes,
+        fits=not plan.missing_bytes if known else None,
     )
 
 
@@ -229,21 +243,10 @@ def burst(question: Question, name: str) -> Strategy:
     plan = plan_burst(question.profile, question.cluster, question.samples)
     widths = Counter(plan.widths.values())
     layers = ", ".join(f"{widths[width]} on {width}" for width in sorted(widths))
-    reason = _missing(plan.missing_bytes) or ("" if plan.peak_bytes is not None else NO_PEAKS)
     again = "; layers run again" if plan.recompute else ""
-    return _strategy(
-        question,
-        name,
-        plan.step_s,
-        plan.bound_s,
-        None if plan.peak_bytes is None else (plan.peak_bytes,) * plan.devices,
-        plan.devices,
-        plan.traffic,
-        ("compute", plan.compute_s) if plan.compute_s >= plan.network_s else plan.network,
-        reason=reason,
-        setting=f"layers by devices: {layers}{again}",
-        fits=None if plan.peak_bytes is None else not plan.missing_bytes,
-    )
+    busiest = ("compute", plan.compute_s) if plan.compute_s >= plan.network_s else plan.network
+    setting = f"layers by devices: {layers}{again}"
+    return _all_alike(question, name, plan, plan.traffic, busiest, setting)
 
 
 def _strategy(
