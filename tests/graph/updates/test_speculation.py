@@ -29,6 +29,9 @@ from cotrain_compile.placement.policies import rule
 from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.plan import Plan, UpdateMode
 from cotrain_compile.presets import find
+from cotrain_compile.runtime.cuda.device import CudaDevice
+from cotrain_compile.runtime.cuda.pinned import PinnedPool
+from cotrain_compile.runtime.host.kernels import host_kernels
 from cotrain_compile.runtime.host.speculation import Confirm, Speculation
 from tests.support.captured_steps import (
     Captured,
@@ -38,7 +41,9 @@ from tests.support.captured_steps import (
     make_lean_mlp,
     place_step,
 )
+from tests.support.random_problems import PLENTY
 from tests.support.steps import CASES, OPTIMIZERS, Batch, Case, Step, make_step
+from tests.support.thread_card import ThreadCard
 
 # Of the loss: far below the norm that is clipped to, far above it, and what no number is.
 FREE, CLIPPED = 1e-3, 1e3
@@ -183,6 +188,20 @@ def test_every_step_leaves_the_bits_of_the_captured_graph(
     assert compiled.measured is not None
     most = replay(step.dataflow, plan, machine().host_update.workers)[Tier.HOST].nbytes
     assert compiled.measured.peak_bytes[Tier.HOST] <= most
+
+
+@pytest.mark.parametrize("overlap_steps", [False, True])
+def test_so_does_the_runtime_of_a_card_whose_copies_are_streams(overlap_steps: bool) -> None:
+    step = training(FREE, CLIPPED, FREE, math.inf)
+    plan = plan_on_guesses(step, overlap_steps=overlap_steps)
+    card = ThreadCard(0)
+    pool = PinnedPool(card.pin, card.unpin, lambda: PLENTY)
+    graph = run_passes(step.step, plan)
+    device = CudaDevice(card, pool, PLENTY, host_kernels(graph, "captured"))
+    compiled = CompiledStep(step.problem(machine()), plan, graph, device)
+    assert not differences(after_each_step(step, compiled), unplaced(step))
+    assert not card.faults
+    assert all(speculation.gate.wrong_share > 0 for speculation in speculations(compiled))
 
 
 @pytest.mark.parametrize("make", ["with a scaler", "without a limit"])
