@@ -76,6 +76,7 @@ SECTIONS = (
     ),
     Section("Large parameters in pieces", "pieces", tables.pieces),
     Section("Overlapping steps", "overlap", tables.overlap),
+    Section("Updates before the norm is known", "speculation", own_table("runtime.speculation")),
     Section("Servers of several cards", "several_cards", own_table("plans.several_cards")),
     Section("Six clusters", "six_clusters", own_table("cluster.six_clusters")),
     Section("Two ranks beside peers", "several_ranks", own_table("runtime.several_ranks")),
