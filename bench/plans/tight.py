@@ -2,8 +2,8 @@
 
 For every step and machine: the least device budget that a refusal states, and 3, 10 and 25 % more,
 without values made again and with them. Each is solved on its own, with its plan checked; plans of
-other budgets do not help. `--budgets` takes those of another report, to compare with it; `--merge`
-keeps the rows that the output has. Nothing is run: times are those of the simulator.
+other budgets do not help. `--budgets` takes those of a report of another version, which is kept
+beside; `--merge` keeps the rows that the output has. Nothing is run: times are simulated.
 
     python -m bench.plans.tight -o bench/results/tight.json --steps traced
     python -m bench.plans.tight -o tight.json --only "ViT-L" --budgets bench/results/tight.json
@@ -22,6 +22,7 @@ from typing import Any
 
 from bench.plans.recompute import traced
 from bench.report import write_report
+from bench.results_page.tables import markdown, percent
 from cotrain_compile import presets
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import PlacementError, PlanError
@@ -29,6 +30,7 @@ from cotrain_compile.machine import Tier
 from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.search.solve import SolveSettings, solve
+from cotrain_compile.units import format_bytes, format_seconds
 
 STEPS = ("ViT-L, 128 × 224²", "GPT-2 124M, 8 × 1024", "Llama 1B, 2 × 2048", "U-Net, 16 × 512²")
 MACHINES = ("rtx4090", "h100")
@@ -132,19 +134,68 @@ def _target(values: Sequence[float], median_limit: float, worst_limit: float) ->
     }
 
 
-def budgets_of(path: Path | None) -> dict[tuple[object, ...], int]:
-    """The budgets of another report; none without one."""
-    if path is None:
-        return {}
-    kept = json.loads(path.read_text())["result"]["rows"]
-    return {(r["model"], r["machine"], r["recompute"], r["share"]): r["budget_bytes"] for r in kept}
-
-
 def rows_of(path: Path) -> list[Row]:
     """The rows of a report."""
     kept = json.loads(path.read_text())["result"]["rows"]
     names = {field.name for field in fields(Row)}
     return [Row(**{name: r[name] for name in r if name in names}) for r in kept]
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """A row for each step, machine and share of the least, with what was before beside it."""
+    before = {_place(r): r for r in result["before"]}
+    rows = [
+        (
+            f"{r['model']}, {r['machine']}" + ", values made again" * r["recompute"],
+            f"{r['share']:g} ×, {format_bytes(r['budget_bytes'])}",
+            *(_seconds(r[name]) for name in ("step_s", "bound_s")),
+            _percent(r["gap"]),
+            _percent(before.get(_place(r), {}).get("gap")),
+            r["policy"],
+            format_seconds(r["solve_s"]),
+        )
+        for r in result["rows"]
+    ]
+    headings = (
+        "step and machine",
+        "budget",
+        "step",
+        "bound",
+        "above",
+        "before",
+        "plan",
+        "solved in",
+    )
+    told = [
+        _told(result[key], name) for key, name in (("rows", "this version"), ("before", "before"))
+    ]
+    return markdown(headings, rows) + "\n" + " ".join(told) + "\n"
+
+
+def _told(rows: Sequence[Mapping[str, Any]], name: str) -> str:
+    """Medians and worst cases of the rows without values made again."""
+    without = [r for r in rows if not r["recompute"]]
+    gaps = [r["gap"] for r in without if r["gap"] is not None]
+    above = [r["gap"] for r in without if r["gap"] is not None and r["share"] > 1]
+    none = sum(r["step_s"] is None for r in without)
+    return (
+        f"Without values made again, {name}: {_percent(statistics.median(gaps))} above the bound "
+        f"in the median of all budgets with a plan, {_percent(max(gaps))} at worst; above the "
+        f"least itself {_percent(statistics.median(above))} and {_percent(max(above))}; no plan in "
+        f"{none} of {len(without)} budgets."
+    )
+
+
+def _place(row: Mapping[str, Any]) -> tuple[object, ...]:
+    return row["model"], row["machine"], row["recompute"], row["share"]
+
+
+def _seconds(seconds: float | None) -> str:
+    return "-" if seconds is None else format_seconds(seconds)
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else percent(share)
 
 
 def main() -> None:
@@ -159,7 +210,8 @@ def main() -> None:
     parser.add_argument("--without", action="store_true", help="rows without values made again")
     parser.add_argument("--time-limit", type=float, default=SolveSettings.time_limit_s)
     asked = parser.parse_args()
-    given = budgets_of(asked.budgets)
+    before = rows_of(asked.budgets) if asked.budgets else []
+    given = {(r.model, r.machine, r.recompute, r.share): r.budget_bytes for r in before}
     found = rows_of(asked.output) if asked.merge else []
     kept = {(r.model, r.machine, r.recompute, r.share): r for r in found}
     recomputes = (False,) if asked.without else (False, True)
@@ -175,6 +227,7 @@ def main() -> None:
                 "time_limit_s": asked.time_limit,
                 "summary": summary(found),
                 "rows": [asdict(r) | {"gap": r.gap} for r in found],
+                "before": [asdict(r) | {"gap": r.gap} for r in before],
             }
             write_report(asked.output, (__doc__ or "").splitlines()[0], result)
 
