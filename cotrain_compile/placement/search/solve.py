@@ -181,7 +181,8 @@ class _Search(Attempts):
             self.try_level(level)
         proposed = self.propose_levels(levels.regions)
         if proposed is not None and proposed.decisions is not None:
-            self.claim_s = proposed.claim_s
+            # Parameters that are gathered again are in no region: without them more is claimed.
+            self.claim_s = 0.0 if levels.gather else proposed.claim_s
             for level in levels.near(proposed.decisions.levels):
                 if not self._is_slower_than(NEAR * self.claim_s):
                     break

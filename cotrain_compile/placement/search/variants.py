@@ -137,6 +137,11 @@ class Levels:
         self._last: float = len(self._levels) - 1
 
     @property
+    def gather(self) -> bool:
+        """Whether some level gathers parameters again."""
+        return len(self._levels[-1].by_region) > len(self.regions)
+
+    @property
     def count(self) -> int:
         """How many levels there are above 0."""
         return len(self._levels) - 1

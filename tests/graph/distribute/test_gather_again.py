@@ -29,7 +29,9 @@ from cotrain_compile.placement.residency import device_program
 from cotrain_compile.placement.schedule import schedule as scheduling
 from cotrain_compile.placement.schedule.exchanges_ahead import UNDER_WAY
 from cotrain_compile.placement.schedule.schedule import schedule
+from cotrain_compile.placement.search.attempts import Attempts
 from cotrain_compile.placement.search.solve import SolveSettings, solve
+from cotrain_compile.placement.search.variants import Levels
 from cotrain_compile.plan import Plan
 from cotrain_compile.presets import find
 from cotrain_compile.tracing import trace, trace_graph
@@ -147,6 +149,18 @@ def test_the_planner_gathers_again_where_memory_is_short(problem: Problem) -> No
         asked, "highs", time_limit_s=30.0, seed=0, cyclic=False, recompute=True
     )
     assert 0 < bound_s <= plan.predicted.makespan_s * (1 + 1e-6)
+
+
+def test_no_level_that_gathers_again_in_all_layers_is_faster(problem: Problem) -> None:
+    """Where something has to move as well: levels of regions alone, which gather once, are slow."""
+    asked = problem.with_budget(Tier.DEVICE, int(0.8 * peak(gathering_again(problem))))
+    settings, levels = SolveSettings(time_limit_s=1.0), Levels(asked)
+    tried = Attempts(asked, settings, lambda stage: None, None)
+    for number in range(1, levels.count + 1):
+        tried.try_level(levels.variant(number))
+    assert tried.found.fastest is not None
+    plan = solve(asked, settings)
+    assert plan.predicted.makespan_s <= tried.found.fastest.step_s * (1 + 1e-9)
 
 
 def test_the_bound_has_the_network_of_what_must_be_gathered_again(problem: Problem) -> None:
