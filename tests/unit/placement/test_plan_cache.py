@@ -81,6 +81,8 @@ def test_all_that_a_plan_is_found_from_is_told_apart(problem: Problem) -> None:
         "gap": 0.1,
         "seed": 1,
         "overlap_steps": True,
+        "speculate": True,
+        "micro_batch_order": "by-layer",
         "compiled": True,
         "recompute": False,
     }
