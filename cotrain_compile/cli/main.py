@@ -43,7 +43,6 @@ from cotrain_compile.placement.problem import formulate
 from cotrain_compile.plan import Plan
 from cotrain_compile.viz.text.analysis import describe_analysis
 from cotrain_compile.viz.text.describe import describe_machine, describe_step
-from cotrain_compile.viz.text.phase_line import phase_line
 from cotrain_compile.viz.text.summary import candidates, comparison, summary
 from cotrain_compile.viz.text.terminal import PlainConsole
 
@@ -166,6 +165,7 @@ def trace(
     """Capture the step that FUNCTION() returns with its arguments; nothing is allocated or run."""
     from cotrain_compile.jobs import load_job
     from cotrain_compile.tracing import trace as capture
+    from cotrain_compile.viz.text.phase_line import phase_line
 
     files.refuse_unwritable(output)
     with phase_line(Options(), "tracing"):
