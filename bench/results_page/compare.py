@@ -78,6 +78,7 @@ SECTIONS = (
     Section("Large parameters in pieces", "pieces", tables.pieces),
     Section("Overlapping steps", "overlap", tables.overlap),
     Section("Updates before the norm is known", "speculation", own_table("runtime.speculation")),
+    Section("Micro-batches by layer", "micro_batches", own_table("runtime.micro_batches")),
     Section("Servers of several cards", "several_cards", own_table("plans.several_cards")),
     Section("Six clusters", "six_clusters", own_table("cluster.six_clusters")),
     Section("Two ranks beside peers", "several_ranks", own_table("runtime.several_ranks")),
