@@ -2,8 +2,8 @@
 
     step = torch.compile(step, backend="cotrain", options={"memory_budget": "20GiB"})
 
-Importing this package loads no torch; `inspect`, `report`, `shard`, `synchronize` and `trace` do on
-first use.
+Importing this package loads no torch; `inspect`, `pipeline`, `report`, `shard`, `synchronize` and
+`trace` do on first use.
 """
 
 from __future__ import annotations
@@ -16,9 +16,19 @@ from cotrain_compile.options import Options
 if TYPE_CHECKING:
     from cotrain_compile.compiled import inspect, report, synchronize
     from cotrain_compile.distribute.shard import shard
+    from cotrain_compile.pipelining.pipeline import pipeline
     from cotrain_compile.tracing import trace
 
-__all__ = ["Options", "errors", "inspect", "report", "shard", "synchronize", "trace"]
+__all__ = [
+    "Options",
+    "errors",
+    "inspect",
+    "pipeline",
+    "report",
+    "shard",
+    "synchronize",
+    "trace",
+]
 __version__ = "0.1.0"
 
 
@@ -35,4 +45,8 @@ def __getattr__(name: str) -> Any:
         from cotrain_compile.distribute import shard
 
         return shard.shard
+    if name == "pipeline":
+        from cotrain_compile.pipelining import pipeline
+
+        return pipeline.pipeline
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

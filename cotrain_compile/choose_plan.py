@@ -16,6 +16,7 @@ from cotrain_compile.machine import Tier
 from cotrain_compile.options import Options, as_option_error
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.saved import load_plan
+from cotrain_compile.placement.search.rest_on_host import rest_on_host
 from cotrain_compile.placement.search.reuse_placement import reuse_placement
 from cotrain_compile.placement.search.solve import SolveSettings, solve
 from cotrain_compile.plan import Placement, Plan
@@ -42,7 +43,10 @@ def plan_for(
         return saved_plan(options.plan, problem, options, compiled)
     settings = solve_settings(options, compiled)
     find = partial(solve, problem, settings, progress=progress)
-    return cached(problem, settings, find) if options.plan_cache else find()
+    plan = cached(problem, settings, find) if options.plan_cache else find()
+    if options.rests_on == "host":
+        return rest_on_host(problem, plan, compiled=bool(settings.compiled))
+    return plan
 
 
 def plan_as_before(

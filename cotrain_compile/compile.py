@@ -85,7 +85,7 @@ def cotrain(
         hand_back_if_only_traced(step, values)
         refuse_other_devices(step, session.options)
         tell_of_unused_card(step, session.options)
-        warn_where_ranks_train_apart(step)
+        warn_where_ranks_train_apart(step, session.code)
         together = ranks_of(step, session.code)
         together.require_same_step(step)
         dataflow, origin = extract(step), _origin(session, owners)

@@ -37,6 +37,7 @@ class Options:
     host_memory_budget: Size | None = None
     device: str | None = None
     policy: str = "auto"
+    rests_on: str = "any"
     plan: str | None = None
     plan_cache: bool = True
     solver: str = "highs"
@@ -236,6 +237,7 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
     "host_memory_budget": Size.parse,
     "device": _one_of("cpu", "cuda"),
     "policy": _policy,
+    "rests_on": _one_of("any", "host"),
     "plan": _text,
     "plan_cache": _flag,
     "solver": _one_of("highs", "cbc"),

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from cotrain_compile.cluster.description import Cluster
 from cotrain_compile.cluster.profiles import LayerProfile
+from cotrain_compile.cluster.stage_plan import StagePlan
 
 FORMAT_VERSION = 1
 
@@ -42,7 +43,8 @@ class Strategy:
     `bound_s` is what no timing of the same works can beat. `peak_bytes` is by device, None where
     nobody knows; `fits` is None then too. `traffic` has the bytes of a step over each kind of link,
     all devices together. `busiest` is the lane that has most to do, for `busiest_s`. `setting` says
-    what was chosen, `loses` why another one is better, `run` how to run it.
+    what was chosen, `loses` why another one is better, `run` how to run it; `stages` is what
+    `cotrain_compile.pipeline` runs.
     """
 
     name: str
@@ -60,6 +62,7 @@ class Strategy:
     setting: str = ""
     loses: str = ""
     run: str = NOT_RUN
+    stages: StagePlan | None = None
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from cotrain_compile.cluster.harmony_tasks import Layout
 from cotrain_compile.cluster.helper_verdict import judge_helpers
 from cotrain_compile.cluster.pipeline import fastest_pipeline
 from cotrain_compile.cluster.pipeline_devices import devices_of
+from cotrain_compile.cluster.stage_plan import StagePlan
 from cotrain_compile.cluster.stages import PipelineOrder
 from cotrain_compile.cluster.strategy import NOT_RUN, Question, Strategy
 from cotrain_compile.cluster.strategy_burst import BurstPlan, plan_burst
@@ -146,7 +147,15 @@ def pipeline(question: Question, name: str) -> Strategy:
         hops,
         _busiest(plan.timeline),
         setting=setting,
-        run=f"{NOT_RUN}; torch.distributed.pipelining splits a model at those layers",
+        run=f"{launch(question.cluster, sum(used))}: the model and the saved answer in "
+        "cotrain_compile.pipeline",
+        stages=StagePlan(
+            order.value,
+            splits,
+            plan.micro_batches,
+            plan.micro_batch,
+            tuple(compress(plan.peak_bytes, used)),
+        ),
     )
 
 
@@ -263,6 +272,7 @@ def _strategy(
     setting: str = "",
     run: str = NOT_RUN,
     fits: bool | None = True,
+    stages: StagePlan | None = None,
 ) -> Strategy:
     samples_per_s = question.samples / step_s if step_s else None
     tokens = question.profile.tokens_per_sample
@@ -280,6 +290,7 @@ def _strategy(
         *busiest,
         setting=setting,
         run=run,
+        stages=stages,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from types import CodeType
 
 import torch.distributed as dist
 
@@ -15,9 +16,23 @@ def count_of_ranks() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def warn_where_ranks_train_apart(step: StepGraph) -> None:
-    """Warn where there are several ranks, and each would train a model of its own."""
+# Functions whose ranks exchange what has to be exchanged before and after them.
+_exchange_outside: set[CodeType] = set()
+
+
+def note_exchanges_outside(code: CodeType) -> None:
+    """Ranks that run a function of this `code` train together, though it exchanges nothing."""
+    _exchange_outside.add(code)
+
+
+def warn_where_ranks_train_apart(step: StepGraph, code: CodeType | None = None) -> None:
+    """Warn where there are several ranks, and each would train a model of its own.
+
+    `code` is the user's function.
+    """
     ranks = count_of_ranks()
+    if code in _exchange_outside:
+        return
     if ranks > 1 and not any(map(is_collective, step.nodes)):
         warnings.warn(
             f"cotrain: a process group of {ranks} ranks is initialised, but the step exchanges "

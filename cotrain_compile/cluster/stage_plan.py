@@ -1,0 +1,41 @@
+"""Stage plan: how a pipeline runs, as a plan of the cluster or a user says it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cotrain_compile.errors import OptionError
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """A stage begins at each of the modules `split_points`, after the first stage.
+
+    `schedule` is a name of `torch.distributed.pipelining`, in any case. A step has `micro_batches`
+    of `micro_batch` samples. `peak_bytes` has what each stage takes, where a plan knows that.
+    """
+
+    schedule: str
+    split_points: tuple[str, ...]
+    micro_batches: int
+    micro_batch: int
+    peak_bytes: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.micro_batches < 1 or self.micro_batch < 1:
+            raise OptionError(
+                f"a step has at least one micro-batch of one sample, not {self.micro_batches} of "
+                f"{self.micro_batch}"
+            )
+
+    @property
+    def samples(self) -> int:
+        """The samples of a step."""
+        return self.micro_batches * self.micro_batch
+
+    @property
+    def stages(self) -> int:
+        """How many stages there are."""
+        return len(self.split_points) + 1

@@ -1,0 +1,1 @@
+"""Pipelining: a model in stages over ranks, each planned within its budget."""

@@ -1,0 +1,122 @@
+"""Cut: where a model can be split, and what is refused, on one process without a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from cotrain_compile import files
+from cotrain_compile.cluster.stage_plan import StagePlan
+from cotrain_compile.cluster.strategy import Answer, Strategy
+from cotrain_compile.errors import DistributeError, OptionError, PlacementError
+from cotrain_compile.pipelining.budgets import turn_budgets
+from cotrain_compile.pipelining.cut import cut, keep, try_out
+from cotrain_compile.pipelining.pipeline import read_plan
+from cotrain_compile.pipelining.visits import visits
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.inner(x))
+
+
+class Net(nn.Module):
+    """`scale` is a parameter beside the modules, read where `scaled` says; `unused` never runs."""
+
+    def __init__(self, scaled: str = "", skips: bool = False, tied: bool = False) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+        self.norm = nn.BatchNorm1d(4)
+        self.unused = nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.ones(4))
+        self.scaled, self.skips = scaled, skips
+        if tied:
+            self.layers[2].get_submodule("inner").weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = x = self.first(x) * (self.scale if self.scaled == "first" else 1.0)
+        for layer in self.layers:
+            x = layer(x)
+        x = self.norm(x) * (self.scale if self.scaled == "last" else 1.0)
+        return x + first if self.skips else x
+
+
+X = torch.linspace(-1, 1, 8).view(2, 4)
+
+
+def test_stages_one_behind_the_other_are_the_model() -> None:
+    model = Net(scaled="first")
+    points = ("layers.1", "norm")
+    found = visits(model, points, (X,))
+    assert [shape.size for shape in found.crossing] == [(2, 4), (2, 4)]
+    assert model.norm.num_batches_tracked == 0  # nothing has run
+    parts = [cut(model, points, found, stage) for stage in range(3)]
+    for part in parts:
+        try_out(part, (X,))
+    value = None
+    for part in parts:
+        value = part(value, (X,))
+    assert model.norm.num_batches_tracked == 1
+    torch.testing.assert_close(value, model(X), rtol=0, atol=0)
+    names = [{name for name, _ in part.module.named_parameters()} for part in parts]
+    assert set.union(*names) == {name for name, _ in model.named_parameters()}
+    assert {"scale", "unused.weight"} <= names[0]
+    assert "layers.1.inner.weight" in names[1]
+    assert names[2] == {"norm.weight", "norm.bias"}
+    keep(model, points, found, {2})
+    assert {name for name, _ in model.named_parameters()} == names[2]
+
+
+@pytest.mark.parametrize(
+    ("model", "points", "told"),
+    [
+        (Net(), ("layers.9",), "no module of that name"),
+        (Net(), ("model.layers.1",), r"is it layers.1\?"),
+        (Net(), ("layers.2", "layers.1"), "give split points as they run"),
+        (Net(), ("unused",), "unused, which does not run"),
+        (Net(), ("layers.1", "layers.1.inner"), "which is within it"),
+        (Net(skips=True), ("layers.1",), "beside the first argument"),
+        (Net(), ("layers.1.inner",), "beside the first argument"),
+        (Net(scaled="last"), ("layers.1",), "a parameter of the model itself"),
+        (Net(tied=True), ("layers.1",), "share a parameter; untie them"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(model: Net, points: tuple[str, ...], told: str) -> None:
+    with pytest.raises(DistributeError, match=told):
+        try_out(cut(model, points, visits(model, points, (X,)), 1), (X,))
+
+
+def test_budgets_leave_room_for_what_a_turn_does_not_know_of() -> None:
+    roomy = turn_budgets(20_000, [1000, 500], held=1000)
+    assert (roomy.held, roomy.update) == (1000, 19_000)
+    assert roomy.forward == (14_000, 13_500)  # own parameters are known, of 6,000 bytes that rest
+    assert roomy.backward == (15_000, 14_000)  # and own gradients
+    tight = turn_budgets(5000, [1000, 500], held=1000)
+    assert tight.rests_on_host  # so that each turn has what the others leave
+    assert tight.forward == tight.backward == (4000, 4000)
+    with pytest.raises(PlacementError, match="from stage to stage, and buffers"):
+        turn_budgets(1000, [1], held=1000)
+
+
+def test_a_plan_has_micro_batches() -> None:
+    with pytest.raises(OptionError, match="at least one micro-batch"):
+        StagePlan("1F1B", (), 0, 4)
+
+
+def test_a_saved_answer_has_the_stages_of_its_fastest_pipeline(tmp_path: Path) -> None:
+    path = tmp_path / "answer.json"
+    stages = StagePlan("1f1b", ("layers.1",), 4, 2)
+    other = Strategy("shard")
+    files.save(Answer("net", "box", 8, (other, Strategy("pipeline-1f1b", stages=stages))), path)
+    assert read_plan(path) == stages
+    files.save(Answer("net", "box", 8, (other,)), path)
+    with pytest.raises(OptionError, match="has no pipeline that fits"):
+        read_plan(path)
