@@ -44,14 +44,15 @@ def check_equal(found: list[Trained], reference: Trained) -> None:
             torch.testing.assert_close(value, reference.state[name], rtol=1e-4, atol=ATOL)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "schedule", "layers"),
     [
-        ("resnet", "Interleaved1F1B", (1, 2, 3)),
-        pytest.param("gpt2", "GPipe", (1,), marks=pytest.mark.long),
-        pytest.param("llama", "GPipe", (1,), marks=pytest.mark.long),
-        pytest.param("resnet", "LoopedBFS", (1, 2, 3), marks=pytest.mark.long),
-        pytest.param("resnet", "InterleavedZeroBubble", (1, 2, 3), marks=pytest.mark.long),
+        ("gpt2", "GPipe", (1,)),
+        ("llama", "GPipe", (1,)),
+        ("resnet", "1F1B", (2,)),
+        ("resnet", "LoopedBFS", (1, 2, 3)),
+        ("resnet", "InterleavedZeroBubble", (1, 2, 3)),
     ],
 )
 def test_stages_train_as_one_process(
@@ -60,20 +61,35 @@ def test_stages_train_as_one_process(
     check_equal(two_ranks.run(trained, kind, plan_of(kind, schedule, layers)), alone(kind))
 
 
+TOKENS = 16 * 32 * 4  # bytes of a sample between two layers: tokens, width, float32
+PICTURE = 8 * 4 * 4 * 4
+
+
 @pytest.mark.parametrize(
-    ("kind", "budget"),
-    [("llama", 180_000), pytest.param("gpt2", 200_000, marks=pytest.mark.long)],
+    ("kind", "schedule", "layers", "sample_bytes", "budget"),
+    [
+        ("llama", "1F1B", (1,), TOKENS, 180_000),
+        # More stages than ranks: weights come and go with the turns, as in Harmony's pipeline.
+        ("resnet", "Interleaved1F1B", (1, 2, 3), PICTURE, 50_000),
+        pytest.param("gpt2", "1F1B", (1,), TOKENS, 200_000, marks=pytest.mark.long),
+    ],
 )
-def test_a_stage_trains_within_a_budget_in_which_it_does_not_fit(
-    two_ranks: Ranks, kind: str, budget: int
+def test_stages_train_within_a_budget_in_which_they_do_not_fit(
+    two_ranks: Ranks,
+    kind: str,
+    schedule: str,
+    layers: tuple[int, ...],
+    sample_bytes: int,
+    budget: int,
 ) -> None:
-    found = two_ranks.run(metered, kind, plan_of(kind, "1F1B", (1,)), budget)
+    found = two_ranks.run(metered, kind, plan_of(kind, schedule, layers), budget)
     check_equal([of_rank.trained for of_rank in found], alone(kind))
-    crossing = SAMPLES * 16 * 32 * 4  # of all micro-batches: tokens, width, float32
+    crossing = len(layers) * SAMPLES * sample_bytes  # each rank is at one end of every hop
     for of_rank in found:
-        assert 4 * of_rank.param_bytes > budget  # parameters, gradients and two states alone
-        assert of_rank.homes == {Tier.HOST}  # of parameters, gradients and states, in every turn
-        assert of_rank.held - 2 * crossing == of_rank.buffer_bytes
+        assert of_rank.held == 2 * crossing + of_rank.buffer_bytes
+        resting = 4 * of_rank.param_bytes  # parameters, gradients, two states
+        assert of_rank.held + resting > budget
+        assert of_rank.homes == {Tier.HOST}  # of all of these, in every turn
         for planned, seen in of_rank.peaks:
             assert seen == planned <= budget - of_rank.held
         assert of_rank.sent_bytes == STEPS * crossing
