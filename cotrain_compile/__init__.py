@@ -2,8 +2,8 @@
 
     step = torch.compile(step, backend="cotrain", options={"memory_budget": "20GiB"})
 
-Importing this package loads no torch; `inspect`, `pipeline`, `report`, `shard`, `synchronize` and
-`trace` do on first use.
+Importing this package loads no torch; `cpu_helpers`, `inspect`, `pipeline`, `report`, `shard`,
+`synchronize` and `trace` do on first use.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from cotrain_compile.options import Options
 
 if TYPE_CHECKING:
     from cotrain_compile.compiled import inspect, report, synchronize
+    from cotrain_compile.distribute.cpu_helpers import cpu_helpers
     from cotrain_compile.distribute.shard import shard
     from cotrain_compile.pipelining.pipeline import pipeline
     from cotrain_compile.tracing import trace
 
 __all__ = [
     "Options",
+    "cpu_helpers",
     "errors",
     "inspect",
     "pipeline",
@@ -45,6 +47,10 @@ def __getattr__(name: str) -> Any:
         from cotrain_compile.distribute import shard
 
         return shard.shard
+    if name == "cpu_helpers":
+        from cotrain_compile.distribute import cpu_helpers
+
+        return cpu_helpers.cpu_helpers
     if name == "pipeline":
         from cotrain_compile.pipelining import pipeline
 

@@ -125,13 +125,22 @@ def chunks_in_order(
     Every machine computes the same owner from a chunk's name: a hash, which falls to a machine as
     often as its share is large. So shares are met by many chunks, not by each.
     """
+    return chunks_of(
+        [(layer.name, layer.grad_bytes) for layer in profile.layers], sharing, chunk_bytes
+    )
+
+
+def chunks_of(
+    sizes: Sequence[tuple[str, int]], sharing: Sharing, chunk_bytes: int = CHUNK_BYTES
+) -> tuple[Chunk, ...]:
+    """The same of anything that has names and bytes of gradients."""
     if chunk_bytes < 1:
         raise OptionError(f"a chunk has at least one byte, not {chunk_bytes}")
     return tuple(
-        Chunk(layer.name, begin, nbytes, _owner(f"{layer.name}:{begin}", sharing))
-        for layer in profile.layers
-        for begin in range(0, layer.grad_bytes, chunk_bytes)
-        for nbytes in [min(chunk_bytes, layer.grad_bytes - begin)]
+        Chunk(name, begin, nbytes, _owner(f"{name}:{begin}", sharing))
+        for name, size in sizes
+        for begin in range(0, size, chunk_bytes)
+        for nbytes in [min(chunk_bytes, size - begin)]
     )
 
 

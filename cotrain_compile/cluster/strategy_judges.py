@@ -76,7 +76,11 @@ def byteps(question: Question, name: str) -> Strategy:
         "network cards of machines with devices": sharing.machines * sharing.machine_traffic_bytes,
         "network cards of CPU machines": sharing.helpers * sharing.helper_traffic_bytes,
     }
-    found = _data_parallel(question, name, plan, NOT_RUN)
+    run = f"{NOT_RUN} on machines of several devices"
+    if each == 1:
+        started = f"torchrun on {sharing.machines} + {sharing.helpers} machines, train.py"
+        run = f"{started}: gradients by cotrain_compile.cpu_helpers(model, {sharing.helpers})"
+    found = _data_parallel(question, name, plan, run)
     setting = f"{found.setting}; {sharing.helpers} CPU machines; {verdict.host}"
     rounded = {link: round(nbytes) for link, nbytes in traffic.items()}
     return replace(found, setting=setting, traffic=rounded)

@@ -189,13 +189,13 @@ def _meeting(world: Any, ranks: tuple[int, ...]) -> Meeting:
     group = dist.new_group(
         list(ranks),
         backend="gloo",
-        timeout=min(LONGEST, _timeout_of(world)),
+        timeout=min(LONGEST, timeout_of(world)),
         use_local_synchronization=not is_world,
     )
     return Meeting(group)
 
 
-def _timeout_of(group: Any) -> datetime.timedelta:
+def timeout_of(group: Any) -> datetime.timedelta:
     """After what time a collective of `group` gives up."""
     found = []
     for device in getattr(group, "_device_types", ()):

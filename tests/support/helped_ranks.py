@@ -1,0 +1,113 @@
+"""What ranks do whose gradients CPU helpers sum too; the last one helps."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import cotrain_compile
+from cotrain_compile.errors import DistributeError
+
+HELPERS = 1
+EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
+
+
+def example(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def mixed_model() -> nn.Module:
+    """Parameters of two types, one of them in many parts, one of them not contiguous."""
+    return nn.ParameterList(
+        [
+            nn.Parameter(torch.zeros(13, 17).t()),
+            nn.Parameter(torch.zeros(5, dtype=torch.float64)),
+            nn.Parameter(torch.zeros(301)),
+        ]
+    )
+
+
+def integers(rank: int) -> tuple[list[torch.Tensor], list[torch.Tensor], int, int]:
+    """Means of whole-numbered gradients by helpers and by all-reduce, bytes counted and planned."""
+    model = mixed_model()
+    params = list(model.parameters())
+    generator = torch.Generator().manual_seed(rank)
+    with cotrain_compile.cpu_helpers(model, HELPERS, chunk_bytes=64) as exchange:
+        if exchange.helps:
+            exchange.serve()
+        else:
+            for param in params:
+                drawn = torch.randint(-(2**20), 2**20, param.shape, generator=generator)
+                param.grad = drawn.to(param.dtype)
+            reduced = [param.grad.clone() for param in params if param.grad is not None]
+            exchange.average_gradients()
+    if exchange.helps:
+        reduced = [torch.zeros_like(param).contiguous() for param in params]
+    for tensor in reduced:
+        dist.all_reduce(tensor)
+    found = [param.grad for param in params if param.grad is not None]
+    return (
+        found,
+        [tensor / exchange.workers for tensor in reduced],
+        exchange.sent_bytes,
+        exchange.planned_bytes,
+    )
+
+
+def trained(rank: int, folder: Path) -> Any:
+    return example("cpu_helpers").train(HELPERS, 3, folder / "model.pt")
+
+
+def _told(run: Any) -> str:
+    try:
+        run()
+    except (DistributeError, ArithmeticError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def one_fails(rank: int) -> str:
+    """What each rank is told where rank 1 fails in its second step."""
+
+    def run() -> None:
+        model = nn.Linear(2, 2)
+        with cotrain_compile.cpu_helpers(model, HELPERS) as exchange:
+            if exchange.helps:
+                exchange.serve()
+                return
+            for step in range(3):
+                if rank == 1 and step == 1:
+                    raise ArithmeticError("a bad batch")
+                model(torch.ones(1, 2)).sum().backward()
+                exchange.average_gradients()
+
+    return _told(run)
+
+
+def one_is_done_early(rank: int) -> str:
+    def run() -> None:
+        model = nn.Linear(2, 2)
+        with cotrain_compile.cpu_helpers(model, HELPERS) as exchange:
+            if exchange.helps:
+                exchange.serve()
+                return
+            for _ in range(2 - rank):
+                model(torch.ones(1, 2)).sum().backward()
+                exchange.average_gradients()
+
+    return _told(run)
+
+
+def other_models(rank: int) -> str:
+    return _told(lambda: cotrain_compile.cpu_helpers(nn.Linear(2, 2 + rank // 2), HELPERS))
