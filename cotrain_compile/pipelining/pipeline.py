@@ -92,8 +92,7 @@ class Pipeline:
                 )
         is_last = any(stage.is_last for stage in self.stages)
         kept = {"losses": losses} if is_last and losses is not None else {}
-        more = {} if run == self.schedule.eval else {"return_outputs": False}
-        run(*batch, target=target, **kept, **more)
+        run(*batch, target=target, return_outputs=False, **kept)
 
 
 def pipeline(

@@ -182,6 +182,19 @@ def trained(rank: int, kind: str, plan: Any, options: dict[str, Any] | None = No
     return Run(kind, plan, options).train()
 
 
+def judged(rank: int, kind: str, plan: StagePlan) -> list[float]:
+    """The losses of micro-batches without training, where a rank knows them, beside a step's."""
+    run = Run(kind, plan)
+    inputs, target = run.kind.batch(0)
+    losses: list[torch.Tensor] = []
+    run.pipe.eval(inputs, target=target, losses=losses)
+    assert all(param.grad is None or not param.grad.any() for param in run.model.parameters())
+    stepped: list[torch.Tensor] = []
+    run.pipe.step(inputs, target=target, losses=stepped)
+    assert len(losses) == len(stepped)
+    return [float(a - b) for a, b in zip(losses, stepped, strict=True)]
+
+
 @dataclass(frozen=True)
 class Metered:
     """Of each turn and the update of a rank: planned and metered peak of the device, in bytes."""

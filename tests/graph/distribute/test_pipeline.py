@@ -22,6 +22,7 @@ from tests.support.pipelines import (
     alone,
     example,
     example_script,
+    judged,
     metered,
     plan_of,
     refused,
@@ -59,6 +60,11 @@ def test_stages_train_as_one_process(
     two_ranks: Ranks, kind: str, schedule: str, layers: tuple[int, ...]
 ) -> None:
     check_equal(two_ranks.run(trained, kind, plan_of(kind, schedule, layers)), alone(kind))
+
+
+def test_losses_alone_are_those_of_a_step(two_ranks: Ranks) -> None:
+    _, found = two_ranks.run(judged, "resnet", plan_of("resnet", "1F1B", (2,)))
+    assert found == pytest.approx([0.0] * 4, abs=1e-6)
 
 
 TOKENS = 16 * 32 * 4  # bytes of a sample between two layers: tokens, width, float32
