@@ -62,6 +62,7 @@ def test_stages_train_as_one_process(
     check_equal(two_ranks.run(trained, kind, plan_of(kind, schedule, layers)), alone(kind))
 
 
+@pytest.mark.long
 def test_losses_alone_are_those_of_a_step(two_ranks: Ranks) -> None:
     _, found = two_ranks.run(judged, "resnet", plan_of("resnet", "1F1B", (2,)))
     assert found == pytest.approx([0.0] * 4, abs=1e-6)
