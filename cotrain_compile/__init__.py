@@ -2,8 +2,8 @@
 
     step = torch.compile(step, backend="cotrain", options={"memory_budget": "20GiB"})
 
-Importing this package loads no torch; `cpu_helpers`, `inspect`, `pipeline`, `report`, `shard`,
-`synchronize` and `trace` do on first use.
+Importing this package loads no torch; `burst`, `cpu_helpers`, `inspect`, `pipeline`, `report`,
+`shard`, `synchronize` and `trace` do on first use.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from cotrain_compile.options import Options
 
 if TYPE_CHECKING:
     from cotrain_compile.compiled import inspect, report, synchronize
+    from cotrain_compile.distribute.burst import burst
     from cotrain_compile.distribute.cpu_helpers import cpu_helpers
     from cotrain_compile.distribute.shard import shard
     from cotrain_compile.pipelining.pipeline import pipeline
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Options",
+    "burst",
     "cpu_helpers",
     "errors",
     "inspect",
@@ -47,6 +49,10 @@ def __getattr__(name: str) -> Any:
         from cotrain_compile.distribute import shard
 
         return shard.shard
+    if name == "burst":
+        from cotrain_compile.distribute import burst
+
+        return burst.burst
     if name == "cpu_helpers":
         from cotrain_compile.distribute import cpu_helpers
 

@@ -44,7 +44,7 @@ class Strategy:
     nobody knows; `fits` is None then too. `traffic` has the bytes of a step over each kind of link,
     all devices together. `busiest` is the lane that has most to do, for `busiest_s`. `setting` says
     what was chosen, `loses` why another one is better, `run` how to run it; `stages` is what
-    `cotrain_compile.pipeline` runs.
+    `cotrain_compile.pipeline` runs, `widths` by name of module what `cotrain_compile.burst` does.
     """
 
     name: str
@@ -63,6 +63,7 @@ class Strategy:
     loses: str = ""
     run: str = NOT_RUN
     stages: StagePlan | None = None
+    widths: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -259,7 +259,12 @@ def burst(question: Question, name: str) -> Strategy:
     again = "; layers run again" if plan.recompute else ""
     busiest = ("compute", plan.compute_s) if plan.compute_s >= plan.network_s else plan.network
     setting = f"layers by devices: {layers}{again}"
-    return _all_alike(question, name, plan, plan.traffic, busiest, setting)
+    if not question.profile.is_chain:
+        return _all_alike(question, name, plan, plan.traffic, busiest, setting)
+    run = f"{launch(question.cluster, plan.devices)}: the model and the saved answer in "
+    run += "cotrain_compile.burst"
+    found = _all_alike(question, name, plan, plan.traffic, busiest, setting, run)
+    return replace(found, widths=plan.widths)
 
 
 def _strategy(

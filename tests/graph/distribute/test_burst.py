@@ -1,0 +1,47 @@
+"""Layers of different widths on three ranks: losses and parameters are those of one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from tests.support import wide_ranks
+from tests.support.helped_ranks import example
+from tests.support.pipelines import alone
+from tests.support.ranks import Ranks
+from tests.support.wide_ranks import LAYERS
+
+
+def test_gpt2_trains_as_one_process_does(three_ranks: Ranks) -> None:
+    wanted = alone("gpt2", 1)
+    found = three_ranks.run(wide_ranks.trained_gpt2, {f"{LAYERS}.0": 1, f"{LAYERS}.1": 2})
+    for rank in found:
+        torch.testing.assert_close(rank.losses, wanted.losses, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found[0].state, dict(wanted.state), rtol=1e-4, atol=1e-5)
+
+
+def test_the_example_trains_as_one_process_does(three_ranks: Ranks, tmp_path: Path) -> None:
+    code = example("burst")
+    model = code.make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    alone = []
+    for number in range(3):
+        x, y = code.batch(number)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        alone.append(loss.item())
+    for losses in three_ranks.run(wide_ranks.trained_example, tmp_path):
+        torch.testing.assert_close(losses, alone, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        torch.load(tmp_path / "model.pt"), dict(model.state_dict()), rtol=1e-5, atol=1e-6
+    )
+
+
+def test_ranks_with_other_widths_are_refused(three_ranks: Ranks) -> None:
+    for told in three_ranks.run(wide_ranks.other_plans):
+        assert told.startswith("RanksApart: ")
+        assert "has widths {'0': 2, '2': 2}" in told
