@@ -14,7 +14,7 @@ class Gaps:
     """The gaps of a step graph, by the op before and by the op behind each."""
 
     def __init__(self, step: StepGraph) -> None:
-        # Views that a pass has made again are no ops of the plan.
+        # Views that a pass has made again have no phase, and are no ops of the plan.
         ops = [node for node in step.nodes if node.name in step.phases]
         end = next(node for node in step.nodes if node.op == "output")
         names = [op.name for op in ops]

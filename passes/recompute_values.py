@@ -22,6 +22,7 @@ from cotrain_compile.dataflow import Phase
 from cotrain_compile.errors import PlanError
 from cotrain_compile.extract.extract import buffer_names
 from cotrain_compile.graph import StepGraph
+from cotrain_compile.passes.views import viewed
 from cotrain_compile.placement.recompute.rewrite import again_name
 from cotrain_compile.plan import Plan
 
@@ -41,11 +42,21 @@ def recompute_values(step: StepGraph, plan: Plan) -> StepGraph:
     step.module.recompile()
     copies = {copy.name: source.name for source, copy in copier.copies.items()}
     modules = {copy: step.modules[name] for copy, name in copies.items() if name in step.modules}
+    ops = [copy.name for copy in copier.copies.values() if _is_op(copy)]
     return replace(
         step,
-        phases={**step.phases, **dict.fromkeys(copies, Phase.BACKWARD)},
+        phases={**step.phases, **dict.fromkeys(ops, Phase.BACKWARD)},
         modules={**step.modules, **modules},
     )
+
+
+def _is_op(copy: fx.Node) -> bool:
+    """Whether the plan knows `copy` as an op: views and items of a tuple are made again without.
+
+    They get no phase, so that what is one gap of the plan stays one in the graph: a wait for an
+    offload would else stand behind a view, and the fetch that takes the memory before it.
+    """
+    return is_wait(copy) or (copy.target is not operator.getitem and viewed(copy) is None)
 
 
 def _gather_ahead(step: StepGraph, copies: set[fx.Node]) -> None:

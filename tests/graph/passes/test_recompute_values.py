@@ -48,8 +48,13 @@ def test_the_graph_becomes_what_the_dataflow_becomes(name: str) -> None:
         names = chosen_from(step.dataflow, rng)
         placement = replace(resident(step.dataflow), recomputed=names)
         plan = schedule(base, placement)
-        again = extract(recompute_values(step.step.copy(), plan).verify())
+        graph = recompute_values(step.step.copy(), plan).verify()
+        again = extract(graph)
         expected = recomputed(step.dataflow, names)
+        # The gaps of the plan, which lie between ops, are those of the graph.
+        assert [n.name for n in graph.nodes if n.name in graph.phases] == [
+            op.name for op in expected.ops
+        ]
         assert without_views(again) == without_views(expected)
         assert {b.name: b for b in again.buffers} == expected.buffer
         assert again.updates == expected.updates
