@@ -112,7 +112,8 @@ class Op:
     is what the op reads and writes. `dtype` is the one its flops run in. `module` is the dotted
     path of the module that called it, empty outside any. Where not `cost_is_known` nobody knows the
     flops: they are 0 here, and its bytes say the least that it can take. A `collective` op begins
-    an exchange, which goes on beside the device until an op `awaits` it, by its name.
+    an exchange, which goes on beside the device until an op `awaits` it, by its name. `line` is
+    the user's, or a library's, that called it, as `model.py:57`: for readers alone, as `module`.
     """
 
     name: str
@@ -127,6 +128,7 @@ class Op:
     cost_is_known: bool = True
     collective: Collective | None = None
     awaits: str = ""
+    line: str = ""
 
     def __post_init__(self) -> None:
         known = 0 <= self.flops <= LARGEST and 0 <= self.bytes_moved <= LARGEST
@@ -175,6 +177,14 @@ class Checkpoints:
 
 
 @dataclass(frozen=True)
+class Job:
+    """What readers know a step by: the class of its model, the shapes of its batch as traced."""
+
+    model: str = ""
+    batch: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Dataflow:
     """A step: `ops` in program order, `buffers`, and which ops update which parameter.
 
@@ -182,7 +192,7 @@ class Dataflow:
     computed for; `expressions` holds the sizes that change with them. `fingerprint` identifies the
     step graph: a plan made for one fingerprint is refused for another. `notes` say in words what of
     the step costs more than it has to, `checkpoints` what the user's checkpoints are about. It is
-    the step of one of so many `ranks` that train together.
+    the step of one of so many `ranks` that train together, and of a `job`, which no plan asks for.
     """
 
     fingerprint: str
@@ -194,6 +204,7 @@ class Dataflow:
     notes: tuple[str, ...] = ()
     checkpoints: Checkpoints = field(default_factory=Checkpoints)
     ranks: int = 1
+    job: Job = field(default_factory=Job)
 
     def __post_init__(self) -> None:
         names = [buffer.name for buffer in self.buffers]
@@ -327,6 +338,10 @@ class Dataflow:
             own = op.collective and replace(op.collective, again=False)
             ops.append(replace(op, collective=own) if own else op)
         return replace(self, ops=tuple(ops))
+
+    def for_machines(self) -> Dataflow:
+        """The same step without what readers alone ask for."""
+        return replace(self, ops=tuple(replace(op, line="") for op in self.ops), job=Job())
 
     def with_workspace(self, workspace: Mapping[str, int]) -> Dataflow:
         """The same step, in which kernels take more bytes while they run, given by op."""

@@ -68,7 +68,7 @@ def digest_of(problem: Problem, settings: SolveSettings) -> str:
     """Of all that a plan depends on but the budgets."""
     costs = problem.costs
     parts = (
-        files.to_json(problem.dataflow),
+        files.to_json(problem.dataflow.for_machines()),
         files.to_json(problem.machine),
         files.to_json(costs),
         repr((problem.captured, problem.recomputed, settings)),

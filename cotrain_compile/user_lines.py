@@ -1,6 +1,7 @@
-"""User lines: which line of the user's script an op of a graph comes from.
+"""User lines: which line an op of a graph comes from.
 
-In: the stack that Dynamo keeps with each node. Out: one line, that of no installed package.
+In: the stack that Dynamo keeps with each node. Out: one line, that of no installed package; or the
+innermost that is not torch's, which may be a library's model.
 """
 
 from __future__ import annotations
@@ -8,12 +9,14 @@ from __future__ import annotations
 import os
 import re
 import sysconfig
+from functools import lru_cache
 
 # What a trace runs in place of a user's call; the demo is a user of the rest.
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _OURS = tuple(os.path.join(_HERE, folder) + os.sep for folder in ("capture", "distribute"))
 INSTALLED = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
 _LIBRARIES = (*INSTALLED, *_OURS)
+_TORCH = tuple(os.path.join(folder, "torch") + os.sep for folder in INSTALLED)
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 # How Python prints a frame of a stack, with the line of code below it.
 _FRAME = re.compile(r'File "(.+)", line (\d+), in (.+)\n\s*(.*)')
@@ -26,6 +29,17 @@ def user_line(stack: str | None) -> str | None:
         return None
     file, line, function, source = mine[-1]
     return f"{file}:{line} in {function}: `{source.strip()}`"
+
+
+@lru_cache(maxsize=4096)  # a line makes many ops
+def calling_line(stack: str | None) -> str:
+    """The innermost line of `stack` that is not in torch or here, as `model.py:57`; "" without."""
+    callers = [(file, line) for file, line, *_ in _FRAME.findall(stack or "") if not _torch(file)]
+    return f"{os.path.basename(callers[-1][0])}:{callers[-1][1]}" if callers else ""
+
+
+def _torch(filename: str) -> bool:
+    return os.path.abspath(filename).startswith((*_OURS, *_TORCH))
 
 
 def in_library(filename: str) -> bool:

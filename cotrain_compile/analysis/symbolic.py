@@ -74,6 +74,7 @@ def at(dataflow: Dataflow, values: Mapping[str, int]) -> Dataflow:
     return replace(
         dataflow,
         symbols=dict(values),
+        job=dataflow.job if values == dataflow.symbols else replace(dataflow.job, batch={}),
         buffers=tuple(
             replace(buffer, nbytes=evaluate(sizes.buffer_nbytes, buffer.name, buffer.nbytes))
             for buffer in dataflow.buffers

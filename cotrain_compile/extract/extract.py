@@ -39,6 +39,7 @@ from cotrain_compile.dataflow import (
 )
 from cotrain_compile.errors import ExtractError
 from cotrain_compile.extract.gradients import gradients_kept
+from cotrain_compile.extract.job import job_of
 from cotrain_compile.extract.notes import masked_attention
 from cotrain_compile.extract.scratch import scratch_bytes
 from cotrain_compile.extract.updates import update_groups
@@ -46,6 +47,7 @@ from cotrain_compile.graph import StepGraph, returns_argument_memory
 from cotrain_compile.op_bytes import nbytes_of
 from cotrain_compile.op_costs import OpCost, computing_dtype, cost_of
 from cotrain_compile.random_ops import generators_of
+from cotrain_compile.user_lines import calling_line
 
 
 def extract(step: StepGraph) -> Dataflow:
@@ -72,6 +74,7 @@ def extract(step: StepGraph) -> Dataflow:
         notes=masked_attention(step),
         checkpoints=_checkpoints(step.checkpoints, reader),
         ranks=all_ranks() if any(op.collective for op in reader.ops) else 1,
+        job=job_of(step),
     )
 
 
@@ -252,6 +255,7 @@ class _Reader(_Namer):
                 collective=_collective(node) if is_collective(node) else None,
                 awaits=begun.name if (begun := awaited_by(node)) else "",
                 module=self.step.modules.get(node.name, ""),
+                line=calling_line(node.meta.get("stack_trace")),
             )
         )
         return reads, writes

@@ -166,6 +166,17 @@ def test_a_llama_step_has_the_bytes_that_hand_arithmetic_gives(
     assert sum(op.flops for op in dataflow.ops) == llama_flops(config, batch, length)
 
 
+def test_a_step_is_known_by_its_model_and_its_ops_by_the_line_that_called_them() -> None:
+    """The innermost outside torch: of the layer in `nn.Sequential` that is the user's own."""
+    build = perceptron(width=16)
+    step = cotrain_compile.trace(build)
+    here = Path(__file__).read_text().splitlines()
+    called = here.index("                loss: torch.Tensor = model(x).float().square().mean()") + 1
+    mms = [op for op in step.ops if op.target == "aten.mm.default"]
+    assert [op.line for op in mms[:2]] == 2 * [f"{Path(__file__).name}:{called}"]
+    assert (step.job.model, step.job.batch) == ("Sequential", {"x": (8, 16)})
+
+
 def test_tracing_under_fake_tensors_gives_the_step_that_runs() -> None:
     """The same fingerprint: a plan made offline is a plan for the real step."""
     traced = cotrain_compile.trace(perceptron())

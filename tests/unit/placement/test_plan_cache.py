@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from cotrain_compile import plan_cache
+from cotrain_compile.dataflow import Job
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.search.solve import SolveSettings, solve
@@ -90,6 +91,13 @@ def test_all_that_a_plan_is_found_from_is_told_apart(problem: Problem) -> None:
     digests = [digest_of(other, SETTINGS) for other in (problem, *others)]
     digests += [digest_of(problem, replace(SETTINGS, **{n: v})) for n, v in changed.items()]
     assert len(set(digests)) == len(digests)
+
+
+def test_a_line_added_above_the_model_changes_no_plan(problem: Problem) -> None:
+    ops = tuple(replace(op, line="model.py:58") for op in problem.dataflow.ops)
+    moved = replace(problem.dataflow, ops=ops, job=Job("Renamed"))
+    other = replace(problem, dataflow=moved)
+    assert digest_of(other, SETTINGS) == digest_of(problem, SETTINGS)
 
 
 @pytest.mark.parametrize("damage", ["cut", "another step's"])
