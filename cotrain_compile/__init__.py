@@ -2,12 +2,16 @@
 
     step = torch.compile(step, backend="cotrain", options={"memory_budget": "20GiB"})
 
-Importing this package loads no torch; `burst`, `cpu_helpers`, `inspect`, `pipeline`, `report`,
-`shard`, `synchronize` and `trace` do on first use.
+or, with options that an editor completes,
+
+    step = cotrain_compile.compile(step, memory_budget="20GiB")
+
+Importing this package loads no torch; all but `Options` and `errors` do on first use.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from cotrain_compile import errors
@@ -20,10 +24,12 @@ if TYPE_CHECKING:
     from cotrain_compile.distribute.shard import shard
     from cotrain_compile.pipelining.pipeline import pipeline
     from cotrain_compile.tracing import trace
+    from cotrain_compile.typed_compile import compile
 
 __all__ = [
     "Options",
     "burst",
+    "compile",
     "cpu_helpers",
     "errors",
     "inspect",
@@ -36,29 +42,21 @@ __all__ = [
 __version__ = "0.1.0"
 
 
+# Where each name is that takes torch.
+_HOMES = {
+    "burst": "distribute.burst",
+    "compile": "typed_compile",
+    "cpu_helpers": "distribute.cpu_helpers",
+    "inspect": "compiled",
+    "pipeline": "pipelining.pipeline",
+    "report": "compiled",
+    "shard": "distribute.shard",
+    "synchronize": "compiled",
+    "trace": "tracing",
+}
+
+
 def __getattr__(name: str) -> Any:
-    if name in ("inspect", "report", "synchronize"):
-        from cotrain_compile import compiled
-
-        return getattr(compiled, name)
-    if name == "trace":
-        from cotrain_compile import tracing
-
-        return tracing.trace
-    if name == "shard":
-        from cotrain_compile.distribute import shard
-
-        return shard.shard
-    if name == "burst":
-        from cotrain_compile.distribute import burst
-
-        return burst.burst
-    if name == "cpu_helpers":
-        from cotrain_compile.distribute import cpu_helpers
-
-        return cpu_helpers.cpu_helpers
-    if name == "pipeline":
-        from cotrain_compile.pipelining import pipeline
-
-        return pipeline.pipeline
+    if name in _HOMES:
+        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 from cotrain_compile.machine import Tier
 from cotrain_compile.units import printable
 
@@ -10,6 +13,15 @@ ON_META = (
     "checkpoint or initialise them (reset_parameters()), and make the optimizer after that. To "
     "plan a model that is nowhere yet, use `cotrain-compile trace`"
 )
+
+
+def did_you_mean(value: object, known: Iterable[str]) -> str:
+    """The one of `known` that `value` was meant to be, as words for behind it; "" where none is
+    near. A hyphen and an underscore are one.
+    """
+    names = {name.replace("-", "_"): name for name in known}
+    near = difflib.get_close_matches(str(value).replace("-", "_"), names, n=1, cutoff=0.7)
+    return f" (did you mean {names[near[0]]!r}?)" if near else ""
 
 
 class CotrainError(Exception):

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal, get_args
 
-from cotrain_compile.errors import OptionError
+from cotrain_compile.errors import OptionError, did_you_mean
 from cotrain_compile.machine import LARGEST, Machine, Tier
 from cotrain_compile.placement.policies import RULES
 from cotrain_compile.sizes import Size
+
+# What a choice may be: the one list of it, for what checks and for what is typed.
+Device = Literal["cpu", "cuda"]
+RestsOn = Literal["any", "host"]
+Solver = Literal["highs", "cbc"]
+Speculate = Literal["off", "auto", "on"]
+Recompute = Literal["auto", "exact", "off"]
+Checkpoints = Literal["respect", "dissolve"]
+MicroBatchOrder = Literal["auto", "as-written", "by-layer"]
+Lowering = Literal["eager", "inductor"]
+HostKernels = Literal["fused", "captured"]
+OnBreak = Literal["error", "warn"]
 
 # Seconds between the plain lines of `live=True`.
 LIVE_S = 30.0
@@ -80,9 +91,8 @@ class Options:
         values: dict[str, Any] = {}
         for key, value in options.items():
             if key not in known:
-                near = difflib.get_close_matches(key, known, n=1)
-                hint = f" (did you mean {near[0]!r}?)" if near else ""
-                raise OptionError(f"unknown option {key!r}{hint}; options are {', '.join(known)}")
+                meant = did_you_mean(key, known)
+                raise OptionError(f"unknown option {key!r}{meant}; options are {', '.join(known)}")
             try:
                 values[key] = _PARSERS[key](value)
             except ValueError as error:
@@ -125,16 +135,22 @@ def as_option_error(option: str, value: str) -> Iterator[None]:
         raise OptionError(f"option {option!r} is {value!r}: {error.strerror}") from error
 
 
-def _one_of(*allowed: str) -> Callable[[object], str]:
+def _one_of(choices: Any) -> Callable[[object], str]:
+    """What reads one of `choices`, a `Literal`."""
+    allowed: tuple[str, ...] = get_args(choices)
+
     def parse(value: object) -> str:
         if value not in allowed:
-            raise ValueError("one of " + ", ".join(map(repr, allowed)))
+            raise ValueError(
+                f"one of {', '.join(map(repr, allowed))}{did_you_mean(value, allowed)}"
+            )
         return str(value)
 
     return parse
 
 
 def _text(value: object) -> str:
+    value = os.fspath(value) if isinstance(value, os.PathLike) else value
     if not isinstance(value, str) or not value:
         raise ValueError("a non-empty string")
     return value
@@ -228,35 +244,36 @@ def _policy(value: object) -> str:
         return text
     match = re.fullmatch(r"fraction:(\d*\.?\d+)", text)
     if match is None or not 0 <= float(match[1]) <= 1:
-        raise ValueError("one of " + ", ".join(POLICIES) + ", or fraction:F with F from 0 to 1")
+        near = did_you_mean(text, POLICIES)
+        raise ValueError(f"one of {', '.join(POLICIES)}, or fraction:F with F from 0 to 1{near}")
     return text
 
 
 _PARSERS: dict[str, Callable[[Any], Any]] = {
     "memory_budget": Size.parse,
     "host_memory_budget": Size.parse,
-    "device": _one_of("cpu", "cuda"),
+    "device": _one_of(Device),
     "policy": _policy,
-    "rests_on": _one_of("any", "host"),
+    "rests_on": _one_of(RestsOn),
     "plan": _text,
     "plan_cache": _flag,
-    "solver": _one_of("highs", "cbc"),
+    "solver": _one_of(Solver),
     "time_limit": _seconds,
     "gap": _fraction,
     "seed": _seed,
     "overlap_steps": _flag,
-    "speculate": _one_of("off", "auto", "on"),
-    "recompute": _one_of("auto", "exact", "off"),
-    "checkpoints": _one_of("respect", "dissolve"),
-    "micro_batch_order": _one_of("auto", "as-written", "by-layer"),
-    "lowering": _one_of("eager", "inductor"),
+    "speculate": _one_of(Speculate),
+    "recompute": _one_of(Recompute),
+    "checkpoints": _one_of(Checkpoints),
+    "micro_batch_order": _one_of(MicroBatchOrder),
+    "lowering": _one_of(Lowering),
     "inductor": _settings,
     "eager_segments": _names,
     "remat": _flag,
-    "host_kernels": _one_of("fused", "captured"),
+    "host_kernels": _one_of(HostKernels),
     "host_cores": _cores,
     "keep_grads": _flag,
-    "on_break": _one_of("error", "warn"),
+    "on_break": _one_of(OnBreak),
     "dump": _text,
     "quiet": _flag,
     "live": _interval,

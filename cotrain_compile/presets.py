@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from cotrain_compile.errors import OptionError
+from cotrain_compile.errors import OptionError, did_you_mean
 from cotrain_compile.machine import HostUpdate, Link, Machine, Network, TierSpec, two_tier
 from cotrain_compile.preset_tables import CARDS, HOSTS, SERVERS, Card, Host, Server
 from cotrain_compile.sizes import Size
@@ -121,9 +121,11 @@ def find(name_or_path: str) -> Machine:
     base, *changes = name_or_path.split()
     if changes:
         return replace(_changed(find(base), changes), name=name_or_path)
+    known = [*PRESETS, THIS_MACHINE]
     raise OptionError(
-        f"no machine named {name_or_path!r} and no such file; known are "
-        f"{', '.join([*PRESETS, THIS_MACHINE])}, or a file written by `cotrain-compile calibrate`"
+        f"no machine named {name_or_path!r} and no such file"
+        f"{did_you_mean(name_or_path, known)}; known are {', '.join(known)}, "
+        "or a file written by `cotrain-compile calibrate`"
     )
 
 

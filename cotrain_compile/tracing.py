@@ -15,7 +15,7 @@ from cotrain_compile.capture.offline.forked import in_a_copy
 from cotrain_compile.capture.offline.offline import offline
 from cotrain_compile.capture.offline.only_trace import only_traced
 from cotrain_compile.capture.offline.skip_initialisation import skip_initialisation
-from cotrain_compile.compile import cotrain
+from cotrain_compile.compile_step import cotrain
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.distribute.pretend import pretended
 from cotrain_compile.errors import CaptureError

@@ -31,7 +31,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import cotrain_compile
-from cotrain_compile import compile as compiling
+from cotrain_compile import compile_step as compiling
 from cotrain_compile.backends.eager.program import EagerProgram
 from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
 from cotrain_compile.backends.lifecycle.rehearsal import Rehearsed

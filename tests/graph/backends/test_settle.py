@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.nn import functional as F
 from typer.testing import CliRunner
 
-from cotrain_compile import compile as pipeline
+from cotrain_compile import compile_step as pipeline
 from cotrain_compile import files
 from cotrain_compile.backends.inductor.lower import segments_of
 from cotrain_compile.cli.main import app
 from cotrain_compile.cli.reading import read_problem
-from cotrain_compile.compile import compile_step
+from cotrain_compile.compile_step import compile_step
 from cotrain_compile.demo.model import CharacterGPT, Shape
 from cotrain_compile.extract.extract import extract
 from cotrain_compile.graph import StepGraph

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cotrain_compile import compile as pipeline
+from cotrain_compile import compile_step as pipeline
 from cotrain_compile.backends import devices
 from cotrain_compile.backends.verify import verify
 from cotrain_compile.backends.verify.reference import (

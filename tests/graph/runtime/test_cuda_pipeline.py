@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import cotrain_compile
-from cotrain_compile import compile as pipeline
+from cotrain_compile import compile_step as pipeline
 from cotrain_compile.backends import devices
 from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
 from cotrain_compile.errors import HostMemoryError, OptionError

@@ -245,3 +245,24 @@ def test_an_unknown_option_is_refused_with_the_nearest_and_all_there_are() -> No
     message = str(caught.value)
     assert "unknown option 'memory_buget' (did you mean 'memory_budget'?)" in message
     assert all(name in message for name in vars(Options()))
+
+
+@pytest.mark.parametrize(
+    ("options", "near"),
+    [
+        ({"policy": "zero_offload"}, "zero-offload"),
+        ({"policy": "residnet"}, "resident"),
+        ({"micro_batch_order": "by_layer"}, "by-layer"),
+        ({"on_break": "warning"}, "warn"),
+    ],
+)
+def test_a_misspelled_value_is_refused_with_the_one_that_was_meant(
+    options: dict[str, Any], near: str
+) -> None:
+    with pytest.raises(OptionError, match=re.escape(f"(did you mean '{near}'?)")):
+        Options.parse(options)
+
+
+def test_nothing_is_proposed_where_nothing_is_near() -> None:
+    with pytest.raises(OptionError, match=r"one of 'cpu', 'cuda'$"):  # a GPU is not meant by "cpu"
+        Options.parse({"device": "gpu"})
