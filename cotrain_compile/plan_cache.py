@@ -3,15 +3,13 @@
 A plan is kept under a digest of all that it was found from: the dataflow, the machine and the costs
 on it, what was asked of the search, the versions of what searches. Budgets are beside it, since
 they follow what is free where the user gives none: a plan is used in any budgets that hold its
-peaks and are hardly larger than those that it was made for. The folder is `COTRAIN_CACHE_DIR`, none
-where that is empty, else that of caches by the XDG base directory specification. The plans used
-last stay, up to `MOST_BYTES`.
+peaks and are hardly larger than those that it was made for. The plans used last stay, up to
+`MOST_BYTES`.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -20,6 +18,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from cotrain_compile import files
+from cotrain_compile.disk_cache import folder_of, keep_at_most, package_digest
 from cotrain_compile.errors import FormatError, PlacementError, PlanError
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.check.check import check
@@ -29,7 +28,6 @@ from cotrain_compile.placement.search.solve import SolveSettings
 from cotrain_compile.plan import Plan
 from cotrain_compile.units import format_bytes, format_seconds
 
-VARIABLE = "COTRAIN_CACHE_DIR"
 MOST_BYTES = 256 << 20
 # What is free differs a little from run to run. With so much more a plan is hardly faster.
 HARDLY_MORE = 1.02
@@ -41,7 +39,7 @@ def cached(problem: Problem, settings: SolveSettings, find: Callable[[], Plan]) 
     A file that cannot be read, or holds no sound plan for this step, counts as absent; where none
     can be written nothing is kept.
     """
-    folder = cache_folder()
+    folder = folder_of("plans")
     if folder is None:
         return find()
     digest = digest_of(problem, settings)
@@ -53,15 +51,6 @@ def cached(problem: Problem, settings: SolveSettings, find: Callable[[], Plan]) 
         with suppress(OSError):
             _keep(plan, folder, digest)
     return plan
-
-
-def cache_folder() -> Path | None:
-    """Where plans are kept; None where none are."""
-    asked = os.environ.get(VARIABLE)
-    if asked is not None:
-        return Path(asked) / "plans" if asked else None
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "cotrain_compile" / "plans"
 
 
 def digest_of(problem: Problem, settings: SolveSettings) -> str:
@@ -82,12 +71,8 @@ def digest_of(problem: Problem, settings: SolveSettings) -> str:
 
 @cache
 def _searcher() -> str:
-    """What searches: this package, as its source is here, and the solvers."""
-    source = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.rglob("*.py")):
-        source.update(path.read_bytes())
-    solvers = (version(name) for name in ("highspy", "pulp"))
-    return " ".join((source.hexdigest(), *solvers))
+    """What searches: this package and the solvers."""
+    return " ".join((package_digest(), *(version(name) for name in ("highspy", "pulp"))))
 
 
 def _fitting(folder: Path, digest: str, problem: Problem) -> Iterator[Path]:
@@ -129,9 +114,4 @@ def _keep(plan: Plan, folder: Path, digest: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     budgets = "-".join(str(plan.budgets[tier]) for tier in (Tier.DEVICE, Tier.HOST))
     files.save(plan, folder / f"{digest}-{budgets}.json")
-    kept = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
-    total = 0
-    for path in kept:
-        total += path.stat().st_size
-        if total > MOST_BYTES:
-            path.unlink(missing_ok=True)
+    keep_at_most(folder, MOST_BYTES)

@@ -22,6 +22,7 @@ from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from cotrain_compile.backends.inductor.code_cache import cached_code
 from cotrain_compile.backends.inductor.scatters import settings_for
 from cotrain_compile.graph import returns_argument_memory
 from cotrain_compile.random_ops import is_random
@@ -53,17 +54,21 @@ def compile_graph(
         torch.no_grad(),
         tracing(TracingContext(fake_mode_of(inputs))),
     ):
-        with fake_mode_of(inputs):
-            decomposed = make_fx(module, decomposition_table=select_decomp_table())(*inputs)
-        scale_before_adding(decomposed.graph)
-        decomposed.recompile()  # Inductor's cache looks at the source, not at the graph
-        joint_graph_passes(decomposed)
-        output = next(iter(decomposed.graph.find_nodes(op="output")))
-        # What a segment returns is read by others, which were compiled for these strides.
-        output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
-        with config.patch(settings_for(decomposed.graph)):
-            code: Code = compile_fx_inner(decomposed, list(inputs))
+        code: Code = cached_code(module, inputs, lambda: _prepare_and_compile(module, inputs))
     return code
+
+
+def _prepare_and_compile(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+    with fake_mode_of(inputs):
+        decomposed = make_fx(module, decomposition_table=select_decomp_table())(*inputs)
+    scale_before_adding(decomposed.graph)
+    decomposed.recompile()  # Inductor's cache looks at the source, not at the graph
+    joint_graph_passes(decomposed)
+    output = next(iter(decomposed.graph.find_nodes(op="output")))
+    # What a segment returns is read by others, which were compiled for these strides.
+    output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
+    with config.patch(settings_for(decomposed.graph)):
+        return compile_fx_inner(decomposed, list(inputs))
 
 
 def scale_before_adding(graph: fx.Graph) -> None:
