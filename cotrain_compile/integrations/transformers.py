@@ -25,7 +25,7 @@ from cotrain_compile.errors import OptionError
 # Kinds of Accelerate's distributed training whose wrappers run forward, backward or update.
 _OWN_THE_STEP = ("FSDP", "DEEPSPEED", "MEGATRON_LM")
 
-Step = Callable[[list[dict[str, Any]], Tensor | None], tuple[Tensor, Tensor]]
+Step = Callable[[list[dict[str, Any]], Tensor | None], tuple[Tensor, Tensor | None]]
 
 
 class CotrainTrainer(Trainer):
@@ -102,9 +102,9 @@ def _whole_step(
     optimizer: torch.optim.Optimizer,
     scaler: GradScaler | None,
 ) -> Step:
-    largest_norm = trainer.args.max_grad_norm or float("inf")
+    largest_norm = trainer.args.max_grad_norm
 
-    def step(batches: list[dict[str, Any]], items: Tensor | None) -> tuple[Tensor, Tensor]:
+    def step(batches: list[dict[str, Any]], items: Tensor | None) -> tuple[Tensor, Tensor | None]:
         share = 1 if _covers_all_micro_batches(trainer, items) else len(batches)
         losses = []
         for inputs in batches:
@@ -115,7 +115,8 @@ def _whole_step(
             losses.append(loss.detach())
         if scaler is not None:
             scaler.unscale_(optimizer)
-        norm = nn.utils.clip_grad_norm_(model.parameters(), largest_norm)
+        # A norm alone, for the log, would have all gradients wait for the last one.
+        norm = nn.utils.clip_grad_norm_(model.parameters(), largest_norm) if largest_norm else None
         if scaler is None:
             optimizer.step()
         else:

@@ -1,4 +1,4 @@
-"""Accelerate: the step is one function, and it steps the optimizer inside Accelerate's wrapper.
+"""Accelerate: the step is one function, called under `accelerator.accumulate`.
 
 python docs/examples/accelerate_loop.py
 """
@@ -19,14 +19,14 @@ def train(options: dict | None, **settings: object) -> list[float]:
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=20)
     loader = torch.utils.data.DataLoader(make_dataset(), batch_size=4, shuffle=True)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
-    plain_optimizer = optimizer.optimizer  # without Accelerate's wrapper around `step`
 
     def step(batch: dict[str, Tensor]) -> Tensor:
-        plain_optimizer.zero_grad()
         loss = model(**batch).loss
         accelerator.backward(loss)
-        accelerator.clip_grad_norm_(model.parameters(), 1.0)
-        plain_optimizer.step()
+        if accelerator.sync_gradients:
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
         return loss
 
     if options is not None:
@@ -34,8 +34,9 @@ def train(options: dict | None, **settings: object) -> list[float]:
     losses = []
     for _ in range(2):
         for batch in loader:
-            losses.append(step(batch).item())
-            scheduler.step()
+            with accelerator.accumulate(model):
+                losses.append(step(batch).item())
+                scheduler.step()
     return losses
 
 

@@ -1,4 +1,4 @@
-"""Lightning Fabric: the step is one function, of the model and optimizer in Fabric's wrappers.
+"""Lightning Fabric: the step is one function, with Fabric's model and optimizer.
 
 python docs/examples/fabric_loop.py
 """
@@ -18,17 +18,14 @@ def train(options: dict | None, precision: str = "32-true") -> list[float]:
     model, optimizer = fabric.setup(model, optimizer)
     loader = torch.utils.data.DataLoader(make_dataset(), batch_size=4, shuffle=True)
     loader = fabric.setup_dataloaders(loader)
-    # Fabric's wrappers hang hooks on what they return, which a captured step would skip.
-    plain_model, plain_optimizer = model.module, optimizer.optimizer
 
     def step(batch: dict[str, Tensor]) -> Tensor:
-        plain_optimizer.zero_grad()
-        with fabric.autocast():
-            loss = plain_model(**batch).loss
+        optimizer.zero_grad()
+        loss = model(**batch).loss
         fabric.backward(loss)
         # By default Fabric looks at the norm and raises if it is not finite: a graph cannot.
         fabric.clip_gradients(model, optimizer, max_norm=1.0, error_if_nonfinite=False)
-        plain_optimizer.step()
+        optimizer.step()
         return loss
 
     if options is not None:

@@ -36,15 +36,20 @@ from cotrain_compile.capture.dynamo.step_hooks import (
     call_hooks_before,
     has_hooks,
 )
+from cotrain_compile.capture.dynamo.wrappers import WrappedOptimizer, is_wrapper
 from cotrain_compile.capture.nodes.phases import PHASE_ANNOTATION
 from cotrain_compile.capture.state.optimizer_state import undecorated
 
 
 def build_optimizer_variable(
     session: Session, value: torch.optim.Optimizer, **kwargs: Any
-) -> CapturedOptimizer:
+) -> UserDefinedObjectVariable:
     """Stands in for Dynamo's `OptimizerVariable` while a step is traced for us."""
     attempt = InstructionTranslator.current_tx().output
+    if is_wrapper(value):
+        wrapper = WrappedOptimizer(value, **kwargs)
+        attempt.side_effects.track_object_existing(value, wrapper)
+        return wrapper
     session.record_of(value).start_tracing(attempt)
     note_settings(value, session.function)
     variable = CapturedOptimizer(value, **kwargs)

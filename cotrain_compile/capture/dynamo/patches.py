@@ -49,6 +49,7 @@ from cotrain_compile.capture.dynamo.scaling import scalers_traced, traced_instea
 from cotrain_compile.capture.dynamo.session import Session
 from cotrain_compile.capture.dynamo.settings import settings_traced, whole_numbers_traced
 from cotrain_compile.capture.dynamo.sharded_modules import fsdp_traced, gathering_traced
+from cotrain_compile.capture.dynamo.wrappers import without_hook
 
 # The second is not in every torch: tried with 2.13.0.
 _CHECKS_OF_OUTPUTS = {
@@ -240,6 +241,7 @@ def _inline_for_us(
     if rest and (known := known_in_trace(parent, func, args, rest[0])) is not None:
         return known
     func = rewritten(update_itself(traced_instead(session, func, args)), args)
+    func = without_hook(func, args)
     func, args = forward_traced(session, parent, func, args)
     func, args = fsdp_traced(session, parent, func, args)
     return _inline_call(parent, func, args, *rest, **options)

@@ -23,20 +23,28 @@ _LIGHTNING = (
     "trainer.global_step and max_steps do not"
 )
 
+_FABRIC = (
+    "a graph cannot stop in its middle to look at a number: fabric.clip_gradients(..., "
+    "error_if_nonfinite=False). With a loss that Fabric scales (16-mixed), call model.module under "
+    "fabric.autocast()"
+)
+
 # By a part of the path of a file that the trace has gone through.
 _FRAMEWORKS = (
     (
         "/accelerate/",
-        "Accelerate's wrapper of the optimizer skips and counts steps, which a captured step "
-        "cannot: call optimizer.optimizer.step() and optimizer.optimizer.zero_grad(), without "
-        "accelerator.accumulate(); run the micro-batches of an update in one step",
+        "a graph cannot count calls as Accelerate does: write `with accelerator.accumulate(...):` "
+        "around the call of the step, not in it (the rest may stay in the step), or run the "
+        "micro-batches of an update in one step",
     ),
     (
-        "/lightning_fabric/",
-        "Fabric's wrappers look at values: call model.module under fabric.autocast(), "
-        "optimizer.optimizer.step() and optimizer.optimizer.zero_grad(), and "
-        "fabric.clip_gradients(..., error_if_nonfinite=False)",
+        "/trl/",
+        "TRL's loss looks at values, for its metrics: in `class MyTrainer(CotrainTrainer, "
+        "SFTTrainer)` set `compute_loss = transformers.Trainer.compute_loss`: the model's own, "
+        "which is the same number",
     ),
+    ("/lightning_fabric/", _FABRIC),
+    ("/lightning/fabric/", _FABRIC),
     ("/lightning/pytorch/", _LIGHTNING),
     ("/pytorch_lightning/", _LIGHTNING),
     (

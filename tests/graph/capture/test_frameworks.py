@@ -136,13 +136,12 @@ def parameters(trainer: Any) -> dict[str, Tensor]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("max_grad_norm", [0.5, 0.0])
 def test_the_trainer_logs_the_norm_of_the_gradients(
-    max_grad_norm: float, example: Callable[[str], ModuleType], tmp_path: Path
+    example: Callable[[str], ModuleType], tmp_path: Path
 ) -> None:
     norms = []
     for cls in (CotrainTrainer, EagerTrainer):
-        trainer = make_trainer(cls, example, arguments(tmp_path, max_grad_norm=max_grad_norm))
+        trainer = make_trainer(cls, example, arguments(tmp_path, max_grad_norm=0.5))
         trainer.train()
         norms.append([e["grad_norm"] for e in trainer.state.log_history if "grad_norm" in e])
     assert len(norms[0]) == 6
@@ -155,6 +154,7 @@ def test_a_trainer_resumes_from_its_own_checkpoint_and_evaluates_between_steps(
     settings = arguments(
         tmp_path,
         optim="adagrad",  # a state for each parameter, and few ops
+        max_grad_norm=0.0,  # clips nothing, so no norm is computed
         save_steps=3,
         eval_strategy="steps",
         eval_steps=2,
@@ -163,6 +163,7 @@ def test_a_trainer_resumes_from_its_own_checkpoint_and_evaluates_between_steps(
     whole = make_trainer(CotrainTrainer, example, settings)
     whole.train()
     assert sum("eval_loss" in entry for entry in whole.state.log_history) == 3
+    assert not any("grad_norm" in entry for entry in whole.state.log_history)
     resumed = make_trainer(CotrainTrainer, example, settings)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert resumed.state.global_step == 6
