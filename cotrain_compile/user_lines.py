@@ -10,6 +10,7 @@ import os
 import re
 import sysconfig
 from functools import lru_cache
+from types import CodeType
 
 # What a trace runs in place of a user's call; the demo is a user of the rest.
 _HERE = os.path.dirname(os.path.abspath(__file__))
@@ -40,6 +41,13 @@ def calling_line(stack: str | None) -> str:
 
 def _torch(filename: str) -> bool:
     return os.path.abspath(filename).startswith((*_OURS, *_TORCH))
+
+
+def first_line(code: CodeType) -> str:
+    """Where a compiled function begins; of one of torch's own, what it stands for."""
+    if _torch(code.co_filename):
+        return "the model that was given to torch.compile"
+    return f"{code.co_filename}:{code.co_firstlineno} in {code.co_name}"
 
 
 def in_library(filename: str) -> bool:

@@ -13,7 +13,7 @@ import torch._dynamo.exc as exc
 
 from cotrain_compile.capture.dynamo.ways_on import way_on
 from cotrain_compile.errors import ON_META, CaptureError, CotrainError, OptionError
-from cotrain_compile.user_lines import INSTALLED, in_library
+from cotrain_compile.user_lines import INSTALLED, first_line, in_library
 
 # How alike two sentences are, of 1, where the second says no more than the first.
 _ALIKE = 0.9
@@ -27,6 +27,12 @@ _MIXED = re.compile(r"([\w.]+)\W* got mixed torch\.Tensor and DTensor")
 
 # What it says of a backward through forward-mode derivatives of gradients under vmap.
 _FORWARD_OVER_REVERSE = re.compile(r"<function grad at .*Please convert all Tensors to FakeTensors")
+
+# What Dynamo says at more length, and in words of its own, by a part of that.
+_IN_SHORT = (
+    ("torch._check", "it decides by the value of a tensor, which is not known in a graph"),
+    ("numpy function", "it calls a function of NumPy's that torch does not trace"),
+)
 
 _IN_EAGER = '; or set options={"on_break": "warn"} to run it in eager. Nothing was updated.'
 
@@ -44,12 +50,13 @@ def diagnose(
     if refusal is not None:
         return (
             refusal
-            if str(refusal).startswith(code.co_filename)
+            if str(refusal).startswith((code.co_filename, first_line(code)))
             else CaptureError(f"{location}: {refusal}")
         )
     for cause in _chain(error):
-        if isinstance(cause, CaptureError) and not str(cause).startswith(code.co_filename):
-            return CaptureError(f"{_first_line(code)}: {cause}")
+        placed = (code.co_filename, first_line(code))
+        if isinstance(cause, CaptureError) and not str(cause).startswith(placed):
+            return CaptureError(f"{first_line(code)}: {cause}")
         if isinstance(cause, CotrainError):
             return cause
     # A branch on a number that the trace read from a tensor is a UserError.
@@ -62,7 +69,7 @@ def diagnose(
         )
         eager = _IN_EAGER if suggests_eager else "."
         return CaptureError(
-            f"{location}: the step cannot be captured as one graph: {what}. {way}{eager}"
+            f"{location}: the step cannot be captured as one graph: {_in_short(what)}. {way}{eager}"
         )
     if isinstance(error, exc.TorchRuntimeError) and (why := _why_not_on_shards(str(error))):
         return CaptureError(f"{location}: {why}. Nothing was updated.")
@@ -125,12 +132,16 @@ def _what_broke(error: Exception) -> tuple[str, str]:
     return what + (f" in {library}" if library else ""), hint.rstrip(".")
 
 
+def _in_short(what: str) -> str:
+    return next((short for part, short in _IN_SHORT if part in what), what)
+
+
 def _user_line(error: BaseException, code: CodeType) -> str:
     """The deepest line outside installed packages, as `file:line in function: source`."""
     stack: Iterable[traceback.FrameSummary] = getattr(error, "real_stack", None) or ()
     mine = [frame for frame in stack if not in_library(frame.filename)]
     if not mine:
-        return _first_line(code)
+        return first_line(code)
     frame = mine[-1]
     return f"{frame.filename}:{frame.lineno} in {frame.name}: `{(frame.line or '').strip()}`"
 
@@ -152,7 +163,3 @@ def _library_line(error: BaseException) -> str:
     if not last or not folder:
         return ""
     return f"{os.path.relpath(last.filename, folder)}:{last.lineno}"
-
-
-def _first_line(code: CodeType) -> str:
-    return f"{code.co_filename}:{code.co_firstlineno} in {code.co_name}"

@@ -130,7 +130,14 @@ _WORDS = (
     (("requires_grad_",), "freeze and unfreeze between steps, outside the step"),
     (("tolist",), "index the tensor (x[0], x.unbind()) in place of .tolist(), or pass numbers in"),
     (("item",), "return the tensor and call .item() outside the step"),
-    (("data-dependent",), "decide outside the step, or with torch.where inside it"),
+    (
+        ("numpy function unsupported",),
+        "call it outside the step, on what the step returns (.numpy() there)",
+    ),
+    (
+        ("data-dependent", "decides by the value"),
+        "decide outside the step, or with torch.where inside it",
+    ),
 )
 
 # By words in the user's own line, where Dynamo's description names neither.

@@ -17,6 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from cotrain_compile.capture.dynamo.session import Session
 from cotrain_compile.errors import CaptureError
 from cotrain_compile.graph import StepGraph, writes
+from cotrain_compile.user_lines import first_line
 
 # By parameter, the functions of which some graph has dropped its gradient.
 _dropped_by = WeakTensorKeyDictionary()
@@ -35,8 +36,8 @@ def refuse_untrained(
     steps = any(record.steps for record in session.optimizers)
     if steps or _returns_what_requires_a_gradient(module):
         raise session.refuse(
-            f"{_where(session)}: the step has no backward() and no parameter has a gradient, so it "
-            f"is not training; {_WHOLE}, or call this one after a backward()"
+            f"{first_line(session.code)}: the step has no backward() and no parameter has a "
+            f"gradient, so it is not training; {_WHOLE}, or call this one after a backward()"
             + ("" if steps else f". {_LOOKS}")
         )
 
@@ -57,8 +58,9 @@ def refuse_additions_to_dropped(session: Session, params: Sequence[torch.Tensor]
         dropped = session.function in _dropped_by.get(param, ())
         if dropped and param.grad is None and id(param) not in session.cleared_first:
             raise session.refuse(
-                f"{_where(session)}: this call adds to gradients that an earlier one, which began "
-                'with zero_grad(), has not kept in p.grad; set options={"keep_grads": True}'
+                f"{first_line(session.code)}: this call adds to gradients that an earlier one, "
+                "which began with zero_grad(), has not kept in p.grad; "
+                'set options={"keep_grads": True}'
             )
 
 
@@ -104,11 +106,6 @@ _LOOKS = (
     "A call that only looks, such as one that returns early, is called under torch.no_grad(), or "
     "returns detached tensors (loss.detach())"
 )
-
-
-def _where(session: Session) -> str:
-    code = session.code
-    return f"{code.co_filename}:{code.co_firstlineno} in {code.co_name}"
 
 
 def _written(step: StepGraph) -> set[str]:

@@ -44,9 +44,9 @@ def refuse(problem: Problem, least: Least, failure: str = "") -> NoReturn:
         peak = peak_of(problem.under(least.placement).dataflow, least.moves)
         raise PlacementError(
             f"the step needs at least {format_bytes(least.nbytes)} on the device "
-            f"({_in_words(peak)}) with every update on the host and all that can away, but "
-            f"memory_budget is {format_bytes(budget)}: {format_bytes(short)} ({short:,} bytes) "
-            f"short; raise memory_budget, or {_advice(peak)}",
+            f"({_in_words(peak)}), even with every update on the host and everything offloaded "
+            f"that can be, but memory_budget is {format_bytes(budget)}: {format_bytes(short)} "
+            f"({short:,} bytes) short; raise memory_budget, or {_advice(peak)}",
             shortfall_bytes=short,
         )
     plenty = problem.with_budget(Tier.HOST, 1 << 62)

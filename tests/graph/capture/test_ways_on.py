@@ -277,6 +277,36 @@ def test_where_the_graph_broke_says_more_than_how(path: str, what: str, way: str
     assert way in str(way_on([FrameSummary(path, 1, "f", line="")], what))
 
 
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        (
+            lambda y: 1 if y.item() > 0 else 2,
+            "it decides by the value of a tensor.* Decide outside",
+        ),
+        (lambda y: np.save("y", y.detach().numpy()), r"NumPy's .* on what the step returns"),
+    ],
+)
+def test_what_dynamo_says_in_its_own_words_is_said_in_ours(
+    line: Callable[[Tensor], Any], says: str
+) -> None:
+    layer = nn.Linear(2, 1)
+
+    def loss() -> Tensor:
+        y: Tensor = layer(torch.ones(3, 2)).square().mean()
+        line(y)
+        return y
+
+    with pytest.raises(CaptureError, match=f"captured as one graph: .*{says}"):
+        train(layer.parameters(), loss)
+
+
+def test_a_model_that_was_compiled_in_place_of_a_step_is_named() -> None:
+    model = torch.compile(nn.Sequential(nn.Linear(2, 1)), backend="cotrain")
+    with pytest.raises(CaptureError, match=r"^the model that was given to torch.compile: the step"):
+        model(torch.ones(3, 2))
+
+
 def test_a_model_that_looks_at_its_labels_is_known_by_its_source(tmp_path: Path) -> None:
     library = tmp_path / "modeling.py"
     library.write_text("if labels.max() >= 3:\n    raise ValueError\n")
