@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from cotrain_compile.capture.aten.float_inputs import floats_stay_inputs
 from cotrain_compile.capture.aten.foreach import foreach_decompositions
 from cotrain_compile.capture.aten.scalars import scalar_decompositions
+from cotrain_compile.capture.aten.trace_cache import AotCompile, lower_once
 from cotrain_compile.capture.dynamo.scaling import scaling_decompositions
 from cotrain_compile.errors import CaptureError
 
@@ -44,8 +45,7 @@ def to_aten(
     written in place by `copy_` nodes of the graph.
     """
 
-    def run_whole(graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
-        _return_no_inputs(graph)
+    def run_whole(graph: fx.GraphModule) -> Callable[..., Any]:
         # AOT compiles under a fake mode; what compiles a step may compute with real tensors.
         with _disable_current_modes():
             run = compile_aten(graph)
@@ -66,22 +66,26 @@ def to_aten(
             "torch.no_grad(), call loss.backward() in the step and return detached values"
         )
 
-    compile_graph = aot_autograd(
-        fw_compiler=refuse,
-        bw_compiler=refuse,
-        inference_compiler=run_whole,
-        decompositions={
-            **foreach_decompositions(),
-            **scalar_decompositions(),
-            **scaling_decompositions(),
-        },
-        # Otherwise every parameter and state is returned as a fresh copy.
-        keep_inference_input_mutations=True,
-    )
+    def lower(compile_graph: AotCompile) -> Callable[..., Any]:
+        compiler = aot_autograd(
+            fw_compiler=refuse,
+            bw_compiler=refuse,
+            inference_compiler=compile_graph,
+            decompositions={
+                **foreach_decompositions(),
+                **scalar_decompositions(),
+                **scaling_decompositions(),
+            },
+            # Otherwise every parameter and state is returned as a fresh copy.
+            keep_inference_input_mutations=True,
+        )
+        run: Callable[..., Any] = compiler(module, example_inputs)
+        return run
+
     # Torch's own pass for checkpoints refuses random ops; `rematerialise` keeps their results.
     no_pass_for_checkpoints = functorch_config.patch(remat_using_tags_for_fwd_loss_bwd_graph=False)
     with no_pass_for_checkpoints, floats_stay_inputs():
-        return compile_graph(module, example_inputs)
+        return lower_once(module, example_inputs, lower, _return_no_inputs, run_whole)
 
 
 def _return_no_inputs(module: fx.GraphModule) -> None:

@@ -32,7 +32,12 @@ def only_traced(run: Callable[[], object]) -> Traced | None:
     return None
 
 
+def is_only_traced() -> bool:
+    """Whether this is within `only_traced`."""
+    return _on.get()
+
+
 def hand_back_if_only_traced(step: StepGraph, values: Sequence[Any]) -> None:
     """Raise `Traced` within `only_traced`."""
-    if _on.get():
+    if is_only_traced():
         raise Traced(step, values)
