@@ -21,6 +21,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from torch._ops import HigherOrderOperator
 from torch.compiler import config as compiler_config
 from torch.fx._graph_pickler import GraphPickler
 from torch.fx._graph_pickler import Options as PicklerOptions
+from torch.utils._pytree import tree_leaves
 
 from cotrain_compile.capture.offline.only_trace import is_only_traced
 from cotrain_compile.disk_cache import folder_of, package_digest
@@ -53,12 +55,20 @@ _FORMAT = PicklerOptions(ops_filter=None, node_metadata_key_filter=_KEPT.__conta
 _SETTINGS = ("enable_autograd_cache", "bundled_autograd_cache", "force_autograd_cache")
 
 
+@dataclass(frozen=True)
+class _Kept:
+    """A graph as bytes, and the size of the storage of each tensor in it."""
+
+    graph: bytes
+    storage_bytes: tuple[int, ...]
+
+
 class _LoweredGraph(OutputCode):
     """An ATen graph as it can be kept, and what runs it in this process."""
 
-    def __init__(self, graph: bytes | None, run: Callable[..., Any]) -> None:
+    def __init__(self, kept: _Kept | None, run: Callable[..., Any]) -> None:
         super().__init__()
-        self._graph, self.run = graph, run
+        self._kept, self.run = kept, run
         self._boxed_call = True
 
     def __call__(self, inputs: Sequence[Any]) -> Any:
@@ -69,7 +79,7 @@ class _LoweredGraph(OutputCode):
 
     def prepare_for_serialization(self) -> None:
         """Leave what runs the graph behind."""
-        if self._graph is None:
+        if self._kept is None:
             raise BypassAOTAutogradCache("this ATen graph is not kept")
         del self.run
 
@@ -80,9 +90,8 @@ class _LoweredGraph(OutputCode):
     def graph(self) -> fx.GraphModule:
         """The graph, with values of the trace that goes on."""
         fake_mode = TracingContext.get().fake_mode
-        assert self._graph is not None and fake_mode is not None
-        graph: Any = GraphPickler.loads(self._graph, fake_mode)
-        return graph  # type: ignore[no-any-return]
+        assert self._kept is not None and fake_mode is not None
+        return read_again(self._kept, fake_mode)
 
 
 _found: ContextVar[list[_LoweredGraph]] = ContextVar("cotrain_found_graphs")
@@ -112,7 +121,7 @@ def lower_once(
     def compile_and_keep(graph: fx.GraphModule, _: Sequence[Any]) -> OutputCode:
         finish(graph)
         # Where the graph holds for some numbers only, they are for AOTAutograd to say each time.
-        kept = _written(graph) if _guards() == guards else None
+        kept = written(graph) if _guards() == guards else None
         with (
             functorch_config.patch(bundled_autograd_cache=False),
             _tagged(tag),
@@ -214,14 +223,31 @@ def _settings() -> tuple[object, ...]:
     )
 
 
-def _written(graph: fx.GraphModule) -> bytes | None:
-    """`graph` as bytes; None where it holds tensors of its own, or graphs."""
+def written(graph: fx.GraphModule) -> _Kept | None:
+    """`graph` as it can be kept; None where it holds tensors of its own, or graphs."""
     if any(node.op in ("get_attr", "call_module") for node in graph.graph.nodes):
         return None
     for node in graph.graph.nodes:
         if stack := node.meta.get("nn_module_stack"):
             node.meta["nn_module_stack"] = _named(stack)
-    return GraphPickler.dumps(graph, _FORMAT)
+    sizes = tuple(value.untyped_storage().nbytes() for value in _tensors(graph))
+    return _Kept(GraphPickler.dumps(graph, _FORMAT), sizes)
+
+
+def read_again(kept: _Kept, fake_mode: Any) -> fx.GraphModule:
+    """The graph that was written, with values of `fake_mode`."""
+    graph: Any = GraphPickler.loads(kept.graph, fake_mode)
+    # The pickler gives a tensor a storage that just holds what it shows.
+    for value, size in zip(_tensors(graph), kept.storage_bytes, strict=True):
+        storage = value.untyped_storage()
+        if storage.nbytes() < size:
+            storage.resize_(size)
+    return graph  # type: ignore[no-any-return]
+
+
+def _tensors(graph: fx.GraphModule) -> list[torch.Tensor]:
+    values = [tree_leaves(node.meta.get("val")) for node in graph.graph.nodes]
+    return [leaf for leaves in values for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 def _named(stack: Mapping[str, tuple[str, object]]) -> dict[str, tuple[str, str]]:

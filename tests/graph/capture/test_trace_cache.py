@@ -19,6 +19,7 @@ from cotrain_compile import files
 from cotrain_compile.capture.aten import trace_cache
 from cotrain_compile.capture.aten.trace_cache import digest_of, may_be_kept
 from cotrain_compile.errors import CaptureError
+from cotrain_compile.graph import StepGraph
 from tests.support.same_graphs import described
 from tests.support.steps import CASES, all_tensors, compiling_with, cotrain
 
@@ -37,7 +38,7 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     torch._dynamo.reset()
 
 
-def trained(name: str, through: Callable[..., Any] = lambda model, *batch: model(*batch)) -> Any:
+def trained(name: str, through: Callable[..., Any] | None = None) -> Any:
     """Train three steps under a schedule, as a process that begins: the step, losses, tensors."""
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -47,9 +48,11 @@ def trained(name: str, through: Callable[..., Any] = lambda model, *batch: model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
 
+    called: Any = model if through is None else functools.partial(through, model)
+
     def step(*batch: Tensor) -> Tensor:
         optimizer.zero_grad()
-        loss = case.loss_of(functools.partial(through, model), *batch)
+        loss = case.loss_of(called, *batch)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -73,9 +76,8 @@ def checkpointed(model: nn.Module, *batch: Tensor) -> Any:
 def test_a_step_found_on_disk_is_the_one_that_is_lowered(
     name: str, through: Any, kept: Path
 ) -> None:
-    as_called = {} if through is None else {"through": through}
-    first, losses, tensors = trained(name, **as_called)
-    again, losses_again, tensors_again = trained(name, **as_called)
+    first, losses, tensors = trained(name, through)
+    again, losses_again, tensors_again = trained(name, through)
     assert counters["aot_autograd"]["autograd_cache_saved"] == 1
     assert counters["aot_autograd"]["autograd_cache_hit"] == 1
     assert described(again.graph.module) == described(first.graph.module)
@@ -105,6 +107,24 @@ def test_an_error_of_what_compiles_a_found_graph_is_told_once(kept: Path) -> Non
         trained("mlp")
     assert len(refusals) == 1
     assert counters["aot_autograd"]["autograd_cache_hit"] == 1
+
+
+@pytest.mark.parametrize("name", ["llama", "conv"])
+def test_a_graph_that_is_read_again_is_the_one_that_was_written(name: str) -> None:
+    compared = []
+
+    def compare(step: StepGraph, values: Any, options: Any) -> Any:
+        step.nodes[0].meta["val"].untyped_storage().resize_(1 << 20)  # shows a part of it
+        kept = trace_cache.written(step.module)
+        assert kept is not None
+        mode = next(n.meta["val"].fake_mode for n in step.nodes if "val" in n.meta)
+        compared.append(described(step.module))
+        assert described(trace_cache.read_again(kept, mode)) == compared[0]
+        raise CaptureError("compared")
+
+    with compiling_with(compare), pytest.raises(CaptureError, match="compared"):
+        trained(name)
+    assert compared
 
 
 # What a graph depends on, beside torch's key.
