@@ -17,7 +17,7 @@ def format_seconds(seconds: float) -> str:
     """`0.0123` -> "12.3 ms"."""
     if seconds >= 1:
         return f"{seconds:.2f} s"
-    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} us"
+    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} µs"
 
 
 def printable(text: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -22,13 +22,16 @@ from cotrain_compile.cli.terminal import console
 from cotrain_compile.cluster.strategy import Answer
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import FormatError, OptionError
-from cotrain_compile.machine import Machine, Tier
+from cotrain_compile.machine import Machine
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.saved import load_measured, load_plan, load_timeline
 from cotrain_compile.plan import Plan, Timeline
 from cotrain_compile.viz.text.describe import describe_machine, describe_step, describe_timeline
 from cotrain_compile.viz.text.diff import describe_diff
 from cotrain_compile.viz.text.summary import summary
+
+if TYPE_CHECKING:
+    from cotrain_compile.viz.specification import Specification
 
 _READERS: Mapping[str, Callable[[Path], object]] = {
     "plan": load_plan,
@@ -138,14 +141,19 @@ def _kind_of(file: Path) -> str:
 def _draw(value: object, file: Path, picture: Path) -> None:
     from cotrain_compile.viz.timeline import draw_timelines
 
-    if isinstance(value, Timeline):
-        draw_timelines([value], picture)
-    elif isinstance(value, Plan):
-        kinds = _kinds(value, file)
-        budget_bytes = value.budgets[Tier.DEVICE]
-        draw_timelines([value.predicted], picture, kinds=kinds, budget_bytes=budget_bytes)
-    else:
+    if not isinstance(value, Timeline | Plan):
         raise OptionError(f"{file} has no timeline; give --timeline with a plan.json")
+    draw_timelines(_specified(value, file), picture)
+
+
+def _specified(
+    value: Timeline | Plan, file: Path, measured: Sequence[Timeline] = ()
+) -> Specification:
+    from cotrain_compile.viz.specification import specify
+
+    if isinstance(value, Timeline):
+        return specify([value, *measured])
+    return specify([value.predicted, *measured], value, _step_beside(file, value))
 
 
 def _step_beside(file: Path, plan: Plan) -> Dataflow | None:
@@ -165,20 +173,8 @@ def _write_trace(
 ) -> None:
     from cotrain_compile.viz.perfetto import save_trace
 
-    timelines = load_measured(measured)
-    if isinstance(value, Timeline):
-        save_trace([value, *timelines], path, profiled=profiled)
-        return
-    plan = _plan_for(value, file, "--perfetto")
-    kinds = _kinds(plan, file)
-    save_trace([plan.predicted, *timelines], path, plan=plan, kinds=kinds, profiled=profiled)
-
-
-def _kinds(plan: Plan, file: Path) -> dict[str, str]:
-    from cotrain_compile.viz.kinds import kinds_of
-
-    step = _step_beside(file, plan)
-    return kinds_of(plan, {op.name: op.phase for op in step.ops} if step else {})
+    drawn = value if isinstance(value, Timeline) else _plan_for(value, file, "--perfetto")
+    save_trace(_specified(drawn, file, load_measured(measured)), path, profiled=profiled)
 
 
 def _plan_for(value: object, file: Path, option: str) -> Plan:

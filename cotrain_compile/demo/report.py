@@ -15,9 +15,9 @@ from cotrain_compile.demo.train import StepResult
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.policies import RULES
 from cotrain_compile.units import format_bytes, format_seconds
-from cotrain_compile.viz.kinds import kinds_of
 from cotrain_compile.viz.perfetto import save_trace
 from cotrain_compile.viz.report.page import write_report
+from cotrain_compile.viz.specification import specify
 from cotrain_compile.viz.text.summary import candidates, summary
 from cotrain_compile.viz.timeline import draw_timelines
 
@@ -62,13 +62,12 @@ def write_folder(
     """Timelines as picture and traces, and the losses; the step's own files are there already."""
     assert placed.measured is not None
     timelines = (placed.predicted, placed.measured)
-    kinds = kinds_of(placed.plan, placed.graph.phases)
-    budget_bytes = placed.plan.budgets[Tier.DEVICE]
-    draw_timelines(timelines, folder / "timeline.png", kinds=kinds, budget_bytes=budget_bytes)
+    plan, dataflow = placed.plan, placed.problem.dataflow
+    draw_timelines(specify(timelines, plan, dataflow), folder / "timeline.png")
     write_report(folder / "report.html", placed.problem, placed.plan, [placed.measured])
     for timeline in timelines:
-        path = folder / f"{timeline.source}.trace.json"
-        save_trace([timeline], path, plan=placed.plan, kinds=kinds)
+        drawn = specify([timeline], plan, dataflow)
+        save_trace(drawn, folder / f"{timeline.source}.trace.json")
     with (folder / "losses.csv").open("w", newline="") as file:
         rows = csv.writer(file)
         rows.writerow(["step", "loss", "seconds", "eager_loss", "eager_seconds"])

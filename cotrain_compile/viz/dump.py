@@ -10,8 +10,8 @@ from cotrain_compile.placement.problem import Problem
 from cotrain_compile.plan import Plan
 from cotrain_compile.viz.graph.drawing import write_picture
 from cotrain_compile.viz.graph.picture import picture
-from cotrain_compile.viz.kinds import kinds_of
 from cotrain_compile.viz.perfetto import save_trace
+from cotrain_compile.viz.specification import specify
 from cotrain_compile.viz.text.summary import summary
 
 
@@ -29,7 +29,6 @@ def dump_step(
     files.write_whole(folder / "summary.txt", summary(plan, dataflow) + "\n")
     files.save(dataflow, folder / "step.json")
     files.save(plan, folder / "plan.json")
-    kinds = kinds_of(plan, step.phases)
-    save_trace([plan.predicted], folder / "predicted.trace.json", plan=plan, kinds=kinds)
+    save_trace(specify([plan.predicted], plan, dataflow), folder / "predicted.trace.json")
     write_picture(picture(dataflow, plan), folder / "placed.dot")
     write_report(folder / "report.html", problem, plan)

@@ -8,22 +8,48 @@ from cotrain_compile.dataflow import Phase
 from cotrain_compile.placement.recompute.rewrite import again_name
 from cotrain_compile.plan import Lane, Plan, Span, Timeline
 
-# Kinds of work in the order of the legend; colours that differ for colour-blind readers as well
-# (Okabe and Ito 2008). A copy's colour says what is copied, its lane where to.
+# Kinds of work in the order of the legend, on a light ground and on a dark one. A copy's colour
+# says what is copied, its lane where to. Hues are those of Okabe and Ito (2008), which colour-blind
+# readers tell apart, darkened to 3:1 against white and lightened to 4.5:1 against a dark page.
 COLOURS: Mapping[str, str] = {
-    "forward": "#56B4E9",
-    "backward": "#0072B2",
-    "made again": "#332288",
-    "optimizer": "#CC79A7",
-    "work on the device": "#56B4E9",
-    "weight": "#E69F00",
-    "gradient": "#D55E00",
-    "optimizer state": "#F0E442",
-    "activation": "#7F7F7F",
-    "copy": "#E69F00",
-    "update on the host": "#009E73",
-    "cast on the host": "#8FD6BE",
+    "forward": "#2E8BC5",
+    "backward": "#0A4F80",
+    "made again": "#5B3FB5",
+    "optimizer": "#B5558C",
+    "work on the device": "#2E8BC5",
+    "weight": "#C88100",
+    "gradient": "#C24A00",
+    "optimizer state": "#5F6B00",
+    "activation": "#6E6E6E",
+    "copy": "#C88100",
+    "update on the host": "#007F5F",
+    "cast on the host": "#3C9A82",
     "exchange with other ranks": "#882255",
+}
+DARK: Mapping[str, str] = {
+    "forward": "#8FD0F5",
+    "backward": "#4F9FE0",
+    "made again": "#B7A6F5",
+    "optimizer": "#E59CC8",
+    "work on the device": "#8FD0F5",
+    "weight": "#F2B33D",
+    "gradient": "#F5884A",
+    "optimizer state": "#F0E442",
+    "activation": "#B3B3B3",
+    "copy": "#F2B33D",
+    "update on the host": "#2CC295",
+    "cast on the host": "#A8E6D0",
+    "exchange with other ranks": "#E0789F",
+}
+# What lies in a memory, from below, each in the colour in which its copies are drawn.
+MEMORY_KINDS: Mapping[str, str] = {
+    "parameters": "weight",
+    "gradients": "gradient",
+    "optimizer states": "optimizer state",
+    "activations": "activation",
+    "temporaries": "forward",
+    "batch and other inputs": "cast on the host",
+    "copies and work": "update on the host",
 }
 OF_LANE: Mapping[str, str] = {
     Lane.DEVICE: "work on the device",
@@ -42,9 +68,16 @@ LANE_TITLES: Mapping[str, str] = {
 
 
 def lane_titles(*timelines: Timeline) -> Mapping[str, str]:
-    """What the lanes of `timelines` are called; the network is one where it does anything."""
-    is_used = any(timeline.lane(Lane.NETWORK) for timeline in timelines)
-    return {n: title for n, title in LANE_TITLES.items() if is_used or n != Lane.NETWORK}
+    """What the lanes of `timelines` are called, from above.
+
+    Those of one device are always there, the network where it does anything, and whatever other
+    lanes occur, by their own names: those of several devices.
+    """
+    used = dict.fromkeys(str(span.lane) for timeline in timelines for span in timeline.spans)
+    titles = {str(n): title for n, title in LANE_TITLES.items() if n != Lane.NETWORK or n in used}
+    if used and not titles.keys() & used.keys():
+        titles = {}
+    return titles | {name: name for name in used if name not in titles}
 
 
 def kinds_of(plan: Plan, phases: Mapping[str, Phase] | None = None) -> dict[str, str]:
@@ -85,4 +118,4 @@ def spans_with_kinds(timeline: Timeline, kinds: Mapping[str, str]) -> Iterator[t
         yield span, kind
     for span in timeline.spans:
         if span.lane != Lane.DEVICE:
-            yield span, kinds.get(span.name, OF_LANE[span.lane])
+            yield span, kinds.get(span.name, OF_LANE.get(span.lane, OF_LANE[Lane.DEVICE]))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import assert_never
 
 from cotrain_compile.dataflow import Dataflow, Op, Phase, Role
@@ -16,14 +17,24 @@ from cotrain_compile.plan import HostRegion, Plan, Task, Transfer
 
 # What belongs to no layer: scalars, clipping.
 REST = "rest"
+# What Dynamo calls a model that is a global or local variable: `G['model']`.
+_ROOTS = ("G[", "L[")
 
 
 @dataclass(frozen=True)
 class Layers:
-    """The layer of each op and of each buffer that has one, by name."""
+    """The module of each op and of each buffer that has one, by name, and the layers of both."""
 
-    of_op: Mapping[str, str]
-    of_buffer: Mapping[str, str]
+    module_of_op: Mapping[str, str]
+    module_of_buffer: Mapping[str, str]
+
+    @cached_property
+    def of_op(self) -> Mapping[str, str]:
+        return {name: layer(module) for name, module in self.module_of_op.items()}
+
+    @cached_property
+    def of_buffer(self) -> Mapping[str, str]:
+        return {name: layer(module) for name, module in self.module_of_buffer.items()}
 
     def of_tasks(self, plan: Plan) -> dict[str, str]:
         """The layer of each task of `plan`."""
@@ -49,7 +60,7 @@ def layer(path: str) -> str:
 
 
 def layers(dataflow: Dataflow) -> Layers:
-    """The layer of each op and buffer of `dataflow`."""
+    """The module and layer of each op and buffer of `dataflow`."""
     of_buffer = _of_parameters(dataflow)
     own = {name: group.param for group in dataflow.updates for name in group.ops}
     of_op: dict[str, str] = {}
@@ -58,7 +69,7 @@ def layers(dataflow: Dataflow) -> Layers:
         if op.name in own:
             found = of_buffer[own[op.name]]
         elif op.module:
-            found = layer(op.module)
+            found = REST if op.module.startswith(_ROOTS) and "." not in op.module else op.module
         else:
             found = _touched(op, of_buffer) or before[op.phase]
         of_op[op.name] = before[op.phase] = found
@@ -70,21 +81,15 @@ def layers(dataflow: Dataflow) -> Layers:
 
 def _of_parameters(dataflow: Dataflow) -> dict[str, str]:
     params = [b.name for b in dataflow.buffers if b.role in (Role.PARAM, Role.BUFFER)]
-    found = {name: _module_of(name) for name in params}
+    found = {name: name.rpartition(".")[0] or name for name in params}
     for group in dataflow.updates:
         own = (group.gradient, *group.states, *((group.low_precision,) * bool(group.low_precision)))
         found |= dict.fromkeys(own, found[group.param])
     return found
 
 
-def _module_of(param: str) -> str:
-    """The layer of a parameter: without a number, the module that holds it."""
-    found = layer(param)
-    return found.rpartition(".")[0] or found if found == param else found
-
-
 def _touched(op: Op, of_buffer: Mapping[str, str]) -> str | None:
-    """The layer of what `op` reads or overwrites; the last argument is the most telling one."""
+    """The module of what `op` reads or overwrites; the last argument is the most telling one."""
     known: Iterable[str] = (
         of_buffer[n] for n in reversed((*op.reads, *op.writes)) if n in of_buffer
     )

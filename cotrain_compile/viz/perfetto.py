@@ -1,9 +1,9 @@
-"""Perfetto: timelines as a trace in Chrome's JSON format, which https://ui.perfetto.dev opens.
+"""Perfetto: a specification as a trace in Chrome's JSON format, for https://ui.perfetto.dev.
 
-In: timelines (predicted, measured), the plan they are of, and, to look at both at once, the trace
-that `torch.profiler` made of the measured step. Out: one file. A timeline is a process, its lanes
-are threads, its memory is a counter for each tier, and arrows go from each task to those that wait
-for it: from an offload to the prefetch that brings the copy back. Times are in microseconds.
+In: what to draw (predicted, measured) and, to look at both at once, the trace that `torch.profiler`
+made of the measured step. Out: one file. A panel is a process, its lanes are threads, its memory is
+a counter for each tier, by kind, and arrows go from each task to those that wait for it: from an
+offload to the prefetch that brings the copy back. Times are in microseconds.
 """
 
 from __future__ import annotations
@@ -16,98 +16,114 @@ from typing import Any
 
 from cotrain_compile.errors import FormatError
 from cotrain_compile.files import write_whole
-from cotrain_compile.plan import STEP_BEGINS, Plan, Timeline
-from cotrain_compile.viz.kinds import LANE_TITLES, lane_titles, spans_with_kinds
+from cotrain_compile.plan import STEP_BEGINS
+from cotrain_compile.viz.specification import Bar, Panel, Specification
 
 Event = dict[str, Any]
+# Perfetto counts nanoseconds: what takes less is a slice of no length, which nobody can point at.
+_SHORTEST_S = 1e-9
 _EMPTY: Mapping[str, Any] = {"displayTimeUnit": "ms", "traceEvents": []}
 
 
-def save_trace(
-    timelines: Sequence[Timeline],
-    path: Path,
-    *,
-    plan: Plan | None = None,
-    kinds: Mapping[str, str] | None = None,
-    profiled: Path | None = None,
-) -> None:
-    """Write `timelines` to `path`, from one zero on; `kinds` from `kinds_of` are the categories.
+def save_trace(drawn: Specification, path: Path, *, profiled: Path | None = None) -> None:
+    """Write the panels to `path`, from one zero on.
 
-    With `plan` there are arrows between its tasks. `profiled` is a trace of `torch.profiler`
-    (`export_chrome_trace`, .json or .json.gz) with the measured step in it: the timelines then
-    start where the last step in it began. Raises `FormatError` when no step is in it, OSError when
-    a file cannot be read or written.
+    `profiled` is a trace of `torch.profiler` (`export_chrome_trace`, .json or .json.gz) with the
+    measured step in it: the panels then start where the last step in it began. Raises `FormatError`
+    when no step is in it, OSError when a file cannot be read or written.
     """
     document = _read(profiled) if profiled else _EMPTY
     events: list[Event] = list(document["traceEvents"])
     zero_us = _step_begins_us(events, profiled) if profiled else 0.0
     taken = max((e["pid"] for e in events if isinstance(e.get("pid"), int)), default=0)
-    for process, timeline in enumerate(timelines, start=taken + 1):
-        events += _events(timeline, process, zero_us, kinds or {})
-        if plan is not None:
-            events += _arrows(timeline, plan, process, zero_us)
+    for process, panel in enumerate(drawn.panels, start=taken + 1):
+        began_us = zero_us + 1e6 * panel.zero_s
+        events += _labels(panel, process, drawn.heading)
+        events += _slices(panel, process, began_us)
+        events += _counters(panel, process, began_us)
+        events += _arrows(panel, process, began_us)
     write_whole(path, json.dumps({**document, "traceEvents": events}) + "\n")
 
 
-def _events(
-    timeline: Timeline, process: int, zero_us: float, kinds: Mapping[str, str]
-) -> Iterator[Event]:
-    name = {"name": timeline.title.replace(timeline.source, f"{timeline.source} step", 1)}
-    yield {"ph": "M", "name": "process_name", "pid": process, "args": name}
-    for lane, title in lane_titles(timeline).items():
-        named = {"name": title}
-        thread = _THREADS[lane]
-        yield {"ph": "M", "name": "thread_name", "pid": process, "tid": thread, "args": named}
-    for span, kind in spans_with_kinds(timeline, kinds):
-        yield {
-            "ph": "X",
-            "name": span.name,
-            "cat": kind,
-            "pid": process,
-            "tid": _THREADS[str(span.lane)],
-            "ts": zero_us + span.start_s * 1e6,
-            "dur": (span.end_s - span.start_s) * 1e6,
-        }
-    for tier, points in timeline.memory.items():
-        for seconds, nbytes in points:
+def _labels(panel: Panel, process: int, heading: str) -> Iterator[Event]:
+    name = panel.title.replace(panel.source, f"{panel.source} step", 1)
+    shared = {"ph": "M", "pid": process}
+    yield {**shared, "name": "process_name", "args": {"name": name}}
+    yield {**shared, "name": "process_labels", "args": {"labels": heading}}
+    for thread, title in enumerate(panel.lanes.values(), start=1):
+        yield {**shared, "name": "thread_name", "tid": thread, "args": {"name": title}}
+        order = {"sort_index": thread}
+        yield {**shared, "name": "thread_sort_index", "tid": thread, "args": order}
+
+
+def _slices(panel: Panel, process: int, began_us: float) -> Iterator[Event]:
+    """A slice for all that takes time, as a view does not."""
+    threads = _threads(panel)
+    for bar in panel.bars:
+        if bar.busy_s >= _SHORTEST_S:
+            yield {
+                "ph": "X",
+                "name": bar.name,
+                "cat": bar.kind,
+                "pid": process,
+                "tid": threads[bar.lane],
+                "ts": began_us + bar.start_s * 1e6,
+                "dur": (bar.end_s - bar.start_s) * 1e6,
+                "args": _said(bar),
+            }
+
+
+def _said(bar: Bar) -> Mapping[str, Any]:
+    """What a click on a slice shows: what is known of it."""
+    said: dict[str, Any] = {"node": bar.span, "layer": bar.layer, "what": bar.what}
+    if bar.nbytes:
+        said |= {"bytes": bar.nbytes, "GB/s": round(bar.bytes_per_s / 1e9, 3)}
+    return {key: value for key, value in (said | {"parameter": bar.param}).items() if value}
+
+
+def _counters(panel: Panel, process: int, began_us: float) -> Iterator[Event]:
+    for tier, curve in panel.memory.items():
+        for number, (seconds, nbytes) in enumerate(zip(curve.times_s, curve.total, strict=True)):
+            by_kind = {kind: values[number] for kind, values in curve.by_kind.items()}
             yield {
                 "ph": "C",
                 "name": f"{tier} memory",
                 "pid": process,
-                "ts": zero_us + seconds * 1e6,
-                "args": {"bytes": nbytes},
+                "ts": began_us + seconds * 1e6,
+                "args": by_kind or {"bytes": nbytes},
             }
 
 
-_THREADS = {str(lane): number for number, lane in enumerate(LANE_TITLES, start=1)}
+def _threads(panel: Panel) -> Mapping[str, int]:
+    return {lane: number for number, lane in enumerate(panel.lanes, start=1)}
 
 
-def _arrows(timeline: Timeline, plan: Plan, process: int, zero_us: float) -> Iterator[Event]:
+def _arrows(panel: Panel, process: int, began_us: float) -> Iterator[Event]:
     """From the end of each task to the start of those that follow it.
 
     An arrow binds to the bar that encloses it, so it leaves right before the end.
     """
-    spans = {span.name: span for span in timeline.spans}
-    pairs = ((before, task.name) for task in plan.tasks for before in task.after)
-    for number, (before, after) in enumerate(pairs):
-        if before not in spans or after not in spans:
+    bars = {bar.span: bar for bar in panel.bars if bar.busy_s >= _SHORTEST_S}
+    threads = _threads(panel)
+    for number, (before, after) in enumerate(panel.arrows):
+        if before not in bars or after not in bars:
             continue
-        source, target = spans[before], spans[after]
-        shared = {"name": "then", "cat": "task", "id": process * len(spans) ** 2 + number}
+        source, target = bars[before], bars[after]
+        shared = {"name": "then", "cat": "task", "id": process * len(bars) ** 2 + number}
         yield {
             **shared,
             "ph": "s",
             "pid": process,
-            "tid": _THREADS[str(source.lane)],
-            "ts": zero_us + (source.start_s + 0.999 * (source.end_s - source.start_s)) * 1e6,
+            "tid": threads[source.lane],
+            "ts": began_us + (source.start_s + 0.999 * (source.end_s - source.start_s)) * 1e6,
         }
         yield {
             **shared,
             "ph": "f",
             "bp": "e",
             "pid": process,
-            "tid": _THREADS[str(target.lane)],
-            "ts": zero_us + target.start_s * 1e6,
+            "tid": threads[target.lane],
+            "ts": began_us + target.start_s * 1e6,
         }
 
 

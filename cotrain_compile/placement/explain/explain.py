@@ -107,7 +107,7 @@ def _lines(said: Explanation) -> Iterator[str]:
         )
     if said.slack_s is not None:
         yield f"slack       its copies and updates are done {_early(said.slack_s)}"
-    yield f"limits      the step hangs on {limits_words(said.limits)}"
+    yield f"bottleneck  {limits_words(said.limits)}"
     yield "what a step would take with this parameter alone kept otherwise:"
     rows = [_row(said, alternative) for alternative in (said.current, *said.alternatives)]
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]

@@ -1,4 +1,8 @@
-"""Charts: timelines and memory as Bokeh figures on one time axis. Bars in, figures out."""
+"""Charts: panels as Bokeh figures on one time axis. A specification in, figures out.
+
+Every colour comes twice, for a light page and a dark one, as two tags of the model that has it; the
+page's script takes one of them, as a canvas knows no style sheet.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ from bokeh.models import (
     CustomJS,
     CustomJSHover,
     HoverTool,
+    LinearColorMapper,
     PanTool,
     Range1d,
     ResetTool,
@@ -23,23 +28,24 @@ from bokeh.models.renderers import GlyphRenderer
 from bokeh.plotting import figure
 
 from cotrain_compile.machine import Tier
-from cotrain_compile.plan import Timeline
 from cotrain_compile.units import format_bytes, format_seconds
-from cotrain_compile.viz.kinds import COLOURS, LANE_TITLES
-from cotrain_compile.viz.report.bars import Bar, merged
+from cotrain_compile.viz.kinds import COLOURS, DARK, MEMORY_KINDS
+from cotrain_compile.viz.memory import Curve
+from cotrain_compile.viz.report.bars import merged
+from cotrain_compile.viz.specification import Bar, Panel
 
 # Single bars are drawn while at most about so many are in view.
 DRAWN = 2500
-BUDGET, PREDICTED, MEASURED = "#C4314B", "#0072B2", "#E69F00"
+# On a light page and on a dark one.
+BUDGET, PREDICTED, MEASURED = ("#C4314B", "#FF8A9B"), ("#0A4F80", "#8FD0F5"), ("#A04000", "#F5884A")
+_KINDS = {kind: number for number, kind in enumerate(COLOURS)}
 _SWITCH = """
 const near = axis.end - axis.start < below;
 single.visible = near;
 whole.visible = !near;
 """
-_TIMES = ((1.0, "seconds"), (1e-3, "milliseconds"), (1e-6, "microseconds"))
+_TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 _UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
-# From below; that of the network, where it has one, is under all others.
-_ROWS = {str(lane): 3 - number for number, lane in enumerate(LANE_TITLES)}
 
 
 @dataclass(frozen=True)
@@ -60,18 +66,18 @@ def time_axis(end_s: float) -> TimeAxis:
     return TimeAxis(extent, unit, unit_s)
 
 
-def lanes_chart(name: str, bars: Sequence[Bar], axis: TimeAxis) -> figure:
+def lanes_chart(panel: Panel, axis: TimeAxis) -> figure:
     """The bars of one timeline, a row for each lane; merged where they are many."""
-    chart = _figure(name, axis, height=230)
-    used = {bar.lane for bar in bars}
-    rows = {lane: row for lane, row in _ROWS.items() if row >= 0 or lane in used}
-    chart.y_range = Range1d(start=min(rows.values()) - 0.6, end=max(rows.values()) + 0.6)
+    bars = panel.bars
+    chart = _figure(panel.title, axis, height=90 + 48 * len(panel.lanes))
+    rows = {lane: len(panel.lanes) - 1 - number for number, lane in enumerate(panel.lanes)}
+    chart.y_range = Range1d(start=-0.6, end=len(rows) - 0.4)
     chart.yaxis.ticker = list(rows.values())
-    chart.yaxis.major_label_overrides = {row: LANE_TITLES[lane] for lane, row in rows.items()}
+    chart.yaxis.major_label_overrides = {rows[n]: title for n, title in panel.lanes.items()}
     chart.ygrid.visible = False
-    single = _draw_bars(chart, bars, axis)
+    single = _draw_bars(chart, bars, rows, axis)
     if len(bars) > DRAWN:
-        whole = _draw_bars(chart, merged(bars), axis)
+        whole = _draw_bars(chart, merged(bars), rows, axis)
         single.visible = False
         single.name, whole.name = "each", "merged"
         below = DRAWN / len(bars) * max(bar.end_s for bar in bars) / axis.unit_s
@@ -84,25 +90,21 @@ def lanes_chart(name: str, bars: Sequence[Bar], axis: TimeAxis) -> figure:
     return chart
 
 
-def memory_chart(
-    tier: Tier, timelines: Sequence[Timeline], budget_bytes: int, axis: TimeAxis
-) -> figure:
-    """Bytes alive on `tier` over time in each timeline, with the budget as a line."""
-    peaks = [timeline.peak_bytes.get(tier, 0) for timeline in timelines]
+def memory_chart(tier: Tier, panels: Sequence[Panel], budget_bytes: int, axis: TimeAxis) -> figure:
+    """Bytes alive on `tier` over time in each timeline, by kind, with the budget as a line."""
+    peaks = [panel.peak_bytes.get(tier, 0) for panel in panels]
     # A budget far above what is used would flatten the curve: it is then named in the title alone.
     near = budget_bytes <= 3 * max(peaks, default=0)
     top = max(*peaks, budget_bytes if near else 0, 1)
     scale, unit = next((u for u in _UNITS if top >= u[0]), (1, "B"))
-    chart = _figure(f"{tier.value}-memory", axis, height=190)
-    chart.y_range = Range1d(start=0, end=1.15 * top / scale)
+    chart = _figure(f"{tier.value}-memory", axis, height=300 if tier is Tier.DEVICE else 220)
+    chart.y_range = Range1d(start=0, end=1.1 * top / scale)
     chart.yaxis.axis_label = unit
-    for timeline in timelines:
-        _draw_memory(chart, tier, timeline, axis, scale)
+    for panel in panels:
+        _draw_memory(chart, tier, panel, axis, scale)
     if near:
-        line = Span(
-            location=budget_bytes / scale, dimension="width", line_color=BUDGET, line_width=1.5
-        )
-        line.line_dash = "dashed"
+        line = Span(location=budget_bytes / scale, dimension="width", line_width=1.5)
+        line.line_dash, line.line_color, line.tags = "dashed", BUDGET[0], list(BUDGET)
         chart.add_layout(line)
     return chart
 
@@ -131,49 +133,56 @@ def _figure(name: str, axis: TimeAxis, *, height: int) -> figure:
     return chart
 
 
-def _draw_bars(chart: figure, bars: Sequence[Bar], axis: TimeAxis) -> GlyphRenderer[Quad]:
-    """One quad for each bar; what is equal in many is sent once, as an index."""
+def _draw_bars(
+    chart: figure, bars: Sequence[Bar], rows: dict[str, int], axis: TimeAxis
+) -> GlyphRenderer[Quad]:
+    """One quad for each bar; what is equal in many is sent once, as an index into the tags."""
     texts: dict[str, int] = {}
 
     def index(text: str) -> int:
         return texts.setdefault(text, len(texts))
 
-    rows = np.array([_ROWS[bar.lane] for bar in bars])
+    at = np.array([rows[bar.lane] for bar in bars])
     source = ColumnDataSource(
         {
             "left": np.array([bar.start_s for bar in bars]) / axis.unit_s,
             "right": np.array([bar.end_s for bar in bars]) / axis.unit_s,
-            "bottom": rows - 0.38,
-            "top": rows + 0.38,
-            "colour": [COLOURS[bar.kind] for bar in bars],
-            "name": [_name(bar) for bar in bars],
+            "bottom": at - 0.38,
+            "top": at + 0.38,
+            "kind": np.array([_KINDS[bar.kind] for bar in bars], np.int32),
+            "name": np.array([index(_name(bar)) for bar in bars], np.int32),
             "where": np.array([index(f"{bar.kind}, {bar.layer}") for bar in bars], np.int32),
             "what": np.array([index(_what(bar)) for bar in bars], np.int32),
-            "lasts": [format_seconds(bar.busy_s) for bar in bars],
+            "lasts": np.array([index(_lasts(bar)) for bar in bars], np.int32),
         }
     )
+    source.tags = list(texts)
+    palettes = [list(COLOURS.values()), list(DARK.values())]
+    colours = LinearColorMapper(palette=palettes[0], low=-0.5, high=len(_KINDS) - 0.5)
+    colours.tags = palettes
     drawn = chart.quad(
         left="left",
         right="right",
         bottom="bottom",
         top="top",
-        fill_color="colour",
-        line_color="colour",
+        fill_color={"field": "kind", "transform": colours},
+        line_color={"field": "kind", "transform": colours},
         line_width=0.5,
+        nonselection_alpha=0.35,
         source=source,
     )
-    lookup = CustomJSHover(args={"texts": list(texts)}, code="return texts[value]")
+    lookup = CustomJSHover(args={"source": source}, code="return source.tags[value]")
     hover = HoverTool(
         renderers=[drawn],
         tooltips=[
-            ("", "@name"),
+            ("", "@name{custom}"),
             ("what", "@what{custom}"),
             ("in", "@where{custom}"),
-            ("works", "@lasts"),
+            ("works", "@lasts{custom}"),
             ("from", f"@left{{0.000[000]}} {axis.unit}"),
             ("to", f"@right{{0.000[000]}} {axis.unit}"),
         ],
-        formatters={"@what": lookup, "@where": lookup},
+        formatters=dict.fromkeys(("@name", "@what", "@where", "@lasts"), lookup),
     )
     chart.add_tools(hover)
     return drawn
@@ -184,38 +193,80 @@ def _name(bar: Bar) -> str:
 
 
 def _what(bar: Bar) -> str:
-    return bar.what if bar.count == 1 else "zoom in to see each"
+    if bar.count > 1:
+        return "zoom in to see each"
+    return bar.what if bar.span in (bar.name, "") else f"{bar.what} ({bar.span})"
 
 
-def _draw_memory(chart: figure, tier: Tier, timeline: Timeline, axis: TimeAxis, scale: int) -> None:
-    points = timeline.memory.get(tier, ()) or ((0.0, timeline.peak_bytes.get(tier, 0)),)
-    points = (*points, (max(timeline.makespan_s, points[-1][0]), points[-1][1]))
-    colour = PREDICTED if timeline.source == "predicted" else MEASURED
-    source = ColumnDataSource(
-        {
-            "time": np.array([seconds for seconds, _ in points]) / axis.unit_s,
-            "amount": np.array([nbytes / scale for _, nbytes in points]),
-            "words": [format_bytes(nbytes) for _, nbytes in points],
-        }
-    )
-    line = chart.step(
-        "time", "amount", source=source, mode="after", line_color=colour, line_width=1.6
-    )
-    if timeline.source == "predicted":
-        chart.varea_step(
+def _lasts(bar: Bar) -> str:
+    lasts = format_seconds(bar.busy_s)
+    if not bar.nbytes:
+        return lasts
+    return f"{lasts}, {format_bytes(bar.nbytes)} at {bar.bytes_per_s / 1e9:.1f} GB/s"
+
+
+def _draw_memory(chart: figure, tier: Tier, panel: Panel, axis: TimeAxis, scale: int) -> None:
+    curve = _to_the_end(panel.memory[tier], panel, tier)
+    ink = PREDICTED if panel.source == "predicted" else MEASURED
+    columns = {
+        "time": np.array(curve.times_s, np.float32) / np.float32(axis.unit_s),
+        "amount": np.array(curve.total) / scale,
+    }
+    below = np.zeros(len(curve.times_s))
+    for number, nbytes in enumerate(curve.by_kind.values()):
+        columns[f"below{number}"] = below.astype(np.float32)
+        below = below + np.array(nbytes) / scale
+        columns[f"above{number}"] = below.astype(np.float32)
+        columns[f"own{number}"] = np.array(nbytes, np.float64).astype(np.float32)
+    source = ColumnDataSource(columns)
+    for number, kind in enumerate(curve.by_kind):
+        colours = [COLOURS[MEMORY_KINDS[kind]], DARK[MEMORY_KINDS[kind]]]
+        drawn = chart.varea_step(
             "time",
-            0,
-            "amount",
+            f"below{number}",
+            f"above{number}",
             source=source,
             step_mode="after",
-            fill_color=colour,
-            fill_alpha=0.18,
+            fill_color=colours[0],
         )
+        drawn.glyph.tags = colours
+    line = chart.step("time", "amount", source=source, mode="after", line_width=1.6)
+    line.glyph.line_color, line.glyph.tags = ink[0], list(ink)
+    size = CustomJSHover(code=_SIZE)
+    owns = [(kind, f"@own{number}{{custom}}") for number, kind in enumerate(curve.by_kind)]
+    total = (panel.title, f"@amount{{0.0}} {_unit(scale)}")
     chart.add_tools(
         HoverTool(
             renderers=[line],
             mode="vline",
             line_policy="prev",
-            tooltips=[(timeline.title, "@words"), ("at", f"@time{{0.000[000]}} {axis.unit}")],
+            tooltips=[total, *owns[::-1], ("at", f"@time{{0.000[000]}} {axis.unit}")],
+            formatters=dict.fromkeys((f"@own{n}" for n in range(len(owns))), size),
         )
+    )
+
+
+_SIZE = """
+const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+let unit = 0;
+while (value >= 1024 && unit < 4) { value /= 1024; unit += 1; }
+return value.toFixed(unit ? 1 : 0) + " " + units[unit];
+"""
+
+
+def _unit(scale: int) -> str:
+    return next((unit for nbytes, unit in _UNITS if nbytes == scale), "B")
+
+
+def _to_the_end(curve: Curve, panel: Panel, tier: Tier) -> Curve:
+    """The curve drawn to the end of the step; where there is none, its peak all the time."""
+    if not curve.times_s:
+        peak = panel.peak_bytes.get(tier, 0)
+        return Curve((0.0, panel.makespan_s), (peak, peak), {})
+    if curve.times_s[-1] >= panel.makespan_s:
+        return curve
+    return Curve(
+        (*curve.times_s, panel.makespan_s),
+        (*curve.total, curve.total[-1]),
+        {kind: (*nbytes, nbytes[-1]) for kind, nbytes in curve.by_kind.items()},
     )

@@ -9,16 +9,17 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from cotrain_compile.dataflow import Dataflow, Role
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.explain.explain import limits_words
 from cotrain_compile.placement.explain.sensitivity import limits
 from cotrain_compile.placement.policies import RULES
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.residency import device_bytes, device_program, instances
-from cotrain_compile.plan import Lane, Plan, Timeline
+from cotrain_compile.plan import Lane, Plan, SolveReport, Timeline
 from cotrain_compile.units import format_bytes, format_seconds
 from cotrain_compile.viz.kinds import lane_titles
+from cotrain_compile.viz.memory import memory_kinds
+from cotrain_compile.viz.names import folded, names
 from cotrain_compile.viz.text.summary import (
     NOT_NEEDED,
     order_words,
@@ -46,13 +47,23 @@ class Pace:
 
 
 @dataclass(frozen=True)
+class Held:
+    """`count` buffers that are alike in all layers: what readers call them, what each has."""
+
+    name: str
+    kind: str
+    nbytes: int
+    count: int
+
+
+@dataclass(frozen=True)
 class Peak:
-    """What is on the device where most is: bytes by kind, and the largest buffers."""
+    """What is on the device where most is: bytes by kind, and what holds most of them."""
 
     nbytes: int
     where: str
     by_kind: tuple[tuple[str, int], ...]
-    largest: tuple[tuple[str, str, int], ...]
+    largest: tuple[Held, ...]
 
 
 def regime(problem: Problem, plan: Plan) -> str:
@@ -65,9 +76,9 @@ def regime(problem: Problem, plan: Plan) -> str:
     return f"{_REGIMES[found.first]}{memory}."
 
 
-def sentences(problem: Problem, plan: Plan) -> Iterator[str]:
+def sentences(problem: Problem, plan: Plan, measured: Sequence[Timeline] = ()) -> Iterator[str]:
     """What a reader should know first."""
-    predicted, report = plan.predicted, plan.report
+    predicted = plan.predicted
     step_s = predicted.makespan_s
     work_s = predicted.busy_s(Lane.DEVICE)
     exposed = (
@@ -79,7 +90,7 @@ def sentences(problem: Problem, plan: Plan) -> Iterator[str]:
         + exposed * bool(plan.tasks)
     )
     if plan.tasks:
-        yield f"The step hangs on {limits_words(limits(problem, plan))}."
+        yield f"Bottleneck: {limits_words(limits(problem, plan))}."
         yield (
             f"{format_bytes(plan.bytes_moved('offload'))} go down to the host and "
             f"{format_bytes(plan.bytes_moved('prefetch'))} up to the device in each step."
@@ -90,18 +101,43 @@ def sentences(problem: Problem, plan: Plan) -> Iterator[str]:
         yield f"Values of the forward are made again for the backward: {told}."
     if reserved := list(reserved_words(plan, problem.dataflow)):
         yield f"{': '.join(reserved)}."
-    if report and report.lower_bound_s:
-        yield (
-            f"No plan within these budgets takes less than "
-            f"{format_seconds(report.lower_bound_s)}: this one is {report.gap:.1%} above."
-        )
-        if report.unknown_ops:
-            yield f"That is not certified: it is a {report.bound_name}."
+    yield from _of_bound(problem, plan, measured)
     modes = Counter(mode.value.replace("_", " ") for mode in plan.placement.updates.values())
     if plan.tasks and modes:
         told = ", ".join(f"{count} {mode}" for mode, count in modes.items())
         yield f"Parameters by the way they are updated: {told}."
     yield from plan.notes
+
+
+def bound(problem: Problem, plan: Plan, measured: Sequence[Timeline] = ()) -> SolveReport | None:
+    """The report with the bound of the plan; None without one, and where the bound is refuted.
+
+    A bound holds at the rates of the machine. Where these are too slow, as a guess may be, a
+    measured step can take less than any plan could at them.
+    """
+    report = plan.report
+    if report is None or not report.lower_bound_s:
+        return None
+    measured_s = max((timeline.makespan_s for timeline in measured), default=report.lower_bound_s)
+    return report if measured_s >= report.lower_bound_s else None
+
+
+def _of_bound(problem: Problem, plan: Plan, measured: Sequence[Timeline]) -> Iterator[str]:
+    report = plan.report
+    if report is None or not report.lower_bound_s:
+        return
+    if bound(problem, plan, measured) is None:
+        yield (
+            f"The measured step is faster than the rates of {plan.machine} allow, so they are too "
+            "slow, and no bound is shown. Measure them: cotrain-compile calibrate."
+        )
+        return
+    yield (
+        f"At the rates of {plan.machine} no plan within these budgets takes less than "
+        f"{format_seconds(report.lower_bound_s)}: this one is {report.gap:.1%} above."
+    )
+    if report.unknown_ops:
+        yield f"That is not certified: it is a {report.bound_name}."
 
 
 def paces(plan: Plan) -> tuple[Pace, ...]:
@@ -144,29 +180,25 @@ def peak(problem: Problem, plan: Plan) -> Peak:
         for held in instances(program, plan.placement, plan.tasks)
         if held.first <= slot < held.last
     ]
-    kind = _kinds(problem.dataflow)
+    kind, called = memory_kinds(problem.dataflow), names(problem.dataflow)
     by_kind: Counter[str] = Counter()
+    alike: dict[tuple[str, str, int], list[str]] = {}
     for buffer in alive:
-        by_kind[kind[buffer.name]] += buffer.nbytes
-    alive.sort(key=lambda buffer: -buffer.nbytes)
+        name, what = called.of_buffer[buffer.name], kind[buffer.name]
+        by_kind[what] += buffer.nbytes
+        alike.setdefault((folded(name), what, buffer.nbytes), []).append(name)
+    held = [
+        Held(name if len(own) > 1 else own[0], what, nbytes, len(own))
+        for (name, what, nbytes), own in alike.items()
+    ]
+    held.sort(key=lambda one: -one.nbytes * one.count)
     op = program.ops[min(slot, program.end - 1)]
     return Peak(
         nbytes=used[slot],
-        where=f"{op.name} ({op.target})" + (f" in {op.module}" if op.module else ""),
+        where=f"{called.of_op[op.name]} ({called.what[op.name]})",
         by_kind=tuple(by_kind.most_common()),
-        largest=tuple((b.name, kind[b.name], b.nbytes) for b in alive[:LARGEST]),
+        largest=tuple(held[:LARGEST]),
     )
-
-
-def _kinds(dataflow: Dataflow) -> Mapping[str, str]:
-    """What each buffer is: its role, or for a temporary what it is made for."""
-    kinds = {b.name: b.role.value.replace("_", " ") for b in dataflow.buffers}
-    temporaries = {b.name for b in dataflow.buffers if b.role is Role.TEMPORARY}
-    kinds |= dict.fromkeys(temporaries, "activation or other temporary")
-    for group in dataflow.updates:
-        own = {group.gradient: "gradient", group.low_precision: "low-precision copy"}
-        kinds |= {name: kind for name, kind in own.items() if name in temporaries}
-    return kinds
 
 
 def _busy(timeline: Timeline, lane: str) -> str:

@@ -17,11 +17,11 @@ from cotrain_compile.machine import Tier
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.plan import Plan, Timeline
 from cotrain_compile.units import format_bytes, format_seconds
-from cotrain_compile.viz.kinds import COLOURS
+from cotrain_compile.viz.kinds import COLOURS, DARK, MEMORY_KINDS
 from cotrain_compile.viz.report import facts
-from cotrain_compile.viz.report.bars import bars_of, kinds_in
 from cotrain_compile.viz.report.charts import lanes_chart, memory_chart, time_axis
-from cotrain_compile.viz.report.parameters import parameter_rows
+from cotrain_compile.viz.report.parameters import groups, parameter_rows
+from cotrain_compile.viz.specification import Specification, specify
 
 
 def write_report(
@@ -45,51 +45,64 @@ def report_html(problem: Problem, plan: Plan, measured: Sequence[Timeline] = ())
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"bytes": format_bytes, "seconds": format_seconds}
-    script, charts, kinds = _charts(problem, plan, measured)
+    environment.filters |= {
+        "bytes": format_bytes,
+        "seconds": format_seconds,
+        "property": _property,
+    }
+    drawn = specify([plan.predicted, *measured], plan, problem.dataflow)
+    script, charts = _charts(drawn)
     library = Resources(mode="inline", components=["bokeh"], minified=True)
     return environment.get_template("page.html").render(
         plan=plan,
+        heading=drawn.heading,
         measured=measured,
         measured_s=max((timeline.makespan_s for timeline in measured), default=0.0),
         regime=facts.regime(problem, plan),
-        sentences=list(facts.sentences(problem, plan)),
+        bound=facts.bound(problem, plan, measured),
+        sentences=list(facts.sentences(problem, plan, measured)),
         paces=facts.paces(plan),
         comparison=list(facts.comparison(problem, plan, measured)),
         peak=facts.peak(problem, plan),
-        rows=parameter_rows(problem, plan),
+        groups=groups(parameter_rows(problem, plan)),
         charts=charts,
-        kinds={kind: colour for kind, colour in COLOURS.items() if kind in kinds},
+        kinds=[kind for kind in COLOURS if any(kind in panel.kinds for panel in drawn.panels)],
+        memory_kinds=_memory_kinds(drawn),
+        palettes=palettes_css(),
         library=Markup(library.render_js()),
         script=Markup(script),
         tiers=list(Tier),
     )
 
 
-def _charts(
-    problem: Problem, plan: Plan, measured: Sequence[Timeline]
-) -> tuple[str, Mapping[str, Any], set[str]]:
-    """The script that draws the charts, the place of each, and the kinds of bars in them."""
-    problem = problem.under(plan.placement)
-    timelines = [plan.predicted, *measured]
-    # The ranks of a step have one zero.
-    zeros = [_start_s([plan.predicted]), *[_start_s(measured)] * len(measured)]
-    axis = time_axis(max(map(_end_s, timelines, zeros)))
-    figures: dict[str, Model] = {}
-    kinds = set[str]()
-    for timeline, zero_s in zip(timelines, zeros, strict=True):
-        bars = bars_of(timeline, plan, problem.dataflow, zero_s)
-        kinds |= kinds_in(bars)
-        figures[timeline.title] = lanes_chart(timeline.title, bars, axis)
+def palettes_css() -> Markup:
+    """The colours of the kinds as custom properties of the page, light and dark."""
+    light, dark = (
+        " ".join(f"--{_property(kind)}: {colour};" for kind, colour in palette.items())
+        for palette in (COLOURS, DARK)
+    )
+    return Markup(
+        f":root {{ {light} }}\n@media screen and (prefers-color-scheme: dark) "
+        f"{{ :root {{ {dark} }} }}"
+    )
+
+
+def _property(kind: str) -> str:
+    return kind.replace(" ", "-")
+
+
+def _memory_kinds(drawn: Specification) -> Mapping[str, str]:
+    """What lies in the memories that are drawn, and the property that has its colour."""
+    curves = [curve for panel in drawn.panels for curve in panel.memory.values()]
+    shown = {kind for curve in curves for kind in curve.by_kind}
+    return {kind: _property(of) for kind, of in MEMORY_KINDS.items() if kind in shown}
+
+
+def _charts(drawn: Specification) -> tuple[str, Mapping[str, Any]]:
+    """The script that draws the charts, and the place of each."""
+    axis = time_axis(drawn.end_s)
+    figures: dict[str, Model] = {panel.title: lanes_chart(panel, axis) for panel in drawn.panels}
     for tier in Tier:
-        figures[tier.value] = memory_chart(tier, timelines, plan.budgets[tier], axis)
+        figures[tier.value] = memory_chart(tier, drawn.panels, drawn.budgets[tier], axis)
     script, places = components(figures)
-    return script, {name: Markup(place) for name, place in places.items()}, kinds
-
-
-def _start_s(timelines: Sequence[Timeline]) -> float:
-    return min((span.start_s for t in timelines for span in t.spans), default=0.0)
-
-
-def _end_s(timeline: Timeline, zero_s: float) -> float:
-    return max((span.end_s for span in timeline.spans), default=zero_s) - zero_s
+    return script, {name: Markup(place) for name, place in places.items()}

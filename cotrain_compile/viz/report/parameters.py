@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from cotrain_compile.analysis.reuse import reuse_distances
@@ -12,6 +13,7 @@ from cotrain_compile.placement.explain.slack import slacks
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.plan import Plan, UpdateMode
 from cotrain_compile.units import format_seconds
+from cotrain_compile.viz.names import folded
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,49 @@ def parameter_rows(problem: Problem, plan: Plan) -> tuple[Row, ...]:
     return tuple(rows)
 
 
+@dataclass(frozen=True)
+class Group:
+    """Parameters that are alike in all layers, as one row of the table, which may be opened.
+
+    Its seconds are the least of theirs.
+    """
+
+    name: str
+    rows: tuple[Row, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(row.nbytes for row in self.rows)
+
+    @property
+    def state_bytes(self) -> int:
+        return sum(row.state_bytes for row in self.rows)
+
+    @property
+    def reuse_distance_s(self) -> float | None:
+        return _least(row.reuse_distance_s for row in self.rows)
+
+    @property
+    def slack_s(self) -> float | None:
+        return _least(row.slack_s for row in self.rows)
+
+
+def groups(rows: Iterable[Row]) -> tuple[Group, ...]:
+    """Rows that say the same but for the number of their layer, in the order of the first."""
+    alike: dict[tuple[object, ...], list[Row]] = {}
+    for row in rows:
+        key = (folded(row.name), row.nbytes, row.state_bytes, row.kept, row.home, row.why)
+        alike.setdefault(key, []).append(row)
+    return tuple(
+        Group(folded(own[0].name) if len(own) > 1 else own[0].name, tuple(own))
+        for own in alike.values()
+    )
+
+
+def _least(seconds: Iterable[float | None]) -> float | None:
+    return min((found for found in seconds if found is not None), default=None)
+
+
 def _why(problem: Problem, plan: Plan, param: str) -> str:
     """What its update costs each way, in seconds of that parameter alone: the plan's own first."""
     dataflow, machine = problem.dataflow, problem.machine
@@ -73,7 +118,7 @@ def _why(problem: Problem, plan: Plan, param: str) -> str:
     down, up = (Tier.DEVICE, Tier.HOST), (Tier.HOST, Tier.DEVICE)
     host_s = machine.copy_s(gradient, *down) + update_s + machine.copy_s(weight, *up)
     link_s = machine.copy_s(states, *up) + machine.copy_s(states, *down)
-    trip = f"host trip {format_seconds(host_s)}, {format_seconds(update_s)} of it the update"
+    trip = f"update on the host {format_seconds(update_s)}, {format_seconds(host_s)} with copies"
     streams = f"states over the link {format_seconds(link_s)}"
     match plan.placement.updates[param]:
         case UpdateMode.RESIDENT:

@@ -17,6 +17,7 @@ from cotrain_compile.errors import CotrainError, PlanError
 from cotrain_compile.plan import STEP_BEGINS, Lane
 from cotrain_compile.units import format_bytes, format_seconds
 from cotrain_compile.viz.perfetto import save_trace
+from cotrain_compile.viz.specification import specify
 
 Step = Callable[[torch.Tensor], torch.Tensor]
 BATCH = torch.ones(4, 16)
@@ -86,7 +87,7 @@ def test_a_profile_of_a_step_is_merged_where_that_step_began(step: Step, tmp_pat
     profiler.export_chrome_trace(str(tmp_path / "torch.json"))
     measured = cotrain_compile.inspect(step).measured
     assert measured is not None
-    save_trace([measured], tmp_path / "both.json", profiled=tmp_path / "torch.json")
+    save_trace(specify([measured]), tmp_path / "both.json", profiled=tmp_path / "torch.json")
     events: list[dict[str, Any]] = json.loads((tmp_path / "both.json").read_text())["traceEvents"]
     (mark,) = (e for e in events if e["name"] == STEP_BEGINS and e["ph"] == "X")
     process = {e["args"]["name"]: e["pid"] for e in events if e["name"] == "process_name"}

@@ -131,7 +131,7 @@ def test_one_budget_gives_one_plan_and_what_the_simple_rules_would_take(step: Pa
     assert "a step\n" in said
     rows = {line.split()[0]: line for line in said.splitlines() if line.strip()}
     assert "does not fit" in rows["resident"]
-    assert rows["coarse"].endswith(("ms", "us"))
+    assert rows["coarse"].endswith(("ms", "µs"))
 
 
 def test_where_everything_fits_nothing_else_is_tried(step: Path) -> None:

@@ -219,7 +219,7 @@ def test_where_links_hide_the_exchange_nccl_is_kept_and_the_figure_said() -> Non
     verdict = judge_helpers(WRN, preset("2x8xa100"), 32)
     assert verdict.keeps_nccl
     assert verdict.gain == pytest.approx(1.0, abs=1e-5)
-    assert str(verdict).startswith("keep NCCL: NCCL's all-reduce takes 3.7 ms, of which 0 us")
+    assert str(verdict).startswith("keep NCCL: NCCL's all-reduce takes 3.7 ms, of which 0 µs")
 
 
 def test_a_slow_memory_of_a_helper_is_counted() -> None:

@@ -15,6 +15,7 @@ from cotrain_compile import files
 from cotrain_compile.machine import Machine
 from cotrain_compile.presets import find
 from cotrain_compile.viz.perfetto import save_trace
+from cotrain_compile.viz.specification import specify
 
 
 @contextmanager
@@ -31,7 +32,7 @@ def room_for(nbytes: int) -> Iterator[None]:
 WRITERS: dict[str, Callable[[Path], Any]] = {
     "machine": lambda path: files.save(find("this-machine"), path),
     "text": lambda path: files.write_whole(path, "text " * 100),
-    "trace": lambda path: save_trace([], path),
+    "trace": lambda path: save_trace(specify([]), path),
 }
 
 

@@ -19,8 +19,8 @@ from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.plan import Placement, UpdateMode
 from cotrain_compile.presets import find
 from cotrain_compile.viz.kinds import kinds_of
-from cotrain_compile.viz.report.bars import bars_of
 from cotrain_compile.viz.report.facts import sentences
+from cotrain_compile.viz.specification import bars_of
 from cotrain_compile.viz.text.summary import summary
 from tests.support.dataflows import chain
 from tests.support.plans.renamed_plans import renamed
@@ -89,4 +89,4 @@ def test_what_is_said_of_a_plan_differs_in_the_names_alone(case: str) -> None:
     kinds = {names.get(name, name): kind for name, kind in kinds_of(plan).items()}
     assert kinds_of(other) == kinds
     bars = [bars_of(p.predicted, p, step) for p in (plan, other)]
-    assert [replace(bar, name="") for bar in bars[1]] == [replace(bar, name="") for bar in bars[0]]
+    assert [replace(bar, span="") for bar in bars[1]] == [replace(bar, span="") for bar in bars[0]]

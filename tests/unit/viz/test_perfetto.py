@@ -16,6 +16,7 @@ from cotrain_compile.cli.main import app
 from cotrain_compile.errors import FormatError
 from cotrain_compile.plan import STEP_BEGINS
 from cotrain_compile.viz.perfetto import save_trace
+from cotrain_compile.viz.specification import specify
 from tests.unit.viz.test_report import MEASURED, PLAN, STEP
 
 PROFILED = {
@@ -37,9 +38,9 @@ def events_of(path: Path) -> list[dict[str, Any]]:
 def test_an_arrow_goes_from_each_task_to_what_waits_for_it(tmp_path: Path) -> None:
     """It begins inside the bar it comes from, and ends where the one it leads to starts."""
     path = tmp_path / "trace.json"
-    save_trace([PLAN.predicted], path, plan=PLAN)
+    save_trace(specify([PLAN.predicted], PLAN, STEP), path)
     events = events_of(path)
-    bars = {e["name"]: e for e in events if e["ph"] == "X"}
+    bars = {e["args"]["node"]: e for e in events if e["ph"] == "X"}
     begins = {e["id"]: e for e in events if e["ph"] == "s"}
     ends = {e["id"]: e for e in events if e["ph"] == "f"}
     pairs = [(before, task.name) for task in PLAN.tasks for before in task.after]
@@ -54,7 +55,7 @@ def test_an_arrow_goes_from_each_task_to_what_waits_for_it(tmp_path: Path) -> No
 
 def test_predicted_and_measured_are_two_processes(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    save_trace([PLAN.predicted, MEASURED], path, plan=PLAN)
+    save_trace(specify([PLAN.predicted, MEASURED], PLAN), path)
     events = events_of(path)
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert list(names.values()) == ["predicted step", "measured step"]
@@ -69,7 +70,7 @@ def test_a_profile_of_the_step_is_on_the_same_clock(tmp_path: Path, name: str) -
     content = json.dumps(PROFILED).encode()
     profiled.write_bytes(gzip.compress(content) if name.endswith("gz") else content)
     path = tmp_path / "both.json"
-    save_trace([MEASURED], path, profiled=profiled)
+    save_trace(specify([MEASURED]), path, profiled=profiled)
     events = events_of(path)
     assert events[: len(PROFILED["traceEvents"])] == PROFILED["traceEvents"]  # type: ignore[arg-type]
     ours = [e for e in events if e["pid"] == 78 and e["ph"] == "X"]
@@ -82,7 +83,7 @@ def test_what_is_no_profile_of_a_step_is_refused(tmp_path: Path, content: str) -
     profiled = tmp_path / "torch.json"
     profiled.write_text(content)
     with pytest.raises(FormatError, match=r"torch\.json: n"):
-        save_trace([MEASURED], tmp_path / "both.json", profiled=profiled)
+        save_trace(specify([MEASURED]), tmp_path / "both.json", profiled=profiled)
 
 
 def test_show_writes_a_trace_of_a_plan_and_of_a_timeline(tmp_path: Path) -> None:

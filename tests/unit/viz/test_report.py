@@ -25,11 +25,15 @@ from cotrain_compile.placement.simulate.reserved import reserved
 from cotrain_compile.plan import Lane, Timeline
 from cotrain_compile.presets import find
 from cotrain_compile.units import format_bytes, format_seconds
+from cotrain_compile.viz.kinds import COLOURS, DARK
 from cotrain_compile.viz.layers import layer, layers
-from cotrain_compile.viz.report import facts
-from cotrain_compile.viz.report.bars import bars_of, merged
+from cotrain_compile.viz.memory import memory_kinds, planned_curve
+from cotrain_compile.viz.names import folded, names, operation
+from cotrain_compile.viz.report import charts, facts
+from cotrain_compile.viz.report.bars import merged
 from cotrain_compile.viz.report.page import report_html
 from cotrain_compile.viz.report.parameters import parameter_rows
+from cotrain_compile.viz.specification import bars_of
 from cotrain_compile.viz.text.summary import summary
 from tests.support.dataflows import chain, mixed_precision_step
 
@@ -84,7 +88,7 @@ def test_the_tiles_are_the_plans(page: str) -> None:
         words: number for number, words in re.findall(r"<b>([^<]*)</b><span>([^<]*)</span>", page)
     }
     moved = PLAN.bytes_moved("offload") + PLAN.bytes_moved("prefetch")
-    bound = f"certified bound; {100 * PLAN.report.gap:.1f}% above it"
+    bound = f"certified bound; this plan is {100 * PLAN.report.gap:.1f}% above it"
     assert tiles == {
         "a step, predicted": format_seconds(PLAN.predicted.makespan_s),
         "a step, measured": format_seconds(3 * PLAN.predicted.makespan_s),
@@ -135,7 +139,8 @@ def test_the_peak_adds_up() -> None:
     used = device_bytes(program, PLAN.placement, PLAN.tasks)
     assert found.nbytes == max(used) == PLAN.predicted.peak_bytes[Tier.DEVICE]
     assert sum(nbytes for _, nbytes in found.by_kind) == found.nbytes
-    assert found.where.startswith(program.ops[used.index(max(used))].name)
+    assert sum(held.nbytes * held.count for held in found.largest) <= found.nbytes
+    assert program.ops[used.index(max(used))].target in found.where
 
 
 def test_candidates_are_those_of_the_solver_and_rules_that_do_not_fit() -> None:
@@ -159,8 +164,9 @@ def test_bars_are_the_spans_from_the_start_of_the_step() -> None:
     assert len(bars) == len(MEASURED.spans)
     assert min(bar.start_s for bar in bars) == 0
     assert max(bar.end_s for bar in bars) == pytest.approx(MEASURED.makespan_s)
-    (bar,) = (bar for bar in bars if bar.name == "forward_2")
-    assert (bar.lane, bar.kind, bar.what) == ("device", "forward", "test.forward")
+    (bar,) = (bar for bar in bars if bar.span == "forward_2")
+    told = (bar.lane, bar.kind, bar.name, bar.what)
+    assert told == ("device", "forward", "w2: forward", "test.forward")
 
 
 def test_merged_bars_keep_the_work_and_the_ends() -> None:
@@ -252,3 +258,80 @@ def test_only_a_plan_has_a_report(tmp_path: Path) -> None:
     out = str(tmp_path / "report.html")
     result = CliRunner().invoke(app, ["show", str(tmp_path / "step.json"), "--html", out])
     assert isinstance(result.exception, OptionError)
+
+
+def test_a_measured_step_below_the_bound_refutes_the_rates_and_no_bound_is_shown() -> None:
+    assert PLAN.report is not None
+    bound_s = PLAN.report.lower_bound_s
+    scale = 0.5 * bound_s / PLAN.predicted.makespan_s
+    spans = tuple(
+        replace(span, start_s=scale * span.start_s, end_s=scale * span.end_s)
+        for span in PLAN.predicted.spans
+    )
+    fast = replace(PLAN.predicted, source="measured", spans=spans)
+    page = report_html(PROBLEM, PLAN, [fast])
+    assert "certified bound" not in page
+    assert "no plan below" not in page
+    assert "faster than the rates of rtx4090 allow" in page
+
+
+def test_memory_by_kind_adds_up_to_what_is_planned() -> None:
+    for tier in Tier:
+        curve = planned_curve(STEP, PLAN, tier, 0.0)
+        assert tuple(map(sum, zip(*curve.by_kind.values(), strict=True))) == curve.total
+        assert max(curve.total) == PLAN.predicted.peak_bytes[tier]
+    points = dict(PLAN.predicted.memory[Tier.DEVICE])
+    curve = planned_curve(STEP, PLAN, Tier.DEVICE, 0.0)
+    totals = dict(zip(curve.times_s, curve.total, strict=True))
+    assert points.items() <= totals.items()
+
+
+def test_what_the_backward_reads_of_the_forward_is_an_activation() -> None:
+    kinds = memory_kinds(STEP)
+    told = [kinds[name] for name in ("w0", "m0", "g0", "h0", "d2", "x")]
+    states = ["parameters", "optimizer states", "gradients", "activations", "temporaries"]
+    assert told == [*states, "batch and other inputs"]
+
+
+def test_names_are_of_modules_and_operations() -> None:
+    assert operation("aten.mm.default") == "mm"
+    assert operation("<built-in function getitem>") == "getitem"
+    assert operation("a <b>") == "a <b>"
+    assert folded("model.layers.3.mlp.gate_proj: mm") == "model.layers.*.mlp.gate_proj: mm"
+    step = replace(STEP, ops=(replace(STEP.ops[0], module="net.0", line="m.py:5"), *STEP.ops[1:]))
+    found = names(step)
+    assert found.of_op["forward_0"] == found.of_buffer["h0"] == "net.0: forward"
+    assert found.what["forward_0"] == "test.forward at m.py:5"
+    assert found.of_buffer["g0"] == "gradient of w0"
+
+
+def contrast(one: str, other: str) -> float:
+    """By WCAG 2.2: of relative luminances, each at least 0.05."""
+
+    def luminance(colour: str) -> float:
+        parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+        red, green, blue = (
+            c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts
+        )
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+    high, low = sorted((luminance(one), luminance(other)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_all_is_legible_in_light_and_dark(page: str) -> None:
+    """Text and lines 4.5:1 on cards and paper; bars 3:1 in light as WCAG asks, 4.5:1 in dark."""
+    css = (Path(charts.__file__).parent / "page.css").read_text()
+    blocks = re.findall(r":root \{(.*?)\}", css, re.DOTALL)
+    light, dark = (dict(re.findall(r"--(\w+): (#\w{6})\b", block)) for block in blocks)
+    assert light.keys() == dark.keys()
+    for shown, bars, least in ((light, COLOURS, 3), (dark, DARK, 4.5)):
+        for ground in (shown["card"], shown["paper"]):
+            for ink in ("ink", "quiet", "accent", "own", "predicted", "measured", "budget"):
+                assert contrast(shown[ink], ground) >= 4.5, (ink, ground)
+            for kind, colour in bars.items():
+                assert contrast(colour, ground) >= least, (kind, ground)
+    assert COLOURS.keys() == DARK.keys()
+    for line in ("predicted", "measured", "budget"):
+        of_chart = getattr(charts, line.upper())
+        assert tuple(ink.lower() for ink in of_chart) == (light[line], dark[line])

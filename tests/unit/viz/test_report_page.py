@@ -10,16 +10,20 @@ from typing import Any
 
 import pytest
 
+from cotrain_compile import files
+from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.search.solve import SolveSettings, solve
 from cotrain_compile.plan import Lane
 from cotrain_compile.presets import find
 from cotrain_compile.units import format_seconds
+from cotrain_compile.viz.report.charts import time_axis
 from cotrain_compile.viz.report.page import write_report
+from cotrain_compile.viz.specification import bars_of
 from tests.support.dataflows import chain
 from tests.support.fuzz.fuzz_files import MARKUP
-from tests.unit.viz.test_report import MEASURED, PLAN, PROBLEM
+from tests.unit.viz.test_report import MEASURED, PLAN, PROBLEM, STEP
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -134,14 +138,15 @@ def test_a_bar_says_what_it_is(page: Any) -> None:
             const box = view.el.getBoundingClientRect();
             return [box.x + at, box.y + up];
         }""",
-        1e6 * (span.start_s + span.end_s) / 2,  # the axis is in microseconds
+        (span.start_s + span.end_s) / 2 / time_axis(MEASURED.makespan_s).unit_s,
     )
     page.mouse.move(x - 3, y)
     page.mouse.move(x, y)
     tooltip = page.locator(".bk-Tooltip").first
     tooltip.wait_for(state="visible", timeout=5000)
     said = tooltip.locator(".bk-tooltip-row-value").all_text_contents()
-    assert said[0].strip() == span.name
+    (bar,) = (bar for bar in bars_of(PLAN.predicted, PLAN, STEP) if bar.span == span.name)
+    assert said[0].strip() == bar.name
     assert said[3].strip() == format_seconds(span.end_s - span.start_s)
 
 
@@ -168,7 +173,48 @@ def test_a_long_step_is_merged_until_zoomed_in(browser: Any, tmp_path: Path) -> 
     page.close()
 
 
-@pytest.mark.parametrize("width", [390, 1280, 1920])
+def test_the_keyboard_goes_from_bar_to_bar_and_from_row_to_row(browser: Any, report: Path) -> None:
+    page = browser.new_page()
+    page.goto(report.as_uri())
+    page.wait_for_function("Bokeh.documents.length && Bokeh.documents[0].is_idle")
+    chart = page.locator(".chart.lanes").first
+    chart.focus()
+    bars = [bar for bar in bars_of(PLAN.predicted, PLAN, STEP) if bar.lane == Lane.DEVICE]
+    for bar in bars[:3]:
+        page.keyboard.press("ArrowRight")
+        assert str(chart.locator("output").text_content()).startswith(f"{bar.name}: {bar.what}")
+    page.keyboard.press("+")
+    assert page.evaluate("Bokeh.documents[0].get_model_by_name('time').start") > 0
+    page.locator("#parameters tbody tr").first.focus()
+    page.keyboard.press("ArrowDown")
+    assert page.evaluate("document.activeElement.textContent").strip().startswith("w1")
+    page.close()
+
+
+def in_layers(count: int) -> Problem:
+    """A step whose parameters are `net.0.weight`, `net.1.weight`, ..., all alike but the first."""
+    step = chain(count, width=256)
+    text = files.to_json(step)
+    for number in range(count):
+        text = text.replace(f'"w{number}"', f'"net.{number}.weight"')
+    budgets = {Tier.DEVICE: 1 << 30, Tier.HOST: 1 << 30}
+    return formulate(files.from_json(text, Dataflow), find("rtx4090"), budgets)
+
+
+def test_equal_layers_are_one_row_that_opens(browser: Any, tmp_path: Path) -> None:
+    problem = in_layers(3)
+    write_report(tmp_path / "report.html", problem, solve(problem))
+    page = browser.new_page()
+    page.goto((tmp_path / "report.html").as_uri())
+    assert [name.split() for name in shown_names(page)] == [["3", "alike", "net.*.weight"]]
+    page.locator("#parameters tbody button").click()
+    assert shown_names(page)[1:] == [f"net.{n}.weight" for n in range(3)]
+    page.fill("#search", "net.2")
+    assert shown_names(page) == ["net.2.weight"]
+    page.close()
+
+
+@pytest.mark.parametrize("width", [420, 900, 1400])
 def test_nothing_is_wider_than_the_screen(browser: Any, tmp_path: Path, width: int) -> None:
     """Not the name of a setting either."""
     path = tmp_path / "report.html"
@@ -219,11 +265,11 @@ def test_a_name_that_is_markup_is_shown_and_not_obeyed(
     box = chart.bounding_box()
     tooltip = page.locator(".bk-tooltip-row-value").first
     for part in range(1, 40):
-        page.mouse.move(box["x"] + box["width"] * part / 40, box["y"] + 40)
+        page.mouse.move(box["x"] + box["width"] * part / 40, box["y"] + 70)
         if tooltip.is_visible():
             break
     said = page.locator(".bk-tooltip-row-value").all_text_contents()
     assert said[0].strip().startswith(name)
-    assert said[1].strip() == name
+    assert said[1].strip().startswith(f"{name} ({name}")
     assert ran == []
     page.close()

@@ -1,0 +1,216 @@
+"""Specification: what a picture of timelines shows, as plain data. Page, PNG and trace draw it.
+
+A `Panel` is one timeline: rows of bars, one for each lane, and memory over time by kind. Lanes are
+those that the timeline has, of one device or of several. Times count from the start of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date
+
+from cotrain_compile.dataflow import Dataflow
+from cotrain_compile.machine import Tier
+from cotrain_compile.placement.as_placed import as_placed
+from cotrain_compile.plan import HostRegion, Plan, Task, Timeline, Transfer
+from cotrain_compile.viz.kinds import kinds_of, lane_titles, spans_with_kinds
+from cotrain_compile.viz.layers import REST, layers
+from cotrain_compile.viz.memory import Curve, measured_curve, planned_curve
+from cotrain_compile.viz.names import names
+
+
+@dataclass(frozen=True)
+class Bar:
+    """`count` spans of a lane from `start_s` to `end_s`, of which `busy_s` are work.
+
+    `name` is what readers call it, `span` the op or task of the plan; `kind` is a key of
+    `kinds.COLOURS`; `what` says more: operation and line. `nbytes` of a copy, `param` of an update.
+    """
+
+    lane: str
+    name: str
+    kind: str
+    layer: str
+    what: str
+    start_s: float
+    end_s: float
+    busy_s: float
+    count: int = 1
+    span: str = ""
+    nbytes: int = 0
+    param: str = ""
+
+    @property
+    def bytes_per_s(self) -> float:
+        """The rate of a copy, 0 for all else."""
+        return self.nbytes / self.busy_s if self.busy_s else 0.0
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One timeline. `lanes` are from above, with their titles; `zero_s` is what times count from.
+
+    `arrows` go from a span to one that waits for it.
+    """
+
+    title: str
+    source: str
+    lanes: Mapping[str, str]
+    bars: tuple[Bar, ...]
+    memory: Mapping[Tier, Curve]
+    peak_bytes: Mapping[Tier, int]
+    makespan_s: float
+    zero_s: float
+    arrows: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def kinds(self) -> set[str]:
+        """The kinds of work that occur."""
+        return {bar.kind for bar in self.bars}
+
+    def busy_share(self, lane: str) -> float:
+        busy_s = sum(bar.busy_s for bar in self.bars if bar.lane == lane)
+        return busy_s / self.makespan_s if self.makespan_s else 0.0
+
+
+@dataclass(frozen=True)
+class Specification:
+    """Panels on one time axis, with what they are of: model, batch, machine, policy and date."""
+
+    heading: str
+    panels: tuple[Panel, ...]
+    budgets: Mapping[Tier, int]
+
+    @property
+    def end_s(self) -> float:
+        return max((bar.end_s for panel in self.panels for bar in panel.bars), default=0.0)
+
+
+def specify(
+    timelines: Sequence[Timeline], plan: Plan | None = None, dataflow: Dataflow | None = None
+) -> Specification:
+    """What to draw of `timelines`; the more is given, the more it says of each bar.
+
+    With a `plan`, its tasks are told apart, and with the `dataflow` it was made for, also its ops.
+    Measured timelines of several ranks have one zero.
+    """
+    measured = [timeline for timeline in timelines if timeline.source == "measured"]
+    panels = (
+        _panel(t, _zero_s(measured if t.source == "measured" else [t]), plan, dataflow)
+        for t in timelines
+    )
+    return Specification(heading(plan, dataflow), tuple(panels), plan.budgets if plan else {})
+
+
+def heading(plan: Plan | None, dataflow: Dataflow | None) -> str:
+    """`LlamaForCausalLM, batch 4 × 2048, on rtx4090, policy ilp, 2026-11-24`: what is known."""
+    parts = [job_words(dataflow)] if dataflow else []
+    if plan is not None:
+        parts += [f"on {plan.machine}", f"policy {plan.placement.policy}"]
+    return ", ".join(filter(None, (*parts, date.today().isoformat())))
+
+
+def job_words(dataflow: Dataflow) -> str:
+    """Model and batch, as far as the trace has told them."""
+    shapes = dict.fromkeys(" × ".join(map(str, s)) for s in dataflow.job.batch.values() if s)
+    batch = f"batch {' and '.join(shapes)}" if shapes else ""
+    return ", ".join(filter(None, (dataflow.job.model, batch)))
+
+
+def _panel(
+    timeline: Timeline, zero_s: float, plan: Plan | None, dataflow: Dataflow | None
+) -> Panel:
+    is_plans = plan is not None and timeline is plan.predicted
+    return Panel(
+        title=timeline.title,
+        source=timeline.source,
+        lanes=lane_titles(timeline),
+        bars=bars_of(timeline, plan, dataflow, zero_s),
+        memory={
+            tier: planned_curve(dataflow, plan, tier, zero_s)
+            if is_plans and dataflow is not None and plan is not None
+            else measured_curve(timeline, tier, zero_s)
+            for tier in Tier
+        },
+        peak_bytes=timeline.peak_bytes,
+        makespan_s=timeline.makespan_s,
+        zero_s=zero_s,
+        arrows=tuple((b, task.name) for task in plan.tasks for b in task.after) if plan else (),
+    )
+
+
+def bars_of(
+    timeline: Timeline,
+    plan: Plan | None = None,
+    dataflow: Dataflow | None = None,
+    zero_s: float | None = None,
+) -> tuple[Bar, ...]:
+    """One bar for each span, in the order of lanes and time, from the start of the first one."""
+    zero_s = _zero_s([timeline]) if zero_s is None else zero_s
+    told = _Told(plan, dataflow)
+    bars = [
+        Bar(
+            lane=str(span.lane),
+            name=told.name.get(span.name, span.name),
+            kind=kind,
+            layer=told.layer.get(span.name, REST),
+            what=told.what.get(span.name, ""),
+            start_s=span.start_s - zero_s,
+            end_s=span.end_s - zero_s,
+            busy_s=span.end_s - span.start_s,
+            span=span.name,
+            nbytes=told.nbytes.get(span.name, 0),
+            param=told.param.get(span.name, ""),
+        )
+        for span, kind in spans_with_kinds(timeline, told.kinds)
+    ]
+    return tuple(sorted(bars, key=lambda bar: (bar.lane, bar.start_s)))
+
+
+class _Told:
+    """What plan and step say about spans, by their names."""
+
+    def __init__(self, plan: Plan | None, dataflow: Dataflow | None) -> None:
+        self.name: dict[str, str] = {}
+        self.what: dict[str, str] = {}
+        self.layer: dict[str, str] = {}
+        self.kinds: dict[str, str] = {}
+        self.nbytes: dict[str, int] = {}
+        self.param: dict[str, str] = {}
+        if plan is not None:
+            phases = {op.name: op.phase for op in dataflow.ops} if dataflow else {}
+            self.kinds |= kinds_of(plan, phases)
+            self.nbytes |= {task.name: task.nbytes for task in plan.transfers}
+            self.what |= {task.name: _buffer_of(task) for task in plan.tasks}
+            self.param |= dict(_params(plan, dataflow))
+        if dataflow is not None:
+            self._tell_step(as_placed(dataflow, plan.placement) if plan else dataflow, plan)
+
+    def _tell_step(self, step: Dataflow, plan: Plan | None) -> None:
+        found, called = layers(step), names(step)
+        self.name |= called.of_op
+        self.what |= called.what
+        self.layer |= found.of_op
+        if plan is not None:
+            self.name |= {task.name: called.of_task(task) for task in plan.tasks}
+            self.layer |= found.of_tasks(plan)
+
+
+def _buffer_of(task: Task) -> str:
+    return task.buffer if isinstance(task, Transfer) else task.param
+
+
+def _params(plan: Plan, dataflow: Dataflow | None) -> Iterator[tuple[str, str]]:
+    """The parameter that each task is about, by the task's name."""
+    of_buffer = {param: param for param in plan.placement.updates}
+    for group in dataflow.updates if dataflow else ():
+        own = (group.param, group.gradient, group.low_precision, *group.states)
+        of_buffer |= dict.fromkeys(filter(None, own), group.param)
+    for task in plan.tasks:
+        if isinstance(task, HostRegion) or task.buffer in of_buffer:
+            yield task.name, task.param if isinstance(task, HostRegion) else of_buffer[task.buffer]
+
+
+def _zero_s(timelines: Sequence[Timeline]) -> float:
+    return min((span.start_s for t in timelines for span in t.spans), default=0.0)
