@@ -49,6 +49,7 @@ def report_html(problem: Problem, plan: Plan, measured: Sequence[Timeline] = ())
         "bytes": format_bytes,
         "seconds": format_seconds,
         "property": _property,
+        "breakable": _breakable,
     }
     drawn = specify([plan.predicted, *measured], plan, problem.dataflow)
     script, charts = _charts(drawn)
@@ -85,6 +86,11 @@ def palettes_css() -> Markup:
         f":root {{ {light} }}\n@media screen and (prefers-color-scheme: dark) "
         f"{{ :root {{ {dark} }} }}"
     )
+
+
+def _breakable(name: str) -> Markup:
+    """A dotted name that may go on in the next line behind its dots."""
+    return Markup(".<wbr>").join(name.split("."))
 
 
 def _property(kind: str) -> str:
