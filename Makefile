@@ -4,6 +4,7 @@
 # make audit   looks for known vulnerabilities in what is installed
 # make lowest  unit tests with the lowest versions of all that is needed
 # make long    every test, the long ones too, with more hypothesis examples
+# make docs    build the documentation in build/site; any warning, as for a broken link, is an error
 # make results write the tables and figures of the documentation from bench/results
 
 PYTHON ?= python3
@@ -16,7 +17,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-torch-$(TORCH)
 
-.PHONY: test long demo results lint types audit lowest check install clean
+.PHONY: test long demo docs results lint types audit lowest check install clean
 
 # Files of tests are shared out over the cores.
 test: install
@@ -27,6 +28,10 @@ long: install
 
 demo: install
 	$(BIN)/cotrain-compile demo
+
+# Material's notice about MkDocs 2 is not for readers of a build.
+docs: install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # Tables and figures of the documentation, from the JSONs of the benchmarks.
 results: install

@@ -1,8 +1,8 @@
 """Where do we stand? All benchmarks in one page, from the JSONs of `bench/results`.
 
 Prints the page; `--write` also writes `docs/results.md` and puts the figures of the JSONs into the
-sentences of the other pages that quote them (`bench/results_page/figures.py`). Measures nothing:
-each section names the command that makes its JSON again.
+sentences of the other pages that quote them (`bench/results_page/pages.py` and `readme.py`).
+Measures nothing: each section names the command that makes its JSON again.
 
     python -m bench.results_page.compare
     python -m bench.results_page.compare --write
@@ -55,6 +55,7 @@ class Section:
 
 
 SECTIONS = (
+    Section("Steps that do not fit", "first_screen", own_table("plans.first_screen")),
     Section("Plans against simple rules", "plans", own_table("plans.plans")),
     Section("Plans against their bound", "placement", tables.placement),
     Section("Plans in little more than the least memory", "tight", own_table("plans.tight")),

@@ -12,7 +12,8 @@ import pytest
 
 from bench.results_page import compare, compiler_tables, figures, tables
 from bench.results_page.compare import ELSEWHERE, PAGE, RESULTS, SECTIONS, page
-from bench.results_page.figures import FIGURES, Figure, refreshed
+from bench.results_page.figure import Figure
+from bench.results_page.figures import FIGURES, refreshed
 
 ROOT = Path(__file__).parents[3]
 GO_ON = "run `make results`, or `python -m bench.results_page.compare --write`, and read the diff"

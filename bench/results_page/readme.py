@@ -1,0 +1,127 @@
+"""The sentences of the README and of the pages of tasks that quote figures, and what they say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from bench.plans.first_screen import Case
+from bench.results_page.figure import Figure, Result
+from bench.results_page.pages import peak_errors, percent, processor_ratios, time_errors
+
+README, FINE_TUNE = "README.md", "docs/tasks/fine-tune-7b.md"
+
+
+def _case(r: Result, model: str, machine: str) -> Case:
+    """The plan of `model` on `machine`; it fits."""
+    return next(
+        case
+        for case in (Case(**row) for row in r["cases"])
+        if (case.model, case.machine) == (model, machine)
+    )
+
+
+def _gib(nbytes: int | None) -> str:
+    return f"{(nbytes or 0) / 2**30:.1f}"
+
+
+def _row(model: str, machine: str) -> Callable[[Result], Sequence[str]]:
+    """A row of the first table: bytes of all, of the device and of the host, the step, its gap."""
+
+    def values(r: Result) -> Sequence[str]:
+        case = _case(r, model, machine)
+        assert case.step_s is not None
+        assert case.bound_s is not None
+        needed = (case.resident_bytes, case.device_bytes, case.host_bytes)
+        gap = percent(case.step_s / case.bound_s - 1)
+        return *map(_gib, needed), f"{case.step_s:.2f}", f"{case.tokens_per_s:,.0f}", gap
+
+    return values
+
+
+def _fine_tune(r: Result) -> Sequence[str]:
+    case = _case(r, "Llama 7B, 4 × 2048", "rtx4090")
+    return (
+        _gib(case.device_bytes),
+        _gib(case.host_bytes),
+        f"{case.step_s:.1f}",
+        f"{case.tokens_per_s:,.0f}",
+    )
+
+
+def _kept(r: Result) -> Sequence[str]:
+    """The first row's step where nothing is recomputed."""
+    model, machine, gib = "GPT-2 124M, 32 × 1024", "rtx4090", 20 << 30
+    (cell,) = (
+        c
+        for c in r["cells"]
+        if (c["model"], c["machine"], c["budget_bytes"]) == (model, machine, gib)
+    )
+    return (f"{cell['steps_s']['nothing']:.2f}",)
+
+
+def _two_ranks(r: Result) -> Sequence[str]:
+    """Planned steps beside eager ones."""
+    seconds = r["median_s"]
+    return [
+        f"{seconds[f'{way}, planned'] / seconds[f'{way}, eager']:.2f}" for way in ("DDP", "FSDP2")
+    ]
+
+
+NUMBERS = "| {} GiB | {} GiB | {} GiB | {} s | {} | {} % |"
+ROWS = (
+    ("GPT-2 124M, 32 × 1024", "rtx4090", "RTX 4090"),
+    ("Llama 1B, 8 × 2048", "rtx4090", "RTX 4090"),
+    ("Llama 7B, 4 × 2048", "rtx4090", "RTX 4090"),
+    ("Llama 7B, 4 × 2048", "h100", "H100 80 GB"),
+)
+
+FIGURES = (
+    *(
+        Figure(README, f"| {model} | {card} {NUMBERS}", "first_screen", _row(model, machine))
+        for model, machine, card in ROWS
+    ),
+    Figure(
+        README,
+        "ZeRO-Offload's rule fits {} of these 4 steps.",
+        "first_screen",
+        lambda r: [str(sum(row["zero_offload_s"] is not None for row in r["cases"]))],
+    ),
+    Figure(README, "without it, the first row takes {} s.", "recompute", _kept),
+    Figure(
+        README,
+        "step times are off by {} % in the median and {} % at worst, peaks of device memory by at "
+        "most {} bytes",
+        "simulated_vs_measured",
+        lambda r: (*time_errors(r), peak_errors(r)[0]),
+    ),
+    Figure(
+        README,
+        "on two ranks a step takes {} of eager `DistributedDataParallel`'s time, and {} of FSDP2's",
+        "several_ranks",
+        _two_ranks,
+    ),
+    Figure(
+        README,
+        "{} to {} times the processor time of stock `torch.compile`;",
+        "against_torch_compile_*_kept",
+        processor_ratios,
+    ),
+    Figure(
+        README,
+        "{} to {} times where glibc gives freed memory back to the system",
+        "against_torch_compile_*[!t]",
+        processor_ratios,
+    ),
+    Figure(
+        FINE_TUNE,
+        "With everything on the GPU that takes {} GiB.",
+        "first_screen",
+        lambda r: [_gib(_case(r, "Llama 7B, 4 × 2048", "rtx4090").resident_bytes)],
+    ),
+    Figure(
+        FINE_TUNE,
+        "within {} GiB of GPU memory and {} GiB of host memory: {} s a step, {} tokens/s",
+        "first_screen",
+        _fine_tune,
+    ),
+)
