@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from cotrain_compile.distribute.cpu_helpers import cpu_helpers
     from cotrain_compile.distribute.shard import shard
     from cotrain_compile.pipelining.pipeline import pipeline
+    from cotrain_compile.step_scalars import scalars
     from cotrain_compile.tracing import trace
     from cotrain_compile.typed_compile import compile
 
@@ -35,6 +36,7 @@ __all__ = [
     "inspect",
     "pipeline",
     "report",
+    "scalars",
     "shard",
     "synchronize",
     "trace",
@@ -50,6 +52,7 @@ _HOMES = {
     "inspect": "compiled",
     "pipeline": "pipelining.pipeline",
     "report": "compiled",
+    "scalars": "step_scalars",
     "shard": "distribute.shard",
     "synchronize": "compiled",
     "trace": "tracing",

@@ -9,6 +9,7 @@ import os
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -18,8 +19,10 @@ from cotrain_compile.backends.lifecycle.deferred import wait_for_tails
 from cotrain_compile.capture.dynamo.hook import frame_objects
 from cotrain_compile.capture.dynamo.session import FrameObjects
 from cotrain_compile.errors import CotrainError
+from cotrain_compile.files import write_whole
 from cotrain_compile.options import Options
 from cotrain_compile.plan import Placement
+from cotrain_compile.units import format_bytes
 from cotrain_compile.viz.text.live import LiveLine
 
 
@@ -81,17 +84,36 @@ def _objects(key: FrameObjects) -> FrameObjects:
     return tuple(entry for entry in key if entry[0] == "object")
 
 
-def report(step: Callable[..., Any], path: str | os.PathLike[str]) -> None:
-    """Write one HTML page about a compiled step to `path`: its plan, beside what it measured last.
+@dataclass(frozen=True, repr=False)
+class Report:
+    """The page about a compiled step; a notebook shows it."""
 
-    Raises `CotrainError` as `inspect` does, OSError when `path` cannot be written.
+    html: str
+
+    def __repr__(self) -> str:
+        return f"<Report, an HTML page of {format_bytes(len(self.html.encode()))}>"
+
+    def _repr_html_(self) -> str:
+        # A page of its own, so that its styles and those of the notebook stay apart.
+        page = escape(self.html)
+        return f'<iframe srcdoc="{page}" style="width: 100%; height: 50em; border: 0"></iframe>'
+
+
+def report(step: Callable[..., Any], path: str | os.PathLike[str] | None = None) -> Report:
+    """One HTML page about a compiled step: its plan, beside what it measured last.
+
+    Written to `path`, if there is one; a notebook shows what is returned. Raises `CotrainError` as
+    `inspect` does, OSError when `path` cannot be written.
     """
     # Bokeh takes a while to import, and is needed for reports alone.
-    from cotrain_compile.viz.report.page import write_report
+    from cotrain_compile.viz.report.page import report_html
 
     compiled = inspect(step)
     measured = () if compiled.measured is None else (compiled.measured,)
-    write_report(Path(path), compiled.problem, compiled.plan, measured)
+    page = Report(report_html(compiled.problem, compiled.plan, measured))
+    if path is not None:
+        write_whole(Path(path), page.html)
+    return page
 
 
 def synchronize() -> None:

@@ -13,12 +13,14 @@ import torch
 from torch import fx
 from torch.profiler import record_function
 
+from cotrain_compile.analysis.throughput import Throughput, throughput
 from cotrain_compile.backends.eager.exchanges import RANKS_DIFFER
 from cotrain_compile.backends.eager.measured import Measurement
 from cotrain_compile.backends.eager.program import EagerProgram
 from cotrain_compile.backends.inductor.lower import LoweredStep
 from cotrain_compile.backends.inductor.program import SegmentedProgram
 from cotrain_compile.backends.lifecycle.deferred import Tail, wait_for_tails
+from cotrain_compile.backends.lifecycle.notebook import facts_of, html_table
 from cotrain_compile.backends.lifecycle.partial_update import GO_ON, few
 from cotrain_compile.backends.lifecycle.workspace import beyond_plan
 from cotrain_compile.dataflow import PERSISTENT_ROLES, Role
@@ -46,8 +48,9 @@ class CompiledStep:
     the simulator's timeline and `measured` that of the last step (None before the first). `lowered`
     has the segments that Inductor compiled, None where ATen's kernels run one by one.
     `rehearsed_device_bytes` is the peak of the device in the last rehearsal (None before it): no
-    step takes more. `step_ended` is called with the step's peak bytes by tier after each one, when
-    all is in order again.
+    step takes more. `last_step_s` is what the last step took, from its call to its return (None
+    before the first), `last_run_s` when it ended. `step_ended` is called with the step's peak bytes
+    by tier after each one, when all is in order again.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class CompiledStep:
         self.rehearsed_device_bytes: int | None = None
         self.step_ended: Callable[[Mapping[Tier, int]], None] = _ignore
         self.last_run_s = 0.0
+        self.last_step_s: float | None = None
         self._device = device
         self._signals = HeldSignals()
         self._is_running = threading.Lock()
@@ -124,6 +128,23 @@ class CompiledStep:
             self.problem, plan.placement, plan.tasks, plan.moved, steps=count
         )
 
+    def throughput(self, tokens: float) -> Throughput:
+        """Tokens per second, flops per second and MFU of a step that trains on `tokens` tokens.
+
+        Of the last step, and of the plan before the first. Raises ValueError where `tokens` is not
+        above 0.
+        """
+        step_s = self.last_step_s or self.predicted.makespan_s
+        return throughput(self.problem.dataflow, self.problem.machine, step_s, tokens)
+
+    def __repr__(self) -> str:
+        told = "; ".join(f"{name}: {value}" for name, value in facts_of(self.plan))
+        return f"<CompiledStep {told}>"
+
+    def _repr_html_(self) -> str:
+        """In a notebook: what the plan is, as a table."""
+        return html_table(facts_of(self.plan))
+
     def explain(self, param: str) -> Explanation:
         """Why a parameter is where it is, and what the step would take with it kept otherwise.
 
@@ -139,7 +160,10 @@ class CompiledStep:
         went wrong, with a note that nothing was changed.
         """
         with self._alone():
-            return self._run(inputs)
+            began_s = time.perf_counter()
+            outputs = self._run(inputs)
+            self.last_step_s = time.perf_counter() - began_s
+            return outputs
 
     def _run(self, inputs: list[Any]) -> Any:
         self._device.refuse_if_unusable()

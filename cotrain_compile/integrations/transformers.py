@@ -18,14 +18,49 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
-from transformers import Trainer
+from transformers import (
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
+from cotrain_compile.compiled import newest
 from cotrain_compile.errors import OptionError
+from cotrain_compile.integrations.trackers import PREFIX
+from cotrain_compile.step_scalars import scalars
 
 # Kinds of Accelerate's distributed training whose wrappers run forward, backward or update.
 _OWN_THE_STEP = ("FSDP", "DEEPSPEED", "MEGATRON_LM")
 
 Step = Callable[[list[dict[str, Any]], Tensor | None], tuple[Tensor, Tensor | None]]
+
+
+class CotrainCallback(TrainerCallback):
+    """Puts the `scalars` of the step into what a `CotrainTrainer` logs, as `cotrain/...`.
+
+    So they come into `log_history` and to whatever the Trainer reports to. With `tokens` a step
+    there are tokens per second and MFU among them.
+    """
+
+    def __init__(self, tokens: float | None = None) -> None:
+        self.tokens = tokens
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Add to the `logs` of a training step; those of an evaluation stay as they are."""
+        compiled = newest()
+        if compiled is not None and logs is not None and "loss" in logs:
+            found = scalars(compiled, self.tokens, PREFIX)
+            logs.update(found)
+            state.log_history[-1].update(found)
 
 
 class CotrainTrainer(Trainer):
@@ -44,6 +79,16 @@ class CotrainTrainer(Trainer):
         self._micro_batches: list[dict[str, Any]] = []
         self._gradient_norm: Tensor | None = None
         _refuse_what_a_step_cannot_hold(self)
+        self._let_ours_come_first()
+
+    def add_callback(self, callback: Any) -> None:
+        """As in `Trainer`."""
+        super().add_callback(callback)
+        self._let_ours_come_first()
+
+    def _let_ours_come_first(self) -> None:
+        # What reports a log must find the scalars in it.
+        self.callback_handler.callbacks.sort(key=lambda c: not isinstance(c, CotrainCallback))
 
     def training_step(
         self,

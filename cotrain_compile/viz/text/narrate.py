@@ -1,19 +1,21 @@
-"""Narrate: what compiling a step says on stderr, on one ladder from nothing to every transfer.
+"""Narrate: what compiling a step says, on one ladder from nothing to every transfer.
 
 0 is silent, 1 a summary of a screen, 2 adds how each parameter is kept, 3 what each pass changes in
 the graph, 4 every task with its predicted times. `COTRAIN_DEBUG` in the environment chooses;
-without it the option `quiet` does, between 0 and 1. Off a terminal lines are plain.
+without it the option `quiet` and the level of the logger do, between 0 and 2. All is said by the
+logger `cotrain_compile`, which writes on stderr; off a terminal lines are plain.
 """
 
 from __future__ import annotations
 
 import difflib
+import itertools
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from logging import INFO
 
-from rich.console import Console
 from rich.text import Text
 
 from cotrain_compile.dataflow import Dataflow
@@ -26,8 +28,8 @@ from cotrain_compile.placement.problem import Problem
 from cotrain_compile.plan import Plan, Transfer
 from cotrain_compile.units import format_bytes, format_seconds, printable
 from cotrain_compile.viz.kinds import lane_titles
+from cotrain_compile.viz.text.log import LOG, on_a_terminal, say
 from cotrain_compile.viz.text.summary import order_words, recompute_words
-from cotrain_compile.viz.text.terminal import PlainConsole
 
 VARIABLE = "COTRAIN_DEBUG"
 SUMMARY, PARAMETERS, PASSES, TASKS = 1, 2, 3, 4
@@ -38,18 +40,23 @@ def verbosity(options: Options) -> int:
     """How much to say, 0 to 4; raises `OptionError` when the environment says anything else."""
     asked = os.environ.get(VARIABLE)
     if asked is None:
-        return 0 if options.quiet else SUMMARY
+        return 0 if options.quiet else _of_level(LOG.getEffectiveLevel())
     if asked not in map(str, range(TASKS + 1)):
         raise OptionError(f"{VARIABLE} is {asked!r}, but must be a number from 0 to {TASKS}")
     return int(asked)
 
 
+def _of_level(level: int) -> int:
+    if level > INFO:
+        return 0
+    return SUMMARY if level == INFO else PARAMETERS
+
+
 @dataclass(frozen=True)
 class Narrator:
-    """Says on `console` what `level` allows."""
+    """Tells the logger what `level` allows."""
 
     level: int
-    console: Console = field(default_factory=lambda: PlainConsole(stderr=True))
 
     @property
     def observer(self) -> Callable[[str, StepGraph, StepGraph], None] | None:
@@ -57,26 +64,26 @@ class Narrator:
         return self._observe if self.level >= PASSES else None
 
     def _observe(self, name: str, before: StepGraph, after: StepGraph) -> None:
-        for line in pass_lines(name, _body(before), _body(after)):
-            self.console.print(line)
+        say(map(Text, pass_lines(name, _body(before), _body(after))))
 
     def tell(self, problem: Problem, plan: Plan) -> None:
         """Say what the plan is."""
         if self.level >= SUMMARY:
-            bars = self.console.is_terminal
-            for heading, words in summary_rows(plan, problem.dataflow, bars=bars):
-                self.console.print(Text.assemble((f"{heading:11}", "bold"), printable(words)))
+            rows = summary_rows(plan, problem.dataflow, bars=on_a_terminal())
+            say(itertools.starmap(_row, rows))
         if self.level >= PARAMETERS:
-            for line in parameter_lines(problem, plan):
-                self.console.print(line)
+            say(map(Text, parameter_lines(problem, plan)))
         if self.level >= TASKS:
-            for line in task_lines(plan):
-                self.console.print(line)
+            say(map(Text, task_lines(plan)))
 
     def tell_surplus(self, plan: Plan) -> None:
         """Say what the rehearsal of `plan` has added to its notes."""
         if self.level >= SUMMARY:
-            self.console.print(Text.assemble((f"{'rehearsed':11}", "bold"), plan.notes[-1]))
+            say([_row("rehearsed", plan.notes[-1])])
+
+
+def _row(heading: str, words: str) -> Text:
+    return Text.assemble((f"{heading:11}", "bold"), printable(words))
 
 
 def summary_rows(plan: Plan, dataflow: Dataflow, *, bars: bool) -> Iterator[tuple[str, str]]:

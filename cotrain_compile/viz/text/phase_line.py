@@ -10,6 +10,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from cotrain_compile.options import Options
 from cotrain_compile.phases import is_listened, tell_phase, told_to
+from cotrain_compile.viz.text.log import above_bars
 from cotrain_compile.viz.text.narrate import verbosity
 from cotrain_compile.viz.text.terminal import PlainConsole
 
@@ -30,7 +31,7 @@ def phase_line(options: Options, phase: str, console: Console | None = None) -> 
         yield
         return
     columns = (SpinnerColumn(), TextColumn("cotrain: {task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as line:
+    with above_bars(), Progress(*columns, console=console, transient=True) as line:
         task = line.add_task(phase)
 
         def show(told: str) -> None:

@@ -17,10 +17,10 @@ from accelerate.state import AcceleratorState
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.amp.grad_scaler import GradScaler
-from transformers import Trainer, TrainingArguments, set_seed
+from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from cotrain_compile.errors import OptionError
-from cotrain_compile.integrations.transformers import CotrainTrainer
+from cotrain_compile.integrations.transformers import CotrainCallback, CotrainTrainer
 
 EXAMPLES = Path(__file__).parents[3] / "docs" / "examples"
 OPTIONS = {"policy": "zero-offload"}
@@ -165,9 +165,27 @@ def test_a_trainer_resumes_from_its_own_checkpoint_and_evaluates_between_steps(
     assert sum("eval_loss" in entry for entry in whole.state.log_history) == 3
     assert not any("grad_norm" in entry for entry in whole.state.log_history)
     resumed = make_trainer(CotrainTrainer, example, settings)
+    resumed.add_callback(reported := Reported())
+    resumed.add_callback(CotrainCallback(tokens=4 * 16))
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert resumed.state.global_step == 6
     torch.testing.assert_close(parameters(resumed), parameters(whole), rtol=0, atol=0)
+    kept = [entry for entry in resumed.state.log_history if "loss" in entry][-3:]
+    for entry in (*reported.losses, *kept):
+        tokens_s = entry["cotrain/measured_s"] * entry["cotrain/tokens_per_s"]
+        assert tokens_s == pytest.approx(4 * 16)
+    assert len(reported.losses) == 3
+    assert not any("cotrain/measured_s" in entry for entry in whole.state.log_history)
+
+
+class Reported(TrainerCallback):
+    """What a tracker such as TensorBoard's gets with each loss."""
+
+    def __init__(self) -> None:
+        self.losses: list[dict[str, float]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **rest: Any) -> None:
+        self.losses += [dict(logs)] if "loss" in logs else []
 
 
 def test_where_the_step_runs_in_eager_it_still_updates_once(

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import itertools
+import logging
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from dataclasses import replace
 from io import StringIO
 from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from torch import nn
+from tqdm import tqdm
 
 import cotrain_compile
 from cotrain_compile.errors import OptionError
 from cotrain_compile.options import Options
 from cotrain_compile.plan import Plan
 from cotrain_compile.units import format_bytes, format_seconds
+from cotrain_compile.viz.text.log import LOG
 from cotrain_compile.viz.text.narrate import (
     Narrator,
     pass_lines,
@@ -48,8 +54,10 @@ def compiled(**options: Any) -> Step:
 
 def told(level: int, *, terminal: bool = False) -> str:
     out = StringIO()
-    console = Console(file=out, force_terminal=terminal, soft_wrap=True, markup=False)
-    Narrator(level, console).tell(PROBLEM, PLAN)
+    if terminal:
+        out.isatty = lambda: True  # type: ignore[method-assign]
+    with redirect_stderr(out):
+        Narrator(level).tell(PROBLEM, PLAN)
     return out.getvalue()
 
 
@@ -68,6 +76,61 @@ def test_compiling_says_on_stderr_what_was_planned(capsys: pytest.CaptureFixture
 def test_a_quiet_step_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     compiled(quiet=True)(torch.ones(4, 8))
     assert capsys.readouterr().err == ""
+
+
+def test_a_program_that_logs_gets_all_of_it_and_stderr_nothing(
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(LOG, "propagate", True)
+    Narrator(4).tell(PROBLEM, PLAN)
+    assert capsys.readouterr().err == ""
+    summary, _, tasks = dict.fromkeys(caplog.messages)
+    assert summary.startswith(f"cotrain    {PLAN.placement.policy} on ")
+    assert len(tasks.splitlines()) == len(PLAN.tasks)
+
+
+@pytest.mark.parametrize(
+    ("level", "says"), [(logging.WARNING, 0), (logging.INFO, 1), (logging.DEBUG, 2)]
+)
+def test_the_level_of_the_logger_says_how_much(
+    level: int, says: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LOG, "level", level)
+    assert verbosity(Options()) == says
+    assert verbosity(Options(quiet=True)) == 0
+    monkeypatch.setenv("COTRAIN_DEBUG", "4")
+    assert verbosity(Options()) == 4
+
+
+def test_what_is_said_stands_above_the_bar_of_tqdm() -> None:
+    screen = StringIO()
+    with redirect_stderr(screen), tqdm(total=3, file=screen, desc="epoch") as bar:
+        bar.update()
+        Narrator(1).tell(PROBLEM, PLAN)
+    lines = screen.getvalue().split("\r")
+    (said,) = (line for line in lines if "predicted" in line)
+    assert "epoch" not in said
+    assert said.startswith("cotrain")
+
+
+@pytest.mark.long  # a process of its own
+def test_torchs_own_switch_is_about_this_logger_too() -> None:
+    code = (
+        "import logging, cotrain_compile.viz.text.log\n"
+        "log = logging.getLogger('cotrain_compile')\n"
+        "print(log.level == logging.DEBUG, len(log.handlers))"
+    )
+    environment = {**os.environ, "TORCH_LOGS": "+cotrain_compile"}
+    run = subprocess.run(
+        [sys.executable, "-c", f"import torch\n{code}"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert run.stdout.split() == ["True", "1"]
 
 
 def test_the_environment_outranks_the_option(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,33 @@
+"""Notebook: a plan in a few facts, as a notebook shows what its cell ends with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from html import escape
+
+from cotrain_compile.machine import Tier
+from cotrain_compile.plan import Plan
+from cotrain_compile.units import format_bytes, format_seconds
+
+
+def facts_of(plan: Plan) -> list[tuple[str, str]]:
+    """Name and value of each fact."""
+    predicted, budgets = plan.predicted.peak_bytes, plan.budgets
+    peaks = [(t.value, f"{format_bytes(predicted[t])} of {format_bytes(budgets[t])}") for t in Tier]
+    down, up = plan.bytes_moved("offload"), plan.bytes_moved("prefetch")
+    return [
+        ("policy", f"{plan.placement.policy} on {plan.machine}"),
+        ("a step", f"{format_seconds(plan.predicted.makespan_s)} predicted"),
+        *peaks,
+        ("moves", f"{format_bytes(down)} down, {format_bytes(up)} up"),
+    ]
+
+
+def html_table(facts: Iterable[tuple[str, str]]) -> str:
+    """The same as a table."""
+    rows = "".join(
+        f"<tr><th style='text-align:left'>{escape(name)}</th>"
+        f"<td style='text-align:left'>{escape(value)}</td></tr>"
+        for name, value in facts
+    )
+    return f"<table>{rows}</table>"
