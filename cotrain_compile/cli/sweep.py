@@ -103,7 +103,7 @@ def sweep(
             found.append(point)
             bar.advance(task)
     found.sort(key=lambda p: (p.machine, *p.sizes.items()))
-    result = Sweep(dataflow.fingerprint, carried(found))
+    result = Sweep(dataflow.fingerprint, carried(found), dataflow.job)
     _write(result, output)
     refuse_if_nothing_fits(result.points)
 
@@ -202,14 +202,17 @@ def _try(case: Case, settings: SolveSettings) -> Point:
 
 
 def _write(result: Sweep, folder: Path) -> None:
-    from cotrain_compile.viz.sweep import HEADINGS, sweep_rows, write_pictures
+    from cotrain_compile.viz.sweep import note, sweep_table, write_pictures
 
+    headings, rows = sweep_table(result)
     table = Table(box=None, pad_edge=False)
-    for heading in HEADINGS:
+    for heading in headings:
         table.add_column(heading, justify="left" if heading == "limited by" else "right")
-    for row in sweep_rows(result):
+    for row in rows:
         table.add_row(*row)
     console.print(table, soft_wrap=False)
+    if told := note(result.points):
+        console.print(told)
     files.save(result, folder / "sweep.json")
     write_pictures(result, folder)
     console.print(f"wrote {folder}/sweep.html, sweep.png, sweep.svg and sweep.json")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from markupsafe import Markup
+
 from cotrain_compile.dataflow import Phase
 from cotrain_compile.placement.recompute.rewrite import again_name
 from cotrain_compile.plan import Lane, Plan, Span, Timeline
@@ -65,6 +67,23 @@ LANE_TITLES: Mapping[str, str] = {
     Lane.H2D: "host to device",
     Lane.NETWORK: "network",
 }
+
+
+def palettes_css() -> Markup:
+    """The colours of the kinds as custom properties of a page, light and dark."""
+    light, dark = (
+        " ".join(f"--{css_property(kind)}: {colour};" for kind, colour in palette.items())
+        for palette in (COLOURS, DARK)
+    )
+    return Markup(
+        f":root {{ {light} }}\n@media screen and (prefers-color-scheme: dark) "
+        f"{{ :root {{ {dark} }} }}"
+    )
+
+
+def css_property(kind: str) -> str:
+    """What the property is called that has the colour of `kind`."""
+    return kind.replace(" ", "-")
 
 
 def lane_titles(*timelines: Timeline) -> Mapping[str, str]:

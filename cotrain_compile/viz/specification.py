@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 
-from cotrain_compile.dataflow import Dataflow
+from cotrain_compile.dataflow import Dataflow, Job
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.as_placed import as_placed
 from cotrain_compile.plan import HostRegion, Plan, Task, Timeline, Transfer
@@ -105,17 +105,17 @@ def specify(
 
 def heading(plan: Plan | None, dataflow: Dataflow | None) -> str:
     """`LlamaForCausalLM, batch 4 × 2048, on rtx4090, policy ilp, 2026-11-24`: what is known."""
-    parts = [job_words(dataflow)] if dataflow else []
+    parts = [job_words(dataflow.job)] if dataflow else []
     if plan is not None:
         parts += [f"on {plan.machine}", f"policy {plan.placement.policy}"]
     return ", ".join(filter(None, (*parts, date.today().isoformat())))
 
 
-def job_words(dataflow: Dataflow) -> str:
+def job_words(job: Job) -> str:
     """Model and batch, as far as the trace has told them."""
-    shapes = dict.fromkeys(" × ".join(map(str, s)) for s in dataflow.job.batch.values() if s)
+    shapes = dict.fromkeys(" × ".join(map(str, shape)) for shape in job.batch.values() if shape)
     batch = f"batch {' and '.join(shapes)}" if shapes else ""
-    return ", ".join(filter(None, (dataflow.job.model, batch)))
+    return ", ".join(filter(None, (job.model, batch)))
 
 
 def _panel(

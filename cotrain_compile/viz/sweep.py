@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import date
 from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -18,8 +19,19 @@ from cotrain_compile.files import write_whole
 from cotrain_compile.placement.explain.sweep import FITS, Point, Sweep
 from cotrain_compile.plan import Lane
 from cotrain_compile.units import format_bytes, format_seconds
+from cotrain_compile.viz.kinds import COLOURS, palettes_css
+from cotrain_compile.viz.specification import job_words
 
-HEADINGS = ("machine", "sizes", "device budget", "a step", "above bound", "limited by", "traffic")
+HEADINGS = (
+    "machine",
+    "sizes",
+    "device budget",
+    "a step",
+    "above bound",
+    "limited by",
+    "traffic",
+    "solver",
+)
 REGIMES: Mapping[str, str] = {
     FITS: "nothing, all fits",
     Lane.DEVICE: "device compute",
@@ -28,8 +40,9 @@ REGIMES: Mapping[str, str] = {
     Lane.H2D: "link up",
     Lane.NETWORK: "network",
 }
-# Okabe and Ito's colours, for machines; the regime is the shape of a point.
-_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")
+# By machine; the regime is the shape of a point. The page has each of them for the dark as well.
+_KINDS = ("backward", "weight", "update on the host", "optimizer", "gradient", "forward")
+_COLOURS = tuple(COLOURS[kind] for kind in _KINDS)
 _SHAPES: Mapping[str, str] = {
     FITS: "*",
     Lane.DEVICE: "o",
@@ -38,8 +51,8 @@ _SHAPES: Mapping[str, str] = {
     Lane.H2D: "^",
     Lane.NETWORK: "D",
 }
-# Readable on white and on black.
-_INK = "#7d8590"
+# Readable on white; the page sets its own.
+_INK = "#5d6670"
 
 
 def sweep_rows(sweep: Sweep) -> Iterator[tuple[str, ...]]:
@@ -50,7 +63,7 @@ def sweep_rows(sweep: Sweep) -> Iterator[tuple[str, ...]]:
         if point.step_s is None:
             lacks = f"{format_bytes(point.shortfall_bytes)} missing on the {point.shortfall_tier}"
             missing = f"does not fit: {lacks}"
-            yield point.machine, sizes, budget, "", "", missing, ""
+            yield point.machine, sizes, budget, "", "", missing, "", ""
             continue
         bound_s = point.lower_bound_s
         yield (
@@ -61,7 +74,26 @@ def sweep_rows(sweep: Sweep) -> Iterator[tuple[str, ...]]:
             f"{point.step_s / bound_s - 1:.1%}" if bound_s else "",
             REGIMES[point.regime],
             format_bytes(point.traffic_bytes),
+            "time limit" if point.stopped_early else "",
         )
+
+
+def sweep_table(sweep: Sweep) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Headings and rows, without columns in which nothing is."""
+    rows = list(sweep_rows(sweep))
+    used = [n for n in range(len(HEADINGS)) if any(row[n] for row in rows)]
+    return tuple(HEADINGS[n] for n in used), [tuple(row[n] for n in used) for row in rows]
+
+
+def note(points: Sequence[Point]) -> str:
+    """What of the points may not be the best, "" where all of them are."""
+    early = sum(point.stopped_early for point in points)
+    if not early:
+        return ""
+    return (
+        f"The solver stopped at its time limit for {early} of {len(points)} points, hollow in the "
+        "picture: a longer --time-limit may find faster plans there."
+    )
 
 
 def write_pictures(sweep: Sweep, folder: Path) -> None:
@@ -80,14 +112,34 @@ def write_pictures(sweep: Sweep, folder: Path) -> None:
         autoescape=True,
         undefined=StrictUndefined,
     )
+    headings, rows = sweep_table(sweep)
     page = environment.get_template("sweep.html").render(
+        title=title(sweep),
         fingerprint=sweep.fingerprint,
-        headings=HEADINGS,
+        headings=headings,
         bound=bound_name(sweep.points),
-        rows=list(sweep_rows(sweep)),
-        picture=Markup(svg.getvalue()[svg.getvalue().index("<svg") :]),
+        note=note(sweep.points),
+        rows=rows,
+        palettes=palettes_css(),
+        picture=_inline(svg.getvalue()),
     )
     write_whole(folder / "sweep.html", page)
+
+
+def _inline(svg: str) -> Markup:
+    """The picture within the page, in the page's colours, light or dark."""
+    picture = svg[svg.index("<svg") :]
+    colours = {colour: f"var(--{kind.replace(' ', '-')})" for kind, colour in COLOURS.items()}
+    for colour, own in (*colours.items(), (_INK, "currentColor")):
+        picture = picture.replace(colour.lower(), own)
+    return Markup(picture)
+
+
+def title(sweep: Sweep) -> str:
+    """`LlamaForCausalLM, batch 4 × 2048, on rtx4090, 2026-11-24`: what is known."""
+    machines = " and ".join(dict.fromkeys(point.machine for point in sweep.points))
+    parts = (job_words(sweep.job), f"on {machines}", date.today().isoformat())
+    return ", ".join(filter(None, parts))
 
 
 def draw_sweep(sweep: Sweep) -> Figure:
@@ -96,6 +148,7 @@ def draw_sweep(sweep: Sweep) -> Figure:
     figure = Figure(figsize=(9, 4.6 * (1 + len(symbols))), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(1 + len(symbols), 1, squeeze=False)[:, 0]
+    figure.suptitle(title(sweep), x=0.01, ha="left", color=_INK)
     budgets = [point for point in sweep.points if not point.sizes] or sweep.points
     _draw(axes[0], budgets, None)
     for below, symbol in zip(axes[1:], symbols, strict=True):
@@ -104,7 +157,10 @@ def draw_sweep(sweep: Sweep) -> Figure:
 
 
 def _draw(axes: Axes, points: Sequence[Point], symbol: str | None) -> None:
-    """One line for each machine, with the shape of each point for its regime; bounds dashed."""
+    """Points of each machine in its colour, shaped by their regime; what is proven between them.
+
+    Hollow where the solver stopped early. The line of a machine says what its plans take at most.
+    """
     fitting = [point for point in points if point.step_s is not None]
     machines = list(dict.fromkeys(point.machine for point in fitting))
     for number, machine in enumerate(machines):
@@ -112,16 +168,21 @@ def _draw(axes: Axes, points: Sequence[Point], symbol: str | None) -> None:
         own = [point for point in fitting if point.machine == machine]
         own.sort(key=lambda point: _along(point, symbol))
         xs = [_along(point, symbol) for point in own]
-        axes.plot(xs, [point.step_s or 0.0 for point in own], color=colour, linewidth=1.5)
+        if symbol is None:  # a plan fits larger budgets too, a bound holds for smaller ones
+            times = [point.step_s or 0.0 for point in own]
+            axes.plot(xs, times, color=colour, linewidth=1.5, drawstyle="steps-post")
         bounds = [point.lower_bound_s or float("nan") for point in own]
-        axes.plot(xs, bounds, color=colour, linewidth=1, linestyle=":")
+        axes.plot(xs, bounds, color=colour, linewidth=1, linestyle=":", drawstyle="steps-pre")
         for x, point in zip(xs, own, strict=True):
-            axes.plot(x, point.step_s or 0.0, _SHAPES[point.regime], color=colour, markersize=8)
+            fill = "none" if point.stopped_early else colour
+            shape = _SHAPES[point.regime]
+            axes.plot(x, point.step_s or 0.0, shape, color=colour, mfc=fill, markersize=8)
     axes.set_xlabel("device budget, GiB" if symbol is None else symbol)
-    axes.set_ylabel("seconds a step")
+    axes.set_ylabel("step time, s")
     axes.set_ylim(bottom=0)
-    axes.grid(alpha=0.25)
+    axes.grid(alpha=0.25, color=_INK)
     axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["bottom", "left"]].set_color(_INK)
     for part in (axes.xaxis.label, axes.yaxis.label):
         part.set_color(_INK)
     axes.tick_params(colors=_INK)
@@ -140,8 +201,18 @@ def _draw(axes: Axes, points: Sequence[Point], symbol: str | None) -> None:
         for regime, shape in _SHAPES.items()
         if regime in seen
     ]
+    if any(point.stopped_early for point in fitting):
+        said = "hollow: stopped at its time limit"
+        handles.append(Line2D([], [], color=_INK, marker="o", mfc="none", linestyle="", label=said))
     handles.append(Line2D([], [], color=_INK, linestyle=":", label=bound_name(fitting)))
-    axes.legend(handles=handles, frameon=False, labelcolor=_INK)
+    axes.legend(
+        handles=handles,
+        frameon=False,
+        labelcolor=_INK,
+        loc="upper center",
+        bbox_to_anchor=(0.5, -0.14),
+        ncols=3,
+    )
 
 
 def bound_name(points: Sequence[Point]) -> str:

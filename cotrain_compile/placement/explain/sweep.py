@@ -12,7 +12,7 @@ from itertools import accumulate
 
 from cotrain_compile.analysis.liveness import liveness
 from cotrain_compile.analysis.symbolic import at
-from cotrain_compile.dataflow import Dataflow
+from cotrain_compile.dataflow import Dataflow, Job
 from cotrain_compile.errors import PlacementError
 from cotrain_compile.machine import Machine, Tier
 from cotrain_compile.placement.explain.sensitivity import limits
@@ -43,6 +43,7 @@ class Point:
     device and `traffic_bytes` both ways are those of its plan; None and 0 where nothing fits. Then
     `shortfall_bytes` are missing on `shortfall_tier`, and `refusal` says what would help. `regime`
     is `FITS`, the lane the step hangs on, or "". With `unknown_ops` the bound is not certified.
+    Where the solver `stopped_early`, at its time limit, there may be a faster plan.
     """
 
     machine: str
@@ -59,14 +60,16 @@ class Point:
     shortfall_tier: Tier = Tier.DEVICE
     refusal: str = ""
     unknown_ops: int = 0
+    stopped_early: bool = False
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """All points of the step with this fingerprint."""
+    """All points of the step with this fingerprint, which is of this job."""
 
     fingerprint: str
     points: tuple[Point, ...]
+    job: Job = field(default_factory=Job)
 
 
 def try_case(dataflow: Dataflow, case: Case, settings: SolveSettings) -> Point:
@@ -98,6 +101,7 @@ def try_case(dataflow: Dataflow, case: Case, settings: SolveSettings) -> Point:
         peak_bytes=plan.predicted.peak_bytes[Tier.DEVICE],
         traffic_bytes=plan.bytes_moved("offload") + plan.bytes_moved("prefetch"),
         unknown_ops=len(problem.unknown_ops),
+        stopped_early=plan.report is not None and "time" in plan.report.status,
     )
 
 
@@ -160,6 +164,7 @@ def _with_plans_of_smaller(points: Sequence[Point]) -> list[Point]:
                 result[-1],
                 device_budget_bytes=point.device_budget_bytes,
                 lower_bound_s=point.lower_bound_s,
+                stopped_early=point.stopped_early,
             )
         result.append(point)
     return result

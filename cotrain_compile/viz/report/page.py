@@ -17,7 +17,7 @@ from cotrain_compile.machine import Tier
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.plan import Plan, Timeline
 from cotrain_compile.units import format_bytes, format_seconds
-from cotrain_compile.viz.kinds import COLOURS, DARK, MEMORY_KINDS
+from cotrain_compile.viz.kinds import COLOURS, MEMORY_KINDS, css_property, palettes_css
 from cotrain_compile.viz.report import facts
 from cotrain_compile.viz.report.charts import lanes_chart, memory_chart, time_axis
 from cotrain_compile.viz.report.parameters import groups, parameter_rows
@@ -48,7 +48,7 @@ def report_html(problem: Problem, plan: Plan, measured: Sequence[Timeline] = ())
     environment.filters |= {
         "bytes": format_bytes,
         "seconds": format_seconds,
-        "property": _property,
+        "property": css_property,
         "breakable": _breakable,
     }
     drawn = specify([plan.predicted, *measured], plan, problem.dataflow)
@@ -76,32 +76,16 @@ def report_html(problem: Problem, plan: Plan, measured: Sequence[Timeline] = ())
     )
 
 
-def palettes_css() -> Markup:
-    """The colours of the kinds as custom properties of the page, light and dark."""
-    light, dark = (
-        " ".join(f"--{_property(kind)}: {colour};" for kind, colour in palette.items())
-        for palette in (COLOURS, DARK)
-    )
-    return Markup(
-        f":root {{ {light} }}\n@media screen and (prefers-color-scheme: dark) "
-        f"{{ :root {{ {dark} }} }}"
-    )
-
-
 def _breakable(name: str) -> Markup:
     """A dotted name that may go on in the next line behind its dots."""
     return Markup(".<wbr>").join(name.split("."))
-
-
-def _property(kind: str) -> str:
-    return kind.replace(" ", "-")
 
 
 def _memory_kinds(drawn: Specification) -> Mapping[str, str]:
     """What lies in the memories that are drawn, and the property that has its colour."""
     curves = [curve for panel in drawn.panels for curve in panel.memory.values()]
     shown = {kind for curve in curves for kind in curve.by_kind}
-    return {kind: _property(of) for kind, of in MEMORY_KINDS.items() if kind in shown}
+    return {kind: css_property(of) for kind, of in MEMORY_KINDS.items() if kind in shown}
 
 
 def _charts(drawn: Specification) -> tuple[str, Mapping[str, Any]]:

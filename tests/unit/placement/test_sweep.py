@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from cotrain_compile import files
 from cotrain_compile.cli.main import app
-from cotrain_compile.dataflow import Dataflow, SizeExpressions
+from cotrain_compile.dataflow import Dataflow, Job, SizeExpressions
 from cotrain_compile.errors import OptionError, PlacementError
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.explain.sweep import (
@@ -30,7 +30,7 @@ from cotrain_compile.placement.problem import formulate
 from cotrain_compile.placement.search.solve import SolveSettings, solve
 from cotrain_compile.plan import Lane
 from cotrain_compile.presets import find
-from cotrain_compile.viz.sweep import draw_sweep, sweep_rows
+from cotrain_compile.viz.sweep import draw_sweep, note, sweep_rows, sweep_table
 from tests.support.dataflows import chain
 from tests.support.random_problems import PLENTY, least_bytes, resident_bytes
 
@@ -149,6 +149,30 @@ def test_a_row_for_each_point_and_a_line_for_each_machine() -> None:
         np.asarray(line.get_ydata()).tolist() for line in axes.lines if line.get_linestyle() == "-"
     ]
     assert times_s == [[2.0], [3.0]]
+
+
+def test_a_point_at_which_the_solver_stopped_early_is_hollow_and_told() -> None:
+    early = point(2, 5.0, stopped_early=True)
+    slower, faster = carried([early, point(1, 3.0)])
+    assert (slower.stopped_early, faster.step_s, faster.stopped_early) == (False, 3.0, True)
+    found = Sweep("f", (slower, faster), Job("Net", {"x": (4, 8)}))
+    (axes,) = (figure := draw_sweep(found)).axes
+    filled = [line.get_markerfacecolor() for line in axes.lines if line.get_marker() == "^"]
+    assert [colour == "none" for colour in filled] == [False, True]
+    assert figure.get_suptitle().startswith("Net, batch 4 × 8, on m, ")
+    assert note(found.points).startswith("The solver stopped at its time limit for 1 of 2 points")
+    headings, rows = sweep_table(found)
+    assert "sizes" not in headings
+    assert [row[headings.index("solver")] for row in rows] == ["", "time limit"]
+    assert note((slower,)) == ""
+
+
+def test_sizes_between_those_that_were_tried_are_not_drawn() -> None:
+    points = [point(1, 1.0, sizes={"batch": 4}), point(1, 2.0, sizes={"batch": 8})]
+    below = draw_sweep(Sweep("f", tuple(points))).axes[-1]
+    assert all(
+        np.size(line.get_xdata()) == 1 for line in below.lines if line.get_linestyle() == "-"
+    )
 
 
 def test_the_command_leaves_table_pictures_and_points(tmp_path: Path) -> None:
