@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,7 +54,7 @@ from cotrain_compile.capture.roles.accumulation import (
 from cotrain_compile.capture.roles.inputs import describe_inputs
 from cotrain_compile.capture.roles.kept_gradients import kept_in, kept_outputs
 from cotrain_compile.capture.roles.local_parts import LocalParts, local_parts
-from cotrain_compile.dataflow import PERSISTENT_ROLES
+from cotrain_compile.dataflow import PERSISTENT_ROLES, Checkpoints
 from cotrain_compile.errors import CaptureError
 from cotrain_compile.graph import OptimizerRule, StepGraph
 
@@ -103,13 +104,10 @@ def capture(
 
     remat = session.options.remat_on(_device_type(placeholders))
 
-    def compile_aten(aten_module: fx.GraphModule) -> Callable[..., Any]:
-        refuse_checks_of_data(aten_module.graph)
-        use_kernel_values(aten_module.graph)
-        dissolve = session.options.checkpoints == "dissolve"
-        saved = saved_values if remat else None
-        checkpoints = rematerialise(aten_module.graph, saved, dissolve=dissolve)
-        prepare(aten_module)
+    dissolve = session.options.checkpoints == "dissolve"
+    prepare_aten = partial(_prepared, remat=remat, dissolve=dissolve)
+
+    def compile_aten(aten_module: fx.GraphModule, checkpoints: Checkpoints) -> Callable[..., Any]:
         parts = local_parts(aten_module, inputs, example_inputs)
         step = _step_graph(session, aten_module, parts)
         kept_gradients = kept_in(step, kept, parts.whole)
@@ -118,10 +116,20 @@ def capture(
         session.keeping_gradient = parts.local_ids(session.keeping_gradient)
         return compile_step(step, parts.values)
 
-    compiled = to_aten(module, example_inputs, compile_aten)
+    compiled = to_aten(module, example_inputs, prepare_aten, compile_aten, (remat, dissolve))
     for record in session.optimizers:
         _note_step_for_schedulers(record.optimizer)
     return run_and_make_leaves(compiled, module, session.leaves_made)
+
+
+def _prepared(aten_module: fx.GraphModule, *, remat: bool, dissolve: bool) -> Checkpoints:
+    """Rewrite a lowered step in place, before it has a plan; what is in a checkpoint."""
+    refuse_checks_of_data(aten_module.graph)
+    use_kernel_values(aten_module.graph)
+    saved = saved_values if remat else None
+    checkpoints = rematerialise(aten_module.graph, saved, dissolve=dissolve)
+    prepare(aten_module)
+    return checkpoints
 
 
 def _restart_without_unused_states(session: Session) -> None:

@@ -31,24 +31,35 @@ from cotrain_compile.capture.aten.foreach import foreach_decompositions
 from cotrain_compile.capture.aten.scalars import scalar_decompositions
 from cotrain_compile.capture.aten.trace_cache import AotCompile, lower_once
 from cotrain_compile.capture.dynamo.scaling import scaling_decompositions
+from cotrain_compile.dataflow import Checkpoints
 from cotrain_compile.errors import CaptureError
 
-AtenCompiler = Callable[[fx.GraphModule], Callable[..., Any]]
+AtenCompiler = Callable[[fx.GraphModule, Checkpoints], Callable[..., Any]]
 
 
 def to_aten(
-    module: fx.GraphModule, example_inputs: Sequence[Any], compile_aten: AtenCompiler
+    module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    prepare_aten: Callable[[fx.GraphModule], Checkpoints],
+    compile_aten: AtenCompiler,
+    settings: tuple[object, ...] = (),
 ) -> Callable[..., Any]:
-    """Lower Dynamo's graph to ATen, pass it to `compile_aten`, and return what runs the step.
+    """Lower Dynamo's graph to ATen, prepare and compile it, and return what runs the step.
 
-    `compile_aten` returns a function that takes the list of inputs. Parameters and states are
-    written in place by `copy_` nodes of the graph.
+    `prepare_aten` changes the graph in place, by nothing but the graph and `settings`, and says
+    what is in a checkpoint. `compile_aten` returns a function that takes the list of inputs.
+    Parameters and states are written in place by `copy_` nodes of the graph.
     """
 
-    def run_whole(graph: fx.GraphModule) -> Callable[..., Any]:
+    def prepared(graph: fx.GraphModule) -> Checkpoints:
+        _return_no_inputs(graph)
+        with _disable_current_modes():
+            return prepare_aten(graph)
+
+    def run_whole(graph: fx.GraphModule, checkpoints: Checkpoints) -> Callable[..., Any]:
         # AOT compiles under a fake mode; what compiles a step may compute with real tensors.
         with _disable_current_modes():
-            run = compile_aten(graph)
+            run = compile_aten(graph, checkpoints)
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
@@ -85,7 +96,7 @@ def to_aten(
     # Torch's own pass for checkpoints refuses random ops; `rematerialise` keeps their results.
     no_pass_for_checkpoints = functorch_config.patch(remat_using_tags_for_fwd_loss_bwd_graph=False)
     with no_pass_for_checkpoints, floats_stay_inputs():
-        return lower_once(module, example_inputs, lower, _return_no_inputs, run_whole)
+        return lower_once(module, example_inputs, lower, prepared, run_whole, settings)
 
 
 def _return_no_inputs(module: fx.GraphModule) -> None:

@@ -1,9 +1,9 @@
-"""Trace cache: the ATen graph of a step that an earlier process lowered, found by Dynamo's graph.
+"""Trace cache: the ATen graph of a step that an earlier process prepared, found by Dynamo's graph.
 
-Lowering a step takes a third of the time that a process needs to its first step when all code is on
-disk already. torch keeps what AOTAutograd makes of a graph, with the wrappers around it and a key
-that says when it holds, for compilers that can write down what they made. Here that is the ATen
-graph: what compiles it runs in every process.
+Lowering and preparing a step takes two fifths of the time that a process needs to its first step
+when all code is on disk already. torch keeps what AOTAutograd makes of a graph, with the wrappers
+around it and a key that says when it holds, for compilers that can write down what they made. Here
+that is the ATen graph: what compiles it runs in every process.
 
 torch's key is of Dynamo's graph, its inputs' shapes, torch's settings, version and machine. What it
 leaves out and the ATen graph depends on is added: notes on nodes, which inputs share memory, which
@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from pickle import PicklingError
 from typing import Any
 
 import torch
@@ -36,12 +37,13 @@ from torch._ops import HigherOrderOperator
 from torch.compiler import config as compiler_config
 from torch.fx._graph_pickler import GraphPickler
 from torch.fx._graph_pickler import Options as PicklerOptions
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cotrain_compile.capture.offline.only_trace import is_only_traced
+from cotrain_compile.dataflow import Checkpoints
 from cotrain_compile.disk_cache import folder_of, package_digest
 
-Compile = Callable[[fx.GraphModule], Callable[..., Any]]
+Compile = Callable[[fx.GraphModule, Checkpoints], Callable[..., Any]]
 AotCompile = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
 TRIED = ("2.13.",)
@@ -57,9 +59,10 @@ _SETTINGS = ("enable_autograd_cache", "bundled_autograd_cache", "force_autograd_
 
 @dataclass(frozen=True)
 class _Kept:
-    """A graph as bytes, and the size of the storage of each tensor in it."""
+    """A graph as bytes, and beside it the size of the storage of each tensor in it."""
 
     graph: bytes
+    checkpoints: Checkpoints
     storage_bytes: tuple[int, ...]
 
 
@@ -87,11 +90,11 @@ class _LoweredGraph(OutputCode):
         """Give word that the graph was found. It is compiled later: torch hides errors here."""
         _found.get().append(self)
 
-    def graph(self) -> fx.GraphModule:
-        """The graph, with values of the trace that goes on."""
+    def found(self) -> tuple[fx.GraphModule, Checkpoints]:
+        """The graph, with values of the trace that goes on, and what is in a checkpoint."""
         fake_mode = TracingContext.get().fake_mode
         assert self._kept is not None and fake_mode is not None
-        return read_again(self._kept, fake_mode)
+        return read_again(self._kept, fake_mode), self._kept.checkpoints
 
 
 _found: ContextVar[list[_LoweredGraph]] = ContextVar("cotrain_found_graphs")
@@ -101,37 +104,37 @@ def lower_once(
     module: fx.GraphModule,
     inputs: Sequence[Any],
     lower: Callable[[AotCompile], Callable[..., Any]],
-    finish: Callable[[fx.GraphModule], None],
+    prepare: Callable[[fx.GraphModule], Checkpoints],
     compile_aten: Compile,
+    settings: tuple[object, ...],
 ) -> Callable[..., Any]:
     """What runs `module`: `lower` has AOTAutograd make its ATen graph, which `compile_aten` gets.
 
-    A graph that was found on disk has the nodes, names and values that `lower` gives, with what
-    `finish` changes of it while AOTAutograd knows where it came from.
+    A graph that was found on disk has the nodes, names and values that `lower` and `prepare` give,
+    which hang on nothing else than `module`, its `inputs` and `settings`.
     """
 
     def compile_made(graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
-        finish(graph)
-        return compile_aten(graph)
+        return compile_aten(graph, prepare(graph))
 
     if not may_be_kept(module, inputs):
         return lower(compile_made)
     guards = _guards()
 
     def compile_and_keep(graph: fx.GraphModule, _: Sequence[Any]) -> OutputCode:
-        finish(graph)
+        checkpoints = prepare(graph)
         # Where the graph holds for some numbers only, they are for AOTAutograd to say each time.
-        kept = written(graph) if _guards() == guards else None
+        kept = written(graph, checkpoints) if _guards() == guards else None
         with (
             functorch_config.patch(bundled_autograd_cache=False),
             _tagged(tag),
         ):
-            return _LoweredGraph(kept, compile_aten(graph))
+            return _LoweredGraph(kept, compile_aten(graph, checkpoints))
 
     found: list[_LoweredGraph] = []
     token = _found.set(found)
     tag = compiler_config.cache_key_tag
-    own = f"{tag} {package_digest()} {digest_of(module, inputs)}"
+    own = f"{tag} {package_digest()} {digest_of(module, inputs, settings)}"
     try:
         with (
             functorch_config.patch(dict.fromkeys(_SETTINGS, True)),
@@ -141,7 +144,7 @@ def lower_once(
     finally:
         _found.reset(token)
     for lowered in found:
-        lowered.run = compile_aten(lowered.graph())
+        lowered.run = compile_aten(*lowered.found())
     return run
 
 
@@ -191,7 +194,7 @@ def _guards() -> int:
     return len(shape_env.guards) if shape_env is not None else 0
 
 
-def digest_of(module: fx.GraphModule, inputs: Sequence[Any]) -> str:
+def digest_of(module: fx.GraphModule, inputs: Sequence[Any], settings: tuple[object, ...]) -> str:
     """Of what the ATen graph depends on beside torch's own key."""
     digest = hashlib.sha256()
     for part in _graphs(module):
@@ -205,7 +208,7 @@ def digest_of(module: fx.GraphModule, inputs: Sequence[Any]) -> str:
         storage = value.untyped_storage()
         shared = first.setdefault(storage._cdata, place)
         digest.update(f"{shared} {value.storage_offset()} {storage.nbytes()}\n".encode())
-    digest.update(repr(_settings()).encode())
+    digest.update(repr((settings, _settings())).encode())
     return digest.hexdigest()
 
 
@@ -223,15 +226,23 @@ def _settings() -> tuple[object, ...]:
     )
 
 
-def written(graph: fx.GraphModule) -> _Kept | None:
+def written(graph: fx.GraphModule, checkpoints: Checkpoints) -> _Kept | None:
     """`graph` as it can be kept; None where it holds tensors of its own, or graphs."""
     if any(node.op in ("get_attr", "call_module") for node in graph.graph.nodes):
         return None
     for node in graph.graph.nodes:
         if stack := node.meta.get("nn_module_stack"):
             node.meta["nn_module_stack"] = _named(stack)
+    for node in graph.graph.nodes:
+        # The pickler cannot write how a value was viewed; its memory and strides say enough.
+        if "val" in node.meta:
+            detached = tree_map_only(torch.Tensor, torch.Tensor.detach, node.meta["val"])
+            node.meta["val"] = detached
     sizes = tuple(value.untyped_storage().nbytes() for value in _tensors(graph))
-    return _Kept(GraphPickler.dumps(graph, _FORMAT), sizes)
+    try:
+        return _Kept(GraphPickler.dumps(graph, _FORMAT), checkpoints, sizes)
+    except (AttributeError, TypeError, AssertionError, NotImplementedError, PicklingError):
+        return None  # a note on a node, say, that nothing can write: this step is lowered each time
 
 
 def read_again(kept: _Kept, fake_mode: Any) -> fx.GraphModule:

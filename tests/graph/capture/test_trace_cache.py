@@ -115,7 +115,7 @@ def test_a_graph_that_is_read_again_is_the_one_that_was_written(name: str) -> No
 
     def compare(step: StepGraph, values: Any, options: Any) -> Any:
         step.nodes[0].meta["val"].untyped_storage().resize_(1 << 20)  # shows a part of it
-        kept = trace_cache.written(step.module)
+        kept = trace_cache.written(step.module, step.checkpoints)
         assert kept is not None
         mode = next(n.meta["val"].fake_mode for n in step.nodes if "val" in n.meta)
         compared.append(described(step.module))
@@ -145,16 +145,17 @@ def two(shared: bool) -> list[Tensor]:
 
 
 def test_what_a_graph_depends_on_is_in_its_digest() -> None:
-    usual = digest_of(noted(), two(shared=True))
-    assert usual == digest_of(noted(), two(shared=True))
+    usual = digest_of(noted(), two(shared=True), ())
+    assert usual == digest_of(noted(), two(shared=True), ())
     others = [
-        digest_of(noted(line="y = f(x)"), two(shared=True)),
-        digest_of(noted(phase="backward"), two(shared=True)),
-        digest_of(noted(), two(shared=False)),
+        digest_of(noted(line="y = f(x)"), two(shared=True), ()),
+        digest_of(noted(phase="backward"), two(shared=True), ()),
+        digest_of(noted(), two(shared=False), ()),
+        digest_of(noted(), two(shared=True), (True,)),
     ]
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        others.append(digest_of(noted(), two(shared=True)))
-    assert len({usual, *others}) == 5
+        others.append(digest_of(noted(), two(shared=True), ()))
+    assert len({usual, *others}) == 6
 
 
 def test_what_may_depend_on_more_is_not_kept(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
