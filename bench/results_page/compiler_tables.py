@@ -147,7 +147,7 @@ def compile_seconds(result: Result) -> str:
     return markdown(headings, rows) + (
         "\nProcessor time of the first step, compiling included; warm, all code comes from "
         "Inductor's cache on disk. Ours compiles each kind of segment once. Where stock wins, "
-        "warm, it keeps the traced graphs, too, which we trace and plan again in each process.\n"
+        "warm, it traces the model alone, where we trace the whole step and check a plan for it.\n"
     )
 
 
