@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,22 +68,22 @@ def case(shape: Shape, name: str, device: str, host: str, folder: Path | None) -
     budgets = {tier: size.nbytes or 0 for tier, size in sizes.items()}
     problem = formulate(step_of(shape, folder), machine, budgets)
     everything = problem.with_budget(Tier.DEVICE, PLENTY)
-    known = {
-        "model": shape.name,
-        "machine": name,
-        "tokens": shape.batch * shape.length,
-        "resident_bytes": _peak(everything),
-        "device_budget_bytes": budgets[Tier.DEVICE],
-        "host_budget_bytes": budgets[Tier.HOST],
-        "zero_offload_s": _rule(problem),
-    }
+    known = Case(
+        model=shape.name,
+        machine=name,
+        tokens=shape.batch * shape.length,
+        resident_bytes=_peak(everything),
+        device_budget_bytes=budgets[Tier.DEVICE],
+        host_budget_bytes=budgets[Tier.HOST],
+        zero_offload_s=_rule(problem),
+    )
     try:
         plan = solve(problem)
     except PlacementError as error:
-        return Case(**known, refusal=str(error))
+        return replace(known, refusal=str(error))
     check(problem, plan)
-    return Case(
-        **known,
+    return replace(
+        known,
         step_s=plan.predicted.makespan_s,
         bound_s=plan.report.lower_bound_s if plan.report else None,
         policy=plan.placement.policy,
@@ -139,7 +139,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=Path, help="folder for traced steps")
     given = parser.parse_args(arguments)
     shapes = {shape.name: shape for shape in SHAPES}
-    found = [case(shapes[name], *where, given.steps) for name, *where in CASES]
+    found = [
+        case(shapes[name], machine, device, host, given.steps)
+        for name, machine, device, host in CASES
+    ]
     result = {"cases": [asdict(each) for each in found]}
     write_report(given.output, (__doc__ or "").splitlines()[0], result)
     print(table(result))
