@@ -20,6 +20,7 @@ from cotrain_compile.machine_parts import (
     Link,
     Network,
     Processor,
+    Rates,
     SharedPath,
     Space,
     TierSpec,
@@ -34,6 +35,7 @@ __all__ = [
     "Machine",
     "Network",
     "Processor",
+    "Rates",
     "SharedPath",
     "Space",
     "Tier",
@@ -60,7 +62,7 @@ NETWORK = "network"
 
 @dataclass(frozen=True)
 class Machine:
-    """Spaces, processors and links by name; `source` says where the figures come from.
+    """Spaces, processors and links by name; `rates` and, in words, `source` say whence they are.
 
     A copy goes over the one link from its source to its target. A processor that runs updates is
     slowed by every link that begins or ends in its space. `network` is what it reaches other
@@ -74,6 +76,7 @@ class Machine:
     shared_paths: tuple[SharedPath, ...] = ()
     source: str = ""
     network: Network | None = None
+    rates: Rates = Rates.GIVEN
 
     def __post_init__(self) -> None:
         for name, processor in self.processors.items():
@@ -253,6 +256,7 @@ class Machine:
         fuses_updates: bool | None = None,
         runs_ahead: bool | None = None,
         network: Network | None = None,
+        rates: Rates | None = None,
     ) -> Machine:
         """The same machine of one device with other figures, named as `two_tier` has them."""
         made = two_tier(
@@ -267,6 +271,7 @@ class Machine:
             issue_s=self.issue_s if issue_s is None else issue_s,
             fuses_updates=self.fuses_updates if fuses_updates is None else fuses_updates,
             runs_ahead=self.runs_ahead if runs_ahead is None else runs_ahead,
+            rates=rates or self.rates,
         )
         return replace(made, network=network or self.network)
 
@@ -283,6 +288,7 @@ def two_tier(
     issue_s: float = 0.0,
     fuses_updates: bool = False,
     runs_ahead: bool = False,
+    rates: Rates = Rates.GIVEN,
 ) -> Machine:
     """A device with its host.
 
@@ -317,6 +323,7 @@ def two_tier(
         },
         shared_paths=(SharedPath((_DOWN, _UP), duplex),),
         source=source,
+        rates=rates,
     )
 
 

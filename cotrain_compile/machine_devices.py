@@ -39,6 +39,7 @@ def side_by_side(machine: Machine, count: int, *, together: float = 1.0) -> Mach
         },
         shared_paths=tuple(paths),
         source=machine.source,
+        rates=machine.rates,
     )
 
 
@@ -69,6 +70,7 @@ def seen_from(machine: Machine, device: str, *, crowded: bool = False) -> Machin
         issue_s=works.issue_s,
         fuses_updates=works.fuses_updates,
         runs_ahead=works.runs_ahead,
+        rates=machine.rates,
     )
 
 

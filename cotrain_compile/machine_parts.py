@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from math import inf
 
 # No bytes, seconds, flops or rates of anything real are more, and their products are still floats.
@@ -18,6 +19,24 @@ LONGEST_S = 1e9
 # and the system clears and maps a page of 4 KiB in two microseconds.
 ASSUMED_BYTES_AN_ELEMENT = 6.5
 ASSUMED_FRESH_BYTES_PER_S = 2e9
+
+
+class Rates(StrEnum):
+    """Where the rates of a machine come from.
+
+    Measured on it; given, by a data sheet or by whoever wrote the machine down; or guessed, as for
+    a computer that nobody has measured: seconds at guessed rates are guesses, and bound nothing.
+    """
+
+    MEASURED = "measured"
+    GIVEN = "given"
+    GUESSED = "guessed"
+
+    @property
+    def words(self) -> str:
+        """What to say behind the name of a machine; nothing where it was measured."""
+        told = {Rates.GIVEN: " (rates not measured)", Rates.GUESSED: " (rates guessed)"}
+        return told.get(self, "")
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Literal
 
-from cotrain_compile.machine import Tier
+from cotrain_compile.machine import Rates, Tier
 
 FORMAT_VERSION = 2
 
@@ -281,10 +281,11 @@ class SolveReport:
     `status` is the solver's word ("optimal", "time limit", "not needed"); `objective_s` the step
     time that its program claims; `bound_s` the least that any solution of that program can have,
     with its small price on bytes moved; `lower_bound_s` is the certified bound: no plan within
-    these budgets takes less. `gap` is how far the plan's simulated time lies above it, as a
-    fraction. `simulated_s` has the simulated step time of every candidate that fits, by policy;
-    `seconds` is what solving took. `unknown_ops` counts the ops whose cost nobody knows. They move
-    `unknown_bytes`; plans and bound count no more of them than that, so that no gap is certified.
+    these budgets takes less; 0 where there is none, as at guessed rates. `gap` is how far the
+    plan's simulated time lies above it, as a fraction. `simulated_s` has the simulated step time of
+    every candidate that fits, by policy; `seconds` is what solving took. `unknown_ops` counts the
+    ops whose cost nobody knows. They move `unknown_bytes`; plans and bound count no more of them
+    than that, so that no gap is certified.
     """
 
     solver: str
@@ -315,7 +316,8 @@ class Plan:
     `tasks` are in the order of issue; `moved` are the ops that run elsewhere than where the step
     has them. Where tasks are carried, `predicted` is a step in the steady state. `budgets` are the
     bytes that each tier was allowed; `fingerprint` is that of the Dataflow it was made for. `notes`
-    say in words what was asked for and not done, or done otherwise.
+    say in words what was asked for and not done, or done otherwise. `rates` say where those of the
+    machine come from: what is predicted at guessed ones is a guess.
     """
 
     fingerprint: str
@@ -327,6 +329,17 @@ class Plan:
     notes: tuple[str, ...] = ()
     moved: tuple[MovedOps, ...] = ()
     report: SolveReport | None = None
+    rates: Rates = Rates.GIVEN
+
+    @property
+    def on_machine(self) -> str:
+        """The machine, and where its rates come from unless they were measured."""
+        return f"{self.machine}{self.rates.words}"
+
+    @property
+    def foreseen(self) -> str:
+        """What `predicted` may be called: at guessed rates it is a guess."""
+        return "guessed" if self.rates is Rates.GUESSED else "predicted"
 
     @property
     def transfers(self) -> tuple[Transfer, ...]:

@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from cotrain_compile.errors import OptionError, did_you_mean
-from cotrain_compile.machine import HostUpdate, Link, Machine, Network, TierSpec, two_tier
+from cotrain_compile.machine import HostUpdate, Link, Machine, Network, Rates, TierSpec, two_tier
 from cotrain_compile.preset_tables import CARDS, HOSTS, SERVERS, Card, Host, Server
 from cotrain_compile.sizes import Size
 
@@ -226,6 +226,7 @@ def this_machine() -> Machine:
         duplex=1.5,
         source=f"guess from {cores} usable cores and {memory_bytes} bytes of usable memory, "
         "nothing measured; run `cotrain-compile calibrate` for measured figures",
+        rates=Rates.GUESSED,
     )
 
 

@@ -16,8 +16,8 @@ def facts_of(plan: Plan) -> list[tuple[str, str]]:
     peaks = [(t.value, f"{format_bytes(predicted[t])} of {format_bytes(budgets[t])}") for t in Tier]
     down, up = plan.bytes_moved("offload"), plan.bytes_moved("prefetch")
     return [
-        ("policy", f"{plan.placement.policy} on {plan.machine}"),
-        ("a step", f"{format_seconds(plan.predicted.makespan_s)} predicted"),
+        ("policy", f"{plan.placement.policy} on {plan.on_machine}"),
+        ("a step", f"{format_seconds(plan.predicted.makespan_s)} {plan.foreseen}"),
         *peaks,
         ("moves", f"{format_bytes(down)} down, {format_bytes(up)} up"),
     ]

@@ -36,7 +36,7 @@ from cotrain_compile.demo.train import (
     training_step,
 )
 from cotrain_compile.errors import OptionError, PlacementError, StepFailed
-from cotrain_compile.machine import Tier
+from cotrain_compile.machine import Rates, Tier
 from cotrain_compile.options import Options
 from cotrain_compile.units import format_bytes, format_seconds
 
@@ -101,7 +101,7 @@ def run(settings: Settings, console: Console) -> int:
     console.print("\n4. Result", style="bold")
     placed = cotrain_compile.inspect(step)
     report(console, placed, results, eager)
-    if settings.machine == presets.THIS_MACHINE:
+    if placed.plan.rates is Rates.GUESSED:
         console.print(
             "The prediction rests on guessed rates. To measure them: cotrain-compile calibrate -o "
             "machine.json,\nthen cotrain-compile demo --machine machine.json"

@@ -107,7 +107,7 @@ def heading(plan: Plan | None, dataflow: Dataflow | None) -> str:
     """`LlamaForCausalLM, batch 4 × 2048, on rtx4090, policy ilp, 2026-11-24`: what is known."""
     parts = [job_words(dataflow.job)] if dataflow else []
     if plan is not None:
-        parts += [f"on {plan.machine}", f"policy {plan.placement.policy}"]
+        parts += [f"on {plan.on_machine}", f"policy {plan.placement.policy}"]
     return ", ".join(filter(None, (*parts, date.today().isoformat())))
 
 

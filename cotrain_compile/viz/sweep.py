@@ -137,9 +137,13 @@ def _inline(svg: str) -> Markup:
 
 def title(sweep: Sweep) -> str:
     """`LlamaForCausalLM, batch 4 × 2048, on rtx4090, 2026-11-24`: what is known."""
-    machines = " and ".join(dict.fromkeys(point.machine for point in sweep.points))
+    machines = " and ".join(dict.fromkeys(_on(point) for point in sweep.points))
     parts = (job_words(sweep.job), f"on {machines}", date.today().isoformat())
     return ", ".join(filter(None, parts))
+
+
+def _on(point: Point) -> str:
+    return f"{point.machine}{point.rates.words}"
 
 
 def draw_sweep(sweep: Sweep) -> Figure:
@@ -204,7 +208,8 @@ def _draw(axes: Axes, points: Sequence[Point], symbol: str | None) -> None:
     if any(point.stopped_early for point in fitting):
         said = "hollow: stopped at its time limit"
         handles.append(Line2D([], [], color=_INK, marker="o", mfc="none", linestyle="", label=said))
-    handles.append(Line2D([], [], color=_INK, linestyle=":", label=bound_name(fitting)))
+    if name := bound_name(fitting):
+        handles.append(Line2D([], [], color=_INK, linestyle=":", label=name))
     axes.legend(
         handles=handles,
         frameon=False,
@@ -216,7 +221,9 @@ def _draw(axes: Axes, points: Sequence[Point], symbol: str | None) -> None:
 
 
 def bound_name(points: Sequence[Point]) -> str:
-    """What the bound of these points may be called, of one step all."""
+    """What the bound of these points may be called, of one step all; "" where none has any."""
+    if not any(point.lower_bound_s for point in points):
+        return ""
     unknown = max((point.unknown_ops for point in points), default=0)
     return f"bound without {unknown} ops of unknown cost" if unknown else "certified bound"
 

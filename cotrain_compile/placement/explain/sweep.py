@@ -14,7 +14,7 @@ from cotrain_compile.analysis.liveness import liveness
 from cotrain_compile.analysis.symbolic import at
 from cotrain_compile.dataflow import Dataflow, Job
 from cotrain_compile.errors import PlacementError
-from cotrain_compile.machine import Machine, Tier
+from cotrain_compile.machine import Machine, Rates, Tier
 from cotrain_compile.placement.explain.sensitivity import limits
 from cotrain_compile.placement.problem import formulate
 from cotrain_compile.placement.search.solve import SolveSettings, solve
@@ -43,7 +43,8 @@ class Point:
     device and `traffic_bytes` both ways are those of its plan; None and 0 where nothing fits. Then
     `shortfall_bytes` are missing on `shortfall_tier`, and `refusal` says what would help. `regime`
     is `FITS`, the lane the step hangs on, or "". With `unknown_ops` the bound is not certified.
-    Where the solver `stopped_early`, at its time limit, there may be a faster plan.
+    Where the solver `stopped_early`, at its time limit, there may be a faster plan. `rates` say
+    where those of the machine come from.
     """
 
     machine: str
@@ -61,6 +62,7 @@ class Point:
     refusal: str = ""
     unknown_ops: int = 0
     stopped_early: bool = False
+    rates: Rates = Rates.GIVEN
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,7 @@ def try_case(dataflow: Dataflow, case: Case, settings: SolveSettings) -> Point:
         host_budget_bytes=case.budgets[Tier.HOST],
         sizes=dict(case.sizes),
         step_s=None,
+        rates=case.machine.rates,
     )
     try:
         plan = solve(problem, settings)

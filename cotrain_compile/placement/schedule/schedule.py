@@ -106,6 +106,7 @@ def _predicted(problem: Problem, draft: Draft) -> Plan:
         tasks=draft.tasks,
         predicted=predict(problem, draft.placement, draft.tasks, draft.moved),
         moved=draft.moved,
+        rates=problem.machine.rates,
     )
 
 

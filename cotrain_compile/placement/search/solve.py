@@ -19,7 +19,7 @@ from typing import NoReturn
 
 from cotrain_compile.collector import collector_off
 from cotrain_compile.errors import PlacementError
-from cotrain_compile.machine import Tier
+from cotrain_compile.machine import Rates, Tier
 from cotrain_compile.placement.autotm.autotm import autotm
 from cotrain_compile.placement.decisions.decisions import DecisionSpace
 from cotrain_compile.placement.milp.beside import Beside
@@ -98,8 +98,10 @@ class _Search(Attempts):
         policy = self.settings.policy
         if policy in CERTIFIED and floor_bytes(self.problem) > self.problem.budgets[Tier.DEVICE]:
             self._refuse()
+        # A bound in guessed seconds bounds nothing: the machine may be faster than that.
+        is_bounded = policy in CERTIFIED and self.problem.machine.rates is not Rates.GUESSED
         # HiGHS has processes of its own: the bound is certified beside the search, and with it.
-        self.bound = Beside(self._certify) if policy in CERTIFIED else None
+        self.bound = Beside(self._certify) if is_bounded else None
         with self.bound or nullcontext():
             if policy == "auto":
                 self._climb(incumbents)

@@ -16,7 +16,7 @@ import torch
 
 from cotrain_compile import presets
 from cotrain_compile.errors import OptionError
-from cotrain_compile.machine import HostUpdate, Machine, Tier, TierSpec, two_tier
+from cotrain_compile.machine import HostUpdate, Machine, Rates, Tier, TierSpec, two_tier
 from cotrain_compile.runtime.calibrate.environment import (
     Environment,
     environment_remarks,
@@ -111,6 +111,7 @@ def calibrate(
         issue_s=issue_s(_device_for(bench)),
         fuses_updates=device != "cpu",  # what runs on a card is compiled
         runs_ahead=device != "cpu",
+        rates=Rates.MEASURED,
     ).but(network=network)
     remarks = (
         *environment_remarks(environment),

@@ -17,7 +17,7 @@ import torch
 
 from cotrain_compile import presets
 from cotrain_compile.errors import OptionError, PlacementError
-from cotrain_compile.machine import Machine, Tier
+from cotrain_compile.machine import Machine, Rates, Tier
 from cotrain_compile.options import Options
 from cotrain_compile.placement.simulate.reserved import Reserved
 from cotrain_compile.runtime.course import Piecewise
@@ -90,6 +90,7 @@ def machine_like(properties: Any) -> Machine:
         host=replace(like.host, capacity_bytes=presets.usable_memory_bytes()),
         source=f"{card}: capacities as found, {told}; run `cotrain-compile calibrate "
         "--device cuda` for measured ones",
+        rates=Rates.GUESSED,
     )
 
 

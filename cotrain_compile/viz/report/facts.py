@@ -86,7 +86,7 @@ def sentences(problem: Problem, plan: Plan, measured: Sequence[Timeline] = ()) -
         f"{format_seconds(max(0.0, step_s - work_s))}."
     )
     yield (
-        f"A step is predicted to take {format_seconds(step_s)} on {plan.machine}."
+        f"A step is {plan.foreseen} to take {format_seconds(step_s)} on {plan.on_machine}."
         + exposed * bool(plan.tasks)
     )
     if plan.tasks:

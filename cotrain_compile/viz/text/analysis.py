@@ -49,8 +49,8 @@ def _peak(dataflow: Dataflow, budget_bytes: int) -> Iterator[str]:
 def _time(dataflow: Dataflow, seconds: Mapping[str, float], machine: Machine) -> Iterator[str]:
     path = critical_path(dataflow, seconds)
     yield (
-        f"time {format_seconds(sum(seconds.values()))} of device work on {machine.name}, "
-        f"critical path {format_seconds(path.seconds)}"
+        f"time {format_seconds(sum(seconds.values()))} of device work on {machine.name}"
+        f"{machine.rates.words}, critical path {format_seconds(path.seconds)}"
     )
 
 

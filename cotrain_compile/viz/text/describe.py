@@ -30,6 +30,7 @@ def describe_machine(machine: Machine) -> str:
             f"device to host  {_link(machine.d2h)}",
             f"host to device  {_link(machine.h2d)}",
             f"both ways    {machine.duplex:.2f} times one way",
+            f"rates        {machine.rates.value}",
             f"source       {machine.source or 'not given'}",
         ]
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from cotrain_compile.dataflow import Dataflow
-from cotrain_compile.machine import Tier
+from cotrain_compile.machine import Rates, Tier
 from cotrain_compile.plan import Plan
 from cotrain_compile.units import format_bytes, format_seconds
 
@@ -32,7 +32,7 @@ def describe_diff(before: Plan, after: Plan, dataflow: Dataflow | None = None) -
 def _settings(before: Plan, after: Plan) -> Iterator[str]:
     told: Mapping[str, Callable[[Plan], str]] = {
         "step": lambda plan: plan.fingerprint,
-        "machine": lambda plan: plan.machine,
+        "machine": lambda plan: plan.on_machine,
         "policy": lambda plan: plan.placement.policy,
         "device budget": lambda plan: format_bytes(plan.budgets[Tier.DEVICE]),
         "host budget": lambda plan: format_bytes(plan.budgets[Tier.HOST]),
@@ -46,7 +46,8 @@ def _numbers(before: Plan, after: Plan) -> Iterator[str]:
     was_s, is_s = before.predicted.makespan_s, after.predicted.makespan_s
     if was_s != is_s:
         change = f"  ({is_s / was_s - 1:+.1%})" if was_s else ""
-        yield f"{'a step':14} {format_seconds(was_s)} -> {format_seconds(is_s)}{change}"
+        heading = "a guessed step" if after.rates is Rates.GUESSED else "a step"
+        yield f"{heading:14} {format_seconds(was_s)} -> {format_seconds(is_s)}{change}"
     nbytes: Mapping[str, Callable[[Plan], int]] = {
         "device peak": lambda plan: plan.predicted.peak_bytes[Tier.DEVICE],
         "host peak": lambda plan: plan.predicted.peak_bytes[Tier.HOST],

@@ -68,10 +68,12 @@ class LiveLine:
         self._ends: deque[tuple[float, float]] = deque(maxlen=STEPS + 1)
         self._due_s = 0.0
         self._silent = False
+        self._foreseen = "predicted"
 
     def watch(self, plan: Plan) -> Callable[[Mapping[Tier, int]], None]:
         """What to call with the peak bytes by tier of each step with `plan`."""
         predicted_s = plan.predicted.makespan_s
+        self._foreseen = plan.foreseen
         if self._steps:
             self._planned_after = self._steps
         # What it took to plan is no part of a step.
@@ -92,7 +94,7 @@ class LiveLine:
         predicted_s = sum(list(zip(*self._ends, strict=True))[1][1:]) / count
         parts = [
             f"step {self._steps:,}",
-            f"{format_seconds(took_s)} a step ({format_seconds(predicted_s)} predicted)",
+            f"{format_seconds(took_s)} a step ({format_seconds(predicted_s)} {self._foreseen})",
             *(f"{t} {format_bytes(peak_bytes[t])} of {format_bytes(budgets[t])}" for t in Tier),
         ]
         if self._planned_after is not None:

@@ -92,14 +92,14 @@ def summary_rows(plan: Plan, dataflow: Dataflow, *, bars: bool) -> Iterator[tupl
     `bars` draws how full the tiers are.
     """
     step_s = plan.predicted.makespan_s
-    yield "cotrain", f"{plan.placement.policy} on {plan.machine}, step {plan.fingerprint}"
+    yield "cotrain", f"{plan.placement.policy} on {plan.on_machine}, step {plan.fingerprint}"
     for note in plan.notes:
         yield "", note
     bound = ""
     if plan.tasks and plan.report and plan.report.lower_bound_s:
         least = format_seconds(plan.report.lower_bound_s)
         bound = f", {plan.report.gap:.1%} above the {plan.report.bound_name}, {least}"
-    yield "a step", f"{format_seconds(step_s)} predicted{bound}"
+    yield "a step", f"{format_seconds(step_s)} {plan.foreseen}{bound}"
     for tier in Tier:
         peak, budget = plan.predicted.peak_bytes[tier], plan.budgets[tier]
         bar = f"{_bar(peak / budget)}  " if bars else ""

@@ -23,7 +23,7 @@ def summary(plan: Plan, dataflow: Dataflow | None = None) -> str:
     """
     return "\n".join(
         [
-            f"policy      {plan.placement.policy} on {plan.machine}",
+            f"policy      {plan.placement.policy} on {plan.on_machine}",
             *(f"{'':11} {note}" for note in plan.notes),
             *_updates(plan, dataflow),
             *_fetched(plan),
@@ -33,7 +33,7 @@ def summary(plan: Plan, dataflow: Dataflow | None = None) -> str:
             *(f"{'':11} {told}" for told in (reserved_words(plan, dataflow) if dataflow else ())),
             f"traffic     {format_bytes(plan.bytes_moved('offload'))} down, "
             f"{format_bytes(plan.bytes_moved('prefetch'))} up each step",
-            f"predicted   {format_seconds(plan.predicted.makespan_s)} a step",
+            f"{plan.foreseen:11} {format_seconds(plan.predicted.makespan_s)} a step",
             *_overlap(plan),
             *(_report(plan.report) if plan.report else ()),
         ]
@@ -120,6 +120,7 @@ def _name(answer: Plan | PlacementError) -> str:
 
 _TOLD: Mapping[str, Callable[[Plan], str]] = {
     "a step": lambda plan: format_seconds(plan.predicted.makespan_s),
+    "rates": lambda plan: plan.rates.value,
     "above the bound": lambda plan: _above_bound(plan.report),
     "status": lambda plan: plan.report.status if plan.report else "",
     "device peak": lambda plan: format_bytes(plan.predicted.peak_bytes[Tier.DEVICE]),
