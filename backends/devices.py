@@ -15,6 +15,7 @@ from cotrain_compile.graph import StepGraph
 from cotrain_compile.machine import Machine, Tier
 from cotrain_compile.options import Options
 from cotrain_compile.placement.problem import Problem
+from cotrain_compile.runtime.calibrate.first_use import measured_machine
 from cotrain_compile.runtime.cuda.setup import cuda_device, cuda_machine
 from cotrain_compile.runtime.device import Device
 from cotrain_compile.runtime.emulated import EmulatedDevice
@@ -89,7 +90,14 @@ def refuse_gradients_of_hosted(
 
 
 def machine_for(step: StepGraph, options: Options) -> Machine:
-    """The machine that `options` name; "this-machine" is the one that the step runs on."""
+    """The machine that `options` name; "this-machine" is the one that the step runs on.
+
+    That is measured when it is first met, or else guessed at: see `first_use`.
+    """
+    if options.machine == presets.THIS_MACHINE:
+        measured = measured_machine(compute_device_of(step))
+        if measured is not None:
+            return measured
     if runs_on_cuda(step):
         return cuda_machine(options.machine, compute_device_of(step))
     return presets.find(options.machine)

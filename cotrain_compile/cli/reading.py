@@ -11,6 +11,7 @@ from cotrain_compile import files, presets
 from cotrain_compile.analysis.costs import CostTable
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import OptionError, PlanError
+from cotrain_compile.machine import Machine
 from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.simulate.predict import predict
@@ -21,7 +22,7 @@ Step = Annotated[
     Path | None, typer.Option(help="Its step.json; else the one in the folder of the plan.")
 ]
 MachineName = Annotated[
-    str | None, typer.Option(help="Preset or machine.json; else the machine named in the plan.")
+    str | None, typer.Option(help="Preset or machine.json; else that of its dump, or named in it.")
 ]
 Profile = Annotated[Path | None, typer.Option(help="The profile the plan was made with, if any.")]
 
@@ -69,7 +70,7 @@ def read_problem(
     """
     dataflow = read_step(plan, file, step)
     costs = files.load(profile, CostTable) if profile else None
-    target = presets.find(machine or plan.machine)
+    target = presets.find(machine) if machine else machine_of(plan, file)
     problem = formulate(dataflow, target, plan.budgets, costs)
     check(problem, plan)
     again = _predicted(problem, plan)
@@ -84,6 +85,14 @@ def read_problem(
             "costs; give its --machine machine.json, and its --profile where it had one"
         )
     return problem
+
+
+def machine_of(plan: Plan, file: Path) -> Machine:
+    """The machine that `plan`, read from `file`, names: of a dump the one beside it."""
+    beside = file.with_name("machine.json")
+    if beside.is_file() and (found := presets.find(str(beside))).name == plan.machine:
+        return found
+    return presets.find(plan.machine)
 
 
 def _predicted(problem: Problem, plan: Plan) -> Timeline:

@@ -18,7 +18,7 @@ from cotrain_compile.viz.text.summary import summary
 def dump_step(
     folder: Path, step: StepGraph, problem: Problem, plan: Plan, placed: StepGraph
 ) -> None:
-    """Write graphs, dataflow, plan, and the plan's summary, report and trace into `folder`."""
+    """Write graphs, dataflow, machine and plan, and its summary, report and trace into `folder`."""
     # Bokeh takes a while to import, and is needed for dumps alone.
     from cotrain_compile.viz.report.page import write_report
 
@@ -29,6 +29,7 @@ def dump_step(
     files.write_whole(folder / "summary.txt", summary(plan, dataflow) + "\n")
     files.save(dataflow, folder / "step.json")
     files.save(plan, folder / "plan.json")
+    files.save(problem.machine, folder / "machine.json")
     save_trace(specify([plan.predicted], plan, dataflow), folder / "predicted.trace.json")
     write_picture(picture(dataflow, plan), folder / "placed.dot")
     write_report(folder / "report.html", problem, plan)

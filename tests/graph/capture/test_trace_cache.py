@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import cotrain_compile
 from cotrain_compile import files
+from cotrain_compile.backends import devices
 from cotrain_compile.capture.aten import trace_cache
 from cotrain_compile.capture.aten.trace_cache import digest_of, may_be_kept
 from cotrain_compile.errors import CaptureError
@@ -32,6 +33,7 @@ pytestmark = pytest.mark.skipif(
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Where graphs are kept, by a process that was never here before."""
     monkeypatch.setenv("COTRAIN_CACHE_DIR", str(tmp_path / "ours"))
+    monkeypatch.setattr(devices, "measured_machine", lambda device: None)  # would take a second
     monkeypatch.setattr(AOTAutogradCache, "_get_tmp_dir", lambda: str(tmp_path / "torch"))
     counters.clear()
     yield tmp_path / "torch"

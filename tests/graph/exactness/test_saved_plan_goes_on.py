@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import cotrain_compile
 from cotrain_compile import files
+from cotrain_compile.backends import devices
 from cotrain_compile.errors import PlanError
 from cotrain_compile.plan import Plan
 
@@ -98,6 +99,7 @@ def test_the_next_process_trains_by_the_plan_that_was_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COTRAIN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(devices, "measured_machine", lambda device: None)  # would take a second
     settings: dict[str, Any] = {"policy": "zero-offload", "rates": "constant"}
     found, losses = trained(2, **settings)
     kept, again = trained(2, **settings)

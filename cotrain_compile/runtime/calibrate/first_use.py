@@ -1,0 +1,102 @@
+"""First use: this computer as measured when a step was first planned for it, and kept on disk.
+
+In: the device of a step. Out: a `Machine` at measured rates, from a file where an earlier process
+has measured the same computer in the same settings, else from a calibration of a second or two.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from cotrain_compile import files, presets
+from cotrain_compile.disk_cache import folder_of, keep_at_most, package_digest
+from cotrain_compile.distribute.ranks import count_of_ranks
+from cotrain_compile.errors import FormatError
+from cotrain_compile.machine import Machine, Rates
+from cotrain_compile.phases import tell_phase
+from cotrain_compile.runtime.calibrate.calibrate import calibrate
+from cotrain_compile.runtime.calibrate.link_bench import Sizes
+
+# Beyond the caches of any processor, and few enough repeats to take a second or two.
+QUICK = Sizes(copy_bytes=2**26, matmul_side=1024, updated_parameters=2**23, repeats=3)
+MOST_BYTES = 1 << 20
+
+
+def measured_machine(device: torch.device) -> Machine | None:
+    """This computer with `device`, at measured rates; None where it is not to be measured.
+
+    Where nothing is kept on disk every process would measure anew, and several ranks would measure
+    one another.
+    """
+    folder = folder_of("machines")
+    if folder is None or count_of_ranks() > 1:
+        return None
+    return _kept_or_measured(device, folder / f"{_digest(device)}.json")
+
+
+@cache
+def _kept_or_measured(device: torch.device, path: Path) -> Machine | None:
+    """The same all through a process: a step that is planned again is so for the same machine."""
+    with suppress(FormatError, OSError):
+        kept = files.load(path, Machine)
+        if kept.has_one_device and kept.rates is Rates.MEASURED:
+            return kept
+    tell_phase("measuring this computer")
+    try:
+        with _as_torch_begins():
+            found = calibrate(device=str(device), sizes=QUICK).machine
+    except torch.OutOfMemoryError:
+        warnings.warn(
+            f"cotrain: {device} has no room to be measured, so its rates are guessed; free memory "
+            "on it, or give the option machine a file of `cotrain-compile calibrate`",
+            stacklevel=2,
+        )
+        return None
+    finally:
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # what it was measured with is no part of the step
+    found = replace(found, name=presets.THIS_MACHINE)
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        files.save(found, path)
+        keep_at_most(path.parent, MOST_BYTES)
+    return found
+
+
+def _digest(device: torch.device) -> str:
+    """Of the computer, and of all that its rates depend on."""
+    card = torch.cuda.get_device_properties(device).name if device.type == "cuda" else ""
+    parts = (
+        str(device),
+        card,
+        platform.node(),
+        str(presets.usable_cores()),
+        str(presets.usable_memory_bytes()),
+        str(torch.get_num_threads()),
+        str(os.environ.get("CUDA_VISIBLE_DEVICES")),
+        torch.__version__,
+        package_digest(),
+    )
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+
+
+@contextmanager
+def _as_torch_begins() -> Iterator[None]:
+    """Within it new tensors are of float32 on the CPU, whatever the program has set."""
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.device("cpu"):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)

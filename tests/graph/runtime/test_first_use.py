@@ -1,0 +1,122 @@
+"""A computer that nobody has measured is measured when a step is first planned for it, and kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import cotrain_compile
+from cotrain_compile import files
+from cotrain_compile.cli.reading import read_problem
+from cotrain_compile.machine import Machine, Rates
+from cotrain_compile.placement.saved import load_plan
+from cotrain_compile.presets import THIS_MACHINE, find
+from cotrain_compile.runtime.calibrate import first_use
+from cotrain_compile.runtime.calibrate.calibrate import Calibration
+from cotrain_compile.runtime.calibrate.link_bench import Sizes
+from tests.support.captured_steps import make_two_layers
+from tests.support.steps import OPTIMIZERS, cotrain, cross_entropy, make_step, vectors
+
+CPU = torch.device("cpu")
+SMALL = Sizes(2**16, 64, 16, 2**10, 2**10, 1)
+FOUND = find(THIS_MACHINE).but(name="as calibrated", rates=Rates.MEASURED, issue_s=1e-6)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("COTRAIN_CACHE_DIR", str(tmp_path / "kept"))
+    monkeypatch.setattr(first_use, "QUICK", SMALL)
+    first_use._kept_or_measured.cache_clear()
+    yield tmp_path / "kept" / "machines"
+    first_use._kept_or_measured.cache_clear()
+
+
+@pytest.fixture
+def measuring(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
+    """What each calibration met: the device, and what new tensors are where it ran."""
+    met: list[tuple[object, ...]] = []
+
+    def calibrate(device: str, sizes: Sizes) -> Calibration:
+        met.append((device, torch.ones(1).dtype, torch.ones(1).device))
+        return Calibration(FOUND, {1: 1e9}, ())
+
+    monkeypatch.setattr(first_use, "calibrate", calibrate)
+    return met
+
+
+def test_a_first_step_is_planned_for_its_computer_as_measured(folder: Path, tmp_path: Path) -> None:
+    model = make_two_layers()
+    step = make_step(model, OPTIMIZERS["adamw"](model), cross_entropy)
+    compiled = cotrain(policy="zero-offload", quiet=True, dump=str(tmp_path / "dump"))(step)
+    compiled(*vectors())
+    found = cotrain_compile.inspect(compiled)
+    assert " predicted;" in repr(found)
+    (kept,) = folder.iterdir()
+    assert found.problem.machine == files.load(kept, Machine)
+    assert found.problem.machine.rates is Rates.MEASURED
+    # What it left for others to look at is read with the rates that it was made with.
+    file = tmp_path / "dump" / "plan.json"
+    problem = read_problem(load_plan(file), file, None, None, None)
+    assert problem.machine == found.problem.machine
+
+
+def test_the_next_process_measures_nothing(
+    folder: Path, measuring: list[tuple[object, ...]]
+) -> None:
+    first = first_use.measured_machine(CPU)
+    first_use._kept_or_measured.cache_clear()
+    assert first == first_use.measured_machine(CPU) == replace(FOUND, name=THIS_MACHINE)
+    assert len(measuring) == 1
+
+
+@pytest.mark.parametrize("content", ["{", "guessed"])
+def test_a_file_that_is_no_measured_machine_is_measured_again(
+    folder: Path, measuring: list[tuple[object, ...]], content: str
+) -> None:
+    first_use.measured_machine(CPU)
+    (kept,) = folder.iterdir()
+    kept.write_text(files.to_json(find(THIS_MACHINE)) if content == "guessed" else content)
+    first_use._kept_or_measured.cache_clear()
+    first_use.measured_machine(CPU)
+    assert len(measuring) == 2
+    assert files.load(kept, Machine).rates is Rates.MEASURED
+
+
+def test_what_the_program_has_set_for_new_tensors_changes_no_rate(
+    folder: Path, measuring: list[tuple[object, ...]]
+) -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            first_use.measured_machine(CPU)
+        assert torch.get_default_dtype() is torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert measuring == [("cpu", torch.float32, CPU)]
+
+
+def test_where_nothing_is_kept_or_ranks_work_beside_it_rates_are_guessed(
+    folder: Path, measuring: list[tuple[object, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(first_use, "count_of_ranks", lambda: 2)
+        assert first_use.measured_machine(CPU) is None
+    monkeypatch.setenv("COTRAIN_CACHE_DIR", "")
+    assert first_use.measured_machine(CPU) is None
+    assert not measuring
+
+
+def test_a_card_without_room_is_guessed_and_told(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def calibrate(device: str, sizes: Sizes) -> Calibration:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(first_use, "calibrate", calibrate)
+    with pytest.warns(UserWarning, match="no room to be measured, so its rates are guessed"):
+        assert first_use.measured_machine(CPU) is None
+    assert not folder.exists()
