@@ -35,6 +35,7 @@ from cotrain_compile.backends.lifecycle.rehearsal import Rehearsed
 from cotrain_compile.backends.verify.verify import VerifiedStep, refuse_race
 from cotrain_compile.capture import Session, capture, current_session, install
 from cotrain_compile.capture.aten.aot import traced_modules
+from cotrain_compile.capture.dynamo.recompiles import why_again
 from cotrain_compile.capture.offline.only_trace import hand_back_if_only_traced
 from cotrain_compile.check_options import check_options, load_profile
 from cotrain_compile.choose_plan import plan_as_before, plan_for
@@ -80,6 +81,9 @@ def cotrain(
             f"backend 'cotrain' has no mode {mode!r}; leave it out, and give settings of Inductor "
             'as options, such as options={"inductor": {"max_autotune": True}}'
         )
+
+    if session.last_reason is not None:
+        Narrator(verbosity(session.options)).tell_again(why_again(session.last_reason))
 
     def compile_captured(step: StepGraph, values: Sequence[Any]) -> Callable[..., Any]:
         hand_back_if_only_traced(step, values)

@@ -89,9 +89,19 @@ def what_changes(reasons: Iterable[object]) -> str | None:
 
 
 def in_torchs_words(reasons: Iterable[object]) -> str | None:
-    """Why the latest graph does not fit, as torch says it, or None."""
+    """Why the graph that fitted last does not fit, as torch says it, or None.
+
+    Dynamo asks that one first.
+    """
     found = [_parsed(str(reason)).text for reason in reasons]
-    return found[-1] if found and found[-1] else None
+    return found[0] if found and found[0] else None
+
+
+def why_again(reason: str) -> str:
+    """A reason of torch's for whoever waits for the compile: which guard holds no more, or what."""
+    if _value(reason):
+        return f"`{reason}` holds no more"
+    return reason.partition(" Guard failed on a parameter")[0]  # that Dynamo could have dynamic
 
 
 def _parsed(reason: str) -> _Reason:

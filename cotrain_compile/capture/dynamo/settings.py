@@ -18,6 +18,7 @@ and 2.15.0, the last one on 2.13.0 alone.
 from __future__ import annotations
 
 import functools
+import gc
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ import torch
 from torch._dynamo import pgo
 from torch._dynamo.variables import builder
 from torch._guards import GuardSource
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_leaves
 
 
@@ -36,10 +38,12 @@ from torch.utils._pytree import tree_leaves
 class _Seen:
     """The settings of an optimizer when a function was first traced, and which have changed.
 
-    With `as_inputs` they have changed at different times, and all are inputs from then on.
+    With `as_inputs` they have changed at different times, and all are inputs from then on. One that
+    is `scheduled` has a scheduler that moves its rates.
     """
 
     first: Mapping[tuple[int, str, int], float]
+    scheduled: bool
     changed: set[tuple[int, str, int]] = field(default_factory=set)
     as_inputs: bool = False
 
@@ -51,7 +55,25 @@ _seen = weakref.WeakKeyDictionary()
 
 def note_settings(optimizer: torch.optim.Optimizer, function: Hashable) -> None:
     """Note with which settings `function`, that steps `optimizer`, is first traced."""
-    _seen.setdefault(optimizer, {}).setdefault(function, _Seen(_settings(optimizer)))
+    of = _seen.setdefault(optimizer, {})
+    if function not in of:
+        of[function] = _Seen(_settings(optimizer), _is_scheduled(optimizer))
+
+
+def _is_scheduled(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a scheduler of torch moves the rates of `optimizer`.
+
+    Such a scheduler leaves `initial_lr` in each group, but for `ReduceLROnPlateau`, which leaves
+    nothing there: the collector knows what holds the optimizer. It takes some 10 ms for each
+    100,000 objects, once for each step function.
+    """
+    if any("initial_lr" in group for group in optimizer.param_groups):
+        return True
+    holders = gc.get_referrers(optimizer)
+    # Where somebody has asked a scheduler for all that it has, a dictionary of that is between.
+    between = [one for one in holders if type(one) is dict and one.get("optimizer") is optimizer]
+    holders += gc.get_referrers(*between)
+    return any(isinstance(one, LRScheduler) for one in holders)
 
 
 @contextmanager
@@ -97,23 +119,23 @@ def _is_to_change(function: Hashable, name: str, value: float) -> bool:
         name.endswith(place) and value == setting
         for optimizer, of in _seen.items()
         if function in of
-        for place, setting in _to_change(optimizer)
+        for place, setting in _to_change(optimizer, of[function].scheduled)
     )
 
 
-def _to_change(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
+def _to_change(optimizer: torch.optim.Optimizer, scheduled: bool) -> Iterator[tuple[str, Any]]:
     """What a scheduler of torch changes, and rates that are not those of the beginning any more.
 
     Yields how the name of such a setting ends, and its value.
 
-    A scheduler leaves `initial_lr` in each group, one that moves the momentum `max_momentum`. Of
-    several groups some may have a rate of their own from the beginning.
+    A scheduler that moves the momentum leaves `max_momentum` in each group. Of several groups some
+    may have a rate of their own from the beginning.
     """
     # A wrapper that never calls `super().__init__()` has none.
     made_with = getattr(optimizer, "defaults", {}).get("lr")
     have_moved = all(group.get("lr") != made_with for group in optimizer.param_groups)
     for group in optimizer.param_groups:
-        if have_moved or "initial_lr" in group:
+        if have_moved or scheduled or "initial_lr" in group:
             yield "['lr']", group.get("lr")
         if "max_momentum" in group and "betas" in group:
             yield "['betas'][0]", group["betas"][0]

@@ -76,6 +76,11 @@ class Narrator:
         if self.level >= TASKS:
             say(map(Text, task_lines(plan)))
 
+    def tell_again(self, why: str) -> None:
+        """Say why a step that has a graph gets another."""
+        if self.level >= SUMMARY:
+            say([_row("again", f"the step is compiled again: {why}")])
+
     def tell_surplus(self, plan: Plan) -> None:
         """Say what the rehearsal of `plan` has added to its notes."""
         if self.level >= SUMMARY:

@@ -47,6 +47,30 @@ def test_what_a_model_notes_in_its_first_step_compiles_once_more(
     assert graphs() == expected
 
 
+def test_a_second_compile_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    model = nn.Sequential(nn.Dropout(0.1), nn.Linear(12, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    step = cotrain(policy="resident")(make_step(model, [optimizer], cross_entropy))
+
+    def said(rows: int) -> str:
+        x, y = vectors()
+        step(x[:rows], y[:rows])
+        told = [line for line in capsys.readouterr().err.splitlines() if "again" in line]
+        return "".join(told)
+
+    assert not said(8)
+    optimizer.param_groups[0]["lr"] = 0.04
+    assert "param_groups[0]['lr'] == 0.05` holds no more" in said(8)
+    model.eval()
+    assert "training == True` holds no more" in said(8)
+    model[1].bias.requires_grad_(False)
+    assert "requires_grad mismatch. expected requires_grad=1" in (last := said(8))
+    assert "torch._dynamo" not in last
+    assert "size mismatch at index 0. expected 8, actual 4" in said(4)
+    assert not said(4)
+    assert graphs() == 5
+
+
 def test_a_term_that_comes_and_goes_compiles_once_for_each() -> None:
     def train(compile_with: Callable[[Step], Step]) -> dict[str, Any]:
         torch.manual_seed(SEED)
