@@ -32,11 +32,10 @@ from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import OptionError
 from cotrain_compile.machine import Machine, Tier
 from cotrain_compile.options import Options
+from cotrain_compile.placement.explain.carry import Tried, carried, with_plans_of_slower_machines
 from cotrain_compile.placement.explain.sweep import (
     Case,
-    Point,
     Sweep,
-    carried,
     device_budgets,
     refuse_if_nothing_fits,
     try_case,
@@ -99,13 +98,19 @@ def sweep(
         ]
         bar.update(task, description="solving", total=len(cases))
         found = []
-        for point in _in_parallel(file, cases, settings, jobs or os.cpu_count() or 1):
-            found.append(point)
+        for tried in _in_parallel(file, cases, settings, jobs or os.cpu_count() or 1):
+            found.append(tried)
             bar.advance(task)
-    found.sort(key=lambda p: (p.machine, *p.sizes.items()))
-    result = Sweep(dataflow.fingerprint, carried(found), dataflow.job)
+    result = _swept(dataflow, found)
     _write(result, output)
     refuse_if_nothing_fits(result.points)
+
+
+def _swept(dataflow: Dataflow, found: Sequence[Tried]) -> Sweep:
+    """All points by machine and size, with what they say about one another."""
+    ordered = sorted(found, key=lambda tried: (tried.point.machine, *tried.point.sizes.items()))
+    points = carried(with_plans_of_slower_machines(dataflow, ordered))
+    return Sweep(dataflow.fingerprint, points, dataflow.job)
 
 
 def _cases(
@@ -152,8 +157,8 @@ def _sizes(text: str, dataflow: Dataflow) -> tuple[str, Sequence[int]]:
 
 def _in_parallel(
     file: Path, cases: Sequence[Case], settings: SolveSettings, jobs: int
-) -> Iterator[Point]:
-    """The points of `cases` as they are done. Each process reads the step once.
+) -> Iterator[Tried]:
+    """What comes of `cases` as they are done. Each process reads the step once.
 
     The processes end with this one, however that ends, and before it where it is interrupted.
     """
@@ -197,8 +202,8 @@ def _end_with(theirs: Connection) -> None:
     os._exit(1)
 
 
-def _try(case: Case, settings: SolveSettings) -> Point:
-    return try_case(_steps[0], case, settings)
+def _try(case: Case, settings: SolveSettings) -> Tried:
+    return Tried(case, *try_case(_steps[0], case, settings))
 
 
 def _write(result: Sweep, folder: Path) -> None:

@@ -1,14 +1,13 @@
 """Sweep: what a step would take under many budgets, on many machines, at many sizes.
 
 In: a Dataflow and the cases to try. Out: a `Point` for each, from a plan solved for it. Cases know
-nothing of one another, so they can be solved in parallel.
+nothing of one another, so they can be solved in parallel; `carry` has what they say of each other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 
 from cotrain_compile.analysis.liveness import liveness
 from cotrain_compile.analysis.symbolic import at
@@ -16,8 +15,9 @@ from cotrain_compile.dataflow import Dataflow, Job
 from cotrain_compile.errors import PlacementError
 from cotrain_compile.machine import Machine, Rates, Tier
 from cotrain_compile.placement.explain.sensitivity import limits
-from cotrain_compile.placement.problem import formulate
+from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.search.solve import SolveSettings, solve
+from cotrain_compile.plan import Plan
 from cotrain_compile.units import format_bytes
 
 FORMAT_VERSION = 2
@@ -74,29 +74,32 @@ class Sweep:
     job: Job = field(default_factory=Job)
 
 
-def try_case(dataflow: Dataflow, case: Case, settings: SolveSettings) -> Point:
+def try_case(dataflow: Dataflow, case: Case, settings: SolveSettings) -> tuple[Point, Plan | None]:
     """Solve one case. Raises what solving raises, but for a placement that does not fit."""
-    sized = at(dataflow, {**dataflow.symbols, **case.sizes}) if case.sizes else dataflow
-    problem = formulate(sized, case.machine, case.budgets)
-    empty = Point(
-        machine=case.machine.name,
-        device_budget_bytes=case.budgets[Tier.DEVICE],
-        host_budget_bytes=case.budgets[Tier.HOST],
-        sizes=dict(case.sizes),
-        step_s=None,
-        rates=case.machine.rates,
-    )
+    problem, empty = problem_of(dataflow, case), _empty(case)
     try:
         plan = solve(problem, settings)
     except PlacementError as refusal:
-        return replace(
+        missing = replace(
             empty,
             shortfall_bytes=refusal.shortfall_bytes,
             shortfall_tier=refusal.tier,
             refusal=str(refusal),
         )
+        return missing, None
+    return point_of(case, problem, plan), plan
+
+
+def problem_of(dataflow: Dataflow, case: Case) -> Problem:
+    """What is solved for a case."""
+    sized = at(dataflow, {**dataflow.symbols, **case.sizes}) if case.sizes else dataflow
+    return formulate(sized, case.machine, case.budgets)
+
+
+def point_of(case: Case, problem: Problem, plan: Plan) -> Point:
+    """What `plan` says of its case."""
     return replace(
-        empty,
+        _empty(case),
         step_s=plan.predicted.makespan_s,
         lower_bound_s=plan.report.lower_bound_s if plan.report else 0.0,
         policy=plan.placement.policy,
@@ -105,6 +108,17 @@ def try_case(dataflow: Dataflow, case: Case, settings: SolveSettings) -> Point:
         traffic_bytes=plan.bytes_moved("offload") + plan.bytes_moved("prefetch"),
         unknown_ops=len(problem.unknown_ops),
         stopped_early=plan.report is not None and "time" in plan.report.status,
+    )
+
+
+def _empty(case: Case) -> Point:
+    return Point(
+        machine=case.machine.name,
+        device_budget_bytes=case.budgets[Tier.DEVICE],
+        host_budget_bytes=case.budgets[Tier.HOST],
+        sizes=dict(case.sizes),
+        step_s=None,
+        rates=case.machine.rates,
     )
 
 
@@ -139,47 +153,3 @@ def device_budgets(
             raise
     step = (most - least) / max(1, count - 1)
     return tuple(sorted({least + round(number * step) for number in range(count - 1)} | {most}))
-
-
-def carried(points: Iterable[Point]) -> tuple[Point, ...]:
-    """`points` with what they say about one another, on the same machine at the same sizes.
-
-    A plan for a smaller budget fits a larger one: where it is faster, its time is shown. A bound
-    for a larger budget holds for a smaller one. Where everything fits nothing moves, whatever else
-    would be faster.
-    """
-    alike: dict[tuple[object, ...], list[Point]] = {}
-    for point in points:
-        key = (point.machine, *point.sizes.items(), point.host_budget_bytes)
-        alike.setdefault(key, []).append(point)
-    result: list[Point] = []
-    for own in alike.values():
-        own.sort(key=lambda point: point.device_budget_bytes)
-        result += _with_bounds_of_larger(_with_plans_of_smaller(own))
-    return tuple(result)
-
-
-def _with_plans_of_smaller(points: Sequence[Point]) -> list[Point]:
-    result: list[Point] = []
-    for point in points:
-        if result and point.regime != FITS and _faster(result[-1], point):
-            point = replace(
-                result[-1],
-                device_budget_bytes=point.device_budget_bytes,
-                lower_bound_s=point.lower_bound_s,
-                stopped_early=point.stopped_early,
-            )
-        result.append(point)
-    return result
-
-
-def _with_bounds_of_larger(points: Sequence[Point]) -> list[Point]:
-    bounds = list(accumulate((p.lower_bound_s for p in reversed(points)), max))
-    return [
-        replace(point, lower_bound_s=bound if point.step_s is not None else 0.0)
-        for point, bound in zip(points, reversed(bounds), strict=True)
-    ]
-
-
-def _faster(one: Point, other: Point) -> bool:
-    return one.step_s is not None and (other.step_s is None or one.step_s < other.step_s)

@@ -16,12 +16,12 @@ from cotrain_compile.cli.main import app
 from cotrain_compile.dataflow import Dataflow, Job, SizeExpressions
 from cotrain_compile.errors import OptionError, PlacementError
 from cotrain_compile.machine import Tier
+from cotrain_compile.placement.explain.carry import carried
 from cotrain_compile.placement.explain.sweep import (
     FITS,
     Case,
     Point,
     Sweep,
-    carried,
     device_budgets,
     refuse_if_nothing_fits,
     try_case,
@@ -54,7 +54,7 @@ def growing() -> Dataflow:
 def test_a_point_is_what_solving_says() -> None:
     budgets = {Tier.DEVICE: 1 << 20, Tier.HOST: PLENTY}
     plan = solve(formulate(STEP, MACHINE, budgets), QUICK)
-    found = try_case(STEP, Case(MACHINE, budgets), QUICK)
+    found, _ = try_case(STEP, Case(MACHINE, budgets), QUICK)
     assert found.step_s == plan.predicted.makespan_s
     assert found.peak_bytes == plan.predicted.peak_bytes[Tier.DEVICE]
     assert found.traffic_bytes == plan.bytes_moved("offload") + plan.bytes_moved("prefetch") > 0
@@ -62,16 +62,16 @@ def test_a_point_is_what_solving_says() -> None:
 
 
 def test_where_all_fits_nothing_limits_and_where_nothing_does_bytes_are_missing() -> None:
-    roomy = try_case(STEP, Case(MACHINE, {Tier.DEVICE: PLENTY, Tier.HOST: PLENTY}), QUICK)
+    roomy, _ = try_case(STEP, Case(MACHINE, {Tier.DEVICE: PLENTY, Tier.HOST: PLENTY}), QUICK)
     assert (roomy.regime, roomy.traffic_bytes) == (FITS, 0)
-    tight = try_case(STEP, Case(MACHINE, {Tier.DEVICE: 1000, Tier.HOST: PLENTY}), QUICK)
+    tight, _ = try_case(STEP, Case(MACHINE, {Tier.DEVICE: 1000, Tier.HOST: PLENTY}), QUICK)
     assert tight.step_s is None
     assert tight.shortfall_bytes > 0
 
 
 def test_what_is_missing_on_the_host_is_said_to_be_missing_there() -> None:
     budgets = {Tier.DEVICE: PLENTY, Tier.HOST: 0}
-    missing = try_case(STEP, Case(MACHINE, budgets), SolveSettings("zero-offload"))
+    missing, _ = try_case(STEP, Case(MACHINE, budgets), SolveSettings("zero-offload"))
     assert missing.shortfall_tier is Tier.HOST
     (row,) = sweep_rows(Sweep(STEP.fingerprint, (missing,)))
     assert row[5].endswith("missing on the host")
@@ -84,7 +84,7 @@ def test_a_size_is_that_of_the_step() -> None:
     """A batch of 64 needs eight times the activations of 8."""
     budgets = {Tier.DEVICE: PLENTY, Tier.HOST: PLENTY}
     peaks = [
-        try_case(growing(), Case(MACHINE, budgets, {"batch": batch}), QUICK).peak_bytes
+        try_case(growing(), Case(MACHINE, budgets, {"batch": batch}), QUICK)[0].peak_bytes
         for batch in (8, 64)
     ]
     assert peaks[0] < peaks[1] < 8 * peaks[0]

@@ -10,9 +10,9 @@ import pytest
 
 from cotrain_compile.backends.lifecycle.notebook import facts_of
 from cotrain_compile.machine import Rates, Tier
-from cotrain_compile.placement.explain.sweep import Case, Sweep, try_case
+from cotrain_compile.placement.explain.sweep import Case, Sweep, point_of
 from cotrain_compile.placement.problem import Problem, formulate
-from cotrain_compile.placement.search.solve import SolveSettings, solve
+from cotrain_compile.placement.search.solve import solve
 from cotrain_compile.plan import Plan
 from cotrain_compile.presets import find
 from cotrain_compile.viz.report.page import report_html
@@ -26,7 +26,6 @@ from tests.support.dataflows import chain
 
 STEP = chain(3, width=256)
 SCRIPTS = re.compile("<(script|style).*?</(script|style)>", re.DOTALL)
-QUICK = SolveSettings("greedy")
 BUDGETS = {Tier.DEVICE: 1100 << 10, Tier.HOST: 1 << 30}
 
 
@@ -56,7 +55,7 @@ def told(rates: Rates, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
         "repr": repr(facts_of(plan)),
         "solve": repr(list(comparison([plan]))),
         "page": SCRIPTS.sub("", report_html(problem, plan)),
-        "sweep": title(Sweep("", (try_case(STEP, Case(problem.machine, BUDGETS), QUICK),))),
+        "sweep": title(Sweep("", (point_of(Case(problem.machine, BUDGETS), problem, plan),))),
         "analyze": describe_analysis(STEP, problem.machine, BUDGETS[Tier.DEVICE]),
         "diff": describe_diff(slower, plan),
     }
