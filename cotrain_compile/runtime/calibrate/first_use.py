@@ -11,7 +11,7 @@ import os
 import platform
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -53,7 +53,7 @@ def _kept_or_measured(device: torch.device, path: Path) -> Machine | None:
             return kept
     tell_phase("measuring this computer")
     try:
-        with _as_torch_begins():
+        with _as_torch_begins(device):
             found = calibrate(device=str(device), sizes=QUICK).machine
     except torch.OutOfMemoryError:
         warnings.warn(
@@ -91,12 +91,18 @@ def _digest(device: torch.device) -> str:
 
 
 @contextmanager
-def _as_torch_begins() -> Iterator[None]:
-    """Within it new tensors are of float32 on the CPU, whatever the program has set."""
+def _as_torch_begins(device: torch.device) -> Iterator[None]:
+    """Within it new tensors are of float32 on the CPU, whatever the program has set.
+
+    After it the program's card is current again, if `device` is another.
+    """
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
-        with torch.device("cpu"):
+        with (
+            torch.device("cpu"),
+            torch.cuda.device(device) if device.type == "cuda" else nullcontext(),
+        ):
             yield
     finally:
         torch.set_default_dtype(dtype)

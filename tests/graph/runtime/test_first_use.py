@@ -120,3 +120,14 @@ def test_a_card_without_room_is_guessed_and_told(
     with pytest.warns(UserWarning, match="no room to be measured, so its rates are guessed"):
         assert first_use.measured_machine(CPU) is None
     assert not folder.exists()
+
+
+@pytest.mark.gpu
+def test_a_card_is_measured_and_the_current_one_stays(folder: Path) -> None:
+    current = torch.cuda.current_device()
+    last = torch.device("cuda", torch.cuda.device_count() - 1)
+    found = first_use.measured_machine(last)
+    assert found is not None
+    assert found.rates is Rates.MEASURED
+    assert found.runs_ahead
+    assert torch.cuda.current_device() == current
