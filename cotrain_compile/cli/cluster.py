@@ -32,7 +32,7 @@ def cluster(
     file: Annotated[
         Path, typer.Argument(help="Layer profile, or step.json traced with --dynamic.")
     ],
-    cluster: Annotated[str, typer.Option(help="Preset or cluster.json (docs/cluster.md).")],
+    cluster: Annotated[str, typer.Option(help="Preset or cluster.json.")],
     samples: Annotated[int, typer.Option(min=1, help="Of a step, over all devices.")] = 32,
     strategies: Annotated[
         str | None, typer.Option(help="A few in place of all, as replicate,shard.")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from cotrain_compile import presets
+from cotrain_compile import options, presets
 from cotrain_compile.cli.terminal import console
 from cotrain_compile.machine import Machine
 from cotrain_compile.units import format_bytes
@@ -20,12 +20,12 @@ HostMemory = Annotated[str | None, typer.Option(help="The same of its host.")]
 LinkRate = Annotated[
     str | None, typer.Option("--link", help='Each way between the two, a second: "48GB".')
 ]
-MicroBatchOrder = Annotated[
-    str, typer.Option(help="'auto', 'as-written' or 'by-layer': how micro-batches run.")
-]
+MicroBatchOrder = Annotated[options.MicroBatchOrder, typer.Option(help="How micro-batches run.")]
 StepRanks = Annotated[
     int | None, typer.Option("--ranks", min=1, help="Of the step, which was traced for so many.")
 ]
+
+POLICY_HELP = f"One of {', '.join(options.POLICIES)}, or fraction:F with F from 0 to 1."
 
 _DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float32")
 _ROW = "{:13}{:>10}{:>7}{:>7}{:>7}{:>7}{:>7}{:>10}{:>7}{:>5}{:>5}{:>8}{:>6}"

@@ -18,11 +18,12 @@ import typer
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from cotrain_compile import __version__, files, presets
+from cotrain_compile import __version__, files, options, presets
 from cotrain_compile.cli import look
 from cotrain_compile.cli.cluster import cluster
 from cotrain_compile.cli.graph import graph
 from cotrain_compile.cli.machines import (
+    POLICY_HELP,
     DeviceMemory,
     HostMemory,
     LinkRate,
@@ -33,6 +34,7 @@ from cotrain_compile.cli.machines import (
 )
 from cotrain_compile.cli.sweep import sweep
 from cotrain_compile.cli.terminal import console
+from cotrain_compile.cli.work_order import PANELS, epilog
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import CotrainError, PlacementError
 from cotrain_compile.machine import Machine, Tier
@@ -47,20 +49,16 @@ from cotrain_compile.viz.text.summary import candidates, comparison, summary
 from cotrain_compile.viz.text.terminal import PlainConsole
 
 Speculate = Annotated[
-    str, typer.Option(help="'off', 'auto' or 'on': host updates begin before the norm is known.")
+    options.Speculate, typer.Option(help="Whether host updates begin before the norm is known.")
 ]
-HostKernels = Annotated[
-    str, typer.Option(help="'fused' or 'captured': how updates on the host will run.")
-]
+HostKernels = Annotated[options.HostKernels, typer.Option(help="How updates on the host will run.")]
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
-    help="Training steps that need more memory than the device has.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Plan and run training steps that need more memory than the device has.",
 )
-for _command in (look.show, look.explain, look.diff, graph, sweep, machines, cluster):
-    app.command()(_command)
 _stderr = PlainConsole(stderr=True)
 
 
@@ -88,13 +86,15 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Say it.")
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Show the version and exit."
+        ),
     ] = False,
 ) -> None:
     pass
 
 
-@app.command()
 def demo(
     steps: Annotated[int, typer.Option(min=1, help="Steps to train in all.")] = 80,
     output: Annotated[Path, typer.Option(help="Folder for what the demo leaves.")] = Path(
@@ -116,10 +116,11 @@ def demo(
     raise typer.Exit(run(settings, console))
 
 
-@app.command()
 def calibrate(
     output: Annotated[Path, typer.Option("--output", "-o", help="File to write.")],
-    device: Annotated[str, typer.Option(help="'cpu' (the emulated device) or 'cuda'.")] = "cpu",
+    device: Annotated[
+        options.Device, typer.Option(help="What to measure; cpu is the emulated device.")
+    ] = "cpu",
 ) -> None:
     """Measure this computer, for better predictions: options={"machine": "machine.json"}.
 
@@ -146,19 +147,18 @@ def calibrate(
     console.print(f"saved {output}")
 
 
-@app.command()
 def trace(
     job: Annotated[str, typer.Argument(help="FILE.py:FUNCTION; its source is executed.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="File to write.")],
     dynamic: Annotated[bool, typer.Option(help="Keep batch and lengths as symbols.")] = False,
     device: Annotated[
-        str | None, typer.Option(help="'cuda': as on a card, also without one; or 'cpu'.")
+        options.Device | None, typer.Option(help="As on it; cuda needs no card here.")
     ] = None,
     machine: Annotated[
         str | None, typer.Option(help="Preset or machine.json: as on its card.")
     ] = None,
     checkpoints: Annotated[
-        str, typer.Option(help="'respect' or 'dissolve': whether torch.utils.checkpoint counts.")
+        options.Checkpoints, typer.Option(help="Whether torch.utils.checkpoint counts.")
     ] = "respect",
     ranks: Annotated[int, typer.Option(min=1, help="As the first of so many ranks.")] = 1,
 ) -> None:
@@ -182,7 +182,6 @@ def trace(
     console.print(f"saved {output}")
 
 
-@app.command()
 def analyze(
     file: Annotated[Path, typer.Argument(help="step.json, from trace or from a dump.")],
     machine: Annotated[str, typer.Option(help="Preset or machine.json.")] = presets.THIS_MACHINE,
@@ -198,7 +197,6 @@ def analyze(
     console.print(describe_analysis(files.load(file, Dataflow), target, budget_bytes))
 
 
-@app.command()
 def solve(
     file: Annotated[Path, typer.Argument(help="step.json, from trace or from a dump.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="File to write.")],
@@ -212,11 +210,11 @@ def solve(
     host_memory: HostMemory = None,
     link: LinkRate = None,
     ranks: StepRanks = None,
-    policy: Annotated[str, typer.Option(help="See docs/options.md.")] = "auto",
-    solver: Annotated[str, typer.Option(help="'highs' or 'cbc'.")] = "highs",
+    policy: Annotated[str, typer.Option(help=POLICY_HELP)] = "auto",
+    solver: Annotated[options.Solver, typer.Option(help="What solves the program.")] = "highs",
     time_limit: Annotated[float, typer.Option(help="Seconds for each plan.")] = 10.0,
     gap: Annotated[
-        float, typer.Option(help="Good enough: so close to the solver's bound.")
+        float, typer.Option(help="Stop when this close to the bound: 0.005 is 0.5 %.")
     ] = 0.005,
     seed: Annotated[int, typer.Option(help="Of the solver; the same seed, the same plan.")] = 0,
     overlap_steps: Annotated[
@@ -224,12 +222,12 @@ def solve(
     ] = False,
     speculate: Speculate = "off",
     recompute: Annotated[
-        str, typer.Option(help="'auto', 'exact' or 'off': whether values may be made again.")
+        options.Recompute, typer.Option(help="Whether values may be made again.")
     ] = "auto",
     micro_batch_order: MicroBatchOrder = "auto",
     lowering: Annotated[
-        str | None,
-        typer.Option(help="'inductor' or 'eager': how ops will run; else as a preset's."),
+        options.Lowering | None,
+        typer.Option(help="How ops will run; else as a preset's."),
     ] = None,
     host_kernels: HostKernels = "fused",
 ) -> None:
@@ -329,14 +327,14 @@ def _answers(
     order = sorted(
         zip(asked, paths, strict=True), key=lambda pair: pair[0].budgets(machine)[Tier.DEVICE]
     )
-    for options, path in order:
-        own = replace(problem, budgets=options.budgets(machine))
+    for wanted, path in order:
+        own = replace(problem, budgets=wanted.budgets(machine))
         say(str(path))
         tighter = [answer for answer in found.values() if isinstance(answer, Plan)]
         try:
             plan = choose(
                 own,
-                solve_settings(options),
+                solve_settings(wanted),
                 progress=partial(say, str(path)),
                 incumbents=tighter,
                 space=space,
@@ -369,3 +367,13 @@ def _print_answers(
         table.add_row(*row)
     if table.row_count:
         console.print(table, soft_wrap=False)
+
+
+_COMMANDS = (
+    *(trace, analyze, solve, sweep, cluster),
+    *(look.show, look.explain, look.diff, graph),
+    *(machines, calibrate, demo),
+)
+_NAMED = {command.__name__: command for command in _COMMANDS}
+for _name, _panel in PANELS.items():
+    app.command(rich_help_panel=_panel, epilog=epilog(_name))(_NAMED[_name])

@@ -21,6 +21,7 @@ from cotrain_compile import files, presets
 from cotrain_compile.analysis.symbolic import at
 from cotrain_compile.choose_plan import solve_settings
 from cotrain_compile.cli.machines import (
+    POLICY_HELP,
     DeviceMemory,
     HostMemory,
     LinkRate,
@@ -31,7 +32,7 @@ from cotrain_compile.cli.terminal import console
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import OptionError
 from cotrain_compile.machine import Machine, Tier
-from cotrain_compile.options import Options
+from cotrain_compile.options import Options, Recompute
 from cotrain_compile.placement.explain.carry import Tried, carried, with_plans_of_slower_machines
 from cotrain_compile.placement.explain.sweep import (
     Case,
@@ -62,13 +63,13 @@ def sweep(
         list[str] | None,
         typer.Option(help="SYMBOL=8,16,32: sizes to try, at the largest budget (analyze names)."),
     ] = None,
-    policy: Annotated[str, typer.Option(help="See docs/options.md.")] = "auto",
+    policy: Annotated[str, typer.Option(help=POLICY_HELP)] = "auto",
     time_limit: Annotated[float, typer.Option(help="Seconds for each plan.")] = 10.0,
     gap: Annotated[
-        float, typer.Option(help="Good enough: so close to the solver's bound.")
+        float, typer.Option(help="Stop when this close to the bound: 0.005 is 0.5 %.")
     ] = 0.005,
     recompute: Annotated[
-        str, typer.Option(help="'auto', 'exact' or 'off': whether values may be made again.")
+        Recompute, typer.Option(help="Whether values may be made again.")
     ] = "auto",
     micro_batch_order: MicroBatchOrder = "auto",
     jobs: Annotated[int | None, typer.Option(min=1, help="Processes; else one a core.")] = None,

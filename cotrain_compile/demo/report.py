@@ -49,7 +49,7 @@ def report(
         worst = max(abs(a.loss - b.loss) for a, b in zip(results, eager, strict=False))
         console.print(
             f"Largest difference over {len(eager)} steps: {worst:.1e}. What may differ and why: "
-            "docs/architecture.md, Exactness.",
+            "the documentation's page Architecture, Exactness.",
         )
 
 

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from cotrain_compile import files
 from cotrain_compile.cli.main import app, main
+from cotrain_compile.cli.work_order import PANELS
 from cotrain_compile.dataflow import Buffer, Dataflow, Role
 from cotrain_compile.errors import OptionError, PlacementError
 from cotrain_compile.machine import Tier
@@ -217,7 +218,6 @@ def test_a_step_that_fits_nowhere_is_one_line_of_error(
     [
         (("--policy", "magic"), "option 'policy' is 'magic'"),
         (("--memory-budget", "lots"), "option 'memory_budget' is 'lots'"),
-        (("--solver", "gurobi"), "one of 'highs', 'cbc'"),
         (("--ranks", "8"), "a step of one process"),
         (("--time-limit", "-1"), "a number of seconds above 0"),
         (("--gap", "1.5"), "a fraction from 0 to below 1"),
@@ -229,6 +229,25 @@ def test_a_wrong_setting_is_named_before_any_work(
 ) -> None:
     with pytest.raises(OptionError, match=expected):
         solve(step, *arguments)
+
+
+def test_what_is_no_choice_is_refused_with_the_choices(step: Path) -> None:
+    result = CliRunner().invoke(app, ["solve", str(step), "-o", "unused", "--solver", "gurobi"])
+    assert result.exit_code == 2
+    assert "'highs'" in result.output
+    assert "'cbc'" in result.output
+
+
+def test_help_is_in_the_order_of_work_and_names_no_page_by_its_path() -> None:
+    said = CliRunner().invoke(app, ["-h"]).output
+    assert [said.index(f" {name} ") for name in PANELS] == sorted(
+        said.index(f" {name} ") for name in PANELS
+    )
+    for name in PANELS:
+        own = CliRunner().invoke(app, [name, "-h"])
+        assert own.exit_code == 0
+        assert f"cotrain-compile {name}" in own.output
+        assert "docs/" not in own.output
 
 
 def test_options_and_solver_have_the_same_defaults() -> None:

@@ -1,0 +1,53 @@
+"""Work order: under which heading of the help a command stands, and how it is called."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+PLAN, LOOK, MACHINE, TRY = "Plan", "Look at what was saved", "Machines", "Try it"
+
+# Commands in the order in which somebody comes to need them, each with its heading.
+PANELS: Mapping[str, str] = {
+    "trace": PLAN,
+    "analyze": PLAN,
+    "solve": PLAN,
+    "sweep": PLAN,
+    "cluster": PLAN,
+    "show": LOOK,
+    "explain": LOOK,
+    "diff": LOOK,
+    "graph": LOOK,
+    "machines": MACHINE,
+    "calibrate": MACHINE,
+    "demo": TRY,
+}
+
+EXAMPLES: Mapping[str, tuple[str, ...]] = {
+    "trace": (
+        "trace job.py:step -o step.json",
+        "trace job.py:step --machine rtx4090 --dynamic -o step.json",
+    ),
+    "analyze": ("analyze step.json --machine rtx4090 --memory-budget 20GiB",),
+    "solve": (
+        "solve step.json --machine rtx4090 --memory-budget 20GiB -o plan.json",
+        "solve step.json --memory-budget 16GiB --memory-budget 20GiB -o plan.json",
+    ),
+    "sweep": ("sweep step.json --machine rtx4090 --machine h100 -o sweep",),
+    "cluster": ("cluster profile.json --cluster cluster.json --samples 64 --json",),
+    "show": (
+        "show plan.json --html report.html",
+        "show plan.json --timeline timeline.png --perfetto trace.json",
+    ),
+    "explain": ("explain plan.json layers.17.mlp.weight",),
+    "diff": ("diff before.json after.json",),
+    "graph": ("graph step.json --plan plan.json -o step.svg",),
+    "machines": ("machines", "machines rtx4090"),
+    "calibrate": ("calibrate -o machine.json --device cuda",),
+    "demo": ("demo --steps 20 --budget 128MiB",),
+}
+
+
+def epilog(command: str) -> str:
+    """The examples of `command`; an empty line is what keeps two of them apart."""
+    calls = [f"cotrain-compile {call}" for call in EXAMPLES[command]]
+    return "\n\n".join(["Examples:" if len(calls) > 1 else "Example:", *calls])
