@@ -1,4 +1,7 @@
-"""Jobs: a user's file that builds a training step, named as `FILE.py:FUNCTION`."""
+"""Jobs: a user's file that builds a training step, named as `FILE.py:FUNCTION`.
+
+Beside them, what may be asked of a job that `config_job` makes from a configuration.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,17 @@ import importlib.util
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from cotrain_compile.errors import OptionError
+
+OptimizerName = Literal["adamw", "adam", "sgd", "adafactor"]
+Precision = Literal["bf16-mixed", "bf16", "fp32"]
+
+
+def is_file_job(job: str) -> bool:
+    """Whether `job` is meant as `FILE.py:FUNCTION`, and not as a configuration."""
+    return ".py" in Path(job).name
 
 
 def load_job(job: str) -> Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]:

@@ -18,7 +18,6 @@ from cotrain_compile.cluster.cluster_presets import find_cluster
 from cotrain_compile.cluster.description import Cluster
 from cotrain_compile.cluster.profile_files import read_profile
 from cotrain_compile.cluster.profiles import LayerProfile
-from cotrain_compile.cluster.step_on_cluster import profile_on_cluster
 from cotrain_compile.cluster.strategies import STRATEGIES, answer
 from cotrain_compile.cluster.strategy import Answer, Strategy
 from cotrain_compile.dataflow import Dataflow
@@ -76,6 +75,8 @@ def _profile(file: Path, target: Cluster, symbols: str, tokens_per_sample: int) 
         return read_profile(file)
     step = files.load(file, Dataflow)
     given = [symbol.strip() for symbol in symbols.split(",") if symbol.strip()]
+    from cotrain_compile.cluster.step_on_cluster import profile_on_cluster
+
     return profile_on_cluster(file.stem, step, target, given, tokens_per_sample=tokens_per_sample)
 
 

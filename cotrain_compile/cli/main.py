@@ -1,6 +1,7 @@
 """The command line, `cotrain-compile`.
 
-Torch is loaded by the commands that trace or run a step, not by those that read or solve one.
+Torch is loaded by the commands that trace or run a step, not by those that read or solve one; sympy
+by those that look at steps with symbols.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from cotrain_compile.cli.machines import (
 )
 from cotrain_compile.cli.sweep import sweep
 from cotrain_compile.cli.terminal import console
+from cotrain_compile.cli.trace import trace
 from cotrain_compile.cli.work_order import PANELS, epilog
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import CotrainError, PlacementError
@@ -43,8 +45,7 @@ from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.policies import RULES
 from cotrain_compile.placement.problem import formulate
 from cotrain_compile.plan import Plan
-from cotrain_compile.viz.text.analysis import describe_analysis
-from cotrain_compile.viz.text.describe import describe_machine, describe_step
+from cotrain_compile.viz.text.describe import describe_machine
 from cotrain_compile.viz.text.summary import candidates, comparison, summary
 from cotrain_compile.viz.text.terminal import PlainConsole
 
@@ -147,41 +148,6 @@ def calibrate(
     console.print(f"saved {output}")
 
 
-def trace(
-    job: Annotated[str, typer.Argument(help="FILE.py:FUNCTION; its source is executed.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="File to write.")],
-    dynamic: Annotated[bool, typer.Option(help="Keep batch and lengths as symbols.")] = False,
-    device: Annotated[
-        options.Device | None, typer.Option(help="As on it; cuda needs no card here.")
-    ] = None,
-    machine: Annotated[
-        str | None, typer.Option(help="Preset or machine.json: as on its card.")
-    ] = None,
-    checkpoints: Annotated[
-        options.Checkpoints, typer.Option(help="Whether torch.utils.checkpoint counts.")
-    ] = "respect",
-    ranks: Annotated[int, typer.Option(min=1, help="As the first of so many ranks.")] = 1,
-) -> None:
-    """Capture the step that FUNCTION() returns with its arguments; nothing is allocated or run."""
-    from cotrain_compile.jobs import load_job
-    from cotrain_compile.tracing import trace as capture
-    from cotrain_compile.viz.text.phase_line import phase_line
-
-    files.refuse_unwritable(output)
-    with phase_line(Options(), "tracing"):
-        dataflow = capture(
-            load_job(job),
-            dynamic=dynamic,
-            device=device,
-            machine=machine,
-            checkpoints=checkpoints,
-            ranks=ranks,
-        )
-    files.save(dataflow, output)
-    console.print(describe_step(dataflow))
-    console.print(f"saved {output}")
-
-
 def analyze(
     file: Annotated[Path, typer.Argument(help="step.json, from trace or from a dump.")],
     machine: Annotated[str, typer.Option(help="Preset or machine.json.")] = presets.THIS_MACHINE,
@@ -190,6 +156,8 @@ def analyze(
     ] = "100%",
 ) -> None:
     """Say what a step needs: its peak, what the host could take, reuse distances, largest sizes."""
+    from cotrain_compile.viz.text.analysis import describe_analysis
+
     target = presets.find(machine)
     budget = Options.parse({"memory_budget": memory_budget}).memory_budget
     assert budget is not None

@@ -18,7 +18,6 @@ from rich.progress import Progress
 from rich.table import Table
 
 from cotrain_compile import files, presets
-from cotrain_compile.analysis.symbolic import at
 from cotrain_compile.choose_plan import solve_settings
 from cotrain_compile.cli.machines import (
     POLICY_HELP,
@@ -151,6 +150,8 @@ def _sizes(text: str, dataflow: Dataflow) -> tuple[str, Sequence[int]]:
         sizes = [int(value) for value in values.split(",")]
     except ValueError:
         raise OptionError(f"--size {text}: give it as {symbol}=8,16,32") from None
+    from cotrain_compile.analysis.symbolic import at
+
     for value in sizes:
         at(dataflow, {**dataflow.symbols, symbol: value})  # refused here, before anything is solved
     return symbol, sizes

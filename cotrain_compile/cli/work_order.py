@@ -26,6 +26,7 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "trace": (
         "trace job.py:step -o step.json",
         "trace job.py:step --machine rtx4090 --dynamic -o step.json",
+        "trace llama/config.json --optimizer adamw --batch 4 --length 2048 -o step.json",
     ),
     "analyze": ("analyze step.json --machine rtx4090 --memory-budget 20GiB",),
     "solve": (

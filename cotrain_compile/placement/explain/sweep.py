@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from cotrain_compile.analysis.liveness import liveness
-from cotrain_compile.analysis.symbolic import at
 from cotrain_compile.dataflow import Dataflow, Job
 from cotrain_compile.errors import PlacementError
 from cotrain_compile.machine import Machine, Rates, Tier
@@ -92,7 +91,11 @@ def try_case(dataflow: Dataflow, case: Case, settings: SolveSettings) -> tuple[P
 
 def problem_of(dataflow: Dataflow, case: Case) -> Problem:
     """What is solved for a case."""
-    sized = at(dataflow, {**dataflow.symbols, **case.sizes}) if case.sizes else dataflow
+    sized = dataflow
+    if case.sizes:
+        from cotrain_compile.analysis.symbolic import at  # with sympy, which is long to load
+
+        sized = at(dataflow, {**dataflow.symbols, **case.sizes})
     return formulate(sized, case.machine, case.budgets)
 
 

@@ -29,8 +29,17 @@ _STYLE: Mapping[Kind, str] = {
     Kind.WAIT: 'color="#009E73", style=bold',
     Kind.THEN: 'color="#E69F00"',
 }
-# Hundreds of boxes take seconds so, and minutes with curves and a longer search.
+# Curves go round boxes, straight lines through their titles; but with hundreds of boxes curves and
+# a longer search take minutes, lines and a short one seconds.
+_CURVES = ("-Gsplines=true",)
 _QUICKLY = ("-Gnslimit=0.5", "-Gnslimit1=0.5", "-Gmclimit=0.05", "-Gsplines=line")
+MOST_BOXES_WITH_CURVES = 60
+_LEGEND: Mapping[Kind, str] = {
+    Kind.DATA: "grey arrow: reads, with the bytes read",
+    Kind.ISSUE: "dashed arrow: starts a task",
+    Kind.WAIT: "bold arrow: is waited for",
+    Kind.THEN: "orange arrow: follows a task",
+}
 SUFFIXES = (".txt", ".dot", ".svg")
 
 
@@ -78,7 +87,8 @@ def as_svg(picture: Picture) -> str:
             "an SVG of a graph needs Graphviz' dot, which is not installed: install graphviz, or "
             "write a .dot file and lay it out elsewhere"
         )
-    command = [dot, "-Tsvg", *_QUICKLY]
+    layout = _CURVES if len(picture.boxes) <= MOST_BOXES_WITH_CURVES else _QUICKLY
+    command = [dot, "-Tsvg", *layout]
     run = subprocess.run(command, input=as_dot(picture), capture_output=True, text=True)
     if run.returncode:
         raise OptionError(f"dot could not draw the graph: {run.stderr.strip()}; write .dot instead")
@@ -89,6 +99,7 @@ def _dot_lines(picture: Picture) -> Iterator[str]:
     yield "digraph step {"
     yield '  node [shape=box, style=filled, fontname="sans-serif", fontsize=11];'
     yield '  edge [fontname="sans-serif", fontsize=9];'
+    yield f'  graph [fontname="sans-serif", fontsize=10, label={_quoted(_legend(picture))}];'
     for box in picture.boxes:
         style = '"filled,rounded"' if box.tier is Tier.HOST else "filled"
         # White on the one dark colour.
@@ -101,6 +112,15 @@ def _dot_lines(picture: Picture) -> Iterator[str]:
         ends = f"{_quoted(arrow.source)} -> {_quoted(arrow.target)}"
         yield f"  {ends} [{_STYLE[arrow.kind]}{label}];"
     yield "}"
+
+
+def _legend(picture: Picture) -> str:
+    """What the arrows in `picture` mean, and its round boxes where it has some."""
+    kinds = {arrow.kind for arrow in picture.arrows}
+    lines = [words for kind, words in _LEGEND.items() if kind in kinds]
+    if any(box.tier is Tier.HOST for box in picture.boxes):
+        lines.append("round box: runs on the host or copies between device and host")
+    return "\n".join(lines)
 
 
 def _words(box: Box) -> str:

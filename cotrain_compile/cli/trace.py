@@ -1,0 +1,98 @@
+"""Trace: the dataflow of a step, from a user's file or from a model's configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from cotrain_compile import files, options
+from cotrain_compile.cli.terminal import console
+from cotrain_compile.errors import OptionError
+from cotrain_compile.jobs import OptimizerName, Precision, is_file_job, load_job
+from cotrain_compile.options import Options
+from cotrain_compile.viz.text.describe import describe_step
+
+
+def trace(
+    job: Annotated[
+        str,
+        typer.Argument(
+            help="FILE.py:FUNCTION, whose source is executed; or a language model's "
+            "configuration: config.json, or a name on the Hugging Face Hub."
+        ),
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="File to write.")],
+    optimizer: Annotated[
+        OptimizerName | None, typer.Option(help="Of a configuration: adamw if not told.")
+    ] = None,
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Of a configuration: sequences, 1 if not told.")
+    ] = None,
+    length: Annotated[
+        int | None, typer.Option(min=2, help="Of a configuration: tokens, 2048 if not told.")
+    ] = None,
+    precision: Annotated[
+        Precision | None, typer.Option(help="Of a configuration: bf16-mixed if not told.")
+    ] = None,
+    dynamic: Annotated[bool, typer.Option(help="Keep batch and lengths as symbols.")] = False,
+    device: Annotated[
+        options.Device | None, typer.Option(help="As on it; cuda needs no card here.")
+    ] = None,
+    machine: Annotated[
+        str | None, typer.Option(help="Preset or machine.json: as on its card.")
+    ] = None,
+    checkpoints: Annotated[
+        options.Checkpoints, typer.Option(help="Whether torch.utils.checkpoint counts.")
+    ] = "respect",
+    ranks: Annotated[int, typer.Option(min=1, help="As the first of so many ranks.")] = 1,
+) -> None:
+    """Capture a training step, a file's or a model's; nothing is allocated or run.
+
+    A FUNCTION returns the step and a tuple of its arguments. Of a configuration it is the usual
+    step: next-token loss, gradients clipped to a norm of 1, then the optimizer.
+    """
+    from cotrain_compile.tracing import trace as capture
+    from cotrain_compile.viz.text.phase_line import phase_line
+
+    files.refuse_unwritable(output)
+    with phase_line(Options(), "tracing"):
+        dataflow = capture(
+            _build(job, optimizer, batch, length, precision),
+            dynamic=dynamic,
+            device=device,
+            machine=machine,
+            checkpoints=checkpoints,
+            ranks=ranks,
+        )
+    files.save(dataflow, output)
+    console.print(describe_step(dataflow))
+    console.print(f"saved {output}")
+
+
+def _build(
+    job: str,
+    optimizer: OptimizerName | None,
+    batch: int | None,
+    length: int | None,
+    precision: Precision | None,
+) -> Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]:
+    """What builds the step of `job`, as its kind is."""
+    if not is_file_job(job):
+        from cotrain_compile.config_job import config_job
+
+        return config_job(
+            job,
+            optimizer=optimizer or "adamw",
+            batch=batch or 1,
+            length=length or 2048,
+            precision=precision or "bf16-mixed",
+        )
+    told = {"optimizer": optimizer, "batch": batch, "length": length, "precision": precision}
+    if given := [f"--{name}" for name, value in told.items() if value is not None]:
+        raise OptionError(
+            f"{' and '.join(given)}: for configurations only; what {job} trains stands in its file"
+        )
+    return load_job(job)
