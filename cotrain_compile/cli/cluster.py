@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from textwrap import fill
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
@@ -19,11 +19,11 @@ from cotrain_compile.cluster.description import Cluster
 from cotrain_compile.cluster.profile_files import read_profile
 from cotrain_compile.cluster.profiles import LayerProfile
 from cotrain_compile.cluster.strategies import STRATEGIES, answer
-from cotrain_compile.cluster.strategy import Answer, Strategy
+from cotrain_compile.cluster.strategy import Answer
 from cotrain_compile.dataflow import Dataflow
-from cotrain_compile.units import format_bytes, format_seconds
+from cotrain_compile.viz.report.cluster_page import write_cluster_page
+from cotrain_compile.viz.strategies import cells, headings, sentence
 
-_HEADINGS = ("step", "at least", "peak", "devices", "traffic")
 _WIDTH = 100
 
 
@@ -44,22 +44,36 @@ def cluster(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Also save the answer, for `show`.")
     ] = None,
+    page: Annotated[
+        Path | None, typer.Option(help="Also write it as a page, with timelines.")
+    ] = None,
 ) -> None:
     """Rank the ways to train a model on a cluster; nothing is run."""
-    if output is not None:
-        files.refuse_unwritable(output)
+    for path in filter(None, (output, page)):
+        files.refuse_unwritable(path)
     target = find_cluster(cluster)
     names = [name.strip() for name in strategies.split(",")] if strategies else STRATEGIES
     profile = _profile(file, target, batch_symbols, tokens_per_sample)
     found = answer(profile, target, samples, names)
     if output is not None:
         files.save(found, output)
+    if page is not None:
+        write_cluster_page(page, found, profile)
     if as_json:
-        print(json.dumps(asdict(found), indent=1))
+        print(json.dumps(_figures(found), indent=1))
         return
     print_answer(found)
-    if output is not None:
-        console.print(f"saved {output}")
+    for path in filter(None, (output, page)):
+        console.print(f"saved {path}")
+
+
+def _figures(found: Answer) -> dict[str, Any]:
+    """All but the timelines, which are in the saved answer."""
+    without = [replace(one, timeline=None) for one in found.strategies]
+    figures = asdict(replace(found, strategies=tuple(without)))
+    for one in figures["strategies"]:
+        del one["timeline"]
+    return figures
 
 
 def print_answer(found: Answer) -> None:
@@ -83,39 +97,21 @@ def _profile(file: Path, target: Cluster, symbols: str, tokens_per_sample: int) 
 def _table(found: Answer) -> Table:
     table = Table(box=None, pad_edge=False)
     table.add_column(no_wrap=True)
-    counted = any(one.tokens_per_s != one.samples_per_s for one in found.strategies)
-    for heading in (*_HEADINGS, "tokens/s" if counted else "samples/s"):
+    *numbers, last = headings(found)
+    for heading in numbers:
         table.add_column(heading, justify="right")
-    table.add_column("fits")
+    table.add_column(last)
     for strategy in found.strategies:
-        table.add_row(*_cells(strategy))
+        table.add_row(*cells(strategy))
     return table
 
 
-def _cells(strategy: Strategy) -> Iterator[str]:
-    yield strategy.name
-    for seconds in (strategy.step_s, strategy.bound_s):
-        yield "-" if seconds is None else format_seconds(seconds)
-    yield format_bytes(max(strategy.peak_bytes)) if strategy.peak_bytes else "-"
-    yield str(strategy.devices or "-")
-    yield format_bytes(sum(strategy.traffic.values())) if strategy.step_s is not None else "-"
-    rate = strategy.tokens_per_s
-    yield "-" if rate is None else f"{rate:,.0f}" if rate >= 100 else f"{rate:.1f}"
-    unknown = "-" if strategy.step_s is None else "unknown"
-    yield {True: "yes", False: "no", None: unknown}[strategy.fits]
-
-
 def _lines(found: Answer) -> Iterator[str]:
-    """Of each strategy what was chosen, why it is not the best, and how to run it."""
+    """What is said of each strategy, then what is assumed."""
     yield ""
     for strategy in found.strategies:
-        why = strategy.loses or ("the best" if strategy is found.best else strategy.reason)
-        if strategy.step_s is not None and strategy.reason and strategy.reason not in why:
-            why += f"; {strategy.reason}"
-        parts = [strategy.setting, why]
-        parts += [f"run: {strategy.run}"] if strategy.step_s is not None else []
-        text = "; ".join(part for part in parts if part)
-        yield fill(f"{strategy.name}: {text}", _WIDTH, subsequent_indent="  ")
+        text = f"{strategy.name}: {sentence(strategy, found)}"
+        yield fill(text, _WIDTH, subsequent_indent="  ")
     yield ""
     for assumed in found.assumed:
         yield fill(f"- {assumed}", _WIDTH, subsequent_indent="  ")

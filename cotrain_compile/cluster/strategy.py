@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from cotrain_compile.cluster.description import Cluster
 from cotrain_compile.cluster.profiles import LayerProfile
 from cotrain_compile.cluster.stage_plan import StagePlan
+from cotrain_compile.plan import Timeline
 
 FORMAT_VERSION = 1
 
@@ -45,6 +46,8 @@ class Strategy:
     all devices together. `busiest` is the lane that has most to do, for `busiest_s`. `setting` says
     what was chosen, `loses` why another one is better, `run` how to run it; `stages` is what
     `cotrain_compile.pipeline` runs, `widths` by name of module what `cotrain_compile.burst` does.
+    `capacities_bytes` is by device as `peak_bytes`; `timeline` is of all devices, those that do the
+    same at the same time on one lane.
     """
 
     name: str
@@ -64,6 +67,8 @@ class Strategy:
     run: str = NOT_RUN
     stages: StagePlan | None = None
     widths: Mapping[str, int] = field(default_factory=dict)
+    capacities_bytes: tuple[int, ...] = ()
+    timeline: Timeline | None = None
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,10 @@ from cotrain_compile.cluster.description import Cluster
 from cotrain_compile.cluster.profiles import Layer, LayerProfile, Read, constant
 from cotrain_compile.cluster.subsets import first_devices
 from cotrain_compile.cluster.width_problem import WidthProblem
+from cotrain_compile.cluster.width_timeline import width_timeline
 from cotrain_compile.cluster.widths import WidthPlan, plan_widths
 from cotrain_compile.machine import Network
+from cotrain_compile.plan import Timeline
 
 _ALONE = Network(1.0)  # one device sends nothing
 
@@ -27,7 +29,8 @@ _ALONE = Network(1.0)  # one device sends nothing
 class BurstPlan:
     """Widths by layer. `compute_s` and `network_s` are what the first device is busy with each.
 
-    `peak_bytes` is its peak, as if no layer ran beside, None where the profile knows no peaks.
+    `peak_bytes` is its peak, as if no layer ran beside, None where the profile knows no peaks. A
+    profile with branches has no timeline.
     """
 
     widths: Mapping[str, int]
@@ -39,6 +42,7 @@ class BurstPlan:
     peak_bytes: int | None
     missing_bytes: int
     traffic: Mapping[str, int]
+    timeline: Timeline | None
 
     @property
     def bound_s(self) -> float:
@@ -90,6 +94,7 @@ def _planned(profile: LayerProfile, part: Cluster, samples: int, *, recompute: b
         peak,
         max(0, (peak or 0) - min(part.capacities_bytes)),
         _traffic(profile, plan, samples),
+        width_timeline(problem, plan.widths, update_s),
     )
 
 

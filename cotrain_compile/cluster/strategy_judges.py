@@ -118,9 +118,10 @@ def _all_alike(
         plan.step_s,
         plan.bound_s,
         None if plan.peak_bytes is None else (plan.peak_bytes,) * plan.devices,
-        plan.devices,
+        question.cluster.capacities_bytes[: plan.devices],
         traffic,
         busiest,
+        plan.timeline,
         reason=_missing(plan.missing_bytes) if known else NO_PEAKS,
         setting=setting,
         run=run,
@@ -147,9 +148,10 @@ def pipeline(question: Question, name: str) -> Strategy:
         plan.step_s,
         plan.bound_s,
         tuple(compress(plan.peak_bytes, used)),
-        sum(used),
+        tuple(compress(question.cluster.capacities_bytes, used)),
         hops,
         _busiest(plan.timeline),
+        plan.timeline,
         setting=setting,
         run=f"{launch(question.cluster, sum(used))}: the model and the saved answer in "
         "cotrain_compile.pipeline",
@@ -166,17 +168,17 @@ def pipeline(question: Question, name: str) -> Strategy:
 def harmony(question: Question, name: str) -> Strategy:
     """Packs that come to the devices of one machine by turns; the model rests on its host."""
     layout = Layout(name)
-    found: list[HarmonyPlan] = []
+    found: list[tuple[HarmonyPlan, MachineGroup]] = []
     failed: list[CotrainError] = []
     for group in question.cluster.groups:
         if group.devices:
             try:
-                found.append(_on_server(question, group, layout))
+                found.append((_on_server(question, group, layout), group))
             except (OptionError, PlacementError) as error:
                 failed.append(error)
     if not found:
         raise failed[0]
-    plan = min(found, key=lambda plan: plan.step_s)
+    plan, group = min(found, key=lambda one: one[0].step_s)
     moved: Counter[str] = Counter()
     for (stream, _), nbytes in plan.moved_bytes.items():
         moved[_HARMONY_LINKS[stream]] += round(nbytes)
@@ -190,9 +192,10 @@ def harmony(question: Question, name: str) -> Strategy:
         plan.step_s,
         plan.bound_s,
         plan.peak_bytes,
-        plan.devices,
+        tuple(each.device.capacity_bytes for each in group.each)[: plan.devices],
         {link: nbytes for link, nbytes in moved.items() if nbytes},
         _busiest(plan.timeline),
+        plan.timeline,
         setting=f"{sizes}, {packs}" + (f"; one machine, {idle} idle" if idle else ""),
     )
 
@@ -273,9 +276,10 @@ def _strategy(
     step_s: float,
     bound_s: float,
     peak_bytes: tuple[int, ...] | None,
-    devices: int,
+    capacities_bytes: tuple[int, ...],
     traffic: Mapping[str, int],
     busiest: tuple[str, float],
+    timeline: Timeline | None,
     *,
     reason: str = "",
     setting: str = "",
@@ -292,7 +296,7 @@ def _strategy(
         samples_per_s,
         samples_per_s * tokens if samples_per_s else None,
         peak_bytes,
-        devices,
+        len(capacities_bytes),
         traffic,
         fits,
         reason,
@@ -300,6 +304,8 @@ def _strategy(
         setting=setting,
         run=run,
         stages=stages,
+        capacities_bytes=capacities_bytes,
+        timeline=timeline,
     )
 
 

@@ -69,7 +69,9 @@ def time_axis(end_s: float) -> TimeAxis:
 def lanes_chart(panel: Panel, axis: TimeAxis) -> figure:
     """The bars of one timeline, a row for each lane; merged where they are many."""
     bars = panel.bars
-    chart = _figure(panel.title, axis, height=90 + 48 * len(panel.lanes))
+    # A server has six lanes a device: rows of many lanes are as low as their titles allow.
+    row = max(18, min(48, 400 // len(panel.lanes)))
+    chart = _figure(panel.title, axis, height=90 + row * len(panel.lanes))
     rows = {lane: len(panel.lanes) - 1 - number for number, lane in enumerate(panel.lanes)}
     chart.y_range = Range1d(start=-0.6, end=len(rows) - 0.4)
     chart.yaxis.ticker = list(rows.values())

@@ -11,8 +11,10 @@ from typer.testing import CliRunner
 from cotrain_compile import files
 from cotrain_compile.cli.main import app
 from cotrain_compile.cluster.profiles import per_sample
-from cotrain_compile.cluster.strategy import Answer
+from cotrain_compile.cluster.stage_plan import StagePlan
+from cotrain_compile.cluster.strategy import Answer, Strategy
 from cotrain_compile.errors import FormatError, OptionError
+from cotrain_compile.viz.report.cluster_page import Row, cuts, widths
 from tests.support.clusters import a_box, a_model
 from tests.unit.cluster.test_traced_profile import step
 
@@ -50,6 +52,34 @@ def test_json_has_what_the_table_says(small: list[str]) -> None:
     assert set(shard["traffic"]) == {"between devices of a machine"}
     assert byteps["step_s"] is None
     assert byteps["reason"] in byteps["loses"]
+
+
+def test_the_page_draws_every_strategy_that_has_a_time(small: list[str], tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    told = CliRunner().invoke(app, [*small, "--page", str(page), "--json"])
+    assert told.exit_code == 0
+    text = page.read_text()
+    for one in json.loads(told.output)["strategies"]:
+        assert "timeline" not in one
+        drawn = f'data-chart="{one["name"]}"' in text
+        assert drawn == (one["step_s"] is not None)
+        assert f"<b>{one['name']}</b>" in text
+    assert 'class="cap"' in text
+
+
+def test_cuts_and_widths_are_drawn_over_the_layers() -> None:
+    layers = ("a", "b", "c", "d")
+    plan = StagePlan("gpipe", ("b",), 2, 1)
+    cut = Strategy("pipeline-gpipe", peak_bytes=(5, 9), stages=plan, capacities_bytes=(10, 12))
+    assert list(cuts(cut, layers)) == [
+        Row("stage 0", ((0, 25, "a"),), "5 B of 10 B", 50),
+        Row("stage 1", ((25, 75, "b to d"),), "9 B of 12 B", 75),
+    ]
+    wide = Strategy("burst", widths={"a": 2, "b": 1, "c": 2, "d": 2})
+    assert list(widths(wide, layers)) == [
+        Row("2 devices", ((0, 25, "a"), (50, 50, "c to d")), "3 layers"),
+        Row("1 device", ((25, 25, "b"),), "1 layer"),
+    ]
 
 
 def test_an_answer_is_saved_and_shown_as_it_was(small: list[str], tmp_path: Path) -> None:

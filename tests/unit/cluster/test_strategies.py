@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -41,10 +42,14 @@ def told_truly(found: Answer, cluster: Cluster) -> None:
             continue
         assert one.bound_s is not None
         assert one.bound_s <= one.step_s * (1 + 1e-9)
+        assert one.timeline is not None
+        assert one.timeline.makespan_s == pytest.approx(one.step_s)
+        assert not Counter(one.capacities_bytes) - Counter(cluster.capacities_bytes)
         if one.fits:
             assert one.peak_bytes is not None
+            caps = zip(one.peak_bytes, one.capacities_bytes, strict=True)
             assert len(one.peak_bytes) == one.devices
-            assert max(one.peak_bytes) <= max(cluster.capacities_bytes)
+            assert all(peak <= capacity for peak, capacity in caps)
     ready = [one.step_s for one in found.strategies if one.step_s is not None and one.fits]
     assert ready == sorted(ready)
 

@@ -1,0 +1,90 @@
+"""Strategies: the answer for a cluster as rows of a table, in words, and as panels of timelines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from cotrain_compile.cluster.strategy import Answer, Strategy
+from cotrain_compile.plan import Timeline
+from cotrain_compile.units import format_bytes, format_seconds
+from cotrain_compile.viz.specification import Bar, Panel, Specification, bars_of
+
+
+def headings(found: Answer) -> tuple[str, ...]:
+    """Those of `rows`, without the one of the name."""
+    counted = any(one.tokens_per_s != one.samples_per_s for one in found.strategies)
+    rate = "tokens/s" if counted else "samples/s"
+    return ("step", "at least", "peak", "devices", "traffic", rate, "fits")
+
+
+def cells(strategy: Strategy) -> Iterator[str]:
+    """The name of a strategy, then what `headings` say."""
+    yield strategy.name
+    for seconds in (strategy.step_s, strategy.bound_s):
+        yield "-" if seconds is None else format_seconds(seconds)
+    yield format_bytes(max(strategy.peak_bytes)) if strategy.peak_bytes else "-"
+    yield str(strategy.devices or "-")
+    yield format_bytes(sum(strategy.traffic.values())) if strategy.step_s is not None else "-"
+    rate = strategy.tokens_per_s
+    yield "-" if rate is None else f"{rate:,.0f}" if rate >= 100 else f"{rate:.1f}"
+    unknown = "-" if strategy.step_s is None else "unknown"
+    yield {True: "yes", False: "no", None: unknown}[strategy.fits]
+
+
+def sentence(strategy: Strategy, found: Answer) -> str:
+    """What was chosen, why it is not the best, and how to run it."""
+    why = strategy.loses or ("the best" if strategy is found.best else strategy.reason)
+    if strategy.step_s is not None and strategy.reason and strategy.reason not in why:
+        why += f"; {strategy.reason}"
+    parts = [strategy.setting, why]
+    parts += [f"run: {strategy.run}"] if strategy.step_s is not None else []
+    return "; ".join(part for part in parts if part)
+
+
+def specify_strategies(found: Answer) -> Specification:
+    """A panel for each strategy that has a timeline, all on one axis."""
+    panels = (_panel(one, one.timeline) for one in found.strategies if one.timeline is not None)
+    samples = f"{found.samples} samples a step"
+    return Specification(f"{found.profile} on {found.cluster}, {samples}", tuple(panels), {})
+
+
+def _panel(strategy: Strategy, timeline: Timeline) -> Panel:
+    lanes = sorted({str(span.lane) for span in timeline.spans}, key=_place)
+    return Panel(
+        title=strategy.name,
+        source=timeline.source,
+        lanes={lane: lane for lane in lanes},
+        bars=tuple(
+            replace(bar, kind=_kind(bar), layer=bar.lane, what=strategy.name)
+            for bar in bars_of(timeline)
+        ),
+        memory={},
+        peak_bytes=timeline.peak_bytes,
+        makespan_s=timeline.makespan_s,
+        zero_s=min((span.start_s for span in timeline.spans), default=0.0),
+    )
+
+
+def _place(lane: str) -> tuple[int, str, int, str]:
+    """Devices from above by their number, each with its lanes, then what is between them."""
+    head, _, stream = lane.partition("/")
+    words = head.rstrip("0123456789")
+    number = int(head[len(words) :] or 0)
+    return (0 if lane.startswith(("device", "compute")) else 1), words[:6], number, stream
+
+
+def _kind(bar: Bar) -> str:
+    """What a span of a strategy is, by its lane and name; a key of `COLOURS`."""
+    stream = bar.lane.partition("/")[2]
+    task, _, own = bar.name.rpartition(": ")
+    if stream.startswith("swap"):
+        return "weight" if own == "weights" else "gradient" if own == "gradients" else "activation"
+    if stream == "host":
+        return "update on the host" if "update" in own else "copy"
+    if stream.startswith("peer") or not bar.lane.startswith(("device", "compute")):
+        return "exchange with other ranks"
+    if task.startswith("backward") and own.startswith("forward"):
+        return "made again"
+    named = {"forward": "forward", "backward": "backward", "update": "optimizer"}
+    return named.get(own.split(" ")[0].rstrip(","), "work on the device")
