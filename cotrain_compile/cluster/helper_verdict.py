@@ -137,15 +137,15 @@ def judge_helpers(
 ) -> HelperVerdict:
     """Whether the CPU machines of `cluster` should sum the gradients of a data-parallel step.
 
-    Every device works on `samples`. All machines with devices must be alike, so must all helpers.
+    Every device works on `samples`.
+
+    Raises:
+        OptionError: there is one machine with devices, or machines with devices or CPU machines
+            are of several kinds.
     """
     worked = [group for group in cluster.groups if group.devices]
     helping = [group for group in cluster.groups if not group.devices]
-    if len(worked) != 1 or len(helping) > 1 or cluster.device_machines < 2:
-        raise OptionError(
-            f"cluster {cluster.name}: CPU helpers are for two or more machines with devices, all "
-            "alike, and CPU machines that are all alike; within one machine keep NCCL"
-        )
+    _refuse_others(cluster, worked, helping)
     group, nbytes = worked[0], profile.grad_bytes
     helpers = helping[0].count if helping else 0
     assert group.nic is not None  # a cluster of several machines has one in every group
@@ -176,6 +176,24 @@ def judge_helpers(
         helpers_s,
         _exposed_s(profile, samples, helpers_s),
     )
+
+
+def _refuse_others(
+    cluster: Cluster, worked: Sequence[MachineGroup], helping: Sequence[MachineGroup]
+) -> None:
+    """The formulas are of equal machines with devices, at least two, and of equal helpers."""
+    if cluster.device_machines < 2:
+        raise OptionError(
+            f"cluster {cluster.name} has one machine with devices, whose gradients cross no "
+            "network; within one machine keep NCCL"
+        )
+    for groups, what in ((worked, "machines with devices"), (helping, "CPU machines")):
+        if len(groups) > 1:
+            names = ", ".join(group.name for group in groups)
+            raise OptionError(
+                f"cluster {cluster.name} has several kinds of {what} ({names}), and CPU helpers "
+                "are planned where these are all alike; leave all but one kind out, or keep NCCL"
+            )
 
 
 def _ring_inside_s(group: MachineGroup, nbytes: float) -> float:

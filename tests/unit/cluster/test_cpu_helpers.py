@@ -245,3 +245,14 @@ def test_faster_cards_of_helpers_take_larger_shares() -> None:
 def test_one_machine_has_no_network_to_relieve() -> None:
     with pytest.raises(OptionError, match="within one machine keep NCCL"):
         judge_helpers(WRN, find_cluster("8xh100"), 32)
+
+
+def test_machines_of_several_kinds_are_told_by_their_names() -> None:
+    cluster = find_cluster("32xv100-16cpu")
+    workers, helpers = cluster.groups
+    for group, what in ((workers, "machines with devices"), (helpers, "CPU machines")):
+        other = replace(group, name="other")
+        mixed = replace(cluster, groups=(*cluster.groups, other))
+        told = f"several kinds of {what} \\({group.name}, other\\)"
+        with pytest.raises(OptionError, match=told):
+            judge_helpers(WRN, mixed, 32)
