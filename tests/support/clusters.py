@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from cotrain_compile.cluster.description import Cluster, Devices, MachineGroup
 from cotrain_compile.cluster.profiles import (
@@ -33,6 +34,13 @@ def a_box(count: int, bytes_per_s: float, capacity_bytes: int = 10**15) -> Clust
     peers = Network(bytes_per_s) if count > 1 else None
     group = MachineGroup("box", 1, HOST, HostUpdate(1e18), (one,) * count, peers=peers)
     return Cluster("box", (group,))
+
+
+def a_mixed_box(count: int, bytes_per_s: float, capacity_bytes: int) -> Cluster:
+    """A box in which every second device has twice the memory, from the second on."""
+    (group,) = a_box(count, bytes_per_s).groups
+    devices = [a_device(capacity_bytes * (1 + i % 2), bytes_per_s) for i in range(count)]
+    return Cluster("mixed box", (replace(group, devices=tuple(devices)),))
 
 
 def some_machines(count: int, bytes_per_s: float, capacity_bytes: int = 10**15) -> Cluster:

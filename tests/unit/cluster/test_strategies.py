@@ -19,7 +19,7 @@ from cotrain_compile.cluster.profiles import BATCH, LayerProfile, Read, per_samp
 from cotrain_compile.cluster.strategies import STRATEGIES, answer
 from cotrain_compile.cluster.strategy import Answer
 from cotrain_compile.errors import OptionError
-from tests.support.clusters import a_box, a_model, some_machines
+from tests.support.clusters import a_box, a_mixed_box, a_model, some_machines
 
 DATA = Path(__file__).parents[2] / "data"
 SMALL = BUCKET_BYTES // 2
@@ -54,10 +54,10 @@ def told_truly(found: Answer, cluster: Cluster) -> None:
     assert ready == sorted(ready)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     model=models(),
-    made=st.sampled_from((a_box, some_machines)),
+    made=st.sampled_from((a_box, a_mixed_box, some_machines)),
     count=st.integers(1, 3),
     rate=st.floats(SMALL / 4, SMALL * 100),
     room=st.sampled_from((3, 20, 1000)),
