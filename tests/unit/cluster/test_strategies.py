@@ -84,6 +84,19 @@ def test_more_devices_or_bandwidth_never_make_the_best_slower(
             assert other.best.step_s <= best.step_s * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("order", ["gpipe", "1f1b"])
+def test_a_stage_that_only_the_larger_card_holds_is_there(order: str) -> None:
+    """Parameters, gradients and states of the second layer take 8, of the first one 4."""
+    model = a_model((SMALL, 2 * SMALL), per_sample(30), crossing=SMALL // 8)
+    cluster = a_mixed_box(2, SMALL * 100, 6 * SMALL)
+    found = answer(model, cluster, 4, (f"pipeline-{order}",))
+    (one,) = found.strategies
+    assert one.capacities_bytes == (6 * SMALL, 12 * SMALL)
+    assert one.peak_bytes is not None
+    assert one.peak_bytes[1] > 6 * SMALL
+    assert all(p <= c for p, c in zip(one.peak_bytes, one.capacities_bytes, strict=True))
+
+
 def test_bert_large_on_small_cards_has_every_strategy_but_one() -> None:
     cluster = find_cluster("4xgtx1080ti")
     found = answer(read_profile(DATA / "harmony_bert_large.json"), cluster, 32)
