@@ -325,9 +325,9 @@ def _print_answers(
     """One plan in full, several side by side; with either, what the simple `rules` would take."""
     plans = [answer for answer in answers if isinstance(answer, Plan)]
     if len(answers) == len(plans) == 1:
-        console.print(summary(plans[0], dataflow))
+        console.print(summary(plans[0], dataflow, ranked=not rules))
     table = Table(box=None, pad_edge=False)
-    table.add_column()
+    table.add_column("a step in")
     for budget in budgets:
         table.add_column(budget, justify="right")
     side_by_side = comparison(answers) if len(answers) > 1 else ()

@@ -15,12 +15,13 @@ from cotrain_compile.plan import HostRegion, Lane, Plan, SolveReport, Transfer, 
 from cotrain_compile.units import format_bytes, format_seconds
 
 
-def summary(plan: Plan, dataflow: Dataflow | None = None) -> str:
+def summary(plan: Plan, dataflow: Dataflow | None = None, *, ranked: bool = True) -> str:
     """Policy, update modes, what leaves the device, memory, traffic, time and the solver's report.
 
     With the `dataflow` that the plan was made for, each update mode has its bytes as well:
-    parameters with their optimizer states.
+    parameters with their optimizer states. `ranked` adds what other candidates take, on one line.
     """
+    report = plan.report
     return "\n".join(
         [
             f"policy      {plan.placement.policy} on {plan.on_machine}",
@@ -33,9 +34,10 @@ def summary(plan: Plan, dataflow: Dataflow | None = None) -> str:
             *(f"{'':11} {told}" for told in (reserved_words(plan, dataflow) if dataflow else ())),
             f"traffic     {format_bytes(plan.bytes_moved('offload'))} down, "
             f"{format_bytes(plan.bytes_moved('prefetch'))} up each step",
-            f"{plan.foreseen:11} {format_seconds(plan.predicted.makespan_s)} a step",
+            *_step_time(plan),
             *_overlap(plan),
-            *(_report(plan.report) if plan.report else ()),
+            *(_solver(report) if report else ()),
+            *(_ranked(report) if report and ranked else ()),
         ]
     )
 
@@ -224,27 +226,27 @@ def _overlap(plan: Plan) -> Iterator[str]:
         yield f"overlap     {updates} updates on the host may end in the next step"
 
 
-def _report(report: SolveReport) -> Iterator[str]:
+def _step_time(plan: Plan) -> Iterator[str]:
+    """The one step time that counts, and how far from the best it may be."""
+    report, told = plan.report, f"{format_seconds(plan.predicted.makespan_s)} a step"
+    if report is None or not report.lower_bound_s:
+        yield f"{plan.foreseen:11} {told}"
+        return
+    least = format_seconds(report.lower_bound_s)
+    yield f"{plan.foreseen:11} {told}, {report.gap:.1%} above {least}, below which no plan is"
+    if report.unknown_ops:
+        yield f"{'':11} not certified: it is a {report.bound_name}"
+
+
+def _solver(report: SolveReport) -> Iterator[str]:
     rounds = f", {report.rounds} rounds" if report.rounds > 1 else ""
     yield (
         f"solver      {report.solver}: {report.status} after {format_seconds(report.seconds)}"
         f"{rounds}, seed {report.seed}"
     )
-    if report.objective_s is not None:
-        bound = "none"
-        if report.bound_s:
-            bound = f"{format_seconds(report.bound_s)} with its price on traffic"
-        yield (
-            f"{'':11} its program says {format_seconds(report.objective_s)} a step, "
-            f"its bound is {bound}"
-        )
-    if report.lower_bound_s:
-        yield (
-            f"bound       no plan takes less than {format_seconds(report.lower_bound_s)}: "
-            f"this one is {report.gap:.1%} above"
-        )
-        if report.unknown_ops:
-            yield f"{'':11} not certified: it is a {report.bound_name}"
+
+
+def _ranked(report: SolveReport) -> Iterator[str]:
     if report.simulated_s:
         ranked = sorted(report.simulated_s.items(), key=lambda item: item[1])
         told = ", ".join(f"{policy} {format_seconds(seconds)}" for policy, seconds in ranked)
