@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Annotated
 
 import typer
 
-from cotrain_compile import options, presets
+from cotrain_compile import files, options, presets
 from cotrain_compile.cli.terminal import console
 from cotrain_compile.machine import Machine
 from cotrain_compile.units import format_bytes
@@ -38,14 +39,29 @@ def machines(
     device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
     link: LinkRate = None,
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", help="As machine.json has it; of all: machines, each by its name."),
+    ] = False,
 ) -> None:
     """The machines that a step can be planned for: their rates, or one with its sources."""
     if name:
-        target = changed(name, device_memory, host_memory, link)
-        console.print(describe_machine(presets.find(target)))
-        return
-    for line in machine_lines():
-        console.print(line)
+        target = presets.find(changed(name, device_memory, host_memory, link))
+        if as_json:
+            print(files.to_json(target), end="")
+        else:
+            console.print(describe_machine(target))
+    elif as_json:
+        print(json.dumps({"machines": _documents()}, indent=1))
+    else:
+        for line in machine_lines():
+            console.print(line)
+
+
+def _documents() -> dict[str, object]:
+    """What machine.json would have of each machine that has a name here."""
+    names = (*presets.PRESETS, presets.THIS_MACHINE)
+    return {name: json.loads(files.to_json(presets.find(name))) for name in names}
 
 
 def changed(name: str, device_memory: str | None, host_memory: str | None, link: str | None) -> str:

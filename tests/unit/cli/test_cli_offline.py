@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,12 +12,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from cotrain_compile import files
+from cotrain_compile import files, presets
 from cotrain_compile.cli.main import app, main
 from cotrain_compile.cli.work_order import PANELS
 from cotrain_compile.dataflow import Buffer, Dataflow, Role
 from cotrain_compile.errors import OptionError, PlacementError
-from cotrain_compile.machine import Tier
+from cotrain_compile.machine import Machine, Tier
 from cotrain_compile.options import Options
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.search.solve import SolveSettings
@@ -329,3 +330,13 @@ def test_a_plan_of_another_step_is_told_by_what_differs_first(
     other: Dataflow, expected: str
 ) -> None:
     assert describe_differences(PLAN, other)[0] == expected
+
+
+def test_machines_as_json_are_the_files_that_other_commands_read() -> None:
+    listed = json.loads(CliRunner().invoke(app, ["machines", "--json"]).stdout)
+    assert [*listed] == ["machines"]
+    assert [*listed["machines"]] == [*presets.PRESETS, presets.THIS_MACHINE]
+    for name, machine in presets.PRESETS.items():
+        assert files.from_json(json.dumps(listed["machines"][name]), Machine) == machine
+    more = CliRunner().invoke(app, ["machines", "rtx4090", "--json", "--device-memory", "48GiB"])
+    assert files.from_json(more.stdout, Machine).device.capacity_bytes == 48 << 30
