@@ -52,7 +52,7 @@ class Options:
     plan: str | None = None
     plan_cache: bool = True
     solver: str = "highs"
-    time_limit: float = 10.0
+    time_limit: float = 20.0
     gap: float = 0.005
     seed: int = 0
     overlap_steps: bool = False

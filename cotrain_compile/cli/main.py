@@ -180,7 +180,7 @@ def solve(
     ranks: StepRanks = None,
     policy: Annotated[str, typer.Option(help=POLICY_HELP)] = "auto",
     solver: Annotated[options.Solver, typer.Option(help="What solves the program.")] = "highs",
-    time_limit: Annotated[float, typer.Option(help="Seconds for each plan.")] = 10.0,
+    time_limit: Annotated[float, typer.Option(help="Seconds for each plan, all in all.")] = 20.0,
     gap: Annotated[
         float, typer.Option(help="Stop when this close to the bound: 0.005 is 0.5 %.")
     ] = 0.005,

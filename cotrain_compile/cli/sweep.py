@@ -63,7 +63,7 @@ def sweep(
         typer.Option(help="SYMBOL=8,16,32: sizes to try, at the largest budget (analyze names)."),
     ] = None,
     policy: Annotated[str, typer.Option(help=POLICY_HELP)] = "auto",
-    time_limit: Annotated[float, typer.Option(help="Seconds for each plan.")] = 10.0,
+    time_limit: Annotated[float, typer.Option(help="Seconds for each plan, all in all.")] = 20.0,
     gap: Annotated[
         float, typer.Option(help="Stop when this close to the bound: 0.005 is 0.5 %.")
     ] = 0.005,

@@ -1,7 +1,8 @@
 """Beside: a function that runs on a thread while its caller goes on.
 
 Unlike a `ThreadPoolExecutor`'s, its thread is waited for by nobody but who asks for the result:
-neither an error in the caller nor the end of the program waits.
+neither an error in the caller nor the end of the program waits. Nor does who asks, longer than it
+says.
 """
 
 from __future__ import annotations
@@ -33,8 +34,17 @@ class Beside(Generic[T]):
         if not self._future.done():
             self._stop.now()
 
-    def result(self) -> T:
-        """What `work` returned, when it has; raises what it raised."""
+    def result(self, within_s: float) -> T | None:
+        """What `work` returned, None where it has not in so many seconds; raises what it raised."""
+        try:
+            return self._future.result(within_s)
+        except TimeoutError:
+            return None
+
+    def result_by(self, seconds: float) -> T:
+        """What `work` returned; after so many seconds nothing is solved for it any more."""
+        if self.result(seconds) is None:
+            self._stop.now()
         return self._future.result()
 
     def _run(self, work: Callable[[], T]) -> None:

@@ -26,7 +26,7 @@ from cotrain_compile.machine import Tier
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.residency import (
     DeviceProgram,
-    device_bytes,
+    IntervalSum,
     device_program,
     host_bytes,
     instances,
@@ -70,10 +70,19 @@ def schedule(
     return finished(problem, draft(problem, placement, tactics=tactics), compiled=compiled)
 
 
-def draft(problem: Problem, placement: Placement, *, tactics: Tactics = EAGER) -> Draft:
-    """As `schedule`, but only what is needed to compare plans."""
+def draft(
+    problem: Problem,
+    placement: Placement,
+    *,
+    tactics: Tactics = EAGER,
+    moves: Moves | None = None,
+) -> Draft:
+    """As `schedule`, but only what is needed to compare plans.
+
+    `moves` are those of the placement, where they have been found.
+    """
     problem = problem.under(placement)
-    moves = moves_of(problem, placement, by_layer=tactics.by_layer)
+    moves = moves or moves_of(problem, placement, by_layer=tactics.by_layer)
     listed, moved = list_schedule(problem, placement, moves, tactics)
     moved = with_exchanges_ahead(problem, placement, listed, moved)
     program = device_program(problem.dataflow, placement, moved)
@@ -163,11 +172,12 @@ def with_latest_waits(
     A wait can only ever hold up the device, so a later one makes a plan sturdier against links that
     are slower than predicted.
     """
-    budget = problem.budgets[Tier.DEVICE]
-    room = budget - np.array(device_bytes(program, placement, tasks), dtype=np.int64)
     ends: dict[str, dict[int, int]] = {}  # of each copy of a buffer, by when it is current
+    used = IntervalSum(program.end + 1)
     for held in instances(program, placement, tasks):
         ends.setdefault(held.buffer.name, {})[held.current] = held.last
+        used.add(held.buffer.nbytes, held.first, held.last)
+    room = problem.budgets[Tier.DEVICE] - np.array(used.values(), dtype=np.int64)
     result: list[Task] = []
     for task in tasks:
         if isinstance(task, Transfer) and task.is_offload:

@@ -7,9 +7,9 @@ ways are tried, and in which order, is for `solve`.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple
 
 from cotrain_compile.errors import OptionError, PlacementError
@@ -22,7 +22,9 @@ from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.recompute.levels import RegionLevels
 from cotrain_compile.placement.schedule.find_moves import moves_of
 from cotrain_compile.placement.schedule.list_scheduler import EAGER, Tactics
-from cotrain_compile.placement.schedule.schedule import draft
+from cotrain_compile.placement.schedule.moves import Moves
+from cotrain_compile.placement.schedule.schedule import Draft, draft
+from cotrain_compile.placement.search.deadline import Deadline
 from cotrain_compile.placement.search.found import Found
 from cotrain_compile.placement.search.greedy import greedy
 from cotrain_compile.placement.search.repair import repaired
@@ -35,6 +37,8 @@ ROUNDS = 5
 # Ways to schedule what the greedy and the program decide, and in the end the fastest of all.
 TACTICS = (EAGER, Tactics(patient=True))
 LATE = (Tactics(lookahead=0.02), Tactics(lookahead=0.1))
+# The greedy aims so often, at last at what was missing twice.
+GREEDY_ROUNDS = 3
 # A placement is repaired so often before its program is solved again.
 REPAIRS = 3
 # What takes more than this part of the device is not split and rounded: it would not fit.
@@ -43,6 +47,18 @@ LARGE = 1 / 100
 TRUST = 1.03
 # A relaxation that claims so much more than a plan takes leads to no faster one.
 AS_FAST = 1.005
+# What a solution is followed by takes about so many times what the longest schedule has taken: its
+# own schedules, those of the fastest plan in other ways, and its timeline.
+FOLLOWING = 4
+# Of what is left, how much is for the next round of a program.
+ROUND_SHARE = 0.6
+# Of the time for a program, what is for the one of many steps.
+CYCLIC_SHARE = 0.3
+# A part of the search that has less than this share of its time left begins nothing large.
+LATE_SHARE = 0.1
+
+# What becomes of a program that is left no time.
+NO_TIME = Solution("time limit reached", None, math.inf, math.inf, 0.0, 0.0)
 
 Progress = Callable[[str], None]
 
@@ -57,8 +73,8 @@ class Missing(NamedTuple):
 class Attempts:
     """What was tried so far for `problem`.
 
-    `step` is the problem as it is, `variants` are all that were tried. `left_s` is the time left
-    for integer programs, `solution` the one that belongs to the fastest plan.
+    `step` is the problem as it is, `variants` are all that were tried, `solution` is the one that
+    belongs to the fastest plan. All ends by the `deadline`, what is being done now by `until`.
     """
 
     def __init__(
@@ -67,6 +83,7 @@ class Attempts:
         settings: SolveSettings,
         progress: Progress,
         space: DecisionSpace | None,
+        deadline: Deadline | None = None,
     ) -> None:
         self.problem, self.settings, self.progress = problem, settings, progress
         self.step = Variant(problem, given=space, progress=progress)
@@ -74,13 +91,21 @@ class Attempts:
         self.found = Found(problem, settings.overlap_steps)
         self.solution: Solution | None = None
         self.rounds = 0
-        self.left_s = 0.0
+        self.deadline = deadline or Deadline(settings.time_limit_s)
+        self.until = self.deadline
+        self.draft_s = 0.0  # what the longest schedule has taken
         self.is_cut_short = False  # some program of a single step, by its time
 
     @property
+    def left_s(self) -> float:
+        """Seconds left for what is being done now, and what follows is still in time."""
+        following_s = FOLLOWING * self.draft_s
+        return max(0.0, min(self.until.left_s, self.deadline.left_s - following_s))
+
+    @property
     def is_late(self) -> bool:
-        """Whether hardly any time is left for the integer programs."""
-        return self.left_s <= 0.1 * self.settings.time_limit_s
+        """Whether hardly any time is left for what is being done now."""
+        return self.left_s <= LATE_SHARE * self.until.seconds
 
     @property
     def failure(self) -> str:
@@ -97,7 +122,7 @@ class Attempts:
             level.relaxed = before.relaxed
             return False
         self.variants.append(level)
-        if self.attempt("resident" + level.suffix, partial(level.by_rule, "resident")):
+        if self.attempt(level, "resident"):
             return True
         if not self.relax(level) and not self.is_hopeless(level):
             self.try_greedy(level, TACTICS[:1])
@@ -115,9 +140,7 @@ class Attempts:
         """
         if not regions:
             return None
-        left_s = self.left_s
         solution = self._solved(self.step.with_levels(regions), self.problem.budgets, True, False)
-        self.left_s = left_s
         return solution if solution.decisions is not None else None
 
     def relax(self, variant: Variant) -> bool:
@@ -126,12 +149,11 @@ class Attempts:
         What it claims no whole solution of the program can take less than, so it is not rounded
         where something as fast is found.
         """
-        left_s, name = self.left_s, "lp-round" + variant.suffix
+        name = "lp-round" + variant.suffix
         targets: dict[Tier, float] = dict(self.problem.budgets)
         for _ in range(2):
             known_s = self._known_s()
             solution = self._solved(variant.space, targets, True, False, known_s=known_s)
-            self.left_s = left_s  # the time limit is for the integer programs
             variant.relaxed = variant.relaxed or solution
             if solution.decisions is None:
                 return False
@@ -156,28 +178,52 @@ class Attempts:
         known = fastest is not None and not self.settings.overlap_steps
         return AS_FAST * fastest.step_s if fastest is not None and known else math.inf
 
-    def attempt(self, name: str, placement: Callable[[], Placement]) -> bool:
-        """Schedule a placement; returns whether it fits."""
+    def attempt(self, variant: Variant, rule: str, name: str = "") -> bool:
+        """Schedule what a simple rule decides about a variant; returns whether that fits.
+
+        It is called as the rule, unless it has a `name`.
+        """
+        name = (name or rule) + variant.suffix
         self.progress(f"trying {name}")
+        placement = variant.by_rule(rule)
+        return self.keeps(name, variant, placement, moves_of(variant.problem, placement))
+
+    def keeps(self, name: str, variant: Variant, placement: Placement, moves: Moves) -> bool:
+        """Keep the schedule of a placement, if it fits. What some op rules out has none."""
+        problem = variant.problem
+        if max(moves.slot_bytes) > problem.budgets[Tier.DEVICE]:
+            return False
         try:
-            self.found.keep(name, draft(self.problem, replace(placement(), policy=name)))
+            self.found.keep(name, self.drafted(problem, replace(placement, policy=name), moves))
         except PlacementError:
             return False
         return True
+
+    def drafted(
+        self, problem: Problem, placement: Placement, moves: Moves, tactics: Tactics = EAGER
+    ) -> Draft:
+        """The schedule of a placement; notes what such a thing takes. Raises as `draft` does."""
+        began = time.monotonic()
+        try:
+            return draft(problem, placement, tactics=tactics, moves=moves)
+        finally:
+            self.draft_s = max(self.draft_s, time.monotonic() - began)
 
     def try_greedy(self, variant: Variant, tactics: Sequence[Tactics] = TACTICS) -> None:
         """Aim lower by what was missing until it fits; at last with everything away that can be."""
         name = "greedy" + variant.suffix
         targets: dict[Tier, float] = dict(self.problem.budgets)
-        for _ in range(3):
+        for _ in range(GREEDY_ROUNDS):
             decisions = greedy(variant.space, targets[Tier.DEVICE], targets[Tier.HOST])
             placement = variant.space.placement(name, decisions)
             missing = self.decide(name, variant, placement, tactics)
             if missing is None:
                 return
+            if self.is_late and self.found.drafts:
+                return
             targets[missing.tier] -= 1.05 * missing.nbytes
         if name not in self.found.drafts:
-            self.attempt(name, lambda: variant.least.placement)
+            self.keeps(name, variant, variant.least.placement, variant.least.moves)
 
     def decide(
         self,
@@ -191,38 +237,41 @@ class Attempts:
         Updates on the device may need more than what is alive at any op: then a repair aims lower.
         """
         self.progress(f"scheduling {name}")
-        target, missing = self.problem.budgets[Tier.DEVICE], None
+        problem, missing = variant.problem, None
+        target, moves = problem.budgets[Tier.DEVICE], moves_of(problem, placement)
         for _ in range(REPAIRS):
-            fixed = repaired(self.problem, placement, variant.least, target)
-            if fixed is not placement and missing is None:
-                alive = max(moves_of(self.problem, placement).slot_bytes)
-                missing = Missing(Tier.DEVICE, alive - target)
+            short = max(moves.slot_bytes) - target
+            if short > 0:
+                missing = missing or Missing(Tier.DEVICE, short)
+                placement, moves = repaired(problem, placement, moves, variant.least, target)
             try:
-                drafts = [draft(self.problem, fixed, tactics=each) for each in tactics]
+                drafts = [
+                    self.drafted(problem, placement, moves, each)
+                    for each in _different(tactics, moves)
+                ]
             except PlacementError as error:
                 missing = missing or Missing(error.tier, error.shortfall_bytes)
                 if error.tier is Tier.HOST:
                     return missing
-                target, placement = target - error.shortfall_bytes, fixed
+                target -= error.shortfall_bytes
             else:
                 self.found.keep(name, min(drafts, key=lambda found: found.step_s))
                 return missing
         return missing
 
-    def programs(self, variant: Variant, *, share: float = 1.0, whole: bool = True) -> None:
-        """The program of a single step; where steps overlap that of many, too.
-
-        For that there is a `share` of the time limit, and what was left before.
-        """
-        self.left_s += share * self.settings.time_limit_s
+    def programs(self, variant: Variant, *, whole: bool = True) -> None:
+        """The program of a single step; where steps overlap that of many, too."""
+        until = self.until
+        if self.settings.overlap_steps:
+            self.until = until.part(1.0 - CYCLIC_SHARE)
         self._program(variant, whole=whole)
+        self.until = until
         if self.settings.overlap_steps:
             self._cyclic_program(variant, whole=whole)
 
     def _cyclic_program(self, variant: Variant, *, whole: bool) -> None:
         """Decisions for overlapping steps; the simulation of many says what they are worth."""
         name = ("ilp" if whole else "lp-round") + variant.suffix
-        self.left_s = max(self.left_s, 0.3 * self.settings.time_limit_s)
         targets: dict[Tier, float] = dict(self.problem.budgets)
         before = self.found.drafts.get(name)
         for _ in range(2):
@@ -290,8 +339,10 @@ class Attempts:
         known_s: float = math.inf,
     ) -> Solution:
         self.progress(f"solving the integer program (round {self.rounds})")
-        # Without what is rounded there may be no plan but the greedy's; cut short, it says nothing.
-        least = 0.2 if whole else 1.0
+        # There may be another round; cut short, what is rounded says nothing.
+        time_limit_s = (ROUND_SHARE if whole else 1.0) * self.left_s
+        if not time_limit_s:
+            return NO_TIME
         budgets_mib = targets[Tier.DEVICE] / MIB, targets[Tier.HOST] / MIB
         relaxed = not careful
         try:
@@ -305,13 +356,21 @@ class Attempts:
             )
         except OptionError as absent:  # pulp cannot be imported
             return failed(absent)
-        solution = solve_program(
+        return solve_program(
             program,
             self.settings.solver,
-            time_limit_s=max(least * self.settings.time_limit_s, 0.6 * self.left_s),
+            time_limit_s=time_limit_s,
             gap=self.settings.gap,
             seed=self.settings.seed,
             known_s=known_s,
         )
-        self.left_s -= solution.seconds
-        return solution
+
+
+def _different(tactics: Sequence[Tactics], moves: Moves) -> Sequence[Tactics]:
+    """Those of `tactics` that may lead to different schedules of `moves`.
+
+    Where no update on the device waits for its states, to be patient changes nothing.
+    """
+    if any(update.fetches for update in moves.device_updates):
+        return tactics
+    return [*dict.fromkeys(replace(each, patient=False) for each in tactics)]

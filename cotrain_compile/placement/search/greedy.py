@@ -8,8 +8,7 @@ made at the last moment; `schedule` says by how much that is too little.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,93 +68,73 @@ def _held(effect: Effect, epilogue: int) -> int:
     )
 
 
-@dataclass(frozen=True)
-class _Change:
-    """Cluster `index` gets strategy `option`; what that changes.
+class _State:
+    """Current decisions, and the profile of memory over the checkpoints, `used`.
 
-    `profile` has the bytes of the device at each checkpoint.
+    The strategies of all clusters are rows: `profiles` has what each takes of the device at every
+    checkpoint, `seconds` and `on_host` what it takes else, `cluster` whose it is. `chosen` is the
+    row of each cluster.
     """
 
-    index: int
-    option: int
-    seconds: float
-    profile: Profile
-    host_bytes: int
-
-
-class _State:
-    """Current decisions, the profile of memory over the checkpoints, and what may change."""
-
     def __init__(self, space: DecisionSpace, host_bytes: float) -> None:
-        self.space, self.machine, self.host_left = space, space.problem.machine, host_bytes
-        self.buckets = np.array([bucket for bucket, _ in space.checkpoints])
+        self.space, machine = space, space.problem.machine
+        effects = space.effects
+        counts = [len(each) for each in effects]
+        self.first = np.cumsum([0, *counts[:-1]]) if counts else np.zeros(0, dtype=np.int64)
+        self.cluster = np.repeat(np.arange(len(counts)), counts)
+        self.chosen = self.first.copy()
+        rows = [effect for each in effects for effect in each]
+        activations = sum(counts[: len(space.activations)])
+        self.profiles = np.array([*self._profiles(rows)])
+        self.seconds = np.array(
+            [
+                _round_trip_s(effect, machine) if row < activations else _busy_s(effect, machine)
+                for row, effect in enumerate(rows)
+            ]
+        )
+        self.on_host = np.array([float(effect.host_bytes) for effect in rows])
         self.used = np.array([float(nbytes) for _, nbytes in space.checkpoints])
-        self.effects = space.effects
-        self.chosen = [0] * len(self.effects)
-        for effects in self.effects:
-            self.used += self._profile(effects[0])
-            self.host_left -= effects[0].host_bytes
-        every = range(len(self.effects))
-        self.options = [change for index in every for change in self._changes(index)]
-        self.change = np.array([option.profile for option in self.options])
-        self.cost = np.array([option.seconds for option in self.options])
-        self.on_host = np.array([option.host_bytes for option in self.options])
+        self.host_left = host_bytes
+        if rows:
+            self.used += self.profiles[self.chosen].sum(axis=0)
+            self.host_left -= float(self.on_host[self.chosen].sum())
 
     @property
     def peak_bytes(self) -> float:
         return float(self.used.max())
 
     def decisions(self) -> Decisions:
-        return _decisions(self.space, self.chosen)
+        return _decisions(self.space, (self.chosen - self.first).tolist())
 
     def improve(self) -> bool:
-        """Make the change that costs least per byte freed at the peak; False if none frees any."""
-        if not self.options:
+        """Make the change that costs least per byte freed at the peak; False if none frees any.
+
+        Never to a strategy that is cheaper: that would be the way back.
+        """
+        if not len(self.cluster):
             return False
-        freed = -self.change[:, int(self.used.argmax())]
-        prices = np.where(freed > 0, np.maximum(self.cost, 0.0) / np.maximum(freed, 1.0), np.inf)
-        prices[self.on_host > self.host_left] = np.inf
+        peak, now = int(self.used.argmax()), self.chosen[self.cluster]
+        freed = self.profiles[now, peak] - self.profiles[:, peak]
+        cost = self.seconds - self.seconds[now]
+        allowed = (freed > 0) & (cost >= 0) & (self.on_host - self.on_host[now] <= self.host_left)
+        prices = np.where(allowed, cost / np.maximum(freed, 1.0), np.inf)
         best = int(prices.argmin())
-        if not np.isfinite(prices[best]):
+        if not allowed[best]:
             return False
-        made = self.options[best]
-        self.used += made.profile
-        self.host_left -= made.host_bytes
-        self.chosen[made.index] = made.option
-        self._rebase(made.index)
+        before = now[best]
+        self.used += self.profiles[best] - self.profiles[before]
+        self.host_left -= float(self.on_host[best] - self.on_host[before])
+        self.chosen[self.cluster[best]] = best
         return True
 
-    def _rebase(self, index: int) -> None:
-        """Other strategies of this cluster are now changes from the one that is chosen."""
-        keep = [i for i, option in enumerate(self.options) if option.index != index]
-        fresh = list(self._changes(index))
-        self.options = [*(self.options[i] for i in keep), *fresh]
-        self.change, self.cost = self.change[keep], self.cost[keep]
-        self.on_host = self.on_host[keep]
-        if fresh:
-            self.change = np.vstack([self.change, [option.profile for option in fresh]])
-            self.cost = np.append(self.cost, [option.seconds for option in fresh])
-            self.on_host = np.append(self.on_host, [option.host_bytes for option in fresh])
-
-    def _changes(self, index: int) -> Iterable[_Change]:
-        """From the strategy of a cluster to every other that is not cheaper (no way back)."""
-        effects, chosen = self.effects[index], self.chosen[index]
-        now = effects[chosen]
-        seconds_of = _round_trip_s if index < len(self.space.activations) else _busy_s
-        now_s, profile = seconds_of(now, self.machine), self._profile(now)
-        for option, effect in enumerate(effects):
-            seconds = seconds_of(effect, self.machine)
-            if option != chosen and seconds >= now_s:
-                change = self._profile(effect) - profile
-                host_bytes = effect.host_bytes - now.host_bytes
-                yield _Change(index, option, seconds - now_s, change, host_bytes)
-
-    def _profile(self, effect: Effect) -> Profile:
-        profile = np.zeros(len(self.buckets))
-        for hold in effect.holds:
-            last = self.space.epilogue if hold.last is None else hold.last
-            profile += hold.nbytes * ((self.buckets >= hold.first) & (self.buckets <= last))
-        return profile
+    def _profiles(self, effects: Sequence[Effect]) -> Iterator[Profile]:
+        buckets = np.array([bucket for bucket, _ in self.space.checkpoints])
+        for effect in effects:
+            profile = np.zeros(len(buckets))
+            for hold in effect.holds:
+                last = self.space.epilogue if hold.last is None else hold.last
+                profile += hold.nbytes * ((buckets >= hold.first) & (buckets <= last))
+            yield profile
 
 
 def _busy_s(effect: Effect, machine: Machine) -> float:

@@ -1,6 +1,7 @@
 """Repair: a placement that is too large for the device, with as little more away as does.
 
-In: a Problem, a placement and the least one of the same step. Out: a placement between the two.
+In: a Problem, a placement with what it moves, and the least one of the same step. Out: a placement
+between the two, with what that moves.
 At the op at which most is missing, the smallest tensor that is enough leaves, and with the least
 placement everything has left that can: what fits there ends in a repair that fits.
 """
@@ -25,18 +26,19 @@ from cotrain_compile.plan import Placement
 Bytes = NDArray[np.int64]
 
 
-def repaired(problem: Problem, placement: Placement, least: Least, budget_bytes: int) -> Placement:
-    """`placement` with so much away that no op has more than `budget_bytes` alive.
+def repaired(
+    problem: Problem, placement: Placement, moves: Moves, least: Least, budget_bytes: int
+) -> tuple[Placement, Moves]:
+    """`placement` with so much away that no op has more than `budget_bytes` alive, and its moves.
 
     Every move is thought to be at the last moment. Unchanged where it fits; as near as it gets to
     that where `least` does not fit.
     """
     params = _params(problem.under(placement).dataflow)
     while True:
-        moves = moves_of(problem, placement)
         used = np.array(moves.slot_bytes)
         if used.max() <= budget_bytes:
-            return placement
+            return placement, moves
         movable = set(least.placement.away).difference(placement.away, params)
         away = _temporaries(moves, movable, used, budget_bytes)
         placement = replace(placement, away=(*placement.away, *away))
@@ -46,7 +48,8 @@ def repaired(problem: Problem, placement: Placement, least: Least, budget_bytes:
             leaving = _enough(freed, int(used[slot]) - budget_bytes)
             before, placement = placement, _as_in_least(placement, least, params, leaving)
             if placement == before:
-                return placement
+                return placement, moves_of(problem, placement)
+        moves = moves_of(problem, placement)
 
 
 def _params(dataflow: Dataflow) -> dict[str, str]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class SolveSettings:
     """How to look for a plan.
 
-    `time_limit_s` is for the integer programs together; scheduling and simulating come on top.
+    `time_limit_s` is for the whole search: what has begun when it ends is finished, nothing else.
     `gap` is the relative gap at which a program counts as solved. With `overlap_steps` each
     placement is also tried with updates on the host that go on in the next step, with `speculate`
     with updates there that begin on guesses. With `recompute`
@@ -20,7 +20,7 @@ class SolveSettings:
 
     policy: str = "auto"
     solver: str = "highs"
-    time_limit_s: float = 10.0
+    time_limit_s: float = 20.0
     gap: float = 0.005
     seed: int = 0
     overlap_steps: bool = False

@@ -10,11 +10,10 @@ is worth a try (`orders`).
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import NoReturn
 
 from cotrain_compile.collector import collector_off
@@ -26,8 +25,10 @@ from cotrain_compile.placement.milp.beside import Beside
 from cotrain_compile.placement.milp.bound import certified_bound_s
 from cotrain_compile.placement.policies import RULES
 from cotrain_compile.placement.problem import Problem
+from cotrain_compile.placement.schedule.find_moves import moves_of
 from cotrain_compile.placement.schedule.schedule import Draft, draft, finished
 from cotrain_compile.placement.search.attempts import LATE, Attempts, Progress
+from cotrain_compile.placement.search.deadline import Deadline
 from cotrain_compile.placement.search.infeasible import floor_bytes, refuse, refuse_rule
 from cotrain_compile.placement.search.least import Least
 from cotrain_compile.placement.search.orders import best_order
@@ -39,6 +40,7 @@ from cotrain_compile.placement.search.variants import (
     HOPELESS,
     NEAR,
     Levels,
+    Variant,
     fastest_of,
     promising,
 )
@@ -46,6 +48,10 @@ from cotrain_compile.plan import Placement, Plan
 
 # Shares of the updates of `coarse` that `auto` tries as well.
 FRACTIONS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+# Of the time for a plan, what is for the search among values to be made again.
+LEVELS_SHARE = 0.5
+# Of what is left, how long to wait for the bound before the programs: it may spare them.
+BOUND_SHARE = 0.2
 # Policies that look at everything that can be decided: how far they are from the best is certified.
 CERTIFIED = ("auto", "ilp", "greedy")
 
@@ -68,9 +74,9 @@ def solve(
     settings, told = settings or SolveSettings(), progress or (lambda stage: None)
     problem = replace(problem, speculates=settings.speculate)
 
-    def climb(ordered: Problem, within: SolveSettings, plans: Sequence[Plan]) -> Plan:
+    def climb(ordered: Problem, until: Deadline, plans: Sequence[Plan]) -> Plan:
         own = space if ordered.dataflow is problem.dataflow else None
-        return _Search(ordered, within, told, own).run(plans)
+        return _Search(ordered, settings, told, own, until).run(plans)
 
     return best_order(problem, settings, incumbents, climb)
 
@@ -82,9 +88,9 @@ class _Search(Attempts):
         settings: SolveSettings,
         progress: Progress,
         space: DecisionSpace | None,
+        deadline: Deadline,
     ) -> None:
-        super().__init__(problem, settings, progress, space)
-        self.began = time.monotonic()
+        super().__init__(problem, settings, progress, space, deadline)
         self.bound: Beside[float] | None = None
         self.claim_s = 0.0  # what no levels take less than; 0 where nobody has looked
 
@@ -114,34 +120,59 @@ class _Search(Attempts):
         return certified_bound_s(
             self.problem,
             settings.solver,
-            time_limit_s=settings.time_limit_s,
+            time_limit_s=self.deadline.left_s,
             seed=settings.seed,
             cyclic=settings.overlap_steps,
             recompute=settings.recompute,
         )
 
     def _climb(self, incumbents: Sequence[Plan]) -> None:
-        if self.attempt("resident", partial(self.step.by_rule, "resident")):
+        if self.attempt(self.step, "resident"):
             return
-        for name in tuple(RULES)[1:]:
-            self.attempt(name, partial(self.step.by_rule, name))
+        self._follow_rules(self.step)
         if "coarse" in self.found.drafts:  # the fraction that needs least
             self._sweep_fractions()
         if self.settings.recompute:
+            self.until = self.deadline.part(LEVELS_SHARE)
             self._climb_levels()
+            self.until = self.deadline
         fastest = self.found.fastest
-        if fastest is None or self.step.claim_s <= HOPELESS * fastest.step_s:
+        hopeless = fastest is not None and self.step.claim_s > HOPELESS * fastest.step_s
+        if not (hopeless or self.is_late):
             self.try_greedy(self.step)
+        self._solve_programs()
+        for plan in incumbents:
+            self._reuse(plan)
+        self._improve_fastest()
+
+    def _follow_rules(self, variant: Variant) -> None:
+        """What the simple rules make of a variant, but for that in which nothing moves."""
+        for name in tuple(RULES)[1:]:
+            if self.is_late:
+                return
+            self.attempt(variant, name)
+
+    def _solve_programs(self) -> None:
+        """The integer programs of the steps that may have a faster plan, each in its time."""
         # Of steps that overlap the relaxation says nothing.
         gap = -1.0 if self.settings.overlap_steps else self.settings.gap
         hopeful = promising(self.variants, self.found.fastest_s, gap)
-        if not self._is_slower_than((1.0 + gap) * self.claim_s):
+        if not self._is_slower_than((1.0 + gap) * max(self.claim_s, self._certified_s())):
             hopeful = []  # nor has any other level a better plan
         self.solution = None if hopeful else fastest_of(self.variants, self.found.fastest_s).relaxed
-        for variant in hopeful:
-            self.programs(variant, share=1.0 / len(hopeful))
-        for plan in incumbents:
-            self._reuse(plan)
+        for number, variant in enumerate(hopeful):
+            self.until = self.deadline.part(1.0 / (len(hopeful) - number))
+            self.programs(variant)
+        self.until = self.deadline
+
+    def _certified_s(self) -> float:
+        """The certified bound, 0 where it is not there in its time. It began with the search."""
+        return (self.bound.result(BOUND_SHARE * self.left_s) or 0.0) if self.bound else 0.0
+
+    def _improve_fastest(self) -> None:
+        """The fastest plan with moves up late, and with what is small at rest."""
+        if not self._is_slower_than((1.0 + self.settings.gap) * self._certified_s()):
+            return
         self._fetch_late()
         self._let_small_rest()
 
@@ -153,12 +184,14 @@ class _Search(Attempts):
         fastest = self.found.fastest
         if fastest is None or not fastest.tasks or fastest.placement.overlap_steps:
             return
+        placement, problem = fastest.placement, self.problem.under(fastest.placement)
+        moves = moves_of(problem, placement)
         for tactics in LATE:
+            if not self._has_time_for_one:
+                return
             with suppress(PlacementError):
-                self.found.keep(
-                    fastest.placement.policy,
-                    draft(self.problem, fastest.placement, tactics=tactics),
-                )
+                found = self.drafted(problem, placement, moves, tactics)
+                self.found.keep(placement.policy, found)
 
     def _let_small_rest(self) -> None:
         """The fastest plan with small parameters where they compute, if it fits and is no slower.
@@ -168,25 +201,35 @@ class _Search(Attempts):
         fastest = self.found.fastest
         if fastest is None:
             return
-        dataflow = self.problem.under(fastest.placement).dataflow
-        for calmer in with_small_at_rest(dataflow, fastest.placement):
+        problem = self.problem.under(fastest.placement)
+        for calmer in with_small_at_rest(problem.dataflow, fastest.placement):
+            if not self._has_time_for_one:
+                return
+            moves = moves_of(problem, calmer)
             with suppress(PlacementError):
-                found = draft(self.problem, calmer, tactics=fastest.tactics)
+                found = self.drafted(problem, calmer, moves, fastest.tactics)
                 if found.step_s <= fastest.step_s:
                     self.found.drafts[calmer.policy] = found
                     return
+
+    @property
+    def _has_time_for_one(self) -> bool:
+        """Whether one more schedule is there in time, and the timeline of the plan after it."""
+        return self.deadline.left_s > 2 * self.draft_s
 
     def _climb_levels(self) -> None:
         """With values made again: what then fits, levels that a program proposes, rules."""
         levels = self.levels
         for level in levels.that_fit(self.problem.budgets[Tier.DEVICE]):
+            if self.is_late:
+                return
             self.try_level(level)
         proposed = self.propose_levels(levels.regions)
         if proposed is not None and proposed.decisions is not None:
             # Parameters that are gathered again are in no region: without them more is claimed.
             self.claim_s = 0.0 if levels.gather else proposed.claim_s
             for level in levels.near(proposed.decisions.levels):
-                if not self._is_slower_than(NEAR * self.claim_s):
+                if self.is_late or not self._is_slower_than(NEAR * self.claim_s):
                     break
                 self.try_level(level)
         self.relax(self.step)
@@ -195,13 +238,13 @@ class _Search(Attempts):
         for users in levels.dissolved():
             self.try_level(users)
         best = fastest_of(self.variants, self.found.fastest_s)
-        for name in tuple(RULES)[1:] if best is not self.step else ():
-            self.attempt(name + best.suffix, partial(best.by_rule, name))
+        if best is not self.step:
+            self._follow_rules(best)
 
     def _climb_uniform(self, levels: Levels, at: float | None) -> None:
         """One level everywhere, from `at` on, as long as one beside the best is faster."""
         found_s, claim_s = {0.0: self.found.fastest_s(())}, {0.0: self.step.claim_s}
-        while at is not None:
+        while at is not None and not self.is_late:
             level = levels.variant(at)
             if self.try_level(level):
                 levels.drop_above(at)  # making more again only takes longer
@@ -232,7 +275,7 @@ class _Search(Attempts):
                 self.try_greedy(self.step)
         elif kind.startswith("autotm-"):
             variant = kind.removeprefix("autotm-")
-            limit_s, seed = self.settings.time_limit_s, self.settings.seed
+            limit_s, seed = self.deadline.left_s, self.settings.seed
             found = autotm(self.problem, variant, time_limit_s=limit_s, seed=seed)  # type: ignore[arg-type]
             self.found.keep(policy, draft(self.problem, found.placement))
         else:
@@ -242,10 +285,19 @@ class _Search(Attempts):
     def _least(self) -> Least:
         """The plan that needs least of the device, of all that this policy may make again."""
         self.progress("looking for the least that does")
-        variants = [self.step]
+        return min((variant.least for variant in self._kinds()), key=lambda least: least.nbytes)
+
+    def _kinds(self) -> Iterator[Variant]:
+        """The step as it is, and at each level that this policy may make again."""
+        yield self.step
         if self.settings.recompute and self.settings.policy not in ("greedy", "ilp", "lp-round"):
-            variants += self.levels.uniform
-        return min((variant.least for variant in variants), key=lambda least: least.nbytes)
+            yield from self.levels.uniform
+
+    def _keep_least(self) -> None:
+        """All away that can be, at the first level with which that fits."""
+        for variant in self._kinds():
+            if self.keeps("least", variant, variant.least.placement, variant.least.moves):
+                return
 
     def _refuse(self) -> NoReturn:
         refuse(self.problem, self._least, self.failure)
@@ -260,7 +312,9 @@ class _Search(Attempts):
     def _sweep_fractions(self) -> None:
         """Twin-Flow with every fraction; the fastest one that fits."""
         for share in FRACTIONS:
-            self.attempt("fraction:auto", partial(self.step.by_rule, f"fraction:{share}"))
+            if self.is_late and self.found.drafts:
+                return
+            self.attempt(self.step, f"fraction:{share}", "fraction:auto")
 
     def _reuse(self, plan: Plan) -> None:
         """Keep a plan for no more memory that does nothing that is not allowed here."""
@@ -276,14 +330,14 @@ class _Search(Attempts):
         """The fastest plan, with a report of how it was found; the refusal where there is none."""
         drafts = self.found.drafts
         if not drafts and self.settings.policy == "auto":
-            self.attempt("least", lambda: self._least.placement)
+            self._keep_least()
         if not drafts:
             self._refuse()
         name = min(drafts, key=lambda name: drafts[name].step_s)
         self.progress("simulating the plan")
         plan = finished(self.problem, drafts[name], compiled=self.settings.compiled)
         self.progress("certifying the bound")
-        bound_s = self.bound.result() if self.bound else 0.0
+        bound_s = self.bound.result_by(self.deadline.left_s) if self.bound else 0.0
         settings = self.settings
         report = report_of(
             self.problem,
@@ -291,7 +345,7 @@ class _Search(Attempts):
             self.solution,
             solver=settings.solver,
             seed=settings.seed,
-            seconds=time.monotonic() - self.began,
+            seconds=self.deadline.elapsed_s,
             bound_s=bound_s,
             rounds=self.rounds,
             simulated_s={name: found.step_s for name, found in drafts.items()},

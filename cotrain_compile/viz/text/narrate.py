@@ -29,7 +29,7 @@ from cotrain_compile.plan import Plan, Transfer
 from cotrain_compile.units import format_bytes, format_seconds, printable
 from cotrain_compile.viz.kinds import lane_titles
 from cotrain_compile.viz.text.log import LOG, on_a_terminal, say
-from cotrain_compile.viz.text.summary import order_words, recompute_words
+from cotrain_compile.viz.text.summary import order_words, recompute_words, search_words
 
 VARIABLE = "COTRAIN_DEBUG"
 SUMMARY, PARAMETERS, PASSES, TASKS = 1, 2, 3, 4
@@ -100,11 +100,9 @@ def summary_rows(plan: Plan, dataflow: Dataflow, *, bars: bool) -> Iterator[tupl
     yield "cotrain", f"{plan.placement.policy} on {plan.on_machine}, step {plan.fingerprint}"
     for note in plan.notes:
         yield "", note
-    bound = ""
-    if plan.tasks and plan.report and plan.report.lower_bound_s:
-        least = format_seconds(plan.report.lower_bound_s)
-        bound = f", {plan.report.gap:.1%} above the {plan.report.bound_name}, {least}"
-    yield "a step", f"{format_seconds(step_s)} {plan.foreseen}{bound}"
+    yield "a step", f"{format_seconds(step_s)} {plan.foreseen}"
+    if plan.tasks and plan.report:
+        yield "search", search_words(plan.report)
     for tier in Tier:
         peak, budget = plan.predicted.peak_bytes[tier], plan.budgets[tier]
         bar = f"{_bar(peak / budget)}  " if bars else ""

@@ -240,10 +240,18 @@ def _step_time(plan: Plan) -> Iterator[str]:
 
 def _solver(report: SolveReport) -> Iterator[str]:
     rounds = f", {report.rounds} rounds" if report.rounds > 1 else ""
-    yield (
-        f"solver      {report.solver}: {report.status} after {format_seconds(report.seconds)}"
-        f"{rounds}, seed {report.seed}"
-    )
+    yield f"search      {search_words(report)}"
+    yield f"solver      {report.solver}: {report.status}{rounds}, seed {report.seed}"
+
+
+def search_words(report: SolveReport) -> str:
+    """How long the search took, and how good its plan is at the least."""
+    took = f"plan found in {format_seconds(report.seconds)}"
+    if not report.lower_bound_s:
+        return took
+    if report.unknown_ops:
+        return f"{took}, {report.gap:.1%} above the {report.bound_name}"
+    return f"{took}, at most {report.gap:.1%} from the best possible"
 
 
 def _ranked(report: SolveReport) -> Iterator[str]:

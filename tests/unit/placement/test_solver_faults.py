@@ -156,11 +156,12 @@ def test_the_program_alone_says_that_its_time_was_too_short(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def stopped(program: Program, solver: str, *, time_limit_s: float, **_: object) -> Solution:
+        time.sleep(time_limit_s)
         return Solution("time limit reached", None, math.inf, math.inf, 0.0, time_limit_s)
 
     monkeypatch.setattr("cotrain_compile.placement.search.attempts.solve_program", stopped)
     with pytest.raises(PlanError, match=r"no plan in its time limit.*time_limit.*policy 'auto'"):
-        solve(PROBLEM, SolveSettings("ilp", time_limit_s=1.0))
+        solve(PROBLEM, SolveSettings("ilp", time_limit_s=0.3))
 
 
 @pytest.mark.parametrize("policy", ["ilp", "lp-round"])

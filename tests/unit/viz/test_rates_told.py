@@ -70,4 +70,4 @@ def test_guessed_seconds_are_called_guesses(capsys: pytest.CaptureFixture[str]) 
 def test_seconds_of_a_measured_machine_are_predicted(capsys: pytest.CaptureFixture[str]) -> None:
     for where, text in told(Rates.MEASURED, capsys).items():
         assert not any(word in text for word in ("guess", "not measured")), where
-    assert "above the certified bound" in told(Rates.MEASURED, capsys)["log"]
+    assert "from the best possible" in told(Rates.MEASURED, capsys)["log"]
