@@ -1,5 +1,5 @@
 # make test    set up .venv on the first call, then run the tests
-# make demo    the same set-up, then the demo
+# make demo    the same set-up, then the demo; make demo-ranks: two processes train it together
 # make check   lint, types and tests: what CI runs
 # make audit   looks for known vulnerabilities in what is installed
 # make lowest  unit tests with the lowest versions of all that is needed
@@ -17,7 +17,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-torch-$(TORCH)
 
-.PHONY: test long demo docs results lint types audit lowest check install clean
+.PHONY: test long demo demo-ranks docs results lint types audit lowest check install clean
 
 # Files of tests are shared out over the cores.
 test: install
@@ -28,6 +28,9 @@ long: install
 
 demo: install
 	$(BIN)/cotrain-compile demo
+
+demo-ranks: install
+	$(BIN)/torchrun --standalone --nproc-per-node 2 --no-python $(BIN)/cotrain-compile demo
 
 # Material's notice about MkDocs 2 is not for readers of a build.
 docs: install

@@ -20,6 +20,12 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} µs"
 
 
+def format_rate(bytes_per_s: float) -> str:
+    """`2.5e10` -> "25 GB/s", `8.72e7` -> "87.2 MB/s"."""
+    scale, unit = (1e9, "GB/s") if bytes_per_s >= 1e9 else (1e6, "MB/s")
+    return f"{bytes_per_s / scale:.3g} {unit}"
+
+
 def printable(text: str) -> str:
     """`text` with what a terminal would obey, or cannot show, as escapes; lines stay lines."""
     if text.isprintable():

@@ -97,20 +97,24 @@ def _root(
 
 
 def demo(
-    steps: Annotated[int, typer.Option(min=1, help="Steps to train in all.")] = 80,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to train in all.")] = 40,
     output: Annotated[Path, typer.Option(help="Folder for what the demo leaves.")] = Path(
         "demo-output"
     ),
     budget: Annotated[
-        str, typer.Option(help='Device memory: bytes, "128MiB", or "5%" of the device.')
-    ] = "128MiB",
+        str, typer.Option(help='Device memory: bytes, "32MiB", or "5%" of the device.')
+    ] = "32MiB",
     machine: Annotated[
-        str, typer.Option(help="Preset or machine.json whose rates the prediction uses.")
-    ] = presets.THIS_MACHINE,
-    resume: Annotated[bool, typer.Option(help="Go on where Ctrl-C stopped.")] = False,
+        str, typer.Option(help="Preset or machine.json to plan for; else this computer, measured.")
+    ] = "",
+    resume: Annotated[bool, typer.Option("--resume", help="Go on where Ctrl-C stopped.")] = False,
 ) -> None:
-    """Train a small GPT on Python's own sources in less memory than the step needs."""
-    from cotrain_compile.demo.run import Settings, run
+    """Train a small GPT on Python's own sources in less memory than the step needs.
+
+    Started by torchrun, several processes train it together.
+    """
+    from cotrain_compile.demo.run import run
+    from cotrain_compile.demo.settings import Settings
 
     files.refuse_unwritable_folder(output)
     settings = Settings(steps, output, budget, machine, resume)

@@ -44,7 +44,7 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "graph": ("graph step.json --plan plan.json -o step.svg",),
     "machines": ("machines", "machines rtx4090"),
     "calibrate": ("calibrate -o machine.json --device cuda",),
-    "demo": ("demo --steps 20 --budget 128MiB",),
+    "demo": ("demo", "demo --steps 60 --budget 48MiB"),
 }
 
 

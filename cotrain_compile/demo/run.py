@@ -1,27 +1,32 @@
 """Run: the demo from start to end. In: `Settings`. Out: text on a console and a folder of files.
 
-1. Everything on the device does not fit the budget: shown in bytes.
-2. The same step, placed by the integer program, trains within it.
-3. The same steps in eager, from the same state.
-4. What was planned, what each simple rule would have cost, what was measured, and both losses
-   side by side.
+1. This computer is measured.
+2. What everything on the device, and each simple rule, would need: shown in bytes.
+3. The first steps, by a plan from these rates; they say what each op takes.
+4. The others, by a plan from these times, whose prediction is then judged.
+5. The same steps in eager, from the same state.
+6. What was planned, predicted and measured, and both losses side by side.
+
+Where torchrun has started several processes, they train together, each within its own budget.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
+import torch.distributed as dist
 from rich.console import Console
 
 import cotrain_compile
-from cotrain_compile import presets
-from cotrain_compile.demo.model import Shape
+from cotrain_compile import files
+from cotrain_compile.analysis.costs import measured_costs
+from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
+from cotrain_compile.demo.computer import device_and_host, measured_computer
 from cotrain_compile.demo.progress import progress
-from cotrain_compile.demo.report import report, write_folder
+from cotrain_compile.demo.report import name_the_files, report, show_rules, write_folder
+from cotrain_compile.demo.settings import Settings
 from cotrain_compile.demo.text import standard_library
 from cotrain_compile.demo.train import (
     Job,
@@ -35,86 +40,59 @@ from cotrain_compile.demo.train import (
     train,
     training_step,
 )
-from cotrain_compile.errors import OptionError, PlacementError, StepFailed
-from cotrain_compile.machine import Rates, Tier
-from cotrain_compile.options import Options
-from cotrain_compile.units import format_bytes, format_seconds
+from cotrain_compile.errors import OptionError, StepFailed
+from cotrain_compile.machine import Tier
+from cotrain_compile.plan import Timeline
+from cotrain_compile.runtime.calibrate.network_bench import ranks_of_torchrun
+from cotrain_compile.units import format_bytes, format_rate, format_seconds
 
 INTERRUPTED = 130  # what a shell reports for a process ended by Ctrl-C
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What a user may choose; the rest is the size of the job."""
-
-    steps: int = 40
-    output: Path = Path("demo-output")
-    budget: str = "128MiB"
-    machine: str = presets.THIS_MACHINE
-    resume: bool = False
-    shape: Shape = field(default_factory=Shape)
-    rows: int = 4
-    seed: int = 0
-
-    @property
-    def checkpoint(self) -> Path:
-        return self.output / "checkpoint.pt"
-
-
 def run(settings: Settings, console: Console) -> int:
     """Run the demo; returns the exit code."""
-    budget_bytes = _budget_bytes(settings)
+    with ranks_of_torchrun("cpu") as rank, device_and_host():
+        if settings.resume and dist.is_initialized():
+            raise OptionError("--resume goes on with a run of one process; start it without ranks")
+        return _run(settings, console if rank == 0 else Console(quiet=True))
+
+
+def _run(settings: Settings, console: Console) -> int:
     settings.output.mkdir(parents=True, exist_ok=True)
     text = standard_library()
     job = _job(settings, text)
     (first,) = steps_taken(job)
-    if first >= settings.steps:
+    if (least := first + settings.least_steps) > settings.steps:
         raise OptionError(
-            f"{settings.checkpoint} is at step {first} already; ask for more with --steps"
+            f"{settings.checkpoint} is at step {first}: ask for at least {least} with --steps"
         )
-    console.print(
-        f"A character-level GPT with {job.parameters / 1e6:.1f} M parameters, AdamW, clipped "
-        f"gradients.\nText: {len(text) / 1e6:.1f} M characters of Python's standard library.\n"
-        f"Device memory budget: {format_bytes(budget_bytes)} ({budget_bytes:,} bytes). The device "
-        "is emulated in RAM.",
-    )
-    console.print("\n1. Everything on the device", style="bold")
-    _show_resident(settings, text, console)
+    _say_what_it_is(job, text, console)
 
-    console.print("\n2. The same step, placed over device and host", style="bold")
-    options = {**_options(settings), "dump": str(settings.output / "step")}
-    step = compiled(training_step(job), options)
-    results: list[StepResult] = []
+    console.print("\n1. This computer", style="bold")
+    machine = _machine(settings, console)
+
     try:
-        _train(job, step, first, settings, console, "train", results, lambda: _peak(step))
+        placed, results = _train_by_plans(job, first, machine, settings, console)
     except KeyboardInterrupt:
+        if dist.is_initialized():
+            raise
         return _stopped(settings, job, console)
 
-    console.print("\n3. The same in eager, for comparison", style="bold")
+    console.print("\n5. The same in eager, for comparison", style="bold")
     twin = _job(settings, text)
     eager: list[StepResult] = []
     try:
-        _train(twin, training_step(twin), first, settings, console, "eager", eager, lambda: "")
+        _train(twin, training_step(twin), (first, settings.steps), console, "eager", eager)
     except KeyboardInterrupt:
         console.print("Comparison stopped; the training above is complete.")
 
-    console.print("\n4. Result", style="bold")
-    placed = cotrain_compile.inspect(step)
-    report(console, placed, results, eager)
-    if placed.plan.rates is Rates.GUESSED:
-        console.print(
-            "The prediction rests on guessed rates. To measure them: cotrain-compile calibrate -o "
-            "machine.json,\nthen cotrain-compile demo --machine machine.json"
-        )
-    write_folder(settings.output, placed, results, eager)
-    _name_the_files(settings.output, console)
+    console.print("\n6. Result", style="bold")
+    judged = [result for result in results if result.number >= first + settings.measured_steps]
+    report(console, placed, judged, results, eager)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        write_folder(settings.output, placed, results, eager)
+        name_the_files(settings.output, console)
     return 0 if len(eager) == len(results) else INTERRUPTED
-
-
-def _budget_bytes(settings: Settings) -> int:
-    budget = Options.parse(_options(settings)).memory_budget
-    assert budget is not None
-    return budget.of(presets.find(settings.machine).device.capacity_bytes)
 
 
 def _job(settings: Settings, text: torch.Tensor) -> Job:
@@ -124,46 +102,101 @@ def _job(settings: Settings, text: torch.Tensor) -> Job:
     return job
 
 
-def _options(settings: Settings) -> dict[str, Any]:
-    return {"memory_budget": settings.budget, "machine": settings.machine, "quiet": True}
-
-
-def _show_resident(settings: Settings, text: torch.Tensor, console: Console) -> None:
-    # A job of its own: where the budget suffices after all, the call below trains it one step.
-    job = new_job(text, shape=settings.shape, rows=settings.rows, seed=settings.seed)
-    step = compiled(training_step(job), {**_options(settings), "policy": "resident"})
-    try:
-        with console.status("tracing and placing the step ..."):
-            list(train(job, step, 0, 1))
-    except PlacementError as error:
-        console.print(f"refused, as it should be: {error}")
-        console.print(f"shortfall: {error.shortfall_bytes:,} bytes")
-    else:
+def _say_what_it_is(job: Job, text: torch.Tensor, console: Console) -> None:
+    console.print(
+        f"A character-level GPT with {job.parameters / 1e6:.1f} M parameters, AdamW, clipped "
+        f"gradients.\nText: {len(text) / 1e6:.1f} M characters of Python's standard library.\n"
+        f"The device is emulated: {torch.get_num_threads()} of this computer's cores, and a part "
+        "of its RAM.",
+    )
+    if dist.is_initialized():
         console.print(
-            f"fits: device peak {_peak(step)}. Try a smaller --budget to see offloading.",
+            f"{dist.get_world_size()} processes train it together (DistributedDataParallel, "
+            f"{dist.get_backend()}), each within its own budget. What follows is rank 0's."
         )
+
+
+def _machine(settings: Settings, console: Console) -> Path | str:
+    """The machine to plan for: the one that is asked for, or this computer, measured now."""
+    if settings.machine:
+        console.print(f"not measured, as --machine {settings.machine} says what to plan for")
+        return settings.machine
+    with console.status("measuring ..."):
+        machine, path = measured_computer(settings.output)
+    device, link = machine.device, machine.h2d
+    console.print(
+        f"device      {device.flops_per_s['float32'] / 1e9:.0f} Gflop/s in float32, "
+        f"{format_rate(device.bytes_per_s)} of memory\n"
+        f"link        {format_rate(link.bytes_per_s)} each way between device and host, as "
+        "slow beside\n            this device as a link may be beside a card; copies wait for it"
+    )
+    if network := machine.network:
+        console.print(f"network     {format_rate(network.bytes_per_s)} between the processes")
+    console.print(f"saved       {path}")
+    return path
+
+
+def _train_by_plans(
+    job: Job, first: int, machine: Path | str, settings: Settings, console: Console
+) -> tuple[CompiledStep, list[StepResult]]:
+    """All steps of the demo: some by a plan from the machine's rates, the others from times."""
+    results: list[StepResult] = []
+    budget = format_bytes(settings.budget_bytes(machine))
+    console.print(f"\n2. {budget} on the device: what simple rules need", style="bold")
+    timelines: list[Timeline] = []
+    step = compiled(training_step(job), settings.options(machine))
+    with console.status("tracing and planning the step ..."):
+        results.extend(train(job, step, first, first + 1))
+    placed = cotrain_compile.inspect(step)
+    show_rules(console, placed)
+
+    console.print("\n3. The first steps by a plan, each op timed", style="bold")
+    measured = first + settings.measured_steps
+    _train(job, step, (first + 1, measured), console, "measure", results, timelines)
+    profile = settings.output / "profile.json"
+    _save_profile(placed, timelines, profile)
+
+    console.print("\n4. Planned again with these times", style="bold")
+    again = settings.options(machine, profile=str(profile), dump=str(settings.output / "step"))
+    step = compiled(training_step(job), again)
+    _train(job, step, (measured, settings.steps), console, "train", results, timelines)
+    return cotrain_compile.inspect(step), results
+
+
+def _save_profile(placed: CompiledStep, timelines: Sequence[Timeline], path: Path) -> None:
+    """What ops and updates of `placed` took; of several ranks, the first one's, which plans."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        files.save(measured_costs(timelines, placed.plan), path)
+    if dist.is_initialized():
+        dist.barrier()
 
 
 def _train(
     job: Job,
     step: Step,
-    first: int,
-    settings: Settings,
+    steps: tuple[int, int],
     console: Console,
     title: str,
     results: list[StepResult],
-    memory: Callable[[], str],
+    timelines: list[Timeline] | None = None,
 ) -> None:
-    """Train to `settings.steps`, adding to `results`, which keeps what was done if it stops."""
-    with progress(console, title, first, settings.steps) as show:
-        for result in train(job, step, first, settings.steps):
+    """Train from the first of `steps` up to the second, adding to `results` as it goes.
+
+    Of a compiled step the measured `timelines` are added as well.
+    """
+    with progress(console, title, *steps) as show:
+        for result in train(job, step, *steps):
             results.append(result)
-            detail = f"loss {result.loss:.4f}  {format_seconds(result.seconds)}  {memory()}"
-            show(result.number + 1, detail.rstrip())
+            detail = f"loss {result.loss:.4f}  {format_seconds(result.seconds)}"
+            if timelines is not None:
+                placed = cotrain_compile.inspect(step)
+                assert placed.measured is not None
+                timelines.append(placed.measured)
+                detail += f"  {_peak(placed)}"
+            show(result.number + 1, detail)
 
 
-def _peak(step: Step) -> str:
-    placed = cotrain_compile.inspect(step)
+def _peak(placed: CompiledStep) -> str:
     assert placed.measured is not None
     peak, budget = placed.measured.peak_bytes[Tier.DEVICE], placed.plan.budgets[Tier.DEVICE]
     return f"device {format_bytes(peak)} of {format_bytes(budget)}"
@@ -185,15 +218,3 @@ def _stopped(settings: Settings, job: Job, console: Console) -> int:
         f"--steps {settings.steps} --output {settings.output}",
     )
     return INTERRUPTED
-
-
-def _name_the_files(output: Path, console: Console) -> None:
-    console.print(
-        f"\nLook into {output}/\n"
-        "  report.html             one page to look at: words, timelines, memory, parameters\n"
-        "  timeline.png            predicted and measured, on one time axis\n"
-        "  predicted.trace.json, measured.trace.json   the same, for https://ui.perfetto.dev\n"
-        "  losses.csv              every step of both runs\n"
-        "  step/summary.txt        the plan in words; step/plan.json: all of it\n"
-        "  step/placed.py.txt      the step with its offloads, waits and host updates",
-    )

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from cotrain_compile.demo.model import CharacterGPT, Shape
 from cotrain_compile.demo.text import batch
@@ -24,11 +26,16 @@ Step = Callable[[Tensor, Tensor], Tensor]
 
 LEARNING_RATE = 3e-4
 LARGEST_GRADIENT_NORM = 1.0
+# Between the batches of one rank and of the next.
+SEEDS_APART = 1_000
 
 
 @dataclass(frozen=True)
 class Job:
-    """A model with its optimizer, and the data it trains on: `rows` windows of `text` a step."""
+    """A model with its optimizer, and the data it trains on: `rows` windows of `text` a step.
+
+    `seed` is that of its batches, which differ from rank to rank.
+    """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -52,9 +59,15 @@ class StepResult:
 
 
 def new_job(text: Tensor, *, shape: Shape, rows: int, seed: int) -> Job:
-    """A freshly initialised job: the same numbers for the same seed."""
+    """A freshly initialised job: the same numbers for the same seed.
+
+    In a process group its model is the group's, and its batches are those of this rank.
+    """
     torch.manual_seed(seed)
-    model = CharacterGPT(shape)
+    model: nn.Module = CharacterGPT(shape)
+    if dist.is_initialized():
+        model = DistributedDataParallel(model)
+        seed += SEEDS_APART * dist.get_rank()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     return Job(model, optimizer, text, shape, rows, seed)
 

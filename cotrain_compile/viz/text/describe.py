@@ -11,7 +11,7 @@ from cotrain_compile.dataflow import PERSISTENT_ROLES, Dataflow, Phase
 from cotrain_compile.machine import HostUpdate, Link, Machine, Processor, TierSpec
 from cotrain_compile.placement.as_placed import as_placed
 from cotrain_compile.plan import HostRegion, Lane, Plan, Timeline
-from cotrain_compile.units import format_bytes, format_seconds
+from cotrain_compile.units import format_bytes, format_rate, format_seconds
 
 
 def describe_machine(machine: Machine) -> str:
@@ -24,7 +24,7 @@ def describe_machine(machine: Machine) -> str:
             f"machine      {machine.name}",
             f"device       {_tier(machine.device)}",
             f"host         {_tier(machine.host)}",
-            f"host update  {_rate(update.bytes_per_s)} on {update.workers} worker(s), "
+            f"host update  {format_rate(update.bytes_per_s)} on {update.workers} worker(s), "
             f"{update.slowdown_while_copying:.2f} times slower while copying",
             f"op by op     {_op_by_op(update)}",
             f"device to host  {_link(machine.d2h)}",
@@ -55,7 +55,7 @@ def _op_by_op(update: HostUpdate) -> str:
     how = "" if update.elements_per_s and update.fresh_bytes_per_s else " (assumed)"
     return (
         f"{1e-9 / update.seconds_per_element:.2f} G elements/s, large results at "
-        f"{_rate(1 / update.seconds_per_fresh_byte)}{how}"
+        f"{format_rate(1 / update.seconds_per_fresh_byte)}{how}"
     )
 
 
@@ -170,12 +170,8 @@ def _tier(tier: TierSpec) -> str:
 
 def _rates(of: TierSpec | Processor) -> str:
     rates = ", ".join(f"{dtype} {rate / 1e12:.3g}" for dtype, rate in of.flops_per_s.items())
-    return f"{_rate(of.bytes_per_s)}, Tflop/s: {rates}"
+    return f"{format_rate(of.bytes_per_s)}, Tflop/s: {rates}"
 
 
 def _link(link: Link) -> str:
-    return f"{_rate(link.bytes_per_s)}, {format_seconds(link.latency_s)} to start a copy"
-
-
-def _rate(bytes_per_s: float) -> str:
-    return f"{bytes_per_s / 1e9:.3g} GB/s"
+    return f"{format_rate(link.bytes_per_s)}, {format_seconds(link.latency_s)} to start a copy"
