@@ -9,19 +9,20 @@ placement everything has left that can: what fits there ends in a repair that fi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cotrain_compile.dataflow import Dataflow, Role
+from cotrain_compile.machine import Tier
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.residency import longest_gap, low_precision_copies
 from cotrain_compile.placement.schedule.find_moves import moves_of
 from cotrain_compile.placement.schedule.moves import Moves
 from cotrain_compile.placement.search.least import Least
-from cotrain_compile.plan import Placement
+from cotrain_compile.plan import Placement, UpdateMode
 
 Bytes = NDArray[np.int64]
 
@@ -34,7 +35,8 @@ def repaired(
     Every move is thought to be at the last moment. Unchanged where it fits; as near as it gets to
     that where `least` does not fit.
     """
-    params = _params(problem.under(placement).dataflow)
+    dataflow = problem.under(placement).dataflow
+    params = _params(dataflow)
     while True:
         used = np.array(moves.slot_bytes)
         if used.max() <= budget_bytes:
@@ -43,13 +45,32 @@ def repaired(
         away = _temporaries(moves, movable, used, budget_bytes)
         placement = replace(placement, away=(*placement.away, *away))
         slot = int(used.argmax())
-        if used[slot] > budget_bytes:
-            freed = _freed(moves, least.moves, slot, params)
-            leaving = _enough(freed, int(used[slot]) - budget_bytes)
-            before, placement = placement, _as_in_least(placement, least, params, leaving)
+        if (short := int(used[slot]) - budget_bytes) > 0:
+            before = placement
+            placement = _without_params(dataflow, placement, moves, least, slot, short)
             if placement == before:
                 return placement, moves_of(problem, placement)
         moves = moves_of(problem, placement)
+
+
+def _without_params(
+    dataflow: Dataflow, placement: Placement, moves: Moves, least: Least, slot: int, short: int
+) -> Placement:
+    """`placement` with so many parameters as in the least one that `slot` has `short` bytes less.
+
+    Where that is not enough, states that are too small to be streamed are: at the least itself not
+    one step counter may rest on the device, and no update would be left there for that. Where not
+    even that is, all are as in the least one.
+    """
+    params, counters = _params(dataflow), _counters(dataflow, placement)
+    owned = {name: param for name, param in params.items() if name not in counters}
+    freed = _freed(moves, least.moves, slot, owned)
+    left = short - sum(freed.values())
+    if left > sum(counters.values()):
+        return _as_in_least(placement, least, params, params.values())
+    placement = _as_in_least(placement, least, params, _enough(freed, short))
+    streamed = dict.fromkeys(_enough(counters, left), Tier.HOST)
+    return replace(placement, homes={**placement.homes, **streamed})
 
 
 def _params(dataflow: Dataflow) -> dict[str, str]:
@@ -93,6 +114,17 @@ def _temporaries(moves: Moves, movable: set[str], used: Bytes, budget_bytes: int
     return chosen
 
 
+def _counters(dataflow: Dataflow, placement: Placement) -> dict[str, int]:
+    """Bytes of each state that rests on the device though its parameter's others are streamed."""
+    return {
+        state: dataflow.buffer[state].nbytes
+        for group in dataflow.updates
+        for state in group.states
+        if placement.updates[group.param] is UpdateMode.STREAMED
+        and placement.homes[state] is Tier.DEVICE
+    }
+
+
 def _freed(moves: Moves, least: Moves, slot: int, params: Mapping[str, str]) -> dict[str, int]:
     """What each parameter has in a slot that it has not there in the least placement."""
     there = _held(moves, slot, params)
@@ -125,7 +157,7 @@ def _enough(freed: Mapping[str, int], short: int) -> list[str]:
 
 
 def _as_in_least(
-    placement: Placement, least: Least, params: Mapping[str, str], leaving: list[str]
+    placement: Placement, least: Least, params: Mapping[str, str], leaving: Iterable[str]
 ) -> Placement:
     """`placement` with the parameters that leave kept and updated as in the least one."""
     chosen, wanted = set(leaving), least.placement

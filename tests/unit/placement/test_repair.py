@@ -10,14 +10,18 @@ from cotrain_compile.machine import Tier
 from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.decisions.decisions import Decisions
 from cotrain_compile.placement.decisions.find_decisions import decision_space
-from cotrain_compile.placement.problem import Problem
+from cotrain_compile.placement.decisions.strategies import Strategy
+from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.schedule.find_moves import moves_of
 from cotrain_compile.placement.schedule.schedule import schedule
+from cotrain_compile.placement.search.greedy import least_memory
 from cotrain_compile.placement.search.least import least_of
 from cotrain_compile.placement.search.repair import repaired
-from cotrain_compile.plan import Placement
+from cotrain_compile.plan import Placement, UpdateMode
+from cotrain_compile.presets import find
 from tests.support.examples import examples
-from tests.support.random_problems import problems, with_budget
+from tests.support.nets import MIB, STEPS
+from tests.support.random_problems import PLENTY, problems, with_budget
 
 
 def drawn(problem: Problem, data: st.DataObject) -> Placement:
@@ -56,3 +60,28 @@ def test_at_the_least_what_is_repaired_is_a_plan(problem: Problem, data: st.Data
     found, moves = repaired(tight, placement, moves_of(tight, placement), least, 0)
     check(tight, schedule(tight, found))
     assert max(moves.slot_bytes) == pytest.approx(least.nbytes, rel=0, abs=0)
+
+
+def test_at_the_least_step_counters_are_streamed_too_and_updates_stay() -> None:
+    """Where all has left for the peak but the counters, four bytes of each are what is missing."""
+    dataflow = STEPS["tied"](3, 8 * MIB, MIB)
+    problem = formulate(dataflow, find("rtx4090"), dict.fromkeys(Tier, PLENTY))
+    least, space = least_of(problem), decision_space(problem, None, everything=True)
+    streamed = Decisions(
+        (Strategy(UpdateMode.STREAMED, 2),) * len(space.params), least_memory(space).activations
+    )
+    placement = space.placement("drawn", streamed)
+    counters = [
+        state
+        for group in dataflow.updates
+        for state in group.states
+        if dataflow.buffer[state].nbytes == 4
+    ]
+    moves = moves_of(problem, placement)
+    assert max(moves.slot_bytes) == least.nbytes + 4 * len(counters)
+    found, _ = repaired(problem, placement, moves, least, least.nbytes)
+    assert found.updates == placement.updates
+    tight = with_budget(problem, least.nbytes)
+    check(tight, schedule(tight, found))
+    nearly, _ = repaired(problem, placement, moves, least, least.nbytes + 4)
+    assert [nearly.homes[state] for state in counters].count(Tier.DEVICE) == 1
