@@ -6,6 +6,7 @@ device, and one for the host.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,25 +18,63 @@ from cotrain_compile.placement.milp.model import Model, in_mib
 from cotrain_compile.plan import Lane
 
 
-def add_device_memory(model: Model, flows: Flows, budget_mib: float) -> None:
-    """At each checkpoint: what is there by decision, and what flows have brought and taken."""
-    changes = sorted(_changes(model), key=lambda change: change[0])
-    fixed: Any = 0.0
-    next_change = 0
+def add_device_memory(
+    model: Model, flows: Flows, budget_mib: float, need_mib: float | None = None
+) -> Any:
+    """At each checkpoint: what is there by decision, and what flows have brought and taken.
+
+    With `need_mib` that may be beyond the budget, and what would be there if each copy was made at
+    the last moment is at most `need_mib`. Returns MiB beyond the budget, of all buckets.
+    """
+    changes = _Running(model, _changes(model))
     if model.relaxed:
         _add_room_for_any_update(model, budget_mib)
     workspace = {} if model.relaxed else _workspaces(model)
     held = _held_flows(model)
+    beyond: dict[int, Any] = {}
     for bucket, nbytes in model.space.checkpoints:
+        used = in_mib(nbytes) + changes.up_to(bucket) + _in_flight(model, flows, held, bucket)
+        used += workspace.get(bucket, 0.0)
+        if need_mib is not None:
+            beyond[bucket] = beyond.get(bucket) or model.variable(f"beyond_{bucket}")
+        model.add(used - beyond.get(bucket, 0.0) <= budget_mib)
+    if need_mib is not None:
+        _add_need(model, need_mib)
+    return pulp.lpSum(beyond.values())
+
+
+def _add_need(model: Model, need_mib: float) -> None:
+    """At each checkpoint: what is there if each copy is made at the last moment."""
+    changes = _Running(model, _needs(model))
+    for bucket, nbytes in model.space.checkpoints:
+        model.add(in_mib(nbytes) + changes.up_to(bucket) <= need_mib)
+
+
+def _needs(model: Model) -> Iterable[tuple[int, Any]]:
+    """(first bucket, MiB more or less from there on) of every decision, all at the last moment."""
+    for option in model.options:
+        for hold in option.effect.holds:
+            yield hold.first, in_mib(hold.nbytes) * option.z
+            if hold.last is not None:
+                yield hold.last + 1, -in_mib(hold.nbytes) * option.z
+
+
+class _Running:
+    """The sum of `changes`, each of which counts from its bucket on, as one variable at a time."""
+
+    def __init__(self, model: Model, changes: Iterable[tuple[int, Any]]) -> None:
+        self._model = model
+        self._sum: Any = 0.0
+        self._changes = deque(sorted(changes, key=lambda change: change[0]))
+
+    def up_to(self, bucket: int) -> Any:
+        """The sum in `bucket`; buckets are asked for in ascending order."""
         due = []
-        while next_change < len(changes) and changes[next_change][0] <= bucket:
-            due.append(changes[next_change][1])
-            next_change += 1
+        while self._changes and self._changes[0][0] <= bucket:
+            due.append(self._changes.popleft()[1])
         if due:
-            fixed = model.running(fixed + pulp.lpSum(due))
-        in_flight = _in_flight(model, flows, held, bucket)
-        used = in_mib(nbytes) + fixed + in_flight + workspace.get(bucket, 0.0)
-        model.add(used <= budget_mib)
+            self._sum = self._model.running(self._sum + pulp.lpSum(due))
+        return self._sum
 
 
 def add_host_memory(model: Model, budget_mib: float) -> None:

@@ -34,6 +34,9 @@ class Program:
     A careful one that splits clusters of at most `large_bytes`, and no other, `is_rounding`: any
     good solution will do. One with whole clusters alone `is_whole`.
     With `cyclic`, steps overlap and `step` is the time from one to the next.
+    With `need_mib` it `is_loose`: what is on the device may be beyond the budget, at the price of
+    the time in which the device would wait for it to leave or to come. With every copy at the last
+    moment it is at most `need_mib`. So it has a solution wherever there is a plan.
     Budgets are in MiB. `step` is the time of the step in milliseconds; `params`, `activations`
     and `levels` are the variables of the decisions, as in `Model`.
     """
@@ -48,20 +51,22 @@ class Program:
         whole: bool | None = None,
         cyclic: bool = False,
         large_bytes: float = inf,
+        need_mib: float | None = None,
     ) -> None:
         whole = not relaxed if whole is None else whole
         model = Model(space, relaxed=relaxed, whole=whole, cyclic=cyclic, large_bytes=large_bytes)
         flows = add_flows(model)
         add_times(model, flows)
-        add_device_memory(model, flows, budget_mib)
+        beyond = add_device_memory(model, flows, budget_mib, need_mib)
         add_host_memory(model, host_budget_mib)
         self.is_rounding, self.is_whole = not whole and not relaxed, whole
+        self.is_loose = need_mib is not None
         self.space, self.params, self.activations = space, model.params, model.activations
         self.levels = model.levels
         self.step = pulp.lpSum(model.length)
         moved = pulp.lpSum(flow.total for lane in (Lane.D2H, Lane.H2D) for flow in flows.on(lane))
         # A bound has no price: what a plan pays for moving is not time.
         is_bound = relaxed and not whole
-        price = 0.0 if is_bound else MOVING_PRICE / min(model.down_rate, model.up_rate)
+        price = 0.0 if is_bound else 1.0 / min(model.down_rate, model.up_rate)
         self.model = model.pulp
-        self.model += self.step + price * moved
+        self.model += self.step + price * (MOVING_PRICE * moved + beyond)

@@ -38,7 +38,7 @@ class Solution:
 
     `objective_s` is the step time with the price of what moves, `bound_s` is a bound on that.
     `decisions` is None where there is no solution or none was found in time. `failure` says in
-    words how the solver failed, "" where it did not.
+    words how the solver failed, "" where it did not. `is_loose` is the program's.
     """
 
     status: str
@@ -48,6 +48,12 @@ class Solution:
     bound_s: float
     seconds: float
     failure: str = ""
+    is_loose: bool = False
+
+    @property
+    def is_infeasible(self) -> bool:
+        """Whether there is no solution."""
+        return self.decisions is None and "infeasible" in self.status
 
     @property
     def is_cut_short(self) -> bool:
@@ -55,7 +61,7 @@ class Solution:
 
         A solver that failed was not short of time.
         """
-        return self.decisions is None and "infeasible" not in self.status and not self.failure
+        return self.decisions is None and not self.is_infeasible and not self.failure
 
     @property
     def claim_s(self) -> float:
@@ -105,6 +111,7 @@ def solve_program(
         float(program.model.objective.value()) / 1e3 if found else float("inf"),
         bound_ms / 1e3,
         time.monotonic() - began,
+        is_loose=program.is_loose,
     )
 
 

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 from cotrain_compile.errors import OptionError, PlacementError
@@ -26,7 +27,7 @@ from cotrain_compile.placement.schedule.moves import Moves
 from cotrain_compile.placement.schedule.schedule import Draft, draft
 from cotrain_compile.placement.search.deadline import Deadline
 from cotrain_compile.placement.search.found import Found
-from cotrain_compile.placement.search.greedy import greedy
+from cotrain_compile.placement.search.greedy import greedy, least_bytes
 from cotrain_compile.placement.search.repair import repaired
 from cotrain_compile.placement.search.settings import SolveSettings
 from cotrain_compile.placement.search.variants import FAR, Variant
@@ -59,6 +60,9 @@ LATE_SHARE = 0.1
 
 # What becomes of a program that is left no time.
 NO_TIME = Solution("time limit reached", None, math.inf, math.inf, 0.0, 0.0)
+# So much more than its buckets need at the least a loose program has: step counters, and whole
+# tensors where it would have parts. What then does not fit is repaired.
+NEED = 1.003
 
 Progress = Callable[[str], None]
 
@@ -95,6 +99,8 @@ class Attempts:
         self.until = self.deadline
         self.draft_s = 0.0  # what the longest schedule has taken
         self.is_cut_short = False  # some program of a single step, by its time
+        # Spaces whose careful programs have no solution, each with the device budget of that.
+        self.too_tight: list[tuple[DecisionSpace, float]] = []
 
     @property
     def left_s(self) -> float:
@@ -159,7 +165,7 @@ class Attempts:
                 return False
             placement = variant.space.placement(name, solution.decisions)
             missing = self.decide(name, variant, placement, TACTICS[:1])
-            if missing is None or self._is_trusted(name, solution):
+            if missing is None or solution.is_loose or self._is_trusted(name, solution):
                 break
             targets[missing.tier] -= 1.05 * missing.nbytes
         return name in self.found.drafts
@@ -318,7 +324,8 @@ class Attempts:
             if self.solution is None or (found is not before and found is self.found.fastest):
                 self.solution = solution  # the claim that belongs to the plan
             trusted = self._is_trusted(name, solution)
-            if found is not None and (trusted or self.is_late or not careful):
+            settled = trusted or self.is_late or not careful or solution.is_loose
+            if found is not None and settled:
                 return
             tier, short = missing or (Tier.DEVICE, 0)
             if self.is_late:
@@ -338,22 +345,39 @@ class Attempts:
         cyclic: bool = False,
         known_s: float = math.inf,
     ) -> Solution:
+        """What a program comes back with: a careful one is loose where it would have no solution.
+
+        The price of what is beyond the budget is not in the time of a step, and so a loose one is
+        rounded whatever is known.
+        """
+        build = partial(
+            Program,
+            space,
+            *(targets[tier] / MIB for tier in (Tier.DEVICE, Tier.HOST)),
+            relaxed=not careful,
+            whole=whole,
+            cyclic=cyclic,
+            large_bytes=LARGE * targets[Tier.DEVICE],
+        )
+        target, may_be_loose = targets[Tier.DEVICE], careful and not cyclic
+        known = any(each is space and target <= most for each, most in self.too_tight)
+        if not (may_be_loose and known):
+            solution = self._run(build, whole, known_s)
+            if not (may_be_loose and solution.is_infeasible):
+                return solution
+            self.too_tight.append((space, target))
+        need_bytes = max(target, NEED * least_bytes(space))
+        return self._run(partial(build, need_mib=need_bytes / MIB), whole, math.inf)
+
+    def _run(self, build: Callable[[], Program], whole: bool, known_s: float) -> Solution:
+        """Build a program and solve it in the time that is left."""
         self.progress(f"solving the integer program (round {self.rounds})")
         # There may be another round; cut short, what is rounded says nothing.
         time_limit_s = (ROUND_SHARE if whole else 1.0) * self.left_s
         if not time_limit_s:
             return NO_TIME
-        budgets_mib = targets[Tier.DEVICE] / MIB, targets[Tier.HOST] / MIB
-        relaxed = not careful
         try:
-            program = Program(
-                space,
-                *budgets_mib,
-                relaxed=relaxed,
-                whole=whole,
-                cyclic=cyclic,
-                large_bytes=LARGE * targets[Tier.DEVICE],
-            )
+            program = build()
         except OptionError as absent:  # pulp cannot be imported
             return failed(absent)
         return solve_program(

@@ -8,7 +8,7 @@ made at the last moment; `schedule` says by how much that is too little.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,18 +37,27 @@ def least_memory(space: DecisionSpace) -> Decisions:
 
     Where buckets are too long to tell, what is fetched more often.
     """
+    return _decisions(space, _most_frugal(space))
+
+
+def least_bytes(space: DecisionSpace) -> float:
+    """What `least_memory` needs, as far as buckets can tell."""
+    chosen = zip(space.effects, _most_frugal(space), strict=True)
+    held = _profiles(space, (effects[index] for effects, index in chosen))
+    return float(sum(held, _undecided(space)).max())
+
+
+def _most_frugal(space: DecisionSpace) -> list[int]:
+    """The number of the strategy of each cluster that holds least, activations first."""
 
     def frugality(effect: Effect) -> tuple[bool, int, float]:
         on_device = effect.update is not None and effect.update.tier is Tier.DEVICE
         return on_device, _held(effect, space.epilogue), -effect.link_bytes(Lane.H2D)
 
-    return _decisions(
-        space,
-        [
-            min(range(len(effects)), key=[frugality(effect) for effect in effects].__getitem__)
-            for effects in space.effects
-        ],
-    )
+    return [
+        min(range(len(effects)), key=[frugality(effect) for effect in effects].__getitem__)
+        for effects in space.effects
+    ]
 
 
 def _decisions(space: DecisionSpace, chosen: Sequence[int]) -> Decisions:
@@ -85,7 +94,7 @@ class _State:
         self.chosen = self.first.copy()
         rows = [effect for each in effects for effect in each]
         activations = sum(counts[: len(space.activations)])
-        self.profiles = np.array([*self._profiles(rows)])
+        self.profiles = np.array([*_profiles(space, rows)])
         self.seconds = np.array(
             [
                 _round_trip_s(effect, machine) if row < activations else _busy_s(effect, machine)
@@ -93,7 +102,7 @@ class _State:
             ]
         )
         self.on_host = np.array([float(effect.host_bytes) for effect in rows])
-        self.used = np.array([float(nbytes) for _, nbytes in space.checkpoints])
+        self.used = _undecided(space)
         self.host_left = host_bytes
         if rows:
             self.used += self.profiles[self.chosen].sum(axis=0)
@@ -127,14 +136,21 @@ class _State:
         self.chosen[self.cluster[best]] = best
         return True
 
-    def _profiles(self, effects: Sequence[Effect]) -> Iterator[Profile]:
-        buckets = np.array([bucket for bucket, _ in self.space.checkpoints])
-        for effect in effects:
-            profile = np.zeros(len(buckets))
-            for hold in effect.holds:
-                last = self.space.epilogue if hold.last is None else hold.last
-                profile += hold.nbytes * ((buckets >= hold.first) & (buckets <= last))
-            yield profile
+
+def _undecided(space: DecisionSpace) -> Profile:
+    """Bytes at each checkpoint whatever is decided."""
+    return np.array([float(nbytes) for _, nbytes in space.checkpoints])
+
+
+def _profiles(space: DecisionSpace, effects: Iterable[Effect]) -> Iterator[Profile]:
+    """Bytes that each effect holds at every checkpoint, with every copy at the last moment."""
+    buckets = np.array([bucket for bucket, _ in space.checkpoints])
+    for effect in effects:
+        profile = np.zeros(len(buckets))
+        for hold in effect.holds:
+            last = space.epilogue if hold.last is None else hold.last
+            profile += hold.nbytes * ((buckets >= hold.first) & (buckets <= last))
+        yield profile
 
 
 def _busy_s(effect: Effect, machine: Machine) -> float:

@@ -48,7 +48,8 @@ from cotrain_compile.plan import Placement, Plan
 
 # Shares of the updates of `coarse` that `auto` tries as well.
 FRACTIONS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
-# Of the time for a plan, what is for the search among values to be made again.
+# Of the time for a plan, what is for the relaxation, and for the search among values to be made
+# again.
 LEVELS_SHARE = 0.5
 # Of what is left, how long to wait for the bound before the programs: it may spare them.
 BOUND_SHARE = 0.2
@@ -132,10 +133,12 @@ class _Search(Attempts):
         self._follow_rules(self.step)
         if "coarse" in self.found.drafts:  # the fraction that needs least
             self._sweep_fractions()
+        self.until = self.deadline.part(LEVELS_SHARE)
         if self.settings.recompute:
-            self.until = self.deadline.part(LEVELS_SHARE)
             self._climb_levels()
-            self.until = self.deadline
+        else:
+            self.relax(self.step)
+        self.until = self.deadline
         fastest = self.found.fastest
         hopeless = fastest is not None and self.step.claim_s > HOPELESS * fastest.step_s
         if not (hopeless or self.is_late):

@@ -218,7 +218,7 @@ def test_autotms_variants_are_nested(problem: Problem) -> None:
 
 @pytest.mark.parametrize("name", STEPS)
 def test_every_kind_of_step_is_solved_and_reported(name: str) -> None:
-    """Also where the program has no answer: there it is the most frugal plan."""
+    """Also in the least memory there is, where the careful program is loose."""
     for share in (0.0, 0.6):
         problem = problem_of(STEPS[name], share)
         plan = solve(problem, SolveSettings(time_limit_s=1))
@@ -226,9 +226,9 @@ def test_every_kind_of_step_is_solved_and_reported(name: str) -> None:
         report = report_of(plan)
         step_s = plan.predicted.makespan_s
         assert report.solver == "highs"
-        assert report.status in ("optimal", "infeasible", "time limit reached")
+        assert report.status in ("optimal", "rounded", "time limit reached")
         assert report.seconds > 0
-        assert report.rounds >= 1
+        assert (report.rounds >= 1) == (report.status != "rounded")
         assert report.simulated_s[plan.placement.policy] == pytest.approx(step_s)
         assert step_s <= min(report.simulated_s.values()) * ROUNDING
         assert report.gap == pytest.approx(step_s / report.lower_bound_s - 1, abs=1e-6)
