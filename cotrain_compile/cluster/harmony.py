@@ -87,15 +87,21 @@ def plan_harmony(
     *,
     prefetch: bool = False,
     cap_of: CapOf = CapOf.TASK,
+    alike: bool = False,
 ) -> HarmonyPlan:
-    """The fastest of all choices that fit the cap.
+    """The fastest of all choices that fit the cap; `alike` are those with the same micro-batches in
+    both passes, as one captured step has them.
 
     Raises:
         OptionError: the profile is no chain, has no peaks, or there are fewer samples than devices.
         PlacementError: a layer alone does not fit, not even with micro-batches of one sample.
     """
     costs = PackCosts(profile)
-    choices = dict.fromkeys(harmony_choices(costs, server, layout, samples, cap_of))
+    choices = {
+        choice: None
+        for choice in harmony_choices(costs, server, layout, samples, cap_of)
+        if not alike or choice.forward_samples == choice.backward_samples
+    }
     if not choices:
         raise _nothing_fits(costs, server)
     best: HarmonyPlan | None = None

@@ -146,19 +146,25 @@ def filled_from_the_back(layers: int, fits: Fits) -> Packs | None:
 
 
 def balanced(weights: Sequence[float], fits: Fits, at_least: int) -> Packs | None:
-    """The smallest number of packs, from `at_least` on, that fit if cut at equal shares of a sum.
+    """The fewest packs, from `at_least` on, that fit if cut at equal shares of a sum."""
+    for count in range(max(1, at_least), len(weights) + 1):
+        packs = cut_at_shares(weights, count)
+        if packs is not None and all(map(fits, packs)):
+            return packs
+    return None
+
+
+def cut_at_shares(weights: Sequence[float], count: int) -> Packs | None:
+    """So many packs, cut at equal shares of the sum; None where one would have no layer.
 
     The k-th of S packs ends before the layer with which the sum of `weights` exceeds k S-ths.
     """
     sums = list(accumulate(weights))
-    for count in range(max(1, at_least), len(weights) + 1):
-        inner = [bisect_right(sums, k * sums[-1] / count) for k in range(1, count)]
-        bounds = [0, *inner, len(weights)]
-        if all(a < b for a, b in pairwise(bounds)):
-            packs = tuple(Pack(a, b) for a, b in pairwise(bounds))
-            if all(map(fits, packs)):
-                return packs
-    return None
+    inner = [bisect_right(sums, k * sums[-1] / count) for k in range(1, count)]
+    bounds = [0, *inner, len(weights)]
+    if any(a >= b for a, b in pairwise(bounds)):
+        return None
+    return tuple(Pack(a, b) for a, b in pairwise(bounds))
 
 
 def packings(

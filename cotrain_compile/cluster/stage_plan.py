@@ -14,7 +14,9 @@ class StagePlan:
     """A stage begins at each of the modules `split_points`, after the first stage.
 
     `schedule` is a name of `torch.distributed.pipelining`, in any case. A step has `micro_batches`
-    of `micro_batch` samples. `peak_bytes` has what each stage takes, where a plan knows that.
+    of `micro_batch` samples. `peak_bytes` has what each stage takes, where a plan knows that. With
+    `swapped`, Harmony's pipeline, all parameters rest on the host, and those of a stage come to the
+    device as a whole for all micro-batches that it runs back to back.
     """
 
     schedule: str
@@ -22,6 +24,7 @@ class StagePlan:
     micro_batches: int
     micro_batch: int
     peak_bytes: tuple[int, ...] = ()
+    swapped: bool = False
 
     def __post_init__(self) -> None:
         if self.micro_batches < 1 or self.micro_batch < 1:

@@ -22,8 +22,8 @@ _JUDGES: dict[str, Callable[[Question, str], Strategy]] = {
     "shard": judges.shard,
     "pipeline-gpipe": judges.pipeline,
     "pipeline-1f1b": judges.pipeline,
-    "harmony-dp": judges.harmony,
-    "harmony-pp": judges.harmony,
+    "harmony-dp": judges.harmony_dp,
+    "harmony-pp": judges.harmony_pp,
     "burst": judges.burst,
     "byteps": judges.byteps,
 }
@@ -36,10 +36,6 @@ AS_FAST = (
 HOSTS = "Only Harmony's plans use the host's memory; the others are without what a host could hold."
 AGAIN = (
     "What layers keep was not measured, so that they run again for the backward where peaks count."
-)
-DELETION = (
-    "Harmony: links, rates and memory are the cluster's; 40 ms of deletion a task is the authors' "
-    "default."
 )
 
 
@@ -71,8 +67,6 @@ def answer(
         assumed.append(AS_FAST)
     if any(layer.backward_peak_bytes and not layer.kept_bytes for layer in profile.layers):
         assumed.append(AGAIN)
-    if any(one.name.startswith("harmony") and one.step_s is not None for one in told):
-        assumed.append(DELETION)
     return Answer(profile.name, cluster.name, samples, told, tuple(assumed))
 
 

@@ -64,7 +64,7 @@ class Strategy:
     busiest_s: float = 0.0
     setting: str = ""
     loses: str = ""
-    run: str = NOT_RUN
+    run: str = ""
     stages: StagePlan | None = None
     widths: Mapping[str, int] = field(default_factory=dict)
     capacities_bytes: tuple[int, ...] = ()

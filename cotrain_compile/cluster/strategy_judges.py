@@ -18,19 +18,18 @@ from cotrain_compile.cluster.data_parallel import (
     plan_data_parallel,
 )
 from cotrain_compile.cluster.description import Cluster, MachineGroup
-from cotrain_compile.cluster.harmony import HarmonyPlan, plan_harmony
+from cotrain_compile.cluster.harmony import HarmonyPlan
 from cotrain_compile.cluster.harmony_lanes import Stream
-from cotrain_compile.cluster.harmony_server import server_of
-from cotrain_compile.cluster.harmony_tasks import Layout
 from cotrain_compile.cluster.helper_verdict import judge_helpers
 from cotrain_compile.cluster.pipeline import fastest_pipeline
 from cotrain_compile.cluster.pipeline_devices import devices_of
 from cotrain_compile.cluster.stage_plan import StagePlan
 from cotrain_compile.cluster.stages import PipelineOrder
+from cotrain_compile.cluster.stages_in_turn import TurnsPlan
 from cotrain_compile.cluster.strategy import NOT_RUN, Question, Strategy
 from cotrain_compile.cluster.strategy_burst import BurstPlan, plan_burst
-from cotrain_compile.cluster.subsets import first_devices, first_of_machine
-from cotrain_compile.errors import CotrainError, OptionError, PlacementError
+from cotrain_compile.cluster.strategy_harmony import replicas_by_layer, stages_by_turns
+from cotrain_compile.cluster.subsets import first_devices
 from cotrain_compile.plan import Timeline
 from cotrain_compile.units import format_bytes
 
@@ -108,7 +107,7 @@ def _all_alike(
     traffic: Mapping[str, int],
     busiest: tuple[str, float],
     setting: str,
-    run: str = NOT_RUN,
+    run: str,
 ) -> Strategy:
     """All devices hold what the fullest one holds, if anybody knows that."""
     known = plan.peak_bytes is not None
@@ -153,8 +152,7 @@ def pipeline(question: Question, name: str) -> Strategy:
         _busiest(plan.timeline),
         plan.timeline,
         setting=setting,
-        run=f"{launch(question.cluster, sum(used))}: the model and the saved answer in "
-        "cotrain_compile.pipeline",
+        run=f"{launch(question.cluster, sum(used))}: {_pipeline(name)}",
         stages=StagePlan(
             order.value,
             splits,
@@ -165,39 +163,57 @@ def pipeline(question: Question, name: str) -> Strategy:
     )
 
 
-def harmony(question: Question, name: str) -> Strategy:
-    """Packs that come to the devices of one machine by turns; the model rests on its host."""
-    layout = Layout(name)
-    found: list[tuple[HarmonyPlan, MachineGroup]] = []
-    failed: list[CotrainError] = []
-    for group in question.cluster.groups:
-        if group.devices:
-            try:
-                found.append((_on_server(question, group, layout), group))
-            except (OptionError, PlacementError) as error:
-                failed.append(error)
-    if not found:
-        raise failed[0]
-    plan, group = min(found, key=lambda one: one[0].step_s)
+def _pipeline(name: str) -> str:
+    return f'the model and the saved answer in cotrain_compile.pipeline, with strategy="{name}"'
+
+
+def harmony_dp(question: Question, name: str) -> Strategy:
+    """Packs that come to each device of one machine for all micro-batches of its share."""
+    plan, group = replicas_by_layer(question)
     moved: Counter[str] = Counter()
     for (stream, _), nbytes in plan.moved_bytes.items():
         moved[_HARMONY_LINKS[stream]] += round(nbytes)
-    choice = plan.choice
-    packs = f"{len(choice.forward_packs)} and {len(choice.backward_packs)} packs"
-    sizes = f"micro-batches of {choice.forward_samples} forward, {choice.backward_samples} backward"
-    idle = question.cluster.device_machines - 1
-    return _strategy(
+    choice, n = plan.choice, plan.devices
+    count = -(-question.samples // n // choice.backward_samples)
+    script = f"torchrun --nproc-per-node {n} train.py: the model in DistributedDataParallel"
+    option = ' and micro_batch_order="by-layer"' if count > 1 else ""
+    return _of_server(
         question,
         name,
-        plan.step_s,
-        plan.bound_s,
-        plan.peak_bytes,
-        tuple(each.device.capacity_bytes for each in group.each)[: plan.devices],
-        {link: nbytes for link, nbytes in moved.items() if nbytes},
-        _busiest(plan.timeline),
-        plan.timeline,
-        setting=f"{sizes}, {packs}" + (f"; one machine, {idle} idle" if idle else ""),
+        plan,
+        group,
+        moved,
+        f"{_micro_batches(count, choice.backward_samples, recompute=False)}, "
+        f"{len(choice.forward_packs)} and {len(choice.backward_packs)} packs",
+        f"{script}, {COMPILED}{option}",
     )
+
+
+def harmony_pp(question: Question, name: str) -> Strategy:
+    """Packs as stages that come to the devices of one machine by turns."""
+    plan, group = stages_by_turns(question)
+    layers = question.profile.layers
+    begins = tuple(layers[pack.first].name for pack in plan.packs[1:])
+    in_turn = len(plan.packs) > plan.devices
+    setting = f"{_micro_batches(plan.micro_batches, plan.micro_batch, recompute=True)}; "
+    found = _of_server(
+        question,
+        name,
+        plan,
+        group,
+        Counter({link: round(nbytes) for link, nbytes in plan.moved_bytes.items()}),
+        f"{setting}{len(plan.packs)} packs, dealt to the devices in turn",
+        f"torchrun --nproc-per-node {plan.devices} train.py: {_pipeline(name)}",
+    )
+    stages = StagePlan(
+        "LoopedBFS" if in_turn else "GPipe",
+        begins,
+        plan.micro_batches,
+        plan.micro_batch,
+        plan.peak_bytes,
+        swapped=True,
+    )
+    return replace(found, stages=stages)
 
 
 _HARMONY_LINKS = {
@@ -210,48 +226,29 @@ _HARMONY_LINKS = {
 }
 
 
-def _on_server(question: Question, group: MachineGroup, layout: Layout) -> HarmonyPlan:
-    needs = sum(
-        layer.param_bytes + layer.buffer_bytes + layer.grad_bytes + layer.state_bytes
-        for layer in question.profile.layers
+def _of_server(
+    question: Question,
+    name: str,
+    plan: HarmonyPlan | TurnsPlan,
+    group: MachineGroup,
+    moved: Counter[str],
+    setting: str,
+    run: str,
+) -> Strategy:
+    idle = question.cluster.device_machines - 1
+    return _strategy(
+        question,
+        name,
+        plan.step_s,
+        plan.bound_s,
+        plan.peak_bytes,
+        tuple(each.device.capacity_bytes for each in group.each)[: plan.devices],
+        {link: nbytes for link, nbytes in moved.items() if nbytes},
+        _busiest(plan.timeline),
+        plan.timeline,
+        setting=setting + (f"; one machine, {idle} idle" if idle else ""),
+        run=run,
     )
-    missing = needs - group.host.capacity_bytes
-    if missing > 0:
-        raise PlacementError(
-            f"the host of {group.name} needs {format_bytes(missing)} more for the model, its "
-            "gradients and states; take a host with more memory",
-            shortfall_bytes=missing,
-        )
-
-    def planned(count: int) -> HarmonyPlan:
-        part = first_of_machine(group, count)
-        server = server_of(part)
-        return plan_harmony(question.profile.on(part.kinds), server, layout, question.samples)
-
-    return _fastest(planned, group.device_count, question.least_device_s)
-
-
-def _fastest(planned: Callable[[int], HarmonyPlan], most: int, device_s: float) -> HarmonyPlan:
-    """The fastest plan for 1 to `most` devices, which compute `device_s` at least, all together.
-
-    Where there is none, the error of the most.
-    """
-    best: HarmonyPlan | None = None
-    first_error: CotrainError | None = None
-    for count in range(most, 0, -1):
-        if best and device_s / count >= best.step_s:
-            break
-        try:
-            plan = planned(count)
-        except (OptionError, PlacementError) as error:
-            first_error = first_error or error
-            continue
-        if best is None or plan.step_s < best.step_s:
-            best = plan
-    if best is None:
-        assert first_error is not None  # there is at least one device
-        raise first_error
-    return best
 
 
 def burst(question: Question, name: str) -> Strategy:
@@ -263,7 +260,8 @@ def burst(question: Question, name: str) -> Strategy:
     busiest = ("compute", plan.compute_s) if plan.compute_s >= plan.network_s else plan.network
     setting = f"layers by devices: {layers}{again}"
     if not question.profile.is_chain:
-        return _all_alike(question, name, plan, plan.traffic, busiest, setting)
+        run = f"{NOT_RUN} for a model with branches"
+        return _all_alike(question, name, plan, plan.traffic, busiest, setting, run)
     run = f"{launch(question.cluster, plan.devices)}: the model and the saved answer in "
     run += "cotrain_compile.burst"
     found = _all_alike(question, name, plan, plan.traffic, busiest, setting, run)
@@ -283,7 +281,7 @@ def _strategy(
     *,
     reason: str = "",
     setting: str = "",
-    run: str = NOT_RUN,
+    run: str,
     fits: bool | None = True,
     stages: StagePlan | None = None,
 ) -> Strategy:

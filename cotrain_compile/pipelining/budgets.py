@@ -2,8 +2,9 @@
 
 In: the bytes that rest on the rank, and what goes from stage to stage. Out: `TurnBudgets`. What a
 turn does not know of rests beside it: other stages of the rank, gradients and states beside a
-forward, states beside a backward. Where all of it fits twice, room is left for it; else everything
-rests on the host between two turns, and each of them has the whole room.
+forward, states beside a backward. Where all of it fits twice, room is left for it; else, and where
+stages are swapped, everything rests on the host between two turns, and each of them has the whole
+room.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ class TurnBudgets:
     rests_on_host: bool
 
 
-def turn_budgets(budget: int, param_bytes: Sequence[int], held: int) -> TurnBudgets:
+def turn_budgets(
+    budget: int, param_bytes: Sequence[int], held: int, *, swapped: bool = False
+) -> TurnBudgets:
     """How `budget` is divided between stages with so many bytes of parameters each.
 
     `held` is what enters and leaves the stages of this rank in all micro-batches, twice, since
@@ -51,7 +54,7 @@ def turn_budgets(budget: int, param_bytes: Sequence[int], held: int) -> TurnBudg
         )
     params = sum(param_bytes)
     states = STATES_PER_PARAM * params
-    if 2 * (2 * params + states) > room:
+    if swapped or 2 * (2 * params + states) > room:
         alike = (room,) * len(param_bytes)
         return TurnBudgets(alike, alike, room, held, rests_on_host=True)
     forward = tuple(room - 2 * params - states + own for own in param_bytes)

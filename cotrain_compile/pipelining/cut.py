@@ -36,6 +36,7 @@ class Part:
     ) -> None:
         """`begins_at` is "" for the first stage; `leaves` is None for the last one."""
         self.module = module
+        self.begins_at = begins_at
         self.enters = enters
         self.leaves = leaves
         self._received: torch.Tensor | None = None

@@ -7,10 +7,9 @@ what they have before anything is sent.
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,9 +18,10 @@ from torch import nn
 from cotrain_compile import files
 from cotrain_compile.cluster.stage_plan import StagePlan
 from cotrain_compile.cluster.strategy import Answer
-from cotrain_compile.errors import CotrainError, DistributeError, OptionError
-from cotrain_compile.pipelining.budgets import TurnBudgets, turn_budgets
-from cotrain_compile.pipelining.cut import Part, cut, keep, try_out
+from cotrain_compile.errors import DistributeError, OptionError
+from cotrain_compile.pipelining.cut import cut, keep, try_out
+from cotrain_compile.pipelining.memory import StageMemory, stage_memory
+from cotrain_compile.pipelining.together import Together, compared
 from cotrain_compile.pipelining.torch_stages import TurnStage, make_schedule, schedule_class
 from cotrain_compile.pipelining.turns import (
     Gradients,
@@ -30,9 +30,6 @@ from cotrain_compile.pipelining.turns import (
     compiled_update,
 )
 from cotrain_compile.pipelining.visits import visits
-from cotrain_compile.sizes import Size
-
-T = TypeVar("T")
 
 
 class Pipeline:
@@ -44,55 +41,77 @@ class Pipeline:
         stages: list[TurnStage],
         schedule: Any,
         gradients: Gradients,
-        options: Mapping[str, Any],
-        budgets: TurnBudgets | None,
+        memory: StageMemory,
+        ranks: Together,
     ) -> None:
         self.plan = plan
         self.stages = stages
         self.schedule = schedule
-        self.budgets = budgets
+        self.memory = memory
         self._gradients = gradients
-        self._options = options
+        self._ranks = ranks
 
     def step(
         self, *batch: torch.Tensor, target: torch.Tensor, losses: list[torch.Tensor] | None = None
     ) -> None:
         """Forward and backward of all micro-batches; every rank gives the whole batch.
 
-        Gradients are in `.grad` then. On the rank of the last stage `losses` gets the loss of each
-        micro-batch. Raises `DistributeError` where the batch is not what the plan says.
+        Gradients are in `.grad` then. `losses` gets the loss of each micro-batch, the same on all
+        ranks, so that they decide alike.
+
+        Where a rank fails no rank has gradients, and each raises: `RanksApart` where ranks have
+        other batches or one tells of its error, `ExchangeFailed` where one dies or hangs,
+        `DistributeError` where the batch is not what the plan says. After the first and the last of
+        these all may go on.
         """
         self._gradients.attach()
-        self._run(self.schedule.step, batch, target, losses)
+        self._run("step", self.schedule.step, batch, target, losses)
 
     def eval(
         self, *batch: torch.Tensor, target: torch.Tensor, losses: list[torch.Tensor] | None = None
     ) -> None:
         """The losses alone."""
-        self._run(self.schedule.eval, batch, target, losses)
+        self._run("eval", self.schedule.eval, batch, target, losses)
 
     def compiled_update(self, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
         """What updates the parameters of this rank, and sets gradients to zero."""
-        budget = None if self.budgets is None else self.budgets.update
-        return compiled_update(optimizer, _within(self._options, self.budgets, budget))
+        return compiled_update(optimizer, self.memory.of_update(), self._ranks.tell_of_update)
 
     def _run(
         self,
+        name: str,
         run: Callable[..., Any],
         batch: Sequence[torch.Tensor],
         target: torch.Tensor,
         losses: list[torch.Tensor] | None,
     ) -> None:
-        for tensor in (*batch, target):
-            if tensor.shape[:1] != (self.plan.samples,):
+        shapes = [tuple(tensor.shape) for tensor in (*batch, target)]
+        self._ranks.begin(f"{name} of a pipeline with a batch of {shapes}")
+        self._refuse_other_size(shapes)
+        found: list[torch.Tensor] = []
+        kept = {"losses": found} if any(stage.is_last for stage in self.stages) else {}
+        for stage in self.stages:
+            stage.failed = None
+        try:
+            with self._ranks.exchanges():
+                run(*batch, target=target, return_outputs=False, **kept)
+            self.memory.leave()
+            failed = next(filter(None, (stage.failed for stage in self.stages)), None)
+            of_all = self._ranks.all_done(failed, [float(loss) for loss in found])
+        except BaseException:
+            self._gradients.detach()
+            raise
+        if losses is not None:
+            losses += found or list(torch.tensor(of_all))
+
+    def _refuse_other_size(self, shapes: Sequence[tuple[int, ...]]) -> None:
+        for shape in shapes:
+            if shape[:1] != (self.plan.samples,):
                 raise DistributeError(
-                    f"a batch of {tensor.shape[0] if tensor.dim() else 'no'} samples, and the plan "
-                    f"has {self.plan.micro_batches} micro-batches of {self.plan.micro_batch}; give "
+                    f"a batch of {shape[0] if shape else 'no'} samples, and the plan has "
+                    f"{self.plan.micro_batches} micro-batches of {self.plan.micro_batch}; give "
                     f"{self.plan.samples} samples a step (drop_last=True leaves the last few out)"
                 )
-        is_last = any(stage.is_last for stage in self.stages)
-        kept = {"losses": losses} if is_last and losses is not None else {}
-        run(*batch, target=target, return_outputs=False, **kept)
 
 
 def pipeline(
@@ -102,16 +121,18 @@ def pipeline(
     batch: Sequence[torch.Tensor],
     target: torch.Tensor,
     *,
+    strategy: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Pipeline:
     """Cut `model` into stages over all ranks, in place, and return what trains it.
 
     Every rank calls it with the same model, after the process group was initialised and before an
     optimizer is made. `plan` is a `StagePlan`, or the file that `cotrain-compile cluster` has saved
-    one to. `batch` is an example of what the model takes in a step, with its `target`; all turns
-    are compiled with it. `loss_fn` takes what the model returns and the target of a micro-batch,
-    and gives the mean over its samples. `options` are those of this backend; their
-    `memory_budget` is what this rank may take.
+    one to; of several pipelines in it the fastest counts, or the one that `strategy` names.
+    `batch` is an example of what the model takes in a step, with its `target`; all turns are
+    compiled with it. `loss_fn` takes what the model returns and the target of a micro-batch, and
+    gives the mean over its samples. `options` are those of this backend; their `memory_budget` is
+    what this rank may take.
 
     After it `model` has the parameters of this rank's stages, under their names.
 
@@ -124,28 +145,32 @@ def pipeline(
             "pipeline() needs a process group: start the script by torchrun, and call "
             "torch.distributed.init_process_group() before"
         )
-    read = _by_all("", lambda: plan if isinstance(plan, StagePlan) else read_plan(plan))
+    ranks = Together()
+    read = ranks.make(lambda: plan if isinstance(plan, StagePlan) else read_plan(plan, strategy))
     samples = (*batch, target)
-    same = _signature(model, read, samples)
-    _by_all(same, lambda: _refuse_other_batch(samples, read))
-    return _by_all(same, lambda: _made(model, read, loss_fn, samples, options or {}))
+    same = compared(model, read, loss_fn, samples)
+    ranks.make(lambda: _refuse_other_batch(samples, read), same)
+    return ranks.make(lambda: _made(model, read, loss_fn, samples, options or {}, ranks))
 
 
-def read_plan(path: str | os.PathLike[str]) -> StagePlan:
-    """The plan of stages in a file: a `StagePlan`, or the fastest pipeline of an `Answer`.
+def read_plan(path: str | os.PathLike[str], strategy: str | None = None) -> StagePlan:
+    """The plan of stages in a file: a `StagePlan`, or of an `Answer` the fastest pipeline.
 
-    Raises `FormatError` where it is neither, `OptionError` where the answer has no pipeline.
+    Raises `FormatError` where it is neither, `OptionError` where the answer has no such pipeline.
     """
     if files.kind_of(path) != "answer":
         return files.load(path, StagePlan)
     answer = files.load(path, Answer)
-    for strategy in answer.strategies:
-        if strategy.stages is not None:
-            return strategy.stages
-    raise OptionError(
-        f"{path} has no pipeline that fits; let `cotrain-compile cluster` judge "
-        "--strategies pipeline-gpipe,pipeline-1f1b"
-    )
+    known = {one.name: one.stages for one in answer.strategies if one.stages is not None}
+    if not known:
+        raise OptionError(
+            f"{path} has no pipeline that fits; let `cotrain-compile cluster` judge "
+            "--strategies pipeline-gpipe,pipeline-1f1b,harmony-pp"
+        )
+    name = next(iter(known)) if strategy is None else strategy
+    if name not in known:
+        raise OptionError(f"{path} has no pipeline {name!r}; it has {', '.join(known)}")
+    return known[name]
 
 
 def _made(
@@ -154,6 +179,7 @@ def _made(
     loss_fn: LossFunction,
     batch: Sequence[torch.Tensor],
     options: Mapping[str, Any],
+    together: Together,
 ) -> Pipeline:
     ranks, rank = dist.get_world_size(), dist.get_rank()
     schedule_class(plan.schedule, plan.stages, ranks)
@@ -164,78 +190,28 @@ def _made(
     for part in parts:
         try_out(part, micro_batch)
     keep(model, plan.split_points, found, set(own))
+    device = next(model.parameters()).device
     gradients = Gradients(model)
-    budgets = _budgets(parts, plan, options)
-    stages = [
-        TurnStage(
-            _turns(part, loss_fn, plan, options, budgets, place),
-            number,
-            plan.stages,
-            next(model.parameters()).device,
-            micro_batch,
-            torch.empty((), device="meta"),
-        )
-        for place, (number, part) in enumerate(zip(own, parts, strict=True))
-    ]
     gradients.attach()
-    for stage in stages:
-        stage.turns.rehearse(micro_batch, target)
+    memory = stage_memory(parts, plan, options)
+    stages = []
+    for number, part in zip(own, parts, strict=True):
+        turns = Turns(
+            part,
+            loss_fn,
+            1.0 / plan.micro_batches,
+            memory.of_forward(part),
+            memory.of_backward(part),
+            memory.swapped(part),
+        )
+        turns.rehearse(micro_batch, target)
+        memory.require_whole(part, turns.functions)
+        result = torch.empty((), device="meta")
+        stages.append(TurnStage(turns, number, plan.stages, device, micro_batch, result))
+    memory.set_up_is_done()
     gradients.detach()
     schedule = make_schedule(plan.schedule, stages, ranks, plan.micro_batches)
-    return Pipeline(plan, stages, schedule, gradients, options, budgets)
-
-
-def _turns(
-    part: Part,
-    loss_fn: LossFunction,
-    plan: StagePlan,
-    options: Mapping[str, Any],
-    budgets: TurnBudgets | None,
-    place: int,
-) -> Turns:
-    """The turns of the stage that is at `place` among those of this rank."""
-    forward = None if budgets is None else budgets.forward[place]
-    backward = None if budgets is None else budgets.backward[place]
-    return Turns(
-        part,
-        loss_fn,
-        1.0 / plan.micro_batches,
-        _within(options, budgets, forward),
-        _within(options, budgets, backward),
-    )
-
-
-def _within(
-    options: Mapping[str, Any], budgets: TurnBudgets | None, budget: int | None
-) -> Mapping[str, Any]:
-    if budgets is None or budget is None:
-        return options
-    home = {"rests_on": "host"} if budgets.rests_on_host else {}
-    return {**options, **home, "memory_budget": budget}
-
-
-def _budgets(
-    parts: Sequence[Part], plan: StagePlan, options: Mapping[str, Any]
-) -> TurnBudgets | None:
-    """None where the rank may take what the device has."""
-    if "memory_budget" not in options:
-        return None
-    size = Size.parse(options["memory_budget"])
-    if size.fraction is not None:
-        raise OptionError("of a pipeline, memory_budget is a size such as '20GiB', not a share")
-    trained = [[p for p in part.module.parameters() if p.requires_grad] for part in parts]
-    param_bytes = [sum(p.numel() * p.element_size() for p in own) for own in trained]
-    ends = [end for part in parts for end in (part.enters, part.leaves) if end is not None]
-    crossing = plan.micro_batches * sum(end.nbytes for end in ends)
-    buffers = {id(buffer): buffer for part in parts for buffer in part.module.buffers()}
-    buffer_bytes = sum(buffer.numel() * buffer.element_size() for buffer in buffers.values())
-    budgets = turn_budgets(size.of(0), param_bytes, 2 * crossing + buffer_bytes)
-    if budgets.rests_on_host and any(p.is_cuda for own in trained for p in own):
-        raise DistributeError(
-            "stages whose parameters rest on the host between turns run on the emulated device "
-            "alone; on cards, raise memory_budget, or spread the model over more ranks"
-        )
-    return budgets
+    return Pipeline(plan, stages, schedule, gradients, memory, together)
 
 
 def _refuse_other_batch(batch: Sequence[torch.Tensor], plan: StagePlan) -> None:
@@ -245,38 +221,3 @@ def _refuse_other_batch(batch: Sequence[torch.Tensor], plan: StagePlan) -> None:
                 f"the plan has micro-batches of {plan.micro_batch} samples, and the example batch "
                 f"has a tensor of {tuple(tensor.shape)}; give as many samples as a step has, first"
             )
-
-
-def _signature(model: nn.Module, plan: StagePlan, batch: Sequence[torch.Tensor]) -> str:
-    """Equal on all ranks that are about to train the same."""
-    lines = [files.to_json(plan)]
-    lines += [f"{name} {tuple(p.shape)} {p.dtype}" for name, p in model.named_parameters()]
-    lines += [f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in batch]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
-
-
-def _by_all(signature: str, make: Callable[[], T]) -> T:
-    """What `make` gives, where it does on every rank, and all of them have the same `signature`.
-
-    Raises its own error, or one that tells of the other ranks.
-    """
-    made: T | None = None
-    error: CotrainError | OSError | None = None
-    try:
-        made = make()
-    except (CotrainError, OSError) as problem:
-        error = problem
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (signature, None if error is None else str(error)))
-    if error is not None:
-        raise error
-    failed = [f"rank {rank}: {told}" for rank, (_, told) in enumerate(found) if told is not None]
-    if failed:
-        raise DistributeError("another rank cannot run its stages: " + "; ".join(failed))
-    apart = [str(rank) for rank, (of_rank, _) in enumerate(found) if of_rank != signature]
-    if apart:
-        raise DistributeError(
-            f"ranks {', '.join(apart)} have another plan, model or batch than rank "
-            f"{dist.get_rank()}; give all ranks the same file, and build the same model"
-        )
-    return cast(T, made)

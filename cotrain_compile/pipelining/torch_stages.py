@@ -10,9 +10,9 @@ other way to let a stage run anything else than autograd. Tried on torch 2.13.0.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.pipelining import PipelineStage
@@ -21,6 +21,8 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 from cotrain_compile.errors import DistributeError
 from cotrain_compile.pipelining.turns import Turns
 from cotrain_compile.pipelining.visits import Shape
+
+T = TypeVar("T")
 
 # Schedules of one stage a rank, and of several that are dealt to the ranks in turn.
 ONE_EACH = ("GPipe", "1F1B")
@@ -37,7 +39,12 @@ class Entered:
 
 
 class TurnStage(PipelineStage):
-    """A stage that runs its `turns`; `sent_bytes` counts what it has sent to other stages."""
+    """A stage that runs its `turns`; `sent_bytes` counts what it has sent to other stages.
+
+    `failed` is the error of the first turn that raised one in this step. From then on the stage
+    computes nothing and sends zeros, so that the others come to the end of the step, where they are
+    told, and do not wait for what never comes.
+    """
 
     def __init__(
         self,
@@ -55,6 +62,7 @@ class TurnStage(PipelineStage):
         super().__init__(part.module, index, count, device, input_args=inputs, output_args=outputs)
         self.turns = turns
         self.sent_bytes = 0
+        self.failed: Exception | None = None
         self.fwd_cache: dict[int, Any] = {}
 
     def forward_one_chunk(
@@ -71,15 +79,21 @@ class TurnStage(PipelineStage):
         if self.turns.is_last:
             return Entered(fwd_chunk_id, received, args)
         drawn = torch.get_rng_state()
-        result = self.turns.forward(received, args)
+        leaves = self.turns.part.leaves
+        assert leaves is not None  # it is not the last stage
+        result = self._turn(lambda: self.turns.forward(received, args), lambda: leaves.full(0.0))
         self.fwd_cache[fwd_chunk_id] = ((result,), (received, args, drawn))
         return result
 
     def loss_of(self, entered: Entered, target: torch.Tensor) -> torch.Tensor:
         """The loss of a micro-batch of the last stage, whose whole turn this is."""
+        received, batch, no_loss = entered.received, entered.batch, torch.zeros(())
         if not self.has_backward:
-            return self.turns.judged(entered.received, entered.batch, target)
-        loss, gradient = self.turns.whole(entered.received, entered.batch, target)
+            return self._turn(lambda: self.turns.judged(received, batch, target), lambda: no_loss)
+        loss, gradient = self._turn(
+            lambda: self.turns.whole(received, batch, target),
+            lambda: (no_loss, self._no_gradient()),
+        )
         self.fwd_cache[entered.number] = ((gradient,), ())
         return loss
 
@@ -97,7 +111,9 @@ class TurnStage(PipelineStage):
         if not self.turns.is_last:
             received, batch, drawn = inputs
             gradient = _buffer_of(self.grad_recv_info[bwd_chunk_id])
-            kept = self.turns.backward(received, batch, gradient, drawn)
+            kept = self._turn(
+                lambda: self.turns.backward(received, batch, gradient, drawn), self._no_gradient
+            )
         if not self.is_first:
             self.bwd_cache[bwd_chunk_id] = (kept,)
 
@@ -112,6 +128,18 @@ class TurnStage(PipelineStage):
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[Any]:
         return [] if self.is_first else self._counted(super().get_bwd_send_ops(bwd_chunk_id))
+
+    def _turn(self, run: Callable[[], T], instead: Callable[[], T]) -> T:
+        if self.failed is None:
+            try:
+                return run()
+            except Exception as error:
+                self.failed = error
+        return instead()
+
+    def _no_gradient(self) -> torch.Tensor | None:
+        enters = self.turns.part.enters
+        return None if enters is None else enters.full(0.0)
 
     def _counted(self, ops: list[Any]) -> list[Any]:
         self.sent_bytes += sum(op.tensor.numel() * op.tensor.element_size() for op in ops)

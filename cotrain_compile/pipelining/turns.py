@@ -20,6 +20,7 @@ from torch import nn
 from cotrain_compile.distribute.ranks import note_exchanges_outside
 from cotrain_compile.pipelining.cut import Part
 from cotrain_compile.pipelining.kept_buffers import kept_buffers
+from cotrain_compile.pipelining.swapped import SwappedStage
 
 LossFunction = Callable[[Any, torch.Tensor], torch.Tensor]
 
@@ -27,7 +28,8 @@ LossFunction = Callable[[Any, torch.Tensor], torch.Tensor]
 class Turns:
     """What a rank calls to run a stage; gradients are added up in `.grad`.
 
-    `share` is the part of a micro-batch in the loss of a step.
+    `share` is the part of a micro-batch in the loss of a step. `swapped` brings the parameters
+    before a turn, where they are not on the device all the time.
     """
 
     def __init__(
@@ -37,8 +39,10 @@ class Turns:
         share: float,
         forward_options: Mapping[str, Any],
         backward_options: Mapping[str, Any],
+        swapped: SwappedStage | None = None,
     ) -> None:
         self.part = part
+        self._swapped = swapped
         self._forward = compiled(_forward_of(part), forward_options)
         self._backward = compiled(_backward_of(part), backward_options)
         self._whole = compiled(_whole_of(part, loss_fn, share), backward_options)
@@ -56,6 +60,7 @@ class Turns:
 
     def forward(self, received: torch.Tensor | None, batch: Sequence[torch.Tensor]) -> torch.Tensor:
         """What the next stage begins with."""
+        self._come(backward=False)
         with torch.no_grad():
             result: torch.Tensor = self._forward(received, *batch)
         return result
@@ -72,6 +77,7 @@ class Turns:
         The forward draws the random numbers again that it drew from the state `drawn`, and leaves
         buffers as its first run has left them.
         """
+        self._come(backward=True)
         with self._as_first(drawn):
             return _own(self._backward(received, gradient, *batch))
 
@@ -79,6 +85,7 @@ class Turns:
         self, received: torch.Tensor | None, batch: Sequence[torch.Tensor], target: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The loss, and the gradient of what was `received`."""
+        self._come(backward=True)
         loss, gradient = self._whole(received, target, *batch)
         return loss, _own(gradient)
 
@@ -86,6 +93,7 @@ class Turns:
         self, received: torch.Tensor | None, batch: Sequence[torch.Tensor], target: torch.Tensor
     ) -> torch.Tensor:
         """The loss, without a backward."""
+        self._come(backward=False)
         with torch.no_grad():
             loss: torch.Tensor = self._judged(received, target, *batch)
         return loss
@@ -101,6 +109,10 @@ class Turns:
                 self.forward(received, batch)
                 self.backward(received, batch, leaves.full(0.0), torch.get_rng_state())
 
+    def _come(self, *, backward: bool) -> None:
+        if self._swapped is not None:
+            self._swapped.come(backward=backward)
+
     @contextmanager
     def _as_first(self, drawn: torch.Tensor) -> Iterator[None]:
         state = torch.get_rng_state()
@@ -113,9 +125,14 @@ class Turns:
 
 
 def compiled_update(
-    optimizer: torch.optim.Optimizer, options: Mapping[str, Any]
+    optimizer: torch.optim.Optimizer,
+    options: Mapping[str, Any],
+    tell_failure: Callable[[Exception], None],
 ) -> Callable[[], None]:
-    """A call that updates from the gradients, and leaves them zero."""
+    """A call that updates from the gradients, and leaves them zero.
+
+    Other ranks update on their own: they are told of an error before it is raised.
+    """
 
     def step() -> None:
         optimizer.step()
@@ -124,7 +141,11 @@ def compiled_update(
 
     @functools.wraps(planned)
     def update() -> None:
-        planned()
+        try:
+            planned()
+        except Exception as error:
+            tell_failure(error)
+            raise
         optimizer.zero_grad(set_to_none=False)  # where they rest: no copy, and no graph, is needed
 
     return update

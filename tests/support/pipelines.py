@@ -118,7 +118,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Trained:
-    """The mean loss of each step, where a rank knows it, and what it holds at the end."""
+    """The mean loss of each step, and what a rank holds at the end."""
 
     losses: list[float]
     state: dict[str, torch.Tensor]
@@ -174,7 +174,7 @@ class Run:
             losses: list[torch.Tensor] = []
             self.pipe.step(inputs, target=target, losses=losses)
             self.update()
-            means += [float(torch.stack(losses).mean())] if losses else []
+            means.append(float(torch.stack(losses).mean()))
         return Trained(means, dict(self.model.state_dict()))
 
 
@@ -183,7 +183,7 @@ def trained(rank: int, kind: str, plan: Any, options: dict[str, Any] | None = No
 
 
 def judged(rank: int, kind: str, plan: StagePlan) -> list[float]:
-    """The losses of micro-batches without training, where a rank knows them, beside a step's."""
+    """The losses of micro-batches without training, less those of a step."""
     run = Run(kind, plan)
     inputs, target = run.kind.batch(0)
     losses: list[torch.Tensor] = []
@@ -206,6 +206,7 @@ class Metered:
     param_bytes: int
     buffer_bytes: int
     sent_bytes: int
+    swaps: tuple[int, int, int]  # of swapped stages: fetched, sent home, the part that stays once
     told: str  # of a batch that is not the plan's
 
 
@@ -223,15 +224,21 @@ def metered(rank: int, kind: str, plan: StagePlan, budget: int) -> Metered:
         placed = compiled.plan.placement.homes.items()
         homes |= {home for name, home in placed if roles[name] is not Role.BUFFER}
         peaks.append((planned[Tier.DEVICE], seen[Tier.DEVICE]))
-    assert run.pipe.budgets is not None
+    budgets, swaps = run.pipe.memory.budgets, run.pipe.memory.swaps
+    assert budgets is not None
+    last = run.pipe.stages[-1].turns.part.module.parameters()
+    swapped = (0, 0, 0)
+    if swaps is not None:
+        swapped = swaps.fetched_bytes, swaps.sent_bytes, sum(param.nbytes for param in last)
     return Metered(
         found,
         peaks,
         homes,
-        run.pipe.budgets.held,
+        budgets.held,
         sum(param.numel() * param.element_size() for param in run.model.parameters()),
         sum(buffer.numel() * buffer.element_size() for buffer in run.model.buffers()),
         sum(stage.sent_bytes for stage in run.pipe.stages),
+        swapped,
         told_of_short_batch(run),
     )
 

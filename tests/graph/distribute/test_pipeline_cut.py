@@ -116,7 +116,9 @@ def test_a_saved_answer_has_the_stages_of_its_fastest_pipeline(tmp_path: Path) -
     stages = StagePlan("1f1b", ("layers.1",), 4, 2)
     other = Strategy("shard")
     files.save(Answer("net", "box", 8, (other, Strategy("pipeline-1f1b", stages=stages))), path)
-    assert read_plan(path) == stages
+    assert read_plan(path) == read_plan(path, "pipeline-1f1b") == stages
+    with pytest.raises(OptionError, match="no pipeline 'harmony-pp'; it has pipeline-1f1b"):
+        read_plan(path, "harmony-pp")
     files.save(Answer("net", "box", 8, (other,)), path)
     with pytest.raises(OptionError, match="has no pipeline that fits"):
         read_plan(path)

@@ -39,7 +39,9 @@ def test_the_table_names_every_strategy_and_fits_a_terminal(small: list[str]) ->
     best = lines[1].split()[0]
     assert any(line.startswith(f"{best}: ") for line in lines)
     assert "within one machine keep NCCL" in " ".join(result.output.split())
-    assert "no code of this project runs it yet" in result.output
+    told = " ".join(result.output.split())
+    for name in ("pipeline-gpipe", "pipeline-1f1b", "harmony-pp"):
+        assert f'cotrain_compile.pipeline, with strategy="{name}"' in told
 
 
 def test_json_has_what_the_table_says(small: list[str]) -> None:

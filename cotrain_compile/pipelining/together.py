@@ -1,0 +1,132 @@
+"""Together: the ranks of a pipeline train the same, and each step is one of all of them or of none.
+
+They compare what they are set up with, meet before a step is sent anywhere and again when all have
+done it, so that a rank that fails in between lets none of them update.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import CodeType
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import cotrain_compile
+from cotrain_compile import files
+from cotrain_compile.cluster.stage_plan import StagePlan
+from cotrain_compile.distribute.meet import first_line, meeting_of
+from cotrain_compile.errors import CotrainError, DistributeError, ExchangeFailed
+
+T = TypeVar("T")
+_START_AGAIN = "start all ranks again from a checkpoint"
+
+
+class Together:
+    """All ranks of the process group."""
+
+    def __init__(self) -> None:
+        self._meeting = meeting_of(tuple(range(dist.get_world_size())))
+
+    def make(self, made: Callable[[], T], same: Sequence[tuple[str, str]] = ()) -> T:
+        """What `made` gives, where it gives something on every rank, and `same` is alike on all.
+
+        `same` has names of what ranks compare, each with what this rank has. Raises its own error,
+        or one that tells of the other ranks.
+        """
+        value: T | None = None
+        error: CotrainError | OSError | None = None
+        try:
+            value = made()
+        except (CotrainError, OSError) as problem:
+            error = problem
+        self._meeting.meet("sets up a pipeline", lambda: "sets up a pipeline")
+        found = self._meeting.gather((tuple(same), None if error is None else str(error)))
+        if error is not None:
+            raise error
+        failed = [
+            f"rank {rank}: {told}" for rank, (_, told) in enumerate(found) if told is not None
+        ]
+        if failed:
+            raise DistributeError("another rank cannot run its stages: " + "; ".join(failed))
+        for place, (name, own) in enumerate(same):
+            apart = [str(rank) for rank, (other, _) in enumerate(found) if other[place][1] != own]
+            if apart:
+                raise DistributeError(
+                    f"ranks {', '.join(apart)} have another {name} than rank {dist.get_rank()}; "
+                    "give all ranks the same plan file, build the same model, and install the same "
+                    "versions"
+                )
+        return cast(T, value)
+
+    def begin(self, does: str) -> None:
+        """Return when all ranks are about to do the same; else `RanksApart` on each of them."""
+        self._meeting.meet(does, lambda: f"does a {does}")
+
+    @contextmanager
+    def exchanges(self) -> Iterator[None]:
+        """Within it ranks send and receive: `ExchangeFailed` where one does not come."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise ExchangeFailed(
+                f"another rank has died, or hangs: {first_line(error)}. No rank has updated "
+                f"anything from this step. Look at the first error of the others; {_START_AGAIN}"
+            ) from error
+
+    def all_done(self, failed: Exception | None, losses: Sequence[float]) -> list[float]:
+        """The losses of the rank that has some, when every rank has done the step.
+
+        Where one has `failed`, it raises its error, and all others `RanksApart`.
+        """
+        if failed is not None:
+            self._meeting.tell_failure(failed)
+            raise failed
+        self._meeting.meet("end of a step", lambda: "has done its part of the step")
+        found: list[list[float]] = self._meeting.gather(list(losses))
+        return [loss for of_rank in found for loss in of_rank]
+
+    def tell_of_update(self, error: Exception) -> None:
+        """Let the others know that this rank has not updated, when they come to their next step."""
+        told = f"its update failed ({error}), so stages are of different steps: "
+        self._meeting.tell_failure(DistributeError(told + _START_AGAIN))
+
+
+def compared(
+    model: nn.Module, plan: StagePlan, loss_fn: Any, batch: Sequence[torch.Tensor]
+) -> list[tuple[str, str]]:
+    """What ranks that train the same have alike, by its name."""
+    parameters = [f"{name} {tuple(p.shape)} {p.dtype}" for name, p in model.named_parameters()]
+    kinds = {type(module): None for module in model.modules()}
+    codes = [_code(kind.forward) for kind in kinds]
+    versions = (cotrain_compile.__version__, torch.__version__, platform.python_version())
+    return [
+        ("version of cotrain-compile, torch or Python", " ".join(versions)),
+        ("plan", files.to_json(plan)),
+        ("model", _short(parameters)),
+        ("batch", str([(tuple(tensor.shape), str(tensor.dtype)) for tensor in batch])),
+        ("code of the model or of the loss", _short([*codes, _code(loss_fn)])),
+    ]
+
+
+def _code(function: Any) -> str:
+    """What a function of Python's does, wherever its file is."""
+    code = getattr(function, "__code__", None)
+    if not isinstance(code, CodeType):
+        return str(type(function))
+    return f"{code.co_code.hex()} {code.co_names} {[_constant(item) for item in code.co_consts]}"
+
+
+def _constant(item: Any) -> str:
+    if isinstance(item, CodeType):
+        return f"{item.co_code.hex()} {item.co_names} {[_constant(one) for one in item.co_consts]}"
+    return repr(sorted(item, key=repr) if isinstance(item, frozenset) else item)
+
+
+def _short(lines: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()

@@ -1,0 +1,59 @@
+"""Stages that fail on one rank alone, and what all ranks are told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from unittest import mock
+
+import torch
+
+import cotrain_compile
+from cotrain_compile.cluster.stage_plan import StagePlan
+from cotrain_compile.errors import CotrainError
+from cotrain_compile.machine import Tier
+from tests.support.pipelines import Run, Trained, loss_of, made, pictures
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a rank is told of a short batch and of a budget overrun of rank 1; its losses where the
+    batch has NaN; and what it trains in the end.
+    """
+
+    short: str
+    overrun: str
+    judged: list[float]
+    trained: Trained
+
+
+def fails_and_goes_on(rank: int, plan: StagePlan) -> Told:
+    """Steps that fail on rank 1, then a training."""
+    run = Run("resnet", plan)
+    inputs, target = pictures(0)
+    count = len(inputs) - rank
+    short = told(lambda: run.pipe.step(inputs[:count], target=target[:count]))
+    turn = run.pipe.stages[0].turns.functions[0]
+    budgets = cotrain_compile.inspect(turn)._device.meter.budgets
+    with mock.patch.dict(budgets, {Tier.DEVICE: 1000} if rank == 1 else {}):
+        overrun = told(lambda: run.pipe.step(inputs, target=target))
+    losses: list[torch.Tensor] = []
+    run.pipe.eval(torch.full_like(inputs, torch.nan), target=target, losses=losses)
+    return Told(short, overrun, [float(loss) for loss in losses], run.train())
+
+
+def other_code(rank: int, plan: StagePlan) -> str:
+    """What a rank is told where the loss of rank 1 is another one."""
+    inputs, target = pictures(0)
+    losses = (loss_of, lambda logits, target: 2 * loss_of(logits, target))
+    return told(
+        lambda: cotrain_compile.pipeline(made("resnet"), plan, losses[rank], (inputs,), target)
+    )
+
+
+def told(run: Callable[[], object]) -> str:
+    try:
+        run()
+    except CotrainError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
