@@ -4,9 +4,11 @@ python -m bench.reliability.faults_of_ranks --times 200 --at-once 4 -o reliabili
 
 A case starts two or three ranks over gloo and lets one of them fail: raise, leave, be killed, hang,
 or be stopped with its connections open; before the first plan, in a rehearsal, in a replan, before
-or in an exchange of a later step, in a checkpoint; with each kind of model. It holds if every other
-rank ends with an error of ours (of torch's in a checkpoint) within the timeout of the group, and
-`SPARE_S` for the work that the machine has besides. A case mostly waits for timeouts, so several
+or in an exchange of a later step, in a checkpoint; with each kind of model. With `--plans` it is
+trained by plans of the cluster: pipelines, swapped stages, layers of widths, CPU helpers; and fails
+before a step, in a turn, in an exchange or before an update. It holds if every other rank ends with
+an error of ours (of torch's in a checkpoint) within the timeout of the group, and `SPARE_S` for the
+work that the machine has besides. A case mostly waits for timeouts, so several
 run at once, each with processes and a port of its own.
 """
 
@@ -16,13 +18,14 @@ import argparse
 import random
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from bench.report import write_report
+from tests.support.faults_of_plans import PLAN_PLACES, PLANS
 from tests.support.faults_of_ranks import HOWS, MODELS, PLACES, End, Fault, NotReached, inject
 
 # Of the group: long enough for ranks that start on a busy machine.
@@ -41,6 +44,24 @@ def fault_of(seed: int) -> Fault:
         ranks=ranks,
         rank=rng.randrange(1, ranks) if rng.random() < 2 / 3 else 0,
         number=rng.randrange(4),
+        timeout_s=TIMEOUT_S,
+    )
+
+
+def fault_of_plan(seed: int) -> Fault:
+    """Each plan in each place in turn; how it fails, and where, by chance."""
+    rng = random.Random(seed)
+    model = PLANS[seed % len(PLANS)]
+    ranks = 3 if model == "helpers" else rng.choice((2, 2, 3))
+    place = PLAN_PLACES[seed // len(PLANS) % len(PLAN_PLACES)]
+    helper = ranks - 1 if model == "helpers" and place != "in an exchange" else ranks
+    return Fault(
+        rng.choice(HOWS),
+        place,
+        model,
+        ranks=ranks,
+        rank=rng.randrange(helper),
+        number=rng.randrange(2) if place in ("in a turn",) and model != "helpers" else 0,
         timeout_s=TIMEOUT_S,
     )
 
@@ -95,15 +116,16 @@ class Figures:
         }
 
 
-def cases(times: int, first: int, at_once: int) -> Iterator[tuple[Fault, list[End] | None]]:
+def cases(
+    times: int, first: int, at_once: int, made: Callable[[int], Fault] = fault_of
+) -> Iterator[tuple[Fault, list[End] | None]]:
     """So many faults with what the other ranks came to, in the order in which cases end.
 
     None where the fault was not let in.
     """
     with ThreadPoolExecutor(at_once) as pool:
         faults = {
-            pool.submit(_ends_of, fault): fault
-            for fault in map(fault_of, range(first, first + times))
+            pool.submit(_ends_of, fault): fault for fault in map(made, range(first, first + times))
         }
         for done in as_completed(faults):
             yield faults[done], done.result()
@@ -117,10 +139,12 @@ def _ends_of(fault: Fault) -> list[End] | None:
         return None
 
 
-def campaign(times: int, first: int, at_once: int, output: Path) -> None:
+def campaign(
+    times: int, first: int, at_once: int, output: Path, made: Callable[[int], Fault]
+) -> None:
     """Inject so many faults, of which some run at once; figures are written after each."""
     began_s, figures = time.monotonic(), Figures()
-    for fault, ends in cases(times, first, at_once):
+    for fault, ends in cases(times, first, at_once, made):
         if ends is None:
             figures.not_reached += 1
         else:
@@ -140,8 +164,10 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="seed of the first case")
     parser.add_argument("--at-once", type=int, default=1, help="cases that run side by side")
     parser.add_argument("-o", "--output", type=Path, required=True)
+    parser.add_argument("--plans", action="store_true", help="of the cluster, in place of steps")
     asked = parser.parse_args()
-    campaign(asked.times, asked.first, asked.at_once, asked.output)
+    made = fault_of_plan if asked.plans else fault_of
+    campaign(asked.times, asked.first, asked.at_once, asked.output, made)
 
 
 if __name__ == "__main__":

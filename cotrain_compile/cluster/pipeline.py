@@ -114,15 +114,21 @@ def plan_pipeline(
 
 
 def fastest_pipeline(
-    profile: LayerProfile, rows: Sequence[PipelineDevices], order: PipelineOrder, samples: int
+    profile: LayerProfile,
+    rows: Sequence[PipelineDevices],
+    order: PipelineOrder,
+    samples: int,
+    *,
+    again_only: bool = False,
 ) -> PipelinePlan:
     """The same over several rows of devices; what cannot be faster is not simulated.
 
-    Raises as `plan_pipeline`, of the first row.
+    With `again_only` layers run again for the backward in any case, as in stages that
+    `cotrain_compile.pipeline` runs. Raises as `plan_pipeline`, of the first row.
     """
     if samples < 1:
         raise OptionError(f"a step has at least one sample, not {samples}")
-    drafts = drafts_of(profile, rows, order, samples)
+    drafts = drafts_of(profile, rows, order, samples, again_only=again_only)
     if not drafts:
         problem = StageProblem(
             layer_peaks(profile, 1, recompute=True), rows[0].capacity_bytes, order, samples
@@ -140,10 +146,16 @@ def fastest_pipeline(
 
 
 def drafts_of(
-    profile: LayerProfile, rows: Sequence[PipelineDevices], order: PipelineOrder, samples: int
+    profile: LayerProfile,
+    rows: Sequence[PipelineDevices],
+    order: PipelineOrder,
+    samples: int,
+    *,
+    again_only: bool = False,
 ) -> list[Draft]:
     """All that is tried and fits, before it is simulated."""
-    ways = [False, True] if all(layer.kept_bytes for layer in profile.layers) else [True]
+    keeps = not again_only and all(layer.kept_bytes for layer in profile.layers)
+    ways = [False, True] if keeps else [True]
     return [
         draft
         for devices in rows

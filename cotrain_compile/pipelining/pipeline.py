@@ -22,7 +22,12 @@ from cotrain_compile.errors import DistributeError, OptionError
 from cotrain_compile.pipelining.cut import cut, keep, try_out
 from cotrain_compile.pipelining.memory import StageMemory, stage_memory
 from cotrain_compile.pipelining.together import Together, compared
-from cotrain_compile.pipelining.torch_stages import TurnStage, make_schedule, schedule_class
+from cotrain_compile.pipelining.torch_stages import (
+    TurnStage,
+    make_schedule,
+    schedule_class,
+    without_dumps,
+)
 from cotrain_compile.pipelining.turns import (
     Gradients,
     LossFunction,
@@ -93,7 +98,7 @@ class Pipeline:
         for stage in self.stages:
             stage.failed = None
         try:
-            with self._ranks.exchanges():
+            with self._ranks.exchanges(), without_dumps():
                 run(*batch, target=target, return_outputs=False, **kept)
             self.memory.leave()
             failed = next(filter(None, (stage.failed for stage in self.stages)), None)

@@ -3,7 +3,8 @@
     cotrain-compile cluster step.json --cluster 8xrtx4090 --strategies pipeline-1f1b -o plan.json
     torchrun --nproc-per-node 2 pipeline.py --plan plan.json --save checkpoint
 
-The plan is what `cotrain-compile cluster` has saved, or a `StagePlan`. Ranks save one checkpoint
+The plan is what `cotrain-compile cluster` has saved, or a `StagePlan`; by `--strategies harmony-pp`
+it has more stages than ranks, which come to the device for their turns. Ranks save one checkpoint
 together, with the names of the whole model: one process alone can load it, or other stages.
 """
 
@@ -76,8 +77,8 @@ def train(plan: Path, steps: int, budget: str, load_from: Path | None, save: Pat
         losses: list[torch.Tensor] = []
         pipe.step(x, target=y, losses=losses)
         update()
-        if losses:  # on the rank of the last stage
-            means.append(float(torch.stack(losses).mean()))
+        means.append(float(torch.stack(losses).mean()))  # the same on all ranks
+        if dist.get_rank() == 0:
             print(f"step {number}: loss {means[-1]:.6f}", flush=True)
     states = get_state_dict(model, optimizer, options=FLAT)
     dcp.save(dict(zip(("model", "optimizer"), states, strict=True)), checkpoint_id=save)

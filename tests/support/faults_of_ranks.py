@@ -39,6 +39,7 @@ from cotrain_compile.collectives import is_collective, is_wait
 from cotrain_compile.errors import CotrainError, OutOfDeviceMemory
 from cotrain_compile.extract.extract import extract
 from cotrain_compile.machine import Tier
+from tests.support.faults_of_plans import PLANS, Point, train_by_plan
 from tests.support.ranks import free_port
 
 HOWS = ("raise", "exit", "kill", "hang", "stop")
@@ -50,7 +51,7 @@ PLACES = (
     "after an exchange began",
     "in a checkpoint",
 )
-MODELS = ("ddp", "shard", "fully_shard")
+MODELS = ("ddp", "shard", "fully_shard")  # of steps; PLANS are other ways to train
 STEPS, FAULTY_STEP = 4, 2
 # Beside the timeout of the group: for starting, compiling, and the processor that others use.
 PATIENCE_S = 120.0
@@ -160,8 +161,16 @@ def _train(fault: Fault, rank: int, port: int, pipe: Connection, folder: str) ->
         timeout=datetime.timedelta(seconds=fault.timeout_s),
     )
     try:
-        with _faulty(fault, rank, pipe):
-            _steps(fault, folder)
+        if fault.model in PLANS:
+            train_by_plan(
+                fault.model,
+                Point(fault.place, FAULTY_STEP, fault.number),
+                STEPS,
+                _failing(fault, rank, pipe),
+            )
+        else:
+            with _faulty(fault, rank, pipe):
+                _steps(fault, folder)
     except _Raised:
         return
     except BaseException as error:  # as torch's of a checkpoint is
@@ -201,11 +210,7 @@ def _steps(fault: Fault, folder: str) -> None:
 @contextmanager
 def _faulty(fault: Fault, rank: int, pipe: Connection) -> Iterator[None]:
     """Within it, the rank of the fault fails at its place; all plan again where that is in one."""
-
-    def fail(*_: Any, **__: Any) -> None:
-        if rank == fault.rank:
-            pipe.send(time.monotonic())
-            fail_by(fault.how, fault.timeout_s)
+    fail = _failing(fault, rank, pipe)
 
     def first(original: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -235,6 +240,17 @@ def _faulty(fault: Fault, rank: int, pipe: Connection) -> Iterator[None]:
             patch = mock.patch.object(EagerProgram, "_carry_out", carried)
     with patch:
         yield
+
+
+def _failing(fault: Fault, rank: int, pipe: Connection) -> Callable[[], None]:
+    """What fails on the rank of the fault, and says when."""
+
+    def fail() -> None:
+        if rank == fault.rank:
+            pipe.send(time.monotonic())
+            fail_by(fault.how, fault.timeout_s)
+
+    return fail
 
 
 def fail_by(how: str, timeout_s: float) -> None:

@@ -261,9 +261,11 @@ def told_of_short_batch(run: Run) -> str:
     return "nothing"
 
 
-def example(rank: int, plan: Path, steps: int, load: Path | None, save: Path) -> list[float]:
+def example(
+    rank: int, plan: Path, steps: int, load: Path | None, save: Path, budget: str = "64KiB"
+) -> list[float]:
     """`docs/examples/pipeline.py` on this rank."""
-    losses: list[float] = example_script().train(plan, steps, "64KiB", load, save)
+    losses: list[float] = example_script().train(plan, steps, budget, load, save)
     return losses
 
 

@@ -162,7 +162,7 @@ def test_a_step_in_which_one_rank_fails_is_none_and_all_go_on(two_ranks: Ranks) 
 def test_the_example_goes_on_from_a_checkpoint_of_one_process(
     two_ranks: Ranks, tmp_path: Path
 ) -> None:
-    """From ranks to one process, and back; in the end as one process alone."""
+    """From ranks to one process, and from there to swapped stages; in the end as one alone."""
     plan = tmp_path / "plan.json"
     files.save(StagePlan("1F1B", ("layers.2",), 4, 4), plan)
     script = example_script()
@@ -178,7 +178,9 @@ def test_the_example_goes_on_from_a_checkpoint_of_one_process(
     states = get_state_dict(again, of_again, options=script.FLAT)
     named = dict(zip(("model", "optimizer"), states, strict=True))
     save_checkpoint(named, checkpoint_id=of_one)
-    _, then = two_ranks.run(example, plan, 2, of_one, tmp_path / "end")
+    points = ("layers.1", "layers.2", "layers.3")
+    files.save(StagePlan("LoopedBFS", points, 4, 4, swapped=True), plan)
+    _, then = two_ranks.run(example, plan, 2, of_one, tmp_path / "end", "96KiB")
     assert then == pytest.approx(steps_by(script, model, optimizer, 2), abs=1e-4)
 
 

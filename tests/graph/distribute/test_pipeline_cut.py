@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from cotrain_compile import files
+from cotrain_compile.check_options import check_options
 from cotrain_compile.cluster.stage_plan import StagePlan
 from cotrain_compile.cluster.strategy import Answer, Strategy
 from cotrain_compile.errors import DistributeError, OptionError, PlacementError
@@ -122,3 +123,14 @@ def test_a_saved_answer_has_the_stages_of_its_fastest_pipeline(tmp_path: Path) -
     files.save(Answer("net", "box", 8, (other,)), path)
     with pytest.raises(OptionError, match="has no pipeline that fits"):
         read_plan(path)
+
+
+def test_a_plan_of_ranks_is_no_plan_of_a_step(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    best = Strategy("shard", step_s=1.0, fits=True, run="torchrun train.py: in fully_shard")
+    files.save(Answer("net", "box", 8, (best,)), path)
+    with pytest.raises(OptionError, match=r"its best is shard: torchrun train\.py: in fully_shard"):
+        check_options({"plan": str(path)})
+    files.save(StagePlan("1F1B", ("layers.1",), 4, 2), path)
+    with pytest.raises(OptionError, match=r"give it and the model to cotrain_compile\.pipeline"):
+        check_options({"plan": str(path)})
