@@ -65,8 +65,11 @@ class Solution:
 
     @property
     def claim_s(self) -> float:
-        """What no solution of the program takes less than, where this is one of its relaxation."""
-        return min(self.step_s, self.bound_s)
+        """What no solution of the program takes less than, where this is one of its relaxation.
+
+        A loose program pays for what it lacks, which says nothing of plans that lack nothing.
+        """
+        return 0.0 if self.is_loose else min(self.step_s, self.bound_s)
 
 
 def pick(solver: str) -> str:

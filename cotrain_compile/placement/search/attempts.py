@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from cotrain_compile.errors import OptionError, PlacementError
 from cotrain_compile.machine import Tier
-from cotrain_compile.placement.decisions.decisions import DecisionSpace
+from cotrain_compile.placement.decisions.decisions import Decisions, DecisionSpace
 from cotrain_compile.placement.milp.model import MIB
 from cotrain_compile.placement.milp.program import Program
 from cotrain_compile.placement.milp.solvers import Solution, failed, solve_program
@@ -146,7 +146,8 @@ class Attempts:
         """
         if not regions:
             return None
-        solution = self._solved(self.step.with_levels(regions), self.problem.budgets, True, False)
+        space = self.step.with_levels(regions)
+        solution = self._solved(space, self.problem.budgets, True, False, never_loose=True)
         return solution if solution.decisions is not None else None
 
     def relax(self, variant: Variant) -> bool:
@@ -159,7 +160,14 @@ class Attempts:
         targets: dict[Tier, float] = dict(self.problem.budgets)
         for _ in range(2):
             known_s = self._known_s()
-            solution = self._solved(variant.space, targets, True, False, known_s=known_s)
+            solution = self._solved(
+                variant.space,
+                targets,
+                True,
+                False,
+                known_s=known_s,
+                never_loose=self.settings.recompute,  # the greedy is quicker, with many levels
+            )
             variant.relaxed = variant.relaxed or solution
             if solution.decisions is None:
                 return False
@@ -219,8 +227,12 @@ class Attempts:
         """Aim lower by what was missing until it fits; at last with everything away that can be."""
         name = "greedy" + variant.suffix
         targets: dict[Tier, float] = dict(self.problem.budgets)
+        before: Decisions | None = None
         for _ in range(GREEDY_ROUNDS):
             decisions = greedy(variant.space, targets[Tier.DEVICE], targets[Tier.HOST])
+            if decisions == before:
+                break
+            before = decisions
             placement = variant.space.placement(name, decisions)
             missing = self.decide(name, variant, placement, tactics)
             if missing is None:
@@ -344,6 +356,7 @@ class Attempts:
         *,
         cyclic: bool = False,
         known_s: float = math.inf,
+        never_loose: bool = False,
     ) -> Solution:
         """What a program comes back with: a careful one is loose where it would have no solution.
 
@@ -359,7 +372,7 @@ class Attempts:
             cyclic=cyclic,
             large_bytes=LARGE * targets[Tier.DEVICE],
         )
-        target, may_be_loose = targets[Tier.DEVICE], careful and not cyclic
+        target, may_be_loose = targets[Tier.DEVICE], careful and not (cyclic or never_loose)
         known = any(each is space and target <= most for each, most in self.too_tight)
         if not (may_be_loose and known):
             solution = self._run(build, whole, known_s)

@@ -87,7 +87,8 @@ def _params(dataflow: Dataflow) -> dict[str, str]:
 def _temporaries(moves: Moves, movable: set[str], used: Bytes, budget_bytes: int) -> list[str]:
     """Those of `movable` to send away until they free nothing where most is missing.
 
-    `used` are the bytes in each slot, less what leaves.
+    One in whose place smaller ones do together comes back. `used` are the bytes in each slot, less
+    what leaves.
     """
     program = moves.program
     gaps = {
@@ -98,9 +99,30 @@ def _temporaries(moves: Moves, movable: set[str], used: Bytes, budget_bytes: int
     }
     if not gaps:
         return []
-    names, chosen = [*gaps], list[str]()
-    leaves, returns, nbytes = np.array([*gaps.values()]).T
+    names = [*gaps]
+    gap_of = np.array([*gaps.values()])
     stays = np.ones(len(names), dtype=bool)
+    chosen = _leaving(gap_of, stays, used, budget_bytes)
+    for number in sorted(chosen, key=lambda number: -gap_of[number, 2]):
+        leaves, returns, nbytes = gap_of[number]
+        back = used.copy()
+        back[leaves + 1 : returns] += nbytes
+        without = stays.copy()
+        others = _leaving(gap_of, without, back, budget_bytes)
+        if back.max() <= budget_bytes and gap_of[others, 2].sum() < nbytes:
+            used[:], stays = back, without
+            stays[number] = True
+    return [name for name, stay in zip(names, stays, strict=True) if not stay]
+
+
+def _leaving(gap_of: Bytes, stays: NDArray[np.bool_], used: Bytes, budget_bytes: int) -> list[int]:
+    """What leaves of those that stay, where most is missing, the smallest that is enough first.
+
+    By number in `gap_of`, whose rows are the slots between which it is away, and its bytes. `stays`
+    and `used` are changed accordingly.
+    """
+    leaves, returns, nbytes = gap_of.T
+    chosen = list[int]()
     while (short := int(used.max()) - budget_bytes) > 0:
         slot = int(used.argmax())
         (there,) = np.nonzero(stays & (leaves < slot) & (slot < returns))
@@ -110,7 +132,7 @@ def _temporaries(moves: Moves, movable: set[str], used: Bytes, budget_bytes: int
         best = enough[nbytes[enough].argmin()] if len(enough) else there[nbytes[there].argmax()]
         used[leaves[best] + 1 : returns[best]] -= nbytes[best]
         stays[best] = False
-        chosen.append(names[best])
+        chosen.append(int(best))
     return chosen
 
 

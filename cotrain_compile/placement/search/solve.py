@@ -10,6 +10,7 @@ is worth a try (`orders`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
@@ -27,7 +28,7 @@ from cotrain_compile.placement.policies import RULES
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.schedule.find_moves import moves_of
 from cotrain_compile.placement.schedule.schedule import Draft, draft, finished
-from cotrain_compile.placement.search.attempts import LATE, Attempts, Progress
+from cotrain_compile.placement.search.attempts import LATE, TACTICS, Attempts, Progress
 from cotrain_compile.placement.search.deadline import Deadline
 from cotrain_compile.placement.search.infeasible import floor_bytes, refuse, refuse_rule
 from cotrain_compile.placement.search.least import Least
@@ -39,6 +40,7 @@ from cotrain_compile.placement.search.variants import (
     FAR,
     HOPELESS,
     NEAR,
+    Cut,
     Levels,
     Variant,
     fastest_of,
@@ -51,6 +53,9 @@ FRACTIONS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 # Of the time for a plan, what is for the relaxation, and for the search among values to be made
 # again.
 LEVELS_SHARE = 0.5
+# Where replays of layers need more than this part of the device they are tried in parts; so many
+# cuts are tried near one that is found.
+ROOMY, NEARBY = 0.8, 4
 # Of what is left, how long to wait for the bound before the programs: it may spare them.
 BOUND_SHARE = 0.2
 # Policies that look at everything that can be decided: how far they are from the best is certified.
@@ -237,6 +242,7 @@ class _Search(Attempts):
                 self.try_level(level)
         self.relax(self.step)
         if self._is_slower_than(FAR * self.claim_s):
+            self._cut_replays(levels)
             self._climb_uniform(levels, levels.guess())
         for users in levels.dissolved():
             self.try_level(users)
@@ -254,6 +260,29 @@ class _Search(Attempts):
             found_s[at] = self.found.fastest_s(level.recomputed)
             claim_s[at] = level.claim_s or found_s[at]
             at = levels.next_to_best(found_s, claim_s)
+
+    def _cut_replays(self, levels: Levels) -> None:
+        """The last level with the replays of layers in parts, where as a whole they hardly fit.
+
+        From one cut to the next, the smallest first and then those near the one before, as long as
+        that is faster.
+        """
+        roomy_bytes = ROOMY * self.problem.budgets[Tier.DEVICE]
+        if not levels.count or levels.variant(levels.count).least.nbytes <= roomy_bytes:
+            return
+        chosen, best_s = list[Cut](), math.inf
+        nearest = sorted(levels.cuts, key=lambda cut: (cut.nbytes, cut.at))
+        while nearest and not self.is_late:
+            cut, *nearest = nearest
+            level = levels.with_cuts([*chosen, cut])
+            if level.least.nbytes > self.problem.budgets[Tier.DEVICE]:
+                continue
+            self.variants.append(level)
+            self.try_greedy(level, TACTICS[:1])
+            if (found_s := self.found.fastest_s(level.recomputed)) < best_s:
+                chosen, best_s = [*chosen, cut], found_s
+                others = (other for other in levels.cuts if other not in chosen)
+                nearest = sorted(others, key=lambda other: abs(other.at - chosen[-1].at))[:NEARBY]
 
     def _is_slower_than(self, seconds: float) -> bool:
         """Whether nothing so fast is found. Of steps that overlap a program knows little."""

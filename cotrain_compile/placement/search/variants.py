@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import takewhile
+from itertools import takewhile, zip_longest
 
 from cotrain_compile.analysis.liveness import liveness
 from cotrain_compile.placement.decisions.decisions import DecisionSpace
@@ -35,6 +35,8 @@ from cotrain_compile.plan import Placement
 HOPELESS = 1.05
 # Parts of the layers that take the next level.
 PARTS = (1.0, 0.5, 0.25)
+# A value of a layer with a smaller share of the layer's bytes is none to cut its replay in.
+TELLING = 0.02
 # A share of a step's seconds that is not worth another level.
 LITTLE = 0.005
 # A plan so close to what any levels may take is near enough; one that is farther than the second
@@ -119,6 +121,19 @@ def promising(
     return chances
 
 
+@dataclass(frozen=True)
+class Cut:
+    """A value of each layer in which its replay is cut in two: the `at`-th from its end.
+
+    What is made of it is made again when the backward needs that, and what it is made of later.
+    They have `nbytes` in all.
+    """
+
+    at: int
+    nbytes: int
+    names: frozenset[str]
+
+
 class Levels:
     """The levels of a step by number; 0 is the step as it is. Each contains the one before it.
 
@@ -191,6 +206,31 @@ class Levels:
             if found := [*takewhile(lambda variant: fits(variant.problem), fewer)]:
                 yield from found
                 return
+
+    @property
+    def last(self) -> StepLevel:
+        """The one that makes most again."""
+        return self._levels[-1]
+
+    @cached_property
+    def cuts(self) -> tuple[Cut, ...]:
+        """One value of each layer, from the last one that it makes back to the first.
+
+        Those that are large enough to tell, of what the last level makes again.
+        """
+        level, dataflow = self.last, self._problem.dataflow
+        made = dict.fromkeys(name for op in reversed(dataflow.ops) for name in reversed(op.writes))
+        layers = ([name for name in made if name in names] for names in level.by_region if names)
+        groups = (frozenset(filter(None, values)) for values in zip_longest(*layers))
+        sized = ((sum(dataflow.buffer[name].nbytes for name in group), group) for group in groups)
+        telling = (each for each in sized if each[0] > TELLING * level.saved_bytes)
+        return tuple(Cut(at, *each) for at, each in enumerate(telling))
+
+    def with_cuts(self, cuts: Sequence[Cut]) -> Variant:
+        """The step at the last level, but for the values in which it is cut."""
+        kept = frozenset[str]().union(*(cut.names for cut in cuts))
+        told = "-".join(str(cut.at) for cut in cuts)
+        return self._variant(self.last.recomputed - kept, f"cut-{told}")
 
     def _saved_bytes(self, number: float) -> float:
         less, more = self._levels[math.floor(number)], self._levels[math.ceil(number)]

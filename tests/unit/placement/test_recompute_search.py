@@ -18,7 +18,9 @@ from cotrain_compile.placement.search.solve import SolveSettings, solve
 from cotrain_compile.placement.search.variants import Levels, Variant, promising
 from cotrain_compile.presets import find
 from tests.support.blocks import blocks
+from tests.support.nets import MIB
 from tests.support.random_problems import with_budget
+from tests.unit.placement.test_recompute_chain import unit_chain
 
 
 def blocks_of_torch(count: int) -> Dataflow:
@@ -175,6 +177,21 @@ def test_a_level_that_makes_the_same_again_is_tried_once() -> None:
     for level in (first, second):
         attempts.try_level(level)
     assert attempts.variants == [attempts.step, first]
+
+
+def test_a_replay_that_hardly_fits_is_cut() -> None:
+    """Sixteen equal values, four made again at once: two and two of them leave room for copies."""
+    problem = formulate(unit_chain(16), find("rtx4090"), dict.fromkeys(Tier, 1 << 40))
+    levels = Levels(problem)
+    assert levels.cuts
+    for cut in levels.cuts:
+        assert all(len(cut.names & names) <= 1 for names in levels.last.by_region)
+    problem = with_budget(problem, 6 * MIB)
+    plan = solve(problem, SolveSettings())
+    check(problem, plan)
+    assert plan.report is not None
+    others = [s for way, s in plan.report.simulated_s.items() if "cut" not in way]
+    assert plan.predicted.makespan_s < 0.8 * min(others)
 
 
 def test_what_moves_spares_a_third_of_what_making_again_costs() -> None:
