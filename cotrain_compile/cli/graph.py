@@ -14,7 +14,7 @@ from cotrain_compile.cli.terminal import console
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.placement.saved import load_plan
 from cotrain_compile.viz.graph.drawing import as_text, write_picture
-from cotrain_compile.viz.graph.picture import picture
+from cotrain_compile.viz.graph.picture import MOST_BOXES, picture
 
 
 class Level(StrEnum):
@@ -29,7 +29,12 @@ def graph(
     file: Annotated[Path, typer.Argument(help="step.json, from trace or from a dump.")],
     plan: Annotated[Path | None, typer.Option(help="Draw the step as this plan places it.")] = None,
     level: Annotated[Level, typer.Option(help="What a box is.")] = Level.LAYER,
-    layer: Annotated[str, typer.Option(help="Open this layer, as model.layers.3.")] = "",
+    layer: Annotated[
+        str, typer.Option(help="Open this layer, as model.layers.3; at level op, all its ops.")
+    ] = "",
+    boxes: Annotated[
+        int, typer.Option(min=1, help="Fold until there are no more, at level layer.")
+    ] = MOST_BOXES,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="A .txt, .dot or .svg; else printed.")
     ] = None,
@@ -39,7 +44,7 @@ def graph(
         files.refuse_unwritable(output)
     placed = load_plan(plan) if plan else None
     dataflow = read_step(placed, plan, file) if placed and plan else files.load(file, Dataflow)
-    drawn = picture(dataflow, placed, level=level.value, layer=layer)
+    drawn = picture(dataflow, placed, level=level.value, layer=layer, most_boxes=boxes)
     if output is None:
         console.print(as_text(drawn))
     else:

@@ -22,8 +22,8 @@ from cotrain_compile.runtime.calibrate.calibrate import calibrate
 from cotrain_compile.runtime.calibrate.first_use import QUICK
 from cotrain_compile.runtime.calibrate.network_bench import ranks_here
 
-# Such that a step of the demo takes about as long to compute as to move all that it could move.
-FLOPS_PER_LINK_BYTE = 400
+# Such that a step of the demo takes longer to move all that it could than to compute.
+FLOPS_PER_LINK_BYTE = 800
 # An emulated copy takes that much however small it is: its thread is woken, and waits for Python.
 LATENCY_S = 250e-6
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import csv
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
+from cotrain_compile.demo.outcome import Outcome
 from cotrain_compile.demo.train import StepResult
 from cotrain_compile.errors import PlacementError
 from cotrain_compile.machine import Tier
@@ -44,23 +45,17 @@ def show_rules(console: Console, placed: CompiledStep) -> None:
     console.print(table, soft_wrap=False)
 
 
-def report(
-    console: Console,
-    placed: CompiledStep,
-    judged: Sequence[StepResult],
-    results: Sequence[StepResult],
-    eager: Sequence[StepResult],
-) -> None:
-    """Plan, memory, times and the losses of both runs; the prediction is held to `judged` steps."""
-    assert placed.measured is not None
+def report(console: Console, outcome: Outcome) -> None:
+    """Plan, memory, times and the losses of both runs."""
+    placed, results, eager = outcome.placed, outcome.results, outcome.eager
     console.print(summary(placed.plan, placed.problem.dataflow))
-    peak, budget = placed.measured.peak_bytes[Tier.DEVICE], placed.plan.budgets[Tier.DEVICE]
-    predicted = placed.predicted.peak_bytes[Tier.DEVICE]
+    peak = max(timeline.peak_bytes[Tier.DEVICE] for timeline in outcome.timelines)
+    predicted, budget = placed.predicted.peak_bytes[Tier.DEVICE], placed.plan.budgets[Tier.DEVICE]
     console.print(
         f"device      measured peak {peak:,} bytes, predicted {predicted:,}, budget {budget:,}\n"
         f"            {format_bytes(budget - peak)} to spare",
     )
-    console.print(_times(placed.predicted.makespan_s, judged, eager))
+    console.print("\n".join(_times(outcome)))
     if eager:
         console.print(_losses(results, eager), soft_wrap=False)
         worst = max(abs(a.loss - b.loss) for a, b in zip(results, eager, strict=False))
@@ -70,53 +65,46 @@ def report(
         )
 
 
-def write_folder(
-    folder: Path,
-    placed: CompiledStep,
-    results: Sequence[StepResult],
-    eager: Sequence[StepResult],
-) -> None:
+def write_folder(folder: Path, outcome: Outcome) -> None:
     """Timelines as picture and traces, and the losses; the step's own files are there already."""
-    assert placed.measured is not None
-    timelines = (placed.predicted, placed.measured)
+    placed = outcome.placed
     plan, dataflow = placed.plan, placed.problem.dataflow
+    timelines = (placed.predicted, outcome.typical)
     draw_timelines(specify(timelines, plan, dataflow), folder / "timeline.png")
-    write_report(folder / "report.html", placed.problem, placed.plan, [placed.measured])
+    write_report(folder / "report.html", placed.problem, plan, [outcome.typical])
     for timeline in timelines:
         drawn = specify([timeline], plan, dataflow)
         save_trace(drawn, folder / f"{timeline.source}.trace.json")
     with (folder / "losses.csv").open("w", newline="") as file:
         rows = csv.writer(file)
         rows.writerow(["step", "loss", "seconds", "eager_loss", "eager_seconds"])
-        twins = {result.number: result for result in eager}
-        for result in results:
+        twins = {result.number: result for result in outcome.eager}
+        for result in outcome.results:
             twin = twins.get(result.number)
             compared = (twin.loss, twin.seconds) if twin else ("", "")
             rows.writerow([result.number + 1, result.loss, result.seconds, *compared])
 
 
-def _times(predicted_s: float, judged: Sequence[StepResult], eager: Sequence[StepResult]) -> str:
+def _times(outcome: Outcome) -> Iterator[str]:
     """The step as predicted, as measured, with its quartiles, and without a budget."""
-    # The first step of a plan holds its tracing.
-    measured = [result.seconds for result in judged[1:]]
-    typical_s = statistics.median(measured)
-    lines = [
-        f"predicted   {format_seconds(predicted_s)} a step",
-        f"measured    {format_seconds(typical_s)} a step, the median of {len(measured)}: "
-        f"{predicted_s / typical_s - 1:+.1%} is how far off the prediction is",
-    ]
-    if len(measured) > 1:
-        low, _, high = statistics.quantiles(measured, n=4, method="inclusive")
-        lines.append(
-            f"            half of them between {format_seconds(low)} and "
-            f"{format_seconds(high)}; far apart where others use this computer, too"
-        )
-    if len(eager) > 1:
-        alone_s = statistics.median(result.seconds for result in eager[1:])
-        lines.append(
-            f"eager       {format_seconds(alone_s)} a step, with all it needs on the device"
-        )
-    return "\n".join(lines)
+    yield f"predicted   {format_seconds(outcome.placed.predicted.makespan_s)} a step"
+    seconds = outcome.seconds
+    between = ""
+    if len(seconds) > 1:
+        low, _, high = statistics.quantiles(seconds, n=4, method="inclusive")
+        between = f", half of them between {format_seconds(low)} and {format_seconds(high)}"
+    yield (
+        f"measured    {format_seconds(statistics.median(seconds))} a step, the median of "
+        f"{len(seconds)}{between}"
+    )
+    yield (
+        f"off by      {outcome.error:+.1%}; {outcome.error_at_own_times:+.1%} had each op been "
+        "known to take what it took in these steps:\n            on a computer that others use, "
+        "too, they take longer than in the first ones, or less"
+    )
+    if len(outcome.eager) > 1:
+        alone_s = statistics.median(result.seconds for result in outcome.eager[1:])
+        yield f"eager       {format_seconds(alone_s)} a step, with all it needs on the device"
 
 
 def _losses(results: Sequence[StepResult], eager: Sequence[StepResult]) -> Table:

@@ -13,6 +13,7 @@ Where torchrun has started several processes, they train together, each within i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -24,6 +25,7 @@ from cotrain_compile import files
 from cotrain_compile.analysis.costs import measured_costs
 from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
 from cotrain_compile.demo.computer import device_and_host, measured_computer
+from cotrain_compile.demo.outcome import Outcome
 from cotrain_compile.demo.progress import progress
 from cotrain_compile.demo.report import name_the_files, report, show_rules, write_folder
 from cotrain_compile.demo.settings import Settings
@@ -72,7 +74,7 @@ def _run(settings: Settings, console: Console) -> int:
     machine = _machine(settings, console)
 
     try:
-        placed, results = _train_by_plans(job, first, machine, settings, console)
+        outcome = _train_by_plans(job, first, machine, settings, console)
     except KeyboardInterrupt:
         if dist.is_initialized():
             raise
@@ -87,12 +89,12 @@ def _run(settings: Settings, console: Console) -> int:
         console.print("Comparison stopped; the training above is complete.")
 
     console.print("\n6. Result", style="bold")
-    judged = [result for result in results if result.number >= first + settings.measured_steps]
-    report(console, placed, judged, results, eager)
+    outcome = replace(outcome, eager=eager)
+    report(console, outcome)
     if not dist.is_initialized() or dist.get_rank() == 0:
-        write_folder(settings.output, placed, results, eager)
+        write_folder(settings.output, outcome)
         name_the_files(settings.output, console)
-    return 0 if len(eager) == len(results) else INTERRUPTED
+    return 0 if len(eager) == len(outcome.results) else INTERRUPTED
 
 
 def _job(settings: Settings, text: torch.Tensor) -> Job:
@@ -138,7 +140,7 @@ def _machine(settings: Settings, console: Console) -> Path | str:
 
 def _train_by_plans(
     job: Job, first: int, machine: Path | str, settings: Settings, console: Console
-) -> tuple[CompiledStep, list[StepResult]]:
+) -> Outcome:
     """All steps of the demo: some by a plan from the machine's rates, the others from times."""
     results: list[StepResult] = []
     budget = format_bytes(settings.budget_bytes(machine))
@@ -159,8 +161,9 @@ def _train_by_plans(
     console.print("\n4. Planned again with these times", style="bold")
     again = settings.options(machine, profile=str(profile), dump=str(settings.output / "step"))
     step = compiled(training_step(job), again)
-    _train(job, step, (measured, settings.steps), console, "train", results, timelines)
-    return cotrain_compile.inspect(step), results
+    judged: list[Timeline] = []
+    _train(job, step, (measured, settings.steps), console, "train", results, judged)
+    return Outcome(cotrain_compile.inspect(step), results, judged[1:])
 
 
 def _save_profile(placed: CompiledStep, timelines: Sequence[Timeline], path: Path) -> None:

@@ -13,8 +13,6 @@ from cotrain_compile.options import Options
 
 # Steps whose ops are measured before the step is planned with their times; the first is left out.
 MEASURED_STEPS = 8
-# A demo that has solved for so long is no demo.
-TIME_LIMIT_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,6 @@ class Settings:
             "memory_budget": self.budget,
             "machine": str(machine),
             "throttle": True,
-            "time_limit": TIME_LIMIT_S,
             "poison": False,
             "quiet": True,
             **more,

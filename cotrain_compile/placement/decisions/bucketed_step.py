@@ -7,7 +7,7 @@ bucket it is. Bucket 0 is a head without ops, the last one the epilogue.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -85,6 +85,21 @@ class BucketedStep:
         """Whether a buffer is neither there before the step nor needed after it."""
         buffer = self.dataflow.buffer[name]
         return not buffer.is_input and not buffer.is_output
+
+    def undecided_bytes(self, without: Iterable[str] = ()) -> list[int]:
+        """Bytes in each slot of what no cluster of weights holds, nor is in `without`."""
+        updates = self.dataflow.updates
+        left_out = {name for group in updates for name in (group.param, *group.states)}
+        left_out |= {g.gradient for g in updates if self.is_made_and_used_up(g.gradient)}
+        left_out |= {buffer.name for buffer in self.frozen}
+        kept = self.dataflow.kept_gradients
+        left_out |= {gradient for param in left_out for gradient in kept.get(param, ())}
+        left_out.update(without)
+        curve = IntervalSum(self.program.end + 1)
+        for held in self.moves.instances:
+            if held.buffer.name not in left_out:
+                curve.add(held.buffer.nbytes, held.first, held.last)
+        return curve.values()
 
 
 def bucketed(problem: Problem, buckets: int | None, *, at_peaks: bool) -> BucketedStep:

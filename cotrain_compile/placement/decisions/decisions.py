@@ -11,6 +11,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from cotrain_compile.placement.decisions.clusters import ActivationCluster, ParamCluster
 from cotrain_compile.placement.decisions.effects import Effect
 from cotrain_compile.placement.decisions.network import NO_NETWORK, NetworkWork
@@ -26,6 +29,8 @@ from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.recompute.levels import RegionLevels
 from cotrain_compile.placement.residency import low_precision_copies
 from cotrain_compile.plan import Placement
+
+Row = NDArray[np.float64]
 
 C = TypeVar("C")
 S = TypeVar("S")
@@ -68,6 +73,18 @@ class Decisions:
 
 
 @dataclass(frozen=True)
+class OpNeeds:
+    """What single ops need on the device with every copy at the last moment: rows in bytes.
+
+    `fixed` is there whatever is decided, `held[d][o]` with option o of decision d, those about
+    activations first, then those about parameters.
+    """
+
+    fixed: Row
+    held: tuple[tuple[Row, ...], ...]
+
+
+@dataclass(frozen=True)
 class DecisionSpace:
     """All that can be decided. Bucket 0 is a head without ops, the last one the epilogue.
 
@@ -76,7 +93,7 @@ class DecisionSpace:
     and no parameter, state or gradient of `params` is counted. `levels` are those of regions, in
     whose decisions nothing is made again in option 0; there are none where the step makes some
     again already.
-    What the `network` has to do is the same whatever is decided.
+    What the `network` has to do is the same whatever is decided. `op_needs` are for a bound.
     """
 
     problem: Problem
@@ -86,6 +103,7 @@ class DecisionSpace:
     activations: tuple[Decision[ActivationCluster, Stays], ...]
     levels: tuple[Decision[RegionLevels, int], ...] = ()
     network: NetworkWork = NO_NETWORK
+    op_needs: OpNeeds | None = None
 
     @property
     def epilogue(self) -> int:

@@ -82,7 +82,7 @@ class Hold:
 
     Negative ones are missing there from what the step holds by itself. Where it `begins` or `ends`
     with a copy, that copy says when, else the buckets do. With `until_update` the update ends it,
-    not bucket `last`.
+    not bucket `last`. Only what is `certain` is in every plan: a bound does not count on the rest.
     """
 
     nbytes: int
@@ -91,6 +91,7 @@ class Hold:
     begins: Demand | None = None
     ends: Demand | None = None
     until_update: bool = False
+    certain: bool = True
 
     @property
     def is_resting(self) -> bool:

@@ -6,6 +6,7 @@ buckets and not with the ops.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -30,11 +31,16 @@ from cotrain_compile.placement.schedule.hoisted_updates import workspace_bytes
 
 # Temporaries smaller than this part of the peak are left alone.
 SMALLEST = 20_000
+# What is away during the same ops and has more than this part of all that may leave is decided on
+# alone where single ops count, so that a program does not grow with the layers.
+BY_OP = 1_000
 NOTHING: Mapping[str, Again] = MappingProxyType({})
 NO_LEVELS: Mapping[str, RegionLevel] = MappingProxyType({})
 
 # Buckets in which something leaves and returns, and whether there are any between them.
 _Gap = tuple[int, int, bool]
+# The touches before and after a gap.
+_Slots = tuple[int, int]
 
 
 # Activations.
@@ -47,21 +53,27 @@ def activation_clusters(
     everything: bool,
     again: Mapping[str, Again] = NOTHING,
     from_level: Mapping[str, RegionLevel] = NO_LEVELS,
+    by_op: bool = False,
 ) -> tuple[ActivationCluster, ...]:
     """Temporaries that may leave, in clusters of at most 1/`pieces` of their bytes.
 
     With `everything` the smallest may too, and no cluster is cut. `again` says which may be made
     again, and what that takes; those that take about as long for a byte are in one cluster, as if
-    all took as little as the one that takes least. A cluster has one place in `from_level`.
+    all took as little as the one that takes least. A cluster has one place in `from_level`. With
+    `by_op` those that are large together are in one cluster if they are away during the same ops.
     """
     floor_bytes = 0 if everything else max(step.moves.slot_bytes) // SMALLEST
     candidates = list(_leaving(step, floor_bytes, again))
-    total = sum(buffer.nbytes for buffer, _ in candidates)
+    total = sum(buffer.nbytes for buffer, _, _ in candidates)
     most = total if everything else total // pieces + 1
-    clusters: dict[tuple[_Gap, object, RegionLevel | None], list[Buffer]] = {}
-    for buffer, gap in candidates:
+    together = Counter[_Slots]()
+    for buffer, _, slots in candidates if by_op else ():
+        together[slots] += buffer.nbytes
+    clusters: dict[tuple[_Gap, object, RegionLevel | None, _Slots | None], list[Buffer]] = {}
+    for buffer, gap, slots in candidates:
         alike = _about(again[buffer.name], buffer) if buffer.name in again else None
-        clusters.setdefault((gap, alike, from_level.get(buffer.name)), []).append(buffer)
+        alone = slots if BY_OP * together[slots] > total else None
+        clusters.setdefault((gap, alike, from_level.get(buffer.name), alone), []).append(buffer)
     return tuple(
         ActivationCluster(
             tuple(b.name for b in part),
@@ -70,7 +82,7 @@ def activation_clusters(
             again=_least(part, again) if alike else None,
             from_level=level,
         )
-        for (gap, alike, level), buffers in clusters.items()
+        for (gap, alike, level, _), buffers in clusters.items()
         for part in _parts(buffers, most)
     )
 
@@ -92,10 +104,10 @@ def _least(part: Sequence[Buffer], again: Mapping[str, Again]) -> Again:
 
 def _leaving(
     step: BucketedStep, floor_bytes: int, again: Mapping[str, Again]
-) -> Iterable[tuple[Buffer, _Gap]]:
+) -> Iterable[tuple[Buffer, _Gap, _Slots]]:
     """Temporaries whose longest gap spans whole buckets, and those that may be made again.
 
-    With the buckets that the gap lies between, and whether it spans any.
+    With the buckets that the gap lies between, whether it spans any, and its slots.
     """
     copies = set(step.low_precision_copies.values())
     updates = step.dataflow.updates
@@ -111,7 +123,7 @@ def _leaving(
         leaves, returns = step.bucket(gap[0]), step.bucket(gap[1])
         movable = step.apart(leaves, returns)
         if movable or buffer.name in again:
-            yield buffer, (leaves, returns, movable)
+            yield buffer, (leaves, returns, movable), gap
 
 
 # Parameters.

@@ -18,9 +18,9 @@ from cotrain_compile.placement.decisions.find_again import least_again
 from cotrain_compile.placement.decisions.find_clusters import activation_clusters, param_clusters
 from cotrain_compile.placement.decisions.level_decisions import first_levels, level_decisions
 from cotrain_compile.placement.decisions.network import network_work
+from cotrain_compile.placement.decisions.op_needs import op_needs
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.recompute.levels import RegionLevels
-from cotrain_compile.placement.residency import IntervalSum
 
 # Buckets of the whole step, and into how many pieces the parameters (or activations) are cut at
 # least: finer clusters are better plans and larger programs.
@@ -37,6 +37,7 @@ def decision_space(
     everything: bool = False,
     recompute: bool = False,
     regions: Sequence[RegionLevels] = (),
+    by_op: bool = False,
 ) -> DecisionSpace:
     """What can be decided about `problem`, in about `buckets` buckets; None: each op is one.
 
@@ -45,7 +46,8 @@ def decision_space(
     With `everything`, the smallest temporaries may leave too, and no cluster of temporaries is cut
     into pieces: what a bound needs, and a plan does not. With `recompute`, each value may be made
     again for no more than its own op, as if what that reads were always there: for a bound. Of
-    `regions` each may have what is in one of its levels made again, at what that takes.
+    `regions` each may have what is in one of its levels made again, at what that takes. `by_op` it
+    is known what single ops need, and large temporaries in a cluster are away during the same ops.
     """
     step = bucketed(problem, buckets, at_peaks=at_peaks)
     elapsed_s = step.moves.elapsed_s
@@ -54,16 +56,26 @@ def decision_space(
     ]
     again = least_again(step) if recompute else {}
     activations = activation_clusters(
-        step, pieces, everything=everything, again=again, from_level=first_levels(regions)
+        step,
+        pieces,
+        everything=everything,
+        again=again,
+        from_level=first_levels(regions),
+        by_op=by_op,
+    )
+    params, leaving = (
+        param_decisions(param_clusters(step, pieces)),
+        activation_decisions(activations),
     )
     return DecisionSpace(
         problem,
         (0.0, *seconds, 0.0),
         tuple(_checkpoints(step, activations)),
-        param_decisions(param_clusters(step, pieces)),
-        activation_decisions(activations),
+        params,
+        leaving,
         level_decisions(step, regions) if regions else (),
         network_work(step),
+        op_needs(problem, leaving, params) if by_op else None,
     )
 
 
@@ -72,7 +84,7 @@ def _checkpoints(
 ) -> Iterable[tuple[int, int]]:
     """(bucket, bytes) where most is alive, with all activations there and with none."""
     leaving = {name for cluster in activations for name in cluster.buffers}
-    all_there, bare = _undecided_bytes(step), _undecided_bytes(step, without=leaving)
+    all_there, bare = step.undecided_bytes(), step.undecided_bytes(without=leaving)
     for number, (start, end) in enumerate(zip(step.starts, step.ends, strict=True), start=1):
         # A step that does nothing but update has no slot but the end.
         slots = range(start, start + 1 if step.at_peaks else max(end, start + 1))
@@ -80,19 +92,3 @@ def _checkpoints(
         for slot in sorted(peaks):
             yield number, all_there[slot]
     yield step.epilogue, all_there[step.program.end]
-
-
-def _undecided_bytes(step: BucketedStep, without: Iterable[str] = ()) -> list[int]:
-    """Bytes in each slot of what no cluster of weights holds, nor is in `without`."""
-    updates = step.dataflow.updates
-    left_out = {name for group in updates for name in (group.param, *group.states)}
-    left_out |= {g.gradient for g in updates if step.is_made_and_used_up(g.gradient)}
-    left_out |= {buffer.name for buffer in step.frozen}
-    kept = step.dataflow.kept_gradients
-    left_out |= {gradient for param in left_out for gradient in kept.get(param, ())}
-    left_out.update(without)
-    curve = IntervalSum(step.program.end + 1)
-    for held in step.moves.instances:
-        if held.buffer.name not in left_out:
-            curve.add(held.buffer.nbytes, held.first, held.last)
-    return curve.values()

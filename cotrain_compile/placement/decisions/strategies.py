@@ -156,9 +156,11 @@ class Strategy:
         ]
 
     def _states(self, c: ParamCluster) -> list[Hold]:
+        """What rests on the device; where large states are streamed, small ones may be, too."""
         if self.mode is None or self.on_host:
             return []
-        return [Hold(c.state_bytes - self._streamed_states(c) + c.small_state_bytes)]
+        small = Hold(c.small_state_bytes, certain=self.mode is UpdateMode.RESIDENT)
+        return [Hold(c.state_bytes - self._streamed_states(c)), small]
 
     def _gradients(self, c: ParamCluster) -> list[Hold]:
         """A gradient is there until it is sent, or its update has run."""

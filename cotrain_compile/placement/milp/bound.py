@@ -35,7 +35,11 @@ def certified_bound_s(
     Where time runs out, or there is no solver, the solver's bound so far, and at the least what
     the device alone has to compute, with the exchanges that it waits for.
     """
-    space = decision_space(problem, at_peaks=True, everything=True, recompute=recompute)
+    # What is made again, and exchanges that begin early, change which ops run between which.
+    by_op = not (recompute or any(op.awaits for op in problem.dataflow.ops))
+    space = decision_space(
+        problem, at_peaks=True, everything=True, recompute=recompute, by_op=by_op
+    )
     only_there_s = max(_only_on_device_s(space), space.network.chain_s)
     try:
         relaxed = Program(

@@ -7,14 +7,16 @@ device, and one for the host.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
+
+import numpy as np
 
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.decisions.effects import Effect, Flow, Hold, Update
 from cotrain_compile.placement.milp.flows import Flows
 from cotrain_compile.placement.milp.linear import pulp
-from cotrain_compile.placement.milp.model import Model, in_mib
+from cotrain_compile.placement.milp.model import MIB, Model, in_mib
 from cotrain_compile.plan import Lane
 
 
@@ -29,6 +31,7 @@ def add_device_memory(
     changes = _Running(model, _changes(model))
     if model.relaxed:
         _add_room_for_any_update(model, budget_mib)
+        _add_op_needs(model, budget_mib)
     workspace = {} if model.relaxed else _workspaces(model)
     held = _held_flows(model)
     beyond: dict[int, Any] = {}
@@ -41,6 +44,36 @@ def add_device_memory(
     if need_mib is not None:
         _add_need(model, need_mib)
     return pulp.lpSum(beyond.values())
+
+
+def _add_op_needs(model: Model, budget_mib: float) -> None:
+    """Relaxed: what single ops need with every copy at the last moment, where that may not fit.
+
+    In no row may what is there at the least be beyond the budget: a plan does have as much.
+    """
+    needs = model.space.op_needs
+    if needs is None:
+        return
+    # Of temporaries the first option, to stay, holds nothing beside what is fixed.
+    variables = [[None, *each] for each in model.activations] + model.params
+    most, least = needs.fixed.copy(), needs.fixed.copy()
+    for rows in needs.held:
+        most += np.max(rows, axis=0)
+        least += np.min(rows, axis=0)
+    chosen = [
+        (row, variable)
+        for rows, own in zip(needs.held, variables, strict=True)
+        for row, variable in zip(rows, own, strict=True)
+        if variable is not None
+    ]
+    held: Any = 0.0
+    before = np.zeros(len(chosen))
+    columns = np.array([row for row, _ in chosen]).reshape(len(chosen), len(most))
+    for number in np.flatnonzero(most > budget_mib * MIB):
+        change = columns[:, number] - before
+        due = [in_mib(change[i]) * chosen[i][1] for i in np.flatnonzero(change)]
+        held, before = model.running(held + pulp.lpSum(due)) if due else held, columns[:, number]
+        model.add(in_mib(needs.fixed[number]) + held <= max(budget_mib, in_mib(least[number])))
 
 
 def _add_need(model: Model, need_mib: float) -> None:
@@ -117,9 +150,14 @@ def _sent_bytes(effect: Effect) -> float:
 def _changes(model: Model) -> Iterable[tuple[int, Any]]:
     """(first bucket, MiB more or less from there on) of every decision."""
     for option in model.options:
-        for hold in option.effect.holds:
+        for hold in _holds(model, option.effect):
             for bucket, nbytes in _changes_of(hold, model.lag):
                 yield bucket, in_mib(nbytes) * option.z
+
+
+def _holds(model: Model, effect: Effect) -> Iterator[Hold]:
+    """What an effect holds; relaxed, only what it holds in every plan."""
+    return (hold for hold in effect.holds if hold.certain or not model.relaxed)
 
 
 def _changes_of(hold: Hold, lag: int) -> Iterable[tuple[int, int]]:
@@ -190,7 +228,7 @@ def _add_room_for_any_update(model: Model, budget_mib: float) -> None:
         pulp.lpSum(
             in_mib(hold.nbytes) * option.z
             for option in model.options
-            for hold in option.effect.holds
+            for hold in _holds(model, option.effect)
             if hold.is_resting
         )
     )

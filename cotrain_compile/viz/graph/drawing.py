@@ -23,15 +23,18 @@ _FILL: Mapping[str, str] = {
     "prefetch": COLOURS["weight"],
     "host": COLOURS["update on the host"],
 }
+# Groups whose colour white stands out from more than black does.
+_DARK = {"backward", "host", "offload"}
 _STYLE: Mapping[Kind, str] = {
     Kind.DATA: 'color="#80808080"',
     Kind.ISSUE: 'color="#D55E00", style=dashed',
-    Kind.WAIT: 'color="#009E73", style=bold',
+    # What waits for a copy stands where its data says, not below the copy.
+    Kind.WAIT: 'color="#009E73", style=bold, constraint=false',
     Kind.THEN: 'color="#E69F00"',
 }
 # Curves go round boxes, straight lines through their titles; but with hundreds of boxes curves and
 # a longer search take minutes, lines and a short one seconds.
-_CURVES = ("-Gsplines=true",)
+_CURVES = ("-Gsplines=true", "-Granksep=0.25", "-Gnodesep=0.2")
 _QUICKLY = ("-Gnslimit=0.5", "-Gnslimit1=0.5", "-Gmclimit=0.05", "-Gsplines=line")
 MOST_BOXES_WITH_CURVES = 60
 _LEGEND: Mapping[Kind, str] = {
@@ -99,12 +102,11 @@ def _dot_lines(picture: Picture) -> Iterator[str]:
     yield "digraph step {"
     yield '  node [shape=box, style=filled, fontname="sans-serif", fontsize=11];'
     yield '  edge [fontname="sans-serif", fontsize=9];'
-    yield f'  graph [fontname="sans-serif", fontsize=10, label={_quoted(_legend(picture))}];'
+    yield f'  graph [fontname="sans-serif", fontsize=10, labeljust=l, label="{_legend(picture)}"];'
     for box in picture.boxes:
         style = '"filled,rounded"' if box.tier is Tier.HOST else "filled"
-        # White on the one dark colour.
-        ink = ', fontcolor="white"' if box.group == "backward" else ""
-        label = _quoted(f"{box.name}\n{_words(box)}")
+        ink = ', fontcolor="white"' if box.group in _DARK else ""
+        label = _quoted("\n".join(_title(box)))
         fill = _FILL[box.group]
         yield f'  {_quoted(box.name)} [label={label}, style={style}, fillcolor="{fill}"{ink}];'
     for arrow in picture.arrows:
@@ -120,7 +122,17 @@ def _legend(picture: Picture) -> str:
     lines = [words for kind, words in _LEGEND.items() if kind in kinds]
     if any(box.tier is Tier.HOST for box in picture.boxes):
         lines.append("round box: runs on the host or copies between device and host")
-    return "\n".join(lines)
+    return "".join(f"{line}\\l" for line in lines)  # \l: each line begins at the left
+
+
+def _title(box: Box) -> Iterator[str]:
+    """What is in a box, on two lines or three."""
+    yield box.name
+    what = "task" if box.tier is Tier.HOST else "op"
+    of_layers = f" of {len(box.layers)} layers" if len(box.layers) > 1 else ""
+    yield f"{box.count} {what}{'s' if box.count > 1 else ''}{of_layers}"
+    if box.nbytes:
+        yield format_bytes(box.nbytes)
 
 
 def _words(box: Box) -> str:

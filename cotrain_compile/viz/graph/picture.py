@@ -1,27 +1,28 @@
 """Picture: a step folded into boxes with arrows between. A Dataflow and a Plan in, a value out.
 
-At level "model" a box is a phase, at "layer" a layer in a phase, at "op" an op. One layer can be
-opened: its ops are boxes, and of the rest there is only what touches them. With a plan, its tasks
-are boxes too, folded as the ops are, and what the host runs is there and not on the device.
+At level "model" a box is a phase, at "layer" a layer in a phase, or several where there are many,
+at "op" an op. One layer can be opened: its modules are boxes, at level "op" its ops, and of the
+rest there is only what touches them. With a plan, its tasks are boxes too, folded as the ops are,
+and what the host runs is there and not on the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Literal, assert_never
+from typing import assert_never
 
-from cotrain_compile.dataflow import Dataflow, Op
+from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import OptionError
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.as_placed import as_placed
 from cotrain_compile.plan import HostRegion, Plan, Task, Transfer
-from cotrain_compile.viz.layers import REST, layers
+from cotrain_compile.viz.graph.folding import Fold, Level, Work, foldings
+from cotrain_compile.viz.layers import REST, Layers, layers
 
-Level = Literal["model", "layer", "op"]
-
-
+# What is read on one screen.
+MOST_BOXES = 20
 # When folded, arrows of no more than this are left out: scalars join every layer to every other.
 SCALARS_BYTES = 1024
 
@@ -39,11 +40,11 @@ class Kind(StrEnum):
 class Box:
     """`count` ops or tasks: `group` is a phase, "offload", "prefetch" or "host".
 
-    `nbytes` is what tasks move; 0 for ops.
+    `layers` are those that they are of. `nbytes` is what tasks move; 0 for ops.
     """
 
     name: str
-    layer: str
+    layers: tuple[str, ...]
     group: str
     tier: Tier
     count: int
@@ -69,64 +70,98 @@ class Picture:
 
 
 def picture(
-    dataflow: Dataflow, plan: Plan | None = None, *, level: Level = "layer", layer: str = ""
+    dataflow: Dataflow,
+    plan: Plan | None = None,
+    *,
+    level: Level = "layer",
+    layer: str = "",
+    most_boxes: int = MOST_BOXES,
 ) -> Picture:
     """The picture of a step, placed by `plan` where there is one; `layer` is opened.
 
+    At level "layer" it is folded until it has at most `most_boxes`, if it can be.
     Raises `OptionError` when the step has no such layer.
     """
-    folded = _Folded(dataflow, plan, level, layer)
+    run = as_placed(dataflow, plan.placement) if plan else dataflow
+    known = layers(run)
+    if layer and layer not in set(known.of_op.values()):
+        names = ", ".join(dict.fromkeys(known.of_op.values()))
+        raise OptionError(f"the step has no layer {layer!r}; it has {names}")
+    works = _works(run, known, plan)
+    for fold in foldings(level, layer, dict.fromkeys(known.of_op.values())):
+        drawn = _drawn(_Folded(run, plan, works, fold), layer)
+        if len(drawn.boxes) <= most_boxes:
+            break
+    return drawn
+
+
+def _drawn(folded: _Folded, layer: str) -> Picture:
+    """All that was folded, or what there is of `layer` and touches it."""
     arrows = tuple(folded.arrows())
     if not layer:
         return Picture(tuple(folded.boxes.values()), arrows)
-    opened = {box.name for box in folded.boxes.values() if box.layer == layer}
+    opened = {box.name for box in folded.boxes.values() if box.layers == (layer,)}
     arrows = tuple(a for a in arrows if a.source in opened or a.target in opened)
     shown = opened | {name for a in arrows for name in (a.source, a.target)}
     return Picture(tuple(b for b in folded.boxes.values() if b.name in shown), arrows)
 
 
+def _works(run: Dataflow, known: Layers, plan: Plan | None) -> tuple[Work, ...]:
+    """The ops of the device in their order, then the tasks."""
+    tasks = plan.tasks if plan else ()
+    moved = {op for region in (plan.host_regions if plan else ()) for op in region.ops}
+    layer_of = known.of_tasks(plan) if plan else {}
+    ops = (
+        Work(
+            op.name,
+            known.module_of_op[op.name],
+            known.of_op[op.name],
+            op.phase.value,
+            Tier.DEVICE,
+        )
+        for op in run.ops
+        if op.name not in moved
+    )
+    return *ops, *(_of_task(task, layer_of.get(task.name, REST)) for task in tasks)
+
+
+def _of_task(task: Task, layer: str) -> Work:
+    match task:
+        case Transfer():
+            return Work(task.name, layer, layer, task.direction, Tier.HOST, task.nbytes)
+        case HostRegion():
+            return Work(task.name, layer, layer, "host", Tier.HOST)
+        case _:
+            assert_never(task)
+
+
 class _Folded:
     """Which box each op and task is in, and the boxes."""
 
-    def __init__(self, dataflow: Dataflow, plan: Plan | None, level: Level, opened: str) -> None:
-        run = as_placed(dataflow, plan.placement) if plan else dataflow
-        self.dataflow, self.plan, self.level, self.opened = run, plan, level, opened
-        self.layers = layers(run)
-        if opened and opened not in set(self.layers.of_op.values()):
-            known = ", ".join(dict.fromkeys(self.layers.of_op.values()))
-            raise OptionError(f"the step has no layer {opened!r}; it has {known}")
+    def __init__(
+        self, run: Dataflow, plan: Plan | None, works: tuple[Work, ...], fold: Fold
+    ) -> None:
+        self.dataflow, self.plan = run, plan
         self.boxes: dict[str, Box] = {}
         self.box_of: dict[str, str] = {}
         regions = plan.host_regions if plan else ()
         self.region_of = {op: region.name for region in regions for op in region.ops}
-        for op in run.ops:
-            if op.name not in self.region_of:
-                where = self.layers.of_op[op.name]
-                self._fold(op.name, where, op.phase.value, Tier.DEVICE, 0)
-        for task in plan.tasks if plan else ():
-            self._fold_task(task, self.layers.of_tasks(plan) if plan else {})
+        for work in works:
+            if (box := fold(work)) is not None:
+                self._fold(work, box)
+        self.is_folded = any(box.count > 1 for box in self.boxes.values())
 
-    def _fold_task(self, task: Task, layer_of: Mapping[str, str]) -> None:
-        layer = layer_of.get(task.name, REST)
-        match task:
-            case Transfer():
-                self._fold(task.name, layer, task.direction, Tier.HOST, task.nbytes)
-            case HostRegion():
-                self._fold(task.name, layer, "host", Tier.HOST, 0)
-            case _:
-                assert_never(task)
-
-    def _fold(self, name: str, layer: str, group: str, tier: Tier, nbytes: int) -> None:
+    def _fold(self, work: Work, name: str) -> None:
         """Put an op or task into its box."""
-        if self.level == "op" or layer == self.opened:
-            box = name
-        elif self.level == "model" and not self.opened:
-            box, layer = group, ""
-        else:
-            box = f"{group} {layer}"
-        before = self.boxes.get(box, Box(box, layer, group, tier, 0))
-        self.boxes[box] = Box(box, layer, group, tier, before.count + 1, before.nbytes + nbytes)
-        self.box_of[name] = box
+        empty = Box(name, (), work.group, work.tier, 0)
+        before = self.boxes.get(name, empty)
+        self.boxes[name] = replace(
+            before,
+            layers=tuple(dict.fromkeys((*before.layers, work.layer))),
+            count=before.count + 1,
+            nbytes=before.nbytes + work.nbytes,
+        )
+        self.box_of[work.name] = name
 
     def arrows(self) -> Iterator[Arrow]:
         read: dict[tuple[str, str], set[str]] = {}
@@ -135,7 +170,7 @@ class _Folded:
                 read.setdefault((source, target), set()).add(buffer)
         for (source, target), buffers in read.items():
             nbytes = sum(self.dataflow.buffer[name].nbytes for name in buffers)
-            if self.level == "op" or nbytes > SCALARS_BYTES:
+            if not self.is_folded or nbytes > SCALARS_BYTES:
                 yield Arrow(source, target, Kind.DATA, nbytes)
         yield from dict.fromkeys(a for a in self._of_tasks() if a.source != a.target)
 
@@ -143,22 +178,34 @@ class _Folded:
         """Who made what each op reads: (box, box, buffer)."""
         maker: dict[str, str] = {}
         for op in self.dataflow.ops:
-            box = self._box_of_op(op)
+            box = self.box_of.get(self.region_of.get(op.name, op.name))
+            if box is None:
+                continue
             for name in op.reads:
                 if name in maker:
                     yield maker[name], box, name
             maker |= dict.fromkeys(op.writes, box)
 
-    def _box_of_op(self, op: Op) -> str:
-        return self.box_of[self.region_of.get(op.name, op.name)]
-
     def _of_tasks(self) -> Iterator[Arrow]:
-        box = self.box_of
         for task in self.plan.tasks if self.plan else ():
-            own = box[task.name]
-            if task.issue_after is not None:
-                yield Arrow(box[task.issue_after], own, Kind.ISSUE)
-            if task.wait_before is not None:
-                yield Arrow(own, box[task.wait_before], Kind.WAIT)
+            starts, ends = self._flows(task)
+            if starts and task.issue_after is not None:
+                yield from self._arrow(task.issue_after, task.name, Kind.ISSUE)
+            if ends and task.wait_before is not None:
+                yield from self._arrow(task.name, task.wait_before, Kind.WAIT)
             for before in task.after:
-                yield Arrow(box[before], own, Kind.THEN)
+                yield from self._arrow(before, task.name, Kind.THEN)
+
+    def _flows(self, task: Task) -> tuple[bool, bool]:
+        """Whether the op after which `task` starts, and the one that waits for it, have arrows.
+
+        Where boxes are folded, not where it says only when: a prefetch takes nothing from the op
+        that starts it, and what waits for an offload takes nothing from that.
+        """
+        direction = task.direction if isinstance(task, Transfer) and self.is_folded else ""
+        return direction != "prefetch", direction != "offload"
+
+    def _arrow(self, source: str, target: str, kind: Kind) -> Iterator[Arrow]:
+        """Between two that are both in the picture."""
+        if source in self.box_of and target in self.box_of:
+            yield Arrow(self.box_of[source], self.box_of[target], kind)

@@ -18,7 +18,8 @@ from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import OptionError
 from cotrain_compile.machine import Tier
 from cotrain_compile.viz.graph.drawing import as_dot, as_text, write_picture
-from cotrain_compile.viz.graph.picture import Kind, Level, picture
+from cotrain_compile.viz.graph.folding import Level, series
+from cotrain_compile.viz.graph.picture import MOST_BOXES, Kind, picture
 from tests.support.dataflows import chain, random_dataflows
 from tests.unit.viz.test_report import PLAN, STEP
 
@@ -65,24 +66,36 @@ def test_what_waits_for_a_task_has_an_arrow_from_it() -> None:
 
 
 def in_layers(count: int) -> Dataflow:
-    """A chain whose forward ops are in layers `net.0`, `net.1`, ..."""
+    """A chain whose passes are in modules `net.0.act`, `net.1.act`, ..."""
     step = chain(count, width=256)
     ops = [
-        replace(op, module=f"net.{op.name[-1]}" if op.name.startswith("forward") else "")
+        replace(op, module=f"net.{op.name.split('_')[1]}.act" if "ward_" in op.name else "")
         for op in step.ops
     ]
     return replace(step, ops=tuple(ops))
 
 
-def test_an_opened_layer_shows_its_ops_and_its_neighbours_alone() -> None:
+def test_an_opened_layer_shows_its_modules_and_its_neighbours_alone() -> None:
     drawn = picture(in_layers(4), layer="net.1")
-    own = {box.name for box in drawn.boxes if box.layer == "net.1"}
-    assert "forward_1" in own
+    own = {box.name for box in drawn.boxes if box.layers == ("net.1",)}
+    assert "forward net.1.act" in own
     others = {box.name for box in drawn.boxes} - own
     assert "forward net.0" in others
     assert "forward net.3" not in others
+    as_ops = picture(in_layers(4), layer="net.1", level="op")
+    assert "forward_1" in {box.name for box in as_ops.boxes}
     with pytest.raises(OptionError, match=r"no layer 'net\.9'; it has net\.0"):
         picture(in_layers(4), layer="net.9")
+
+
+def test_layers_that_differ_by_a_number_are_one_box_where_there_are_many() -> None:
+    few, many = picture(in_layers(3)), picture(in_layers(40))
+    assert {"forward net.0", "forward net.1"} <= {box.name for box in few.boxes}
+    assert len(many.boxes) <= MOST_BOXES
+    (folded,) = (box for box in many.boxes if box.name == "forward net.0-39")
+    assert folded.layers == tuple(f"net.{number}" for number in range(40))
+    assert len(picture(in_layers(40), most_boxes=1000).boxes) > MOST_BOXES
+    assert series(["a.0", "a.10", "b.3", "head"]) == {"a.0": "a.0-10", "a.10": "a.0-10"}
 
 
 def test_text_and_dot_name_every_box() -> None:
