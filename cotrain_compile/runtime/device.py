@@ -283,10 +283,13 @@ class Device(ABC, Runtime):
     def _submit(
         self, lane: LaneName, launch: Launch, work: Callable[[], object], course: Course
     ) -> None:
+        after = self._comes_after(launch, course)
+        self._tasks[launch.task] = self._lanes[lane].submit(launch.task, work, after, course)
+
+    def _comes_after(self, launch: Launch, course: Course) -> list[Task]:
+        """What must have ended before it begins, without the task that it follows by pieces."""
         previous = [self._previous[t] for t in launch.after_previous if t in self._previous]
-        after = [self._tasks[task] for task in launch.after if task != course.follows]
-        lane_task = self._lanes[lane].submit(launch.task, work, [*previous, *after], course)
-        self._tasks[launch.task] = lane_task
+        return [*previous, *(self._tasks[task] for task in launch.after if task != course.follows)]
 
 
 @contextmanager

@@ -17,12 +17,13 @@ import torch
 from cotrain_compile.machine import Machine, Tier
 from cotrain_compile.plan import Lane as LaneName
 from cotrain_compile.plan import Span
-from cotrain_compile.runtime.course import Course, Piecewise
+from cotrain_compile.runtime.course import WHOLE, Course, Piecewise
 from cotrain_compile.runtime.device import Device
 from cotrain_compile.runtime.host.kernels import HostKernel
 from cotrain_compile.runtime.meter import Meter
-from cotrain_compile.runtime.network import ThrottledNetwork, sleep_until
+from cotrain_compile.runtime.network import ThrottledNetwork
 from cotrain_compile.runtime.ops import Launch
+from cotrain_compile.runtime.throttled_link import ThrottledLink
 
 
 class EmulatedDevice(Device):
@@ -44,6 +45,7 @@ class EmulatedDevice(Device):
         super().__init__(Meter(budgets), kernels, piecewise or {}, workers, host_cores)
         self._poison = _poison if poison else _leave
         self._machine = machine if throttle else None
+        self._links = {lane: ThrottledLink() for lane in (LaneName.D2H, LaneName.H2D)}
         self.network = ThrottledNetwork(network_s) if throttle and network_s else None
         self._host_bytes_per_s = machine.host.bytes_per_s
 
@@ -83,11 +85,13 @@ class EmulatedDevice(Device):
         self, lane: LaneName, destination: torch.Tensor, source: torch.Tensor, launch: Launch
     ) -> None:
         course = self._course(launch)
+        issued_s, after = time.perf_counter(), self._comes_after(launch, course)
 
         def copy() -> None:
             self._poison(destination)
+            ready_s = max([issued_s, *(task.end_s for task in after)])
             for to, piece in course.slices(destination, source):
-                self._copy(lane, to, piece)
+                self._copy(lane, to, piece, ready_s if course is WHOLE else time.perf_counter())
 
         self._submit(lane, launch, copy, course)
 
@@ -100,17 +104,16 @@ class EmulatedDevice(Device):
     ) -> None:
         self._submit(LaneName.HOST, launch, work, course)
 
-    def _copy(self, lane: LaneName, destination: torch.Tensor, source: torch.Tensor) -> None:
+    def _copy(
+        self, lane: LaneName, destination: torch.Tensor, source: torch.Tensor, ready_s: float
+    ) -> None:
         machine = self._machine
         if machine is None:
             destination.copy_(source)
             return
-        copy_s = machine.copy_s(source.nbytes, *machine.links[lane].ends)
-        end_s = time.perf_counter() + copy_s
-        # The bytes land as late as they may, so that until then a missing wait shows.
-        sleep_until(end_s - 2 * source.nbytes / self._host_bytes_per_s)
-        destination.copy_(source)
-        sleep_until(end_s)
+        link_s = machine.copy_s(source.nbytes, *machine.links[lane].ends)
+        copying_s = 2 * source.nbytes / self._host_bytes_per_s
+        self._links[lane].carry(lambda: destination.copy_(source), ready_s, link_s, copying_s)
 
 
 def _poison(destination: torch.Tensor) -> None:

@@ -134,10 +134,10 @@ def test_what_was_begun_when_a_piece_fails_is_named(direction: str) -> None:
     fail = failing_call(lambda *_: None, 1)
     copy = device._copy
 
-    def copy_or_fail(on: str, to: Tensor, source: Tensor) -> None:
+    def copy_or_fail(on: str, to: Tensor, source: Tensor, ready_s: float) -> None:
         if on == lane and 128 < source.nbytes <= 256:  # no whole tensor of this step
             fail()
-        copy(on, to, source)
+        copy(on, to, source, ready_s)
 
     with (
         mock.patch.object(device, "_copy", copy_or_fail),
