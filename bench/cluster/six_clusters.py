@@ -94,7 +94,7 @@ def _example(name: str) -> Any:
 
 def step_of(model: Model, folder: Path | None) -> Dataflow:
     """The traced step of a few layers, on a card, with a symbolic batch; kept in `folder`."""
-    kept = folder / f"{model.shape.lower()}_{LAYERS}.json" if folder else None
+    kept = folder / f"{model.shape.lower()}_{LAYERS}_layers.json" if folder else None
     if kept is not None and kept.exists():
         return load(kept, Dataflow)
     module = _example(model.file)

@@ -1,63 +1,48 @@
 """Data parallelism: every device has all layers and works on its share of the samples.
 
 In: a `LayerProfile`, a `Cluster`, the samples of a step. Out: a `DataParallelPlan`: how many of the
-devices share the samples, in which micro-batches, whether layers run again for the backward, the
-simulated step, seconds that no timing of these works can beat, and the peak of a device.
+devices share the samples, in which micro-batches, whether layers run again for the backward, what
+rests on the host, the simulated step, seconds that no timing of these works can beat, and the peak
+of a device.
 
 `replicate` sums gradients over all devices once they are there, and every device updates all.
 `shard` leaves each device a part of parameters, gradients and states: parameters are gathered
 before use, once or again for the backward, and gradients are scattered after each backward. Of N
 devices each sends in a ring 2 (N-1) / N of the bytes that are summed, and (N-1) / N of what is
 gathered or scattered. Consecutive layers are exchanged together, `BUCKET_BYTES` or more at once.
-Exchanges wait for the slowest kind of device; updates go by the rate of their memory.
+Exchanges wait for the slowest kind of device; updates go by the rate of their memory. Where a
+choice does not fit, as little as makes it fit rests on the rank's share of its host (`away`).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
+from dataclasses import dataclass, replace
+from functools import cached_property
 from math import ceil
 
-from cotrain_compile.cluster.data_parallel_peaks import (
-    Unit,
-    knows_peaks,
-    peak_bytes,
-    running_again,
-    units_of,
-)
-from cotrain_compile.cluster.data_parallel_works import (
-    Ring,
-    Sent,
-    Step,
-    replicated_works,
-    sharded_works,
-)
+from cotrain_compile.cluster.away import NOTHING, Away, Room
+from cotrain_compile.cluster.data_parallel_works import Gathering, Ring, Sent, Step, Way, works_of
 from cotrain_compile.cluster.description import Cluster
+from cotrain_compile.cluster.host_share import host_shares
 from cotrain_compile.cluster.profiles import LayerProfile
+from cotrain_compile.cluster.rank_memory import RankMemory, WorkingMemory
 from cotrain_compile.cluster.subsets import first_devices
+from cotrain_compile.cluster.units import knows_peaks, units_of, ways_of
 from cotrain_compile.errors import OptionError
 from cotrain_compile.placement.simulate.engine import LaneSpec, lower_bound, simulate
 from cotrain_compile.plan import Timeline
-
-
-class Gathering(StrEnum):
-    """What becomes of parameters: REPLICATE keeps them whole; ONCE and AGAIN are of `shard`."""
-
-    REPLICATE = "replicate"
-    ONCE = "gathered once"
-    AGAIN = "gathered again"
-
 
 SHARD = (Gathering.ONCE, Gathering.AGAIN)
 
 
 @dataclass(frozen=True)
 class DataParallelPlan:
-    """What a step takes, simulated; `sent_bytes` are what each device sends to the next.
+    """What a step takes, simulated; `moved_bytes` are each device's, by what they go over.
 
     `peak_bytes` is that of each device, None where the profile knows no peaks; `missing_bytes` what
-    the smallest device has too little.
+    the smallest device has too little with what is `away`. `on_host` says what that is.
     """
 
     gathering: Gathering
@@ -65,31 +50,49 @@ class DataParallelPlan:
     micro_batch: int
     micro_batches: int
     recompute: bool
+    away: Away
+    on_host: str
     step_s: float
     bound_s: float
     peak_bytes: int | None
     missing_bytes: int
-    sent_bytes: int
+    moved_bytes: Mapping[Way, int]
     timeline: Timeline
+
+    @property
+    def sent_bytes(self) -> int:
+        """What each device sends to the next."""
+        return self.moved_bytes.get(Way.RING, 0)
 
 
 @dataclass(frozen=True)
-class _Draft:
-    """A choice with what it takes, before it is simulated; `busy_s` is of its computing alone."""
+class _Choice:
+    """How the samples are shared; `working` is None where nobody knows peaks."""
 
-    gathering: Gathering
+    step: Step
     cluster: Cluster
-    micro_batch: int
-    micro_batches: int
     recompute: bool
-    units: tuple[Unit, ...]
-    peak_bytes: int | None
     busy_s: float
-    slowness: Mapping[str, float]
+    working: WorkingMemory | None
 
-    @property
-    def missing_bytes(self) -> int:
-        return max(0, (self.peak_bytes or 0) - min(self.cluster.capacities_bytes))
+    @cached_property
+    def room(self) -> Room | None:
+        """What it takes, and what devices and hosts have."""
+        if self.working is None:
+            return None
+        streamed = self.step.gathering is Gathering.AGAIN
+        memory = RankMemory(self.working, self.step.parts, streamed, self.step.micro_batches)
+        return Room(
+            len(self.step.units),
+            self.step.gathering is not Gathering.ONCE,
+            memory.peak_bytes,
+            memory.host_bytes,
+            min(self.cluster.capacities_bytes),
+            min(host.capacity_bytes for host in self.step.hosts.values()),
+        )
+
+    def placements(self) -> list[Away]:
+        return self.room.placements() if self.room else [NOTHING]
 
 
 # What an exchange of gradients takes in place of a ring's all-reduce, by the cluster it is in.
@@ -107,108 +110,141 @@ def plan_data_parallel(
 ) -> DataParallelPlan:
     """The fastest of all that fit: so many of the first devices as share the samples evenly (any
     number, or one of `counts`), sizes of micro-batches that divide a share, with and without layers
-    that run again. Where none fits, the one that is nearest to it.
+    that run again, with as little on the host as fits. Where none fits, the nearest to it.
 
     Raises:
         OptionError: there are no samples, or none of `counts` shares them evenly.
     """
     counts = counts or range(1, len(cluster.devices) + 1)
-    drafts = list(_drafts(profile, cluster, samples, gatherings, counts))
-    if not drafts:
+    choices = list(_choices(profile, cluster, samples, gatherings, counts, all_reduce))
+    if not choices:
         raise OptionError(
             f"{samples} samples are not shared evenly by {', '.join(map(str, counts))} devices; "
             "take another number of samples"
         )
-    least = min(draft.missing_bytes for draft in drafts)
+    choices.sort(key=lambda choice: (choice.busy_s, choice.step.micro_batches))
     best: DataParallelPlan | None = None
-    for draft in sorted(drafts, key=lambda draft: (draft.busy_s, draft.micro_batches)):
-        if draft.missing_bytes > least:
-            continue
-        if best and draft.busy_s >= best.step_s:
+    for choice in choices:
+        if best and choice.busy_s >= best.step_s:
             break
-        plan = _simulated(draft, all_reduce)
-        if best is None or plan.step_s < best.step_s:
-            best = plan
-    assert best is not None  # the draft with the least missing is simulated
-    return best
+        for away in choice.placements():
+            best = _faster(choice, away, best)
+    return best or _nearest(choices)
 
 
-def _drafts(
+def _nearest(choices: Sequence[_Choice]) -> DataParallelPlan:
+    """The plan that has least missing, where none fits."""
+    rooms = [(choice, choice.room, choice.room.nearest()) for choice in choices if choice.room]
+    choice, _, away = min(rooms, key=lambda one: one[1].missing_bytes(one[2]))
+    plan = _faster(choice, away, None)
+    assert plan is not None  # it is compared with none
+    return plan
+
+
+def _choices(
     profile: LayerProfile,
     cluster: Cluster,
     samples: int,
     gatherings: tuple[Gathering, ...],
     counts: Sequence[int],
-) -> Iterator[_Draft]:
+    all_reduce: AllReduce | None,
+) -> Iterator[_Choice]:
     if samples < 1:
         raise OptionError(f"a step has at least one sample, not {samples}")
+    ways = [_Way(way, recompute) for way, recompute in ways_of(profile)]
     for count in counts:
         if samples % count == 0:
             part, share = first_devices(cluster, count), samples // count
-            for each in _sizes(profile, share):
+            ring = Ring(part.ring, count) if part.ring else None
+            step = Step(
+                (),
+                share,
+                1,
+                memory_rates(part),
+                ring,
+                slowness=profile.slowness,
+                hosts=host_shares(part),
+                all_reduce_s=all_reduce(part) if all_reduce and ring else None,
+            )
+            times = profile.times_slower(part.kinds)
+            for each in _sizes(ways, share):
                 for gathering in gatherings:
-                    yield from _at(profile, part, gathering, each, share // each)
+                    for way in ways:
+                        sized = replace(
+                            step,
+                            units=way.units,
+                            micro_batch=each,
+                            micro_batches=share // each,
+                            gathering=gathering,
+                        )
+                        busy_s = times * sized.micro_batches * way.compute_s(each)
+                        yield _Choice(sized, part, way.recompute, busy_s, way.working(each))
 
 
-def _sizes(profile: LayerProfile, share: int) -> list[int]:
+class _Way:
+    """The layers as they are, or run again; what they take is worked out once for each size."""
+
+    def __init__(self, profile: LayerProfile, recompute: bool) -> None:
+        self.profile, self.recompute = profile, recompute
+        self.units = units_of(profile)
+        self.knows_peaks = knows_peaks(profile)
+        self._working: dict[int, WorkingMemory] = {}
+
+    def compute_s(self, samples: int) -> float:
+        return sum(layer.compute_s(samples) for layer in self.profile.layers)
+
+    def working(self, samples: int) -> WorkingMemory | None:
+        """None where nobody knows peaks."""
+        if not self.knows_peaks:
+            return None
+        new = WorkingMemory(self.profile, self.units, samples)
+        return self._working.setdefault(samples, new)
+
+
+def _sizes(ways: Sequence[_Way], share: int) -> list[int]:
     """Micro-batches are for memory: where no peaks are known there is one."""
-    if not any(knows_peaks(way) for way, _ in ways_of(profile)):
+    if not any(way.knows_peaks for way in ways):
         return [share]
     return [each for each in range(1, share + 1) if share % each == 0]
 
 
-def ways_of(profile: LayerProfile) -> list[tuple[LayerProfile, bool]]:
-    """As it is, and with every layer run again; those of which peaks are known, if there are any.
-
-    What layers that run again keep is their input, which every profile knows.
-    """
-    ways = [(profile, False), (running_again(profile), True)]
-    return [way for way in ways if knows_peaks(way[0])] or ways[:1]
-
-
-def _at(
-    profile: LayerProfile, part: Cluster, gathering: Gathering, each: int, micro_batches: int
-) -> Iterator[_Draft]:
-    parts = len(part.devices) if gathering in SHARD else 1
-    for way, recompute in ways_of(profile):
-        units = units_of(way)
-        peak = None
-        if knows_peaks(way):
-            again = gathering is Gathering.AGAIN
-            peak = peak_bytes(way, units, each, parts, again=again)
-        busy_s = micro_batches * sum(layer.compute_s(each) for layer in way.layers)
-        busy_s *= profile.times_slower(part.kinds)
-        slowness = profile.slowness
-        yield _Draft(gathering, part, each, micro_batches, recompute, units, peak, busy_s, slowness)
+def _faster(choice: _Choice, away: Away, best: DataParallelPlan | None) -> DataParallelPlan | None:
+    """The plan of a choice with so much away, where it is faster than the best one."""
+    step = replace(choice.step, away=away)
+    sent = list(works_of(step))
+    lanes: Counter[str] = Counter()
+    for each in sent:
+        lanes[each.work.lane] += each.work.seconds
+    if best and max(lanes.values()) >= best.step_s:
+        return best
+    plan = _simulated(choice, step, sent, [LaneSpec(lane) for lane in lanes])
+    return plan if best is None or plan.step_s < best.step_s else best
 
 
-def _simulated(draft: _Draft, all_reduce: AllReduce | None) -> DataParallelPlan:
-    works = list(_works(draft, all_reduce))
-    lanes = [LaneSpec(lane) for lane in dict.fromkeys(each.work.lane for each in works)]
-    timeline = simulate([each.work for each in works], lanes)
+def _simulated(
+    choice: _Choice, step: Step, sent: Sequence[Sent], lanes: Sequence[LaneSpec]
+) -> DataParallelPlan:
+    works = [each.work for each in sent]
+    timeline = simulate(works, lanes)
+    moved: Counter[Way] = Counter()
+    for each in sent:
+        moved[each.way] += each.nbytes
+    room = choice.room
     return DataParallelPlan(
-        draft.gathering,
-        len(draft.cluster.devices),
-        draft.micro_batch,
-        draft.micro_batches,
-        draft.recompute,
+        step.gathering,
+        len(choice.cluster.devices),
+        step.micro_batch,
+        step.micro_batches,
+        choice.recompute,
+        step.away,
+        step.away.in_words(len(step.units)),
         max(span.end_s for span in timeline.spans),
-        lower_bound([each.work for each in works], lanes),
-        draft.peak_bytes,
-        draft.missing_bytes,
-        ceil(sum(each.nbytes for each in works)),
+        lower_bound(works, lanes),
+        room.peak_bytes(step.away) if room else None,
+        room.missing_bytes(step.away) if room else 0,
+        {way: ceil(nbytes) for way, nbytes in moved.items() if nbytes},
         timeline,
     )
-
-
-def _works(draft: _Draft, all_reduce: AllReduce | None) -> Iterator[Sent]:
-    part = draft.cluster
-    ring = Ring(part.ring, len(part.devices)) if part.ring else None
-    rates = memory_rates(part)
-    step = Step(draft.units, draft.micro_batch, draft.micro_batches, rates, ring, draft.slowness)
-    if ring and draft.gathering in SHARD:
-        return sharded_works(step, again=draft.gathering is Gathering.AGAIN)
-    return replicated_works(step, all_reduce(part) if all_reduce and ring else None)
 
 
 def memory_rates(cluster: Cluster) -> dict[str, float]:

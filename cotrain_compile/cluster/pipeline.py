@@ -2,24 +2,33 @@
 
 In: a `LayerProfile` that is a chain, the devices in the order of the pipeline, the samples of a
 step. Out: a `PipelinePlan`: where the model is cut, the size of a micro-batch, whether layers run
-again for the backward, the simulated step, seconds that no timing of these works can beat, and the
-peak of each device. A device of another kind takes as many times as long as the profile says.
+again for the backward, what of each stage rests on its host, the simulated step, seconds that no
+timing of these works can beat, and the peak of each device. A device of another kind takes as many
+times as long as the profile says.
 
-A stage runs its micro-batches in the order of GPipe (all forwards, then all backwards) or of 1F1B
-(as many forwards as stages follow, then a backward and a forward in turn). What goes from stage to
-stage is sent while they compute. Parameters, gradients and optimizer states stay on the device.
+Something rests on hosts where without that a size of micro-batches does not fit (`stage_away`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
-from math import ceil
+from math import ceil, inf
 
 from cotrain_compile.cluster.pipeline_devices import PipelineDevices
+from cotrain_compile.cluster.pipeline_works import Draft, HostWork, Swapped, works_of
 from cotrain_compile.cluster.profiles import Layer, LayerProfile
+from cotrain_compile.cluster.stage_away import (
+    BOTH,
+    KEPT,
+    NOTHING,
+    STATES,
+    Placed,
+    StageAway,
+    placed,
+    relieved,
+)
 from cotrain_compile.cluster.stages import (
     LayerPeaks,
     PipelineOrder,
@@ -28,18 +37,21 @@ from cotrain_compile.cluster.stages import (
     cut_by_time,
     cut_stages,
 )
-from cotrain_compile.errors import OptionError
+from cotrain_compile.errors import OptionError, PlacementError
 from cotrain_compile.machine import Network
-from cotrain_compile.placement.simulate.engine import LaneSpec, Work, lower_bound, simulate
+from cotrain_compile.placement.simulate.engine import LaneSpec, lower_bound, simulate
+from cotrain_compile.placement.simulate.last_end import last_end_s
 from cotrain_compile.plan import Timeline
-
-# A bound is a sum in another order than the simulator's.
-_ROUNDING = 1 - 1e-9
+from cotrain_compile.units import format_bytes
 
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """A cut and what its step takes, simulated; `hop_bytes` cross each hop, both ways together."""
+    """A cut and what its step takes, simulated; `hop_bytes` cross each hop, both ways together.
+
+    `away` says what of each stage rests on its host, `host_bytes` what all of them send there in a
+    step, and what comes back.
+    """
 
     order: PipelineOrder
     stages: Stages
@@ -50,6 +62,8 @@ class PipelinePlan:
     bound_s: float
     peak_bytes: tuple[int, ...]
     hop_bytes: tuple[int, ...]
+    away: tuple[StageAway, ...]
+    host_bytes: tuple[int, int]
     timeline: Timeline
 
     @property
@@ -130,19 +144,34 @@ def fastest_pipeline(
         raise OptionError(f"a step has at least one sample, not {samples}")
     drafts = drafts_of(profile, rows, order, samples, again_only=again_only)
     if not drafts:
-        problem = StageProblem(
-            layer_peaks(profile, 1, recompute=True), rows[0].capacity_bytes, order, samples
-        )
-        problem.require_fit(cut_stages(problem))
-    best: PipelinePlan | None = None
+        raise _nothing_fits(profile, rows[0], order, samples)
+    best, best_s = drafts[0], inf
     for draft in sorted(drafts, key=lambda draft: draft.bound_s):
-        if best and draft.bound_s >= best.step_s:
+        if draft.bound_s >= best_s:
             break
-        plan = simulated(profile, draft)
-        if best is None or plan.step_s < best.step_s:
-            best = plan
-    assert best is not None  # the refusal above is of the draft with the smallest peaks
-    return best
+        step_s = last_end_s(works_of(draft))
+        if step_s < best_s:
+            best, best_s = draft, step_s
+    return simulated(profile, best)
+
+
+def _nothing_fits(
+    profile: LayerProfile, devices: PipelineDevices, order: PipelineOrder, samples: int
+) -> PlacementError:
+    """What is missing where peaks are smallest: all away that may be, layers that run again."""
+    peaks = layer_peaks(profile, 1, recompute=True)
+    problem = StageProblem(peaks, devices.capacity_bytes, order, samples)
+    all_away = relieved(problem, profile, BOTH) if devices.hosts else problem
+    try:
+        stages = all_away.require_fit(cut_stages(all_away))
+    except PlacementError as error:
+        return error
+    missing = placed(problem, profile, devices, stages, BOTH).missing_bytes
+    return PlacementError(
+        f"a host needs {format_bytes(missing)} more for the optimizer states and kept values that "
+        "its devices have no room for; take hosts with more memory, or more devices",
+        shortfall_bytes=missing,
+    )
 
 
 def drafts_of(
@@ -164,45 +193,6 @@ def drafts_of(
         for recompute in ways
         for draft in _drafts(profile, devices, order, each, samples // each, recompute)
     ]
-
-
-@dataclass(frozen=True)
-class Draft:
-    """A cut that fits; seconds of its stages, and over hops, are for one micro-batch."""
-
-    order: PipelineOrder
-    stages: Stages
-    each: int
-    micro_batches: int
-    recompute: bool
-    forward_s: tuple[float, ...]
-    backward_s: tuple[float, ...]
-    update_s: tuple[float, ...]
-    hop_s: tuple[float, ...]
-
-    @cached_property
-    def bound_s(self) -> float:
-        """What this order takes at least: the longest of two chains through each stage.
-
-        Before its first forward a micro-batch passes the stages before it, and they run its
-        backward after its last one; each stage updates at its end. Between, a stage computes all
-        micro-batches; or it waits for one to come back, as often as it may begin another only then.
-        """
-        both_s = [sum(both) for both in zip(self.forward_s, self.backward_s, strict=True)]
-        around_s = [2 * hop_s for hop_s in self.hop_s]
-        passed_s, longest_s = 0.0, 0.0
-        back_s = sum(both_s) + sum(around_s)
-        for stage, each_s in enumerate(both_s):
-            ahead = self.order.in_flight(self.micro_batches, len(both_s), stage)
-            rounds, more = divmod(self.micro_batches - 1, ahead)
-            waiting_s = (rounds + 1) * back_s + more * self.backward_s[stage]
-            ends_s = max(self.update_s[stage], self.update_s[0] if stage else 0.0)
-            stays_s = max(self.micro_batches * each_s, waiting_s)
-            longest_s = max(longest_s, passed_s + stays_s + ends_s)
-            if stage < len(around_s):
-                passed_s += each_s + around_s[stage]
-                back_s -= each_s + around_s[stage]
-        return longest_s * _ROUNDING
 
 
 def _drafts(
@@ -227,10 +217,7 @@ def _drafts(
     ]
     both_s = [f + b for f, b in zip(forward_s, backward_s, strict=True)]
     slowness = devices.slowness(profile)
-    balanced = cut_by_time(problem, both_s, slowness)
-    if balanced is None:
-        return
-    for stages in dict.fromkeys((balanced, cut_stages(problem))):
+    for stages, away, _ in _cuts(problem, profile, devices, both_s, slowness):
         yield Draft(
             order,
             stages,
@@ -239,9 +226,33 @@ def _drafts(
             recompute,
             _by_stage(forward_s, stages, slowness),
             _by_stage(backward_s, stages, slowness),
-            tuple(_updates_s(profile, devices, stages)),
+            tuple(_updates_s(profile, devices, stages, away)),
             tuple(map(_sent_s, _crossing(profile, stages, each), devices.hops)),
+            away,
+            tuple(_swapped(problem, profile, devices, stages, away)),
         )
+
+
+def _cuts(
+    problem: StageProblem,
+    profile: LayerProfile,
+    devices: PipelineDevices,
+    both_s: Sequence[float],
+    slowness: Sequence[float],
+) -> Iterator[Placed]:
+    """Cuts that fit, with what is away: nothing, or one thing, or both where that does not do."""
+    found: dict[Placed, None] = {}
+    for may_be in ((NOTHING,), (KEPT, STATES), (BOTH,)) if devices.hosts else ((NOTHING,),):
+        for may in may_be:
+            all_away = relieved(problem, profile, may)
+            balanced = cut_by_time(all_away, both_s, slowness)
+            if balanced is not None:
+                for stages in dict.fromkeys((balanced, cut_stages(all_away))):
+                    cut = placed(problem, profile, devices, stages, may)
+                    found |= {} if cut.missing_bytes else {cut: None}
+        if found:
+            break
+    yield from found
 
 
 def _by_stage(
@@ -253,7 +264,7 @@ def _by_stage(
 
 def simulated(profile: LayerProfile, draft: Draft) -> PipelinePlan:
     """The step of a draft."""
-    works = list(_works(draft))
+    works = list(works_of(draft))
     lanes = [LaneSpec(lane) for lane in dict.fromkeys(work.lane for work in works)]
     timeline = simulate(works, lanes)
     crossing = _crossing(profile, draft.stages, draft.each)
@@ -267,6 +278,8 @@ def simulated(profile: LayerProfile, draft: Draft) -> PipelinePlan:
         lower_bound(works, lanes),
         draft.stages.peak_bytes,
         tuple(round(2 * draft.micro_batches * nbytes) for nbytes in crossing),
+        draft.away,
+        draft.host_bytes,
         timeline,
     )
 
@@ -280,33 +293,44 @@ def _crossing(profile: LayerProfile, stages: Stages, samples: int) -> tuple[floa
     )
 
 
-def _works(draft: Draft) -> Iterator[Work]:
-    """Forwards, backwards, what goes over each hop, and at the end the update of each stage."""
-    last = len(draft.forward_s) - 1
-    for device in range(last + 1):
-        for kind, i in _turns(draft.order, draft.micro_batches, last + 1 - device):
-            name = f"{kind} {i} of stage {device}"
-            if kind == "forward":
-                after = [f"activations {i} over hop {device - 1}"] if device else []
-                yield Work(name, f"device{device}", draft.forward_s[device], tuple(after))
-                ahead, hop = device < last, device
-            else:
-                after = [f"forward {i} of stage {device}"]
-                after += [f"gradients {i} over hop {device}"] if device < last else []
-                yield Work(name, f"device{device}", draft.backward_s[device], tuple(after))
-                ahead, hop = device > 0, device - 1
-            if ahead:
-                what = "activations" if kind == "forward" else "gradients"
-                lane = f"{what} over hop {hop}"
-                yield Work(f"{what} {i} over hop {hop}", lane, draft.hop_s[hop], (name,))
-    for device, seconds in enumerate(draft.update_s):
-        yield Work(f"update of stage {device}", f"device{device}", seconds)
+def _updates_s(
+    profile: LayerProfile,
+    devices: PipelineDevices,
+    stages: Stages,
+    away: Sequence[StageAway],
+) -> Iterator[float]:
+    """On each device, of the layers whose states rest there."""
+    cuts = zip(pairwise(stages.bounds), away, devices.memory_bytes_per_s, strict=True)
+    for (first, end), own, rate in cuts:
+        yield sum(map(_touched_bytes, profile.layers[first + own.states : end])) / rate
 
 
-def _updates_s(profile: LayerProfile, devices: PipelineDevices, stages: Stages) -> Iterator[float]:
-    cuts = pairwise(stages.bounds)
-    for (first, end), rate in zip(cuts, devices.memory_bytes_per_s, strict=True):
-        yield sum(_touched_bytes(layer) for layer in profile.layers[first:end]) / rate
+def _swapped(
+    problem: StageProblem,
+    profile: LayerProfile,
+    devices: PipelineDevices,
+    stages: Stages,
+    away: Sequence[StageAway],
+) -> Iterator[Swapped]:
+    for device, ((first, end), own) in enumerate(zip(pairwise(stages.bounds), away, strict=True)):
+        if own == NOTHING:
+            yield Swapped()
+            continue
+        host = devices.hosts[device]
+        kept = sum(problem.layers.kept_bytes[first:end]) if own.kept else 0
+        updates = [
+            HostWork(
+                layer.name,
+                host.down_s(layer.grad_bytes),
+                host.update_s(_touched_bytes(layer)),
+                host.up_s(layer.param_bytes),
+                layer.grad_bytes,
+                layer.param_bytes,
+            )
+            for layer in profile.layers[first : first + own.states]
+            if layer.grad_bytes
+        ]
+        yield Swapped(kept, host.down_s(kept), host.up_s(kept), tuple(updates))
 
 
 def _sent_s(nbytes: float, hop: Network) -> float:
@@ -316,13 +340,3 @@ def _sent_s(nbytes: float, hop: Network) -> float:
 def _touched_bytes(layer: Layer) -> int:
     """What an update reads and writes: parameters and states both, gradients are only read."""
     return 2 * (layer.param_bytes + layer.state_bytes) + layer.grad_bytes
-
-
-def _turns(order: PipelineOrder, micro_batches: int, stages: int) -> Iterator[tuple[str, int]]:
-    """In which order a stage with so many stages from it on runs its micro-batches."""
-    ahead = order.in_flight(micro_batches, stages, 0)
-    yield from (("forward", i) for i in range(ahead))
-    for i in range(micro_batches):
-        yield "backward", i
-        if ahead + i < micro_batches:
-            yield "forward", ahead + i

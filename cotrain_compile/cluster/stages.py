@@ -97,12 +97,16 @@ class Stages:
 
 @dataclass(frozen=True)
 class StageProblem:
-    """A chain of layers, devices in the order of the pipeline, and the micro-batches in flight."""
+    """A chain of layers, devices in the order of the pipeline, and the micro-batches in flight.
+
+    At most `held` of these have what they keep on the device, where that is given.
+    """
 
     layers: LayerPeaks
     capacity_bytes: tuple[int, ...]
     order: PipelineOrder = PipelineOrder.GPIPE
     micro_batches: int = 1
+    held: int = 0
 
     def __post_init__(self) -> None:
         if not self.capacity_bytes or min(self.capacity_bytes) <= 0 or self.micro_batches < 1:
@@ -116,10 +120,15 @@ class StageProblem:
         if first == last:
             return 0
         layers = self.layers
-        flight = self.order.in_flight(self.micro_batches, len(self.capacity_bytes), device)
+        flight = self.on_device(device)
         alone = layers.isolated_bytes[first] + sum(layers.added_bytes[first + 1 : last])
         working = max(layers.working_bytes[first:last])
         return alone + (flight - 1) * sum(layers.kept_bytes[first:last]) + working
+
+    def on_device(self, device: int) -> int:
+        """Micro-batches whose activations a device holds at once, at most."""
+        flight = self.order.in_flight(self.micro_batches, len(self.capacity_bytes), device)
+        return min(flight, self.held or flight)
 
     def stages(self, bounds: Sequence[int]) -> Stages:
         """The peaks of a cut."""
@@ -200,7 +209,7 @@ class _Scaled:
 def _scaled(problem: StageProblem, device: int) -> _Scaled:
     layers = problem.layers
     unit = math.lcm(*problem.capacity_bytes) // problem.capacity_bytes[device]
-    more = problem.order.in_flight(problem.micro_batches, len(problem.capacity_bytes), device) - 1
+    more = problem.on_device(device) - 1
     kept = [more * nbytes for nbytes in layers.kept_bytes]
     alone = [(peak + k) * unit for peak, k in zip(layers.isolated_bytes, kept, strict=True)]
     added = [(grow + k) * unit for grow, k in zip(layers.added_bytes, kept, strict=True)]

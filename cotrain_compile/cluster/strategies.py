@@ -33,7 +33,10 @@ AS_FAST = (
     "Devices of all kinds are taken to compute as fast as the one that the profile is of; a traced "
     "step knows better."
 )
-HOSTS = "Only Harmony's plans use the host's memory; the others are without what a host could hold."
+HOSTS = (
+    "A rank has an equal share of its host: of memory, of the way to it, and of its updates, which "
+    "are slowed down as if copies went on beside them. Widths use no host."
+)
 AGAIN = (
     "What layers keep was not measured, so that they run again for the backward where peaks count."
 )

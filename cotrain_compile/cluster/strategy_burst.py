@@ -11,11 +11,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from cotrain_compile.cluster.data_parallel import memory_rates, ways_of
-from cotrain_compile.cluster.data_parallel_peaks import knows_peaks, peak_bytes, units_of
+from cotrain_compile.cluster.away import NOTHING
+from cotrain_compile.cluster.data_parallel import memory_rates
 from cotrain_compile.cluster.description import Cluster
 from cotrain_compile.cluster.profiles import Layer, LayerProfile, Read, constant
+from cotrain_compile.cluster.rank_memory import RankMemory, WorkingMemory
 from cotrain_compile.cluster.subsets import first_devices
+from cotrain_compile.cluster.units import knows_peaks, units_of, ways_of
 from cotrain_compile.cluster.width_problem import WidthProblem
 from cotrain_compile.cluster.width_timeline import width_timeline
 from cotrain_compile.cluster.widths import WidthPlan, plan_widths
@@ -82,7 +84,8 @@ def _planned(profile: LayerProfile, part: Cluster, samples: int, *, recompute: b
     sync_s = sum(problem.sync_s(layer, plan.widths[layer.name]) for layer in mine)
     peak = None
     if knows_peaks(profile):
-        peak = peak_bytes(_at_widths(profile, plan, samples), units, 1, 1, again=False)
+        working = WorkingMemory(_at_widths(profile, plan, samples), units, 1)
+        peak = RankMemory(working, 1, streamed=False).peak_bytes(NOTHING)
     used = max(plan.widths.values()) if not plan.beside else count
     return BurstPlan(
         plan.widths,

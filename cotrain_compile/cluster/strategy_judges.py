@@ -8,7 +8,7 @@ devices idle: it is asked for the first 1, 2, ... of them, and the fastest answe
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import compress, pairwise
 
@@ -17,12 +17,14 @@ from cotrain_compile.cluster.data_parallel import (
     DataParallelPlan,
     plan_data_parallel,
 )
+from cotrain_compile.cluster.data_parallel_works import Way
 from cotrain_compile.cluster.description import Cluster, MachineGroup
 from cotrain_compile.cluster.harmony import HarmonyPlan
 from cotrain_compile.cluster.harmony_lanes import Stream
 from cotrain_compile.cluster.helper_verdict import judge_helpers
 from cotrain_compile.cluster.pipeline import fastest_pipeline
 from cotrain_compile.cluster.pipeline_devices import devices_of
+from cotrain_compile.cluster.stage_away import StageAway
 from cotrain_compile.cluster.stage_plan import StagePlan
 from cotrain_compile.cluster.stages import PipelineOrder
 from cotrain_compile.cluster.stages_in_turn import TurnsPlan
@@ -92,10 +94,13 @@ def _data_parallel(question: Question, name: str, plan: DataParallelPlan, run: s
     traffic = {
         "between devices of a machine": (plan.devices - across) * plan.sent_bytes,
         "between machines": across * plan.sent_bytes,
+        "host to devices": plan.devices * plan.moved_bytes.get(Way.UP, 0),
+        "devices to host": plan.devices * plan.moved_bytes.get(Way.DOWN, 0),
     }
     setting = _micro_batches(plan.micro_batches, plan.micro_batch, plan.recompute)
     if plan.gathering in SHARD and plan.devices > 1:
         setting += f", parameters {plan.gathering}"
+    setting = "; ".join(filter(None, (setting, plan.on_host)))
     moved = {link: nbytes for link, nbytes in traffic.items() if nbytes}
     return _all_alike(question, name, plan, moved, _busiest(plan.timeline), setting, run)
 
@@ -137,7 +142,10 @@ def pipeline(question: Question, name: str) -> Strategy:
     plan = fastest_pipeline(profile, rows, order, samples, again_only=True)
     used = [first < last for first, last in pairwise(plan.stages.bounds)]
     hops = {f"hop {i} to {i + 1}": nbytes for i, nbytes in enumerate(plan.hop_bytes) if nbytes}
+    down, up = plan.host_bytes
+    hops |= {"devices to host": down, "host to devices": up} if down else {}
     setting = _micro_batches(plan.micro_batches, plan.micro_batch, plan.recompute)
+    setting = "; ".join(filter(None, (setting, _on_hosts(plan.away))))
     splits = plan.stages.split_points
     if splits:
         setting += f"; stages begin at {', '.join(splits)}"
@@ -319,7 +327,16 @@ def _micro_batches(count: int, each: int, recompute: bool) -> str:
     return batches + (", layers run again" if recompute else "")
 
 
+def _on_hosts(away: Sequence[StageAway]) -> str:
+    """What of a pipeline rests on hosts."""
+    states, kept = sum(each.states for each in away), sum(each.kept for each in away)
+    said = [f"states of {states} layers"] if states else []
+    said += [f"kept values of {kept} stages"] if kept else []
+    return f"on the host {' and '.join(said)}" if said else ""
+
+
 def _missing(nbytes: int) -> str:
+    """What is too little where hosts hold what they can."""
     return f"needs {format_bytes(nbytes)} more on the smallest device" if nbytes else ""
 
 

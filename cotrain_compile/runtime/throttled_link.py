@@ -31,4 +31,3 @@ class ThrottledLink:
         sleep_until(self._free_s - copying_s)
         copy()
         sleep_until(self._free_s)
-

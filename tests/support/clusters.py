@@ -18,6 +18,8 @@ from cotrain_compile.cluster.profiles import (
 from cotrain_compile.machine import HostUpdate, Link, Network, TierSpec, two_tier
 
 HOST = TierSpec(10**15, 1e18, {"float32": 1e15})
+UPDATE = HostUpdate(1e18)
+SMALL_HOST = replace(HOST, capacity_bytes=8)  # nothing can rest there
 
 
 def a_device(capacity_bytes: int = 10**15, link_bytes_per_s: float = 1e18) -> Devices:
@@ -28,26 +30,37 @@ def a_device(capacity_bytes: int = 10**15, link_bytes_per_s: float = 1e18) -> De
     return Devices(two_tier("small", device, HOST, h2d=link, d2h=link, host_update=update), 1)
 
 
-def a_box(count: int, bytes_per_s: float, capacity_bytes: int = 10**15) -> Cluster:
+def a_box(
+    count: int,
+    bytes_per_s: float,
+    capacity_bytes: int = 10**15,
+    *,
+    host: TierSpec = HOST,
+    update: HostUpdate = UPDATE,
+) -> Cluster:
     """Devices of one machine, joined by a ring and to the host at that rate."""
     one = a_device(capacity_bytes, bytes_per_s)
     peers = Network(bytes_per_s) if count > 1 else None
-    group = MachineGroup("box", 1, HOST, HostUpdate(1e18), (one,) * count, peers=peers)
+    group = MachineGroup("box", 1, host, update, (one,) * count, peers=peers)
     return Cluster("box", (group,))
 
 
-def a_mixed_box(count: int, bytes_per_s: float, capacity_bytes: int) -> Cluster:
+def a_mixed_box(
+    count: int, bytes_per_s: float, capacity_bytes: int, *, host: TierSpec = HOST
+) -> Cluster:
     """A box in which every second device has twice the memory, from the second on."""
-    (group,) = a_box(count, bytes_per_s).groups
+    (group,) = a_box(count, bytes_per_s, host=host).groups
     devices = [a_device(capacity_bytes * (1 + i % 2), bytes_per_s) for i in range(count)]
     return Cluster("mixed box", (replace(group, devices=tuple(devices)),))
 
 
-def some_machines(count: int, bytes_per_s: float, capacity_bytes: int = 10**15) -> Cluster:
+def some_machines(
+    count: int, bytes_per_s: float, capacity_bytes: int = 10**15, *, host: TierSpec = HOST
+) -> Cluster:
     """Machines of one device, and one without any."""
     nic = Network(bytes_per_s)
     one = a_device(capacity_bytes, bytes_per_s)
-    groups = [MachineGroup("cards", count, HOST, HostUpdate(1e18), (one,), nic=nic)]
+    groups = [MachineGroup("cards", count, host, HostUpdate(1e18), (one,), nic=nic)]
     groups += [MachineGroup("cpu", 1, HOST, HostUpdate(1e18), nic=nic)]
     return Cluster("machines", tuple(groups))
 

@@ -7,12 +7,13 @@ from dataclasses import replace
 import pytest
 
 from cotrain_compile.cluster.cluster_presets import find_cluster
-from cotrain_compile.cluster.data_parallel import SHARD, Gathering, plan_data_parallel
-from cotrain_compile.cluster.data_parallel_peaks import BUCKET_BYTES
+from cotrain_compile.cluster.data_parallel import SHARD, plan_data_parallel
+from cotrain_compile.cluster.data_parallel_works import Gathering
 from cotrain_compile.cluster.profiles import per_sample
 from cotrain_compile.cluster.subsets import first_devices
+from cotrain_compile.cluster.units import BUCKET_BYTES
 from cotrain_compile.errors import OptionError
-from tests.support.clusters import a_box, a_model
+from tests.support.clusters import SMALL_HOST, a_box, a_model
 
 # Two layers that are exchanged one by one. A gather of one takes 1.5 s between two devices.
 MODEL = a_model((BUCKET_BYTES, BUCKET_BYTES), per_sample(30))
@@ -53,7 +54,8 @@ def test_one_device_is_taken_where_the_network_takes_more_than_it_saves() -> Non
 
 def test_micro_batches_and_layers_that_run_again_are_for_memory() -> None:
     def settings(room: int) -> tuple[int, bool]:
-        plan = plan_data_parallel(MODEL, a_box(1, 1e18, REST + room), 4)
+        box = a_box(1, 1e18, REST + room, host=SMALL_HOST)
+        plan = plan_data_parallel(MODEL, box, 4)
         assert plan.missing_bytes == max(0, 100 - room)
         return plan.micro_batch, plan.recompute
 
@@ -65,7 +67,7 @@ def test_micro_batches_and_layers_that_run_again_are_for_memory() -> None:
 
 
 def test_where_nothing_fits_the_answer_says_how_much_is_missing() -> None:
-    plan = plan_data_parallel(MODEL, a_box(2, RATE, REST), 2)
+    plan = plan_data_parallel(MODEL, a_box(2, RATE, REST, host=SMALL_HOST), 2)
     assert plan.peak_bytes is not None
     assert plan.missing_bytes == plan.peak_bytes - REST > 0
 

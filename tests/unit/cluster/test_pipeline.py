@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import pytest
 
 from cotrain_compile.cluster.cluster_presets import find_cluster
+from cotrain_compile.cluster.host_share import HostShare
 from cotrain_compile.cluster.pipeline import (
+    PipelinePlan,
     drafts_of,
     fastest_pipeline,
     layer_peaks,
@@ -26,9 +28,10 @@ from cotrain_compile.cluster.profiles import (
     constant,
     per_sample,
 )
+from cotrain_compile.cluster.stage_away import StageAway
 from cotrain_compile.cluster.stages import PipelineOrder
 from cotrain_compile.errors import OptionError, PlacementError
-from cotrain_compile.machine import Network
+from cotrain_compile.machine import Link, Network
 
 BERT_LARGE = Path(__file__).parents[2] / "data" / "harmony_bert_large.json"
 
@@ -55,9 +58,37 @@ MODEL = LayerProfile(
 )
 
 
-def a_row(count: int, capacity_bytes: int, hop_s: float = 0.0) -> PipelineDevices:
+def a_row(
+    count: int, capacity_bytes: int, hop_s: float = 0.0, host: HostShare | None = None
+) -> PipelineDevices:
+    """Devices of one machine, with that share of their host."""
     hop = Network(1e15, hop_s)
-    return PipelineDevices((capacity_bytes,) * count, (1e15,) * count, (hop,) * (count - 1))
+    return PipelineDevices(
+        (capacity_bytes,) * count,
+        (1e15,) * count,
+        (hop,) * (count - 1),
+        hosts=(host,) * count if host else (),
+        machines=((0, 0),) * count if host else (),
+    )
+
+
+def a_host(capacity_bytes: int, bytes_per_s: float) -> HostShare:
+    link = Link(bytes_per_s)
+    return HostShare(capacity_bytes, link, link, bytes_per_s, bytes_per_s)
+
+
+def most_kept(plan: PipelinePlan, stage: int) -> int:
+    """Of how many micro-batches a stage has on its device what it keeps, by the timeline."""
+    spans = {span.name: span for span in plan.timeline.spans}
+    changes: list[tuple[float, int]] = []
+    for i in range(plan.micro_batches):
+        begun_s = spans[f"forward {i} of stage {stage}"].start_s
+        done_s = spans[f"backward {i} of stage {stage}"].end_s
+        if plan.away[stage].kept:
+            changes += [(begun_s, 1), (spans[f"kept {i} of stage {stage}"].end_s, -1)]
+            begun_s = spans[f"kept {i} back to stage {stage}"].start_s
+        changes += [(begun_s, 1), (done_s, -1)]
+    return max(accumulate(change for _, change in sorted(changes)))
 
 
 @pytest.mark.parametrize("order", PipelineOrder)
@@ -111,6 +142,47 @@ def test_the_search_misses_nothing_by_its_bounds_and_knows_slower_devices() -> N
         assert first < max(others)
         alike = plan_pipeline(replace(model, slowness={}), rows[0], order, 8)
         assert alike.step_s < best.step_s < 3 * alike.step_s
+
+
+@pytest.mark.parametrize("seconds", [0.01, 0.5, 3.0])
+@pytest.mark.parametrize("order", PipelineOrder)
+def test_what_does_not_fit_rests_on_the_host_and_no_timing_passes_the_peak(
+    order: PipelineOrder, seconds: float
+) -> None:
+    # Two layers rest with 80, keep 60 for each in flight, and take 30 at work.
+    host = a_host(10_000, 60 / seconds)
+    # 1F1B has three in flight at most, so that states alone are away.
+    cases = [(200, True)]
+    if order is PipelineOrder.GPIPE:
+        cases = [(80 + 3 * 60 + 30, False), (40 + 3 * 60 + 30, True)]
+    for capacity, states in cases:
+        row = a_row(3, capacity, host=host)
+        plans = [
+            simulated(MODEL, draft)
+            for draft in drafts_of(MODEL, [row], order, 8)
+            if not draft.recompute and draft.each == 1
+        ]
+        assert plans
+        for plan in plans:
+            assert plan.bound_s <= plan.step_s
+            for stage, (away, peak) in enumerate(zip(plan.away, plan.peak_bytes, strict=True)):
+                assert peak <= row.capacity_bytes[stage]
+                layers = plan.stages.bounds[stage + 1] - plan.stages.bounds[stage]
+                rests = 40 * layers - 20 * away.states
+                assert rests + most_kept(plan, stage) * 30 * layers + 30 <= peak
+        assert any(each.states for plan in plans for each in plan.away) >= states
+
+
+def test_states_on_the_host_are_updated_behind_the_last_backward_by_hand() -> None:
+    # Six layers rest with 240, keep 180 and take 30; without one layer's states it fits.
+    row = a_row(1, 240 - 20 + 180 + 30, host=a_host(1000, 100.0))
+    plan = plan_pipeline(MODEL, row, PipelineOrder.GPIPE, 1)
+    assert plan.away == (StageAway(states=1),)
+    # Forward 6, backward 12; gradients of 10 down, 2 * 30 + 10 touched, parameters of 10 up.
+    assert plan.step_s == pytest.approx(18 + 0.1 + 0.7 + 0.1)
+    assert plan.host_bytes == (10, 10)
+    with pytest.raises(PlacementError, match="take hosts with more memory"):
+        plan_pipeline(MODEL, a_row(3, 150, host=a_host(9, 1.0)), PipelineOrder.GPIPE, 1)
 
 
 def test_bert_large_on_small_cards_is_within_its_bound_and_its_peaks() -> None:

@@ -12,14 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cotrain_compile.cluster.cluster_presets import find_cluster
-from cotrain_compile.cluster.data_parallel_peaks import BUCKET_BYTES
 from cotrain_compile.cluster.description import Cluster
 from cotrain_compile.cluster.profile_files import read_profile
 from cotrain_compile.cluster.profiles import BATCH, LayerProfile, Read, per_sample
 from cotrain_compile.cluster.strategies import STRATEGIES, answer
 from cotrain_compile.cluster.strategy import Answer
+from cotrain_compile.cluster.units import BUCKET_BYTES
 from cotrain_compile.errors import OptionError
-from tests.support.clusters import a_box, a_mixed_box, a_model, some_machines
+from cotrain_compile.machine import TierSpec
+from tests.support.clusters import SMALL_HOST, a_box, a_mixed_box, a_model, some_machines
 
 DATA = Path(__file__).parents[2] / "data"
 SMALL = BUCKET_BYTES // 2
@@ -61,18 +62,21 @@ def told_truly(found: Answer, cluster: Cluster) -> None:
     count=st.integers(1, 3),
     rate=st.floats(SMALL / 4, SMALL * 100),
     room=st.sampled_from((3, 20, 1000)),
+    host=st.sampled_from((8, 40 * SMALL, 10**15)),
     samples=st.sampled_from((4, 6)),
 )
 def test_more_devices_or_bandwidth_never_make_the_best_slower(
     model: LayerProfile,
-    made: Callable[[int, float, int], Cluster],
+    made: Callable[..., Cluster],
     count: int,
     rate: float,
     room: int,
+    host: int,
     samples: int,
 ) -> None:
-    clusters = [made(count, rate, room * SMALL), made(count + 1, rate, room * SMALL)]
-    clusters.append(made(count, 2 * rate, room * SMALL))
+    tier = TierSpec(host, 1e18, {"float32": 1e15})
+    sizes = ((count, rate), (count + 1, rate), (count, 2 * rate))
+    clusters = [made(n, per_s, room * SMALL, host=tier) for n, per_s in sizes]
     answers = [answer(model, cluster, samples) for cluster in clusters]
     for found, cluster in zip(answers, clusters, strict=True):
         told_truly(found, cluster)
@@ -147,7 +151,7 @@ def test_branches_leave_only_what_needs_no_chain() -> None:
 
 def test_a_strategy_that_does_not_fit_is_behind_those_that_do() -> None:
     model = a_model([2 * SMALL] * 4, per_sample(30))
-    found = answer(model, a_box(4, SMALL * 1000, 24 * SMALL), 8)
+    found = answer(model, a_box(4, SMALL * 1000, 24 * SMALL, host=SMALL_HOST), 8)
     by_name = {one.name: one for one in found.strategies}
     # 32 half buckets rest on every device of replicas, a quarter of that where they are sharded.
     assert by_name["replicate"].fits is False
