@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, replace
 from pathlib import Path
 from textwrap import fill
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.table import Table
@@ -60,20 +59,11 @@ def cluster(
     if page is not None:
         write_cluster_page(page, found, profile)
     if as_json:
-        print(json.dumps(_figures(found), indent=1))
+        print(json.dumps(found.figures(), indent=1))
         return
     print_answer(found)
     for path in filter(None, (output, page)):
         console.print(f"saved {path}")
-
-
-def _figures(found: Answer) -> dict[str, Any]:
-    """All but the timelines, which are in the saved answer."""
-    without = [replace(one, timeline=None) for one in found.strategies]
-    figures = asdict(replace(found, strategies=tuple(without)))
-    for one in figures["strategies"]:
-        del one["timeline"]
-    return figures
 
 
 def print_answer(found: Answer) -> None:

@@ -16,7 +16,7 @@ choice does not fit, as little as makes it fit rests on the rank's share of its 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -197,7 +197,7 @@ class _Way:
         """None where nobody knows peaks."""
         if not self.knows_peaks:
             return None
-        new = WorkingMemory(self.profile, self.units, samples)
+        new = WorkingMemory(self.profile, samples)
         return self._working.setdefault(samples, new)
 
 
@@ -212,7 +212,7 @@ def _faster(choice: _Choice, away: Away, best: DataParallelPlan | None) -> DataP
     """The plan of a choice with so much away, where it is faster than the best one."""
     step = replace(choice.step, away=away)
     sent = list(works_of(step))
-    lanes: Counter[str] = Counter()
+    lanes: defaultdict[str, float] = defaultdict(float)
     for each in sent:
         lanes[each.work.lane] += each.work.seconds
     if best and max(lanes.values()) >= best.step_s:
@@ -226,7 +226,7 @@ def _simulated(
 ) -> DataParallelPlan:
     works = [each.work for each in sent]
     timeline = simulate(works, lanes)
-    moved: Counter[Way] = Counter()
+    moved: defaultdict[Way, float] = defaultdict(float)
     for each in sent:
         moved[each.way] += each.nbytes
     room = choice.room

@@ -219,9 +219,8 @@ class _Works:
             ready = self.gone_home[number] = step.on_all(home)
         if sent and i:
             add = f"adding after {name}"
-            yield from self._on_host(
-                add, lambda host: host.add_s(unit.grad_bytes / step.parts), ready
-            )
+            part = unit.grad_bytes / step.parts
+            yield from self._on_host(add, part, HostShare.add_s, ready)
             self.gone_home[number] = step.on_all(add)
         if step.sharded or sent:
             self.left.append(ready)
@@ -249,7 +248,7 @@ class _Works:
                 continue
             name = f"update of {unit.name}"
             touches = unit.touched_bytes / parts
-            yield from self._on_host(name, lambda host, n=touches: host.update_s(n), after)
+            yield from self._on_host(name, touches, HostShare.update_s, after)
             if number >= step.away.params:
                 back = f"weights after {name}"
                 part = unit.param_bytes / parts
@@ -268,10 +267,16 @@ class _Works:
             told = 0.0
 
     def _on_host(
-        self, name: str, seconds: Callable[[HostShare], float], after: Sequence[str]
+        self,
+        name: str,
+        nbytes: float,
+        seconds: Callable[[HostShare, float], float],
+        after: Sequence[str],
     ) -> Iterator[Sent]:
-        hosts = self.step.hosts
-        for work in self.step.each(name, "host", lambda kind: seconds(hosts[kind]), after):
+        def own_s(kind: str) -> float:
+            return seconds(self.step.hosts[kind], nbytes)
+
+        for work in self.step.each(name, "host", own_s, after):
             yield Sent(work)
 
 

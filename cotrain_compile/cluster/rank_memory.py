@@ -1,6 +1,6 @@
 """Rank memory: what a rank that has all layers, or a part of each, holds on its device and host.
 
-In: a profile with its units, the samples of a micro-batch, in how many parts layers are split, and
+In: a profile, the samples of a micro-batch, in how many parts layers are split, and
 what is away. Out: bytes that are never passed, however long works take. No torch.
 
     rests      of N parts: what is not away of parameters, gradients and states, / N; all buffers
@@ -23,7 +23,7 @@ from math import ceil
 
 from cotrain_compile.cluster.away import Away
 from cotrain_compile.cluster.profiles import BATCH, LayerProfile
-from cotrain_compile.cluster.units import Unit
+from cotrain_compile.cluster.units import Unit, units_of
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,11 @@ class WorkingMemory:
     """What layers keep and take at work on a micro-batch of `samples`, parameters apart."""
 
     profile: LayerProfile
-    units: tuple[Unit, ...]
     samples: int
+
+    @cached_property
+    def units(self) -> tuple[Unit, ...]:
+        return units_of(self.profile)
 
     def most_bytes(self, away: int) -> float:
         """At the fullest layer, where what the first `away` units keep is away.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 from cotrain_compile.cluster.description import Cluster
 from cotrain_compile.cluster.profiles import LayerProfile
@@ -91,3 +92,11 @@ class Answer:
         """The fastest of those that fit or may fit; None where there is none."""
         first = self.strategies[0]
         return None if first.step_s is None or first.fits is False else first
+
+    def figures(self) -> dict[str, Any]:
+        """All that is said, as JSON has it; timelines are only in saved answers and on pages."""
+        without = tuple(replace(one, timeline=None) for one in self.strategies)
+        figures = asdict(replace(self, strategies=without))
+        for one in figures["strategies"]:
+            del one["timeline"]
+        return figures

@@ -84,7 +84,7 @@ def _planned(profile: LayerProfile, part: Cluster, samples: int, *, recompute: b
     sync_s = sum(problem.sync_s(layer, plan.widths[layer.name]) for layer in mine)
     peak = None
     if knows_peaks(profile):
-        working = WorkingMemory(_at_widths(profile, plan, samples), units, 1)
+        working = WorkingMemory(_at_widths(profile, plan, samples), 1)
         peak = RankMemory(working, 1, streamed=False).peak_bytes(NOTHING)
     used = max(plan.widths.values()) if not plan.beside else count
     return BurstPlan(

@@ -36,6 +36,7 @@ from cotrain_compile.plan import Timeline
 from cotrain_compile.units import format_bytes
 
 NO_PEAKS = "the profile knows no peaks, so nobody knows whether it fits"
+TO_HOSTS = ("host to devices", "devices to host")
 COMPILED = 'its step compiled with backend="cotrain"'
 
 
@@ -73,7 +74,7 @@ def byteps(question: Question, name: str) -> Strategy:
     part = first_devices(cluster, plan.devices)
     verdict = judge_helpers(profile, part, samples // plan.devices)
     sharing = verdict.sharing
-    traffic = {
+    cards = {
         "network cards of machines with devices": sharing.machines * sharing.machine_traffic_bytes,
         "network cards of CPU machines": sharing.helpers * sharing.helper_traffic_bytes,
     }
@@ -83,8 +84,11 @@ def byteps(question: Question, name: str) -> Strategy:
         run = f"{started}: gradients by cotrain_compile.cpu_helpers(model, {sharing.helpers})"
     found = _data_parallel(question, name, plan, run)
     setting = f"{found.setting}; {sharing.helpers} CPU machines; {verdict.host}"
-    rounded = {link: round(nbytes) for link, nbytes in traffic.items()}
-    return replace(found, setting=setting, traffic=rounded)
+    # As often as gradients are exchanged: once a step, or of those away for each micro-batch.
+    times = plan.sent_bytes / (2 * (plan.devices - 1) / plan.devices * profile.grad_bytes)
+    traffic = {link: round(times * nbytes) for link, nbytes in cards.items()}
+    traffic |= {link: found.traffic[link] for link in TO_HOSTS if link in found.traffic}
+    return replace(found, setting=setting, traffic=traffic)
 
 
 def _data_parallel(question: Question, name: str, plan: DataParallelPlan, run: str) -> Strategy:

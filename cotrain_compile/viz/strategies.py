@@ -79,7 +79,8 @@ def _kind(bar: Bar) -> str:
     stream = bar.lane.partition("/")[2]
     task, _, own = bar.name.rpartition(": ")
     if stream.startswith("swap"):
-        return "weight" if own == "weights" else "gradient" if own == "gradients" else "activation"
+        moved = own.partition(" ")[0]
+        return {"weights": "weight", "gradients": "gradient"}.get(moved, "activation")
     if stream == "host":
         return "update on the host" if "update" in own else "copy"
     if stream.startswith("peer") or not bar.lane.startswith(("device", "compute")):

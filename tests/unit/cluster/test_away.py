@@ -103,7 +103,7 @@ def steps(draw: st.DrawFn) -> tuple[Step, WorkingMemory]:
         hosts={"small": host},
         away=replace(away, kept=draw(st.integers(0, count - 1))),
     )
-    return step, WorkingMemory(profile, step.units, step.micro_batch)
+    return step, WorkingMemory(profile, step.micro_batch)
 
 
 def simulated(works: list[Work]) -> Timeline:
