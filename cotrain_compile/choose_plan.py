@@ -6,9 +6,8 @@ A saved plan is refused where it was made for another step, or for more than the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 
 from cotrain_compile.dataflow import Dataflow, differ_in_updates_alone
 from cotrain_compile.errors import PlanError
@@ -42,7 +41,10 @@ def plan_for(
     if options.plan is not None:
         return saved_plan(options.plan, problem, options, compiled)
     settings = solve_settings(options, compiled)
-    find = partial(solve, problem, settings, progress=progress)
+
+    def find(before: Sequence[Plan] = ()) -> Plan:
+        return solve(problem, settings, progress=progress, incumbents=before)
+
     plan = cached(problem, settings, find) if options.plan_cache else find()
     if options.rests_on == "host":
         return rest_on_host(problem, plan, compiled=bool(settings.compiled))

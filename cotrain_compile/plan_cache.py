@@ -3,16 +3,16 @@
 A plan is kept under a digest of all that it was found from: the dataflow, the machine and the costs
 on it, what was asked of the search, the versions of what searches. Budgets are beside it, since
 they follow what is free where the user gives none: a plan is used in any budgets that hold its
-peaks and are hardly larger than those that it was made for. The plans used last stay, up to
-`MOST_BYTES`.
+peaks and are hardly larger than those that it was made for. In larger ones it is what a search has
+to beat. The plans used last stay, up to `MOST_BYTES`.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -33,20 +33,27 @@ MOST_BYTES = 256 << 20
 HARDLY_MORE = 1.02
 
 
-def cached(problem: Problem, settings: SolveSettings, find: Callable[[], Plan]) -> Plan:
+def cached(
+    problem: Problem, settings: SolveSettings, find: Callable[[Sequence[Plan]], Plan]
+) -> Plan:
     """The plan that was found before for `problem`, checked, else what `find` gives, kept.
 
-    A file that cannot be read, or holds no sound plan for this step, counts as absent; where none
-    can be written nothing is kept.
+    `find` is given the plans that were found for less memory, so that more memory never gives a
+    slower plan; nor is one used that is slower than these. A file that cannot be read, or holds no
+    sound plan for this step, counts as absent; where none can be written nothing is kept.
     """
     folder = folder_of("plans")
     if folder is None:
-        return find()
+        return find(())
     digest = digest_of(problem, settings)
-    for path in _fitting(folder, digest, problem):
-        if (plan := _read(path, problem)) is not None:
-            return plan
-    plan = find()
+    kept = [entry for entry in _kept(folder, digest) if entry.fits(problem)]
+    before: list[Plan] = []
+    for entry in sorted(kept, key=lambda entry: entry.order):
+        if (plan := _checked(problem, entry)) is not None:
+            if not before and entry.is_hardly_less_than(problem):
+                return plan
+            before.append(plan)
+    plan = find(before)
     if plan.tasks or plan.placement.recomputed:  # else there was nothing to search
         with suppress(OSError):
             _keep(plan, folder, digest)
@@ -75,28 +82,44 @@ def _searcher() -> str:
     return " ".join((package_digest(), *(version(name) for name in ("highspy", "pulp"))))
 
 
-def _fitting(folder: Path, digest: str, problem: Problem) -> Iterator[Path]:
-    """Plans made for budgets that are hardly less than those at hand, the largest first."""
-    found = []
+@dataclass(frozen=True)
+class _Entry:
+    """A plan on disk."""
+
+    path: Path
+    plan: Plan
+
+    @property
+    def order(self) -> tuple[float, int]:
+        """The fastest first, and of those as fast the one with most memory."""
+        return self.plan.predicted.makespan_s, -self.plan.budgets[Tier.DEVICE]
+
+    def fits(self, problem: Problem) -> bool:
+        """Whether the budgets of `problem` hold its peaks."""
+        peaks = self.plan.predicted.peak_bytes
+        return all(peaks[tier] <= problem.budgets[tier] for tier in Tier)
+
+    def is_hardly_less_than(self, problem: Problem) -> bool:
+        """Whether it was made for about the budgets of `problem`."""
+        made_for = self.plan.budgets
+        return all(problem.budgets[tier] <= HARDLY_MORE * made_for[tier] for tier in Tier)
+
+
+def _kept(folder: Path, digest: str) -> Iterator[_Entry]:
+    """The plans that were found before, for any budgets."""
     for path in folder.glob(f"{digest}-*.json"):
-        with suppress(ValueError):
-            device, host = map(int, path.stem.split("-")[1:])
-            made_for = {Tier.DEVICE: device, Tier.HOST: host}
-            if all(problem.budgets[tier] <= HARDLY_MORE * made_for[tier] for tier in Tier):
-                found.append((device, host, path))
-    return (path for *_, path in sorted(found, reverse=True))
+        with suppress(FormatError, OSError):
+            yield _Entry(path, load_plan(path))
 
 
-def _read(path: Path, problem: Problem) -> Plan | None:
-    """The plan at `path` where it fits and is sound."""
+def _checked(problem: Problem, entry: _Entry) -> Plan | None:
+    """The plan of `entry` in the budgets of `problem`, None where it is not sound."""
+    kept = entry.plan
+    plan = replace(kept, budgets=problem.budgets, notes=(*kept.notes, _told(kept, problem)))
     try:
-        kept = load_plan(path)
-        if any(kept.predicted.peak_bytes[tier] > problem.budgets[tier] for tier in Tier):
-            return None
-        plan = replace(kept, budgets=problem.budgets, notes=(*kept.notes, _told(kept, problem)))
         check(problem, plan)
-        path.touch()  # the plans used last stay
-    except (FormatError, PlacementError, PlanError, OSError):
+        entry.path.touch()  # the plans used last stay
+    except (PlacementError, PlanError, OSError):
         return None
     return plan
 

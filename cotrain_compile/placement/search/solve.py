@@ -73,7 +73,8 @@ def solve(
 ) -> Plan:
     """The plan of `settings.policy` for `problem`.
 
-    `incumbents` are plans of the same step for smaller budgets: `auto` returns nothing slower.
+    `incumbents` are plans of the same step for smaller budgets, by the same policy: where anything
+    has to move, what is returned is no slower than these.
     A `space` of the same step on the same machine is used again. `progress` is told what is being
     done. Raises `PlacementError` when nothing fits, with the least device budget that would do.
     """
@@ -119,6 +120,7 @@ class _Search(Attempts):
                 self._climb(incumbents)
             else:
                 self._single(policy)
+                self._reuse(incumbents)
             return self._best()
 
     def _certify(self) -> float:
@@ -149,8 +151,7 @@ class _Search(Attempts):
         if not (hopeless or self.is_late):
             self.try_greedy(self.step)
         self._solve_programs()
-        for plan in incumbents:
-            self._reuse(plan)
+        self._reuse(incumbents)
         self._improve_fastest()
 
     def _follow_rules(self, variant: Variant) -> None:
@@ -348,15 +349,17 @@ class _Search(Attempts):
                 return
             self.attempt(self.step, f"fraction:{share}", "fraction:auto")
 
-    def _reuse(self, plan: Plan) -> None:
-        """Keep a plan for no more memory that does nothing that is not allowed here."""
-        settings, placement = self.settings, plan.placement
-        fits = all(plan.budgets[tier] <= self.problem.budgets[tier] for tier in Tier)
-        overlaps = placement.overlap_steps and not settings.overlap_steps
-        recomputes = bool(placement.recomputed) and not settings.recompute
-        guesses = bool(plan.speculations) and not settings.speculate
-        if fits and not (overlaps or recomputes or guesses):
-            self.found.keep_plan(plan)
+    def _reuse(self, plans: Sequence[Plan]) -> None:
+        """Keep those of `plans` for no more memory that do nothing that is not allowed here."""
+        settings = self.settings
+        for plan in plans:
+            placement = plan.placement
+            fits = all(plan.budgets[tier] <= self.problem.budgets[tier] for tier in Tier)
+            overlaps = placement.overlap_steps and not settings.overlap_steps
+            recomputes = bool(placement.recomputed) and not settings.recompute
+            guesses = bool(plan.speculations) and not settings.speculate
+            if fits and not (overlaps or recomputes or guesses):
+                self.found.keep_plan(plan)
 
     def _best(self) -> Plan:
         """The fastest plan, with a report of how it was found; the refusal where there is none."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,10 @@ import pytest
 from cotrain_compile import plan_cache
 from cotrain_compile.dataflow import Job
 from cotrain_compile.machine import Tier
+from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.problem import Problem, formulate
+from cotrain_compile.placement.schedule.schedule import schedule
+from cotrain_compile.placement.search.least import least_of
 from cotrain_compile.placement.search.solve import SolveSettings, solve
 from cotrain_compile.plan import Plan
 from cotrain_compile.plan_cache import cached, digest_of
@@ -36,11 +39,11 @@ def problem() -> Problem:
     return step.with_budget(Tier.DEVICE, 48 << 20)
 
 
-def solved(problem: Problem) -> Callable[[], Plan]:
-    return lambda: solve(problem, SETTINGS)
+def solved(problem: Problem) -> Callable[[Sequence[Plan]], Plan]:
+    return lambda before: solve(problem, SETTINGS)
 
 
-def never() -> Plan:
+def never(before: Sequence[Plan]) -> Plan:
     raise AssertionError("a plan was looked for")
 
 
@@ -106,7 +109,7 @@ def test_what_is_no_sound_plan_is_found_anew(problem: Problem, folder: Path, dam
     (path,) = folder.iterdir()
     whole = path.read_text()
     path.write_text(whole[:-9] if damage == "cut" else whole.replace("f_in1", "f_in9"))
-    assert cached(problem, SETTINGS, lambda: plan) is plan
+    assert cached(problem, SETTINGS, lambda before: plan) is plan
     assert path.read_text() == whole
 
 
@@ -126,6 +129,29 @@ def test_the_plans_used_last_stay(
         cached(problem, second, never)
 
 
+@pytest.mark.parametrize("first", ["less", "more"])
+def test_more_memory_never_has_a_slower_plan(problem: Problem, folder: Path, first: str) -> None:
+    """Whichever budget is asked for first: what was found for less is what a search has to beat."""
+    larger = problem.with_budget(Tier.DEVICE, 56 << 20)
+    slow = schedule(larger, least_of(larger).placement)
+    fast = solve(problem, SETTINGS)
+    assert slow.predicted.makespan_s > fast.predicted.makespan_s
+    searched: list[int] = []
+
+    def fastest(before: Sequence[Plan]) -> Plan:
+        searched.append(len(before))
+        plan = min((slow, *before), key=lambda plan: plan.predicted.makespan_s)
+        check(larger, plan)
+        return plan
+
+    if first == "more":
+        assert cached(larger, SETTINGS, fastest) is slow
+    cached(problem, SETTINGS, lambda before: fast)
+    for _ in range(2):
+        assert cached(larger, SETTINGS, fastest).predicted.makespan_s == fast.predicted.makespan_s
+    assert searched == ([0, 2] if first == "more" else [1])
+
+
 @pytest.mark.parametrize("where", ["", "a file"])
 def test_where_nothing_can_be_kept_plans_are_found(
     problem: Problem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
@@ -133,5 +159,5 @@ def test_where_nothing_can_be_kept_plans_are_found(
     (tmp_path / "a file").write_text("")
     monkeypatch.setenv("COTRAIN_CACHE_DIR", where and str(tmp_path / where))
     plan = solve(problem, SETTINGS)
-    assert cached(problem, SETTINGS, lambda: plan) is plan
+    assert cached(problem, SETTINGS, lambda before: plan) is plan
     assert os.listdir(tmp_path) == ["a file"]
