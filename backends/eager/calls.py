@@ -7,7 +7,7 @@ every step is looked up here, once.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, assert_never
 
@@ -17,6 +17,7 @@ from torch import fx
 from cotrain_compile.collectives import awaited_by, is_collective
 from cotrain_compile.dataflow import PERSISTENT_ROLES, Role
 from cotrain_compile.graph import StepGraph, returns_argument_memory, writes
+from cotrain_compile.runtime.bound_ops import Bound, Values, bound
 from cotrain_compile.runtime.carry_out import Carry, carrying_out
 from cotrain_compile.runtime.metered import last_uses
 from cotrain_compile.runtime.task_nodes import (
@@ -47,11 +48,37 @@ class Write:
         return self.role is not Role.BUFFER
 
 
+# An argument of a row, from the values of nodes and the results of the rows before.
+Column = Callable[[Values, Sequence[Any]], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Ops that are alike, one of each of several updates: one call for all of their tensors.
+
+    `compute` has their results from the `columns` of their arguments. Where it `copies` these are
+    what it writes over; `writes`, `updates` and `overwrites_input` are as of `Call`. `kept` are the
+    nodes, with their places, whose results are needed behind the rows; of the rows in `done_with`
+    nobody needs the results after this one.
+    """
+
+    nodes: Sequence[fx.Node]
+    compute: Callable[..., Sequence[Any]]
+    columns: Sequence[Column]
+    copies: bool
+    overwrites_input: bool
+    writes: Sequence[Write]
+    updates: bool
+    kept: Sequence[tuple[int, fx.Node]]
+    done_with: Sequence[int]
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
     """A node and what running it takes.
 
-    `carry` is what starts or waits for a task, None for an op. `writes` has the user's tensors that
+    `compute` is what an op does; `carry` is what starts or waits for a task, None for an op. An op
+    that `is_plain` is run, counted and nothing else. `writes` has the user's tensors that
     it writes, `updates` says whether one of them is a parameter, state or kept gradient,
     `overwrites_input` whether all it does is to write one of the inputs. Of the memory of its
     result, `is_new` says whether it is new, `may_be_spare` whether it may be larger than the
@@ -60,10 +87,11 @@ class Call:
     `last_readers` has the node that takes out each of several results last, `takes` the node whose
     result at an index nobody takes out after this one; `done_with` are the values that nobody needs
     after it. `exchanges` says whether it begins an exchange between ranks, `awaits` which one it
-    waits for.
+    waits for. With `rows` it runs several updates in lock step, up to its node.
     """
 
     node: fx.Node
+    compute: Bound
     carry: Carry | None
     writes: Sequence[Write]
     updates: bool
@@ -77,6 +105,13 @@ class Call:
     done_with: Sequence[fx.Node]
     exchanges: bool
     awaits: fx.Node | None
+    is_plain: bool
+    rows: Sequence[Row] = ()
+
+    @property
+    def nodes(self) -> Sequence[fx.Node]:
+        """All that it runs."""
+        return [node for row in self.rows for node in row.nodes] or [self.node]
 
 
 def _traced_bytes(node: fx.Node) -> int:
@@ -97,9 +132,13 @@ def calls_of(placed: StepGraph, more_writes: Mapping[fx.Node, Sequence[Write]]) 
             continue
         view, is_segment = view_of(node), node.op == "call_module"
         shows_argument = node.target is operator.getitem or returns_argument_memory(node)
+        last_readers = {} if is_segment else readers.get(node, {})
+        takes, exchanges, awaits = _takes(node, readers), is_collective(node), awaited_by(node)
+        does_more = view or is_segment or node in written or takes or last_readers
         calls.append(
             Call(
                 node=node,
+                compute=_no_op if view or is_segment else bound(node),
                 carry=carrying_out(node, view, alongside=alongside) if view else None,
                 writes=written.get(node, ()),
                 updates=any(write.is_update for write in written.get(node, ())),
@@ -109,15 +148,21 @@ def calls_of(placed: StepGraph, more_writes: Mapping[fx.Node, Sequence[Write]]) 
                 may_be_spare=not shows_argument and isinstance(node.target, torch._ops.OpOverload),
                 traced_bytes=_traced_bytes(node),
                 items=[(user, user.args[1]) for user in node.users] if is_segment else (),
-                last_readers={} if is_segment else readers.get(node, {}),
-                takes=_takes(node, readers),
+                last_readers=last_readers,
+                takes=takes,
                 done_with=[n for n in done_with.get(node, ()) if not (is_segment and n is node)],
-                exchanges=is_collective(node),
-                awaits=awaited_by(node),
+                exchanges=exchanges,
+                awaits=awaits,
+                is_plain=not (does_more or exchanges or awaits),
             )
         )
         alongside = _leaves_idle(view, alongside)
     return calls
+
+
+def _no_op(values: Values) -> None:
+    """Of a task or a segment: what carries it out is known elsewhere."""
+    raise AssertionError("it is no op")
 
 
 def _is_item_of_a_segment(node: fx.Node) -> bool:

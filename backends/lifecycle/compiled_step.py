@@ -17,6 +17,7 @@ from cotrain_compile.analysis.throughput import Throughput, throughput
 from cotrain_compile.backends.eager.exchanges import RANKS_DIFFER
 from cotrain_compile.backends.eager.measured import Measurement
 from cotrain_compile.backends.eager.program import EagerProgram
+from cotrain_compile.backends.eager.room import Room
 from cotrain_compile.backends.inductor.lower import LoweredStep
 from cotrain_compile.backends.inductor.program import SegmentedProgram
 from cotrain_compile.backends.lifecycle.deferred import Tail, wait_for_tails
@@ -77,11 +78,14 @@ class CompiledStep:
         self.lowered = lowered
         self._together = together
         asks = together.exchange_begins
-        self._program = (
-            EagerProgram(graph, device, self._signals.hold, before_exchange=asks)
-            if lowered is None
-            else SegmentedProgram(lowered, device, self._signals.hold, asks)
-        )
+        if lowered is None:
+            # On a card list ops are kernels of their own, of which nobody promises the same bits.
+            room = Room(problem, plan) if device.compute_device.type == "cpu" else None
+            self._program = EagerProgram(
+                graph, device, self._signals.hold, before_exchange=asks, room=room
+            )
+        else:
+            self._program = SegmentedProgram(lowered, device, self._signals.hold, asks)
         self._last: Measurement | None = None
         self._carries = bool(plan.carried)
         self._constants = [

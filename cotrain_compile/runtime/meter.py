@@ -76,14 +76,46 @@ class Meter:
         """
         if isinstance(value, torch.Tensor):
             storage = value.untyped_storage()
-            self._count(storage, tier, where, storage.nbytes())
+            self.count(storage, tier, where, storage.nbytes())
         elif isinstance(value, list | tuple):
             for item in value:
                 self.track(item, tier, where)
 
+    def count(self, storage: torch.UntypedStorage, tier: Tier, where: str, nbytes: int) -> None:
+        """As `track`, for a storage that counts with so many bytes."""
+        key = storage._cdata
+        with self._lock:
+            if self._gone:
+                self._settle()
+            if key in self._storages:
+                return
+            counted = self._storages[key] = _Counted(storage, self._gone.append)
+            counted.key, counted.tier, counted.nbytes = key, tier, nbytes
+            used = self._change(tier, nbytes)
+            if used > self.budgets[tier] and _ranks_exchange():
+                used = self._used_after_exchanges(tier)
+            if used > self.peak_bytes[tier]:
+                self.peak_bytes[tier] = used
+        if used > self.budgets[tier]:
+            self._refuse_beyond_budget(used, nbytes, tier, where)
+
     def track_batch(self, batch: torch.Tensor, where: str) -> None:
         """Count a batch on the device by the elements it shows: it may be a slice of a data set."""
-        self._count(batch.untyped_storage(), Tier.DEVICE, where, batch.nbytes)
+        self.count(batch.untyped_storage(), Tier.DEVICE, where, batch.nbytes)
+
+    def hold(self, nbytes: int, tier: Tier, where: str) -> None:
+        """Count `nbytes` more until as many less are held; no storage is known. Raises as `track`.
+
+        For values that are made, and go, many at once.
+        """
+        with self._lock:
+            if self._gone:
+                self._settle()
+            used = self._change(tier, nbytes)
+            if used > self.peak_bytes[tier]:
+                self.peak_bytes[tier] = used
+        if nbytes > 0:
+            self._refuse_beyond_budget(used, nbytes, tier, where)
 
     def add_for_a_moment(self, nbytes: int, tier: Tier, where: str) -> None:
         """Count `nbytes` beyond those in use, which are given back at once. Raises as `track`."""
@@ -152,23 +184,6 @@ class Meter:
                 used = self._used_bytes[tier]
                 self.peak_bytes[tier] = max(self.peak_bytes[tier], used)
         return True
-
-    def _count(self, storage: torch.UntypedStorage, tier: Tier, where: str, nbytes: int) -> None:
-        key = storage._cdata
-        with self._lock:
-            if self._gone:
-                self._settle()
-            if key in self._storages:
-                return
-            counted = self._storages[key] = _Counted(storage, self._gone.append)
-            counted.key, counted.tier, counted.nbytes = key, tier, nbytes
-            used = self._change(tier, nbytes)
-            if used > self.budgets[tier] and _ranks_exchange():
-                used = self._used_after_exchanges(tier)
-            if used > self.peak_bytes[tier]:
-                self.peak_bytes[tier] = used
-        if used > self.budgets[tier]:
-            self._refuse_beyond_budget(used, nbytes, tier, where)
 
     def _used_after_exchanges(self, tier: Tier) -> int:
         """Bytes in use once the threads of process groups have let go of what was exchanged.

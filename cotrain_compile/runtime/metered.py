@@ -14,6 +14,7 @@ from typing import Any
 from torch import fx
 
 from cotrain_compile.machine import Tier
+from cotrain_compile.runtime.bound_ops import bound
 from cotrain_compile.runtime.meter import Meter
 
 
@@ -27,23 +28,19 @@ class MeteredGraph:
         self._constants = {
             node: attrgetter(str(node.target))(module) for node in graph.find_nodes(op="get_attr")
         }
-        self._ops = [node for node in graph.nodes if node.op == "call_function"]
+        self._ops = [(n, bound(n)) for n in graph.nodes if n.op == "call_function"]
         self._results = graph.output_node().args[0]
         self._done_with = last_uses(graph)
 
     def __call__(self, inputs: Sequence[Any], meter: Meter) -> Any:
         """What the graph returns. Raises `OutOfDeviceMemory` where a result passes the budget."""
         values = {**self._constants, **dict(zip(self._inputs, inputs, strict=True))}
-        value = values.__getitem__
-        for node in self._ops:
-            target: Any = node.target
-            arguments: Any = fx.node.map_arg(node.args, value)
-            keywords: Any = fx.node.map_arg(node.kwargs, value) if node.kwargs else {}
-            values[node] = target(*arguments, **keywords)
+        for node, compute in self._ops:
+            values[node] = compute(values)
             meter.track(values[node], self._tier, node.name)
             for unused in self._done_with.get(node, ()):
                 del values[unused]
-        return fx.node.map_arg(self._results, value)
+        return fx.node.map_arg(self._results, values.__getitem__)
 
 
 def last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:

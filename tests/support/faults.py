@@ -245,7 +245,7 @@ def before_node(
     run_call = compiled._program.run_call
 
     def run(call: Call) -> Any:
-        if call.node is node:
+        if node in call.nodes:
             act()
         return run_call(call)
 

@@ -282,12 +282,12 @@ def _at_exchange(
     """
     wanted, seen, steps = (is_wait if after else is_collective), itertools.count(), [0]
 
-    def run(self: EagerProgram, node: Any) -> Any:
-        if not self._rehearses and node is self._calls[0].node:
+    def run(self: EagerProgram, call: Any) -> Any:
+        if not self._rehearses and call is self._calls[0]:
             steps[0] += 1
         in_the_middle = not self._rehearses and steps[0] == FAULTY_STEP
-        if in_the_middle and wanted(node) and next(seen) == number:
+        if in_the_middle and wanted(call.node) and next(seen) == number:
             fail()
-        return original(self, node)
+        return original(self, call)
 
     return run

@@ -23,7 +23,7 @@ from cotrain_compile.machine import Tier
 from cotrain_compile.runtime.meter import Meter
 
 WIDTH, BATCH = 64, 256
-COUNT = Meter._count
+COUNT = Meter.count
 
 
 class Training:
@@ -70,7 +70,7 @@ def hidden_memory(nbytes: int) -> Iterator[None]:
     def count(self: Meter, storage: Any, tier: Tier, where: str, size: int) -> None:
         COUNT(self, storage, tier, where, size + (nbytes if where.startswith("addmm") else 0))
 
-    with mock.patch.object(Meter, "_count", count):
+    with mock.patch.object(Meter, "count", count):
         yield
 
 

@@ -56,7 +56,7 @@ class Allocations:
         self.lock = threading.Lock()
 
     def patched(self) -> AbstractContextManager[object]:
-        count = self.meter._count
+        count = self.meter.count
 
         def count_or_fail(storage: Any, tier: Tier, where: str, nbytes: int) -> None:
             with self.lock:
@@ -65,7 +65,7 @@ class Allocations:
                 raise OutOfDeviceMemory(f"out of memory on the {tier} at {where}", tier=tier)
             count(storage, tier, where, nbytes)
 
-        return mock.patch.object(self.meter, "_count", count_or_fail)
+        return mock.patch.object(self.meter, "count", count_or_fail)
 
 
 def step_with(trial: Trial, fault: AbstractContextManager[object]) -> Exception | None:

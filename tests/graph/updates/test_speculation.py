@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
+from cotrain_compile.backends.eager.calls import Call
 from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
 from cotrain_compile.backends.lifecycle.deferred import wait_for_tails
 from cotrain_compile.machine import Machine, Tier
@@ -222,17 +223,17 @@ def test_a_step_that_fails_before_the_norm_is_known_leaves_all_as_it_was(
     step = training(FREE, FREE)
     compiled = place_step(step, plan_on_guesses(step, on_host=True), machine())
     program: Any = compiled._program
-    carry_out, armed = program._carry_out, [False]
+    run_call, armed = program.run_call, [False]
 
-    def carry_out_or_fail(node: fx.Node) -> Any:
-        if node.name == "clamp" and armed[0]:
+    def run_or_fail(call: Call) -> Any:
+        if call.node.name == "clamp" and armed[0]:
             compiled._device.drain()
             assert all(speculation.at_stake for speculation in speculations(compiled))
             armed[0] = False
             raise error("before the norm")
-        return carry_out(node)
+        return run_call(call)
 
-    monkeypatch.setattr(program, "_carry_out", carry_out_or_fail)
+    monkeypatch.setattr(program, "run_call", run_or_fail)
 
     def run(inputs: list[Any]) -> Any:
         before = [v.clone() if isinstance(v, Tensor) else v for v in inputs]

@@ -1,0 +1,175 @@
+"""Lock step: small updates that run side by side, each of their ops once for all of them.
+
+    %mul, %add, %copy_, %mul_1, %add_1, %copy__1   ->   [%mul, %mul_1], [%add, %add_1], [...]
+
+In: the calls of a placed step, and the room that its plan leaves. Out: the same calls, with small
+updates in rows (`rows`). What it takes is room, as the values inside of several updates are there
+at once. It is taken only below the step's own peak, so that neither the peak nor a budget knows of
+it, and for small values alone: large ones stay in the cache between the ops of one update, and take
+longer than their calls.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from itertools import groupby
+
+import torch
+from torch import fx
+
+from cotrain_compile.backends.eager.calls import COPY, Call
+from cotrain_compile.backends.eager.room import Room
+from cotrain_compile.backends.eager.rows import rows_of
+
+# An op on so many bytes takes about as long as the call of it.
+SMALL_BYTES = 64 << 10
+# What is made in rows and there at once stays in a core's cache.
+MOST_BYTES = 1 << 20
+
+
+class _Update:
+    """The calls of one update within a stretch of updates, in their order."""
+
+    def __init__(self, calls: Sequence[Call]) -> None:
+        self.calls = calls
+        self.place = {call.node: number for number, call in enumerate(calls)}
+        self.names = [call.node.name for call in calls]
+
+    @cached_property
+    def kind(self) -> object:
+        """Equal for updates whose ops are alike one by one, and use each other's results alike."""
+
+        def told(value: object) -> object:
+            return self.place.get(value, "given") if isinstance(value, fx.Node) else repr(value)
+
+        return tuple(
+            (
+                str(call.node.target),
+                *map(told, call.node.args),
+                *sorted((name, told(value)) for name, value in call.node.kwargs.items()),
+                call.node.meta["val"].dtype,
+                call.overwrites_input,
+            )
+            for call in self.calls
+        )
+
+    @cached_property
+    def fits_in_rows(self) -> bool:
+        """Whether its values are small, and what it makes and takes is what rows know of."""
+        return all(
+            call.node.meta["val"].nbytes <= SMALL_BYTES
+            and (call.node.target is COPY or self.place.keys() >= call.node.users.keys())
+            and not any(isinstance(value, list | tuple | dict | slice) for value in call.node.args)
+            and not any(isinstance(value, fx.Node) for value in call.node.kwargs.values())
+            for call in self.calls
+        )
+
+    @cached_property
+    def made_bytes(self) -> list[int]:
+        """Of what it makes, the bytes there at each of its ops."""
+        there, end = [0] * len(self.calls), len(self.calls) - 1
+        for number, call in enumerate(self.calls):
+            if call.is_new:
+                last = max((self.place.get(n, end) for n in call.node.users), default=number)
+                for at in range(number, last + 1):
+                    there[at] += call.traced_bytes
+        return there
+
+    @cached_property
+    def left_bytes(self) -> int:
+        """Of what it makes, the bytes that others need."""
+        made = [call for call in self.calls if call.is_new]
+        return sum(c.traced_bytes for c in made if not self.place.keys() >= c.node.users.keys())
+
+
+def in_lock_step(calls: Sequence[Call], room: Room) -> list[Call]:
+    """`calls` with the small updates that stand side by side in lock step."""
+    found: list[Call] = []
+    for are_updates, group in groupby(calls, lambda call: _may_join(call, room)):
+        stretch = list(group)
+        found += _in_rows(stretch, room) if are_updates else stretch
+    return found
+
+
+def _may_join(call: Call, room: Room) -> bool:
+    """Whether it is an op of an update that makes a tensor of known size, or writes one over."""
+    value = call.node.meta.get("val")
+    makes_one = call.node.target is COPY or (call.is_plain and call.is_new)
+    is_known = isinstance(value, torch.Tensor) and isinstance(value.numel(), int)
+    return makes_one and is_known and call.node.name in room.param_of
+
+
+def _in_rows(calls: list[Call], room: Room) -> list[Call]:
+    """A stretch of updates, in lock step where that fits."""
+    by_param: dict[str, list[Call]] = {}
+    for call in calls:
+        by_param.setdefault(room.param_of[call.node.name], []).append(call)
+    updates = [_Update(own) for own in by_param.values()]
+    if not room.are_independent([update.names for update in updates]):
+        return calls
+    chunks = _chunks(updates, room)
+    if all(len(chunk) == 1 for chunk in chunks):
+        return calls
+    return _freeing([call for chunk in chunks for call in _calls_of(chunk)], calls)
+
+
+def _chunks(updates: Sequence[_Update], room: Room) -> list[list[_Update]]:
+    """`updates` by those that run in lock step, in a new order; none where that does not fit."""
+    first, chunks = updates[0].calls[0], list[list[_Update]]()
+    used_bytes = room.used_bytes[first.node.name] - first.traced_bytes * first.is_new
+    freed_bytes = room.freed_bytes([update.names for update in updates])
+    left = {u: u.left_bytes - freed for u, freed in zip(updates, freed_bytes, strict=True)}
+    kinds: dict[object, deque[_Update]] = {}
+    for update in updates:
+        kinds.setdefault(update.kind, deque()).append(update)
+    for alike in kinds.values():
+        while alike:
+            chunk, there = _chunk(alike, min(MOST_BYTES, room.peak_bytes - used_bytes))
+            if used_bytes + max(there) > room.peak_bytes:
+                return []
+            used_bytes += sum(left[update] for update in chunk)
+            chunks.append(chunk)
+    return chunks
+
+
+def _chunk(alike: deque[_Update], limit_bytes: int) -> tuple[list[_Update], list[int]]:
+    """The next ones of `alike` that run in lock step, and what they make at each of their ops."""
+    chunk = [alike.popleft()]
+    there = chunk[0].made_bytes
+    while alike and chunk[0].fits_in_rows and alike[0].fits_in_rows:
+        more = [a + b for a, b in zip(there, alike[0].made_bytes, strict=True)]
+        if max(more) > limit_bytes:
+            break
+        there = more
+        chunk.append(alike.popleft())
+    return chunk, there
+
+
+def _calls_of(chunk: Sequence[_Update]) -> Sequence[Call]:
+    """What runs `chunk`; what each call frees is found out by `_freeing`."""
+    first = chunk[0].calls
+    if len(chunk) == 1:
+        return first
+    rows = rows_of([update.calls for update in chunk])
+    return [replace(chunk[-1].calls[-1], is_plain=False, is_new=False, writes=(), rows=rows)]
+
+
+def _freeing(calls: Sequence[Call], before: Sequence[Call]) -> list[Call]:
+    """`calls`, which do what those `before` did, each with what nobody needs behind it."""
+    dying = {node for call in before for node in call.done_with}
+    found = []
+    for call in reversed(calls):
+        used = {value for node in call.nodes for value in (node, *node.all_input_nodes)}
+        done_with = (used & dying) - _hidden(call)
+        dying -= done_with
+        found.append(replace(call, done_with=tuple(done_with)))
+    return found[::-1]
+
+
+def _hidden(call: Call) -> set[fx.Node]:
+    """The nodes whose results are in rows alone."""
+    kept = {node for row in call.rows for _, node in row.kept}
+    return set(call.nodes) - kept - {call.node}
