@@ -4,6 +4,8 @@ In: a frozen dataclass whose module has a FORMAT_VERSION (Machine, Dataflow, Pla
 Out: `{"kind": "dataflow", "format_version": 1, "data": {...}}`. Both ways every field is checked:
 what can be saved can be loaded, and what is loaded is what its type says, or a FormatError names
 the place. References between names (an op that reads a buffer) are not followed. No torch.
+
+A file called "-" is standard input to what reads, standard output to what writes.
 """
 
 from __future__ import annotations
@@ -12,8 +14,9 @@ import os
 import stat
 import sys
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, BinaryIO, Literal, TypeVar, cast
 from uuid import uuid4
 
 import pydantic_core
@@ -29,6 +32,7 @@ T = TypeVar("T")
 # checks itself there, and says by `upgraded()` what it is today.
 _OLDER: Mapping[tuple[str, int], type[Machine1]] = {("machine", 1): Machine1}
 
+STANDARD = "-"
 # The step of a model of 70 billion parameters has some 100 MB.
 LARGEST_FILE_BYTES = 1 << 32
 
@@ -53,6 +57,11 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
     cannot be written: then the old file is as it was.
     """
     data = content.encode() if isinstance(content, str) else content
+    if str(path) == STANDARD:
+        sys.stdout.flush()
+        sys.stdout.buffer.write(data)
+        sys.stdout.buffer.flush()
+        return
     target = Path(os.path.realpath(path))
     if target.exists() and not target.is_file():
         target.write_bytes(data)
@@ -89,9 +98,11 @@ def kind_of(path: str | os.PathLike[str]) -> str:
 def read_text(path: str | os.PathLike[str], what: str) -> str:
     """What is in `path`, which should be `what`.
 
-    A pipe or a device could be read for ever, so only a regular file is.
+    A pipe or a device could be read for ever, so only a regular file is, or standard input, whole.
     """
     try:
+        if str(path) == STANDARD:
+            return _standard_input(what)
         status = os.stat(path)
         if not stat.S_ISREG(status.st_mode):
             raise FormatError(f"{path} is a folder, pipe or device; give the {what} itself")
@@ -111,6 +122,19 @@ def read_text(path: str | os.PathLike[str], what: str) -> str:
         raise FormatError(
             f"{path!r} cannot be the name of a file ({error}); give another"
         ) from None
+
+
+def _standard_input(what: str) -> str:
+    data = _whole(sys.stdin.buffer)
+    if len(data) > LARGEST_FILE_BYTES:
+        raise FormatError(f"standard input has more than {LARGEST_FILE_BYTES:,} bytes: no {what}")
+    return data.decode()
+
+
+@lru_cache(maxsize=1)
+def _whole(stream: BinaryIO) -> bytes:
+    """All that `stream` has, for whoever asks again: for its kind first, then for what is in it."""
+    return stream.read(LARGEST_FILE_BYTES + 1)
 
 
 def to_json(value: Any, where: str = "the value") -> str:
@@ -252,6 +276,8 @@ def refuse_unwritable(path: str | os.PathLike[str], option: str = "--output") ->
 
     It makes the file beside it that a save would begin with, and takes it away.
     """
+    if str(path) == STANDARD:
+        return
     target = Path(os.path.realpath(path))
     try:
         if target.is_dir():

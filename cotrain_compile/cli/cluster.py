@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from textwrap import fill
@@ -12,15 +11,13 @@ import typer
 from rich.table import Table
 
 from cotrain_compile import files
-from cotrain_compile.cli.terminal import console
+from cotrain_compile.cli.terminal import Json, console, keep_stdout_for, print_json
 from cotrain_compile.cluster.cluster_presets import find_cluster
 from cotrain_compile.cluster.description import Cluster
 from cotrain_compile.cluster.profile_files import read_profile
 from cotrain_compile.cluster.profiles import LayerProfile
-from cotrain_compile.cluster.strategies import STRATEGIES, answer
 from cotrain_compile.cluster.strategy import Answer
 from cotrain_compile.dataflow import Dataflow
-from cotrain_compile.viz.report.cluster_page import write_cluster_page
 from cotrain_compile.viz.strategies import cells, headings, sentence
 
 _WIDTH = 100
@@ -39,7 +36,7 @@ def cluster(
         str, typer.Option(help="Of a step: the sizes that count samples, as s77,s17.")
     ] = "",
     tokens_per_sample: Annotated[int, typer.Option(min=1, help="Of a step.")] = 1,
-    as_json: Annotated[bool, typer.Option("--json", help="All figures as JSON.")] = False,
+    as_json: Json = False,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Also save the answer, for `show`.")
     ] = None,
@@ -48,6 +45,9 @@ def cluster(
     ] = None,
 ) -> None:
     """Rank the ways to train a model on a cluster; nothing is run."""
+    from cotrain_compile.cluster.strategies import STRATEGIES, answer
+
+    keep_stdout_for(as_json, output, page)
     for path in filter(None, (output, page)):
         files.refuse_unwritable(path)
     target = find_cluster(cluster)
@@ -57,9 +57,11 @@ def cluster(
     if output is not None:
         files.save(found, output)
     if page is not None:
+        from cotrain_compile.viz.report.cluster_page import write_cluster_page
+
         write_cluster_page(page, found, profile)
     if as_json:
-        print(json.dumps(found.figures(), indent=1))
+        print_json(found.figures())
         return
     print_answer(found)
     for path in filter(None, (output, page)):

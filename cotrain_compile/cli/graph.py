@@ -10,7 +10,7 @@ import typer
 
 from cotrain_compile import files
 from cotrain_compile.cli.reading import read_step
-from cotrain_compile.cli.terminal import console
+from cotrain_compile.cli.terminal import Json, console, keep_stdout_for, print_json
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.placement.saved import load_plan
 from cotrain_compile.viz.graph.drawing import as_text, write_picture
@@ -38,15 +38,19 @@ def graph(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="A .txt, .dot or .svg; else printed.")
     ] = None,
+    as_json: Json = False,
 ) -> None:
     """Draw a step: ops folded by layer, with offloads, prefetches and waits of a plan."""
+    keep_stdout_for(as_json, output)
     if output is not None:
         files.refuse_unwritable(output)
     placed = load_plan(plan) if plan else None
     dataflow = read_step(placed, plan, file) if placed and plan else files.load(file, Dataflow)
     drawn = picture(dataflow, placed, level=level.value, layer=layer, most_boxes=boxes)
-    if output is None:
+    if as_json:
+        print_json(drawn)
+    elif output is None:
         console.print(as_text(drawn))
-    else:
+    if output is not None:
         write_picture(drawn, output)
         console.print(f"wrote {output}: {len(drawn.boxes)} boxes, {len(drawn.arrows)} arrows")

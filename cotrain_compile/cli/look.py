@@ -10,6 +10,12 @@ import typer
 
 from cotrain_compile import files
 from cotrain_compile.cli.cluster import print_answer
+from cotrain_compile.cli.figures import (
+    difference_figures,
+    plan_figures,
+    step_figures,
+    timeline_figures,
+)
 from cotrain_compile.cli.reading import (
     MachineName,
     Profile,
@@ -18,7 +24,7 @@ from cotrain_compile.cli.reading import (
     read_step,
     refuse_other_names,
 )
-from cotrain_compile.cli.terminal import console
+from cotrain_compile.cli.terminal import Json, console, keep_stdout_for, print_json, say_doing
 from cotrain_compile.cluster.strategy import Answer
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import FormatError, OptionError
@@ -65,13 +71,17 @@ def show(
     step: Step = None,
     machine: MachineName = None,
     profile: Profile = None,
+    as_json: Json = False,
 ) -> None:
     """Say in words what a file holds; draw it, or write a report."""
     for path, option in ((timeline, "--timeline"), (html, "--html"), (perfetto, "--perfetto")):
         if path is not None:
             files.refuse_unwritable(path, option)
+    keep_stdout_for(as_json, timeline, html, perfetto)
     value: object = _READERS[_kind_of(file)](file)
-    if isinstance(value, Answer):
+    if as_json:
+        print_json(_figures(value))
+    elif isinstance(value, Answer):
         print_answer(value)
     else:
         console.print(_describe(value, file))
@@ -94,26 +104,54 @@ def explain(
     step: Step = None,
     machine: MachineName = None,
     profile: Profile = None,
+    as_json: Json = False,
 ) -> None:
     """Say why a parameter is where it is, and what the step would take with it kept otherwise."""
     from cotrain_compile.placement.explain.explain import explain as explained
 
+    keep_stdout_for(as_json)
     with console.status("reading") as status:
+
+        def tell(doing: str) -> None:
+            status.update(doing)
+            say_doing(doing)
+
         plan = load_plan(file)
         problem = read_problem(plan, file, step, machine, profile)
-        said = explained(problem, plan, param, progress=status.update)
-    console.print(str(said))
+        said = explained(problem, plan, param, progress=tell)
+    if as_json:
+        print_json(said)
+    else:
+        console.print(str(said))
 
 
 def diff(
     before: Annotated[Path, typer.Argument(help="plan.json.")],
     after: Annotated[Path, typer.Argument(help="plan.json to compare with it.")],
     step: Step = None,
+    as_json: Json = False,
 ) -> None:
     """Say what differs between two plans, and what that does to time and memory."""
     old, new = load_plan(before), load_plan(after)
     dataflow = read_step(old, before, step) if step else _step_beside(before, old)
+    if as_json:
+        print_json(difference_figures(old, new))
+        return
     console.print(describe_diff(old, new, dataflow))
+
+
+def _figures(value: object) -> object:
+    match value:
+        case Plan():
+            return plan_figures(value)
+        case Dataflow():
+            return step_figures(value)
+        case Timeline():
+            return timeline_figures(value)
+        case Answer():
+            return value.figures()
+        case _:
+            return value
 
 
 def _describe(value: object, file: Path) -> str:

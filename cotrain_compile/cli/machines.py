@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from cotrain_compile import files, options, presets
-from cotrain_compile.cli.terminal import console
+from cotrain_compile.cli.terminal import Json, console
 from cotrain_compile.machine import Machine
 from cotrain_compile.units import format_bytes
 from cotrain_compile.viz.text.describe import describe_machine
@@ -39,10 +39,7 @@ def machines(
     device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
     link: LinkRate = None,
-    as_json: Annotated[
-        bool,
-        typer.Option("--json", help="As machine.json has it; of all: machines, each by its name."),
-    ] = False,
+    as_json: Json = False,
 ) -> None:
     """The machines that a step can be planned for: their rates, or one with its sources."""
     if name:

@@ -22,6 +22,8 @@ from rich.table import Table
 from cotrain_compile import __version__, files, options, presets
 from cotrain_compile.cli import look
 from cotrain_compile.cli.cluster import cluster
+from cotrain_compile.cli.figures import solved_figures
+from cotrain_compile.cli.flags import as_flags
 from cotrain_compile.cli.graph import graph
 from cotrain_compile.cli.machines import (
     POLICY_HELP,
@@ -34,16 +36,20 @@ from cotrain_compile.cli.machines import (
     machines,
 )
 from cotrain_compile.cli.sweep import sweep
-from cotrain_compile.cli.terminal import console
+from cotrain_compile.cli.terminal import (
+    Json,
+    console,
+    keep_stdout_for,
+    print_json,
+    say_doing,
+    speak,
+)
 from cotrain_compile.cli.trace import trace
 from cotrain_compile.cli.work_order import PANELS, epilog
 from cotrain_compile.dataflow import Dataflow
-from cotrain_compile.errors import CotrainError, PlacementError
+from cotrain_compile.errors import CotrainError, OptionError, PlacementError
 from cotrain_compile.machine import Machine, Tier
 from cotrain_compile.options import Options
-from cotrain_compile.placement.check.check import check
-from cotrain_compile.placement.policies import RULES
-from cotrain_compile.placement.problem import formulate
 from cotrain_compile.plan import Plan
 from cotrain_compile.viz.text.describe import describe_machine
 from cotrain_compile.viz.text.summary import candidates, comparison, summary
@@ -68,7 +74,7 @@ def main() -> None:
     try:
         app()
     except CotrainError as error:
-        _fail(str(error))
+        _fail(as_flags(str(error)))
     except OSError as error:
         _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
 
@@ -92,8 +98,15 @@ def _root(
             "--version", callback=_print_version, is_eager=True, help="Show the version and exit."
         ),
     ] = False,
+    quiet: Annotated[
+        bool,
+        typer.Option("--quiet", "-q", help="Say nothing but errors, and what --json asks for."),
+    ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Say also on stderr what is being done.")
+    ] = False,
 ) -> None:
-    pass
+    speak(quiet=quiet, verbose=verbose)
 
 
 def demo(
@@ -108,6 +121,7 @@ def demo(
         str, typer.Option(help="Preset or machine.json to plan for; else this computer, measured.")
     ] = "",
     resume: Annotated[bool, typer.Option("--resume", help="Go on where Ctrl-C stopped.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Train a small GPT on Python's own sources in less memory than the step needs.
 
@@ -117,8 +131,11 @@ def demo(
     from cotrain_compile.demo.settings import Settings
 
     files.refuse_unwritable_folder(output)
-    settings = Settings(steps, output, budget, machine, resume)
-    raise typer.Exit(run(settings, console))
+    keep_stdout_for(False, Path(files.STANDARD) if as_json else None)
+    code, outcome = run(Settings(steps, output, budget, machine, resume), console)
+    if as_json and outcome is not None:
+        print_json(outcome.figures)
+    raise typer.Exit(code)
 
 
 def calibrate(
@@ -126,6 +143,7 @@ def calibrate(
     device: Annotated[
         options.Device, typer.Option(help="What to measure; cpu is the emulated device.")
     ] = "cpu",
+    as_json: Json = False,
 ) -> None:
     """Measure this computer, for better predictions: options={"machine": "machine.json"}.
 
@@ -135,17 +153,23 @@ def calibrate(
     from cotrain_compile.runtime.calibrate.network_bench import ranks_of_torchrun
 
     files.refuse_unwritable(output)
+    keep_stdout_for(as_json, output)
     with (
         ranks_of_torchrun(device) as rank,
-        Progress(console=console, transient=True, disable=rank > 0) as bar,
+        Progress(console=console, transient=True, disable=rank > 0 or console.quiet) as bar,
     ):
         task = bar.add_task("", total=1.0)
-        result = measure(
-            lambda what, done: bar.update(task, description=what, completed=done), device
-        )
+
+        def tell(what: str, done: float) -> None:
+            bar.update(task, description=what, completed=done)
+            say_doing(what)
+
+        result = measure(tell, device)
     if rank > 0:
         return
     files.save(result.machine, output)
+    if as_json:
+        print(files.to_json(result.machine), end="")
     console.print(describe_machine(result.machine))
     for remark in result.remarks:
         console.print(f"- {remark}")
@@ -158,15 +182,22 @@ def analyze(
     memory_budget: Annotated[
         str, typer.Option(help='Device memory: bytes, "20GiB" or "80%".')
     ] = "100%",
+    as_json: Json = False,
 ) -> None:
     """Say what a step needs: its peak, what the host could take, reuse distances, largest sizes."""
+    from cotrain_compile.cli.analysis_figures import analysis_figures
     from cotrain_compile.viz.text.analysis import describe_analysis
 
+    keep_stdout_for(as_json)
     target = presets.find(machine)
     budget = Options.parse({"memory_budget": memory_budget}).memory_budget
     assert budget is not None
     budget_bytes = budget.of(target.device.capacity_bytes)
-    console.print(describe_analysis(files.load(file, Dataflow), target, budget_bytes))
+    dataflow = files.load(file, Dataflow)
+    if as_json:
+        print_json(analysis_figures(dataflow, target, budget_bytes))
+    else:
+        console.print(describe_analysis(dataflow, target, budget_bytes))
 
 
 def solve(
@@ -202,8 +233,11 @@ def solve(
         typer.Option(help="How ops will run; else as a preset's."),
     ] = None,
     host_kernels: HostKernels = "fused",
+    as_json: Json = False,
 ) -> None:
     """Choose a plan for a step: where everything lives, what moves when. Nothing is run."""
+    from cotrain_compile.placement.policies import RULES
+
     shared = {
         "host_memory_budget": host_memory_budget,
         "policy": policy,
@@ -221,6 +255,7 @@ def solve(
     budgets = list(dict.fromkeys(memory_budget or ["100%"]))
     asked = [Options.parse({**shared, "memory_budget": budget}) for budget in budgets]
     paths = _plan_paths(output, budgets)
+    keep_stdout_for(as_json, *paths)
     target = presets.find(changed(machine, device_memory, host_memory, link))
     with _stages() as say:
         say(f"reading {file}")
@@ -228,14 +263,17 @@ def solve(
         presets.refuse_other_ranks(dataflow.ranks, ranks, machine)
         answers = _answers(dataflow, target, asked, paths, say)
     rules = (*RULES, "fraction:auto") if policy == "auto" else ()
-    _print_answers(answers, budgets, dataflow, rules)
+    if as_json:
+        print_json(solved_figures(answers, budgets, paths))
+    else:
+        _print_answers(answers, budgets, dataflow, rules)
     _say_what_is_saved(answers, paths)
 
 
 def _say_what_is_saved(answers: Sequence[Plan | PlacementError], paths: Sequence[Path]) -> None:
     """Name the file of each plan; then raise the first refusal, if any."""
     for answer, path in zip(answers, paths, strict=True):
-        if isinstance(answer, Plan):
+        if isinstance(answer, Plan) and str(path) != files.STANDARD:
             console.print(f"saved {path}")
     for answer in answers:
         if isinstance(answer, PlacementError):
@@ -249,6 +287,8 @@ def _plan_paths(output: Path, budgets: Sequence[str]) -> list[Path]:
     """
     paths = [output]
     if len(budgets) > 1:
+        if str(output) == files.STANDARD:
+            raise OptionError("--output - takes one plan: give --memory-budget once, or a file")
         names = ["".join(budget.split()) for budget in budgets]
         paths = [output.with_name(f"{output.stem}-{name}{output.suffix}") for name in names]
     for path in paths:
@@ -265,7 +305,7 @@ def _stages() -> Iterator[_Say]:
     """A bar and the time of each stage; what it yields is told the stage and what it is doing."""
     bars: dict[str, TaskID] = {}
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    hidden = not console.is_terminal
+    hidden = not console.is_terminal or console.quiet
     with Progress(*columns, console=console, transient=True, disable=hidden) as progress:
 
         def say(stage: str, doing: str = "") -> None:
@@ -273,7 +313,9 @@ def _stages() -> Iterator[_Say]:
                 for before in bars.values():
                     progress.update(before, total=1, completed=1)
                 bars[stage] = progress.add_task(stage, total=None)
-            progress.update(bars[stage], description=f"{stage}: {doing}" if doing else stage)
+            told = f"{stage}: {doing}" if doing else stage
+            progress.update(bars[stage], description=told)
+            say_doing(told)
 
         yield say
 
@@ -287,7 +329,9 @@ def _answers(
 ) -> list[Plan | PlacementError]:
     """The plan for each of `asked`, checked and saved to its path, or why there is none."""
     from cotrain_compile.choose_plan import solve_settings
+    from cotrain_compile.placement.check.check import check
     from cotrain_compile.placement.decisions.find_decisions import decision_space
+    from cotrain_compile.placement.problem import formulate
     from cotrain_compile.placement.search.solve import solve as choose
 
     say(f"{len(dataflow.ops)} ops on {machine.name}")

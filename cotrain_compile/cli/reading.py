@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,11 +12,11 @@ from cotrain_compile.analysis.costs import CostTable
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import OptionError, PlanError
 from cotrain_compile.machine import Machine
-from cotrain_compile.placement.check.check import check
-from cotrain_compile.placement.problem import Problem, formulate
-from cotrain_compile.placement.simulate.predict import predict
 from cotrain_compile.plan import Lane, Plan, Timeline
 from cotrain_compile.viz.text.describe import describe_differences
+
+if TYPE_CHECKING:
+    from cotrain_compile.placement.problem import Problem
 
 Step = Annotated[
     Path | None, typer.Option(help="Its step.json; else the one in the folder of the plan.")
@@ -68,6 +68,9 @@ def read_problem(
     Raises `PlanError` when the plan is unsound, or the costs are others than those that it was
     made with.
     """
+    from cotrain_compile.placement.check.check import check
+    from cotrain_compile.placement.problem import formulate
+
     dataflow = read_step(plan, file, step)
     costs = files.load(profile, CostTable) if profile else None
     target = presets.find(machine) if machine else machine_of(plan, file)
@@ -96,6 +99,8 @@ def machine_of(plan: Plan, file: Path) -> Machine:
 
 
 def _predicted(problem: Problem, plan: Plan) -> Timeline:
+    from cotrain_compile.placement.simulate.predict import predict
+
     return predict(problem, plan.placement, plan.tasks, plan.moved)
 
 

@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import os
-import signal
-import threading
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
-from multiprocessing import get_context, resource_tracker
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.progress import Progress
 from rich.table import Table
 
 from cotrain_compile import files, presets
-from cotrain_compile.choose_plan import solve_settings
 from cotrain_compile.cli.machines import (
     POLICY_HELP,
     DeviceMemory,
@@ -27,21 +19,12 @@ from cotrain_compile.cli.machines import (
     MicroBatchOrder,
     changed,
 )
-from cotrain_compile.cli.terminal import console
+from cotrain_compile.cli.terminal import Json, console, keep_stdout_for, say_doing
 from cotrain_compile.dataflow import Dataflow
-from cotrain_compile.errors import OptionError
-from cotrain_compile.machine import Machine, Tier
 from cotrain_compile.options import Options, Recompute
-from cotrain_compile.placement.explain.carry import Tried, carried, with_plans_of_slower_machines
-from cotrain_compile.placement.explain.sweep import (
-    Case,
-    Sweep,
-    device_budgets,
-    refuse_if_nothing_fits,
-    try_case,
-)
-from cotrain_compile.placement.search.solve import SolveSettings
-from cotrain_compile.sizes import Size
+
+if TYPE_CHECKING:
+    from cotrain_compile.placement.explain.sweep import Sweep
 
 
 def sweep(
@@ -72,8 +55,14 @@ def sweep(
     ] = "auto",
     micro_batch_order: MicroBatchOrder = "auto",
     jobs: Annotated[int | None, typer.Option(min=1, help="Processes; else one a core.")] = None,
+    as_json: Json = False,
 ) -> None:
     """Solve a step under many device budgets: what would more memory, or another card, buy?"""
+    from cotrain_compile.choose_plan import solve_settings
+    from cotrain_compile.cli.sweep_cases import cases_of, in_parallel, sizes_of, swept
+    from cotrain_compile.placement.explain.sweep import refuse_if_nothing_fits
+
+    keep_stdout_for(as_json)
     options = Options.parse(
         {
             "policy": policy,
@@ -87,125 +76,31 @@ def sweep(
     settings = solve_settings(options)
     files.refuse_unwritable_folder(output)
     dataflow = files.load(file, Dataflow)
-    sizes = [_sizes(text, dataflow) for text in size or ()]
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+    if str(file) == files.STANDARD:  # each process reads it
+        file = output / "step.json"
+        files.save(dataflow, file)
+    sizes = [sizes_of(text, dataflow) for text in size or ()]
+    with Progress(
+        console=console, transient=True, disable=not console.is_terminal or console.quiet
+    ) as bar:
         task = bar.add_task("looking for the least budget", total=None)
         cases = [
             case
             for name in dict.fromkeys(machine or [presets.THIS_MACHINE])
             for target in [presets.find(changed(name, device_memory, host_memory, link))]
-            for case in _cases(dataflow, target, options, memory_budget, points, sizes)
+            for case in cases_of(dataflow, target, options, memory_budget, points, sizes)
         ]
         bar.update(task, description="solving", total=len(cases))
         found = []
-        for tried in _in_parallel(file, cases, settings, jobs or os.cpu_count() or 1):
+        for tried in in_parallel(file, cases, settings, jobs or os.cpu_count() or 1):
             found.append(tried)
             bar.advance(task)
-    result = _swept(dataflow, found)
+            say_doing(f"solved {len(found)} of {len(cases)}")
+    result = swept(dataflow, found)
     _write(result, output)
+    if as_json:
+        print(files.to_json(result), end="")
     refuse_if_nothing_fits(result.points)
-
-
-def _swept(dataflow: Dataflow, found: Sequence[Tried]) -> Sweep:
-    """All points by machine and size, with what they say about one another."""
-    ordered = sorted(found, key=lambda tried: (tried.point.machine, *tried.point.sizes.items()))
-    points = carried(with_plans_of_slower_machines(dataflow, ordered))
-    return Sweep(dataflow.fingerprint, points, dataflow.job)
-
-
-def _cases(
-    dataflow: Dataflow,
-    machine: Machine,
-    options: Options,
-    asked: Sequence[str] | None,
-    count: int,
-    sizes: Sequence[tuple[str, Sequence[int]]],
-) -> Iterator[Case]:
-    """Each budget at the sizes as traced, then each size at the largest of the budgets."""
-    host = options.budgets(machine)[Tier.HOST]
-    if asked:
-        budgets = [_budget(text).of(machine.device.capacity_bytes) for text in asked]
-    else:
-        budgets = list(device_budgets(dataflow, machine, host, count))
-    for budget in budgets:
-        yield Case(machine, {Tier.DEVICE: budget, Tier.HOST: host})
-    for symbol, values in sizes:
-        for value in values:
-            largest = {Tier.DEVICE: max(budgets), Tier.HOST: host}
-            yield Case(machine, largest, {symbol: value})
-
-
-def _budget(text: str) -> Size:
-    budget = Options.parse({"memory_budget": text}).memory_budget
-    assert budget is not None
-    return budget
-
-
-def _sizes(text: str, dataflow: Dataflow) -> tuple[str, Sequence[int]]:
-    symbol, _, values = text.partition("=")
-    if symbol not in dataflow.symbols:
-        known = ", ".join(dataflow.symbols) or "none; trace it with --dynamic"
-        raise OptionError(f"--size {text}: symbols of this step are {known}")
-    try:
-        sizes = [int(value) for value in values.split(",")]
-    except ValueError:
-        raise OptionError(f"--size {text}: give it as {symbol}=8,16,32") from None
-    from cotrain_compile.analysis.symbolic import at
-
-    for value in sizes:
-        at(dataflow, {**dataflow.symbols, symbol: value})  # refused here, before anything is solved
-    return symbol, sizes
-
-
-def _in_parallel(
-    file: Path, cases: Sequence[Case], settings: SolveSettings, jobs: int
-) -> Iterator[Tried]:
-    """What comes of `cases` as they are done. Each process reads the step once.
-
-    The processes end with this one, however that ends, and before it where it is interrupted.
-    """
-    workers = min(jobs, len(cases))
-    context = get_context("spawn")  # a fork would copy the threads of solver and progress bar
-    ours, theirs = context.Pipe()
-    resource_tracker.ensure_running()  # else the first submit starts it, and unblocks Ctrl-C
-    with ProcessPoolExecutor(workers, context, initializer=_begin, initargs=(file, theirs)) as pool:
-        try:
-            with _interrupts_later():
-                futures = [pool.submit(_try, case, settings) for case in cases]
-            for future in as_completed(futures):
-                yield future.result()
-        except BaseException:
-            ours.close()  # nobody waits for plans that nobody will see
-            theirs.close()
-            raise
-
-
-@contextmanager
-def _interrupts_later() -> Iterator[None]:
-    """Hold Ctrl-C back. A process that is started meanwhile never sees it."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-_steps: list[Dataflow] = []
-
-
-def _begin(file: Path, theirs: Connection) -> None:
-    """Of a process that solves: read the step, and end when the other end of `theirs` is closed."""
-    threading.Thread(target=_end_with, args=(theirs,), daemon=True).start()
-    _steps.append(files.load(file, Dataflow))
-
-
-def _end_with(theirs: Connection) -> None:
-    wait([theirs])
-    os._exit(1)
-
-
-def _try(case: Case, settings: SolveSettings) -> Tried:
-    return Tried(case, *try_case(_steps[0], case, settings))
 
 
 def _write(result: Sweep, folder: Path) -> None:

@@ -1,7 +1,43 @@
-"""Terminal: where the command line writes."""
+"""Terminal: where the command line writes, and how much.
+
+Words go to stdout, or to stderr where stdout carries a file called "-"; with --json there are none.
+What is being done goes to stderr with --verbose, a line each.
+"""
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Annotated, Any
+
+import pydantic_core
+import typer
+
+from cotrain_compile.files import STANDARD
 from cotrain_compile.viz.text.terminal import PlainConsole
 
 console = PlainConsole()
+_doing = PlainConsole(stderr=True, quiet=True)
+
+Json = Annotated[bool, typer.Option("--json", help="What is found as JSON, in place of words.")]
+
+
+def speak(*, quiet: bool, verbose: bool) -> None:
+    """From now on say nothing but documents, or also what is being done."""
+    console.quiet, console.stderr = quiet, False
+    _doing.quiet = not verbose
+
+
+def keep_stdout_for(as_json: bool, *files: Path | None) -> None:
+    """No words where JSON is asked for; on stderr where one of `files` goes to stdout: "-"."""
+    console.quiet = console.quiet or as_json
+    console.stderr = any(str(file) == STANDARD for file in files)
+
+
+def print_json(value: Any) -> None:
+    """`value`, plain data of ours, on stdout."""
+    print(pydantic_core.to_json(value, indent=1).decode())
+
+
+def say_doing(what: str) -> None:
+    """Say with --verbose what is done from now on."""
+    _doing.print(f"cotrain: {what}")

@@ -9,7 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from cotrain_compile import files, options
-from cotrain_compile.cli.terminal import console
+from cotrain_compile.cli.figures import step_figures
+from cotrain_compile.cli.terminal import Json, console, keep_stdout_for, print_json, say_doing
 from cotrain_compile.errors import OptionError
 from cotrain_compile.jobs import OptimizerName, Precision, is_file_job, load_job
 from cotrain_compile.options import Options
@@ -48,6 +49,7 @@ def trace(
         options.Checkpoints, typer.Option(help="Whether torch.utils.checkpoint counts.")
     ] = "respect",
     ranks: Annotated[int, typer.Option(min=1, help="As the first of so many ranks.")] = 1,
+    as_json: Json = False,
 ) -> None:
     """Capture a training step, a file's or a model's; nothing is allocated or run.
 
@@ -58,7 +60,9 @@ def trace(
     from cotrain_compile.viz.text.phase_line import phase_line
 
     files.refuse_unwritable(output)
-    with phase_line(Options(), "tracing"):
+    keep_stdout_for(as_json, output)
+    say_doing(f"tracing {job}")
+    with phase_line(Options(quiet=console.quiet), "tracing"):
         dataflow = capture(
             _build(job, optimizer, batch, length, precision),
             dynamic=dynamic,
@@ -68,8 +72,12 @@ def trace(
             ranks=ranks,
         )
     files.save(dataflow, output)
-    console.print(describe_step(dataflow))
-    console.print(f"saved {output}")
+    if as_json:
+        print_json(step_figures(dataflow))
+    else:
+        console.print(describe_step(dataflow))
+        if str(output) != files.STANDARD:
+            console.print(f"saved {output}")
 
 
 def _build(

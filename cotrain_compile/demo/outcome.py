@@ -52,5 +52,26 @@ class Outcome:
         by_time = sorted(self.timelines, key=lambda timeline: timeline.makespan_s)
         return by_time[len(by_time) // 2]
 
+    @property
+    def figures(self) -> dict[str, object]:
+        """What the demo has found, as plain data."""
+        placed = self.placed
+        eager_s = [result.seconds for result in self.eager[1:]]
+        return {
+            "policy": placed.plan.placement.policy,
+            "budget_bytes": placed.plan.budgets,
+            "predicted_s": placed.predicted.makespan_s,
+            "measured_s": statistics.median(self.seconds),
+            "error": self.error,
+            "error_at_own_times": self.error_at_own_times,
+            "eager_s": statistics.median(eager_s) if eager_s else None,
+            "predicted_peak_bytes": placed.predicted.peak_bytes,
+            "measured_peak_bytes": self.typical.peak_bytes,
+            "recomputed_values": len(placed.plan.placement.recomputed),
+            "host_updates": len(placed.plan.host_updates),
+            "losses": [result.loss for result in self.results],
+            "eager_losses": [result.loss for result in self.eager],
+        }
+
     def _off(self, predicted_s: float) -> float:
         return predicted_s / statistics.median(self.seconds) - 1

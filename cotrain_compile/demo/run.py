@@ -51,15 +51,15 @@ from cotrain_compile.units import format_bytes, format_rate, format_seconds
 INTERRUPTED = 130  # what a shell reports for a process ended by Ctrl-C
 
 
-def run(settings: Settings, console: Console) -> int:
-    """Run the demo; returns the exit code."""
+def run(settings: Settings, console: Console) -> tuple[int, Outcome | None]:
+    """Run the demo; returns the exit code, and what it has found if it came so far."""
     with ranks_of_torchrun("cpu") as rank, device_and_host():
         if settings.resume and dist.is_initialized():
             raise OptionError("--resume goes on with a run of one process; start it without ranks")
         return _run(settings, console if rank == 0 else Console(quiet=True))
 
 
-def _run(settings: Settings, console: Console) -> int:
+def _run(settings: Settings, console: Console) -> tuple[int, Outcome | None]:
     settings.output.mkdir(parents=True, exist_ok=True)
     text = standard_library()
     job = _job(settings, text)
@@ -78,7 +78,7 @@ def _run(settings: Settings, console: Console) -> int:
     except KeyboardInterrupt:
         if dist.is_initialized():
             raise
-        return _stopped(settings, job, console)
+        return _stopped(settings, job, console), None
 
     console.print("\n5. The same in eager, for comparison", style="bold")
     twin = _job(settings, text)
@@ -94,7 +94,7 @@ def _run(settings: Settings, console: Console) -> int:
     if not dist.is_initialized() or dist.get_rank() == 0:
         write_folder(settings.output, outcome)
         name_the_files(settings.output, console)
-    return 0 if len(eager) == len(outcome.results) else INTERRUPTED
+    return 0 if len(eager) == len(outcome.results) else INTERRUPTED, outcome
 
 
 def _job(settings: Settings, text: torch.Tensor) -> Job:
