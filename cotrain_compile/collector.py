@@ -1,8 +1,8 @@
 """Collector: Python's garbage collector, switched off where there is next to nothing to collect.
 
 A captured step is about twenty objects a node that the collector follows, beside half a million of
-torch's own. Planning and rewriting make as many again, nearly all of which stay or go by their
-reference counts; yet each makes the collector go through everything, for a third of their time.
+torch's own. Tracing, planning and rewriting make many more, nearly all of which stay or go by their
+reference counts; yet each makes the collector go through everything, for up to a third of the time.
 """
 
 from __future__ import annotations

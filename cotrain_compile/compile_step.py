@@ -108,6 +108,7 @@ def cotrain(
                 tell=tell_surplus,
                 shown=partial(phase_line, origin.options, phase="first step"),
                 together=together,
+                settings=origin.options,
             )
             return VerifiedStep(run, step, origin.options) if origin.options.verify else run
 

@@ -51,8 +51,9 @@ def run_passes(step: StepGraph, plan: Plan, observer: Observer | None = None) ->
         before, step = step, step.copy() if observer is not None else step
         step = rewrite(step, plan).verify()
         again = _gathered_again(step, ordered) if rewrite is recompute_values else frozenset()
-        _check_order(ordered, step, rewrite.__name__, again)
-        ordered = _ordered_ops(step)
+        found = _ordered_ops(step)
+        _check_order(ordered, [name for name in found if name not in again], rewrite.__name__)
+        ordered = found
         if observer is not None:
             observer(rewrite.__name__, before, step)
     return step
@@ -68,12 +69,11 @@ def _gathered_again(step: StepGraph, ordered: list[str]) -> frozenset[str]:
     return frozenset(n.name for n in step.nodes if is_collective(n) and n.name in copies)
 
 
-def _check_order(ordered: list[str], step: StepGraph, rewrite: str, again: frozenset[str]) -> None:
-    """Random ops and collectives are where they were, one behind the other, but for those `again`.
+def _check_order(ordered: list[str], found: list[str], rewrite: str) -> None:
+    """Random ops and collectives are where they were, one behind the other.
 
     A random op elsewhere would draw other numbers, a collective meet another one of other ranks.
     """
-    found = [name for name in _ordered_ops(step) if name not in again]
     for before, after in zip_longest(ordered, found):
         if before != after:
             raise PlanError(

@@ -19,7 +19,9 @@ COPY = torch.ops.aten.copy_.default
 def storage(node: fx.Node) -> object:
     """Equal for values that share memory; the node itself for what has none, or several."""
     value = node.meta.get("val")
-    parts = value if isinstance(value, list | tuple) else [value]
+    if isinstance(value, torch.Tensor):  # nearly always
+        return value.untyped_storage()._cdata
+    parts = value if isinstance(value, list | tuple) else []
     keys = {part.untyped_storage()._cdata for part in parts if isinstance(part, torch.Tensor)}
     return keys.pop() if len(keys) == 1 else node
 

@@ -85,4 +85,10 @@ def _load(path: Path, inputs: Sequence[Any], settings: Any) -> Any:
     code, _ = FxGraphCache.load_with_key(key, [], inputs, True, None, False, constants)
     if code is not None:
         code.post_compile(inputs, constants, settings)
+        code._fx_graph_cache_key = key
     return code
+
+
+def key_of(code: Any) -> str | None:
+    """Inductor's key of what it compiled, the same in every process; None where it gave none."""
+    return getattr(code, "_fx_graph_cache_key", None)

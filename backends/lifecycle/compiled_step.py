@@ -111,6 +111,11 @@ class CompiledStep:
         return self._last.timeline if self._last is not None else None
 
     @property
+    def is_metered(self) -> bool:
+        """Whether what the device holds is counted op by op: every run then has the same peak."""
+        return not self._device.sees_all_memory
+
+    @property
     def predicted(self) -> Timeline:
         """The simulator's timeline of one step."""
         return self.plan.predicted

@@ -5,7 +5,8 @@ again: with what each piece of compiled code was seen to take beyond its plan as
 ops, or, where that is not known or nothing fits with it, for less by the measured overshoot, as
 AutoTM does (Hildebrand et al., ASPLOS 2020, section 4.3). It is rehearsed again within the whole
 budget. Where no plan keeps to the budget the step is refused: it never runs above. What a rehearsal
-took beyond its plan, and had, is noted in the plan.
+took beyond its plan, and had, is noted in the plan. What another process has rehearsed, to the same
+end, is not rehearsed again.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ from typing import Any
 import torch
 
 from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
+from cotrain_compile.backends.lifecycle.kept_rehearsals import KeptRehearsal, kept_rehearsal
 from cotrain_compile.backends.lifecycle.workspace import both, of_convolutions
 from cotrain_compile.distribute.agree import ALONE, Overshoot, Together
 from cotrain_compile.errors import OutOfDeviceMemory, PlacementError
 from cotrain_compile.machine import Tier
+from cotrain_compile.runtime.allocations import is_profiled
 from cotrain_compile.runtime.cuda.card import is_out_of_memory
 from cotrain_compile.units import format_bytes
 
@@ -40,7 +43,8 @@ class Rehearsed:
     the budget; `workspace` has bytes that kernels take beside what is known of them, by op. Where
     `replans` is false a rehearsal that fails is the end. `tell` is called with a step that took
     more of the device than planned, when its plan's last note says so. The first call is inside
-    `shown()`.
+    `shown()`. A process after this one finds the rehearsal where `settings`, with what else the
+    step was compiled, have the same repr.
     """
 
     def __init__(
@@ -52,11 +56,13 @@ class Rehearsed:
         tell: Callable[[CompiledStep], None] = lambda compiled: None,
         shown: Callable[[], AbstractContextManager[None]] = nullcontext,
         together: Together = ALONE,
+        settings: object = None,
     ) -> None:
         self._compile_within = compile_within
         self._tell = tell
         self._shown = shown
         self._together = together
+        self._settings = settings
         self._rounds = ROUNDS if replans else 0
         self._rehearsed = False
         self._first_over_bytes = 0  # by how much the last rehearsal was above where it stopped
@@ -67,8 +73,41 @@ class Rehearsed:
         if self._rehearsed:
             return self.compiled(inputs)
         with self._shown():
+            kept = self._kept(inputs)
+            if kept is not None and self._is_known(kept):
+                return self._first_step(inputs, kept)
             self._rehearse(inputs)
+            if (kept := self._kept(inputs)) is not None:
+                kept.keep(self.compiled.peak_bytes)
             return self.compiled(inputs)
+
+    def _kept(self, inputs: Sequence[Any]) -> KeptRehearsal | None:
+        """Where the rehearsal of the step as it is now compiled is kept, if it is."""
+        if self._together is not ALONE:  # another rank may have to rehearse
+            return None
+        return kept_rehearsal(self.compiled, inputs, self._settings)
+
+    def _is_known(self, kept: KeptRehearsal) -> bool:
+        """Whether the step was rehearsed in another process, and fits its budgets here."""
+        peaks = kept.peak_bytes()
+        # A step under a profiler of the user's cannot see what compiled code takes inside.
+        if peaks is None or is_profiled():
+            return False
+        host_bytes = self.compiled.plan.budgets[Tier.HOST]
+        if peaks[Tier.DEVICE] > self.compiled.allowed_bytes or peaks[Tier.HOST] > host_bytes:
+            return False
+        self.compiled.rehearsed_device_bytes = peaks[Tier.DEVICE]
+        self._rehearsed = True
+        self._note_surplus(peaks[Tier.DEVICE])
+        return True
+
+    def _first_step(self, inputs: list[Any], kept: KeptRehearsal) -> Any:
+        """The step that another process has rehearsed, which says whether it takes as much here."""
+        try:
+            return self.compiled(inputs)
+        finally:
+            if self.compiled.peak_bytes[Tier.DEVICE] > (self.compiled.rehearsed_device_bytes or 0):
+                kept.forget()
 
     def _rehearse(self, inputs: Sequence[Any]) -> None:
         for left in range(self._rounds, -1, -1):
@@ -88,7 +127,7 @@ class Rehearsed:
             )
             raise error
         self._rehearsed = True
-        self._note_surplus()
+        self._note_surplus(self.compiled.peak_bytes[Tier.DEVICE])
 
     def _above_the_budget(self, own_bytes: int) -> OutOfDeviceMemory:
         """Of a rehearsal that came to its end: a card has more than the step may take."""
@@ -105,10 +144,9 @@ class Rehearsed:
             tier=Tier.DEVICE,
         )
 
-    def _note_surplus(self) -> None:
+    def _note_surplus(self, peak_bytes: int) -> None:
         """Note in the plan what the rehearsal took of the device beyond it."""
         compiled, plan = self.compiled, self.compiled.plan
-        peak_bytes = compiled.peak_bytes[Tier.DEVICE]
         surplus_bytes = peak_bytes - self._planned_bytes()
         if surplus_bytes > 0:
             told = (

@@ -37,8 +37,8 @@ from torch._ops import HigherOrderOperator
 from torch.compiler import config as compiler_config
 from torch.fx._graph_pickler import GraphPickler
 from torch.fx._graph_pickler import Options as PicklerOptions
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from cotrain_compile.capture.aten.kept_values import Values, give_values, values_of
 from cotrain_compile.capture.offline.only_trace import is_only_traced
 from cotrain_compile.dataflow import Checkpoints
 from cotrain_compile.disk_cache import folder_of, package_digest
@@ -49,8 +49,8 @@ AotCompile = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 TRIED = ("2.13.",)
 # What AOTAutograd hands on from Dynamo's nodes, and torch's key does not have.
 _NOTES = ("custom", "recompute", "ac_graph_id", "nn_module_stack", "stack_trace")
-# What is read of the nodes of an ATen graph after it was made.
-_KEPT = frozenset({*_NOTES, "val", "desc", "autograd_backward"})
+# What is read of the nodes of an ATen graph after it was made, beside their values.
+_KEPT = frozenset({*_NOTES, "desc", "autograd_backward"})
 _KNOWN_PARTS = frozenset({tag_activation_checkpoint})
 _FORMAT = PicklerOptions(ops_filter=None, node_metadata_key_filter=_KEPT.__contains__)
 # The graph itself is kept in place of a key to Inductor's code, whatever the compiler is called.
@@ -59,11 +59,11 @@ _SETTINGS = ("enable_autograd_cache", "bundled_autograd_cache", "force_autograd_
 
 @dataclass(frozen=True)
 class _Kept:
-    """A graph as bytes, and beside it the size of the storage of each tensor in it."""
+    """A graph as bytes, without the values of its nodes, and these beside it."""
 
     graph: bytes
     checkpoints: Checkpoints
-    storage_bytes: tuple[int, ...]
+    values: Values
 
 
 class _LoweredGraph(OutputCode):
@@ -230,35 +230,23 @@ def written(graph: fx.GraphModule, checkpoints: Checkpoints) -> _Kept | None:
     """`graph` as it can be kept; None where it holds tensors of its own, or graphs."""
     if any(node.op in ("get_attr", "call_module") for node in graph.graph.nodes):
         return None
+    values = values_of(graph.graph)
+    if values is None:
+        return None
     for node in graph.graph.nodes:
         if stack := node.meta.get("nn_module_stack"):
             node.meta["nn_module_stack"] = _named(stack)
-    for node in graph.graph.nodes:
-        # The pickler cannot write how a value was viewed; its memory and strides say enough.
-        if "val" in node.meta:
-            detached = tree_map_only(torch.Tensor, torch.Tensor.detach, node.meta["val"])
-            node.meta["val"] = detached
-    sizes = tuple(value.untyped_storage().nbytes() for value in _tensors(graph))
     try:
-        return _Kept(GraphPickler.dumps(graph, _FORMAT), checkpoints, sizes)
+        return _Kept(GraphPickler.dumps(graph, _FORMAT), checkpoints, values)
     except (AttributeError, TypeError, AssertionError, NotImplementedError, PicklingError):
         return None  # a note on a node, say, that nothing can write: this step is lowered each time
 
 
 def read_again(kept: _Kept, fake_mode: Any) -> fx.GraphModule:
     """The graph that was written, with values of `fake_mode`."""
-    graph: Any = GraphPickler.loads(kept.graph, fake_mode)
-    # The pickler gives a tensor a storage that just holds what it shows.
-    for value, size in zip(_tensors(graph), kept.storage_bytes, strict=True):
-        storage = value.untyped_storage()
-        if storage.nbytes() < size:
-            storage.resize_(size)
-    return graph  # type: ignore[no-any-return]
-
-
-def _tensors(graph: fx.GraphModule) -> list[torch.Tensor]:
-    values = [tree_leaves(node.meta.get("val")) for node in graph.graph.nodes]
-    return [leaf for leaves in values for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    module: Any = GraphPickler.loads(kept.graph, fake_mode)
+    give_values(module.graph.nodes, kept.values, fake_mode)
+    return module  # type: ignore[no-any-return]
 
 
 def _named(stack: Mapping[str, tuple[str, object]]) -> dict[str, tuple[str, str]]:

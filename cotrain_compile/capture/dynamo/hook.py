@@ -37,6 +37,7 @@ from cotrain_compile.capture.dynamo.compute_device import chosen_device, seen_on
 from cotrain_compile.capture.dynamo.diagnose import diagnose
 from cotrain_compile.capture.dynamo.patches import whole_step_tracing
 from cotrain_compile.capture.dynamo.session import FrameObjects, Session, active
+from cotrain_compile.collector import collector_off
 from cotrain_compile.errors import CaptureError, CotrainError
 from cotrain_compile.options import Options
 
@@ -74,7 +75,7 @@ def install(
         bound.arguments["one_graph"] = True
         try:
             parsed = check(options)
-            with shown(parsed):
+            with shown(parsed), collector_off():
                 return _trace_step(
                     lambda: original(*bound.args, **bound.kwargs), bound.arguments, parsed
                 )
