@@ -51,7 +51,7 @@ def values_of(graph: fx.Graph) -> Values | None:
         return Shown(
             storages.setdefault(storage._cdata, len(storages)),
             storage.nbytes(),
-            value.storage_offset(),
+            int(value.storage_offset()),
             tuple(value.shape),
             value.stride(),
             value.dtype,
@@ -84,7 +84,7 @@ def give_values(nodes: Iterable[fx.Node], values: Values, fake_mode: Any) -> Non
         if value.storage not in storages:
             storages[value.storage] = torch.UntypedStorage(value.storage_bytes, device="meta")
         bare = torch.empty(0, dtype=value.dtype, device="meta")
-        bare.set_(storages[value.storage], value.offset, value.shape, value.strides)  # type: ignore[call-overload]
+        bare.set_(storages[value.storage], value.offset, value.shape, value.strides)
         return FakeTensor(fake_mode, bare, value.device).requires_grad_(value.requires_grad)
 
     with no_dispatch():
