@@ -1,79 +1,26 @@
 """Typed compile: `torch.compile(step, backend="cotrain")` with every option as a keyword.
 
 An editor completes the keywords and a type checker reads their types; their values are checked by
-the call itself. `Keywords` has the names of `Options`, which a test compares.
+the call itself.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import fields
-from os import PathLike
-from typing import Any, Literal, ParamSpec, TypedDict, TypeVar, Unpack, get_type_hints, overload
+from typing import Any, ParamSpec, TypeVar, Unpack, get_type_hints, overload
 
 import torch
 from torch import nn
 
 from cotrain_compile.compile_step import cotrain
 from cotrain_compile.errors import CotrainError, OptionError
-from cotrain_compile.options import (
-    Checkpoints,
-    Device,
-    HostKernels,
-    Lowering,
-    MicroBatchOrder,
-    OnBreak,
-    Options,
-    Recompute,
-    RestsOn,
-    Solver,
-    Speculate,
-)
+from cotrain_compile.option_keywords import Keywords
+from cotrain_compile.options import Options
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-class Keywords(TypedDict, total=False):
-    """The options and their types; `docs/options.md` says what each does. What is left out is as
-    in `Options`.
-    """
-
-    memory_budget: int | float | str  # bytes on the device, "20GiB" or "80%"
-    host_memory_budget: int | float | str  # the same on the host
-    device: Device  # where the step computes; else where the model lives
-    policy: str  # "auto", a rule or a solver
-    rests_on: RestsOn  # where parameters and states are between two calls
-    plan: str | PathLike[str]  # a file with the plan to use
-    plan_cache: bool  # keep plans on disk for the next process
-    solver: Solver
-    time_limit: float  # seconds until there is a plan
-    gap: float  # a fraction: as near to the bound counts as solved
-    seed: int  # of the solver
-    overlap_steps: bool  # updates on the host may go on under the next step
-    speculate: Speculate  # updates on the host may begin before the norm is known
-    recompute: Recompute  # whether the plan may make values again
-    checkpoints: Checkpoints  # whether the step's own checkpoints are followed
-    micro_batch_order: MicroBatchOrder
-    lowering: Lowering  # whether device ops are compiled
-    inductor: Mapping[str, Any]  # settings of torch._inductor.config
-    eager_segments: Sequence[str]  # segments that are not compiled, by name or pattern
-    remat: bool  # make cheap values again, as torch.compile does
-    host_kernels: HostKernels  # how updates on the host run
-    host_cores: Sequence[int]  # the cores they run on
-    keep_grads: bool  # keep p.grad after the step
-    on_break: OnBreak  # what to do with a step that cannot be captured
-    dump: str | PathLike[str]  # a folder for graph, plan and report
-    quiet: bool  # say nothing while compiling
-    live: bool | float  # one line about the run, every so many seconds
-    machine: str | PathLike[str]  # a preset or a file of `cotrain-compile calibrate`
-    throttle: bool  # copies take as long as the machine's links say
-    timeline: bool  # time every op and copy on a card
-    poison: bool  # fill what a copy has not yet written with NaN
-    profile: str | PathLike[str]  # a file with measured times of this step
-    verify: int  # steps that are compared with the step without its plan
-    watchdog_s: float | Literal[False]  # seconds after which a copy or an update is given up
 
 
 @overload

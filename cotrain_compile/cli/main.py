@@ -20,7 +20,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table
 
 from cotrain_compile import __version__, files, options, presets
-from cotrain_compile.cli import look
+from cotrain_compile.cli import look, option_list
 from cotrain_compile.cli.cluster import cluster
 from cotrain_compile.cli.figures import solved_figures
 from cotrain_compile.cli.flags import as_flags
@@ -386,7 +386,7 @@ def _print_answers(
 
 
 _COMMANDS = (
-    *(trace, analyze, solve, sweep, cluster),
+    *(trace, analyze, solve, sweep, cluster, option_list.options),
     *(look.show, look.explain, look.diff, graph),
     *(machines, calibrate, demo),
 )

@@ -13,6 +13,7 @@ PANELS: Mapping[str, str] = {
     "solve": PLAN,
     "sweep": PLAN,
     "cluster": PLAN,
+    "options": PLAN,
     "show": LOOK,
     "explain": LOOK,
     "diff": LOOK,
@@ -35,6 +36,7 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     ),
     "sweep": ("sweep step.json --machine rtx4090 --machine h100 -o sweep",),
     "cluster": ("cluster profile.json --cluster cluster.json --samples 64 --json",),
+    "options": ("options", "options --json > options.schema.json"),
     "show": (
         "show plan.json --html report.html",
         "show plan.json --timeline timeline.png --perfetto trace.json",

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import cotrain_compile
 from cotrain_compile.errors import OptionError
+from cotrain_compile.option_keywords import Keywords, options_schema
 from cotrain_compile.options import Options
-from cotrain_compile.typed_compile import Keywords
 from tests.support.steps import Step, cotrain
 
 TYPES = get_type_hints(Keywords)
@@ -37,6 +37,18 @@ def test_the_choices_of_a_keyword_are_those_of_the_option(name: str) -> None:
         Options.parse({name: "another"})
     told = str(refused.value).partition("one of ")[2].partition(" (did")[0]
     assert told == ", ".join(map(repr, get_args(TYPES[name])))
+
+
+def test_the_schema_has_the_options_their_choices_and_defaults() -> None:
+    schema = options_schema()
+    assert schema["additionalProperties"] is False
+    assert list(schema["properties"]) == [item.name for item in fields(Options)]
+    for item in fields(Options):
+        told = schema["properties"][item.name]
+        default = item.default
+        assert told["default"] == (list(default) if isinstance(default, tuple) else default)
+        if get_origin(TYPES[item.name]) is Literal:
+            assert tuple(told["enum"]) == get_args(TYPES[item.name])
 
 
 def a_step() -> tuple[Step, nn.Linear]:
