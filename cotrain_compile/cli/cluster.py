@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from textwrap import fill
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
@@ -18,7 +18,11 @@ from cotrain_compile.cluster.profile_files import read_profile
 from cotrain_compile.cluster.profiles import LayerProfile
 from cotrain_compile.cluster.strategy import Answer
 from cotrain_compile.dataflow import Dataflow
+from cotrain_compile.errors import OptionError
 from cotrain_compile.viz.strategies import cells, headings, sentence
+
+if TYPE_CHECKING:
+    from cotrain_compile.cluster.rank_plan import RankPlan
 
 _WIDTH = 100
 
@@ -43,29 +47,69 @@ def cluster(
     page: Annotated[
         Path | None, typer.Option(help="Also write it as a page, with timelines.")
     ] = None,
+    rank_plan: Annotated[
+        Path | None,
+        typer.Option(help="Of a step: also plan a rank of replicate by the solver, and save that."),
+    ] = None,
 ) -> None:
     """Rank the ways to train a model on a cluster; nothing is run."""
     from cotrain_compile.cluster.strategies import STRATEGIES, answer
 
-    keep_stdout_for(as_json, output, page)
-    for path in filter(None, (output, page)):
-        files.refuse_unwritable(path)
-    target = find_cluster(cluster)
-    names = [name.strip() for name in strategies.split(",")] if strategies else STRATEGIES
-    profile = _profile(file, target, batch_symbols, tokens_per_sample)
+    asked = {"--output": output, "--page": page, "--rank-plan": rank_plan}
+    keep_stdout_for(as_json, *asked.values())
+    saved = {name: path for name, path in asked.items() if path}
+    for name, path in saved.items():
+        files.refuse_unwritable(path, name)
+    target, symbols = find_cluster(cluster), _listed(batch_symbols)
+    step, profile = _read(file, target, symbols, tokens_per_sample)
+    if rank_plan and step is None:
+        raise OptionError(f"--rank-plan plans a traced step, and {file} is a profile")
+    names = STRATEGIES if strategies is None else _listed(strategies)
     found = answer(profile, target, samples, names)
+    rank = _planned(step, target, found, symbols) if rank_plan and step else None
     if output is not None:
         files.save(found, output)
+    if rank_plan and rank:
+        files.save(rank.plan, rank_plan)
     if page is not None:
         from cotrain_compile.viz.report.cluster_page import write_cluster_page
 
         write_cluster_page(page, found, profile)
     if as_json:
-        print_json(found.figures())
+        print_json(found.figures() | ({"rank_plan": rank.figures()} if rank else {}))
         return
     print_answer(found)
-    for path in filter(None, (output, page)):
+    if rank:
+        console.print(fill(str(rank), _WIDTH, subsequent_indent="  "))
+    for path in saved.values():
         console.print(f"saved {path}")
+
+
+def _listed(names: str) -> list[str]:
+    return [name.strip() for name in names.split(",") if name.strip()]
+
+
+def _read(
+    file: Path, target: Cluster, symbols: Sequence[str], tokens_per_sample: int
+) -> tuple[Dataflow | None, LayerProfile]:
+    """A profile as it is, or a step with that of its layers on the devices of the cluster."""
+    if files.kind_of(file) != "dataflow":
+        return None, read_profile(file)
+    from cotrain_compile.cluster.step_on_cluster import profile_on_cluster
+
+    step = files.load(file, Dataflow)
+    return step, profile_on_cluster(
+        file.stem, step, target, symbols, tokens_per_sample=tokens_per_sample
+    )
+
+
+def _planned(step: Dataflow, target: Cluster, found: Answer, symbols: Sequence[str]) -> RankPlan:
+    """A rank of `replicate` on as many devices as the answer says; all, where it says nothing."""
+    from cotrain_compile.cluster.rank_plan import plan_rank
+
+    counts = [one.devices for one in found.strategies if one.name == "replicate" and one.devices]
+    devices = counts[0] if counts else len(target.devices)
+    return plan_rank(step, target, devices, found.samples, symbols)
 
 
 def print_answer(found: Answer) -> None:
@@ -73,17 +117,6 @@ def print_answer(found: Answer) -> None:
     console.print(_table(found), soft_wrap=False)
     for line in _lines(found):
         console.print(line)
-
-
-def _profile(file: Path, target: Cluster, symbols: str, tokens_per_sample: int) -> LayerProfile:
-    """A profile as it is, or that of a step on the devices of the cluster."""
-    if files.kind_of(file) != "dataflow":
-        return read_profile(file)
-    step = files.load(file, Dataflow)
-    given = [symbol.strip() for symbol in symbols.split(",") if symbol.strip()]
-    from cotrain_compile.cluster.step_on_cluster import profile_on_cluster
-
-    return profile_on_cluster(file.stem, step, target, given, tokens_per_sample=tokens_per_sample)
 
 
 def _table(found: Answer) -> Table:

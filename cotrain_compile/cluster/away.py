@@ -37,7 +37,7 @@ class Away:
             "kept values": self.kept,
         }
         said = [
-            what if count == units else f"{what} of {count} units"
+            what if count == units else f"{what} of {count} of {units} units"
             for what, count in counts.items()
             if count
         ]

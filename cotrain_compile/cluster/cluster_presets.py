@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import cache
 
 from cotrain_compile.cluster.description import Cluster, Devices, MachineGroup, Switch
-from cotrain_compile.errors import OptionError
+from cotrain_compile.errors import OptionError, did_you_mean
 from cotrain_compile.files import load
 from cotrain_compile.machine import HostUpdate, Link, Machine, Network, TierSpec, two_tier
 from cotrain_compile.preset_tables import HOSTS, SERVERS, Host, Server
@@ -224,7 +224,8 @@ def find_cluster(name_or_path: str) -> Cluster:
     if changes:
         return _changed(find_cluster(base), changes)
     raise OptionError(
-        f"no cluster named {name_or_path!r} and no such file; known are {', '.join(CLUSTERS)}"
+        f"no cluster named {name_or_path!r} and no such file"
+        f"{did_you_mean(name_or_path, CLUSTERS)}; known are {', '.join(CLUSTERS)}"
     )
 
 

@@ -42,7 +42,8 @@ class DataParallelPlan:
     """What a step takes, simulated; `moved_bytes` are each device's, by what they go over.
 
     `peak_bytes` is that of each device, None where the profile knows no peaks; `missing_bytes` what
-    the smallest device has too little with what is `away`. `on_host` says what that is.
+    the smallest device has too little with what is `away`. `on_host` says what that is, and takes
+    `host_bytes` of each rank.
     """
 
     gathering: Gathering
@@ -52,6 +53,7 @@ class DataParallelPlan:
     recompute: bool
     away: Away
     on_host: str
+    host_bytes: int
     step_s: float
     bound_s: float
     peak_bytes: int | None
@@ -238,6 +240,7 @@ def _simulated(
         choice.recompute,
         step.away,
         step.away.in_words(len(step.units)),
+        room.host_bytes(step.away) if room else 0,
         max(span.end_s for span in timeline.spans),
         lower_bound(works, lanes),
         room.peak_bytes(step.away) if room else None,

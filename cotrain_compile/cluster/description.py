@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from cotrain_compile.errors import OptionError
+from cotrain_compile.errors import OptionError, did_you_mean
 from cotrain_compile.machine import HostUpdate, Machine, Network, SharedPath, Space, Tier, TierSpec
 from cotrain_compile.machine_devices import seen_from
 from cotrain_compile.presets import PRESETS, find
@@ -42,7 +42,10 @@ class Devices:
             if not self.machine.has_one_device:
                 raise ValueError(f"machine {self.machine.name} is not one device and its host")
         elif not set(self.machine.split()[:1]) & PRESETS.keys():
-            raise ValueError(f"no preset is named {self.machine!r}; known are {', '.join(PRESETS)}")
+            raise ValueError(
+                f"no preset is named {self.machine!r}{did_you_mean(self.machine, PRESETS)}; known "
+                f"are {', '.join(PRESETS)}"
+            )
         else:
             _ = self.one  # the changes behind its name are read
 
@@ -98,8 +101,10 @@ class MachineGroup:
                 f"below {self.device_count}"
             )
         if (self.device_count > 1) != (self.peers is not None):
+            has = "has peers" if self.peers else "has no peers"
             raise ValueError(
-                f"group {self.name}: machines of several devices, and no others, have peers"
+                f"group {self.name} has {self.device_count} devices a machine and {has}; where "
+                "there are several, and only there, say in peers what joins them"
             )
         if self.peer_path == "switch" and len(below) != self.device_count:
             raise ValueError(

@@ -49,8 +49,8 @@ from cotrain_compile.units import format_bytes
 class PipelinePlan:
     """A cut and what its step takes, simulated; `hop_bytes` cross each hop, both ways together.
 
-    `away` says what of each stage rests on its host, `host_bytes` what all of them send there in a
-    step, and what comes back.
+    `away` says what of each stage rests on its host, `host_bytes` how much that is of all of them,
+    and `swapped_bytes` what they send there in a step, and what comes back.
     """
 
     order: PipelineOrder
@@ -63,7 +63,8 @@ class PipelinePlan:
     peak_bytes: tuple[int, ...]
     hop_bytes: tuple[int, ...]
     away: tuple[StageAway, ...]
-    host_bytes: tuple[int, int]
+    host_bytes: int
+    swapped_bytes: tuple[int, int]
     timeline: Timeline
 
     @property
@@ -217,7 +218,7 @@ def _drafts(
     ]
     both_s = [f + b for f, b in zip(forward_s, backward_s, strict=True)]
     slowness = devices.slowness(profile)
-    for stages, away, _ in _cuts(problem, profile, devices, both_s, slowness):
+    for stages, away, host_bytes, _ in _cuts(problem, profile, devices, both_s, slowness):
         yield Draft(
             order,
             stages,
@@ -230,6 +231,7 @@ def _drafts(
             tuple(map(_sent_s, _crossing(profile, stages, each), devices.hops)),
             away,
             tuple(_swapped(problem, profile, devices, stages, away)),
+            host_bytes,
         )
 
 
@@ -280,6 +282,7 @@ def simulated(profile: LayerProfile, draft: Draft) -> PipelinePlan:
         tuple(round(2 * draft.micro_batches * nbytes) for nbytes in crossing),
         draft.away,
         draft.host_bytes,
+        draft.swapped_bytes,
         timeline,
     )
 

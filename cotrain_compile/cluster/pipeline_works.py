@@ -73,6 +73,7 @@ class Draft:
     hop_s: tuple[float, ...]
     away: tuple[StageAway, ...]
     swapped: tuple[Swapped, ...]
+    host_bytes: int
 
     @cached_property
     def bound_s(self) -> float:
@@ -103,7 +104,7 @@ class Draft:
         return longest_s * _ROUNDING
 
     @property
-    def host_bytes(self) -> tuple[int, int]:
+    def swapped_bytes(self) -> tuple[int, int]:
         """What all stages send to their hosts, and what comes back."""
         down = up = 0.0
         for swapped in self.swapped:

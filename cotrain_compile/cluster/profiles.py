@@ -228,6 +228,14 @@ class LayerProfile:
     def grad_bytes(self) -> int:
         return sum(layer.grad_bytes for layer in self.layers)
 
+    @property
+    def resting_bytes(self) -> int:
+        """Parameters, buffers, gradients and optimizer states of all layers."""
+        return sum(
+            layer.param_bytes + layer.buffer_bytes + layer.grad_bytes + layer.state_bytes
+            for layer in self.layers
+        )
+
 
 def chain(tables: Sequence[BySamples], names: Sequence[str]) -> tuple[tuple[Read, ...], ...]:
     """What the layers of a chain read, from the bytes that come to each and their names."""

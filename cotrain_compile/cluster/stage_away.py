@@ -57,6 +57,7 @@ class Placed(NamedTuple):
 
     stages: Stages
     away: tuple[StageAway, ...]
+    host_bytes: int
     missing_bytes: int
 
 
@@ -81,7 +82,7 @@ def placed(
             own += problem.on_device(device) * sum(problem.layers.kept_bytes[first:last])
         on_host.append(own)
     missing = devices.missing_on_hosts(on_host) if any(on_host) else 0
-    return Placed(replace(stages, peak_bytes=tuple(peaks)), tuple(aways), missing)
+    return Placed(replace(stages, peak_bytes=tuple(peaks)), tuple(aways), sum(on_host), missing)
 
 
 def _least(

@@ -36,7 +36,7 @@ def profile_on_cluster(
     first, *others = [kinds[kind] for kind in dict.fromkeys(cluster.kinds)]
     profile = profile_of_step(
         name,
-        _for(step, first),
+        runnable_on(step, first),
         first,
         symbols,
         samples=samples,
@@ -48,10 +48,10 @@ def profile_on_cluster(
 
 
 def _device_s(step: Dataflow, machine: Machine) -> float:
-    return sum(roofline(_for(step, machine), machine).device_s.values())
+    return sum(roofline(runnable_on(step, machine), machine).device_s.values())
 
 
-def _for(step: Dataflow, machine: Machine) -> Dataflow:
+def runnable_on(step: Dataflow, machine: Machine) -> Dataflow:
     """The step in float16 on a device that has no rate for bfloat16 but one for float16."""
     rates = machine.device.flops_per_s
     if "bfloat16" in rates or "float16" not in rates:

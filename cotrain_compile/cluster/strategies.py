@@ -14,7 +14,7 @@ from cotrain_compile.cluster import strategy_judges as judges
 from cotrain_compile.cluster.description import Cluster
 from cotrain_compile.cluster.profiles import LayerProfile
 from cotrain_compile.cluster.strategy import Answer, Question, Strategy
-from cotrain_compile.errors import OptionError, PlacementError
+from cotrain_compile.errors import OptionError, PlacementError, did_you_mean
 from cotrain_compile.units import format_seconds
 
 _JUDGES: dict[str, Callable[[Question, str], Strategy]] = {
@@ -56,7 +56,9 @@ def answer(
     unknown = [name for name in strategies if name not in _JUDGES]
     if unknown or not strategies:
         raise OptionError(
-            f"strategies {', '.join(unknown) or 'none'}: known are {', '.join(STRATEGIES)}"
+            f"strategies {', '.join(unknown) or 'none'}"
+            f"{did_you_mean(unknown[0], STRATEGIES) if unknown else ''}: known are "
+            f"{', '.join(STRATEGIES)}"
         )
     if samples < 1:
         raise OptionError(f"a step has at least one sample, not {samples}")

@@ -47,8 +47,8 @@ class Strategy:
     all devices together. `busiest` is the lane that has most to do, for `busiest_s`. `setting` says
     what was chosen, `loses` why another one is better, `run` how to run it; `stages` is what
     `cotrain_compile.pipeline` runs, `widths` by name of module what `cotrain_compile.burst` does.
-    `capacities_bytes` is by device as `peak_bytes`; `timeline` is of all devices, those that do the
-    same at the same time on one lane.
+    `capacities_bytes` is by device as `peak_bytes`; `host_bytes` rest on all hosts together;
+    `timeline` is of all devices, those that do the same at the same time on one lane.
     """
 
     name: str
@@ -69,6 +69,7 @@ class Strategy:
     stages: StagePlan | None = None
     widths: Mapping[str, int] = field(default_factory=dict)
     capacities_bytes: tuple[int, ...] = ()
+    host_bytes: int = 0
     timeline: Timeline | None = None
 
 

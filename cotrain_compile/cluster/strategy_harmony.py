@@ -83,11 +83,7 @@ def _stages_by_turns(question: Question, group: MachineGroup, count: int) -> Tur
 
 
 def _require_host_memory(question: Question, group: MachineGroup, copies: int) -> None:
-    needs = copies * sum(
-        layer.param_bytes + layer.buffer_bytes + layer.grad_bytes + layer.state_bytes
-        for layer in question.profile.layers
-    )
-    missing = needs - group.host.capacity_bytes
+    missing = copies * question.profile.resting_bytes - group.host.capacity_bytes
     if missing > 0:
         told = "the model" if copies == 1 else f"{copies} copies of the model"
         raise PlacementError(

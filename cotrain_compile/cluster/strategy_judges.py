@@ -106,7 +106,8 @@ def _data_parallel(question: Question, name: str, plan: DataParallelPlan, run: s
         setting += f", parameters {plan.gathering}"
     setting = "; ".join(filter(None, (setting, plan.on_host)))
     moved = {link: nbytes for link, nbytes in traffic.items() if nbytes}
-    return _all_alike(question, name, plan, moved, _busiest(plan.timeline), setting, run)
+    found = _all_alike(question, name, plan, moved, _busiest(plan.timeline), setting, run)
+    return replace(found, host_bytes=plan.devices * plan.host_bytes)
 
 
 def _all_alike(
@@ -146,7 +147,7 @@ def pipeline(question: Question, name: str) -> Strategy:
     plan = fastest_pipeline(profile, rows, order, samples, again_only=True)
     used = [first < last for first, last in pairwise(plan.stages.bounds)]
     hops = {f"hop {i} to {i + 1}": nbytes for i, nbytes in enumerate(plan.hop_bytes) if nbytes}
-    down, up = plan.host_bytes
+    down, up = plan.swapped_bytes
     hops |= {"devices to host": down, "host to devices": up} if down else {}
     setting = _micro_batches(plan.micro_batches, plan.micro_batch, plan.recompute)
     setting = "; ".join(filter(None, (setting, _on_hosts(plan.away))))
@@ -172,6 +173,7 @@ def pipeline(question: Question, name: str) -> Strategy:
             plan.micro_batch,
             tuple(compress(plan.peak_bytes, used)),
         ),
+        host_bytes=plan.host_bytes,
     )
 
 
@@ -198,6 +200,7 @@ def harmony_dp(question: Question, name: str) -> Strategy:
         f"{_micro_batches(count, choice.backward_samples, recompute=False)}, "
         f"{len(choice.forward_packs)} and {len(choice.backward_packs)} packs",
         f"{script}, {COMPILED}{option}",
+        copies=n,
     )
 
 
@@ -216,6 +219,7 @@ def harmony_pp(question: Question, name: str) -> Strategy:
         Counter({link: round(nbytes) for link, nbytes in plan.moved_bytes.items()}),
         f"{setting}{len(plan.packs)} packs, dealt to the devices in turn",
         f"torchrun --nproc-per-node {plan.devices} train.py: {_pipeline(name)}",
+        copies=1,
     )
     stages = StagePlan(
         "LoopedBFS" if in_turn else "GPipe",
@@ -246,7 +250,10 @@ def _of_server(
     moved: Counter[str],
     setting: str,
     run: str,
+    *,
+    copies: int,
 ) -> Strategy:
+    """The host has so many copies of the model."""
     idle = question.cluster.device_machines - 1
     return _strategy(
         question,
@@ -260,6 +267,7 @@ def _of_server(
         plan.timeline,
         setting=setting + (f"; one machine, {idle} idle" if idle else ""),
         run=run,
+        host_bytes=copies * question.profile.resting_bytes,
     )
 
 
@@ -296,6 +304,7 @@ def _strategy(
     run: str,
     fits: bool | None = True,
     stages: StagePlan | None = None,
+    host_bytes: int = 0,
 ) -> Strategy:
     samples_per_s = question.samples / step_s if step_s else None
     tokens = question.profile.tokens_per_sample
@@ -315,6 +324,7 @@ def _strategy(
         run=run,
         stages=stages,
         capacities_bytes=capacities_bytes,
+        host_bytes=host_bytes,
         timeline=timeline,
     )
 

@@ -48,7 +48,7 @@ def profile_of_step(
     not be given where the step has one alone. Others keep the values of `step`, where a sequence
     may have its length. Raises OptionError where there are no such symbols.
     """
-    symbols = _symbols(step, symbols)
+    symbols = sample_symbols(step, symbols)
     split = _Split(step)
     sizes = sorted(set(samples))
     found = [
@@ -87,7 +87,8 @@ def profile_of_step(
     )
 
 
-def _symbols(step: Dataflow, symbols: Sequence[str]) -> Sequence[str]:
+def sample_symbols(step: Dataflow, symbols: Sequence[str]) -> Sequence[str]:
+    """The symbols that count the samples: those given, or the only one that there is."""
     if not step.symbols:
         raise OptionError(
             "the step has fixed sizes, so nobody knows it at another batch; trace it with "

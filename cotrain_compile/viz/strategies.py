@@ -37,7 +37,8 @@ def sentence(strategy: Strategy, found: Answer) -> str:
     why = strategy.loses or ("the best" if strategy is found.best else strategy.reason)
     if strategy.step_s is not None and strategy.reason and strategy.reason not in why:
         why += f"; {strategy.reason}"
-    parts = [strategy.setting, why]
+    rests = f"{format_bytes(strategy.host_bytes)} on hosts" if strategy.host_bytes else ""
+    parts = [strategy.setting, rests, why]
     parts += [f"run: {strategy.run}"] if strategy.step_s is not None else []
     return "; ".join(part for part in parts if part)
 

@@ -14,6 +14,7 @@ from cotrain_compile.cluster.profiles import per_sample
 from cotrain_compile.cluster.stage_plan import StagePlan
 from cotrain_compile.cluster.strategy import Answer, Strategy
 from cotrain_compile.errors import FormatError, OptionError
+from cotrain_compile.plan import Plan
 from cotrain_compile.viz.report.cluster_page import Row, cuts, widths
 from tests.support.clusters import a_box, a_model
 from tests.unit.cluster.test_traced_profile import step
@@ -108,7 +109,11 @@ def test_an_answer_is_saved_and_shown_as_it_was(small: list[str], tmp_path: Path
 def test_what_is_no_strategy_or_no_cluster_is_refused(small: list[str]) -> None:
     for wrong, told in (
         ([*small, "--strategies", "magic"], "strategies magic: known are"),
+        ([*small, "--strategies", "replicat"], "did you mean 'replicate'?"),
+        ([*small, "--strategies", ""], "strategies none: known are"),
         ([*small, "--cluster", "moon"], "no cluster named 'moon'"),
+        ([*small, "--cluster", "8xh10"], "did you mean '8xh100'?"),
+        ([*small, "--page", "no/such/folder.html"], "--page no/such/folder.html cannot be written"),
     ):
         result = CliRunner().invoke(app, wrong)
         assert isinstance(result.exception, OptionError)
@@ -126,3 +131,26 @@ def test_a_traced_step_is_taken_as_on_the_first_device(small: list[str], tmp_pat
     assert CliRunner().invoke(app, given).output == result.output  # it has that symbol alone
     wrong = CliRunner().invoke(app, [*given, "--batch-symbols", "q"])
     assert "q given for the samples" in str(wrong.exception)
+
+
+def test_a_rank_of_a_traced_step_is_planned_tensor_by_tensor(
+    small: list[str], tmp_path: Path
+) -> None:
+    traced, plan = tmp_path / "step.json", tmp_path / "plan.json"
+    files.save(step(), traced)
+    # Of four samples one op touches 876 bytes at once; all that is alive there is more.
+    cluster = tmp_path / "tight.json"
+    files.save(a_box(2, 1e9, 900), cluster)
+    given = ["cluster", str(traced), "--cluster", str(cluster), "--samples", "4"]
+    given += ["--strategies", "replicate", "--rank-plan", str(plan)]
+    result = CliRunner().invoke(app, [*given, "--json"])
+    assert result.exit_code == 0
+    told = json.loads(result.output)["rank_plan"]
+    assert told["peak_bytes"] <= 900
+    assert told["host_bytes"] > 0
+    assert told["bound_s"] <= told["step_s"]
+    shown = CliRunner().invoke(app, given)
+    assert f"one of {told['devices']} ranks with {told['samples']} samples" in shown.output
+    assert files.load(plan, Plan).fingerprint == step().fingerprint
+    refused = CliRunner().invoke(app, [*small, "--rank-plan", str(plan)])
+    assert "plans a traced step" in str(refused.exception)

@@ -178,7 +178,7 @@ def test_states_on_the_host_are_updated_behind_all_gradients_by_hand() -> None:
     box = a_box(1, size, rests - 2 * size + 110, host=HOST, update=update)
     plan = plan_data_parallel(model, box, 1)
     assert plan.away == Away(states=1)
-    assert plan.on_host == "on the host states of 1 units"
+    assert plan.on_host == "on the host states of 1 of 2 units"
     # Forwards to 2 s, backwards to 6 s, gradients down to 7, updated by 11, back at 12 s.
     assert plan.step_s == pytest.approx(12)
     assert plan.peak_bytes == 6 * size + 60 + 40 + 10

@@ -180,7 +180,8 @@ def test_states_on_the_host_are_updated_behind_the_last_backward_by_hand() -> No
     assert plan.away == (StageAway(states=1),)
     # Forward 6, backward 12; gradients of 10 down, 2 * 30 + 10 touched, parameters of 10 up.
     assert plan.step_s == pytest.approx(18 + 0.1 + 0.7 + 0.1)
-    assert plan.host_bytes == (10, 10)
+    assert plan.swapped_bytes == (10, 10)
+    assert plan.host_bytes == 40
     with pytest.raises(PlacementError, match="take hosts with more memory"):
         plan_pipeline(MODEL, a_row(3, 150, host=a_host(9, 1.0)), PipelineOrder.GPIPE, 1)
 
