@@ -178,6 +178,17 @@ class Attempts:
             targets[missing.tier] -= 1.05 * missing.nbytes
         return name in self.found.drafts
 
+    def aim_lower(self, variant: Variant, share: float) -> None:
+        """The relaxation for a `share` of the device's memory, rounded, as a plan for all of it.
+
+        Rounded it may be better, though it claims more: what leaves is another set of tensors.
+        """
+        name, budgets = "lp-round" + variant.suffix, self.problem.budgets
+        targets = {**budgets, Tier.DEVICE: share * budgets[Tier.DEVICE]}
+        solution = self._solved(variant.space, targets, True, False, known_s=self._known_s())
+        if solution.decisions is not None:
+            self.decide(name, variant, variant.space.placement(name, solution.decisions))
+
     def _is_trusted(self, name: str, solution: Solution) -> bool:
         """Whether the plan that has come of a solution is about as fast as that claims."""
         found = self.found.drafts.get(name)

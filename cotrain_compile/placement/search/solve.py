@@ -56,6 +56,8 @@ LEVELS_SHARE = 0.5
 # Where replays of layers need more than this part of the device they are tried in parts; so many
 # cuts are tried near one that is found.
 ROOMY, NEARBY = 0.8, 4
+# Parts of the device's memory that plans are looked for in besides.
+LESS = (0.9, 0.8)
 # Of what is left, how long to wait for the bound before the programs: it may spare them.
 BOUND_SHARE = 0.2
 # Policies that look at everything that can be decided: how far they are from the best is certified.
@@ -150,6 +152,7 @@ class _Search(Attempts):
         hopeless = fastest is not None and self.step.claim_s > HOPELESS * fastest.step_s
         if not (hopeless or self.is_late):
             self.try_greedy(self.step)
+        self._aim_lower()
         self._solve_programs()
         self._reuse(incumbents)
         self._improve_fastest()
@@ -160,6 +163,18 @@ class _Search(Attempts):
             if self.is_late:
                 return
             self.attempt(variant, name)
+
+    def _aim_lower(self) -> None:
+        """Plans for less memory, where what is found is far from the best: they fit in more, too.
+
+        A budget that is a little larger would else often have a slower plan.
+        """
+        for share in LESS:
+            best = fastest_of(self.variants, self.found.fastest_s)
+            near_s = FAR * max(best.claim_s, self._certified_s())
+            if self.is_late or not self._is_slower_than(near_s):
+                return
+            self.aim_lower(best, share)
 
     def _solve_programs(self) -> None:
         """The integer programs of the steps that may have a faster plan, each in its time."""

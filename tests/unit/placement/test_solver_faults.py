@@ -218,7 +218,7 @@ def test_highs_without_a_bound_of_its_own_has_that_of_its_relaxation(
 
     run = solvers._run_highs
     monkeypatch.setattr(solvers, "_run_highs", lambda *a, **k: Stopped(run(*a, **k)))
-    plan = sound(solve(PROBLEM, SETTINGS))
+    plan = sound(solve(PROBLEM, SolveSettings("auto", time_limit_s=10.0)))
     assert plan.report is not None
     assert plan.report.objective_s is not None
     bound_s = plan.report.bound_s
