@@ -137,34 +137,34 @@ def judge_helpers(
 ) -> HelperVerdict:
     """Whether the CPU machines of `cluster` should sum the gradients of a data-parallel step.
 
-    Every device works on `samples`.
+    Every device works on `samples`. Machines of several kinds each count as the slowest of these,
+    devices and CPU machines apart: all wait for that one, and shares are equal.
 
     Raises:
-        OptionError: there is one machine with devices, or machines with devices or CPU machines
-            are of several kinds.
+        OptionError: there is one machine with devices.
     """
     worked = [group for group in cluster.groups if group.devices]
     helping = [group for group in cluster.groups if not group.devices]
-    _refuse_others(cluster, worked, helping)
-    group, nbytes = worked[0], profile.grad_bytes
-    helpers = helping[0].count if helping else 0
-    assert group.nic is not None  # a cluster of several machines has one in every group
-    helper_nic = helping[0].nic if helping else None
-    helper_rate = helper_nic.bytes_per_s if helper_nic else None
-    sharing = share(group.count, helpers, nbytes, group.nic.bytes_per_s, helper_rate)
-    inside = inside_machine(group, nbytes)
-    summing = helping[0] if helping else group
+    if cluster.device_machines < 2:
+        raise OptionError(
+            f"cluster {cluster.name} has one machine with devices, whose gradients cross no "
+            "network; within one machine keep NCCL"
+        )
+    nbytes, rate = profile.grad_bytes, _network_card(worked)
+    helper_rate = _network_card(helping) if helping else None
+    sharing = share(cluster.device_machines, cluster.cpu_machines, nbytes, rate, helper_rate)
+    inside = max((inside_machine(group, nbytes) for group in worked), key=lambda way: way.seconds)
     work = host_work(
-        summing.host.bytes_per_s,
-        helper_rate or group.nic.bytes_per_s,
-        group.count,
+        min(group.host.bytes_per_s for group in helping or worked),
+        helper_rate or rate,
+        sharing.machines,
         update_bytes_per_parameter=ADAMW_BYTES_PER_PARAMETER,
         bytes_per_gradient=bytes_per_gradient,
     )
     helpers_s = max(sharing.seconds, inside.seconds)
     if not work.sums:
         helpers_s = max(helpers_s, sharing.seconds * work.sum_touches / work.available)
-    all_reduce_s = max(sharing.all_reduce_s, _ring_inside_s(group, nbytes))
+    all_reduce_s = max(sharing.all_reduce_s, *(_ring_inside_s(group, nbytes) for group in worked))
     compute_s = sum(layer.compute_s(samples) for layer in profile.layers)
     return HelperVerdict(
         sharing,
@@ -178,22 +178,9 @@ def judge_helpers(
     )
 
 
-def _refuse_others(
-    cluster: Cluster, worked: Sequence[MachineGroup], helping: Sequence[MachineGroup]
-) -> None:
-    """The formulas are of equal machines with devices, at least two, and of equal helpers."""
-    if cluster.device_machines < 2:
-        raise OptionError(
-            f"cluster {cluster.name} has one machine with devices, whose gradients cross no "
-            "network; within one machine keep NCCL"
-        )
-    for groups, what in ((worked, "machines with devices"), (helping, "CPU machines")):
-        if len(groups) > 1:
-            names = ", ".join(group.name for group in groups)
-            raise OptionError(
-                f"cluster {cluster.name} has several kinds of {what} ({names}), and CPU helpers "
-                "are planned where these are all alike; leave all but one kind out, or keep NCCL"
-            )
+def _network_card(groups: Sequence[MachineGroup]) -> float:
+    """The rate of the slowest; a cluster of several machines has one in every group."""
+    return min(group.nic.bytes_per_s for group in groups if group.nic)
 
 
 def _ring_inside_s(group: MachineGroup, nbytes: float) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import compress, pairwise
+from itertools import accumulate, compress, pairwise
 
 from cotrain_compile.cluster.data_parallel import (
     SHARD,
@@ -59,16 +59,16 @@ def byteps(question: Question, name: str) -> Strategy:
     cluster, samples = question.cluster, question.samples
     profile = question.profile.on(cluster.kinds)
     judge_helpers(profile, cluster, samples)  # refuses what it is not for
-    (group,) = (group for group in cluster.groups if group.devices)
-    each = group.device_count
-    counts = [each * machines for machines in range(2, group.count + 1)]
+    worked = [group for group in cluster.groups if group.devices]
+    each = max(group.device_count for group in worked)
+    machines = [group.device_count for group in worked for _ in range(group.count)]
+    counts = list(accumulate(machines))[1:]
+    latency_s = max(group.nic.latency_s for group in cluster.groups if group.nic)
 
     def all_reduce(part: Cluster) -> Callable[[float], float]:
         verdict = judge_helpers(profile, part, max(1, samples // len(part.devices)))
         rate_s = verdict.helpers_s / profile.grad_bytes
-        assert group.nic is not None  # there are several machines
-        rounds_s = 2 * group.nic.latency_s
-        return lambda nbytes: rate_s * nbytes + rounds_s
+        return lambda nbytes: rate_s * nbytes + 2 * latency_s
 
     plan = plan_data_parallel(profile, cluster, samples, counts=counts, all_reduce=all_reduce)
     part = first_devices(cluster, plan.devices)

@@ -247,12 +247,19 @@ def test_one_machine_has_no_network_to_relieve() -> None:
         judge_helpers(WRN, find_cluster("8xh100"), 32)
 
 
-def test_machines_of_several_kinds_are_told_by_their_names() -> None:
+def test_machines_of_several_kinds_count_as_the_slowest_of_them() -> None:
     cluster = find_cluster("32xv100-16cpu")
     workers, helpers = cluster.groups
-    for group, what in ((workers, "machines with devices"), (helpers, "CPU machines")):
-        other = replace(group, name="other")
-        mixed = replace(cluster, groups=(*cluster.groups, other))
-        told = f"several kinds of {what} \\({group.name}, other\\)"
-        with pytest.raises(OptionError, match=told):
-            judge_helpers(WRN, mixed, 32)
+    slow = Network(5e9)
+    part = replace(workers, count=8)
+    groups = (replace(workers, count=24), replace(part, name="slow", nic=slow), helpers)
+    mixed = judge_helpers(WRN, replace(cluster, groups=groups), 32)
+    all_slow = replace(cluster, groups=(replace(workers, nic=slow), helpers))
+    assert mixed == judge_helpers(WRN, all_slow, 32)
+    assert mixed.sharing.machines == 32
+    some = (workers, replace(helpers, count=12), replace(helpers, count=4, name="slow", nic=slow))
+    mixed = judge_helpers(WRN, replace(cluster, groups=some), 32)
+    assert mixed.sharing.helpers == 16
+    assert mixed == judge_helpers(
+        WRN, replace(cluster, groups=(workers, replace(helpers, nic=slow))), 32
+    )

@@ -139,6 +139,19 @@ def test_helpers_are_beside_replicas_with_the_same_computing() -> None:
     assert helped.devices == summed.devices == 4
 
 
+def test_helpers_of_mixed_machines_are_judged_by_whole_machines() -> None:
+    model = a_model((2 * SMALL, 2 * SMALL), per_sample(30))
+    (one, cpu), (box,) = some_machines(2, SMALL / 2).groups, a_box(2, SMALL).groups
+    cluster = Cluster("mixed", (one, replace(box, nic=one.nic), cpu))
+    found = answer(model, cluster, 4, ("byteps",))
+    (helped,) = found.strategies
+    # Two machines of one device, or these and both devices of the third.
+    assert helped.devices in (2, 4)
+    assert helped.step_s is not None
+    assert helped.bound_s is not None
+    assert helped.bound_s <= helped.step_s
+
+
 def test_branches_leave_only_what_needs_no_chain() -> None:
     model = a_model((2 * SMALL, 2 * SMALL), per_sample(30))
     last = model.layers[-1]
