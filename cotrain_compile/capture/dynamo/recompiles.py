@@ -35,6 +35,8 @@ _MANY = 4
 # Which graph it is, before a reason: `0/1: `, `1/0_1: `, `[0/1]: `.
 _WHICH_GRAPH = re.compile(r"^\W*\d+/\d\w*\W*:?\s+")
 _SCOPES = ("L", "G")
+# Where a module has its submodules, parameters and buffers.
+_MEMBERS = ("_modules", "_parameters", "_buffers")
 _ROUNDS = re.compile(r"\brange\(")
 
 
@@ -98,9 +100,10 @@ def in_torchs_words(reasons: Iterable[object]) -> str | None:
 
 
 def why_again(reason: str) -> str:
-    """A reason of torch's for whoever waits for the compile: which guard holds no more, or what."""
+    """A reason of torch's for whoever waits for the compile: what no longer holds, or else what."""
     if _value(reason):
-        return f"`{reason}` holds no more"
+        as_written = ast.unparse(_Unscoped().visit(ast.parse(reason, mode="eval")))
+        return f"`{as_written}` no longer holds"
     return reason.partition(" Guard failed on a parameter")[0]  # that Dynamo could have dynamic
 
 
@@ -152,10 +155,21 @@ def _scoped(node: ast.AST) -> bool:
 
 
 class _Unscoped(ast.NodeTransformer):
-    """`G['losses']` becomes `losses`."""
+    """`G['losses']` becomes `losses`, `model._modules['0']._parameters['bias']` `model[0].bias`."""
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.expr:
         if _scoped(node) and isinstance(node.slice, ast.Constant):
             return ast.Name(id=str(node.slice.value), ctx=ast.Load())
         self.generic_visit(node)
+        match node:
+            case ast.Subscript(ast.Attribute(owner, attr), ast.Constant(str(name))):
+                if attr in _MEMBERS:
+                    return _member(owner, name)
         return node
+
+
+def _member(owner: ast.expr, name: str) -> ast.expr:
+    """A submodule, parameter or buffer of a module, as a user reaches it."""
+    if name.isdigit():
+        return ast.Subscript(value=owner, slice=ast.Constant(value=int(name)), ctx=ast.Load())
+    return ast.Attribute(value=owner, attr=name, ctx=ast.Load())

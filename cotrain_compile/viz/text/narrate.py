@@ -72,7 +72,8 @@ class Narrator:
             rows = summary_rows(plan, problem.dataflow, bars=on_a_terminal())
             say(itertools.starmap(_row, rows))
         if self.level >= PARAMETERS:
-            say(map(Text, parameter_lines(problem, plan)))
+            kept = map(Text, parameter_lines(problem, plan))
+            say([_row("step", plan.fingerprint), *kept])
         if self.level >= TASKS:
             say(map(Text, task_lines(plan)))
 
@@ -97,7 +98,7 @@ def summary_rows(plan: Plan, dataflow: Dataflow, *, bars: bool) -> Iterator[tupl
     `bars` draws how full the tiers are.
     """
     step_s = plan.predicted.makespan_s
-    yield "cotrain", f"{plan.placement.policy} on {plan.on_machine}, step {plan.fingerprint}"
+    yield "cotrain", f"{plan.placement.policy} on {plan.on_machine}"
     for note in plan.notes:
         yield "", note
     yield "a step", f"{format_seconds(step_s)} {plan.foreseen}"
@@ -117,7 +118,8 @@ def summary_rows(plan: Plan, dataflow: Dataflow, *, bars: bool) -> Iterator[tupl
     down, up = plan.bytes_moved("offload"), plan.bytes_moved("prefetch")
     yield "moves", f"{format_bytes(down)} down, {format_bytes(up)} up in each step"
     modes = Counter(mode.value.replace("_", " ") for mode in plan.placement.updates.values())
-    yield "updates", ", ".join(f"{count} {mode}" for mode, count in modes.items())
+    if modes:  # none in a call that only adds gradients up
+        yield "updates", ", ".join(f"{count} {mode}" for mode, count in modes.items())
     busy = (
         f"{title} {plan.predicted.busy_s(lane) / step_s:.0%}"
         for lane, title in lane_titles(plan.predicted).items()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import cotrain_compile
+from cotrain_compile.capture.dynamo.recompiles import why_again
 from tests.support.captured_steps import make_lean_mlp
 from tests.support.steps import SEED, Step, all_tensors, cotrain, cross_entropy, make_step, vectors
 
@@ -60,9 +61,9 @@ def test_a_second_compile_says_why(capsys: pytest.CaptureFixture[str]) -> None:
 
     assert not said(8)
     optimizer.param_groups[0]["lr"] = 0.04
-    assert "param_groups[0]['lr'] == 0.05` holds no more" in said(8)
+    assert "param_groups[0]['lr'] == 0.05` no longer holds" in said(8)
     model.eval()
-    assert "training == True` holds no more" in said(8)
+    assert "training == True` no longer holds" in said(8)
     model[1].bias.requires_grad_(False)
     assert "requires_grad mismatch. expected requires_grad=1" in (last := said(8))
     assert "torch._dynamo" not in last
@@ -110,3 +111,8 @@ def test_a_step_that_counts_in_its_closure_is_found_again() -> None:
     assert calls == STEPS
     assert last < first / 2  # divided by the number of calls, in compiled code too
     assert graphs() == 2
+
+
+def test_a_guard_is_told_as_the_user_writes_it() -> None:
+    guard = "G['model']._modules['h']._modules['0']._parameters['bias'].grad is None"
+    assert why_again(guard) == "`model.h[0].bias.grad is None` no longer holds"
