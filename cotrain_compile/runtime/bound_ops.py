@@ -11,9 +11,10 @@ small op's time, and two thirds of a prim's. Tried on torch 2.11.0, 2.13.0 and 2
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import cache
-from keyword import iskeyword
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import takewhile
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -25,13 +26,11 @@ Bound = Callable[[Values], Any]
 
 def bound(node: fx.Node) -> Bound:
     """What `node` computes."""
-    op, held = directly(node.target), list[Any]()
-    arguments = [_written(value, held) for value in node.args]
-    arguments += [f"{name}={_written(value, held)}" for name, value in node.kwargs.items()]
-    if any(map(iskeyword, node.kwargs)) or _NOT_WRITTEN in "".join(arguments):
-        return _looked_up(node, op)
-    found: Bound = _maker(", ".join(arguments), len(held))(op, *held)
-    return found
+    op, first = directly(node.target), _first_nodes(node.args)
+    others = node.args[len(first) :]
+    if _nodes_in((others, node.kwargs)):
+        return _taking(op, node)
+    return _of_first(partial(op, **node.kwargs) if node.kwargs else op, first, others)
 
 
 def directly(target: Any) -> Callable[..., Any]:
@@ -41,19 +40,9 @@ def directly(target: Any) -> Callable[..., Any]:
     return found
 
 
-_NOT_WRITTEN = "?"
-
-
-def _written(value: Any, held: list[Any]) -> str:
-    """The source of an argument, in which `h3` is what is `held` at 3: a node or a constant."""
-    if isinstance(value, list | tuple) and _nodes_in(value):
-        items = "".join(f"{_written(item, held)}, " for item in value)
-        return f"[{items}]" if isinstance(value, list) else f"({items})"
-    if isinstance(value, dict | slice) and _nodes_in(value):
-        return _NOT_WRITTEN
-    held.append(value)
-    name = f"h{len(held) - 1}"
-    return f"values[{name}]" if isinstance(value, fx.Node) else name
+def _first_nodes(arguments: Sequence[Any]) -> Sequence[fx.Node]:
+    """The nodes among the arguments before the first that is none."""
+    return [*takewhile(lambda value: isinstance(value, fx.Node), arguments)]
 
 
 def _nodes_in(value: Any) -> list[fx.Node]:
@@ -62,20 +51,42 @@ def _nodes_in(value: Any) -> list[fx.Node]:
     return found
 
 
-@cache
-def _maker(arguments: str, held: int) -> Callable[..., Bound]:
-    """Makes calls that differ in what they hold alone: a step has a few dozen kinds."""
-    names = "".join(f", h{number}" for number in range(held))
-    maker: Callable[..., Bound] = eval(f"lambda op{names}: lambda values: op({arguments})")
-    return maker
+def _of_first(op: Callable[..., Any], nodes: Sequence[fx.Node], others: Sequence[Any]) -> Bound:
+    """`op` of some nodes, and behind them of constants: nearly all ops.
+
+    One and two nodes are written out, since a tuple of them would take as long as the rest.
+    """
+    match nodes:
+        case []:
+            return lambda values: op(*others)
+        case [a]:
+            return lambda values: op(values[a], *others)
+        case [a, b]:
+            return lambda values: op(values[a], values[b], *others)
+    take = itemgetter(*nodes)
+    return lambda values: op(*take(values), *others)
 
 
-def _looked_up(node: fx.Node, op: Callable[..., Any]) -> Bound:
-    """As `bound`, for arguments in other containers."""
+def _taking(op: Callable[..., Any], node: fx.Node) -> Bound:
+    """`op` of nodes and constants in any order, and in containers."""
+    takes = [_taken(value) for value in node.args]
+    named = {name: _taken(value) for name, value in node.kwargs.items()}
 
     def run(values: Values) -> Any:
-        arguments: Any = fx.node.map_arg(node.args, values.__getitem__)
-        keywords: Any = fx.node.map_arg(node.kwargs, values.__getitem__)
-        return op(*arguments, **keywords)
+        keywords = {name: take(values) for name, take in named.items()}
+        return op(*[take(values) for take in takes], **keywords)
 
     return run
+
+
+def _taken(value: Any) -> Bound:
+    """An argument from the values of nodes."""
+    if isinstance(value, fx.Node):
+        return itemgetter(value)
+    if not _nodes_in(value):
+        return lambda values: value
+    if isinstance(value, list | tuple):
+        takes = [_taken(item) for item in value]
+        container = list if isinstance(value, list) else tuple
+        return lambda values: container(take(values) for take in takes)
+    return lambda values: fx.node.map_arg(value, values.__getitem__)

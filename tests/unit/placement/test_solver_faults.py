@@ -25,7 +25,7 @@ from tests.support.dataflows import mixed_precision_step
 from tests.unit.placement.test_solve import problem_of
 
 PROBLEM = problem_of(mixed_precision_step(3, params=500_000), 0.5)
-SETTINGS = SolveSettings("auto", time_limit_s=1.0)
+SETTINGS = SolveSettings("auto", time_limit_s=10.0)
 
 
 def sound(plan: Plan) -> Plan:
@@ -218,7 +218,7 @@ def test_highs_without_a_bound_of_its_own_has_that_of_its_relaxation(
 
     run = solvers._run_highs
     monkeypatch.setattr(solvers, "_run_highs", lambda *a, **k: Stopped(run(*a, **k)))
-    plan = sound(solve(PROBLEM, SolveSettings("auto", time_limit_s=10.0)))
+    plan = sound(solve(PROBLEM, SolveSettings("auto", time_limit_s=60.0)))
     assert plan.report is not None
     assert plan.report.objective_s is not None
     bound_s = plan.report.bound_s
