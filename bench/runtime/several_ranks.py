@@ -19,8 +19,6 @@ import importlib
 import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,6 +39,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import cotrain_compile
 from bench.report import write_report
+from bench.runtime.own_network import on_own_network
 from cotrain_compile import files, presets
 from cotrain_compile.analysis.costs import measured_costs
 from cotrain_compile.capture.aten import prepare
@@ -294,18 +293,6 @@ def table(result: Mapping[str, Any]) -> str:
     )
 
 
-def _on_own_network(rate: str, folder: str, rounds: int) -> None:
-    """Run the ranks where the loopback sends so much; raises where the system allows none."""
-    worker = [sys.executable, "-m", "bench.runtime.several_ranks", "--worker", folder]
-    slow = f"tc qdisc add dev lo root tbf rate {rate} burst 256kb latency 2s"
-    script = f'ip link set lo up && {slow} && exec "$@"'
-    subprocess.run(
-        ["unshare", "-n", "sh", "-c", script, "sh", *worker, "--rounds", str(rounds)],
-        check=True,
-        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
-    )
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print the table, and write the report."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -318,7 +305,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         processes.spawn(train, (given.worker, given.rounds), nprocs=RANKS)
         return
     with tempfile.TemporaryDirectory() as folder:
-        _on_own_network(given.rate, folder, given.rounds)
+        asked = ["--worker", folder, "--rounds", str(given.rounds)]
+        on_own_network("bench.runtime.several_ranks", given.rate, asked)
         result = json.loads(Path(folder, "found.json").read_text())
     result |= {"rate": given.rate, "rounds": given.rounds}
     print(table(result))

@@ -10,6 +10,7 @@ a rank is a graph of its own.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +23,7 @@ from cotrain_compile.pipelining.cut import Part
 from cotrain_compile.pipelining.kept_buffers import kept_buffers
 from cotrain_compile.pipelining.swapped import SwappedStage
 
+_number = itertools.count()
 LossFunction = Callable[[Any, torch.Tensor], torch.Tensor]
 
 
@@ -152,7 +154,13 @@ def compiled_update(
 
 
 def compiled(function: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """`function` by this backend; what it exchanges with other ranks is not in its graph."""
+    """`function` by this backend; what it exchanges with other ranks is not in its graph.
+
+    Its code becomes its own: Dynamo keeps what it has compiled by code, and would let a stage run
+    what was planned for another one of equal layers.
+    """
+    code = function.__code__
+    function.__code__ = code.replace(co_name=f"{code.co_name}_{next(_number)}")
     note_exchanges_outside(function.__code__)
     made: Callable[..., Any] = torch.compile(
         function, backend="cotrain", options=dict(options), dynamic=False

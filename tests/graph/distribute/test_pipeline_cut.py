@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
+import cotrain_compile
 from cotrain_compile import files
 from cotrain_compile.check_options import check_options
 from cotrain_compile.cluster.stage_plan import StagePlan
@@ -16,6 +18,7 @@ from cotrain_compile.errors import DistributeError, OptionError, PlacementError
 from cotrain_compile.pipelining.budgets import turn_budgets
 from cotrain_compile.pipelining.cut import cut, keep, try_out
 from cotrain_compile.pipelining.pipeline import read_plan
+from cotrain_compile.pipelining.turns import Turns
 from cotrain_compile.pipelining.visits import visits
 
 
@@ -74,6 +77,19 @@ def test_stages_one_behind_the_other_are_the_model() -> None:
     assert names[2] == {"norm.weight", "norm.bias"}
     keep(model, points, found, {2})
     assert {name for name, _ in model.named_parameters()} == names[2]
+
+
+def test_turns_of_equal_stages_are_compiled_apart() -> None:
+    """Dynamo would take the code of one for the other, and with it what was planned for that."""
+    model = Net()
+    points = ("layers.0", "layers.1", "layers.2")
+    found = visits(model, points, (X,))
+    parts = [cut(model, points, found, stage) for stage in (1, 2)]
+    turns = [Turns(part, F.mse_loss, 1.0, {"quiet": True}, {"quiet": True}) for part in parts]
+    for each in turns:
+        each.forward(X, (X,))
+    first, second = (cotrain_compile.inspect(each.functions[0]) for each in turns)
+    assert first is not second
 
 
 @pytest.mark.parametrize(
