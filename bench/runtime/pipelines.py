@@ -6,8 +6,9 @@ each rank, over links of 1 GB/s. They have a network of their own, whose loopbac
 
 What a step is predicted to take is what the cluster planner simulates: turns as their plans predict
 them from ops that were measured in the same rounds with everything on the device, updates and hops
-as measured. Rounds begin when nobody uses the machine, and of each the fastest fifth counts. Told are step times, the peaks of all turns as planned and as metered, and the bytes
-that ranks send and swap. It needs root, `unshare`, `ip` and `tc`.
+as measured. Rounds begin when nobody uses the machine, and of each the fastest fifth counts. Told
+are step times, the peaks of all turns as planned and as metered, and the bytes that ranks send and
+swap. It needs root, `unshare`, `ip` and `tc`.
 
     python -m bench.runtime.pipelines -o bench/results/pipelines.json
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from unittest import mock
 
@@ -18,13 +19,14 @@ from tests.support.pipelines import Run, Trained, loss_of, made, pictures
 @dataclass(frozen=True)
 class Told:
     """What a rank is told of a short batch and of a budget overrun of rank 1; its losses where the
-    batch has NaN; and what it trains in the end.
+    batch has NaN; what it trains then; and what it is told where an update of rank 1 has failed.
     """
 
     short: str
     overrun: str
     judged: list[float]
     trained: Trained
+    updated: str
 
 
 def fails_and_goes_on(rank: int, plan: StagePlan) -> Told:
@@ -33,13 +35,22 @@ def fails_and_goes_on(rank: int, plan: StagePlan) -> Told:
     inputs, target = pictures(0)
     count = len(inputs) - rank
     short = told(lambda: run.pipe.step(inputs[:count], target=target[:count]))
-    turn = run.pipe.stages[0].turns.functions[0]
-    budgets = cotrain_compile.inspect(turn)._device.meter.budgets
-    with mock.patch.dict(budgets, {Tier.DEVICE: 1000} if rank == 1 else {}):
+    with short_of_memory(run.pipe.stages[0].turns.functions[0], rank):
         overrun = told(lambda: run.pipe.step(inputs, target=target))
     losses: list[torch.Tensor] = []
     run.pipe.eval(torch.full_like(inputs, torch.nan), target=target, losses=losses)
-    return Told(short, overrun, [float(loss) for loss in losses], run.train())
+    trained = run.train()
+    with short_of_memory(run.update, rank):
+        updated = told(run.update)
+    if rank == 0:
+        updated = told(lambda: run.pipe.step(inputs, target=target))
+    return Told(short, overrun, [float(loss) for loss in losses], trained, updated)
+
+
+def short_of_memory(function: Callable[..., object], rank: int) -> AbstractContextManager[object]:
+    """Within it rank 1 has no room for what `function` takes."""
+    budgets = cotrain_compile.inspect(function)._device.meter.budgets
+    return mock.patch.dict(budgets, {Tier.DEVICE: 1000} if rank == 1 else {})
 
 
 def other_code(rank: int, plan: StagePlan) -> str:

@@ -33,6 +33,28 @@ def test_a_rank_that_fails_ends_all_with_the_line_that_waits(fault: Fault) -> No
         assert "parameters may differ between ranks" in end.told
 
 
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault("exit", "in a turn", "pipeline", rank=0, number=1, timeout_s=30),
+        pytest.param(
+            Fault("exit", "in an exchange", "burst", timeout_s=30), marks=pytest.mark.long
+        ),
+        pytest.param(
+            Fault("hang", "in a turn", "helpers", ranks=3, timeout_s=8), marks=pytest.mark.long
+        ),
+        pytest.param(
+            Fault("raise", "in a turn", "swapped", number=2, timeout_s=30), marks=pytest.mark.long
+        ),
+    ],
+    ids=str,
+)
+def test_a_rank_that_fails_ends_all_that_train_by_a_plan(fault: Fault) -> None:
+    for end in inject(fault):
+        assert end.is_ours, end
+        assert end.seconds < fault.timeout_s + SPARE_S
+
+
 @pytest.mark.long  # four processes start from nothing
 def test_torchrun_starts_all_ranks_again_from_the_last_checkpoint(tmp_path: Path) -> None:
     root = Path(__file__).parents[3]

@@ -149,7 +149,12 @@ def test_a_step_in_which_one_rank_fails_is_none_and_all_go_on(two_ranks: Ranks) 
         assert of_rank.short.startswith("RanksApart: the ranks are about to do different things")
         assert of_rank.judged == pytest.approx([math.nan] * 4, nan_ok=True)
     assert first.overrun.startswith("RanksApart: rank 1: failed: OutOfDeviceMemory: ")
-    assert last.overrun.startswith("OutOfDeviceMemory: ")
+    assert first.updated.startswith(
+        "RanksApart: rank 1: failed: DistributeError: its update failed"
+    )
+    assert "stages are of different steps: start all ranks again" in first.updated
+    for told in (last.overrun, last.updated):
+        assert told.startswith("OutOfDeviceMemory: ")
     reference = alone("resnet")
     for of_rank in (first, last):
         assert of_rank.trained.losses == pytest.approx(reference.losses, abs=1e-5)
