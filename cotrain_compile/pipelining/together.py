@@ -20,8 +20,8 @@ from torch import nn
 import cotrain_compile
 from cotrain_compile import files
 from cotrain_compile.cluster.stage_plan import StagePlan
-from cotrain_compile.distribute.meet import first_line, meeting_of
-from cotrain_compile.errors import CotrainError, DistributeError, ExchangeFailed
+from cotrain_compile.distribute.meet import LONGEST, first_line, meeting_of
+from cotrain_compile.errors import DistributeError, ExchangeFailed
 
 T = TypeVar("T")
 _START_AGAIN = "start all ranks again from a checkpoint"
@@ -40,18 +40,17 @@ class Together:
         or one that tells of the other ranks.
         """
         value: T | None = None
-        error: CotrainError | OSError | None = None
+        error: Exception | None = None
         try:
             value = made()
-        except (CotrainError, OSError) as problem:
+        except Exception as problem:
             error = problem
-        self._meeting.meet("sets up a pipeline", lambda: "sets up a pipeline")
+        told = "sets up a pipeline"
+        self._meeting.meet(told, lambda: told, LONGEST)  # others may still plan and compile
         found = self._meeting.gather((tuple(same), None if error is None else str(error)))
         if error is not None:
             raise error
-        failed = [
-            f"rank {rank}: {told}" for rank, (_, told) in enumerate(found) if told is not None
-        ]
+        failed = [f"rank {rank}: {why}" for rank, (_, why) in enumerate(found) if why is not None]
         if failed:
             raise DistributeError("another rank cannot run its stages: " + "; ".join(failed))
         for place, (name, own) in enumerate(same):
