@@ -3,7 +3,7 @@
 Two processes with gloo train a residual MLP in stages: by GPipe and 1F1B with everything on the
 device, by 1F1B within a budget that does not hold a stage, and by Harmony's swapped stages, two on
 each rank. All of it is throttled, so that other work on the machine counts little: a layer takes
-10 ms forward and 20 ms backward, for which a turn sleeps; copies take what a link of 20 MB/s says;
+30 ms forward and 60 ms backward, for which a turn sleeps; copies take what a link of 7 MB/s says;
 and ranks have a network of their own, whose loopback sends `--rate`. Turns within a budget do not
 sleep: what they take are their copies.
 
@@ -44,6 +44,7 @@ from cotrain_compile.cluster import pipeline as resident_stages
 from cotrain_compile.cluster import stages_in_turn
 from cotrain_compile.cluster.harmony_lanes import Server
 from cotrain_compile.cluster.harmony_packs import Pack, PackCosts
+from cotrain_compile.cluster.pipeline_works import Draft, Swapped
 from cotrain_compile.cluster.profiles import (
     BATCH,
     Layer,
@@ -52,6 +53,7 @@ from cotrain_compile.cluster.profiles import (
     constant,
     per_sample,
 )
+from cotrain_compile.cluster.stage_away import StageAway
 from cotrain_compile.cluster.stage_plan import StagePlan
 from cotrain_compile.cluster.stages import PipelineOrder, Stages
 from cotrain_compile.machine import Link, Network, Tier
@@ -62,8 +64,8 @@ from cotrain_compile.units import format_bytes, format_seconds
 
 RANKS, LAYERS, WIDTH, ROWS, MICRO_BATCHES = 2, 8, 256, 64, 8
 HOP_BYTES = 4 * ROWS * WIDTH
-FORWARD_S, BACKWARD_S = 0.01, 0.02  # of a layer with one micro-batch
-LINK = Link(20e6, 250e-6)
+FORWARD_S, BACKWARD_S = 0.03, 0.06  # of a layer with one micro-batch
+LINK = Link(7e6, 250e-6)
 WARM_UP, BUDGET_BYTES = 1, 3_000_000
 
 
@@ -284,7 +286,7 @@ def _resident(
     The last stage's turn is a forward with all that follows.
     """
     (forward_s, backward_s), (whole_s,) = turn_s
-    draft = resident_stages.Draft(
+    draft = Draft(
         PipelineOrder(case.schedule.lower()),
         Stages(("stage0", "stage1"), (0, 1, 2), (0, 0)),
         ROWS,
@@ -294,6 +296,8 @@ def _resident(
         (backward_s, 0.0),
         (0.0, 0.0),
         (hop.latency_s + HOP_BYTES / hop.bytes_per_s,),
+        (StageAway(),) * RANKS,
+        (Swapped(),) * RANKS,
     )
     plan = resident_stages.simulated(_profile(case.stages), draft)
     return plan.step_s, {"sent": [plan.hop_bytes[0] // 2] * RANKS}
@@ -384,8 +388,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print the table, and write the report."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("-o", "--output", type=Path)
-    parser.add_argument("--rate", default="100mbit", help="of the loopback, as tc has it")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rate", default="30mbit", help="of the loopback, as tc has it")
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.worker is not None:
