@@ -236,8 +236,7 @@ def _faulty(fault: Fault, rank: int, pipe: Connection) -> Iterator[None]:
             patch = mock.patch.object(FileSystemWriter, "write_data", write)
         case _:
             after = fault.place == "after an exchange began"
-            carried = _at_exchange(EagerProgram._carry_out, fault.number, after, fail)
-            patch = mock.patch.object(EagerProgram, "_carry_out", carried)
+            patch = mock.patch.multiple(EagerProgram, **_at_exchange(fault.number, after, fail))
     with patch:
         yield
 
@@ -274,20 +273,23 @@ def _short_of_memory(self: Rehearsed, inputs: Any) -> Exception:
 
 
 def _at_exchange(
-    original: Callable[..., Any], number: int, after: bool, fail: Callable[[], None]
-) -> Callable[..., Any]:
-    """`original`, which runs a node, failing at exchange `number` of a step in the middle.
+    number: int, after: bool, fail: Callable[[], None]
+) -> dict[str, Callable[..., Any]]:
+    """Methods of a program that fail at exchange `number` of a step in the middle.
 
     Before it begins, or in the wait for it.
     """
     wanted, seen, steps = (is_wait if after else is_collective), itertools.count(), [0]
+    run_step, carry_out = EagerProgram.run_step, EagerProgram._carry_out
 
-    def run(self: EagerProgram, call: Any) -> Any:
-        if not self._rehearses and call is self._calls[0]:
-            steps[0] += 1
+    def run(self: EagerProgram, inputs: Any, *, rehearse: bool = False) -> Any:
+        steps[0] += not rehearse
+        return run_step(self, inputs, rehearse=rehearse)
+
+    def carry(self: EagerProgram, call: Any) -> Any:
         in_the_middle = not self._rehearses and steps[0] == FAULTY_STEP
         if in_the_middle and wanted(call.node) and next(seen) == number:
             fail()
-        return original(self, call)
+        return carry_out(self, call)
 
-    return run
+    return {"run_step": run, "_carry_out": carry}
