@@ -20,6 +20,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 from math import ceil
 
 from cotrain_compile.cluster.away import NOTHING, Away, Room
@@ -155,32 +156,35 @@ def _choices(
         raise OptionError(f"a step has at least one sample, not {samples}")
     ways = [_Way(way, recompute) for way, recompute in ways_of(profile)]
     for count in counts:
-        if samples % count == 0:
-            part, share = first_devices(cluster, count), samples // count
-            ring = Ring(part.ring, count) if part.ring else None
-            step = Step(
-                (),
-                share,
-                1,
-                memory_rates(part),
-                ring,
-                slowness=profile.slowness,
-                hosts=host_shares(part),
-                all_reduce_s=all_reduce(part) if all_reduce and ring else None,
+        if samples % count:
+            continue
+        part, share = first_devices(cluster, count), samples // count
+        times, on_part = profile.times_slower(part.kinds), _step_on(part, profile, all_reduce)
+        for each, gathering, way in product(_sizes(ways, share), gatherings, ways):
+            step = replace(
+                on_part,
+                units=way.units,
+                micro_batch=each,
+                micro_batches=share // each,
+                gathering=gathering,
             )
-            times = profile.times_slower(part.kinds)
-            for each in _sizes(ways, share):
-                for gathering in gatherings:
-                    for way in ways:
-                        sized = replace(
-                            step,
-                            units=way.units,
-                            micro_batch=each,
-                            micro_batches=share // each,
-                            gathering=gathering,
-                        )
-                        busy_s = times * sized.micro_batches * way.compute_s(each)
-                        yield _Choice(sized, part, way.recompute, busy_s, way.working(each))
+            busy_s = times * step.micro_batches * way.compute_s(each)
+            yield _Choice(step, part, way.recompute, busy_s, way.working(each))
+
+
+def _step_on(part: Cluster, profile: LayerProfile, all_reduce: AllReduce | None) -> Step:
+    """A step on those devices, of no layers yet."""
+    ring = Ring(part.ring, len(part.devices)) if part.ring else None
+    return Step(
+        (),
+        1,
+        1,
+        memory_rates(part),
+        ring,
+        slowness=profile.slowness,
+        hosts=host_shares(part),
+        all_reduce_s=all_reduce(part) if all_reduce and ring else None,
+    )
 
 
 class _Way:
