@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cotrain_compile.analysis.liveness import liveness
+from cotrain_compile.analysis.throughput import Throughput
 from cotrain_compile.dataflow import Dataflow, Op, Phase
 from cotrain_compile.errors import PlacementError
 from cotrain_compile.machine import Tier
@@ -61,13 +62,18 @@ def plan_figures(plan: Plan) -> Mapping[str, Any]:
 
 
 def solved_figures(
-    answers: Sequence[Plan | PlacementError], budgets: Sequence[str], paths: Sequence[Path]
+    answers: Sequence[Plan | PlacementError],
+    budgets: Sequence[str],
+    paths: Sequence[Path],
+    rates: Sequence[Throughput | None],
 ) -> Mapping[str, Any]:
     """Each plan with its file, or what is missing, by the budget as it was asked for."""
     found: dict[str, Any] = {}
-    for answer, budget, path in zip(answers, budgets, paths, strict=True):
+    for answer, budget, path, rate in zip(answers, budgets, paths, rates, strict=True):
         if isinstance(answer, Plan):
             found[budget] = {"file": str(path), **plan_figures(answer)}
+            if rate:
+                found[budget] |= {"tokens_per_s": rate.tokens_per_s, "mfu": rate.mfu}
         else:
             found[budget] = {"shortfall_bytes": answer.shortfall_bytes, "refused": str(answer)}
     return found

@@ -60,10 +60,12 @@ def test_json_of_solve_has_each_plan_and_what_is_missing(folder: Path) -> None:
         [
             *("solve", str(folder / "step.json"), "-o", str(folder / "new.json"), "--json"),
             *("--machine", "rtx4090", "--memory-budget", "1MiB", "--memory-budget", "1KiB"),
+            *("--tokens", "100"),
         ],
     )
     found = json.loads(run.stdout)
     assert files.load(found["1MiB"]["file"], Plan).predicted.makespan_s == found["1MiB"]["step_s"]
+    assert found["1MiB"]["tokens_per_s"] == pytest.approx(100 / found["1MiB"]["step_s"])
     assert found["1KiB"]["shortfall_bytes"] > 0
     assert run.exit_code == 1
 
