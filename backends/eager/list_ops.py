@@ -37,8 +37,8 @@ def _multiply_and_add(a: Any, b: Any, c: Any) -> Sequence[Any]:
     return found
 
 
-def _copy(to: Any, source: Any) -> Sequence[Any]:
-    torch._foreach_copy_(to, source)
+def _copy(to: Any, source: Any, non_blocking: bool = False) -> Sequence[Any]:
+    torch._foreach_copy_(to, source, non_blocking)
     return to  # type: ignore[no-any-return]
 
 

@@ -187,6 +187,8 @@ class EagerProgram:
                 self._count_more(nbytes[-1], row.nodes[0].name)
             except Exception as error:
                 error.add_note(f"in {row.nodes[0].name} and ops of other updates that are alike")
+                made.clear()  # the frames of the error know it
+                given, results = [], ()
                 raise
             made.append(results)
             env.update((node, results[place]) for place, node in row.kept)

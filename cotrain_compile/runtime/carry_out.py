@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, assert_never
 
+import torch
 from torch import fx
 
 from cotrain_compile.runtime.ops import Launch, Runtime
@@ -23,6 +24,9 @@ from cotrain_compile.runtime.task_nodes import (
     WaitPrevious,
     view_of,
 )
+
+# A copy of so many bytes takes as long as a thread that is woken up for it.
+SMALL_BYTES = 64 << 10
 
 Value = Callable[[fx.Node], Any]
 Carry = Callable[[Runtime, Value], Any]
@@ -38,8 +42,9 @@ def carrying_out(node: fx.Node, view: TaskNode, *, alongside: bool) -> Carry:
             awaited = list(tasks)
             return lambda runtime, value: runtime.wait_previous(awaited)
         case RegionCall(region, inputs, launch):
-            return _region_launch(region, inputs, launch)
+            return _region_launch(region, inputs, replace(launch, small=_is_small(node)))
         case HostCast(source, dtype, launch):
+            launch = replace(launch, small=_is_small(node))
             return lambda runtime, value: runtime.host_cast(value(source), dtype, launch)
         case Offload():
             return _offload(view, _launch(node, view, alongside))
@@ -51,7 +56,16 @@ def carrying_out(node: fx.Node, view: TaskNode, *, alongside: bool) -> Carry:
 
 def _launch(node: fx.Node, view: Offload | Prefetch, alongside: bool) -> Launch:
     is_followed_by_one_alike = type(view_of(node.next)) is type(view)
-    return replace(view.launch, alongside=alongside, more=is_followed_by_one_alike)
+    return replace(
+        view.launch, alongside=alongside, more=is_followed_by_one_alike, small=_is_small(node)
+    )
+
+
+def _is_small(node: fx.Node) -> bool:
+    """Whether all that the task of `node` reads and writes is small."""
+    values = [value.meta.get("val") for value in node.all_input_nodes]
+    sizes = [v.numel() * v.itemsize for v in values if isinstance(v, torch.Tensor)]
+    return all(isinstance(size, int) and size <= SMALL_BYTES for size in sizes)
 
 
 def _offload(view: Offload, launch: Launch) -> Carry:

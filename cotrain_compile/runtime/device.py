@@ -49,6 +49,8 @@ class Device(ABC, Runtime):
     counts_device = True
     # Changes when addresses that homes had may have become those of other memory.
     memory_version: int = 0
+    # How many small tasks are held until they are handed over to the threads of lanes together.
+    most_held = 0
     # Makes exchanges with other ranks take as long as on another network; None: as they take.
     network: ThrottledNetwork | None = None
     # After how many seconds of work a task that has not ended is given up; None: never.
@@ -74,6 +76,7 @@ class Device(ABC, Runtime):
         self._tasks: dict[str, Task] = {}
         self._previous: dict[str, Task] = {}
         self._given_up = ""
+        self._held = 0
 
     def refuse_if_unusable(self) -> None:
         """Raise `StepFailed` where a task has been given up, and in a forked process."""
@@ -98,6 +101,18 @@ class Device(ABC, Runtime):
 
     def finish_step(self) -> None:
         """Return when what the step has started is done, but for what the next one waits for."""
+        self.hand_over()
+
+    def hand_over(self) -> None:
+        """Let the tasks begin that are held.
+
+        A thread that is woken up for a small task takes longer for that than for the task, and
+        holds up the step's thread. None is held when anybody waits for one, behind a task that is
+        not small, or when the step returns: what it costs to begin later is at most their own time.
+        """
+        self._held = 0
+        for lane in self._lanes.values():
+            lane.hand_over()
 
     def wait(self, tasks: Sequence[str]) -> None:
         for name in tasks:
@@ -125,6 +140,7 @@ class Device(ABC, Runtime):
 
     def _end_of(self, task: Task) -> None:
         """Return when `task` has ended, or has been given up with what it waits for."""
+        self.hand_over()
         poll_s = None if self.watchdog_s is None else self.watchdog_s / POLLS
         polls, at_work = 0, None
         while not task.done.wait(poll_s):
@@ -284,7 +300,11 @@ class Device(ABC, Runtime):
         self, lane: LaneName, launch: Launch, work: Callable[[], object], course: Course
     ) -> None:
         after = self._comes_after(launch, course)
-        self._tasks[launch.task] = self._lanes[lane].submit(launch.task, work, after, course)
+        task = self._lanes[lane].submit(launch.task, work, after, course, held=True)
+        self._tasks[launch.task] = task
+        self._held += 1
+        if not launch.small or self._held >= self.most_held:
+            self.hand_over()
 
     def _comes_after(self, launch: Launch, course: Course) -> list[Task]:
         """What must have ended before it begins, without the task that it follows by pieces."""

@@ -29,6 +29,8 @@ from cotrain_compile.runtime.throttled_link import ThrottledLink
 class EmulatedDevice(Device):
     """Runs the tasks of a placed step on threads; one per compiled step."""
 
+    most_held = 16
+
     def __init__(
         self,
         machine: Machine,

@@ -13,6 +13,7 @@ import threading
 import time
 import traceback
 import weakref
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from queue import SimpleQueue
 
@@ -181,15 +182,16 @@ def without_frames(error: BaseException) -> BaseException:
 class Lane:
     """A lane with `workers` threads, on `cores` alone where there are any.
 
-    They end when the lane is collected.
+    They end when the lane is collected. One thread submits tasks and hands them over.
     """
 
     def __init__(self, name: str, workers: int = 1, cores: Collection[int] = ()) -> None:
         self.name = name
-        self._queue: SimpleQueue[Task | None] = SimpleQueue()
+        self._queue: SimpleQueue[Sequence[Task] | None] = SimpleQueue()
+        self._held: list[Task] = []
         self._process = os.getpid()
         for number in range(workers):
-            _start_thread(self._queue, f"cotrain-{name}-{number}", cores)
+            _start_thread(self._queue, f"cotrain-{name}-{number}", cores, deque())
         _queues[self] = self._queue, workers
         weakref.finalize(self, _stop, self._queue, workers)
 
@@ -208,10 +210,21 @@ class Lane:
         work: Callable[[], object],
         after: Sequence[Task],
         course: Course = WHOLE,
+        *,
+        held: bool = False,
     ) -> Task:
+        """A new task, which begins in its turn; `held`: not before `hand_over`."""
         task = Task(name, self.name, work, after, course)
-        self._queue.put(task)
+        self._held.append(task)
+        if not held:
+            self.hand_over()
         return task
+
+    def hand_over(self) -> None:
+        """Let what is held begin. One worker gets all of it."""
+        if self._held:
+            held, self._held = self._held, []
+            self._queue.put(held)
 
 
 _this_thread = threading.local()
@@ -222,31 +235,44 @@ def is_lane_thread() -> bool:
     return getattr(_this_thread, "is_lane", False)
 
 
-def _start_thread(queue: SimpleQueue[Task | None], name: str, cores: Collection[int]) -> None:
-    thread = threading.Thread(target=_work_off, args=(queue, name, cores), name=name, daemon=True)
+def _start_thread(
+    queue: SimpleQueue[Sequence[Task] | None], name: str, cores: Collection[int], left: deque[Task]
+) -> None:
+    arguments = (queue, name, cores, left)
+    thread = threading.Thread(target=_work_off, args=arguments, name=name, daemon=True)
     thread.start()
     _threads.add(thread)
 
 
-def _work_off(queue: SimpleQueue[Task | None], name: str, cores: Collection[int]) -> None:
+def _work_off(
+    queue: SimpleQueue[Sequence[Task] | None], name: str, cores: Collection[int], left: deque[Task]
+) -> None:
+    """Run the tasks that are `left`, and all that come; one is taken out when it has ended."""
     _this_thread.is_lane = True
-    task: Task | None = None
     try:
         if cores:
             bind_this_thread(cores)
         # Grad mode is per thread and on by default: a write into a parameter would fail.
         with torch.no_grad():
-            # An exception from outside comes between two lines, not between the queue and `task`.
-            for task in iter(queue.get, None):
-                task.run()
-                task = None  # a parked thread must not keep the last task's tensors alive
+            _run(left)
+            # An exception from outside comes between two lines, not between the queue and `left`.
+            for tasks in iter(queue.get, None):
+                left.extend(tasks)
+                _run(left)
+                tasks = ()  # a parked thread must not keep the tensors of its tasks alive
     except BaseException as error:
-        if task is not None:
-            task.give_up(error)
-        _start_thread(queue, name, cores)
+        if left:
+            left.popleft().give_up(error)
+        _start_thread(queue, name, cores, left)
 
 
-def _stop(queue: SimpleQueue[Task | None], workers: int) -> None:
+def _run(left: deque[Task]) -> None:
+    while left:
+        left[0].run()
+        left.popleft()
+
+
+def _stop(queue: SimpleQueue[Sequence[Task] | None], workers: int) -> None:
     for _ in range(workers):
         queue.put(None)
 
@@ -260,7 +286,7 @@ def _finish() -> None:
         thread.join(max(0.0, until_s - time.monotonic()))
 
 
-_queues: weakref.WeakKeyDictionary[Lane, tuple[SimpleQueue[Task | None], int]]
+_queues: weakref.WeakKeyDictionary[Lane, tuple[SimpleQueue[Sequence[Task] | None], int]]
 _queues = weakref.WeakKeyDictionary()
 _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 atexit.register(_finish)

@@ -35,7 +35,8 @@ class Launch:
     """The start of `task`: when those of `after` in its step, and of the one before, are done.
 
     Of a copy, `alongside` says that the device has been given nothing since the copy that was
-    started last, `more` that the next task is a copy in the same direction.
+    started last, `more` that the next task is a copy in the same direction. A task that is `small`
+    takes no longer than it takes to start it.
     """
 
     task: str
@@ -43,6 +44,7 @@ class Launch:
     after_previous: Sequence[str] = ()
     alongside: bool = False
     more: bool = False
+    small: bool = False
 
 
 class Runtime(Protocol):

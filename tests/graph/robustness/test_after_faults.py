@@ -206,7 +206,7 @@ def test_a_failed_step_frees_its_tensors_at_once() -> None:
     trial, compiled = trial_of("activations")
     copied: list[weakref.ref[Tensor]] = []
 
-    def fail(lane: str, destination: Tensor, source: Tensor) -> None:
+    def fail(lane: str, destination: Tensor, source: Tensor, ready_s: float) -> None:
         copied.append(weakref.ref(destination))
         raise RuntimeError(LINK_IS_DOWN)
 
