@@ -91,6 +91,7 @@ def solve_settings(options: Options, compiled: bool | None = None) -> SolveSetti
         seed=options.seed,
         overlap_steps=options.overlap_steps,
         speculate=options.speculate != "off",
+        hedged=options.speculate == "auto",
         recompute=options.recompute != "off",
         compiled=compiled,
         micro_batch_order=options.micro_batch_order,

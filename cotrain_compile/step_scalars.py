@@ -27,6 +27,8 @@ def scalars(
         found["measured_s"] = compiled.last_step_s
         for tier, nbytes in compiled.peak_bytes.items():
             found[f"{tier.value}_peak_bytes"] = nbytes
+    if (guesses := compiled.guesses) is not None:
+        found |= {"wrong_guesses_share": guesses.wrong_share, "guesses": float(guesses.is_open)}
     if tokens is not None:
         rates = compiled.throughput(tokens)
         found |= {"tokens_per_s": rates.tokens_per_s, "mfu": rates.mfu}

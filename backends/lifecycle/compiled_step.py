@@ -37,6 +37,7 @@ from cotrain_compile.placement.simulate.reserved import Reserved, reserved
 from cotrain_compile.plan import STEP_BEGINS, Plan, Timeline
 from cotrain_compile.runtime.allocations import unprofiled
 from cotrain_compile.runtime.device import Device, rehearsing
+from cotrain_compile.runtime.host.speculation import Gate
 from cotrain_compile.runtime.ops import running_on
 from cotrain_compile.runtime.process.signals import HeldSignals
 from cotrain_compile.runtime.task_nodes import Offload, region_calls, view_of
@@ -109,6 +110,14 @@ class CompiledStep:
     def measured(self) -> Timeline | None:
         """What the last step did that came to its end; None before the first."""
         return self._last.timeline if self._last is not None else None
+
+    @property
+    def guesses(self) -> Gate | None:
+        """How often the guesses of its updates were wrong, and whether it guesses in the next step.
+
+        None where the plan has no updates on guesses.
+        """
+        return self._device.gate
 
     @property
     def is_metered(self) -> bool:

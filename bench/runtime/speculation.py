@@ -1,21 +1,25 @@
 """What do updates before the norm is known gain? Simulated on Llama steps, measured on an MLP.
 
-A clipped step in four ways: every update waits for the norm; updates on the host may go on under
-the next step (`overlap_steps`); they may begin before the norm is known (`speculate`); both.
+A clipped step in five ways: every update waits for the norm; updates on the host may go on under
+the next step (`overlap_steps`); they may begin before the norm is known, in a plan that waits
+(`speculate` "auto", hedged) or in one that counts on it ("on"); the last and overlapping steps.
 Simulated: steps of `docs/examples/llama.py` with the certified bound of each way, and, of the
 third, what a step takes that clips after all, and up to which share of clipped steps it pays.
 Measured: a wide MLP with every update on the host and throttled links of an emulated device, where
 nothing is clipped; and where everything is, with guesses made all the same, and held back. One
 thread for each side; the best of several rounds in turn.
 
-    python -m bench.runtime.speculation -o bench/results/speculation.json
+    python -m bench.runtime.speculation --measured-only -o bench/results/speculation.json
 
-With `--steps` the steps are not traced but read from files of `cotrain-compile trace`.
+With `--steps` the steps are not traced but read from files of `cotrain-compile trace`. With
+`--measured-only`, two minutes, the simulated rows of the output stay as they are, and with
+`--simulated-only` the measured ones.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -60,15 +64,18 @@ ROWS = (
     ("llama_1b", "h100", 22, "coarse"),
     ("llama_1b", "rtx4090", 22, "auto"),
 )
-# Whether steps overlap, and whether they guess.
-WAYS = {
-    "waits": (False, False),
-    "overlaps": (True, False),
-    "speculates": (False, True),
-    "both": (True, True),
+# What the search may do.
+WAYS: dict[str, dict[str, Any]] = {
+    "waits": {},
+    "overlaps": {"overlap_steps": True},
+    "hedged": {"speculate": True, "hedged": True},
+    "speculates": {"speculate": True},
+    "both": {"overlap_steps": True, "speculate": True},
 }
 WIDTH, LAYERS, BATCH = 2048, 6, 64
-ROUNDS, STEPS = 5, 5
+ROUNDS, STEPS = 3, 4
+# Steps until a gate has opened, where nothing is clipped.
+OPENED = 12
 PROFILED = ("resident", "zero-offload")
 FREE, CLIPPED = 1e-3, 1e3  # of the loss, whose gradients are clipped to a norm of 1
 
@@ -80,13 +87,11 @@ def simulated(steps: Callable[[str], Dataflow]) -> Iterator[dict[str, Any]]:
             steps(job), find(machine), {Tier.DEVICE: gib * GIB, Tier.HOST: HOST_GIB * GIB}
         )
         plans: dict[str, Plan] = {}
-        for way, (overlap, speculate) in WAYS.items():
+        for way, allowed in WAYS.items():
             # What one way has found the others that allow it know, as on a busy machine no two runs
             # of a solver are the same.
             known = tuple(plans.values())
-            settings = SolveSettings(
-                policy, time_limit_s=TIME_LIMIT_S, overlap_steps=overlap, speculate=speculate
-            )
+            settings = SolveSettings(policy, time_limit_s=TIME_LIMIT_S, **allowed)
             plans[way] = solve(problem, settings, incumbents=known)
             check(problem, plans[way])
         plan = plans["speculates"]
@@ -140,6 +145,7 @@ def measured(folder: Path) -> dict[str, Any]:
     cases: dict[str, tuple[float, dict[str, Any]]] = {
         "waits": (FREE, {}),
         "overlaps": (FREE, {"overlap_steps": True}),
+        "hedged": (FREE, {"speculate": "auto"}),
         "speculates": (FREE, {"speculate": "on"}),
         "both": (FREE, {"speculate": "on", "overlap_steps": True}),
         "waits, clipped": (CLIPPED, {}),
@@ -151,7 +157,7 @@ def measured(folder: Path) -> dict[str, Any]:
         # Compiled steps are told apart by their code and what it closes over.
         torch._dynamo.reset()
         runs[name] = compile_step(mlp(scale), {**shared, **options})
-        for _ in range(12):  # until what is wrong in every step is held back
+        for _ in range(OPENED if name == "hedged" else 2):
             runs[name]()
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(ROUNDS):
@@ -179,10 +185,11 @@ def _seconds_a_step(run: Callable[[], Any]) -> float:
 
 def table(result: Mapping[str, Any]) -> str:
     """Simulated rows, then the measured step in each way."""
+    simulated_in = [way for way in WAYS if all(way in r["step_s"] for r in result["simulated"])]
     rows = [
         (
             f"{r['job']}, {r['machine']}, {r['gib']} GiB, {r['policy']}",
-            *(format_seconds(r["step_s"][way]) for way in WAYS),
+            *(format_seconds(r["step_s"][way]) for way in simulated_in),
             percent(1 - r["step_s"]["speculates"] / r["step_s"]["waits"]),
             f"{r['speculative']} of {r['updates']}",
             format_seconds(r["clipped_s"]) if r["clipped_s"] else "",
@@ -193,7 +200,7 @@ def table(result: Mapping[str, Any]) -> str:
         )
         for r in result["simulated"]
     ]
-    head = ("step, machine, budget, policy", *WAYS, "gain", "on guesses", "if it clips")
+    head = ("step, machine, budget, policy", *simulated_in, "gain", "on guesses", "if it clips")
     text = markdown((*head, "pays below", "bounds, waiting / on guesses"), rows)
     if (found := result["measured"]) is None:
         return text
@@ -209,15 +216,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("-o", "--output", type=Path, required=True)
     parser.add_argument("--steps", type=Path, help="folder with llama_1b.json")
-    parser.add_argument("--simulated-only", action="store_true")
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--simulated-only", action="store_true")
+    only.add_argument("--measured-only", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     console = Console(soft_wrap=True)
-    emulated = None
+    question = (__doc__ or "").splitlines()[0]
+    before: dict[str, Any] = {"measured": None, "simulated": []}
+    if (arguments.simulated_only or arguments.measured_only) and arguments.output.exists():
+        before |= json.loads(arguments.output.read_text())["result"]
+    emulated = before["measured"]
     if not arguments.simulated_only:
         with tempfile.TemporaryDirectory() as folder:
             emulated = measured(Path(folder))
         console.print(emulated["step_s"])
+    if arguments.measured_only:
+        write_report(arguments.output, question, {**before, "measured": emulated})
+        return
     cache: dict[str, Dataflow] = {}
 
     def step(job: str) -> Dataflow:
@@ -232,7 +248,7 @@ def main() -> None:
         console.print(record)
         # After each row, as they take minutes.
         result = {"measured": emulated, "simulated": records}
-        write_report(arguments.output, (__doc__ or "").splitlines()[0], result)
+        write_report(arguments.output, question, result)
 
 
 if __name__ == "__main__":

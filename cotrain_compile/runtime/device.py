@@ -22,7 +22,7 @@ from cotrain_compile.plan import Lane as LaneName
 from cotrain_compile.plan import Span
 from cotrain_compile.runtime.course import WHOLE, Course, Piecewise
 from cotrain_compile.runtime.host.kernels import HostKernel
-from cotrain_compile.runtime.host.speculation import Confirm
+from cotrain_compile.runtime.host.speculation import Confirm, Gate
 from cotrain_compile.runtime.lanes import Lane, Task
 from cotrain_compile.runtime.meter import Meter
 from cotrain_compile.runtime.network import ThrottledNetwork
@@ -172,6 +172,12 @@ class Device(ABC, Runtime):
     def is_busy(self) -> bool:
         """Whether a task is in flight."""
         return not all(task.done.is_set() for task in self._tasks.values())
+
+    @property
+    def gate(self) -> Gate | None:
+        """How guesses have turned out, which all updates on guesses see alike; None without any."""
+        gates = (k.speculation.gate for k in self._kernels.values() if isinstance(k, Confirm))
+        return next(gates, None)
 
     def take_back(self) -> None:
         """Put back what tasks, which have all ended, have done on guesses that nobody confirms."""

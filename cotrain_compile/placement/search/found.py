@@ -14,7 +14,8 @@ from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.residency import HOST_MODES
 from cotrain_compile.placement.schedule.list_scheduler import EAGER, Tactics
 from cotrain_compile.placement.schedule.schedule import Draft, draft
-from cotrain_compile.plan import HostRegion, Placement, Plan
+from cotrain_compile.placement.search.guessing import on_guesses
+from cotrain_compile.plan import Placement, Plan
 
 # Orders of updates on the host where they may go on in the next step.
 OVERLAPPING = (Tactics(by_use=True), EAGER)
@@ -47,7 +48,7 @@ class Found:
 
     def keep(self, name: str, found: Draft) -> None:
         """Keep `found`, or the same placement with overlapping steps, if it is the fastest yet."""
-        for candidate in (found, *self._speculative(found)):
+        for candidate in (found, *on_guesses(self.problem, found, self.guessed)):
             self._keep(name, candidate)
             for overlapping in self._overlapping(candidate.placement):
                 self._keep(name, overlapping)
@@ -61,20 +62,6 @@ class Found:
         best = self.drafts.get(name)
         if best is None or found.step_s < best.step_s:
             self.drafts[name] = found
-
-    def _speculative(self, found: Draft) -> Iterator[Draft]:
-        """`found` with the updates on guesses that begin early enough, where there are any."""
-        modes = found.placement.updates
-        hosted = [param for param in self.guessed if modes[param] in HOST_MODES]
-        if not hosted or not found.placement.early_updates:
-            return
-        # Not where the host has no room for what they save.
-        with suppress(PlacementError):
-            placement = replace(found.placement, speculative=tuple(hosted))
-            tried = draft(self.problem, placement, tactics=found.tactics)
-            guessed = {t.param for t in tried.tasks if isinstance(t, HostRegion) and t.guesses}
-            placement = replace(placement, speculative=tuple(p for p in hosted if p in guessed))
-            yield replace(tried, placement=placement)
 
     def _overlapping(self, placement: Placement) -> Iterator[Draft]:
         """`placement` with updates on the host that go on in the next step, where there are any."""

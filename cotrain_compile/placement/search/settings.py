@@ -12,10 +12,11 @@ class SolveSettings:
     `time_limit_s` is for the whole search: what has begun when it ends is finished, nothing else.
     `gap` is the relative gap at which a program counts as solved. With `overlap_steps` each
     placement is also tried with updates on the host that go on in the next step, with `speculate`
-    with updates there that begin on guesses. With `recompute`
-    the policy `auto` also tries to make values again. Where the device runs `compiled` code (None:
-    if the machine's does) tasks are settled, as `settle` says. `micro_batch_order` is "auto",
-    "as-written" or "by-layer"; "auto" lets the policy `auto` try both.
+    with updates there that begin on guesses: while the search goes on, so that the plan counts on
+    them, or `hedged`, in the end, so that without them it takes no longer than one that waits. With
+    `recompute` the policy `auto` also tries to make values again. Where the device runs `compiled`
+    code (None: if the machine's does) tasks are settled, as `settle` says. `micro_batch_order` is
+    "auto", "as-written" or "by-layer"; "auto" lets the policy `auto` try both.
     """
 
     policy: str = "auto"
@@ -25,6 +26,7 @@ class SolveSettings:
     seed: int = 0
     overlap_steps: bool = False
     speculate: bool = False
+    hedged: bool = False
     compiled: bool | None = False
     recompute: bool = True
     micro_batch_order: str = "auto"

@@ -30,6 +30,7 @@ from cotrain_compile.placement.schedule.find_moves import moves_of
 from cotrain_compile.placement.schedule.schedule import Draft, draft, finished
 from cotrain_compile.placement.search.attempts import LATE, TACTICS, Attempts, Progress
 from cotrain_compile.placement.search.deadline import Deadline
+from cotrain_compile.placement.search.guessing import hedged
 from cotrain_compile.placement.search.infeasible import floor_bytes, refuse, refuse_rule
 from cotrain_compile.placement.search.least import Least
 from cotrain_compile.placement.search.orders import best_order
@@ -81,7 +82,7 @@ def solve(
     done. Raises `PlacementError` when nothing fits, with the least device budget that would do.
     """
     settings, told = settings or SolveSettings(), progress or (lambda stage: None)
-    problem = replace(problem, speculates=settings.speculate)
+    problem = replace(problem, speculates=settings.speculate and not settings.hedged)
 
     def climb(ordered: Problem, until: Deadline, plans: Sequence[Plan]) -> Plan:
         own = space if ordered.dataflow is problem.dataflow else None
@@ -128,7 +129,7 @@ class _Search(Attempts):
     def _certify(self) -> float:
         settings = self.settings
         return certified_bound_s(
-            self.problem,
+            replace(self.problem, speculates=settings.speculate),
             settings.solver,
             time_limit_s=self.deadline.left_s,
             seed=settings.seed,
@@ -372,9 +373,14 @@ class _Search(Attempts):
             fits = all(plan.budgets[tier] <= self.problem.budgets[tier] for tier in Tier)
             overlaps = placement.overlap_steps and not settings.overlap_steps
             recomputes = bool(placement.recomputed) and not settings.recompute
-            guesses = bool(plan.speculations) and not settings.speculate
-            if fits and not (overlaps or recomputes or guesses):
+            if not fits or overlaps or recomputes:
+                continue
+            if not plan.speculations or self.problem.speculates:
                 self.found.keep_plan(plan)
+            elif settings.speculate:  # hedged, so that it is to be fast without them
+                with suppress(PlacementError):
+                    waiting = draft(self.problem, replace(placement, speculative=()))
+                    self.found.keep(placement.policy, waiting)
 
     def _best(self) -> Plan:
         """The fastest plan, with a report of how it was found; the refusal where there is none."""
@@ -385,7 +391,10 @@ class _Search(Attempts):
             self._refuse()
         name = min(drafts, key=lambda name: drafts[name].step_s)
         self.progress("simulating the plan")
-        plan = finished(self.problem, drafts[name], compiled=self.settings.compiled)
+        compiled = self.settings.compiled
+        plan = finished(self.problem, drafts[name], compiled=compiled)
+        if self.settings.speculate and self.settings.hedged:
+            plan = hedged(self.problem, plan, drafts[name], compiled=compiled)
         self.progress("certifying the bound")
         bound_s = self.bound.result_by(self.deadline.left_s) if self.bound else 0.0
         settings = self.settings

@@ -37,11 +37,15 @@ class Gate:
     """Whether to guess: while the share of steps in which that was wrong is small enough.
 
     It pays while less than `pays_below` are wrong. `wrong_share` is the share of late, in which
-    the last step counts most; steps that were held back count as well.
+    the last step counts most; steps that were held back count as well. Nothing is known before the
+    first step, so it begins as if all had been wrong. `steps` counts those that it was told of,
+    `wrong` those in which to guess was or would have been wrong.
     """
 
     pays_below: float = math.inf
-    wrong_share: float = 0.0
+    wrong_share: float = 1.0
+    steps: int = 0
+    wrong: int = 0
 
     @property
     def is_open(self) -> bool:
@@ -49,6 +53,8 @@ class Gate:
 
     def note(self, *, right: bool) -> None:
         """How the guesses of a step turned out, or would have."""
+        self.steps += 1
+        self.wrong += not right
         self.wrong_share += ((not right) - self.wrong_share) / MEMORY_STEPS
 
 

@@ -34,6 +34,7 @@ from cotrain_compile.runtime.cuda.device import CudaDevice
 from cotrain_compile.runtime.cuda.pinned import PinnedPool
 from cotrain_compile.runtime.host.kernels import host_kernels
 from cotrain_compile.runtime.host.speculation import Confirm, Speculation
+from cotrain_compile.step_scalars import scalars
 from tests.support.captured_steps import (
     Captured,
     Training,
@@ -248,22 +249,25 @@ def test_a_step_that_fails_before_the_norm_is_known_leaves_all_as_it_was(
 
 
 def test_a_shut_gate_holds_guesses_back_until_steps_are_free_again() -> None:
-    step = training(*[CLIPPED] * 8, *[FREE] * 40)
+    step = training(*[FREE] * 30, *[CLIPPED] * 8, *[FREE] * 40)
     plan = plan_on_guesses(step)
     compiled = place_step(step, plan, machine())
     saved: list[bool] = []
     for speculation in speculations(compiled):
         speculation.gate.pays_below = 0.2
-    watched = speculations(compiled)[0]
+    guesses = compiled.guesses
+    assert guesses is not None
 
     def run(inputs: list[Any]) -> Any:
-        saved.append(watched.gate.is_open)
+        saved.append(guesses.is_open)
         return compiled(inputs)
 
     assert not differences(after_each_step(step, run), unplaced(step))
-    assert saved[0]
-    assert saved[-1]
-    assert not saved[8]
+    # Before the first step nothing is known of clipping: a step that waits is never the slower one.
+    assert [saved[0], saved[29], saved[38], saved[-1]] == [False, True, False, True]
+    assert (guesses.steps, guesses.wrong) == (78, 8)
+    assert scalars(compiled)["wrong_guesses_share"] == guesses.wrong_share
+    assert scalars(compiled)["guesses"] == 1.0
 
 
 def test_the_placed_step_is_in_no_race() -> None:
