@@ -59,13 +59,21 @@ class Model(nn.Module):
         return logits
 
 
-def train(plan: Path, steps: int, budget: str, load_from: Path | None, save: Path) -> list[float]:
+def train(
+    plan: Path,
+    steps: int,
+    budget: str,
+    load_from: Path | None,
+    save: Path,
+    strategy: str | None = None,
+) -> list[float]:
     """Train so many steps, from a checkpoint if one is given, and save one; the losses."""
     torch.manual_seed(0)
     model = Model()
     x, y = batch(0)
+    options = {"memory_budget": budget}
     pipe = cotrain_compile.pipeline(
-        model, plan, F.cross_entropy, (x,), y, options={"memory_budget": budget}
+        model, plan, F.cross_entropy, (x,), y, strategy=strategy, options=options
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)  # of this rank's part
     update = pipe.compiled_update(optimizer)
@@ -109,6 +117,7 @@ def batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--plan", type=Path, required=True)
+    parser.add_argument("--strategy", help="of those in the plan, such as harmony-pp")
     parser.add_argument("--load", type=Path, help="a checkpoint to begin with")
     parser.add_argument("--save", type=Path, required=True, help="a folder that is not there yet")
     parser.add_argument("--steps", type=int, default=4)
@@ -116,5 +125,5 @@ if __name__ == "__main__":
     asked = parser.parse_args()
     # Ranks that wait for one that hangs give up after this time.
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
-    train(asked.plan, asked.steps, asked.budget, asked.load, asked.save)
+    train(asked.plan, asked.steps, asked.budget, asked.load, asked.save, asked.strategy)
     dist.destroy_process_group()
