@@ -86,6 +86,7 @@ def test_all_that_a_plan_is_found_from_is_told_apart(problem: Problem) -> None:
         "seed": 1,
         "overlap_steps": True,
         "speculate": True,
+        "hedged": True,
         "micro_batch_order": "by-layer",
         "compiled": True,
         "recompute": False,
