@@ -272,9 +272,7 @@ def _short_of_memory(self: Rehearsed, inputs: Any) -> Exception:
     return OutOfDeviceMemory("a rank has too little", tier=Tier.DEVICE)
 
 
-def _at_exchange(
-    number: int, after: bool, fail: Callable[[], None]
-) -> dict[str, Callable[..., Any]]:
+def _at_exchange(number: int, after: bool, fail: Callable[[], None]) -> dict[str, Any]:
     """Methods of a program that fail at exchange `number` of a step in the middle.
 
     Before it begins, or in the wait for it.
