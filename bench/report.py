@@ -38,6 +38,14 @@ def write_report(path: Path, question: str, result: dict[str, Any]) -> None:
     path.write_text(json.dumps(document, indent=1) + "\n")
 
 
+def runs_before(path: Path) -> list[dict[str, str]]:
+    """Commands and dates of the runs by which the report at `path` was made, which is added to."""
+    document = json.loads(path.read_text())
+    runs = [*document["result"].get("others", ()), document]
+    told = [{name: run[name] for name in ("command", "date")} for run in runs]
+    return list({run["command"]: run for run in told}.values())
+
+
 def _processor() -> str:
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):

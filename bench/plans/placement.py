@@ -12,10 +12,11 @@ memory is given here, not by the machine. Nothing is run: times are those of the
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from bench.plans.stopwatch import Took, stopwatch
 from bench.plans.targets import Row, summary
-from bench.report import write_report
+from bench.report import runs_before, write_report
 from cotrain_compile import presets
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import PlacementError
@@ -98,19 +100,34 @@ def rows(cell: Cell, settings: SolveSettings) -> Iterator[Row]:
     for budget_bytes in cell.budgets_bytes:
         given = cell.space.problem
         problem = given.with_budget(Tier.DEVICE, budget_bytes)
-        began = time.perf_counter()
         try:
-            plan = solve(problem, settings, space=cell.space)
+            with stopwatch() as took:
+                plan = solve(problem, settings, space=cell.space)
         except PlacementError as error:
-            yield refused(cell, budget_bytes, time.perf_counter() - began, str(error))
+            yield refused(cell, budget_bytes, took, str(error))
             continue
-        seconds = time.perf_counter() - began
         check(problem, plan)
-        yield row(cell, budget_bytes, seconds, plan)
+        yield row(cell, budget_bytes, took, plan)
 
 
-def row(cell: Cell, budget_bytes: int, seconds: float, plan: Plan) -> Row:
-    """What there is to say about a plan that took `seconds` to find."""
+def rows_of(path: Path) -> list[Row]:
+    """The rows of a report."""
+    kept = json.loads(path.read_text())["result"]["rows"]
+    names = {field.name for field in fields(Row)}
+    return [Row(**{name: r[name] for name in r if name in names}) for r in kept]
+
+
+def merged(kept: Sequence[Row], found: Sequence[Row]) -> list[Row]:
+    """`kept` with those `found` in the places of the rows of the same step and machine."""
+    case = (found[0].model, found[0].machine)
+    same = [at for at, row in enumerate(kept) if (row.model, row.machine) == case]
+    at = same[0] if same else len(kept)
+    others = [row for row in kept if (row.model, row.machine) != case]
+    return [*others[:at], *found, *others[at:]]
+
+
+def row(cell: Cell, budget_bytes: int, took: Took, plan: Plan) -> Row:
+    """What there is to say about a plan, and what finding it `took`."""
     report = plan.report
     assert report is not None
     certified = report.lower_bound_s > 0
@@ -118,7 +135,8 @@ def row(cell: Cell, budget_bytes: int, seconds: float, plan: Plan) -> Row:
     simulated_s, claimed_s = report.simulated_s.get("ilp"), report.objective_s
     return Row(
         **place(cell, budget_bytes),
-        solve_s=seconds,
+        solve_s=took.wall_s,
+        processor_s=took.processor_s,
         policy=plan.placement.policy,
         step_s=plan.predicted.makespan_s,
         bound_s=report.lower_bound_s if certified else None,
@@ -131,9 +149,15 @@ def row(cell: Cell, budget_bytes: int, seconds: float, plan: Plan) -> Row:
     )
 
 
-def refused(cell: Cell, budget_bytes: int, seconds: float, why: str) -> Row:
+def refused(cell: Cell, budget_bytes: int, took: Took, why: str) -> Row:
     """A budget at which no plan was found, although there is one."""
-    return Row(**place(cell, budget_bytes), solve_s=seconds, policy="none", status=why)
+    return Row(
+        **place(cell, budget_bytes),
+        solve_s=took.wall_s,
+        processor_s=took.processor_s,
+        policy="none",
+        status=why,
+    )
 
 
 def place(cell: Cell, budget_bytes: int) -> dict[str, Any]:
@@ -199,13 +223,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--machine", action="append", help="preset or machine.json")
     parser.add_argument("--host-memory", default="1TiB", help="budget on the host, or a share")
     parser.add_argument("--time-limit", type=float, default=SolveSettings.time_limit_s)
+    parser.add_argument("--merge", action="store_true", help="keep the output's other rows")
     parser.add_argument("--quick", action="store_true", help="two budgets on one machine")
     given = parser.parse_args(arguments)
     names = given.machine or (MACHINES[:1] if given.quick else MACHINES)
     settings = SolveSettings(time_limit_s=given.time_limit)
     # A file is wide enough for every column, whatever the terminal's default.
     console = Console(width=None if sys.stdout.isatty() else 120)
-    results: list[Row] = []
+    results = rows_of(given.output) if given.merge else []
+    others = runs_before(given.output) if given.merge else []
     for source in given.steps:
         model, dataflow = read_step(source)
         for machine in map(presets.find, names):
@@ -217,11 +243,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 continue
             own = list(rows(found, settings))
             console.print(table(own))
-            results += own
+            results = merged(results, own)
             result = {
                 "host_budget": given.host_memory,
                 "summary": summary(results),
                 "rows": [asdict(r) | {"seconds": r.seconds} for r in results],
+                "others": others,  # by which what is kept was found
             }
             write_report(given.output, (__doc__ or "").splitlines()[0], result)
     console.print(summary_table(summary(results)["targets"]))

@@ -26,6 +26,7 @@ from typing import Any
 from bench.plans.jobs import SHAPES, Shape, step_of
 from bench.plans.page import draw, table
 from bench.plans.placement import COMPARED, Cell, needed_bytes, refused, row
+from bench.plans.stopwatch import stopwatch
 from bench.plans.targets import Row
 from bench.report import write_report
 from cotrain_compile import presets
@@ -117,16 +118,15 @@ def rows(cell: Cell, settings: SolveSettings) -> Iterator[Row]:
     for budget_bytes in cell.budgets_bytes:
         given = cell.space.problem
         problem = given.with_budget(Tier.DEVICE, budget_bytes)
-        began = time.perf_counter()
         try:
-            plan = solve(problem, settings, space=cell.space, incumbents=plans)
+            with stopwatch() as took:
+                plan = solve(problem, settings, space=cell.space, incumbents=plans)
         except PlacementError as error:
-            yield refused(cell, budget_bytes, time.perf_counter() - began, str(error))
+            yield refused(cell, budget_bytes, took, str(error))
             continue
-        seconds = time.perf_counter() - began
         check(problem, plan)
         plans.append(plan)
-        found = row(cell, budget_bytes, seconds, plan)
+        found = row(cell, budget_bytes, took, plan)
         # Where everything fits, no other rule was tried.
         fits = plan.placement.policy == "resident"
         yield replace(found, rules_s=rules_s(problem)) if fits else found

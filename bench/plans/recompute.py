@@ -13,6 +13,7 @@ Nothing is run: times are simulated, op by op.
     python -m bench.plans.recompute -o bench/results/recompute.json
     python -m bench.plans.recompute -o recompute.json --steps traced --only "GPT-2"
     python -m bench.plans.recompute -o bench/results/recompute.json --part alone --merge
+    python -m bench.plans.recompute -o bench/results/recompute.json --part cells --merge --auto
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from typing import Any
 
 from bench.plans import models
 from bench.plans.jobs import EXAMPLES, SHAPES, step_of, with_batch
-from bench.report import write_report
+from bench.plans.stopwatch import stopwatch
+from bench.report import runs_before, write_report
 from cotrain_compile import presets
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import PlacementError, PlanError
@@ -91,8 +93,8 @@ USERS = {
     "GPT-2 124M, 32 × 1024": (1, 2),
     "Llama 1B, 2 × 2048": (1, 2),
 }
-# Seconds for the integer programs of a plan: each way gets as much.
-LIMIT_S = 5.0
+# Seconds for a plan: each way gets as much.
+LIMIT_S = 20.0
 RULES = {"every layer": every_layer, "every other layer": every_other_layer}
 # Shares of the blocks that are swapped, and made again, and where the states are meanwhile.
 SHARES = (0, 1 / 3, 2 / 3, 1)
@@ -103,7 +105,8 @@ STATES = ("resident", "coarse", "streamed")
 class Cell:
     """One step on one machine in one budget; `steps_s` by way, None where it does not fit.
 
-    `recomputed_bytes` are made again by `auto` in `redo_s` of the device.
+    `recomputed_bytes` are made again by `auto` in `redo_s` of the device. To find its plan took
+    `solve_s`, and `processor_s` of all processors by their own time.
     """
 
     model: str
@@ -115,6 +118,7 @@ class Cell:
     recomputed_bytes: int
     redo_s: float
     solve_s: float
+    processor_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -161,21 +165,27 @@ def cell(
         steps[name] = step_s(planned(own, without))
     steps["one level"] = one_level_s(problem, settings)
     steps["ProTrain's blocks"] = blocks_s(problem)
-    began = time.monotonic()
-    plan = planned(problem, settings)
-    seconds = time.monotonic() - began
-    steps["auto"] = step_s(plan)
+    return of_auto(model, problem, steps, settings)
+
+
+def of_auto(
+    model: str, problem: Problem, others: Mapping[str, float | None], settings: SolveSettings
+) -> Cell:
+    """What `auto` finds, beside what is known of other ways."""
+    with stopwatch() as took:
+        plan = planned(problem, settings)
     nbytes, redo_s = made_again(problem.dataflow, plan)
     return Cell(
         model,
         problem.machine.name,
         problem.budgets[Tier.DEVICE],
-        steps,
+        {**others, "auto": step_s(plan)},
         plan.report.lower_bound_s if plan is not None and plan.report is not None else 0.0,
         plan.placement.policy if plan is not None else "none",
         nbytes,
         redo_s,
-        seconds,
+        took.wall_s,
+        took.processor_s,
     )
 
 
@@ -240,21 +250,31 @@ def traced(name: str, folder: Path | None, every: int = 0) -> Dataflow:
     return dataflow
 
 
-def cells(only: str, folder: Path | None, settings: SolveSettings) -> Iterator[Cell]:
-    """Those whose steps have the words `only` in their names."""
+# What is known of other ways, by step, machine and budget.
+Others = Mapping[tuple[str, str, int], Mapping[str, float | None]]
+
+
+def cells(
+    only: str, folder: Path | None, settings: SolveSettings, others: Others | None = None
+) -> Iterator[Cell]:
+    """Those whose steps have the words `only` in their names: `auto` alone, with `others` given."""
     for name, machine, budgets in CELLS:
         if only not in name:
             continue
         step = traced(name, folder)
         users = {
             f"user's, every {'layer' if n == 1 else 'other layer'}": traced(name, folder, n)
-            for n in USERS.get(name, ())
+            for n in (USERS.get(name, ()) if others is None else ())
         }
         for budget in budgets:
             target = presets.find(machine)
             nbytes = Size.parse(budget).of(target.device.capacity_bytes)
             allowed = {Tier.DEVICE: nbytes, Tier.HOST: HOST_BYTES}
-            yield cell(name, formulate(step, target, allowed), users, settings)
+            problem = formulate(step, target, allowed)
+            if others is None:
+                yield cell(name, problem, users, settings)
+            else:
+                yield of_auto(name, problem, others[name, machine, nbytes], settings)
 
 
 def alone(only: str, folder: Path | None, settings: SolveSettings) -> Iterator[Against]:
@@ -301,22 +321,23 @@ def main() -> None:
     parser.add_argument("--only", default="", help="words in the names of steps")
     parser.add_argument("--part", choices=("cells", "alone"), help="one of the tables alone")
     parser.add_argument("--merge", action="store_true", help="keep the output's other rows")
+    parser.add_argument("--auto", action="store_true", help="keep its other columns, too")
     parser.add_argument("--minutes", type=float, default=math.inf, help="when to end at the latest")
-    parser.add_argument(
-        "--time-limit", type=float, default=LIMIT_S, help="seconds for the programs of a plan"
-    )
+    parser.add_argument("--time-limit", type=float, default=LIMIT_S, help="seconds for a plan")
     asked = parser.parse_args()
     began, planned_cells, beside = time.monotonic(), list[Any](), list[Any]()
     kept: Mapping[str, Any] = {}
-    others: list[Mapping[str, str]] = []
+    others: list[dict[str, str]] = []
     if asked.merge and asked.output.exists():
-        before = json.loads(asked.output.read_text())
-        kept = before["result"]
-        told = [*kept.get("others", ()), {name: before[name] for name in ("command", "date")}]
-        others = list({run["command"]: run for run in told}.values())
+        kept = json.loads(asked.output.read_text())["result"]
+        others = runs_before(asked.output)
     settings = SolveSettings(time_limit_s=asked.time_limit)
+    found_before = {
+        (row["model"], row["machine"], row["budget_bytes"]): row["steps_s"]
+        for row in kept.get("cells", ())
+    }
     ways: dict[str, Iterator[Cell | Against]] = {
-        "cells": cells(asked.only, asked.steps, settings),
+        "cells": cells(asked.only, asked.steps, settings, found_before if asked.auto else None),
         "alone": alone(asked.only, asked.steps, settings),
     }
     for found in chain.from_iterable(ways[part] for part in ways if asked.part in (None, part)):

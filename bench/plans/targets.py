@@ -24,7 +24,8 @@ class Row:
     """One budget. None stands for what there is not: a bound, a claim of the program, a plan.
 
     `gap` is how far the simulated step lies above the bound, `claim_difference` how far that of
-    the program's own plan lies above what the program claims, both as fractions. `rules_s` has the
+    the program's own plan lies above what the program claims, both as fractions. `processor_s` is
+    what solving took of all processors, by their own time. `rules_s` has the
     simulated step of each simple rule, or that it does not fit.
     """
 
@@ -43,6 +44,7 @@ class Row:
     claim_difference: float | None = None
     rules_s: Mapping[str, float | str] = field(default_factory=dict)
     peak_bytes: int | None = None
+    processor_s: float | None = None
 
     @property
     def seconds(self) -> float:

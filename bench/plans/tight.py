@@ -14,14 +14,14 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from bench.plans.recompute import traced
-from bench.report import write_report
+from bench.plans.stopwatch import stopwatch
+from bench.report import runs_before, write_report
 from bench.results_page.tables import markdown, percent
 from cotrain_compile import presets
 from cotrain_compile.dataflow import Dataflow
@@ -42,7 +42,10 @@ SOLVE_MEDIAN_S, SOLVE_WORST_S = 5.0, 20.0
 
 @dataclass(frozen=True)
 class Row:
-    """A step on a machine in a budget, `share` times the least; None where no plan was found."""
+    """A step on a machine in a budget, `share` times the least; None where no plan was found.
+
+    `processor_s` is what solving took of all processors, by their own time.
+    """
 
     model: str
     machine: str
@@ -53,6 +56,7 @@ class Row:
     policy: str
     step_s: float | None = None
     bound_s: float | None = None
+    processor_s: float | None = None
 
     @property
     def gap(self) -> float | None:
@@ -73,16 +77,15 @@ def row(model: str, problem: Problem, share: float, settings: SolveSettings) -> 
     """Solve one budget, that of `problem`."""
     place = (model, problem.machine.name, settings.recompute, share)
     budget_bytes = problem.budgets[Tier.DEVICE]
-    began = time.monotonic()
     try:
-        plan = solve(problem, settings)
+        with stopwatch() as took:
+            plan = solve(problem, settings)
     except (PlacementError, PlanError):
-        return Row(*place, budget_bytes, time.monotonic() - began, "none")
-    seconds = time.monotonic() - began
+        return Row(*place, budget_bytes, took.wall_s, "none", processor_s=took.processor_s)
     check(problem, plan)
     bound_s = plan.report.lower_bound_s if plan.report is not None else None
     step_s, policy = plan.predicted.makespan_s, plan.placement.policy
-    return Row(*place, budget_bytes, seconds, policy, step_s, bound_s)
+    return Row(*place, budget_bytes, took.wall_s, policy, step_s, bound_s, took.processor_s)
 
 
 def rows(
@@ -153,6 +156,7 @@ def table(result: Mapping[str, Any]) -> str:
             _percent(before.get(_place(r), {}).get("gap")),
             r["policy"],
             format_seconds(r["solve_s"]),
+            _seconds(r.get("processor_s")),
         )
         for r in result["rows"]
     ]
@@ -165,6 +169,7 @@ def table(result: Mapping[str, Any]) -> str:
         "before",
         "plan",
         "solved in",
+        "processor",
     )
     told = [
         _told(result[key], name) for key, name in (("rows", "this version"), ("before", "before"))
@@ -207,14 +212,21 @@ def main() -> None:
     parser.add_argument("--machine", action="append", help="preset")
     parser.add_argument("--budgets", type=Path, help="a report whose budgets are to be solved")
     parser.add_argument("--merge", action="store_true", help="keep the output's rows")
-    parser.add_argument("--without", action="store_true", help="rows without values made again")
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--without", action="store_true", help="rows without values made again")
+    only.add_argument("--again", action="store_true", help="rows with values made again")
     parser.add_argument("--time-limit", type=float, default=SolveSettings.time_limit_s)
     asked = parser.parse_args()
     before = rows_of(asked.budgets) if asked.budgets else []
-    given = {(r.model, r.machine, r.recompute, r.share): r.budget_bytes for r in before}
+    given: dict[tuple[object, ...], int] = {
+        (r.model, r.machine, r.recompute, r.share): r.budget_bytes for r in before
+    }
     found = rows_of(asked.output) if asked.merge else []
-    kept = {(r.model, r.machine, r.recompute, r.share): r for r in found}
-    recomputes = (False,) if asked.without else (False, True)
+    others = runs_before(asked.output) if asked.merge else []
+    kept: dict[tuple[object, ...], Row] = {
+        (r.model, r.machine, r.recompute, r.share): r for r in found
+    }
+    recomputes = (False,) if asked.without else (True,) if asked.again else (False, True)
     for model in STEPS:
         if asked.only not in model:
             continue
@@ -228,6 +240,7 @@ def main() -> None:
                 "summary": summary(found),
                 "rows": [asdict(r) | {"gap": r.gap} for r in found],
                 "before": [asdict(r) | {"gap": r.gap} for r in before],
+                "others": others,
             }
             write_report(asked.output, (__doc__ or "").splitlines()[0], result)
 

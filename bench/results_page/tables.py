@@ -49,6 +49,7 @@ def placement(result: Result) -> str:
                 percent(max(gaps)),
                 sum(any(isinstance(s, float) for s in row["rules_s"].values()) for row in found),
                 format_seconds(statistics.median(row["seconds"] for row in found)),
+                _median_seconds(row.get("processor_s") for row in found),
             )
         )
     headings = (
@@ -58,6 +59,7 @@ def placement(result: Result) -> str:
         "worst",
         "budgets at which a simple rule fits",
         "solved in, median",
+        "processor, median",
     )
     count = len(result["rows"])
     fitting = count - result["summary"]["no_rule_fits"]
@@ -68,6 +70,13 @@ def placement(result: Result) -> str:
         f"{result['summary']['speedup_best']:.2f} times at best for us. Why some rows are far from "
         "their bound is in [the placement problem](placement.md#how-good-the-plans-are).\n"
     )
+
+
+def _median_seconds(seconds: Iterable[float | None]) -> str:
+    """In words, where all are known."""
+    known = list(seconds)
+    found = [each for each in known if each is not None]
+    return format_seconds(statistics.median(found)) if len(found) == len(known) else "-"
 
 
 def simulated_vs_measured(result: Result) -> str:
@@ -162,9 +171,18 @@ def recompute(result: Result) -> str:
         f"{len(rows)} rows another column is faster. The distance from the bound is "
         f"{percent(statistics.median(above))} in the median and {percent(max(above))} at worst; "
         f"plans are found in {format_seconds(statistics.median(took))}, the median, to "
-        f"{format_seconds(max(took))} on two cores.\n"
+        f"{format_seconds(max(took))} by the clock{_of_processors(result['cells'])}.\n"
     )
     return markdown(headings, rows) + "\n" + told + _beside_monet(result.get("alone", ()))
+
+
+def _of_processors(cells: Sequence[Mapping[str, Any]]) -> str:
+    """What finding plans took of all processors, of those plans of which that is known."""
+    known = [cell["processor_s"] for cell in cells if cell.get("processor_s")]
+    if not known:
+        return ""
+    most = format_seconds(max(known))
+    return f", in {format_seconds(statistics.median(known))} to {most} of processors"
 
 
 def _beside_monet(records: Sequence[Mapping[str, Any]]) -> str:

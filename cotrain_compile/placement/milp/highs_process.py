@@ -155,7 +155,14 @@ class _Processes:
 
 
 _processes = _Processes()
-atexit.register(_processes.end)
+
+
+def end_waiting() -> None:
+    """End the processes that wait for work; others begin when there is some."""
+    _processes.end()
+
+
+atexit.register(end_waiting)
 
 
 def _asked(program: bytes) -> dict[str, Any]:

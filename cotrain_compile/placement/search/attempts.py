@@ -51,6 +51,9 @@ AS_FAST = 1.005
 # What a solution is followed by takes about so many times what the longest schedule has taken: its
 # own schedules, those of the fastest plan in other ways, and its timeline.
 FOLLOWING = 4
+# Of the time for levels, how much is for the program that proposes them: near the least memory it
+# may take longer to find out that there is nothing to propose than to try them.
+PROPOSAL_SHARE = 0.4
 # Of what is left, how much is for the next round of a program.
 ROUND_SHARE = 0.6
 # Of the time for a program, what is for the one of many steps.
@@ -99,6 +102,9 @@ class Attempts:
         self.until = self.deadline
         self.draft_s = 0.0  # what the longest schedule has taken
         self.is_cut_short = False  # some program of a single step, by its time
+        # Whether the careful program of some level may have one: where that of all levels has none,
+        # it takes longer to find that out for each of them than the greedy takes.
+        self.has_solutions = True
         # Spaces whose careful programs have no solution, each with the device budget of that.
         self.too_tight: list[tuple[DecisionSpace, float]] = []
 
@@ -130,7 +136,8 @@ class Attempts:
         self.variants.append(level)
         if self.attempt(level, "resident"):
             return True
-        if not self.relax(level) and not self.is_hopeless(level):
+        is_rounded = self.has_solutions and self.relax(level)
+        if not is_rounded and not self.is_hopeless(level):
             self.try_greedy(level, TACTICS[:1])
         return False
 
@@ -146,9 +153,11 @@ class Attempts:
         """
         if not regions:
             return None
-        space = self.step.with_levels(regions)
+        space, until = self.step.with_levels(regions), self.until
+        self.until = until.part(PROPOSAL_SHARE)
         solution = self._solved(space, self.problem.budgets, True, False, never_loose=True)
-        return solution if solution.decisions is not None else None
+        self.until, self.has_solutions = until, solution.decisions is not None
+        return solution if self.has_solutions else None
 
     def relax(self, variant: Variant) -> bool:
         """Schedule the program's linear relaxation, rounded; returns whether that fits.
@@ -248,8 +257,8 @@ class Attempts:
             missing = self.decide(name, variant, placement, tactics)
             if missing is None:
                 return
-            if self.is_late and self.found.drafts:
-                return
+            if self.is_late:
+                break
             targets[missing.tier] -= 1.05 * missing.nbytes
         if name not in self.found.drafts:
             self.keeps(name, variant, variant.least.placement, variant.least.moves)
@@ -385,6 +394,7 @@ class Attempts:
         )
         target, may_be_loose = targets[Tier.DEVICE], careful and not (cyclic or never_loose)
         known = any(each is space and target <= most for each, most in self.too_tight)
+        known = known or not self.has_solutions
         if not (may_be_loose and known):
             solution = self._run(build, whole, known_s)
             if not (may_be_loose and solution.is_infeasible):

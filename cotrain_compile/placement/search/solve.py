@@ -151,7 +151,7 @@ class _Search(Attempts):
         self.until = self.deadline
         fastest = self.found.fastest
         hopeless = fastest is not None and self.step.claim_s > HOPELESS * fastest.step_s
-        if not (hopeless or self.is_late):
+        if not (hopeless or (fastest is not None and self.is_late)):
             self.try_greedy(self.step)
         self._aim_lower()
         self._solve_programs()
@@ -257,7 +257,8 @@ class _Search(Attempts):
                 if self.is_late or not self._is_slower_than(NEAR * self.claim_s):
                     break
                 self.try_level(level)
-        self.relax(self.step)
+        if self.has_solutions:
+            self.relax(self.step)
         if self._is_slower_than(FAR * self.claim_s):
             self._cut_replays(levels)
             self._climb_uniform(levels, levels.guess())

@@ -111,7 +111,7 @@ class Trained:
 
 def trained(net: str, dtype: torch.dtype = torch.float32, **options: Any) -> Trained:
     torch._dynamo.reset()
-    step = cotrain(lowering="inductor", time_limit=2, **options)(step_of(net, dtype))
+    step = cotrain(lowering="inductor", time_limit=20, **options)(step_of(net, dtype))
     torch.manual_seed(1)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")

@@ -143,7 +143,7 @@ def test_only_what_fits_is_under_way_early(problem: Problem) -> None:
 def test_the_planner_gathers_again_where_memory_is_short(problem: Problem) -> None:
     budget = int(1.05 * peak(gathering_again(problem)))
     asked = problem.with_budget(Tier.DEVICE, budget)
-    plan = solve(asked, SolveSettings(time_limit_s=1.0))
+    plan = solve(asked, SolveSettings(time_limit_s=60.0))
     assert set(plan.placement.recomputed) & set(gathered(problem.dataflow))
     bound_s = certified_bound_s(
         asked, "highs", time_limit_s=30.0, seed=0, cyclic=False, recompute=True
@@ -154,7 +154,7 @@ def test_the_planner_gathers_again_where_memory_is_short(problem: Problem) -> No
 def test_no_level_that_gathers_again_in_all_layers_is_faster(problem: Problem) -> None:
     """Where something has to move as well: levels of regions alone, which gather once, are slow."""
     asked = problem.with_budget(Tier.DEVICE, int(0.8 * peak(gathering_again(problem))))
-    settings, levels = SolveSettings(time_limit_s=1.0), Levels(asked)
+    settings, levels = SolveSettings(time_limit_s=60.0), Levels(asked)
     tried = Attempts(asked, settings, lambda stage: None, None)
     for number in range(1, levels.count + 1):
         tried.try_level(levels.variant(number))

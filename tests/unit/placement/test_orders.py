@@ -147,7 +147,7 @@ def in_larger(step: Dataflow) -> Dataflow:
 
 
 def solved(problem: Problem, order: str) -> Plan:
-    plan = solve(problem, SolveSettings(time_limit_s=1.0, micro_batch_order=order))
+    plan = solve(problem, SolveSettings(time_limit_s=5.0, micro_batch_order=order))
     check(problem, plan)
     return plan
 

@@ -211,7 +211,7 @@ def test_what_moves_spares_a_third_of_what_making_again_costs() -> None:
     fits_s = solve(slowest).predicted.makespan_s
     all_again = Levels(slowest).variant(2).by_rule("resident")
     least = schedule(slowest, all_again).predicted.peak_bytes[Tier.DEVICE]
-    settings = SolveSettings(time_limit_s=2)
+    settings = SolveSettings()
     alone, with_host = (
         solve(with_budget(problem, least), settings) for problem in (slowest, over_link(12e9))
     )

@@ -44,7 +44,7 @@ def problem_of(dataflow: Dataflow, host_bytes: int = PLENTY) -> Problem:
 def solved(
     problem: Problem, policy: str = "coarse", *, speculate: bool = True, hedged: bool = False
 ) -> Plan:
-    settings = SolveSettings(policy, speculate=speculate, hedged=hedged, time_limit_s=2.0)
+    settings = SolveSettings(policy, speculate=speculate, hedged=hedged, time_limit_s=5.0)
     plan = solve(problem, settings)
     check(problem, plan)
     return plan
