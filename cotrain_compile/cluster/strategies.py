@@ -12,8 +12,10 @@ from dataclasses import replace
 
 from cotrain_compile.cluster import strategy_judges as judges
 from cotrain_compile.cluster.description import Cluster
+from cotrain_compile.cluster.harmony_tasks import Layout
 from cotrain_compile.cluster.profiles import LayerProfile
 from cotrain_compile.cluster.strategy import Answer, Question, Strategy
+from cotrain_compile.cluster.strategy_harmony import as_published
 from cotrain_compile.errors import OptionError, PlacementError, did_you_mean
 from cotrain_compile.units import format_seconds
 
@@ -76,6 +78,14 @@ def answer(
 
 
 def _judged(question: Question, name: str) -> Strategy:
+    """The strategy, and beside Harmony's what its authors' schedule takes."""
+    found = _as_run(question, name)
+    if name in list(Layout):
+        found = replace(found, published=as_published(question, Layout(name)))
+    return found
+
+
+def _as_run(question: Question, name: str) -> Strategy:
     try:
         return _JUDGES[name](question, name)
     except PlacementError as error:

@@ -39,6 +39,19 @@ class Question:
 
 
 @dataclass(frozen=True)
+class Published:
+    """What a strategy takes in the schedule of its authors, where what runs here has another one.
+
+    Seconds, bytes and setting are as of `Strategy`; `peak_bytes` is by device that takes part.
+    """
+
+    step_s: float
+    bound_s: float
+    peak_bytes: tuple[int, ...]
+    setting: str
+
+
+@dataclass(frozen=True)
 class Strategy:
     """What a step takes. Seconds are None, and `devices` 0, where `reason` says why.
 
@@ -48,7 +61,8 @@ class Strategy:
     what was chosen, `loses` why another one is better, `run` how to run it; `stages` is what
     `cotrain_compile.pipeline` runs, `widths` by name of module what `cotrain_compile.burst` does.
     `capacities_bytes` is by device as `peak_bytes`; `host_bytes` rest on all hosts together;
-    `timeline` is of all devices, those that do the same at the same time on one lane.
+    `timeline` is of all devices, those that do the same at the same time on one lane. What is
+    `published` is told beside that, and not ranked: nothing here runs it.
     """
 
     name: str
@@ -71,6 +85,7 @@ class Strategy:
     capacities_bytes: tuple[int, ...] = ()
     host_bytes: int = 0
     timeline: Timeline | None = None
+    published: Published | None = None
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
-"""Harmony on a cluster: the fastest plan on one of its machines, as it is run here.
+"""Harmony on a cluster: the fastest plan on one machine, as it is run here and as published.
 
 In: a `Question`. Out: a plan and the group of machines that it is for. The model rests on the host:
-a copy for each device that has all packs, one copy for packs dealt to the devices in turn.
+a copy for each device that has all packs, one copy for packs dealt to the devices in turn; as
+published, one copy in both cases.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from cotrain_compile.cluster.harmony import HarmonyPlan, plan_harmony
 from cotrain_compile.cluster.harmony_server import server_of
 from cotrain_compile.cluster.harmony_tasks import Layout
 from cotrain_compile.cluster.stages_in_turn import TurnsPlan, plan_stages_in_turn
-from cotrain_compile.cluster.strategy import Question
+from cotrain_compile.cluster.strategy import Published, Question
 from cotrain_compile.cluster.subsets import first_of_machine
 from cotrain_compile.errors import CotrainError, OptionError, PlacementError
 from cotrain_compile.units import format_bytes
@@ -35,6 +36,34 @@ def replicas_by_layer(question: Question) -> tuple[HarmonyPlan, MachineGroup]:
 def stages_by_turns(question: Question) -> tuple[TurnsPlan, MachineGroup]:
     """Packs as stages of one copy of the model; raises as `replicas_by_layer`."""
     return _fastest_machine(question, _stages_by_turns)
+
+
+def as_published(question: Question, layout: Layout) -> Published | None:
+    """What Harmony's own schedule takes, None where it does not fit or cannot be judged.
+
+    Links, rates and memory are the cluster's; 40 ms of deletion a task is the authors' default.
+    """
+    try:
+        plan, _ = _fastest_machine(question, partial(_as_published, layout))
+    except (OptionError, PlacementError):
+        return None
+    choice = plan.choice
+    return Published(
+        plan.step_s,
+        plan.bound_s,
+        plan.peak_bytes,
+        f"micro-batches of {choice.forward_samples} forward, {choice.backward_samples} backward, "
+        f"{len(choice.forward_packs)} and {len(choice.backward_packs)} packs",
+    )
+
+
+def _as_published(
+    layout: Layout, question: Question, group: MachineGroup, count: int
+) -> HarmonyPlan:
+    _require_host_memory(question, group, copies=1)
+    part = first_of_machine(group, count)
+    profile = question.profile.on(part.kinds)
+    return plan_harmony(profile, server_of(part), layout, question.samples)
 
 
 def _fastest_machine(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from cotrain_compile.cluster.strategy import Answer, Strategy
+from cotrain_compile.cluster.strategy import Answer, Published, Strategy
 from cotrain_compile.plan import Timeline
 from cotrain_compile.units import format_bytes, format_seconds
 from cotrain_compile.viz.specification import Bar, Panel, Specification, bars_of
@@ -40,7 +40,16 @@ def sentence(strategy: Strategy, found: Answer) -> str:
     rests = f"{format_bytes(strategy.host_bytes)} on hosts" if strategy.host_bytes else ""
     parts = [strategy.setting, rests, why]
     parts += [f"run: {strategy.run}"] if strategy.step_s is not None else []
+    parts += [_as_published(strategy.published)] if strategy.published else []
     return "; ".join(part for part in parts if part)
+
+
+def _as_published(plan: Published) -> str:
+    peak = format_bytes(max(plan.peak_bytes))
+    return (
+        f"its authors' schedule, which nothing here runs: {plan.setting}, "
+        f"{format_seconds(plan.step_s)}, {peak}"
+    )
 
 
 def specify_strategies(found: Answer) -> Specification:
