@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Annotated
@@ -24,7 +25,8 @@ from cotrain_compile.viz.strategies import cells, headings, sentence
 if TYPE_CHECKING:
     from cotrain_compile.cluster.rank_plan import RankPlan
 
-_WIDTH = 100
+# Commands and names are copied from here: no line ends within one.
+_filled = partial(fill, width=100, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def cluster(
@@ -80,7 +82,7 @@ def cluster(
         return
     print_answer(found)
     if rank:
-        console.print(fill(str(rank), _WIDTH, subsequent_indent="  "))
+        console.print(_filled(str(rank)))
     for path in saved.values():
         console.print(f"saved {path}")
 
@@ -136,7 +138,7 @@ def _lines(found: Answer) -> Iterator[str]:
     yield ""
     for strategy in found.strategies:
         text = f"{strategy.name}: {sentence(strategy, found)}"
-        yield fill(text, _WIDTH, subsequent_indent="  ")
+        yield _filled(text)
     yield ""
     for assumed in found.assumed:
-        yield fill(f"- {assumed}", _WIDTH, subsequent_indent="  ")
+        yield _filled(f"- {assumed}")
