@@ -186,7 +186,7 @@ def test_every_step_leaves_the_bits_of_the_captured_graph(
     wrong = sum(scale != FREE for scale in SCALES[scales])
     for speculation in speculations(compiled):
         assert not speculation.at_stake
-        assert (speculation.gate.wrong_share > 0) == (wrong > 0)
+        assert (speculation.gate.steps, speculation.gate.wrong) == (len(SCALES[scales]), wrong)
     assert compiled.measured is not None
     most = replay(step.dataflow, plan, machine().host_update.workers)[Tier.HOST].nbytes
     assert compiled.measured.peak_bytes[Tier.HOST] <= most
@@ -203,7 +203,7 @@ def test_so_does_the_runtime_of_a_card_whose_copies_are_streams(overlap_steps: b
     compiled = CompiledStep(step.problem(machine()), plan, graph, device)
     assert not differences(after_each_step(step, compiled), unplaced(step))
     assert not card.faults
-    assert all(speculation.gate.wrong_share > 0 for speculation in speculations(compiled))
+    assert all(speculation.gate.wrong == 2 for speculation in speculations(compiled))
 
 
 @pytest.mark.parametrize("make", ["with a scaler", "without a limit"])
