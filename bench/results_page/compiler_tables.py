@@ -54,19 +54,22 @@ def against_torch_compile(result: Result) -> str:
 
 
 def overhead(result: Result) -> str:
-    """Milliseconds a step of each side, and microseconds a call and a task."""
-    sides = result["sides"]
-    rows = [
-        (
-            side,
-            f"{r['step_ms']:.1f}",
-            *(f"{r[key]:.0f}" if key in r else "-" for key in ("us_a_call", "us_a_task")),
-        )
-        for side, r in sides.items()
-    ]
-    return markdown(("side", "ms a step", "µs a call", "µs a task"), rows) + (
-        "\nEager PyTorch wins on tensors this small: one fused call updates all parameters, the "
-        "captured step updates each on its own so that each can be placed.\n"
+    """Milliseconds a step of each side, their ratio to eager's, microseconds a call or task."""
+    rows = []
+    for side, now in result["sides"].items():
+        before = result["before"].get(side)
+        of_eager = f"{now['of_eager']:.2f}"
+        if before is not None and before["of_eager"] != now["of_eager"]:
+            of_eager = f"{before['of_eager']:.2f} → {of_eager}"
+        counts = (f"{now[key]:,}" if key in now else "-" for key in ("calls", "tasks"))
+        each = f"{now['us_each']:.1f}" if "us_each" in now else "-"
+        rows.append((side, f"{now['step_ms']:.1f}", of_eager, *counts, each))
+    return markdown(("side", "ms a step", "of eager's", "calls", "tasks", "µs each"), rows) + (
+        "\nProcessor time of all threads, with other programs on the machine, so that the ratio to "
+        "eager's in the same run says more than milliseconds. Where two figures stand, the first "
+        "is of the code before small updates ran in lock step. Eager PyTorch updates all "
+        "parameters by one call; the captured step has an update for each, so that each can be "
+        "placed.\n"
     )
 
 

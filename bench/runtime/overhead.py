@@ -1,14 +1,16 @@
-"""What does a placed step cost beyond its kernels? Microseconds a node and a task, on tiny tensors.
+"""What does a placed step cost beyond its kernels? Processor time a step, on tiny tensors.
 
 A GPT of 24 layers and width 8, on one thread: what its kernels compute is next to nothing, so that
 a step takes what Python and ATen's dispatch take. Ours is measured resident and with every update
-on the host, with ATen's kernels and with Inductor's; beside it are the same step in eager PyTorch
-and `fx.Interpreter` on the captured graph. All take turns in one process; a side counts with the
-least of its rounds. A step is what the user calls, with Dynamo's guards; that of `fx.Interpreter`
-is without. The time of a task has what the step waits for the threads of the emulated device, which
-take turns with it in Python.
+on the host, with ATen's kernels and with Inductor's; beside it are the same step in eager PyTorch,
+`fx.Interpreter` on the captured graph, and the graph's ops in a bare loop, with their arguments at
+hand: what dispatch alone takes. All take turns in one process; a side counts with the least
+processor time of its rounds, that of all threads. A step is what the user calls, with Dynamo's
+guards; the graph by itself is without.
 
-    python -m bench.runtime.overhead -o bench/results/overhead.json
+    python -m bench.runtime.overhead --before before.json -o bench/results/overhead.json
+
+`--before FILE` puts the result of an earlier run beside this one: compare what both are of eager's.
 
 `--profile SIDE` shows where the time of one side goes.
 """
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import cProfile
+import json
 import pstats
 import time
 from collections.abc import Callable
@@ -45,6 +48,7 @@ SIDES: dict[str, dict[str, Any] | None] = {
     "inductor lowering, updates on the host": {"policy": "coarse", "lowering": "inductor"},
 }
 INTERPRETER = "fx.Interpreter"
+BARE_LOOP = "its ops in a bare loop"
 
 
 @dataclass(frozen=True)
@@ -89,8 +93,20 @@ def new_side(options: dict[str, Any] | None) -> Side:
     return Side(lambda: compiled(characters), cotrain_compile.inspect(compiled))
 
 
-def interpreter(side: Side) -> Callable[[], object]:
-    """`fx.Interpreter` on the graph of a resident side, with copies of its inputs."""
+class _Noting(fx.Interpreter):
+    """Notes what each op is called with; nothing is freed."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module, garbage_collect_values=False)
+        self.calls: list[tuple[Callable[..., Any], Any, Any]] = []
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        self.calls.append((target, args, kwargs))
+        return super().call_function(target, args, kwargs)
+
+
+def of_the_graph(side: Side) -> dict[str, Side]:
+    """The graph of a resident side by itself, with copies of its inputs."""
     placed, kept = side.placed, list[Any]()
     assert placed is not None
     run_step = placed._program.run_step
@@ -102,36 +118,38 @@ def interpreter(side: Side) -> Callable[[], object]:
     placed._program.run_step = note  # type: ignore[method-assign]
     side.run()
     placed._program.run_step = run_step  # type: ignore[method-assign]
-    program = fx.Interpreter(placed.graph.module)
+    program, noting = fx.Interpreter(placed.graph.module), _Noting(placed.graph.module)
+    with torch.no_grad():
+        noting.run(*kept)
 
-    def run() -> object:
+    def interpret() -> object:
         with torch.no_grad():
             return program.run(*kept)
 
-    return run
+    def loop() -> None:
+        with torch.no_grad():
+            for target, args, kwargs in noting.calls:
+                target(*args, **kwargs)
+
+    return {INTERPRETER: Side(interpret, placed), BARE_LOOP: Side(loop, placed)}
 
 
 def seconds_a_step(run: Callable[[], object]) -> float:
-    """Mean of `STEPS` steps."""
-    began_s = time.perf_counter()
+    """Processor time of a step, the mean of `STEPS`."""
+    began_s = time.process_time()
     for _ in range(STEPS):
         run()
-    return (time.perf_counter() - began_s) / STEPS
+    return (time.process_time() - began_s) / STEPS
 
 
-def record(side: Side, step_s: float, resident_call_s: float) -> dict[str, Any]:
-    """What a step of one side takes; where it has tasks, one of these with its waits.
-
-    That is what is left when the other calls take `resident_call_s`, as in the resident step.
-    """
-    found: dict[str, Any] = {"step_ms": step_s * 1e3}
+def record(side: Side, step_s: float, eager_s: float) -> dict[str, Any]:
+    """What a step of one side takes, also as a multiple of eager's, and what it has to run."""
+    found: dict[str, Any] = {"step_ms": step_s * 1e3, "of_eager": step_s / eager_s}
+    if not side.calls:
+        return found
     tasks = len(side.placed.plan.tasks) if side.placed else 0
-    if side.calls:
-        found["calls"] = side.calls
-    if tasks:
-        left_s = step_s - side.calls * resident_call_s
-        return {**found, "tasks": tasks, "us_a_task": left_s * 1e6 / tasks}
-    return {**found, "us_a_call": step_s * 1e6 / side.calls} if side.calls else found
+    us_each = step_s * 1e6 / (side.calls + tasks)
+    return {**found, "calls": side.calls, "tasks": tasks, "us_each": us_each}
 
 
 def show_profile(side: Side) -> None:
@@ -145,6 +163,7 @@ def main() -> None:
     """Measure all sides in turn, print a line for each and write the report."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("-o", "--output", type=Path)
+    parser.add_argument("--before", type=Path, help="the result of an earlier run")
     parser.add_argument("--profile", choices=SIDES)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -153,19 +172,20 @@ def main() -> None:
         return
     sides = {name: new_side(options) for name, options in SIDES.items()}
     resident = sides["eager lowering, resident"]
-    sides[INTERPRETER] = Side(interpreter(resident), resident.placed)
+    sides |= of_the_graph(resident)
     best_s = dict.fromkeys(sides, float("inf"))
     for _ in range(ROUNDS):
         for name, side in sides.items():
             best_s[name] = min(best_s[name], seconds_a_step(side.run))
-    records = {}
-    for name, side in sides.items():
-        alone = name.replace("updates on the host", "resident")
-        call_s = best_s[alone] / max(1, sides[alone].calls)
-        records[name] = record(side, best_s[name], call_s)
-        Console(soft_wrap=True).print(name, records[name])
+    eager_s = best_s["eager PyTorch"]
+    records = {name: record(side, best_s[name], eager_s) for name, side in sides.items()}
+    for name, found in records.items():
+        Console(soft_wrap=True).print(name, found)
     if arguments.output:
-        write_report(arguments.output, (__doc__ or "").splitlines()[0], {"sides": records})
+        earlier = json.loads(arguments.before.read_text()) if arguments.before else None
+        before = earlier["result"]["sides"] if earlier else {}
+        result = {"before": before, "sides": records}
+        write_report(arguments.output, (__doc__ or "").splitlines()[0], result)
 
 
 if __name__ == "__main__":
