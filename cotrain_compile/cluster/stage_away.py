@@ -53,7 +53,8 @@ def relieved(problem: StageProblem, profile: LayerProfile, may: StageAway) -> St
 
 
 class Placed(NamedTuple):
-    """A cut with the peaks of its stages, what is away of each, and what hosts have too little."""
+    """A cut with the peaks of its stages, what is away of each, how much that is on all hosts, and
+    what hosts have too little."""
 
     stages: Stages
     away: tuple[StageAway, ...]

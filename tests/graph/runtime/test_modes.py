@@ -186,8 +186,8 @@ def test_a_missing_wait_shows_as_a_wrong_number(case: str) -> None:
     tasks = {task.name for task in plan.tasks if unwaited.tasks(task)}
     assert tasks
     slow = Link(bytes_per_s=1e9, latency_s=0.005)
-    # What is on its way home has to be so still when the next step fetches it.
-    slower = replace(slow, latency_s=0.05 if unwaited.tasks is is_offload else slow.latency_s)
+    # What is on its way home, or updated there, has to be so still when the next step fetches it.
+    slower = replace(slow, latency_s=slow.latency_s if unwaited.tasks is is_fetch else 0.05)
     machine = find("this-machine").but(h2d=slow, d2h=slower)
     step, expected = captured(unwaited.name), reference(unwaited.name)
     sound, broken = (place(unwaited.name, plan, machine, throttle=True) for _ in range(2))
