@@ -6,7 +6,7 @@ called: on the CPU it calls the op of one tensor for every tensor, with no Pytho
 card these are kernels of their own, whose rounding nobody promises.
 
 Private torch API used: `torch._foreach_*`. Reason: there is no public name for these functional
-forms. Tried on torch 2.11.0, 2.13.0 and 2.15.0.
+forms. Tried on torch 2.13.0.
 """
 
 from __future__ import annotations
@@ -84,6 +84,8 @@ def list_op(nodes: Sequence[fx.Node]) -> ListOp:
     if target in _FOREACH and not (first.kwargs and not all(is_node[:2])):
         return partial(_FOREACH[target], **first.kwargs)
     one = partial(directly(first.target), **first.kwargs)
+    if not any(is_node):  # what is made of constants alone is made anew for each
+        return lambda *columns: [one(*columns) for _ in nodes]
 
     def one_by_one(*columns: Any) -> Sequence[Any]:
         each = (c if n else repeat(c) for c, n in zip(columns, is_node, strict=True))

@@ -157,8 +157,9 @@ def table(result: Mapping[str, Any]) -> str:
     told = (
         "`useful` is the part of the devices' time in which they compute what a step computes "
         "once, by the roofline: without layers that run again, exchanges and waiting. Behind the "
-        "best are those that fit, by their step as a multiple of its step; in brackets what does "
-        "not fit, with what is missing where it is known. Why each loses, its setting and its "
+        "best are those that fit, by their step as a multiple of its step, Harmony's as it runs "
+        "here and as published; in brackets what does not fit, with what is missing where it is "
+        "known. Why each loses, its setting and its "
         "traffic are in the JSON. Seconds to solve are the processor's, of one thread."
     )
     return "\n".join([*lines, "", told, ""])
@@ -194,6 +195,15 @@ def _short(setting: str) -> str:
 
 
 def _behind(one: Mapping[str, Any], best_s: float | None) -> str:
+    """A strategy beside the best, and in its authors' schedule where that is another one."""
+    published = one.get("published")
+    told = _as_run(one, best_s)
+    if not published or best_s is None:
+        return told
+    return f"{told or one['name']}, as published {published['step_s'] / best_s:.2f}"
+
+
+def _as_run(one: Mapping[str, Any], best_s: float | None) -> str:
     if one["fits"] is False:
         least = one["reason"].removesuffix(" on the smallest device")
         return f"({one['name']}: {least})" if least.startswith("needs") else f"({one['name']})"

@@ -6,7 +6,7 @@ a fifth of a microsecond.
 
 Private torch API used: `OpOverload._op`, which its `__call__` calls, and the `impl_aten` of a prim,
 which its kernel calls after it has inferred the result once more. Reason: they take a third of a
-small op's time, and two thirds of a prim's. Tried on torch 2.11.0, 2.13.0 and 2.15.0.
+small op's time, and two thirds of a prim's. Tried on torch 2.13.0.
 """
 
 from __future__ import annotations

@@ -92,6 +92,14 @@ def test_a_list_op_has_the_bits_of_the_op(name: str, dtype: torch.dtype) -> None
                 assert same_bits(found, values[node]), (node.args, values[node].shape)
 
 
+def test_what_ops_make_of_constants_is_made_for_each() -> None:
+    graph = fx.Graph()
+    nodes = [graph.call_function(aten.full.default, ([2], 0.5)) for _ in range(3)]
+    made = list_op(nodes)([2], 0.5)
+    assert [value.tolist() for value in made] == [[0.5, 0.5]] * 3
+    assert len({value.data_ptr() for value in made}) == 3
+
+
 def deep(dtype: torch.dtype) -> Case:
     """Many small layers of one shape, whose activations are what its peak is made of."""
 
