@@ -134,7 +134,11 @@ def calls_of(placed: StepGraph, more_writes: Mapping[fx.Node, Sequence[Write]]) 
         shows_argument = node.target is operator.getitem or returns_argument_memory(node)
         last_readers = {} if is_segment else readers.get(node, {})
         takes, exchanges, awaits = _takes(node, readers), is_collective(node), awaited_by(node)
-        does_more = view or is_segment or node in written or takes or last_readers
+        # A rehearsal leaves such a copy out, whosever the input is.
+        overwrites_input = node.target is COPY and node.args[0].op == "placeholder"
+        does_more = (
+            view or is_segment or node in written or overwrites_input or takes or last_readers
+        )
         calls.append(
             Call(
                 node=node,
@@ -142,7 +146,7 @@ def calls_of(placed: StepGraph, more_writes: Mapping[fx.Node, Sequence[Write]]) 
                 carry=carrying_out(node, view, alongside=alongside) if view else None,
                 writes=written.get(node, ()),
                 updates=any(write.is_update for write in written.get(node, ())),
-                overwrites_input=node.target is COPY and node.args[0].op == "placeholder",
+                overwrites_input=overwrites_input,
                 is_new=view is None and not shows_argument,
                 # An op may leave a small result in a large storage.
                 may_be_spare=not shows_argument and isinstance(node.target, torch._ops.OpOverload),

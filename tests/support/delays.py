@@ -50,14 +50,14 @@ def _sleeping(compiled: CompiledStep, *, on_device: Sleep, on_lanes: Sleep) -> I
 
     def submitting(submit: Callable[..., Any]) -> Callable[..., Any]:
         def submit_late(
-            name: str, work: Callable[[], object], after: Sequence[Any], *course: Any
+            name: str, work: Callable[[], object], after: Sequence[Any], *course: Any, **how: Any
         ) -> Any:
             def work_late() -> None:
                 on_lanes(name)
                 work()
 
             on_device(name)
-            return submit(name, work_late, after, *course)
+            return submit(name, work_late, after, *course, **how)
 
         return submit_late
 
