@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._ops import OpOverload
 from torch.fx.node import map_aggregate
 from torch.utils._pytree import tree_map
 
@@ -34,7 +35,9 @@ def _node(node: fx.Node, storages: dict[int, int]) -> Any:
     args, kwargs = map_aggregate((node.args, node.kwargs), _name)
     notes = {key: value for key, value in node.meta.items() if key in _READ}
     values = tree_map(lambda value: tuple(_value(value, storages)), node.meta.get("val"))
-    return node.name, node.op, node.target, args, kwargs, repr(notes), values
+    # torch may make a second object for an op; its dispatcher knows one by each name.
+    target = node.target.name() if isinstance(node.target, OpOverload) else node.target
+    return node.name, node.op, target, args, kwargs, repr(notes), values
 
 
 def _name(argument: Any) -> Any:
