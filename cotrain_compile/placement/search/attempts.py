@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple
 
-from cotrain_compile.errors import OptionError, PlacementError
+from cotrain_compile.errors import PlacementError
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.decisions.decisions import Decisions, DecisionSpace
-from cotrain_compile.placement.milp.model import MIB
-from cotrain_compile.placement.milp.program import Program
-from cotrain_compile.placement.milp.solvers import Solution, failed, solve_program
+from cotrain_compile.placement.milp.solvers import Solution
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.recompute.levels import RegionLevels
 from cotrain_compile.placement.schedule.find_moves import moves_of
@@ -27,7 +24,8 @@ from cotrain_compile.placement.schedule.moves import Moves
 from cotrain_compile.placement.schedule.schedule import Draft, draft
 from cotrain_compile.placement.search.deadline import Deadline
 from cotrain_compile.placement.search.found import Found
-from cotrain_compile.placement.search.greedy import greedy, least_bytes
+from cotrain_compile.placement.search.greedy import greedy
+from cotrain_compile.placement.search.programs import Programs
 from cotrain_compile.placement.search.repair import repaired
 from cotrain_compile.placement.search.settings import SolveSettings
 from cotrain_compile.placement.search.variants import FAR, Variant
@@ -35,15 +33,12 @@ from cotrain_compile.plan import Placement
 
 # A program is solved again with less memory where whole tensors need more than its fluids.
 ROUNDS = 5
-# Ways to schedule what the greedy and the program decide, and in the end the fastest of all.
+# Ways to schedule what the greedy and the program decide.
 TACTICS = (EAGER, Tactics(patient=True))
-LATE = (Tactics(lookahead=0.02), Tactics(lookahead=0.1))
 # The greedy aims so often, at last at what was missing twice.
 GREEDY_ROUNDS = 3
 # A placement is repaired so often before its program is solved again.
 REPAIRS = 3
-# What takes more than this part of the device is not split and rounded: it would not fit.
-LARGE = 1 / 100
 # A plan so much slower than the program claims is worth another round.
 TRUST = 1.03
 # A relaxation that claims so much more than a plan takes leads to no faster one.
@@ -60,12 +55,6 @@ ROUND_SHARE = 0.6
 CYCLIC_SHARE = 0.3
 # A part of the search that has less than this share of its time left begins nothing large.
 LATE_SHARE = 0.1
-
-# What becomes of a program that is left no time.
-NO_TIME = Solution("time limit reached", None, math.inf, math.inf, 0.0, 0.0)
-# So much more than its buckets need at the least a loose program has: step counters, and whole
-# tensors where it would have parts. What then does not fit is repaired.
-NEED = 1.003
 
 Progress = Callable[[str], None]
 
@@ -102,11 +91,7 @@ class Attempts:
         self.until = self.deadline
         self.draft_s = 0.0  # what the longest schedule has taken
         self.is_cut_short = False  # some program of a single step, by its time
-        # Whether the careful program of some level may have one: where that of all levels has none,
-        # it takes longer to find that out for each of them than the greedy takes.
-        self.has_solutions = True
-        # Spaces whose careful programs have no solution, each with the device budget of that.
-        self.too_tight: list[tuple[DecisionSpace, float]] = []
+        self.solver = Programs(settings, self._begin_program)
 
     @property
     def left_s(self) -> float:
@@ -119,10 +104,21 @@ class Attempts:
         """Whether hardly any time is left for what is being done now."""
         return self.left_s <= LATE_SHARE * self.until.seconds
 
+    def _begin_program(self, whole: bool) -> float:
+        """Say that a program is being solved; returns the seconds for it."""
+        self.progress(f"solving the integer program (round {self.rounds})")
+        # There may be another round; cut short, what is rounded says nothing.
+        return (ROUND_SHARE if whole else 1.0) * self.left_s
+
     @property
     def failure(self) -> str:
         """How the solver failed, in words."""
         return self.solution.failure if self.solution else ""
+
+    def is_slower_than(self, seconds: float) -> bool:
+        """Whether nothing so fast is found. Of steps that overlap a program knows little."""
+        fastest = self.found.fastest
+        return fastest is None or fastest.step_s > seconds or self.settings.overlap_steps
 
     def try_level(self, level: Variant) -> bool:
         """Try what decides quickly; returns whether nothing has to move.
@@ -136,7 +132,7 @@ class Attempts:
         self.variants.append(level)
         if self.attempt(level, "resident"):
             return True
-        is_rounded = self.has_solutions and self.relax(level)
+        is_rounded = self.solver.has_solutions and self.relax(level)
         if not is_rounded and not self.is_hopeless(level):
             self.try_greedy(level, TACTICS[:1])
         return False
@@ -155,9 +151,9 @@ class Attempts:
             return None
         space, until = self.step.with_levels(regions), self.until
         self.until = until.part(PROPOSAL_SHARE)
-        solution = self._solved(space, self.problem.budgets, True, False, never_loose=True)
-        self.until, self.has_solutions = until, solution.decisions is not None
-        return solution if self.has_solutions else None
+        solution = self.solver.solve(space, self.problem.budgets, never_loose=True)
+        self.until, self.solver.has_solutions = until, solution.decisions is not None
+        return solution if self.solver.has_solutions else None
 
     def relax(self, variant: Variant) -> bool:
         """Schedule the program's linear relaxation, rounded; returns whether that fits.
@@ -168,13 +164,10 @@ class Attempts:
         name = "lp-round" + variant.suffix
         targets: dict[Tier, float] = dict(self.problem.budgets)
         for _ in range(2):
-            known_s = self._known_s()
-            solution = self._solved(
+            solution = self.solver.solve(
                 variant.space,
                 targets,
-                True,
-                False,
-                known_s=known_s,
+                known_s=self._known_s(),
                 never_loose=self.settings.recompute,  # the greedy is quicker, with many levels
             )
             variant.relaxed = variant.relaxed or solution
@@ -194,7 +187,7 @@ class Attempts:
         """
         name, budgets = "lp-round" + variant.suffix, self.problem.budgets
         targets = {**budgets, Tier.DEVICE: share * budgets[Tier.DEVICE]}
-        solution = self._solved(variant.space, targets, True, False, known_s=self._known_s())
+        solution = self.solver.solve(variant.space, targets, known_s=self._known_s())
         if solution.decisions is not None:
             self.decide(name, variant, variant.space.placement(name, solution.decisions))
 
@@ -313,7 +306,7 @@ class Attempts:
         targets: dict[Tier, float] = dict(self.problem.budgets)
         before = self.found.drafts.get(name)
         for _ in range(2):
-            solution = self._solved(variant.space, targets, True, whole, cyclic=True)
+            solution = self.solver.solve(variant.space, targets, whole=whole, cyclic=True)
             if solution.decisions is None:
                 return
             placement = variant.space.placement(name, solution.decisions)
@@ -342,7 +335,7 @@ class Attempts:
             careful, in_one = versions[0]
             space = variant.space if careful else variant.peak_space
             targets = {tier: budgets[tier] - margins[tier] for tier in Tier}
-            solution = self._solved(space, targets, careful, in_one)
+            solution = self.solver.solve(space, targets, careful=careful, whole=in_one)
             if solution.decisions is None:
                 self.is_cut_short |= solution.is_cut_short
                 self.solution = self.solution or solution  # its status is to be told
@@ -366,62 +359,6 @@ class Attempts:
                 margins[tier] *= 2  # what is missing is not what the program counts
             before_short = short
             margins[tier] += 1.05 * short + 0.01 * budgets[tier]
-
-    def _solved(
-        self,
-        space: DecisionSpace,
-        targets: Mapping[Tier, float],
-        careful: bool,
-        whole: bool,
-        *,
-        cyclic: bool = False,
-        known_s: float = math.inf,
-        never_loose: bool = False,
-    ) -> Solution:
-        """What a program comes back with: a careful one is loose where it would have no solution.
-
-        The price of what is beyond the budget is not in the time of a step, and so a loose one is
-        rounded whatever is known.
-        """
-        build = partial(
-            Program,
-            space,
-            *(targets[tier] / MIB for tier in (Tier.DEVICE, Tier.HOST)),
-            relaxed=not careful,
-            whole=whole,
-            cyclic=cyclic,
-            large_bytes=LARGE * targets[Tier.DEVICE],
-        )
-        target, may_be_loose = targets[Tier.DEVICE], careful and not (cyclic or never_loose)
-        known = any(each is space and target <= most for each, most in self.too_tight)
-        known = known or not self.has_solutions
-        if not (may_be_loose and known):
-            solution = self._run(build, whole, known_s)
-            if not (may_be_loose and solution.is_infeasible):
-                return solution
-            self.too_tight.append((space, target))
-        need_bytes = max(target, NEED * least_bytes(space))
-        return self._run(partial(build, need_mib=need_bytes / MIB), whole, math.inf)
-
-    def _run(self, build: Callable[[], Program], whole: bool, known_s: float) -> Solution:
-        """Build a program and solve it in the time that is left."""
-        self.progress(f"solving the integer program (round {self.rounds})")
-        # There may be another round; cut short, what is rounded says nothing.
-        time_limit_s = (ROUND_SHARE if whole else 1.0) * self.left_s
-        if not time_limit_s:
-            return NO_TIME
-        try:
-            program = build()
-        except OptionError as absent:  # pulp cannot be imported
-            return failed(absent)
-        return solve_program(
-            program,
-            self.settings.solver,
-            time_limit_s=time_limit_s,
-            gap=self.settings.gap,
-            seed=self.settings.seed,
-            known_s=known_s,
-        )
 
 
 def _different(tactics: Sequence[Tactics], moves: Moves) -> Sequence[Tactics]:

@@ -10,7 +10,6 @@ is worth a try (`orders`).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
@@ -26,22 +25,20 @@ from cotrain_compile.placement.milp.beside import Beside
 from cotrain_compile.placement.milp.bound import certified_bound_s
 from cotrain_compile.placement.policies import RULES
 from cotrain_compile.placement.problem import Problem
-from cotrain_compile.placement.schedule.find_moves import moves_of
 from cotrain_compile.placement.schedule.schedule import Draft, draft, finished
-from cotrain_compile.placement.search.attempts import LATE, TACTICS, Attempts, Progress
+from cotrain_compile.placement.search.attempts import Attempts, Progress
+from cotrain_compile.placement.search.climb_levels import climb_levels
 from cotrain_compile.placement.search.deadline import Deadline
 from cotrain_compile.placement.search.guessing import hedged
+from cotrain_compile.placement.search.improve import fetch_late, let_small_rest
 from cotrain_compile.placement.search.infeasible import floor_bytes, refuse, refuse_rule
 from cotrain_compile.placement.search.least import Least
 from cotrain_compile.placement.search.orders import best_order
 from cotrain_compile.placement.search.settings import SolveSettings
-from cotrain_compile.placement.search.small_at_rest import with_small_at_rest
 from cotrain_compile.placement.search.solve_report import notes_of, report_of
 from cotrain_compile.placement.search.variants import (
     FAR,
     HOPELESS,
-    NEAR,
-    Cut,
     Levels,
     Variant,
     fastest_of,
@@ -54,9 +51,6 @@ FRACTIONS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 # Of the time for a plan, what is for the relaxation, and for the search among values to be made
 # again.
 LEVELS_SHARE = 0.5
-# Where replays of layers need more than this part of the device they are tried in parts; so many
-# cuts are tried near one that is found.
-ROOMY, NEARBY = 0.8, 4
 # Parts of the device's memory that plans are looked for in besides.
 LESS = (0.9, 0.8)
 # Of what is left, how long to wait for the bound before the programs: it may spare them.
@@ -145,7 +139,10 @@ class _Search(Attempts):
             self._sweep_fractions()
         self.until = self.deadline.part(LEVELS_SHARE)
         if self.settings.recompute:
-            self._climb_levels()
+            self.claim_s = climb_levels(self, self.levels)
+            best = fastest_of(self.variants, self.found.fastest_s)
+            if best is not self.step:
+                self._follow_rules(best)
         else:
             self.relax(self.step)
         self.until = self.deadline
@@ -173,7 +170,7 @@ class _Search(Attempts):
         for share in LESS:
             best = fastest_of(self.variants, self.found.fastest_s)
             near_s = FAR * max(best.claim_s, self._certified_s())
-            if self.is_late or not self._is_slower_than(near_s):
+            if self.is_late or not self.is_slower_than(near_s):
                 return
             self.aim_lower(best, share)
 
@@ -182,7 +179,7 @@ class _Search(Attempts):
         # Of steps that overlap the relaxation says nothing.
         gap = -1.0 if self.settings.overlap_steps else self.settings.gap
         hopeful = promising(self.variants, self.found.fastest_s, gap)
-        if not self._is_slower_than((1.0 + gap) * max(self.claim_s, self._certified_s())):
+        if not self.is_slower_than((1.0 + gap) * max(self.claim_s, self._certified_s())):
             hopeful = []  # nor has any other level a better plan
         self.solution = None if hopeful else fastest_of(self.variants, self.found.fastest_s).relaxed
         for number, variant in enumerate(hopeful):
@@ -196,116 +193,10 @@ class _Search(Attempts):
 
     def _improve_fastest(self) -> None:
         """The fastest plan with moves up late, and with what is small at rest."""
-        if not self._is_slower_than((1.0 + self.settings.gap) * self._certified_s()):
+        if not self.is_slower_than((1.0 + self.settings.gap) * self._certified_s()):
             return
-        self._fetch_late()
-        self._let_small_rest()
-
-    def _fetch_late(self) -> None:
-        """The fastest placement with moves up not long before their use, if that is faster.
-
-        The lane up may be better idle: what has come early is in the way of what has to leave.
-        """
-        fastest = self.found.fastest
-        if fastest is None or not fastest.tasks or fastest.placement.overlap_steps:
-            return
-        placement, problem = fastest.placement, self.problem.under(fastest.placement)
-        moves = moves_of(problem, placement)
-        for tactics in LATE:
-            if not self._has_time_for_one:
-                return
-            with suppress(PlacementError):
-                found = self.drafted(problem, placement, moves, tactics)
-                self.found.keep(placement.policy, found)
-
-    def _let_small_rest(self) -> None:
-        """The fastest plan with small parameters where they compute, if it fits and is no slower.
-
-        What is decided on is seldom so small, but clusters and roundings take small ones along.
-        """
-        fastest = self.found.fastest
-        if fastest is None:
-            return
-        problem = self.problem.under(fastest.placement)
-        for calmer in with_small_at_rest(problem.dataflow, fastest.placement):
-            if not self._has_time_for_one:
-                return
-            moves = moves_of(problem, calmer)
-            with suppress(PlacementError):
-                found = self.drafted(problem, calmer, moves, fastest.tactics)
-                if found.step_s <= fastest.step_s:
-                    self.found.drafts[calmer.policy] = found
-                    return
-
-    @property
-    def _has_time_for_one(self) -> bool:
-        """Whether one more schedule is there in time, and the timeline of the plan after it."""
-        return self.deadline.left_s > 2 * self.draft_s
-
-    def _climb_levels(self) -> None:
-        """With values made again: what then fits, levels that a program proposes, rules."""
-        levels = self.levels
-        for level in levels.that_fit(self.problem.budgets[Tier.DEVICE]):
-            if self.is_late:
-                return
-            self.try_level(level)
-        proposed = self.propose_levels(levels.regions)
-        if proposed is not None and proposed.decisions is not None:
-            # Parameters that are gathered again are in no region: without them more is claimed.
-            self.claim_s = 0.0 if levels.gather else proposed.claim_s
-            for level in levels.near(proposed.decisions.levels):
-                if self.is_late or not self._is_slower_than(NEAR * self.claim_s):
-                    break
-                self.try_level(level)
-        if self.has_solutions:
-            self.relax(self.step)
-        if self._is_slower_than(FAR * self.claim_s):
-            self._cut_replays(levels)
-            self._climb_uniform(levels, levels.guess())
-        for users in levels.dissolved():
-            self.try_level(users)
-        best = fastest_of(self.variants, self.found.fastest_s)
-        if best is not self.step:
-            self._follow_rules(best)
-
-    def _climb_uniform(self, levels: Levels, at: float | None) -> None:
-        """One level everywhere, from `at` on, as long as one beside the best is faster."""
-        found_s, claim_s = {0.0: self.found.fastest_s(())}, {0.0: self.step.claim_s}
-        while at is not None and not self.is_late:
-            level = levels.variant(at)
-            if self.try_level(level):
-                levels.drop_above(at)  # making more again only takes longer
-            found_s[at] = self.found.fastest_s(level.recomputed)
-            claim_s[at] = level.claim_s or found_s[at]
-            at = levels.next_to_best(found_s, claim_s)
-
-    def _cut_replays(self, levels: Levels) -> None:
-        """The last level with the replays of layers in parts, where as a whole they hardly fit.
-
-        From one cut to the next, the smallest first and then those near the one before, as long as
-        that is faster.
-        """
-        roomy_bytes = ROOMY * self.problem.budgets[Tier.DEVICE]
-        if not levels.count or levels.variant(levels.count).least.nbytes <= roomy_bytes:
-            return
-        chosen, best_s = list[Cut](), math.inf
-        nearest = sorted(levels.cuts, key=lambda cut: (cut.nbytes, cut.at))
-        while nearest and not self.is_late:
-            cut, *nearest = nearest
-            level = levels.with_cuts([*chosen, cut])
-            if level.least.nbytes > self.problem.budgets[Tier.DEVICE]:
-                continue
-            self.variants.append(level)
-            self.try_greedy(level, TACTICS[:1])
-            if (found_s := self.found.fastest_s(level.recomputed)) < best_s:
-                chosen, best_s = [*chosen, cut], found_s
-                others = (other for other in levels.cuts if other not in chosen)
-                nearest = sorted(others, key=lambda other: abs(other.at - chosen[-1].at))[:NEARBY]
-
-    def _is_slower_than(self, seconds: float) -> bool:
-        """Whether nothing so fast is found. Of steps that overlap a program knows little."""
-        fastest = self.found.fastest
-        return fastest is None or fastest.step_s > seconds or self.settings.overlap_steps
+        fetch_late(self)
+        let_small_rest(self)
 
     def _single(self, policy: str) -> None:
         """One policy, whose refusal is the user's answer."""

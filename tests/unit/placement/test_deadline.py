@@ -51,7 +51,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     for module in ("deadline", "attempts"):
         monkeypatch.setattr(f"{search}.{module}.time", clock)
     monkeypatch.setattr(f"{search}.attempts.draft", drafted)
-    monkeypatch.setattr(f"{search}.attempts.solve_program", stopped)
+    monkeypatch.setattr(f"{search}.programs.solve_program", stopped)
     monkeypatch.setattr(f"{search}.solve.certified_bound_s", lambda *_, **__: 0.0)
     return clock
 

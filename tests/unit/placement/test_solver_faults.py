@@ -159,7 +159,7 @@ def test_the_program_alone_says_that_its_time_was_too_short(
         time.sleep(time_limit_s)
         return Solution("time limit reached", None, math.inf, math.inf, 0.0, time_limit_s)
 
-    monkeypatch.setattr("cotrain_compile.placement.search.attempts.solve_program", stopped)
+    monkeypatch.setattr("cotrain_compile.placement.search.programs.solve_program", stopped)
     with pytest.raises(PlanError, match=r"no plan in its time limit.*time_limit.*policy 'auto'"):
         solve(PROBLEM, SolveSettings("ilp", time_limit_s=0.3))
 
@@ -173,7 +173,7 @@ def test_a_program_that_rules_plans_out_late_is_not_short_of_time(
     def ruled_out(program: Program, solver: str, *, time_limit_s: float, **_: object) -> Solution:
         return Solution("infeasible", None, math.inf, math.inf, 0.0, time_limit_s)
 
-    monkeypatch.setattr("cotrain_compile.placement.search.attempts.solve_program", ruled_out)
+    monkeypatch.setattr("cotrain_compile.placement.search.programs.solve_program", ruled_out)
     (note,) = sound(solve(PROBLEM, SolveSettings(policy, time_limit_s=1.0))).notes
     assert note == f"nothing that {policy} decided fits in the budget; the plan is that of greedy"
 

@@ -1,0 +1,82 @@
+"""Climb levels: the step with more and more of its values made again, as long as that helps.
+
+In: the attempts at a step, and its levels. Out: what fits is found there, and what no levels take
+less than.
+"""
+
+from __future__ import annotations
+
+import math
+
+from cotrain_compile.machine import Tier
+from cotrain_compile.placement.search.attempts import TACTICS, Attempts
+from cotrain_compile.placement.search.variants import FAR, NEAR, Cut, Levels
+
+# Where replays of layers need more than this part of the device they are tried in parts; so many
+# cuts are tried near one that is found.
+ROOMY, NEARBY = 0.8, 4
+
+
+def climb_levels(attempts: Attempts, levels: Levels) -> float:
+    """Try what fits with values made again, and levels that a program proposes.
+
+    Returns the seconds that no levels take less than, 0 where nobody knows.
+    """
+    for level in levels.that_fit(attempts.problem.budgets[Tier.DEVICE]):
+        if attempts.is_late:
+            return 0.0
+        attempts.try_level(level)
+    claim_s = 0.0
+    proposed = attempts.propose_levels(levels.regions)
+    if proposed is not None and proposed.decisions is not None:
+        # Parameters that are gathered again are in no region: without them more is claimed.
+        claim_s = 0.0 if levels.gather else proposed.claim_s
+        for level in levels.near(proposed.decisions.levels):
+            if attempts.is_late or not attempts.is_slower_than(NEAR * claim_s):
+                break
+            attempts.try_level(level)
+    if attempts.solver.has_solutions:
+        attempts.relax(attempts.step)
+    if attempts.is_slower_than(FAR * claim_s):
+        _cut_replays(attempts, levels)
+        _climb_uniform(attempts, levels, levels.guess())
+    for users in levels.dissolved():
+        attempts.try_level(users)
+    return claim_s
+
+
+def _climb_uniform(attempts: Attempts, levels: Levels, at: float | None) -> None:
+    """One level everywhere, from `at` on, as long as one beside the best is faster."""
+    found, step = attempts.found, attempts.step
+    found_s, claim_s = {0.0: found.fastest_s(())}, {0.0: step.claim_s}
+    while at is not None and not attempts.is_late:
+        level = levels.variant(at)
+        if attempts.try_level(level):
+            levels.drop_above(at)  # making more again only takes longer
+        found_s[at] = found.fastest_s(level.recomputed)
+        claim_s[at] = level.claim_s or found_s[at]
+        at = levels.next_to_best(found_s, claim_s)
+
+
+def _cut_replays(attempts: Attempts, levels: Levels) -> None:
+    """The last level with the replays of layers in parts, where as a whole they hardly fit.
+
+    From one cut to the next, the smallest first and then those near the one before, as long as that
+    is faster.
+    """
+    budget_bytes = attempts.problem.budgets[Tier.DEVICE]
+    if not levels.count or levels.variant(levels.count).least.nbytes <= ROOMY * budget_bytes:
+        return
+    chosen, best_s = list[Cut](), math.inf
+    nearest = sorted(levels.cuts, key=lambda cut: (cut.nbytes, cut.at))
+    while nearest and not attempts.is_late:
+        cut, *nearest = nearest
+        level = levels.with_cuts([*chosen, cut])
+        if level.least.nbytes > budget_bytes:
+            continue
+        attempts.variants.append(level)
+        attempts.try_greedy(level, TACTICS[:1])
+        if (found_s := attempts.found.fastest_s(level.recomputed)) < best_s:
+            chosen, best_s = [*chosen, cut], found_s
+            others = (other for other in levels.cuts if other not in chosen)
+            nearest = sorted(others, key=lambda other: abs(other.at - chosen[-1].at))[:NEARBY]

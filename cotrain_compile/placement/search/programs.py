@@ -1,0 +1,97 @@
+"""Programs: the integer programs of a search, each built for a space and solved in its time.
+
+In: a space of decisions, and what each tier may take. Out: what the solver came back with. A space
+whose careful program has no solution is not tried again with less memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+
+from cotrain_compile.errors import OptionError
+from cotrain_compile.machine import Tier
+from cotrain_compile.placement.decisions.decisions import DecisionSpace
+from cotrain_compile.placement.milp.model import MIB
+from cotrain_compile.placement.milp.program import Program
+from cotrain_compile.placement.milp.solvers import Solution, failed, solve_program
+from cotrain_compile.placement.search.greedy import least_bytes
+from cotrain_compile.placement.search.settings import SolveSettings
+
+# What takes more than this part of the device is not split and rounded: it would not fit.
+LARGE = 1 / 100
+# So much more than its buckets need at the least a loose program has: step counters, and whole
+# tensors where it would have parts. What then does not fit is repaired.
+NEED = 1.003
+# What becomes of a program that is left no time.
+NO_TIME = Solution("time limit reached", None, math.inf, math.inf, 0.0, 0.0)
+
+
+class Programs:
+    """Solves programs as `settings` say, each in the seconds that `begin` has for it.
+
+    `begin` is told whether the program is a whole one. `has_solutions` says whether the careful
+    program of some level may have one: where that of all levels has none, it takes longer to find
+    that out for each of them than the greedy takes.
+    """
+
+    def __init__(self, settings: SolveSettings, begin: Callable[[bool], float]) -> None:
+        self.settings, self.begin = settings, begin
+        self.has_solutions = True
+        # Spaces whose careful programs have no solution, each with the device budget of that.
+        self.too_tight: list[tuple[DecisionSpace, float]] = []
+
+    def solve(
+        self,
+        space: DecisionSpace,
+        targets: Mapping[Tier, float],
+        *,
+        careful: bool = True,
+        whole: bool = False,
+        cyclic: bool = False,
+        known_s: float = math.inf,
+        never_loose: bool = False,
+    ) -> Solution:
+        """What a program comes back with: a careful one is loose where it would have no solution.
+
+        The price of what is beyond the budget is not in the time of a step, and so a loose one is
+        rounded whatever is known.
+        """
+        build = partial(
+            Program,
+            space,
+            *(targets[tier] / MIB for tier in (Tier.DEVICE, Tier.HOST)),
+            relaxed=not careful,
+            whole=whole,
+            cyclic=cyclic,
+            large_bytes=LARGE * targets[Tier.DEVICE],
+        )
+        target, may_be_loose = targets[Tier.DEVICE], careful and not (cyclic or never_loose)
+        known = any(each is space and target <= most for each, most in self.too_tight)
+        known = known or not self.has_solutions
+        if not (may_be_loose and known):
+            solution = self._run(build, whole, known_s)
+            if not (may_be_loose and solution.is_infeasible):
+                return solution
+            self.too_tight.append((space, target))
+        need_bytes = max(target, NEED * least_bytes(space))
+        return self._run(partial(build, need_mib=need_bytes / MIB), whole, math.inf)
+
+    def _run(self, build: Callable[[], Program], whole: bool, known_s: float) -> Solution:
+        """Build a program and solve it in its time."""
+        time_limit_s = self.begin(whole)
+        if not time_limit_s:
+            return NO_TIME
+        try:
+            program = build()
+        except OptionError as absent:  # pulp cannot be imported
+            return failed(absent)
+        return solve_program(
+            program,
+            self.settings.solver,
+            time_limit_s=time_limit_s,
+            gap=self.settings.gap,
+            seed=self.settings.seed,
+            known_s=known_s,
+        )
