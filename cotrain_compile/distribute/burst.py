@@ -4,13 +4,16 @@ The samples of a step are shared evenly by the first ranks, as many as the layer
 have none: they run a stand-in of one row, whose gradient is zero, since models fail on no rows.
 Before a layer of another width samples are sent to where they belong, and their gradients back. A
 parameter's gradient is summed over the ranks of its layer, so it is that of one process; a rank
-outside has none and leaves the parameter as it is. The first rank has all of them.
+outside has none and leaves the parameter as it is. The first rank has all of them. Ranks meet
+before each of these exchanges, so that one that fails between two of them is an error on all.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,16 +42,12 @@ class Burst:
         self._meeting.meet(
             f"burst {sorted(self.widths.items())} {shapes}", lambda: f"has widths {self.widths}"
         )
-        try:
-            self._width_of = _widths_of_parameters(model, self.widths, self.ranks)
+        self._width_of = _widths_of_parameters(model, self.widths, self.ranks)
+        with _exchanges():
             # Every rank makes every group, in the same order.
             used = sorted({*self._width_of.values(), *self.widths.values()})
             self._groups = {width: dist.new_group(list(range(width))) for width in used}
             _start_equal(model)
-        except RuntimeError as error:
-            if isinstance(error, CotrainError):
-                raise
-            raise _lost(error) from error
         for name, width in self.widths.items():
             model.get_submodule(name).register_forward_pre_hook(self._before(name, width))
 
@@ -58,7 +57,12 @@ class Burst:
         batch: torch.Tensor,
         target: torch.Tensor,
     ) -> float:
-        """Gradients of `loss_fn`, a mean over samples, for the whole batch; that loss, on all."""
+        """Gradients of `loss_fn`, a mean over samples, for the whole batch; that loss, on all.
+
+        Where a rank fails no rank has gradients, and each raises: its own error, `RanksApart` where
+        one tells of its error or has another batch, `ExchangeFailed` where one dies or hangs. After
+        the first two all may go on.
+        """
         self._meeting.meet(
             f"burst step {tuple(batch.shape)} {tuple(target.shape)}",
             lambda: f"has a batch of shape {tuple(batch.shape)}",
@@ -66,24 +70,35 @@ class Burst:
         self._samples, self._width = len(batch), next(iter(self.widths.values()))
         _check_samples(self._samples, self.widths)
         try:
-            own = self._rows(self._width)
-            output = self.model(batch[own] if self.rank < self._width else batch[:1])
-            rows = self._rows(self._width)
-            if self.rank < self._width:
-                loss = loss_fn(output, target[rows]) / self._width
-            else:
-                loss = output.sum() * 0  # it sends and receives with the others
-            loss.backward()
-            self._reduce()
-            total = loss.detach().clone()
-            dist.all_reduce(total)
-        except dist.DistBackendError as error:
-            raise _lost(error) from error
-        except RuntimeError as error:
-            if isinstance(error, CotrainError) or "gloo" not in str(error):
-                raise
-            raise _lost(error) from error
+            with _exchanges():
+                return self._loss(loss_fn, batch, target)
+        except BaseException as error:
+            self.model.zero_grad(set_to_none=True)
+            self._meeting.tell_failure(error)
+            raise
+
+    def _loss(
+        self,
+        loss_fn: Callable[[Any, torch.Tensor], torch.Tensor],
+        batch: torch.Tensor,
+        target: torch.Tensor,
+    ) -> float:
+        own = self._rows(self._width)
+        output = self.model(batch[own] if self.rank < self._width else batch[:1])
+        rows = self._rows(self._width)
+        if self.rank < self._width:
+            loss = loss_fn(output, target[rows]) / self._width
+        else:
+            loss = output.sum() * 0  # it sends and receives with the others
+        loss.backward()
+        self._meet("sums gradients")
+        self._reduce()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
         return float(total)
+
+    def _meet(self, does: str) -> None:
+        self._meeting.meet(f"burst {does}", lambda: does)
 
     def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
         """Clip gradients by the norm of all of them, which only the first rank has."""
@@ -116,9 +131,16 @@ class Burst:
             received = _overlaps(self._samples, self.rank, width, self._width, self.ranks)
             self._width = width
             moved: Any = _Moved  # torch gives `apply` no types
-            return (moved.apply(args[0], sent, received), *args[1:])
+            move = partial(self._move, name)
+            return (moved.apply(args[0], sent, received, move), *args[1:])
 
         return redistribute
+
+    def _move(
+        self, name: str, what: str, rows: torch.Tensor, sent: list[int], received: list[int]
+    ) -> torch.Tensor:
+        self._meet(f"sends {what} of {name}")
+        return _exchanged(rows, sent, received)
 
     def _reduce(self) -> None:
         for name, param in self.model.named_parameters():
@@ -140,13 +162,19 @@ class _Moved(torch.autograd.Function):
     """Rows sent to the ranks that have them under another width, and their gradients back."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
-        ctx.splits = received, sent
-        return _exchanged(rows, sent, received)
+    def forward(
+        ctx: Any,
+        rows: torch.Tensor,
+        sent: list[int],
+        received: list[int],
+        move: Callable[..., torch.Tensor],
+    ) -> torch.Tensor:
+        ctx.splits, ctx.move = (received, sent), move
+        return move("rows", rows, sent, received)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _exchanged(gradient, *ctx.splits), None, None
+        return ctx.move("gradients", gradient, *ctx.splits), None, None, None
 
 
 def _exchanged(rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
@@ -239,8 +267,16 @@ def _start_equal(model: nn.Module) -> None:
             tensor.copy_(whole)
 
 
-def _lost(error: BaseException) -> ExchangeFailed:
-    return ExchangeFailed(
-        f"another rank has died, hangs, or did not come to this exchange: {first_line(error)}. "
-        "Look at the first error of the other ranks; start all ranks again from a checkpoint"
-    )
+@contextmanager
+def _exchanges() -> Iterator[None]:
+    """Within it ranks exchange: `ExchangeFailed` where one does not come."""
+    try:
+        yield
+    except RuntimeError as error:
+        is_lost = isinstance(error, dist.DistError) or "gloo" in str(error)
+        if isinstance(error, CotrainError) or not is_lost:
+            raise
+        raise ExchangeFailed(
+            f"another rank has died, hangs, or did not come to this exchange: {first_line(error)}. "
+            "Look at the first error of the other ranks; start all ranks again from a checkpoint"
+        ) from error

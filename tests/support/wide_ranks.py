@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 import cotrain_compile
-from cotrain_compile.errors import DistributeError
+from cotrain_compile.errors import CotrainError, DistributeError
 from tests.support.helped_ranks import example
 from tests.support.pipelines import STEPS, Trained, loss_of, made, tokens
 
@@ -38,3 +39,38 @@ def other_plans(rank: int) -> str:
     except DistributeError as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
+
+
+def fails_and_goes_on(rank: int, place: str) -> tuple[str, bool, list[float]]:
+    """Rank 1 fails once in layer 1, in its forward or its backward; then all train.
+
+    What this rank is told, whether it has a gradient then, and the losses of its steps.
+    """
+    code = example("burst")
+    model = code.make_model()
+    wide = cotrain_compile.burst(model, code.WIDTHS)
+
+    def fail(*args: Any) -> None:
+        raise ArithmeticError("a bad batch")
+
+    layer = model[1]
+    hooks = {
+        "forward": layer.register_forward_hook,
+        "backward": layer.register_full_backward_hook,
+    }
+    handle = hooks[place](fail) if rank == 1 else None
+    told = "nothing"
+    try:
+        wide.backward(F.cross_entropy, *code.batch(0))
+    except (ArithmeticError, CotrainError) as error:
+        told = f"{type(error).__name__}: {error}"
+    has_gradient = any(param.grad is not None for param in model.parameters())
+    if handle is not None:
+        handle.remove()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for number in range(2):
+        optimizer.zero_grad()
+        losses.append(wide.backward(F.cross_entropy, *code.batch(number)))
+        optimizer.step()
+    return told, has_gradient, losses

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from tests.support import wide_ranks
 from tests.support.helped_ranks import example
@@ -23,22 +25,44 @@ def test_gpt2_trains_as_one_process_does(three_ranks: Ranks) -> None:
 
 
 def test_the_example_trains_as_one_process_does(three_ranks: Ranks, tmp_path: Path) -> None:
-    code = example("burst")
-    model = code.make_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    alone = []
-    for number in range(3):
-        x, y = code.batch(number)
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        alone.append(loss.item())
+    model, alone = example_alone(3)
     for losses in three_ranks.run(wide_ranks.trained_example, tmp_path):
         torch.testing.assert_close(losses, alone, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(
         torch.load(tmp_path / "model.pt"), dict(model.state_dict()), rtol=1e-5, atol=1e-6
     )
+
+
+@pytest.mark.parametrize("place", ["forward", "backward"])
+def test_a_rank_that_fails_in_a_step_is_told_to_all_which_may_go_on(
+    three_ranks: Ranks, place: str
+) -> None:
+    _, alone = example_alone(2)
+    found = three_ranks.run(wide_ranks.fails_and_goes_on, place)
+    for rank, (told, has_gradient, losses) in enumerate(found):
+        if rank == 1:
+            assert told == "ArithmeticError: a bad batch"
+        else:
+            assert told.startswith("RanksApart: ")
+            assert "rank 1: failed: ArithmeticError: a bad batch" in told
+        assert not has_gradient
+        torch.testing.assert_close(losses, alone, rtol=1e-5, atol=1e-6)
+
+
+def example_alone(steps: int) -> tuple[nn.Module, list[float]]:
+    """The model of the example and its losses, trained by one process."""
+    code = example("burst")
+    model = code.make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for number in range(steps):
+        x, y = code.batch(number)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return model, losses
 
 
 def test_ranks_with_other_widths_are_refused(three_ranks: Ranks) -> None:
