@@ -19,6 +19,10 @@ FORMAT_VERSION = 2
 # Of all buffers: sums of it, and of what is copied, fit a 64-bit integer.
 MOST_BYTES = 1 << 60
 
+# A ring of 8 ranks with 10 µs a round and 20 GB/s has sent 1.6 MB in the time of its latencies.
+# What is larger is worth an exchange of its own.
+SMALL_EXCHANGE_BYTES = 1 << 20
+
 
 class Role(StrEnum):
     """What a buffer is to the training step."""

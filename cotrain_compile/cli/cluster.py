@@ -23,7 +23,7 @@ from cotrain_compile.errors import OptionError
 from cotrain_compile.viz.strategies import cells, headings, sentence
 
 if TYPE_CHECKING:
-    from cotrain_compile.cluster.rank_plan import RankPlan
+    from cotrain_compile.cluster.rank_plan import NoRankPlan, RankPlan
 
 # Commands and names are copied from here: no line ends within one.
 _filled = partial(fill, width=100, subsequent_indent="  ", break_on_hyphens=False)
@@ -51,7 +51,10 @@ def cluster(
     ] = None,
     rank_plan: Annotated[
         Path | None,
-        typer.Option(help="Of a step: also plan a rank of replicate by the solver, and save that."),
+        typer.Option(
+            help="Of a step: also have the solver plan a rank of shard or replicate, the first of "
+            "them in the table, and save that."
+        ),
     ] = None,
 ) -> None:
     """Rank the ways to train a model on a cluster; nothing is run."""
@@ -69,10 +72,13 @@ def cluster(
     names = STRATEGIES if strategies is None else _listed(strategies)
     found = answer(profile, target, samples, names)
     rank = _planned(step, target, found, symbols) if rank_plan and step else None
+    if rank_plan and rank:
+        if rank.plan:
+            files.save(rank.plan, rank_plan)
+        else:
+            del saved["--rank-plan"]
     if output is not None:
         files.save(found, output)
-    if rank_plan and rank:
-        files.save(rank.plan, rank_plan)
     if page is not None:
         from cotrain_compile.viz.report.cluster_page import write_cluster_page
 
@@ -105,13 +111,12 @@ def _read(
     )
 
 
-def _planned(step: Dataflow, target: Cluster, found: Answer, symbols: Sequence[str]) -> RankPlan:
-    """A rank of `replicate` on as many devices as the answer says; all, where it says nothing."""
-    from cotrain_compile.cluster.rank_plan import plan_rank
+def _planned(
+    step: Dataflow, target: Cluster, found: Answer, symbols: Sequence[str]
+) -> RankPlan | NoRankPlan:
+    from cotrain_compile.cluster.rank_plan import plan_answered_rank
 
-    counts = [one.devices for one in found.strategies if one.name == "replicate" and one.devices]
-    devices = counts[0] if counts else len(target.devices)
-    return plan_rank(step, target, devices, found.samples, symbols)
+    return plan_answered_rank(found, step, target, symbols)
 
 
 def print_answer(found: Answer) -> None:

@@ -1,26 +1,30 @@
-"""Rank plan: the step of one rank of replicas, planned tensor by tensor, as it is when it runs.
+"""Rank plan: the step of one rank of replicas or shards, planned tensor by tensor, as when it runs.
 
-In: a traced step with a symbolic batch, a cluster, how many of its devices share the samples. Out:
-a `RankPlan`, the solver's plan on what that rank has of its machine. A layer profile tells whole
-units apart, and has its samples in micro-batches; a plan decides on each tensor, and has them at
-once. The gradients' exchange is not in a step that was traced on one device, and comes on top. No
-torch.
+In: a traced step with a symbolic batch, a cluster, a strategy, how many devices share the samples.
+Out: a `RankPlan`, the solver's plan on what that rank has of its machine. A layer profile tells
+whole units apart, and has its samples in micro-batches; a plan decides on each tensor, and has them
+at once. The step of a shard has its exchanges (`rank_step`), which the plan moves beside the rest.
+Replicas run the step that was traced on one device, and exchange gradients on top of it. Where the
+solver has no plan, a `NoRankPlan` says so: what the ranking says of whole units stands. No torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cotrain_compile.analysis.symbolic import at
 from cotrain_compile.cluster.description import Cluster, rank_machine
+from cotrain_compile.cluster.rank_step import rank_step
 from cotrain_compile.cluster.step_on_cluster import runnable_on
+from cotrain_compile.cluster.strategy import Answer
 from cotrain_compile.cluster.subsets import first_devices
 from cotrain_compile.cluster.traced_profile import sample_symbols
 from cotrain_compile.dataflow import Dataflow
-from cotrain_compile.errors import OptionError
+from cotrain_compile.errors import OptionError, PlacementError
 from cotrain_compile.machine import Tier
+from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.problem import formulate
 from cotrain_compile.placement.search.settings import SolveSettings
 from cotrain_compile.placement.search.solve import solve
@@ -28,39 +32,98 @@ from cotrain_compile.placement.simulate.predict import predict
 from cotrain_compile.plan import Plan
 from cotrain_compile.units import format_bytes, format_seconds
 
+REPLICATE, SHARD = "replicate", "shard"
+PLANNED = (REPLICATE, SHARD)
+
 
 @dataclass(frozen=True)
 class RankPlan:
-    """One of `devices` ranks with so many samples; seconds are without exchanges.
+    """One of `devices` ranks of `strategy` with so many samples.
 
-    `bound_s` is certified, 0 where there is none.
+    Seconds are with all exchanges of a shard, and without those of replicas. `bound_s` is
+    certified, 0 where there is none. `by_units_s` is the step that the ranking has for the
+    strategy, in micro-batches; None where it has none that fits.
     """
 
     plan: Plan
+    strategy: str
     devices: int
     samples: int
     step_s: float
     bound_s: float
     peak_bytes: int
     host_bytes: int
+    by_units_s: float | None = None
 
     def __str__(self) -> str:
         least = f", at least {format_seconds(self.bound_s)}" if self.bound_s else ""
+        exchanges = "exchanges included"
+        if self.strategy == REPLICATE:
+            exchanges = "before gradients are exchanged"
         return (
-            f"one of {self.devices} ranks with {self.samples} samples, planned tensor by tensor: "
-            f"{format_seconds(self.step_s)}{least}, before gradients are exchanged; "
+            f"one of {self.devices} ranks of {self.strategy} with {self.samples} samples at once, "
+            f"planned tensor by tensor: {format_seconds(self.step_s)}{least}, {exchanges}; "
             f"{format_bytes(self.peak_bytes)} on the device, {format_bytes(self.host_bytes)} on "
-            "the host"
+            f"the host; {self._by_units}"
         )
+
+    @property
+    def _by_units(self) -> str:
+        if self.by_units_s is None:
+            return "by whole units it does not fit"
+        return f"by whole units and in micro-batches {format_seconds(self.by_units_s)}"
 
     def figures(self) -> dict[str, Any]:
         """As JSON has it; the plan is a file of its own."""
         return {name: value for name, value in vars(self).items() if name != "plan"}
 
 
+@dataclass(frozen=True)
+class NoRankPlan:
+    """Why no rank of `strategy` is planned tensor by tensor."""
+
+    strategy: str
+    devices: int
+    reason: str
+    plan: None = None
+
+    def __str__(self) -> str:
+        return (
+            f"one of {self.devices} ranks of {self.strategy}: no plan tensor by tensor, so none is "
+            f"saved; what is said of it above, by whole units, stands: {self.reason}"
+        )
+
+    def figures(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {name: value for name, value in vars(self).items() if name != "plan"}
+
+
+def plan_answered_rank(
+    found: Answer, step: Dataflow, cluster: Cluster, symbols: Sequence[str] = ()
+) -> RankPlan | NoRankPlan:
+    """A rank of the first strategy of `found` that can be planned, on as many devices as that has.
+
+    Raises:
+        OptionError: there is none, or as `plan_rank`.
+    """
+    rows = [one for one in found.strategies if one.name in PLANNED and one.devices]
+    if not rows:
+        asked = ", ".join(one.name for one in found.strategies)
+        raise OptionError(
+            f"a rank of {asked} is planned by no solver; ask for {' or '.join(PLANNED)} too"
+        )
+    row = rows[0]
+    try:
+        rank = plan_rank(step, cluster, row.name, row.devices, found.samples, symbols)
+    except PlacementError as error:
+        return NoRankPlan(row.name, row.devices, str(error))
+    return replace(rank, by_units_s=None if row.fits is False else row.step_s)
+
+
 def plan_rank(
     step: Dataflow,
     cluster: Cluster,
+    strategy: str,
     devices: int,
     samples: int,
     symbols: Sequence[str] = (),
@@ -69,9 +132,14 @@ def plan_rank(
     """The rank with the smallest device, of the first `devices` that share the samples evenly.
 
     Raises:
-        OptionError: they do not share them evenly, or `symbols` are none of the step's.
+        OptionError: they do not share them evenly, `symbols` are none of the step's, or nobody
+            knows the step of such a rank.
         PlacementError: its samples do not fit at once, wherever tensors rest.
     """
+    if strategy not in PLANNED:
+        raise OptionError(
+            f"a rank of {strategy} is planned by no solver; {' and '.join(PLANNED)} are"
+        )
     if samples % devices:
         raise OptionError(f"{samples} samples are not shared evenly by {devices} devices")
     part, share = first_devices(cluster, devices), samples // devices
@@ -79,18 +147,22 @@ def plan_rank(
         {(place.group, place.device) for place in part.devices},
         key=lambda place: part.groups[place[0]].each[place[1]].device.capacity_bytes,
     )
-    machine = rank_machine(part.groups[group], device)
+    machine = rank_machine(part.groups[group], device).but(network=part.ring)
     values = dict.fromkeys(sample_symbols(step, symbols), share)
     sized = at(runnable_on(step, machine), {**step.symbols, **values})
+    if strategy == SHARD:
+        sized = rank_step(sized, devices)
     budgets = {
         Tier.DEVICE: machine.device.capacity_bytes,
         Tier.HOST: machine.host.capacity_bytes,
     }
     problem = formulate(sized, machine, budgets)
     plan = solve(problem, settings)
+    check(problem, plan)
     timeline = predict(problem, plan.placement, plan.tasks, plan.moved)
     return RankPlan(
         plan,
+        strategy,
         devices,
         share,
         timeline.makespan_s,

@@ -37,15 +37,14 @@ from cotrain_compile.capture.nodes.exchanges import (
 )
 from cotrain_compile.capture.nodes.refake import traced_again
 from cotrain_compile.capture.nodes.storages import read_instead, storage_key
+from cotrain_compile.dataflow import SMALL_EXCHANGE_BYTES
 
 aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
 
-# A ring of 8 ranks with 10 µs a round and 20 GB/s has sent 1.6 MB in the time of its latencies.
-# What is larger is worth an exchange of its own; a bucket of a few times as much hides most of
-# them.
-SMALL_BYTES = 1 << 20
-BUCKET_BYTES = 4 << 20
+SMALL_BYTES = SMALL_EXCHANGE_BYTES
+# A bucket of a few times as much hides most latencies.
+BUCKET_BYTES = 4 * SMALL_BYTES
 # Of what is exchanged so in a step, so that the first bucket begins long before the backward ends,
 # and little memory waits in it. Buffers are broadcast before there is anything to do beside it.
 SHARE = 0.25

@@ -150,7 +150,14 @@ def test_a_rank_of_a_traced_step_is_planned_tensor_by_tensor(
     assert told["host_bytes"] > 0
     assert told["bound_s"] <= told["step_s"]
     shown = CliRunner().invoke(app, given)
-    assert f"one of {told['devices']} ranks with {told['samples']} samples" in shown.output
+    ranks = f"one of {told['devices']} ranks of replicate with {told['samples']} samples"
+    assert ranks in shown.output
     assert files.load(plan, Plan).fingerprint == step().fingerprint
+    plan.unlink()
+    files.save(a_box(2, 1e9, 100), cluster)
+    none = CliRunner().invoke(app, given)
+    assert none.exit_code == 0
+    assert "no plan tensor by tensor, so none is saved" in " ".join(none.output.split())
+    assert not plan.exists()
     refused = CliRunner().invoke(app, [*small, "--rank-plan", str(plan)])
     assert "plans a traced step" in str(refused.exception)
