@@ -37,9 +37,12 @@ from cotrain_compile.placement.schedule.list_scheduler import EAGER, ListSchedul
 from cotrain_compile.placement.schedule.memory_ledger import DoesNotFit
 from cotrain_compile.placement.schedule.moves import Moves
 from cotrain_compile.placement.schedule.refuse import refuse_device, refuse_host
-from cotrain_compile.placement.schedule.settle import cost_s, settled_plan
+from cotrain_compile.placement.schedule.settle import calls_s, settled
 from cotrain_compile.placement.simulate.predict import predict, step_s
 from cotrain_compile.plan import MovedOps, Placement, Plan, Task, Transfer
+
+# Updates of a layer are at one place.
+BY_LAYER = Tactics(by_layer=True)
 
 
 @dataclass(frozen=True)
@@ -101,12 +104,9 @@ def finished(problem: Problem, draft: Draft, *, compiled: bool | None = False) -
     the updates of a layer are at one place, where that fits and takes no longer: see `settle`.
     """
     problem = problem.under(draft.placement)
-    plan = _predicted(problem, draft)
     settles = problem.machine.fuses_updates if compiled is None else compiled
-    return min(_settled(problem, plan), key=partial(cost_s, problem)) if settles else plan
-
-
-def _predicted(problem: Problem, draft: Draft) -> Plan:
+    if settles:
+        draft = min(_as_compiled(problem, draft), key=partial(_cost_s, problem))
     return Plan(
         fingerprint=problem.dataflow.fingerprint,
         machine=problem.machine.name,
@@ -119,14 +119,27 @@ def _predicted(problem: Problem, draft: Draft) -> Plan:
     )
 
 
-def _settled(problem: Problem, plan: Plan) -> Iterator[Plan]:
-    """`plan` in the ways in which compiled code may run it, the one with least kinds first."""
-    if plan.moved:
+def _as_compiled(problem: Problem, found: Draft) -> Iterator[Draft]:
+    """`found` in the ways in which compiled code may run it, the one with least kinds first."""
+    if found.moved:
         with suppress(PlacementError):
-            layered = draft(problem, plan.placement, tactics=Tactics(by_layer=True))
-            yield settled_plan(problem, _predicted(problem, layered))
-    yield settled_plan(problem, plan)
-    yield plan
+            yield _settled(problem, draft(problem, found.placement, tactics=BY_LAYER))
+    yield _settled(problem, found)
+    yield found
+
+
+def _settled(problem: Problem, found: Draft) -> Draft:
+    program = device_program(problem.dataflow, found.placement, found.moved)
+    if not found.tasks or not program.ops:
+        return found
+    tasks = tuple(settled(program, found.tasks))
+    return replace(found, tasks=tasks, step_s=step_s(problem, found.placement, tasks, found.moved))
+
+
+def _cost_s(problem: Problem, found: Draft) -> float:
+    """What compiled code takes for it."""
+    program = device_program(problem.dataflow, found.placement, found.moved)
+    return found.step_s + calls_s(problem, program, found.tasks)
 
 
 def list_schedule(

@@ -9,7 +9,7 @@ each layer falls into pieces of its own, is compiled apart and fuses less
 No tier holds more by it. The source of an offload is held until its wait wherever it is issued, a
 fetch takes its memory later, and no wait moves. A task never passes an op that writes what it
 copies, nor the issue of one that comes after it. What it may cost is time, which a simulation
-tells: `cost_s` compares plans.
+tells, with `calls_s` for each stretch of code that there is.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from typing import assert_never
 
 from cotrain_compile.analysis.layers import layers_of
 from cotrain_compile.placement.problem import Problem
-from cotrain_compile.placement.residency import DeviceProgram, device_program
-from cotrain_compile.placement.simulate.predict import predict
-from cotrain_compile.plan import HostRegion, Plan, Task, Transfer
+from cotrain_compile.placement.residency import DeviceProgram
+from cotrain_compile.plan import HostRegion, Task, Transfer
 
 # What the interpreter takes to call a stretch of compiled code: 14 to 17 µs by
 # `bench/runtime/issue_cost.py`.
@@ -87,23 +86,9 @@ def _issued_after(program: DeviceProgram, task: Task, slot: int) -> Task:
     return replace(task, issue_after=program.ops[slot].name)
 
 
-def settled_plan(problem: Problem, plan: Plan) -> Plan:
-    """`plan` with its tasks settled, on which `cost_s` decides."""
-    problem = problem.under(plan.placement)
-    program = device_program(problem.dataflow, plan.placement, plan.moved)
-    if not plan.tasks or not program.ops:
-        return plan
-    tasks = settled(program, plan.tasks)
-    predicted = predict(problem, plan.placement, tasks, plan.moved)
-    return replace(plan, tasks=tuple(tasks), predicted=predicted)
-
-
-def cost_s(problem: Problem, plan: Plan) -> float:
-    """What compiled code takes: the prediction, and for each stretch a launch and its call."""
-    problem = problem.under(plan.placement)
-    program = device_program(problem.dataflow, plan.placement, plan.moved)
-    stretches = _stretches(program, plan.tasks)
-    return plan.predicted.makespan_s + stretches * (problem.machine.device.launch_s + CALL_S)
+def calls_s(problem: Problem, program: DeviceProgram, tasks: Sequence[Task]) -> float:
+    """What compiled code takes besides its ops: for each stretch of it a launch and a call."""
+    return _stretches(program, tasks) * (problem.machine.device.launch_s + CALL_S)
 
 
 def _stretches(program: DeviceProgram, tasks: Sequence[Task]) -> int:

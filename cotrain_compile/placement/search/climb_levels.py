@@ -35,7 +35,8 @@ def climb_levels(attempts: Attempts, levels: Levels) -> float:
             if attempts.is_late or not attempts.is_slower_than(NEAR * claim_s):
                 break
             attempts.try_level(level)
-    if attempts.solver.has_solutions:
+    # The step as it is counts as a level: where a plan is as fast as any, it has no faster one.
+    if attempts.solver.has_solutions and attempts.is_slower_than(NEAR * claim_s):
         attempts.relax(attempts.step)
     if attempts.is_slower_than(FAR * claim_s):
         _cut_replays(attempts, levels)

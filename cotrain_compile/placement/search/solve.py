@@ -39,6 +39,7 @@ from cotrain_compile.placement.search.solve_report import notes_of, report_of
 from cotrain_compile.placement.search.variants import (
     FAR,
     HOPELESS,
+    NEAR,
     Levels,
     Variant,
     fastest_of,
@@ -141,19 +142,25 @@ class _Search(Attempts):
         if self.settings.recompute:
             self.claim_s = climb_levels(self, self.levels)
             best = fastest_of(self.variants, self.found.fastest_s)
-            if best is not self.step:
+            if best is not self.step and self.is_slower_than(NEAR * self.claim_s):
                 self._follow_rules(best)
         else:
             self.relax(self.step)
         self.until = self.deadline
-        fastest = self.found.fastest
-        hopeless = fastest is not None and self.step.claim_s > HOPELESS * fastest.step_s
-        if not (hopeless or (fastest is not None and self.is_late)):
+        if self._may_gain_by_greedy():
             self.try_greedy(self.step)
         self._aim_lower()
         self._solve_programs()
         self._reuse(incumbents)
         self._improve_fastest()
+
+    def _may_gain_by_greedy(self) -> bool:
+        """Whether the greedy may be faster than what is found for the step as it is, in time."""
+        fastest = self.found.fastest
+        if fastest is None:
+            return True
+        hopeless = self.step.claim_s > HOPELESS * fastest.step_s
+        return not (hopeless or self.is_late) and self.is_slower_than(NEAR * self.claim_s)
 
     def _follow_rules(self, variant: Variant) -> None:
         """What the simple rules make of a variant, but for that in which nothing moves."""
