@@ -13,7 +13,7 @@ _listener: ContextVar[Callable[[str], None] | None] = ContextVar("phases", defau
 
 
 def tell_phase(phase: str) -> None:
-    """Say what is done from now on, as "compiling 12/34"."""
+    """Say what is done from now on, as "compiling: 12/34": behind the last colon is a count."""
     if (listener := _listener.get()) is not None:
         listener(phase)
 
@@ -31,3 +31,17 @@ def told_to(listener: Callable[[str], None]) -> Iterator[None]:
         yield
     finally:
         _listener.reset(token)
+
+
+@contextmanager
+def also_told_to(listener: Callable[[str], None]) -> Iterator[None]:
+    """Phases that are told inside go to `listener`, and to whoever hears them already."""
+    before = _listener.get()
+
+    def both(phase: str) -> None:
+        if before is not None:
+            before(phase)
+        listener(phase)
+
+    with told_to(both):
+        yield

@@ -23,6 +23,7 @@ from cotrain_compile.extract.extract import extract
 from cotrain_compile.files import from_json, to_json
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.machine import Machine
+from cotrain_compile.phases import tell_phase
 
 Build = Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]
 
@@ -82,6 +83,7 @@ def trace_graph(
     on_device = {} if device is None else {"device": device}
     options: dict[str, Any] = {"checkpoints": checkpoints, **on_device}
     with offline():
+        tell_phase("building the model")
         with skip_initialisation(), torch.device(device) if device else nullcontext():
             step, arguments = build()
         if dynamic:

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from cotrain_compile.analysis.liveness import liveness
-from cotrain_compile.analysis.throughput import Throughput
+from cotrain_compile.cli.budgets import Answered
 from cotrain_compile.dataflow import Dataflow, Op, Phase
 from cotrain_compile.errors import PlacementError
 from cotrain_compile.machine import Tier
@@ -61,22 +60,16 @@ def plan_figures(plan: Plan) -> Mapping[str, Any]:
     }
 
 
-def solved_figures(
-    answers: Sequence[Plan | PlacementError],
-    budgets: Sequence[str],
-    paths: Sequence[Path],
-    rates: Sequence[Throughput | None],
-) -> Mapping[str, Any]:
+def solved_figures(found: Sequence[Answered]) -> Mapping[str, Any]:
     """Each plan with its file, or what is missing, by the budget as it was asked for."""
-    found: dict[str, Any] = {}
-    for answer, budget, path, rate in zip(answers, budgets, paths, rates, strict=True):
-        if isinstance(answer, Plan):
-            found[budget] = {"file": str(path), **plan_figures(answer)}
-            if rate:
-                found[budget] |= {"tokens_per_s": rate.tokens_per_s, "mfu": rate.mfu}
-        else:
-            found[budget] = {"shortfall_bytes": answer.shortfall_bytes, "refused": str(answer)}
-    return found
+    return {one.asked.budget: _answer_figures(one) for one in found}
+
+
+def _answer_figures(one: Answered) -> Mapping[str, Any]:
+    if isinstance(one.answer, PlacementError):
+        return {"shortfall_bytes": one.answer.shortfall_bytes, "refused": str(one.answer)}
+    rate = {"tokens_per_s": one.rate.tokens_per_s, "mfu": one.rate.mfu} if one.rate else {}
+    return {"file": str(one.asked.path), **plan_figures(one.answer), **rate}
 
 
 def timeline_figures(timeline: Timeline) -> Mapping[str, Any]:

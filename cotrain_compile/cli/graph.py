@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from cotrain_compile import files
+from cotrain_compile.cli.parameters import StepFile
 from cotrain_compile.cli.reading import read_step
 from cotrain_compile.cli.terminal import Json, console, keep_stdout_for, print_json
 from cotrain_compile.dataflow import Dataflow
@@ -26,7 +27,7 @@ class Level(StrEnum):
 
 
 def graph(
-    file: Annotated[Path, typer.Argument(help="step.json, from trace or from a dump.")],
+    file: StepFile,
     plan: Annotated[Path | None, typer.Option(help="Draw the step as this plan places it.")] = None,
     level: Annotated[Level, typer.Option(help="What a box is.")] = Level.LAYER,
     layer: Annotated[

@@ -8,25 +8,12 @@ from typing import Annotated
 
 import typer
 
-from cotrain_compile import files, options, presets
+from cotrain_compile import files, presets
+from cotrain_compile.cli.parameters import DeviceMemory, HostMemory, LinkRate, with_changes
 from cotrain_compile.cli.terminal import Json, console
 from cotrain_compile.machine import Machine
 from cotrain_compile.units import format_bytes
 from cotrain_compile.viz.text.describe import describe_machine
-
-DeviceMemory = Annotated[
-    str | None, typer.Option(help='Of the machine, in place of what it has: "24GiB".')
-]
-HostMemory = Annotated[str | None, typer.Option(help="The same of its host.")]
-LinkRate = Annotated[
-    str | None, typer.Option("--link", help='Each way between the two, a second: "48GB".')
-]
-MicroBatchOrder = Annotated[options.MicroBatchOrder, typer.Option(help="How micro-batches run.")]
-StepRanks = Annotated[
-    int | None, typer.Option("--ranks", min=1, help="Of the step, which was traced for so many.")
-]
-
-POLICY_HELP = f"One of {', '.join(options.POLICIES)}, or fraction:F with F from 0 to 1."
 
 _DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float32")
 _ROW = "{:13}{:>10}{:>7}{:>7}{:>7}{:>7}{:>7}{:>10}{:>7}{:>5}{:>5}{:>8}{:>6}"
@@ -43,7 +30,7 @@ def machines(
 ) -> None:
     """The machines that a step can be planned for: their rates, or one with its sources."""
     if name:
-        target = presets.find(changed(name, device_memory, host_memory, link))
+        target = with_changes(name, device_memory, host_memory, link)
         if as_json:
             print(files.to_json(target), end="")
         else:
@@ -59,13 +46,6 @@ def _documents() -> dict[str, object]:
     """What machine.json would have of each machine that has a name here."""
     names = (*presets.PRESETS, presets.THIS_MACHINE)
     return {name: json.loads(files.to_json(presets.find(name))) for name in names}
-
-
-def changed(name: str, device_memory: str | None, host_memory: str | None, link: str | None) -> str:
-    """The name of a machine with what the options of a command say otherwise."""
-    return presets.with_changes(
-        name, device_memory=device_memory, host_memory=host_memory, link=link
-    )
 
 
 def machine_lines() -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,55 +12,60 @@ from rich.progress import Progress
 from rich.table import Table
 
 from cotrain_compile import files, presets
-from cotrain_compile.cli.machines import (
-    POLICY_HELP,
+from cotrain_compile.cli.parameters import (
     DeviceMemory,
+    Gap,
     HostMemory,
     LinkRate,
     MicroBatchOrder,
-    changed,
+    Policy,
+    Recompute,
+    StepFile,
+    TimeLimit,
+    with_changes,
 )
 from cotrain_compile.cli.terminal import Json, console, keep_stdout_for, say_doing
 from cotrain_compile.dataflow import Dataflow
-from cotrain_compile.options import Options, Recompute
+from cotrain_compile.options import Options
 
 if TYPE_CHECKING:
-    from cotrain_compile.placement.explain.sweep import Sweep
+    from cotrain_compile.placement.explain.carry import Tried
+    from cotrain_compile.placement.explain.sweep import Case, Sweep
+
+Machines = Annotated[
+    list[str] | None, typer.Option(help="Preset or machine.json. Once for each to compare.")
+]
+Points = Annotated[int, typer.Option(min=2, help="Budgets to try on each machine.")]
+MemoryBudgets = Annotated[
+    list[str] | None, typer.Option(help="Budgets to try, in place of --points.")
+]
+Sizes = Annotated[
+    list[str] | None,
+    typer.Option(help="SYMBOL=8,16,32: sizes to try, at the largest budget (analyze names)."),
+]
 
 
 def sweep(
-    file: Annotated[Path, typer.Argument(help="step.json, from trace or from a dump.")],
+    file: StepFile,
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write.")],
-    machine: Annotated[
-        list[str] | None, typer.Option(help="Preset or machine.json. Once for each to compare.")
-    ] = None,
-    points: Annotated[int, typer.Option(min=2, help="Budgets to try on each machine.")] = 8,
-    memory_budget: Annotated[
-        list[str] | None, typer.Option(help="Budgets to try, in place of --points.")
-    ] = None,
+    machine: Machines = None,
+    points: Points = 8,
+    memory_budget: MemoryBudgets = None,
     host_memory_budget: Annotated[str, typer.Option(help="On the host.")] = "100%",
     device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
     link: LinkRate = None,
-    size: Annotated[
-        list[str] | None,
-        typer.Option(help="SYMBOL=8,16,32: sizes to try, at the largest budget (analyze names)."),
-    ] = None,
-    policy: Annotated[str, typer.Option(help=POLICY_HELP)] = "auto",
-    time_limit: Annotated[float, typer.Option(help="Seconds for each plan, all in all.")] = 20.0,
-    gap: Annotated[
-        float, typer.Option(help="Stop when this close to the bound: 0.005 is 0.5 %.")
-    ] = 0.005,
-    recompute: Annotated[
-        Recompute, typer.Option(help="Whether values may be made again.")
-    ] = "auto",
+    size: Sizes = None,
+    policy: Policy = "auto",
+    time_limit: TimeLimit = 20.0,
+    gap: Gap = 0.005,
+    recompute: Recompute = "auto",
     micro_batch_order: MicroBatchOrder = "auto",
     jobs: Annotated[int | None, typer.Option(min=1, help="Processes; else one a core.")] = None,
     as_json: Json = False,
 ) -> None:
     """Solve a step under many device budgets: what would more memory, or another card, buy?"""
-    from cotrain_compile.choose_plan import solve_settings
-    from cotrain_compile.cli.sweep_cases import cases_of, in_parallel, sizes_of, swept
+    from cotrain_compile.cli.sweep_cases import cases_of, sizes_of, swept
     from cotrain_compile.placement.explain.sweep import refuse_if_nothing_fits
 
     keep_stdout_for(as_json)
@@ -73,34 +79,46 @@ def sweep(
             "host_memory_budget": host_memory_budget,
         }
     )
-    settings = solve_settings(options)
     files.refuse_unwritable_folder(output)
     dataflow = files.load(file, Dataflow)
-    if str(file) == files.STANDARD:  # each process reads it
-        file = output / "step.json"
-        files.save(dataflow, file)
     sizes = [sizes_of(text, dataflow) for text in size or ()]
-    with Progress(
-        console=console, transient=True, disable=not console.is_terminal or console.quiet
-    ) as bar:
-        task = bar.add_task("looking for the least budget", total=None)
+    names = dict.fromkeys(machine or [presets.THIS_MACHINE])
+    targets = [with_changes(name, device_memory, host_memory, link) for name in names]
+    with console.status("looking for the least budgets"):
         cases = [
             case
-            for name in dict.fromkeys(machine or [presets.THIS_MACHINE])
-            for target in [presets.find(changed(name, device_memory, host_memory, link))]
+            for target in targets
             for case in cases_of(dataflow, target, options, memory_budget, points, sizes)
         ]
-        bar.update(task, description="solving", total=len(cases))
-        found = []
-        for tried in in_parallel(file, cases, settings, jobs or os.cpu_count() or 1):
-            found.append(tried)
-            bar.advance(task)
-            say_doing(f"solved {len(found)} of {len(cases)}")
-    result = swept(dataflow, found)
+    read = _readable(file, dataflow, output)
+    result = swept(dataflow, list(_solved(read, cases, options, jobs or os.cpu_count() or 1)))
     _write(result, output)
     if as_json:
         print(files.to_json(result), end="")
     refuse_if_nothing_fits(result.points)
+
+
+def _readable(file: Path, dataflow: Dataflow, folder: Path) -> Path:
+    """Where each process reads the step: `file`, or a copy in `folder` where it came by stdin."""
+    if str(file) != files.STANDARD:
+        return file
+    copy = folder / "step.json"
+    files.save(dataflow, copy)
+    return copy
+
+
+def _solved(file: Path, cases: Sequence[Case], options: Options, jobs: int) -> Iterator[Tried]:
+    """What comes of `cases`, as it comes; a bar meanwhile."""
+    from cotrain_compile.choose_plan import solve_settings
+    from cotrain_compile.cli.sweep_cases import in_parallel
+
+    hidden = not console.is_terminal or console.quiet
+    with Progress(console=console, transient=True, disable=hidden) as bar:
+        task = bar.add_task("solving", total=len(cases))
+        for done, tried in enumerate(in_parallel(file, cases, solve_settings(options), jobs), 1):
+            yield tried
+            bar.advance(task)
+            say_doing(f"solved {done} of {len(cases)}")
 
 
 def _write(result: Sweep, folder: Path) -> None:

@@ -6,6 +6,8 @@ What is being done goes to stderr with --verbose, a line each.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +15,7 @@ import pydantic_core
 import typer
 
 from cotrain_compile.files import STANDARD
+from cotrain_compile.phases import also_told_to
 from cotrain_compile.viz.text.terminal import PlainConsole
 
 console = PlainConsole()
@@ -41,3 +44,21 @@ def print_json(value: Any) -> None:
 def say_doing(what: str) -> None:
     """Say with --verbose what is done from now on."""
     _doing.print(f"cotrain: {what}")
+
+
+@contextmanager
+def saying_phases() -> Iterator[None]:
+    """Say with --verbose each phase that is told inside, once, whatever its counts."""
+    if _doing.quiet:
+        yield
+        return
+    said: set[str] = set()
+
+    def say(told: str) -> None:
+        phase = told.rpartition(": ")[0] or told
+        if phase not in said:
+            said.add(phase)
+            say_doing(phase)
+
+    with also_told_to(say):
+        yield

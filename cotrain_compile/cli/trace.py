@@ -10,7 +10,13 @@ import typer
 
 from cotrain_compile import files, options
 from cotrain_compile.cli.figures import step_figures
-from cotrain_compile.cli.terminal import Json, console, keep_stdout_for, print_json, say_doing
+from cotrain_compile.cli.terminal import (
+    Json,
+    console,
+    keep_stdout_for,
+    print_json,
+    saying_phases,
+)
 from cotrain_compile.errors import OptionError
 from cotrain_compile.jobs import OptimizerName, Precision, is_file_job, load_job
 from cotrain_compile.options import Options
@@ -61,8 +67,7 @@ def trace(
 
     files.refuse_unwritable(output)
     keep_stdout_for(as_json, output)
-    say_doing(f"tracing {job}")
-    with phase_line(Options(quiet=console.quiet), "tracing"):
+    with phase_line(Options(quiet=console.quiet), f"reading {job}"), saying_phases():
         dataflow = capture(
             _build(job, optimizer, batch, length, precision),
             dynamic=dynamic,

@@ -161,9 +161,11 @@ def _train_by_plans(
     console.print("\n4. Planned again with these times", style="bold")
     again = settings.options(machine, profile=str(profile), dump=str(settings.output / "step"))
     step = compiled(training_step(job), again)
+    with console.status("planning and compiling it again ..."):
+        results.extend(train(job, step, measured, measured + 1))
     judged: list[Timeline] = []
-    _train(job, step, (measured, settings.steps), console, "train", results, judged)
-    return Outcome(cotrain_compile.inspect(step), results, judged[1:])
+    _train(job, step, (measured + 1, settings.steps), console, "train", results, judged)
+    return Outcome(cotrain_compile.inspect(step), results, judged)
 
 
 def _save_profile(placed: CompiledStep, timelines: Sequence[Timeline], path: Path) -> None:

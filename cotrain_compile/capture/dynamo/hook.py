@@ -33,6 +33,7 @@ from torch._dynamo.types import (  # type: ignore[attr-defined]
     FrameExecStrategy,
 )
 
+from cotrain_compile.capture.counts import calls_counted
 from cotrain_compile.capture.dynamo.compute_device import chosen_device, seen_on_compute_device
 from cotrain_compile.capture.dynamo.diagnose import diagnose
 from cotrain_compile.capture.dynamo.patches import whole_step_tracing
@@ -131,7 +132,12 @@ def _trace_step(
     code, device = frame["code"], chosen_device(options.device)
     session = Session(options, code, frame_objects(code, frame["closure"]), device)
     try:
-        with active(session), whole_step_tracing(session), seen_on_compute_device(session):
+        with (
+            active(session),
+            whole_step_tracing(session),
+            seen_on_compute_device(session),
+            calls_counted(),
+        ):
             result = trace()
         if not session.graph_was_compiled and _is_of_torch_distributed(code):
             return result

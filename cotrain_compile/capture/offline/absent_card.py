@@ -35,6 +35,7 @@ from cotrain_compile import presets
 from cotrain_compile.capture.offline.card_attention import Call, Capability, kernel_of
 from cotrain_compile.errors import OptionError
 from cotrain_compile.machine import Machine
+from cotrain_compile.phases import tell_phase
 
 SOURCE = Path(__file__).with_name("absent_card.cpp")
 HEADER = SOURCE.with_suffix(".h")
@@ -209,6 +210,7 @@ def _built() -> Path:
 def _compile(name: str, target: Path) -> None:
     """Compile beside `target` and rename: another process may be building the same."""
     folder = Path(torch.__file__).parent
+    tell_phase("compiling what stands for the card")
     include = (folder / "include", folder / "include/torch/csrc/api/include")
     with tempfile.TemporaryDirectory(dir=target.parent) as aside:
         made = Path(aside) / "absent_card.so"

@@ -1,7 +1,7 @@
 """Forked: work that changes torch for good, done in a copy of this process that then ends.
 
 The copy has all that the caller has, as closures and modules; it hands back what the connections
-of `multiprocessing` can carry.
+of `multiprocessing` can carry. Phases that it tells are told here.
 """
 
 from __future__ import annotations
@@ -10,12 +10,22 @@ import multiprocessing
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
 from cotrain_compile.errors import CaptureError
+from cotrain_compile.phases import is_listened, tell_phase, told_to
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Phase:
+    """What the copy does from now on."""
+
+    told: str
 
 
 def in_a_copy(work: Callable[[], T]) -> T:
@@ -31,7 +41,9 @@ def in_a_copy(work: Callable[[], T]) -> T:
         copy.start()
     writes.close()
     try:
-        words, result = reads.recv(), _received(reads)
+        while isinstance(words := reads.recv(), _Phase):
+            tell_phase(words.told)
+        result = _received(reads)
     except EOFError:
         copy.join()
         raise CaptureError(
@@ -54,9 +66,15 @@ def _received(reads: Connection) -> Any:
 
 
 def _tell(work: Callable[[], Any], writes: Connection) -> None:
-    """Send no words and what `work` returns; or what it raises, in words and as it is."""
+    """Send no words and what `work` returns; or what it raises, in words and as it is.
+
+    Before that the phases of `work`, if anybody listens: a display of the caller's has no thread in
+    a copy.
+    """
+    phases = told_to(lambda phase: writes.send(_Phase(phase))) if is_listened() else nullcontext()
     try:
-        result = work()
+        with phases:
+            result = work()
     except BaseException as error:
         error.__traceback__ = error.__cause__ = error.__context__ = None
         writes.send(f"{type(error).__name__}: {error}")

@@ -1,0 +1,37 @@
+"""Analyze: the command that says what a step needs, in words or as figures."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from cotrain_compile import files, presets
+from cotrain_compile.cli.parameters import MachineName, StepFile
+from cotrain_compile.cli.terminal import Json, console, keep_stdout_for, print_json
+from cotrain_compile.dataflow import Dataflow
+from cotrain_compile.options import Options
+
+
+def analyze(
+    file: StepFile,
+    machine: MachineName = presets.THIS_MACHINE,
+    memory_budget: Annotated[
+        str, typer.Option(help='Device memory: bytes, "20GiB" or "80%".')
+    ] = "100%",
+    as_json: Json = False,
+) -> None:
+    """Say what a step needs: its peak, what the host could take, reuse distances, largest sizes."""
+    from cotrain_compile.cli.analysis_figures import analysis_figures
+    from cotrain_compile.viz.text.analysis import describe_analysis
+
+    keep_stdout_for(as_json)
+    target = presets.find(machine)
+    budget = Options.parse({"memory_budget": memory_budget}).memory_budget
+    assert budget is not None
+    budget_bytes = budget.of(target.device.capacity_bytes)
+    dataflow = files.load(file, Dataflow)
+    if as_json:
+        print_json(analysis_figures(dataflow, target, budget_bytes))
+    else:
+        console.print(describe_analysis(dataflow, target, budget_bytes))

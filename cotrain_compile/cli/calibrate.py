@@ -1,0 +1,51 @@
+"""Calibrate: the command that measures this computer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.progress import Progress
+
+from cotrain_compile import files, options
+from cotrain_compile.cli.terminal import Json, console, keep_stdout_for, say_doing
+from cotrain_compile.viz.text.describe import describe_machine
+
+
+def calibrate(
+    output: Annotated[Path, typer.Option("--output", "-o", help="File to write.")],
+    device: Annotated[
+        options.Device, typer.Option(help="What to measure; cpu is the emulated device.")
+    ] = "cpu",
+    as_json: Json = False,
+) -> None:
+    """Measure this computer, for better predictions: options={"machine": "machine.json"}.
+
+    Started by torchrun, also what the ranks reach when they exchange data.
+    """
+    from cotrain_compile.runtime.calibrate.calibrate import calibrate as measure
+    from cotrain_compile.runtime.calibrate.network_bench import ranks_of_torchrun
+
+    files.refuse_unwritable(output)
+    keep_stdout_for(as_json, output)
+    with (
+        ranks_of_torchrun(device) as rank,
+        Progress(console=console, transient=True, disable=rank > 0 or console.quiet) as bar,
+    ):
+        task = bar.add_task("", total=1.0)
+
+        def tell(what: str, done: float) -> None:
+            bar.update(task, description=what, completed=done)
+            say_doing(what)
+
+        result = measure(tell, device)
+    if rank > 0:
+        return
+    files.save(result.machine, output)
+    if as_json:
+        print(files.to_json(result.machine), end="")
+    console.print(describe_machine(result.machine))
+    for remark in result.remarks:
+        console.print(f"- {remark}")
+    console.print(f"saved {output}")

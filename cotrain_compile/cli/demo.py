@@ -1,0 +1,40 @@
+"""Demo: the command that trains a small GPT in less memory than its step needs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cotrain_compile import files
+from cotrain_compile.cli.terminal import Json, console, keep_stdout_for, print_json
+
+
+def demo(
+    steps: Annotated[int, typer.Option(min=1, help="Steps to train in all.")] = 40,
+    output: Annotated[Path, typer.Option(help="Folder for what the demo leaves.")] = Path(
+        "demo-output"
+    ),
+    budget: Annotated[
+        str, typer.Option(help='Device memory: bytes, "32MiB", or "5%" of the device.')
+    ] = "32MiB",
+    machine: Annotated[
+        str, typer.Option(help="Preset or machine.json to plan for; else this computer, measured.")
+    ] = "",
+    resume: Annotated[bool, typer.Option("--resume", help="Go on where Ctrl-C stopped.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Train a small GPT on Python's own sources in less memory than the step needs.
+
+    Started by torchrun, several processes train it together.
+    """
+    from cotrain_compile.demo.run import run
+    from cotrain_compile.demo.settings import Settings
+
+    files.refuse_unwritable_folder(output)
+    keep_stdout_for(False, Path(files.STANDARD) if as_json else None)
+    code, outcome = run(Settings(steps, output, budget, machine, resume), console)
+    if as_json and outcome is not None:
+        print_json(outcome.figures)
+    raise typer.Exit(code)
