@@ -68,7 +68,8 @@ CLUSTERS = (
 
 @dataclass(frozen=True)
 class Row:
-    """A model on a cluster: strategies as the answer ranks them, and what nobody knows.
+    """A model on a cluster: strategies as the answer ranks them, and what nobody knows; what the
+    model takes of all memory at least, and in one sentence why nothing fits, where nothing does.
 
     `useful_s` are the device-seconds of computing that all samples take at least, each layer once;
     `solve_s` the processor's seconds for the answer, without the trace; one thread does it.
@@ -82,6 +83,8 @@ class Row:
     strategies: Sequence[Mapping[str, Any]]
     assumed: Sequence[str]
     solve_s: float
+    memory: Mapping[str, Any]
+    why_none: str
 
 
 def _example(name: str) -> Any:
@@ -135,15 +138,18 @@ def row(model: Model, cluster: str, folder: Path | None) -> Row:
     began = time.process_time()
     found = answer(profile, machines, SAMPLES)
     seconds = time.process_time() - began
+    figures = found.figures()
     return Row(
         model.name,
         cluster,
         SAMPLES,
         len(machines.devices),
         Question(profile, machines, SAMPLES).least_device_s,
-        found.figures()["strategies"],
+        figures["strategies"],
         found.assumed,
         seconds,
+        figures["memory"],
+        found.why_none,
     )
 
 
@@ -159,8 +165,8 @@ def table(result: Mapping[str, Any]) -> str:
         "once, by the roofline: without layers that run again, exchanges and waiting. Behind the "
         "best are those that fit, by their step as a multiple of its step, Harmony's as it runs "
         "here and as published; in brackets what does not fit, with what is missing where it is "
-        "known. Why each loses, its setting and its "
-        "traffic are in the JSON. Seconds to solve are the processor's, of one thread."
+        "known. Where nothing fits, it says whether anything could. Why each loses, its setting "
+        "and its traffic are in the JSON. Seconds to solve are the processor's, of one thread."
     )
     return "\n".join([*lines, "", told, ""])
 
@@ -170,7 +176,7 @@ def _line(each: Mapping[str, Any]) -> str:
     place = f"{each['model']}, {each['cluster']}"
     solved = format_seconds(each["solve_s"])
     if best["step_s"] is None or best["fits"] is False:
-        told = "; ".join(filter(None, (_behind(one, None) for one in each["strategies"])))
+        told = _why_none(each)
         return f"| {place} | none fits | - | - | - | - | - | {told} | {solved} |"
     useful = each["useful_s"] / each["devices"] / best["step_s"]
     told = "; ".join(filter(None, (_behind(one, best["step_s"]) for one in others)))
@@ -186,6 +192,17 @@ def _line(each: Mapping[str, Any]) -> str:
         solved,
     )
     return f"| {' | '.join(cells)} |"
+
+
+def _why_none(each: Mapping[str, Any]) -> str:
+    """That nothing can fit, or what each strategy is short of."""
+    said: str = each.get("why_none", "").removesuffix(".")
+    if said and each["memory"]["limit"]:
+        return said
+    missing = {one["reason"]: one["name"] for one in each["strategies"] if one["fits"] is False}
+    behind = [f"{name}: {reason}" for reason, name in missing.items()] if said else []
+    behind = behind or [_behind(one, None) for one in each["strategies"]]
+    return "; ".join(filter(None, (said, *behind)))
 
 
 def _short(setting: str) -> str:
@@ -205,7 +222,7 @@ def _behind(one: Mapping[str, Any], best_s: float | None) -> str:
 
 def _as_run(one: Mapping[str, Any], best_s: float | None) -> str:
     if one["fits"] is False:
-        least = one["reason"].removesuffix(" on the smallest device")
+        least = one["reason"].partition(" on the smallest device")[0]
         return f"({one['name']}: {least})" if least.startswith("needs") else f"({one['name']})"
     if one["step_s"] is None or best_s is None:
         return ""

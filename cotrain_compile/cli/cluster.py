@@ -139,8 +139,11 @@ def _table(found: Answer) -> Table:
 
 
 def _lines(found: Answer) -> Iterator[str]:
-    """What is said of each strategy, then what is assumed."""
+    """Why nothing fits, what is said of each strategy, then what is assumed."""
     yield ""
+    if found.why_none:
+        yield _filled(found.why_none)
+        yield ""
     for strategy in found.strategies:
         text = f"{strategy.name}: {sentence(strategy, found)}"
         yield _filled(text)

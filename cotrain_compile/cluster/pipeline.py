@@ -77,8 +77,8 @@ def layer_peaks(profile: LayerProfile, samples: int, *, recompute: bool) -> Laye
     """What the layers take on a device, in micro-batches of so many samples.
 
     A layer brings its parameters, buffers, gradients and states, and what it keeps: its input where
-    it runs again for the backward, else what the profile says. While its backward runs it takes
-    what its peak has beyond these, and the gradient of its output.
+    it runs again for the backward, else what the profile says. While it runs it takes what the
+    peak of either pass has beyond these, and the gradient of its output.
 
     Raises:
         OptionError: the layers are no chain, or peaks or what is kept were not measured.
@@ -109,10 +109,11 @@ def _resting(layer: Layer) -> int:
 
 
 def _beyond(layer: Layer, samples: int, recompute: bool) -> float:
-    """What the backward takes beside what rests; a peak has all that is made, and no input."""
-    held = layer.param_bytes + layer.buffer_bytes + layer.grad_bytes
-    made = 0.0 if recompute else layer.kept(samples)
-    return max(0.0, layer.backward_peak(samples) - held - made)
+    """What both passes take beside what rests; a peak has all that is made, and no input."""
+    held = layer.param_bytes + layer.buffer_bytes + (0.0 if recompute else layer.kept(samples))
+    backward = layer.backward_peak(samples) - held - layer.grad_bytes
+    forward = layer.forward_peak(samples) - held if layer.forward_peak_bytes else 0.0
+    return max(0.0, backward, forward)
 
 
 def plan_pipeline(

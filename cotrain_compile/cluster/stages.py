@@ -22,6 +22,7 @@ from enum import StrEnum
 from itertools import accumulate, pairwise
 
 from cotrain_compile.errors import OptionError, PlacementError
+from cotrain_compile.units import format_bytes
 
 
 class PipelineOrder(StrEnum):
@@ -160,9 +161,10 @@ class StageProblem:
             ]
             device = missing.index(max(missing))
             raise PlacementError(
-                f"device {device} of {len(missing)} would need {stages.peak_bytes[device]} bytes "
-                f"and has {self.capacity_bytes[device]}; take more or larger "
-                "devices, or smaller micro-batches",
+                f"device {device} of {len(missing)} would need "
+                f"{format_bytes(stages.peak_bytes[device])} and has "
+                f"{format_bytes(self.capacity_bytes[device])}; take more or larger devices, or "
+                "smaller micro-batches",
                 shortfall_bytes=missing[device],
             )
         return stages

@@ -13,6 +13,7 @@ from dataclasses import replace
 from cotrain_compile.cluster import strategy_judges as judges
 from cotrain_compile.cluster.description import Cluster
 from cotrain_compile.cluster.harmony_tasks import Layout
+from cotrain_compile.cluster.memory_limit import memory_of, parts_missing
 from cotrain_compile.cluster.profiles import LayerProfile
 from cotrain_compile.cluster.strategy import Answer, Question, Strategy
 from cotrain_compile.cluster.strategy_harmony import as_published
@@ -74,12 +75,16 @@ def answer(
         assumed.append(AS_FAST)
     if any(layer.backward_peak_bytes and not layer.kept_bytes for layer in profile.layers):
         assumed.append(AGAIN)
-    return Answer(profile.name, cluster.name, samples, told, tuple(assumed))
+    memory = memory_of(question)
+    return Answer(profile.name, cluster.name, samples, told, tuple(assumed), memory)
 
 
 def _judged(question: Question, name: str) -> Strategy:
     """The strategy, and beside Harmony's what its authors' schedule takes."""
     found = _as_run(question, name)
+    if found.fits is False:
+        reasons = (found.reason, parts_missing(question, name))
+        found = replace(found, reason="; ".join(filter(None, reasons)))
     if name in list(Layout):
         found = replace(found, published=as_published(question, Layout(name)))
     return found

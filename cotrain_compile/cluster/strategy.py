@@ -10,6 +10,7 @@ from cotrain_compile.cluster.description import Cluster
 from cotrain_compile.cluster.profiles import LayerProfile
 from cotrain_compile.cluster.stage_plan import StagePlan
 from cotrain_compile.plan import Timeline
+from cotrain_compile.units import format_bytes
 
 FORMAT_VERSION = 1
 
@@ -36,6 +37,58 @@ class Question:
                 for each in range(1, self.samples + 1)
             )
         )
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a model takes of a cluster at least, and what devices and the hosts of these have.
+
+    Parameters are with buffers. `working_bytes` is beside them what the fullest layer takes at work
+    on one sample, `largest_layer_bytes` all that one device has then. `limit` says in one sentence
+    what is passed, "" where nothing is: then only the parts of each strategy can be too large.
+    """
+
+    parameters_bytes: int
+    gradients_bytes: int
+    states_bytes: int
+    working_bytes: int
+    devices_bytes: int
+    hosts_bytes: int
+    largest_layer_bytes: int
+    largest_device_bytes: int
+    limit: str = ""
+
+    @property
+    def needs_bytes(self) -> int:
+        """At least."""
+        rests = self.parameters_bytes + self.gradients_bytes + self.states_bytes
+        return rests + self.working_bytes
+
+    @property
+    def has_bytes(self) -> int:
+        return self.devices_bytes + self.hosts_bytes
+
+    def saying(self, model: str, cluster: str, layer: str) -> Memory:
+        """The same with its `limit`, of a model whose largest layer has that name."""
+        limit = ""
+        if self.needs_bytes > self.has_bytes:
+            limit = (
+                f"{model} takes {format_bytes(self.needs_bytes)} at least "
+                f"({format_bytes(self.parameters_bytes)} of parameters, "
+                f"{format_bytes(self.gradients_bytes)} of gradients, "
+                f"{format_bytes(self.states_bytes)} of optimizer states, "
+                f"{format_bytes(self.working_bytes)} for a layer at work on one sample), and "
+                f"{cluster} has {format_bytes(self.has_bytes)} "
+                f"({format_bytes(self.devices_bytes)} on devices, "
+                f"{format_bytes(self.hosts_bytes)} on their hosts)"
+            )
+        elif self.largest_layer_bytes > self.largest_device_bytes:
+            limit = (
+                f"{layer} of {model} takes {format_bytes(self.largest_layer_bytes)} at work on one "
+                f"sample, and the largest device of {cluster} has "
+                f"{format_bytes(self.largest_device_bytes)}"
+            )
+        return replace(self, limit=limit)
 
 
 @dataclass(frozen=True)
@@ -90,13 +143,17 @@ class Strategy:
 
 @dataclass(frozen=True)
 class Answer:
-    """Strategies for steps of so many samples, the best first; `assumed` is what nobody knows."""
+    """Strategies for steps of so many samples, the best first; `assumed` is what nobody knows.
+
+    `memory` is None in answers of versions that did not say it.
+    """
 
     profile: str
     cluster: str
     samples: int
     strategies: tuple[Strategy, ...]
     assumed: tuple[str, ...] = ()
+    memory: Memory | None = None
 
     def __post_init__(self) -> None:
         names = [strategy.name for strategy in self.strategies]
@@ -109,10 +166,27 @@ class Answer:
         first = self.strategies[0]
         return None if first.step_s is None or first.fits is False else first
 
+    @property
+    def why_none(self) -> str:
+        """In one sentence why there is no best; "" where there is one, or nobody knows."""
+        if self.best or self.memory is None or all(one.fits is None for one in self.strategies):
+            return ""
+        if self.memory.limit:
+            return f"Nothing can fit: {self.memory.limit}."
+        return (
+            f"None of these fits, though {self.profile} takes no more than "
+            f"{format_bytes(self.memory.needs_bytes)} at least and {self.cluster} has "
+            f"{format_bytes(self.memory.has_bytes)}: each of them has the model in parts that some "
+            "device or host has no room for."
+        )
+
     def figures(self) -> dict[str, Any]:
         """All that is said, as JSON has it; timelines are only in saved answers and on pages."""
         without = tuple(replace(one, timeline=None) for one in self.strategies)
         figures = asdict(replace(self, strategies=without))
         for one in figures["strategies"]:
             del one["timeline"]
-        return figures
+        if self.memory:
+            totals = {"needs_bytes": self.memory.needs_bytes, "has_bytes": self.memory.has_bytes}
+            figures["memory"] |= totals
+        return figures | {"why_none": self.why_none}

@@ -16,7 +16,7 @@ from cotrain_compile.cluster.strategy import Answer, Strategy
 from cotrain_compile.errors import FormatError, OptionError
 from cotrain_compile.plan import Plan
 from cotrain_compile.viz.report.cluster_page import Row, cuts, widths
-from tests.support.clusters import a_box, a_model
+from tests.support.clusters import SMALL_HOST, a_box, a_model
 from tests.unit.cluster.test_traced_profile import step
 
 
@@ -68,6 +68,19 @@ def test_the_page_draws_every_strategy_that_has_a_time(small: list[str], tmp_pat
         assert drawn == (one["step_s"] is not None)
         assert f"<b>{one['name']}</b>" in text
     assert 'class="cap"' in text
+
+
+def test_why_nothing_fits_is_in_words_on_the_page_and_in_json(
+    small: list[str], tmp_path: Path
+) -> None:
+    page, cluster = tmp_path / "page.html", tmp_path / "cluster.json"
+    files.save(a_box(2, 1e9, 10**7, host=SMALL_HOST), cluster)
+    told = CliRunner().invoke(app, [*small, "--page", str(page)])
+    assert told.exit_code == 0
+    why = json.loads(CliRunner().invoke(app, [*small, "--json"]).output)["why_none"]
+    assert why.startswith("Nothing can fit: small takes 76.3 MiB at least")
+    assert why in " ".join(told.output.split())
+    assert why in page.read_text()
 
 
 def test_cuts_and_widths_are_drawn_over_the_layers() -> None:

@@ -101,7 +101,7 @@ def test_a_smaller_device_gets_less() -> None:
     problem = StageProblem(peaks([2] * 6, [2] * 6), (8, 4))
     assert cut_stages(problem).peak_bytes == (8, 4)
     assert cut_evenly(problem).peak_bytes == (6, 6)
-    with pytest.raises(PlacementError, match="device 1 of 2 would need 6 bytes and has 4") as error:
+    with pytest.raises(PlacementError, match="device 1 of 2 would need 6 B and has 4 B") as error:
         problem.require_fit(cut_evenly(problem))
     assert error.value.shortfall_bytes == 2
 

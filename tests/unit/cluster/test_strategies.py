@@ -25,7 +25,7 @@ from cotrain_compile.cluster.units import BUCKET_BYTES
 from cotrain_compile.errors import OptionError
 from cotrain_compile.machine import TierSpec
 from cotrain_compile.viz.strategies import sentence
-from tests.support.clusters import SMALL_HOST, a_box, a_mixed_box, a_model, some_machines
+from tests.support.clusters import SMALL_HOST, a_box, a_device, a_mixed_box, a_model, some_machines
 
 DATA = Path(__file__).parents[2] / "data"
 SMALL = BUCKET_BYTES // 2
@@ -56,6 +56,11 @@ def told_truly(found: Answer, cluster: Cluster) -> None:
             caps = zip(one.peak_bytes, one.capacities_bytes, strict=True)
             assert len(one.peak_bytes) == one.devices
             assert all(peak <= capacity for peak, capacity in caps)
+    assert found.memory
+    if found.memory.limit:
+        assert not any(one.fits for one in found.strategies)
+    doubted = found.best is None and any(one.fits is False for one in found.strategies)
+    assert bool(found.why_none) == doubted
     ready = [one.step_s for one in found.strategies if one.step_s is not None and one.fits]
     assert ready == sorted(ready)
 
@@ -194,6 +199,41 @@ def test_a_strategy_that_does_not_fit_is_behind_those_that_do() -> None:
     assert found.best
     assert found.best.fits
     assert found.strategies.index(by_name["replicate"]) > found.strategies.index(found.best)
+
+
+def test_where_nothing_can_fit_the_answer_says_so_with_figures() -> None:
+    """Two layers of 1000 bytes and their gradients, twice that of states, 40 bytes at work."""
+    model = a_model((1000, 1000), per_sample(30))
+    little = TierSpec(1000, 1e18, {"float32": 1e15})
+    found = answer(model, a_box(2, 1e9, 3000, host=little), 4)
+    assert found.memory
+    assert (found.memory.needs_bytes, found.memory.has_bytes) == (8070, 7000)
+    assert found.why_none == (
+        "Nothing can fit: small takes 7.9 KiB at least (2.0 KiB of parameters, 2.0 KiB of "
+        "gradients, 3.9 KiB of optimizer states, 70 B for a layer at work on one sample), and box "
+        "has 6.8 KiB (5.9 KiB on devices, 1000 B on their hosts)."
+    )
+    assert found.figures()["why_none"] == found.why_none
+    assert found.figures()["memory"]["needs_bytes"] == 8070
+    narrow = answer(model, a_box(2, 1e9, 2000, host=replace(little, capacity_bytes=10**6)), 4)
+    assert "layers.0 of small takes 2.0 KiB at work on one sample" in narrow.why_none
+
+
+def test_what_fits_all_memory_together_but_no_parts_is_told_apart() -> None:
+    """8070 bytes at least; of 8500 two equal parts, or a stage's parameters, are too large."""
+    model = a_model((1000, 1000), per_sample(30))
+    little = TierSpec(1000, 1e18, {"float32": 1e15})
+    (group,) = a_box(2, 1e9, host=little).groups
+    devices = (a_device(2200), a_device(5300))
+    cluster = Cluster("uneven", (replace(group, devices=devices),))
+    found = answer(model, cluster, 4)
+    assert found.why_none.startswith("None of these fits, though small takes no more than 7.9 KiB")
+    told = {one.name: one.reason for one in found.strategies}
+    part = "one of 2 equal parts of parameters, gradients and optimizer states is 3.9 KiB"
+    assert (
+        f"{part}, and the smallest device with its share of the host has 2.6 KiB" in told["shard"]
+    )
+    assert "a copy of parameters, gradients and optimizer states is 7.8 KiB" in told["replicate"]
 
 
 def test_unknown_names_are_refused() -> None:
