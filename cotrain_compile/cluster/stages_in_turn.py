@@ -11,8 +11,9 @@ the host updates. Harmony's own plans (`harmony`) have other packs and micro-bat
 forward, on other devices, and update as soon as gradients are there.
 
 A device copies and computes one after the other; what it sends goes beside that. The search tries
-all sizes of micro-batches that divide the samples, and of packs balanced by memory and by time the
-smallest multiple of the devices that fits.
+all sizes of micro-batches that divide the samples, and all multiples of the devices as numbers of
+packs, balanced by memory and by time: of more of them fewer stay between their passes, but the next
+device begins sooner.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf
 
 from cotrain_compile.cluster.harmony_lanes import Server
 from cotrain_compile.cluster.harmony_packs import Pack, PackCosts, Packs, cut_at_shares
 from cotrain_compile.cluster.profiles import LayerProfile
 from cotrain_compile.errors import CotrainError, OptionError, PlacementError
 from cotrain_compile.placement.simulate.engine import LaneSpec, Work, lower_bound, simulate
+from cotrain_compile.placement.simulate.last_end import last_end_s
 from cotrain_compile.plan import Timeline
 from cotrain_compile.units import format_bytes
 
@@ -63,15 +66,14 @@ def plan_stages_in_turn(profile: LayerProfile, server: Server, samples: int) -> 
     ]
     if not drafts:
         raise _nothing_fits(costs, server, samples)
-    best: TurnsPlan | None = None
+    best, best_s = drafts[0], inf
     for draft in sorted(drafts, key=lambda draft: draft.least_s):
-        if best and draft.least_s * _ROUNDING >= best.step_s:
+        if draft.least_s * _ROUNDING >= best_s:
             break
-        plan = simulated(draft)
-        if best is None or plan.step_s < best.step_s:
-            best = plan
-    assert best is not None  # there is a draft
-    return best
+        step_s = last_end_s(draft.works())
+        if step_s < best_s:
+            best, best_s = draft, step_s
+    return simulated(best)
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,11 @@ class Draft:
             sum(work.seconds for work in self.works_of(device) if work.lane == _lane(device))
             for device in range(self.server.devices)
         )
+
+    def works(self) -> Iterator[Work]:
+        """Those of all devices."""
+        for device in range(self.server.devices):
+            yield from self.works_of(device)
 
     def works_of(self, device: int) -> Iterator[Work]:
         """What the device does, in its order, and what it sends."""
@@ -199,7 +206,6 @@ def _drafts(costs: PackCosts, server: Server, each: int, micro_batches: int) -> 
             if max(draft.peak_bytes) <= server.cap_bytes and packs not in found:
                 found[packs] = None
                 yield draft
-                break
 
 
 def _nothing_fits(costs: PackCosts, server: Server, samples: int) -> CotrainError:
@@ -221,13 +227,12 @@ def _nothing_fits(costs: PackCosts, server: Server, samples: int) -> CotrainErro
 
 def simulated(draft: Draft) -> TurnsPlan:
     """The step of a draft."""
-    devices = draft.server.devices
-    works = [work for device in range(devices) for work in draft.works_of(device)]
+    works = list(draft.works())
     lanes = [LaneSpec(lane) for lane in dict.fromkeys(work.lane for work in works)]
     timeline = simulate(works, lanes)
     return TurnsPlan(
         draft.packs,
-        devices,
+        draft.server.devices,
         draft.each,
         draft.micro_batches,
         max(span.end_s for span in timeline.spans),

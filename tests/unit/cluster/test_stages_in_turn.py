@@ -67,6 +67,24 @@ def test_what_does_not_fit_is_told_and_smaller_stages_are_found() -> None:
         plan_stages_in_turn(profile, replace(FREE, devices=5), 2)
 
 
+def test_no_number_of_stages_is_faster() -> None:
+    """Of layers that are dear in turn, where to fetch them takes as long as to run them."""
+    profile = a_model([100, 300] * 4, None)
+    server = replace(FREE, cap_bytes=2100, swap_bytes_per_s=200.0)
+    tried = [
+        simulated(one).step_s
+        for each in (1, 2, 4)
+        for count in (2, 4, 6, 8)
+        for weights in ([1.0] * 8, [1.0, 3.0] * 4)
+        if (packs := cut_at_shares(weights, count))
+        and max((one := Draft(PackCosts(profile), server, packs, each, 4 // each)).peak_bytes)
+        <= server.cap_bytes
+    ]
+    found = plan_stages_in_turn(profile, server, 4)
+    assert found.step_s <= min(tried)
+    assert found.bound_s <= found.step_s == pytest.approx(found.timeline.makespan_s)
+
+
 def test_the_answer_has_the_stages_that_a_pipeline_takes() -> None:
     (found,) = answer(four_layers(10**6), a_box(2, 1e9, 2_100_000), 4, ("harmony-pp",)).strategies
     assert found.stages is not None
