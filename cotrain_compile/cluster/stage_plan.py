@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from cotrain_compile.errors import OptionError
 
 FORMAT_VERSION = 1
+# Schedules in which a stage runs all of its micro-batches before another one comes.
+BACK_TO_BACK = ("gpipe", "loopedbfs")
 
 
 @dataclass(frozen=True)
@@ -16,7 +18,8 @@ class StagePlan:
     `schedule` is a name of `torch.distributed.pipelining`, in any case. A step has `micro_batches`
     of `micro_batch` samples. `peak_bytes` has what each stage takes, where a plan knows that. With
     `swapped`, Harmony's pipeline, all parameters rest on the host, and those of a stage come to the
-    device as a whole for all micro-batches that it runs back to back.
+    device as a whole for all micro-batches that it runs back to back; with `ahead` as well, those
+    of the next stage come beside it, and gradients of the one before go home.
     """
 
     schedule: str
@@ -25,8 +28,14 @@ class StagePlan:
     micro_batch: int
     peak_bytes: tuple[int, ...] = ()
     swapped: bool = False
+    ahead: bool = False
 
     def __post_init__(self) -> None:
+        if self.ahead and not (self.swapped and self.schedule.lower() in BACK_TO_BACK):
+            raise OptionError(
+                "ahead=True is for stages that are swapped and run all micro-batches back to back; "
+                f"take swapped=True and LoopedBFS (or GPipe), not {self.schedule}"
+            )
         if self.micro_batches < 1 or self.micro_batch < 1:
             raise OptionError(
                 f"a step has at least one micro-batch of one sample, not {self.micro_batches} of "

@@ -211,13 +211,14 @@ def harmony_pp(question: Question, name: str) -> Strategy:
     begins = tuple(layers[pack.first].name for pack in plan.packs[1:])
     in_turn = len(plan.packs) > plan.devices
     setting = f"{_micro_batches(plan.micro_batches, plan.micro_batch, recompute=True)}; "
+    ahead = ", the next one fetched ahead" if plan.ahead else ""
     found = _of_server(
         question,
         name,
         plan,
         group,
         Counter({link: round(nbytes) for link, nbytes in plan.moved_bytes.items()}),
-        f"{setting}{len(plan.packs)} packs, dealt to the devices in turn",
+        f"{setting}{len(plan.packs)} packs, dealt to the devices in turn{ahead}",
         f"torchrun --nproc-per-node {plan.devices} train.py: {_pipeline(name)}",
         copies=1,
     )
@@ -228,6 +229,7 @@ def harmony_pp(question: Question, name: str) -> Strategy:
         plan.micro_batch,
         plan.peak_bytes,
         swapped=True,
+        ahead=plan.ahead,
     )
     return replace(found, stages=stages)
 

@@ -10,7 +10,7 @@ room.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cotrain_compile.errors import PlacementError
 from cotrain_compile.units import format_bytes
@@ -32,6 +32,51 @@ class TurnBudgets:
     update: int
     held: int
     rests_on_host: bool
+
+    def less(self, beside: Beside) -> TurnBudgets:
+        """What is left for turns that are not alone on the device.
+
+        Raises `PlacementError` where nothing is.
+        """
+        forward, backward = (
+            tuple(room - nbytes for room, nbytes in zip(rooms, others, strict=True))
+            for rooms, others in (
+                (self.forward, beside.forward),
+                (self.backward, beside.backward),
+            )
+        )
+        least = min(*forward, *backward)
+        if least <= 0:
+            most = max(*beside.forward, *beside.backward)
+            raise PlacementError(
+                f"what comes and goes beside a stage takes {format_bytes(most)}, which leaves "
+                "nothing for the stage; cut the model into more stages, take ahead=False, or raise "
+                "memory_budget",
+                shortfall_bytes=1 - least,
+            )
+        return replace(self, forward=forward, backward=backward)
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Bytes of other stages on the device, beside the forwards and the backwards of each stage."""
+
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+
+
+def beside_swapped(param_bytes: Sequence[int], gradient_bytes: Sequence[int]) -> Beside:
+    """Where stages with so many bytes come ahead of their turns.
+
+    Beside forwards are the parameters of the stage after. Backwards come in reverse: beside them
+    are the parameters of the stage before, and the gradients of the stage after. The last stage
+    stays for its backwards, so the one before is next already beside its forwards.
+    """
+    before, after = (0, *param_bytes[:-1]), param_bytes[1:]
+    going = (*gradient_bytes[1:], 0)
+    return Beside(
+        (*after, before[-1]), tuple(n + gone for n, gone in zip(before, going, strict=True))
+    )
 
 
 def turn_budgets(

@@ -18,9 +18,9 @@ from cotrain_compile.dataflow import Role
 from cotrain_compile.errors import DistributeError, OptionError, PlacementError
 from cotrain_compile.machine import Tier
 from cotrain_compile.options import Options
-from cotrain_compile.pipelining.budgets import TurnBudgets, turn_budgets
+from cotrain_compile.pipelining.budgets import TurnBudgets, beside_swapped, turn_budgets
 from cotrain_compile.pipelining.cut import Part
-from cotrain_compile.pipelining.swapped import Swapped, SwappedStage, copier
+from cotrain_compile.pipelining.swapped import Swapped
 from cotrain_compile.sizes import Size
 
 
@@ -58,9 +58,17 @@ class StageMemory:
         at_home = self.swaps is not None or (budgets is not None and budgets.rests_on_host)
         return self._within(None if budgets is None else budgets.update, at_home)
 
-    def swapped(self, part: Part) -> SwappedStage | None:
+    def bring(self, part: Part) -> Callable[[bool], None] | None:
         """What brings the parameters of `part`; None where they are there all the time."""
-        return None if self.swaps is None else self.swaps.stage(part.module)
+        if self.swaps is None:
+            return None
+        swaps, number = self.swaps, self.swaps.add(part.module)
+        return lambda backward: swaps.come(number, backward=backward)
+
+    def begin(self, *, training: bool) -> None:
+        """A step begins: all stages are to come in turn."""
+        if self.swaps is not None:
+            self.swaps.begin(training=training)
 
     def leave(self) -> None:
         """The stage that was swapped in goes home."""
@@ -71,7 +79,7 @@ class StageMemory:
         """Nothing is on the device after it, and what comes and goes is counted from now on."""
         if self.swaps is not None:
             self.swaps.leave()
-            self.swaps.fetched_bytes = self.swaps.sent_bytes = 0
+            self.swaps.count_from_now()
 
     def require_whole(self, part: Part, functions: Sequence[Callable[..., Any]]) -> None:
         """Raise `PlacementError` where a stage that comes as a whole is more than fits."""
@@ -83,10 +91,11 @@ class StageMemory:
             away = {b.name: b.nbytes for b in dataflow.buffers if b.role is Role.PARAM}
             missing = sum(n for name, n in away.items() if homes.get(name) is Tier.HOST)
             if missing:
+                beside = ", and the next one beside it" if self.swaps.ahead else ""
                 raise PlacementError(
                     f"the stage that begins at {part.begins_at or 'the input'} does not fit the "
-                    "device with all of its parameters; cut the model into more stages, or raise "
-                    "memory_budget",
+                    f"device with all of its parameters{beside}; cut the model into more stages, "
+                    "or raise memory_budget",
                     shortfall_bytes=missing,
                 )
 
@@ -108,18 +117,22 @@ def stage_memory(parts: Sequence[Part], plan: StagePlan, options: Mapping[str, A
     where parameters would have to leave a card.
     """
     trained = [[p for p in part.module.parameters() if p.requires_grad] for part in parts]
-    budgets = _budgets(parts, plan, options, [sum(map(_nbytes, own)) for own in trained])
+    trained_bytes = [sum(map(_nbytes, own)) for own in trained]
+    budgets = _budgets(parts, plan, options, trained_bytes)
+    if budgets is not None and plan.ahead:
+        param_bytes = [sum(map(_nbytes, part.module.parameters())) for part in parts]
+        budgets = budgets.less(beside_swapped(param_bytes, trained_bytes))
     rests = plan.swapped or (budgets is not None and budgets.rests_on_host)
-    if rests and any(p.is_cuda for own in trained for p in own):
+    parsed = Options.parse(options)
+    if rests and (parsed.device == "cuda" or any(p.is_cuda for own in trained for p in own)):
         raise DistributeError(
             "stages whose parameters rest on the host between turns run on the emulated device "
             "alone; on cards, raise memory_budget, or spread the model over more ranks"
         )
     if not plan.swapped:
         return StageMemory(options, parts, budgets, None)
-    parsed = Options.parse(options)
     machine = presets.find(parsed.machine) if parsed.throttle else None
-    return StageMemory(options, parts, budgets, Swapped(copier(machine)))
+    return StageMemory(options, parts, budgets, Swapped(machine, ahead=plan.ahead))
 
 
 def _budgets(

@@ -97,6 +97,7 @@ class Pipeline:
         kept = {"losses": found} if any(stage.is_last for stage in self.stages) else {}
         for stage in self.stages:
             stage.failed = None
+        self.memory.begin(training=name == "step")
         try:
             with self._ranks.exchanges(), without_dumps():
                 run(*batch, target=target, return_outputs=False, **kept)
@@ -207,7 +208,7 @@ def _made(
             1.0 / plan.micro_batches,
             memory.of_forward(part),
             memory.of_backward(part),
-            memory.swapped(part),
+            memory.bring(part),
         )
         turns.rehearse(micro_batch, target)
         memory.require_whole(part, turns.functions)

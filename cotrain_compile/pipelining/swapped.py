@@ -1,140 +1,112 @@
-"""Swapped: the parameters of a stage, on the device only while the stage has its turns.
+"""Swapped: the stages of a rank take turns on its device, as in Harmony's pipeline.
 
-As in Harmony's pipeline (Li et al., VLDB 2022) a stage runs all of its micro-batches back to back:
-its parameters come once for its forwards and once for its backwards, and its gradients leave once.
-They rest in the model, on the host. What the turns read are copies, which have memory only in
-between; so no plan of a turn fetches anything, and no two stages of a rank are there at once.
+A stage runs all of its micro-batches back to back (Li et al., VLDB 2022): its parameters come once
+for its forwards and once for its backwards, and its gradients leave once. No plan of a turn fetches
+anything.
+
+Nothing else of the rank is on the device meanwhile; or, with `ahead`, the parameters of the stage
+that comes next, and the gradients of the one before, on their way home until the next one comes.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from collections import deque
 
-import torch
 from torch import nn
 
 from cotrain_compile.machine import Machine, Tier
-from cotrain_compile.runtime.network import sleep_until
-
-# How a copy is made: (to, from, whether it goes to the device).
-Copy = Callable[[torch.Tensor, torch.Tensor, bool], None]
+from cotrain_compile.pipelining.swapped_stage import SwappedStage, Way
 
 
 class Swapped:
-    """The stages of a rank that take turns on its device. At most one of them is `here`."""
+    """The stages of a rank. Copies take what they take on `machine`, where one is given.
 
-    def __init__(self, copy: Copy) -> None:
-        self._copy = copy
-        self.here: SwappedStage | None = None
-        self.fetched_bytes = 0
-        self.sent_bytes = 0
+    `beside_bytes` has what others had on the device in the last turn of each stage, by its number
+    on this rank and by whether the turn had a backward.
+    """
 
-    def stage(self, module: nn.Module) -> SwappedStage:
-        """The stage of `module`, which gets parameters of its own; it is here then."""
-        self.leave()
-        made = SwappedStage(self, module)
-        self.here = made
-        return made
-
-    def leave(self) -> None:
-        """Nothing is on the device after it."""
-        if self.here is not None:
-            self.here.leave()
-            self.here = None
-
-    def fetch(self, to: torch.Tensor, home: torch.Tensor) -> None:
-        self._copy(to, home, True)
-        self.fetched_bytes += home.nbytes
-
-    def send_home(self, home: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Add a gradient to the one that rests at home."""
-        came = torch.empty_like(home)
-        self._copy(came, gradient, False)
-        home.add_(came)
-        self.sent_bytes += gradient.nbytes
-
-
-class SwappedStage:
-    """One stage, whose module has copies of the parameters at home; trained ones have gradients."""
-
-    def __init__(self, rank: Swapped, module: nn.Module) -> None:
-        self._rank = rank
-        self._copies = _with_own_parameters(module)
-        self._is_here = True
-        self._has_gradients = False
-        for _, copy in self._trained:
-            copy.grad = torch.zeros_like(copy)
-            _free(copy.grad)
-
-    def come(self, *, backward: bool) -> None:
-        """The parameters are on the device after it; for a `backward` gradients of zeros as well.
-
-        Others leave first.
-        """
-        if self._rank.here is not self:
-            self._rank.leave()
-            self._rank.here = self
-        with torch.no_grad():
-            if not self._is_here:
-                for home, copy in self._copies:
-                    _allocate(copy)
-                    self._rank.fetch(copy, home)
-            if backward and not self._has_gradients:
-                for _, copy in self._trained:
-                    assert copy.grad is not None  # since it was made
-                    _allocate(copy.grad).zero_()
-        self._is_here = True
-        self._has_gradients = self._has_gradients or backward
-
-    def leave(self) -> None:
-        """Gradients are at home after it, and the device has nothing of this stage."""
-        with torch.no_grad():
-            if self._has_gradients:
-                for home, copy in self._trained:
-                    assert home.grad is not None  # a step attaches them
-                    assert copy.grad is not None
-                    self._rank.send_home(home.grad, copy.grad)
-                    _free(copy.grad)
-            for _, copy in self._copies:
-                _free(copy)
-        self._is_here = self._has_gradients = False
+    def __init__(self, machine: Machine | None, *, ahead: bool) -> None:
+        self.ahead = ahead
+        self._up = Way("swap in", machine, Tier.HOST, Tier.DEVICE)
+        self._down = Way("swap out", machine, Tier.DEVICE, Tier.HOST)
+        self._stages: list[SwappedStage] = []
+        self._to_come: deque[int] = deque()
+        self._here: int | None = None
+        self._going: int | None = None
+        self.beside_bytes: dict[tuple[int, bool], int] = {}
 
     @property
-    def _trained(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
-        return [(home, copy) for home, copy in self._copies if home.requires_grad]
+    def fetched_bytes(self) -> int:
+        """What has come to the device."""
+        return self._up.moved_bytes
 
+    @property
+    def sent_bytes(self) -> int:
+        """What has gone home."""
+        return self._down.moved_bytes
 
-def copier(machine: Machine | None) -> Copy:
-    """What copies; between the spaces of a `machine` in no less time than its links take."""
+    def count_from_now(self) -> None:
+        """Count what comes and goes anew."""
+        self._up.moved_bytes = self._down.moved_bytes = 0
 
-    def copy(to: torch.Tensor, source: torch.Tensor, up: bool) -> None:
-        begins_s = time.perf_counter()
-        to.copy_(source)
-        if machine is not None:
-            ends = (Tier.HOST, Tier.DEVICE) if up else (Tier.DEVICE, Tier.HOST)
-            sleep_until(begins_s + machine.copy_s(source.nbytes, *ends))
+    def add(self, module: nn.Module) -> int:
+        """Another stage, whose `module` gets parameters of its own; its number. It is here then."""
+        self.leave()
+        self._stages.append(SwappedStage(module))
+        self._here = len(self._stages) - 1
+        return self._here
 
-    return copy
+    def begin(self, *, training: bool) -> None:
+        """A step begins, whose stages come in turn and, in a training, in reverse after that."""
+        for stage in self._stages:
+            stage.drop()  # what a step that broke off has left
+        self._here = self._going = None
+        forth = range(len(self._stages))
+        self._to_come = deque((*forth, *(reversed(forth[:-1]) if training else ())))
+        if self.ahead:
+            self._stages[0].fetch(self._up)
 
+    def come(self, number: int, *, backward: bool) -> None:
+        """The stage is here after it, with gradients for a `backward`; the one before leaves."""
+        stage = self._stages[number]
+        if self._here != number:
+            self._let_leave()
+            self._here, after = number, self._after(number)
+            # Where a turn has failed, what was fetched for it is not the stage that comes.
+            for other in {*range(len(self._stages))} - {number, after, self._going}:
+                self._stages[other].drop()
+            stage.fetch(self._up)
+            if self.ahead and after is not None:
+                self._stages[after].fetch(self._up)
+            stage.arrive()
+        if backward:
+            stage.need_gradients()
+        of_all = sum(each.device_bytes for each in self._stages)
+        self.beside_bytes[number, backward] = of_all - stage.device_bytes
 
-def _with_own_parameters(module: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
-    """Give `module` copies of its parameters, one for each that is shared; both, pair by pair."""
-    copies: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
-    for part in module.modules():
-        for name, home in part.named_parameters(recurse=False):
-            if id(home) not in copies:
-                own = nn.Parameter(home.detach().clone(), home.requires_grad)
-                copies[id(home)] = (home, own)
-            setattr(part, name, copies[id(home)][1])
-    return list(copies.values())
+    def leave(self) -> None:
+        """Nothing is on the device after it, and gradients are at home."""
+        self._let_leave()
+        self._await_home()
+        for stage in self._stages:
+            stage.drop()
 
+    def _let_leave(self) -> None:
+        self._await_home()
+        if self._here is not None:
+            self._stages[self._here].leave(self._down)
+            self._here, self._going = None, self._here
+        if not self.ahead:
+            self._await_home()
 
-def _allocate(tensor: torch.Tensor) -> torch.Tensor:
-    storage = tensor.untyped_storage()
-    storage.resize_(tensor.nbytes)
-    return tensor
+    def _await_home(self) -> None:
+        if self._going is not None:
+            self._stages[self._going].await_home()
+            self._going = None
 
-
-def _free(tensor: torch.Tensor) -> None:
-    tensor.untyped_storage().resize_(0)
+    def _after(self, number: int) -> int | None:
+        """The stage that comes after this one; None where it is not this one's time."""
+        while self._to_come:
+            if self._to_come.popleft() == number:
+                return self._to_come[0] if self._to_come else None
+        return None

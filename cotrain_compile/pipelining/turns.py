@@ -21,7 +21,6 @@ from torch import nn
 from cotrain_compile.distribute.ranks import note_exchanges_outside
 from cotrain_compile.pipelining.cut import Part
 from cotrain_compile.pipelining.kept_buffers import kept_buffers
-from cotrain_compile.pipelining.swapped import SwappedStage
 
 _number = itertools.count()
 LossFunction = Callable[[Any, torch.Tensor], torch.Tensor]
@@ -30,8 +29,8 @@ LossFunction = Callable[[Any, torch.Tensor], torch.Tensor]
 class Turns:
     """What a rank calls to run a stage; gradients are added up in `.grad`.
 
-    `share` is the part of a micro-batch in the loss of a step. `swapped` brings the parameters
-    before a turn, where they are not on the device all the time.
+    `share` is the part of a micro-batch in the loss of a step. `bring` is called before a turn,
+    with whether it has a backward, where the parameters are not on the device all the time.
     """
 
     def __init__(
@@ -41,10 +40,10 @@ class Turns:
         share: float,
         forward_options: Mapping[str, Any],
         backward_options: Mapping[str, Any],
-        swapped: SwappedStage | None = None,
+        bring: Callable[[bool], None] | None = None,
     ) -> None:
         self.part = part
-        self._swapped = swapped
+        self._bring = bring
         self._forward = compiled(_forward_of(part), forward_options)
         self._backward = compiled(_backward_of(part), backward_options)
         self._whole = compiled(_whole_of(part, loss_fn, share), backward_options)
@@ -112,8 +111,8 @@ class Turns:
                 self.backward(received, batch, leaves.full(0.0), torch.get_rng_state())
 
     def _come(self, *, backward: bool) -> None:
-        if self._swapped is not None:
-            self._swapped.come(backward=backward)
+        if self._bring is not None:
+            self._bring(backward)
 
     @contextmanager
     def _as_first(self, drawn: torch.Tensor) -> Iterator[None]:

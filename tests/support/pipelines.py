@@ -197,10 +197,14 @@ def judged(rank: int, kind: str, plan: StagePlan) -> list[float]:
 
 @dataclass(frozen=True)
 class Metered:
-    """Of each turn and the update of a rank: planned and metered peak of the device, in bytes."""
+    """Of each turn and the update of a rank: planned and metered peak of the device, in bytes.
+
+    `beside` has the same of what other stages of the rank have there meanwhile.
+    """
 
     trained: Trained
     peaks: list[tuple[int, int]]
+    beside: list[tuple[int, int]]
     homes: set[Tier]
     held: int
     param_bytes: int
@@ -227,12 +231,22 @@ def metered(rank: int, kind: str, plan: StagePlan, budget: int) -> Metered:
     budgets, swaps = run.pipe.memory.budgets, run.pipe.memory.swaps
     assert budgets is not None
     last = run.pipe.stages[-1].turns.part.module.parameters()
-    swapped = (0, 0, 0)
+    swapped, beside = (0, 0, 0), [(0, 0)] * len(peaks)
     if swaps is not None:
         swapped = swaps.fetched_bytes, swaps.sent_bytes, sum(param.nbytes for param in last)
+        beside[:-1] = [
+            (budgets.update - of_turn, swaps.beside_bytes[number, has_backward])
+            for number, stage in enumerate(run.pipe.stages)
+            for has_backward, of_turn in (
+                (False, budgets.forward[number]),
+                (True, budgets.backward[number]),
+            )
+            if has_backward or not stage.is_last
+        ]
     return Metered(
         found,
         peaks,
+        beside,
         homes,
         budgets.held,
         sum(param.numel() * param.element_size() for param in run.model.parameters()),

@@ -105,10 +105,11 @@ def test_stages_train_within_a_budget_in_which_they_do_not_fit(
         assert "a batch of 7 samples, and the plan has 4 micro-batches of 2" in of_rank.told
 
 
-def test_swapped_stages_come_once_for_all_micro_batches(two_ranks: Ranks) -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_swapped_stages_come_once_for_all_micro_batches(two_ranks: Ranks, ahead: bool) -> None:
     """Harmony's pipeline: weights twice a step and gradients once, less what stays in between."""
     budget = 60_000
-    plan = replace(plan_of("resnet", "LoopedBFS", (1, 2, 3)), swapped=True)
+    plan = replace(plan_of("resnet", "LoopedBFS", (1, 2, 3)), swapped=True, ahead=ahead)
     found = two_ranks.run(metered, "resnet", plan, budget)
     check_equal([of_rank.trained for of_rank in found], alone("resnet"))
     for of_rank in found:
@@ -116,10 +117,14 @@ def test_swapped_stages_come_once_for_all_micro_batches(two_ranks: Ranks) -> Non
         assert fetched == STEPS * (2 * of_rank.param_bytes - stays)
         assert sent == STEPS * of_rank.param_bytes
         assert of_rank.held + 4 * of_rank.param_bytes > budget
-        for planned, seen in of_rank.peaks:
-            assert seen == planned <= budget - of_rank.held
-    for told in two_ranks.run(refused, [plan, plan], [42_000, 42_000]):
-        assert "with all of its parameters; cut the model into more stages" in told
+        for (planned, seen), (beside, there) in zip(of_rank.peaks, of_rank.beside, strict=True):
+            assert seen == planned <= budget - of_rank.held - beside
+            assert there == beside
+        assert any(there for _, there in of_rank.beside) == ahead
+    least = 46_000 if ahead else 42_000
+    beside = ", and the next one beside it" if ahead else ""
+    for told in two_ranks.run(refused, [plan, plan], [least, least]):
+        assert f"with all of its parameters{beside}; cut the model into more stages" in told
 
 
 def test_ranks_that_cannot_train_together_are_all_told(two_ranks: Ranks) -> None:

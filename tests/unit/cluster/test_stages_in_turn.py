@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -9,12 +10,14 @@ import pytest
 from cotrain_compile.cluster.harmony_lanes import Server
 from cotrain_compile.cluster.harmony_packs import PackCosts, cut_at_shares
 from cotrain_compile.cluster.profiles import LayerProfile
-from cotrain_compile.cluster.stages_in_turn import Draft, plan_stages_in_turn, simulated
+from cotrain_compile.cluster.stages_in_turn import plan_stages_in_turn, simulated
 from cotrain_compile.cluster.strategies import answer
+from cotrain_compile.cluster.turn_works import Draft
 from cotrain_compile.errors import OptionError, PlacementError
 from tests.support.clusters import a_box, a_model
 
 FREE = Server(2, 10**9, swap_bytes_per_s=1e18, peer_bytes_per_s=1e18)
+SLOW = replace(FREE, swap_bytes_per_s=200.0)  # a second for each stage on each of two devices
 
 
 def four_layers(nbytes: int = 100) -> LayerProfile:
@@ -22,10 +25,12 @@ def four_layers(nbytes: int = 100) -> LayerProfile:
     return a_model([nbytes] * 4, None)
 
 
-def draft(profile: LayerProfile, server: Server, micro_batches: int = 2) -> Draft:
+def draft(
+    profile: LayerProfile, server: Server, micro_batches: int = 2, *, ahead: bool = False
+) -> Draft:
     packs = cut_at_shares([1.0] * 4, 4)
     assert packs is not None
-    return Draft(PackCosts(profile), server, packs, 1, micro_batches)
+    return Draft(PackCosts(profile), server, packs, 1, micro_batches, ahead)
 
 
 def test_a_step_takes_what_it_does_by_hand() -> None:
@@ -50,10 +55,62 @@ def test_parameters_come_twice_at_most_and_take_their_time() -> None:
         "devices to host": 400,
         "between devices of a machine": 2 * 2 * 3 * 10,
     }
-    slow = replace(FREE, swap_bytes_per_s=200.0)  # a second for each stage on each of two devices
     # Forwards are at 3, 5, 7, with the loss at 13. Stages 3 and 2 are there; device 0 runs stage 2
-    # until 19 and sends its gradients until 20; stage 1 comes at 17, stage 0 at 21 and goes at 28.
-    assert simulated(draft(profile, slow)).step_s == pytest.approx(28)
+    # until 19, whose first gradient lets stage 3 go at 16 and stage 1 come until 18; the first of
+    # stage 1, at 21, lets stage 2 go and stage 0 come until 23. It goes from 29 on.
+    assert simulated(draft(profile, SLOW)).step_s == pytest.approx(30)
+
+
+def test_what_is_fetched_ahead_comes_beside_the_stage_before() -> None:
+    profile = four_layers()
+    ahead = draft(profile, SLOW, ahead=True)
+    # All of it is hidden but the first second, and the last.
+    assert simulated(ahead).step_s == pytest.approx(1 + 21 + 1)
+    assert simulated(ahead).moved_bytes == simulated(draft(profile, SLOW)).moved_bytes
+    # The fullest stays: stage 2 backward, beside parameters of stage 0; those of the loss, and of
+    # stage 1 backward, beside parameters of stage 1 and gradients of stage 3.
+    alone = draft(profile, SLOW).peak_bytes
+    assert ahead.peak_bytes == (alone[0] + 100, alone[1] + 100)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("devices", [1, 2, 3])
+def test_no_device_ever_holds_more_than_the_plan_says(devices: int, ahead: bool) -> None:
+    """Replayed from the spans alone, whatever copies take."""
+    for seed in range(8):
+        rng = random.Random(seed)
+        profile = a_model([rng.randrange(50, 500) for _ in range(6)], None)
+        packs = cut_at_shares([1.0] * 6, 6)
+        assert packs is not None
+        server = replace(FREE, devices=devices, swap_bytes_per_s=rng.choice((20.0, 400.0, 1e9)))
+        found = Draft(PackCosts(profile), server, packs, 1, rng.randrange(1, 4), ahead)
+        for device in range(devices):
+            assert most_at_once(found, device) <= found.peak_bytes[device]
+
+
+def most_at_once(draft: Draft, device: int) -> float:
+    """What enters and leaves, and the most of all else that is there at one time."""
+    costs, own = draft.costs, draft.packs_of(device)
+    spans = {span.name: span for span in simulated(draft).timeline.spans}
+    parameters: dict[str, tuple[float, float, float]] = {}  # from, to, bytes
+    others: list[tuple[float, float, float]] = []
+    for stay in draft.stays(device):
+        pack = draft.packs[stay.k]
+        nbytes, of_turn = costs.weight_bytes(pack), costs.forward_peak_bytes(1, pack)
+        turns = [spans[stay.turn(i)] for i in stay.order(draft.micro_batches)]
+        came = spans[replace(stay, again=stay.again and stay.k != own[-1]).parameters]
+        parameters[came.name] = came.start_s, turns[-1].end_s, nbytes
+        if stay.backward:
+            of_turn = costs.backward_peak_bytes(1, pack) - nbytes
+            others.append((turns[0].start_s, spans[stay.gradients].end_s, nbytes))
+        others += [(turn.start_s, turn.end_s, of_turn - nbytes) for turn in turns]
+    held = [*parameters.values(), *others]
+    inputs = [layer for k in own for layer in (draft.packs[k].first, draft.packs[k].last) if layer]
+    ends = 2 * draft.micro_batches * sum(costs.input_bytes(1, layer) for layer in inputs)
+    starts = [start_s for start_s, _, _ in held]
+    return ends + max(
+        sum(nbytes for begin_s, end_s, nbytes in held if begin_s <= at_s < end_s) for at_s in starts
+    )
 
 
 def test_what_does_not_fit_is_told_and_smaller_stages_are_found() -> None:
@@ -70,14 +127,16 @@ def test_what_does_not_fit_is_told_and_smaller_stages_are_found() -> None:
 def test_no_number_of_stages_is_faster() -> None:
     """Of layers that are dear in turn, where to fetch them takes as long as to run them."""
     profile = a_model([100, 300] * 4, None)
+    costs = PackCosts(profile)
     server = replace(FREE, cap_bytes=2100, swap_bytes_per_s=200.0)
     tried = [
         simulated(one).step_s
         for each in (1, 2, 4)
         for count in (2, 4, 6, 8)
+        for ahead in (False, True)
         for weights in ([1.0] * 8, [1.0, 3.0] * 4)
         if (packs := cut_at_shares(weights, count))
-        and max((one := Draft(PackCosts(profile), server, packs, each, 4 // each)).peak_bytes)
+        and max((one := Draft(costs, server, packs, each, 4 // each, ahead)).peak_bytes)
         <= server.cap_bytes
     ]
     found = plan_stages_in_turn(profile, server, 4)
@@ -85,11 +144,15 @@ def test_no_number_of_stages_is_faster() -> None:
     assert found.bound_s <= found.step_s == pytest.approx(found.timeline.makespan_s)
 
 
-def test_the_answer_has_the_stages_that_a_pipeline_takes() -> None:
-    (found,) = answer(four_layers(10**6), a_box(2, 1e9, 2_100_000), 4, ("harmony-pp",)).strategies
+@pytest.mark.parametrize(("capacity", "ahead"), [(2_100_000, False), (3_100_000, True)])
+def test_the_answer_has_the_stages_that_a_pipeline_takes(capacity: int, ahead: bool) -> None:
+    (found,) = answer(four_layers(10**6), a_box(2, 1e9, capacity), 4, ("harmony-pp",)).strategies
     assert found.stages is not None
     assert found.stages.swapped
+    assert found.stages.ahead == ahead
     assert found.stages.schedule == "LoopedBFS"
     assert found.stages.split_points == ("layers.1", "layers.2", "layers.3")
     assert found.stages.samples == 4
+    with pytest.raises(OptionError, match=r"LoopedBFS .* not Interleaved1F1B"):
+        replace(found.stages, schedule="Interleaved1F1B", ahead=True)
     assert found.stages.peak_bytes == found.peak_bytes
