@@ -51,7 +51,7 @@ from cotrain_compile.plan import Placement, Plan
 FRACTIONS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 # Of the time for a plan, what is for the relaxation, and for the search among values to be made
 # again.
-LEVELS_SHARE = 0.5
+LEVELS_SHARE = 0.7
 # Parts of the device's memory that plans are looked for in besides.
 LESS = (0.9, 0.8)
 # Of what is left, how long to wait for the bound before the programs: it may spare them.
