@@ -222,7 +222,7 @@ def _behind(one: Mapping[str, Any], best_s: float | None) -> str:
 
 def _as_run(one: Mapping[str, Any], best_s: float | None) -> str:
     if one["fits"] is False:
-        least = one["reason"].partition(" on the smallest device")[0]
+        least = one["reason"].partition(" on the ")[0]
         return f"({one['name']}: {least})" if least.startswith("needs") else f"({one['name']})"
     if one["step_s"] is None or best_s is None:
         return ""

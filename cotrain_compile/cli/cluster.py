@@ -20,7 +20,7 @@ from cotrain_compile.cluster.profiles import LayerProfile
 from cotrain_compile.cluster.strategy import Answer
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import OptionError
-from cotrain_compile.viz.strategies import cells, headings, sentence
+from cotrain_compile.viz.strategies import HOW_TO_READ, cells, details, headings, title, verdict
 
 if TYPE_CHECKING:
     from cotrain_compile.cluster.rank_plan import NoRankPlan, RankPlan
@@ -33,7 +33,7 @@ def cluster(
     file: Annotated[
         Path, typer.Argument(help="Layer profile, or step.json traced with --dynamic.")
     ],
-    cluster: Annotated[str, typer.Option(help="Preset or cluster.json.")],
+    cluster: Annotated[str, typer.Option(help="Preset, as 8xh100, or cluster.json.")],
     samples: Annotated[int, typer.Option(min=1, help="Of a step, over all devices.")] = 32,
     strategies: Annotated[
         str | None, typer.Option(help="A few in place of all, as replicate,shard.")
@@ -121,6 +121,7 @@ def _planned(
 
 def print_answer(found: Answer) -> None:
     """The table of all strategies, then what is said of each, then what is assumed."""
+    console.print(_filled(title(found)))
     console.print(_table(found), soft_wrap=False)
     for line in _lines(found):
         console.print(line)
@@ -145,8 +146,9 @@ def _lines(found: Answer) -> Iterator[str]:
         yield _filled(found.why_none)
         yield ""
     for strategy in found.strategies:
-        text = f"{strategy.name}: {sentence(strategy, found)}"
-        yield _filled(text)
+        yield _filled(f"{strategy.name}: {verdict(strategy, found)}")
+        for detail in details(strategy):
+            yield _filled(detail, initial_indent="  ", subsequent_indent="    ")
     yield ""
-    for assumed in found.assumed:
+    for assumed in (HOW_TO_READ, *found.assumed):
         yield _filled(f"- {assumed}")

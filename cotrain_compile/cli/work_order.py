@@ -35,7 +35,10 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
         "solve step.json --memory-budget 16GiB --memory-budget 20GiB -o plan.json",
     ),
     "sweep": ("sweep step.json --machine rtx4090 --machine h100 -o sweep",),
-    "cluster": ("cluster profile.json --cluster cluster.json --samples 64 --json",),
+    "cluster": (
+        "cluster step.json --cluster 8xh100 --samples 64 -o cluster-plan.json",
+        "cluster profile.json --cluster cluster.json --samples 64 --json",
+    ),
     "options": ("options", "options --json > options.schema.json"),
     "show": (
         "show plan.json --html report.html",

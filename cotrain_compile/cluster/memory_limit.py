@@ -1,7 +1,7 @@
 """Memory limit: what a model takes of a cluster's memory at least, whatever the strategy.
 
 In: a `Question`. Out: the `Memory` that it is about, and of a strategy that does not fit what its
-parts alone are short of. No torch.
+parts alone are short of, or that smaller pieces may fit. No torch.
 
 Parameters, gradients and optimizer states rest somewhere, each once: an update waits for all
 gradients, as one that clips them does, and micro-batches add them up in their parameter's type.
@@ -16,6 +16,9 @@ from cotrain_compile.cluster.strategy import Memory, Question
 from cotrain_compile.cluster.subsets import first_devices
 from cotrain_compile.units import format_bytes
 
+_BY_TENSOR = (
+    "that is by whole layers: --rank-plan says of a traced step whether tensor by tensor fits"
+)
 _RESTS = "parameters, gradients and optimizer states"
 
 
@@ -42,7 +45,10 @@ def memory_of(question: Question) -> Memory:
 
 def parts_missing(question: Question, name: str) -> str:
     """What the parts in which strategy `name` has the model are short of, at rest alone; "" where
-    they are not, or it has it in no such parts."""
+    they are not, or it has it in no such parts.
+
+    A rank whose parts are not may be planned tensor by tensor (`rank_plan`).
+    """
     if name in ("replicate", "byteps", "shard"):
         return _of_ranks(question, name)
     if name.startswith("pipeline"):
@@ -64,7 +70,7 @@ def _of_ranks(question: Question, name: str) -> str:
         found.append((own - room, count, own, room))
     missing, count, own, room = min(found)
     if missing <= 0:
-        return ""
+        return "" if name == "byteps" else _BY_TENSOR
     what = f"one of {count} equal parts of" if name == "shard" and count > 1 else "a copy of"
     return (
         f"{what} {_RESTS} is {format_bytes(own)}, and the smallest device with its share of the "

@@ -164,10 +164,16 @@ def _nothing_fits(
     peaks = layer_peaks(profile, 1, recompute=True)
     problem = StageProblem(peaks, devices.capacity_bytes, order, samples)
     all_away = relieved(problem, profile, BOTH) if devices.hosts else problem
-    try:
-        stages = all_away.require_fit(cut_stages(all_away))
-    except PlacementError as error:
-        return error
+    stages = cut_stages(all_away)
+    if not all_away.fits(stages):
+        peaks_and_rooms = zip(stages.peak_bytes, devices.capacity_bytes, strict=True)
+        missing = max(peak - room for peak, room in peaks_and_rooms)
+        away = ", optimizer states and kept values on hosts" if devices.hosts else ""
+        return PlacementError(
+            f"needs {format_bytes(missing)} more on the fullest device, one sample at a time, "
+            f"layers that run again{away}; take more or larger devices",
+            shortfall_bytes=missing,
+        )
     missing = placed(problem, profile, devices, stages, BOTH).missing_bytes
     return PlacementError(
         f"a host needs {format_bytes(missing)} more for the optimizer states and kept values that "

@@ -101,7 +101,8 @@ class NoRankPlan:
 def plan_answered_rank(
     found: Answer, step: Dataflow, cluster: Cluster, symbols: Sequence[str] = ()
 ) -> RankPlan | NoRankPlan:
-    """A rank of the first strategy of `found` that can be planned, on as many devices as that has.
+    """A rank of the first strategy of `found` that can be planned, on as many devices as that has,
+    or, where it does not fit there, on the most that share the samples evenly.
 
     Raises:
         OptionError: there is none, or as `plan_rank`.
@@ -113,10 +114,14 @@ def plan_answered_rank(
             f"a rank of {asked} is planned by no solver; ask for {' or '.join(PLANNED)} too"
         )
     row = rows[0]
+    devices = row.devices
+    if row.fits is False:  # its devices are those that leave least missing by whole units
+        shared = range(1, len(cluster.devices) + 1)
+        devices = max(count for count in shared if found.samples % count == 0)
     try:
-        rank = plan_rank(step, cluster, row.name, row.devices, found.samples, symbols)
+        rank = plan_rank(step, cluster, row.name, devices, found.samples, symbols)
     except PlacementError as error:
-        return NoRankPlan(row.name, row.devices, str(error))
+        return NoRankPlan(row.name, devices, str(error))
     return replace(rank, by_units_s=None if row.fits is False else row.step_s)
 
 

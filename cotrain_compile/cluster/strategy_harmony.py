@@ -15,7 +15,7 @@ from typing import TypeVar
 from cotrain_compile.cluster.description import MachineGroup
 from cotrain_compile.cluster.harmony import HarmonyPlan, plan_harmony
 from cotrain_compile.cluster.harmony_server import server_of
-from cotrain_compile.cluster.harmony_tasks import Layout
+from cotrain_compile.cluster.harmony_tasks import HarmonyChoice, Layout
 from cotrain_compile.cluster.stages_in_turn import TurnsPlan, plan_stages_in_turn
 from cotrain_compile.cluster.strategy import Published, Question
 from cotrain_compile.cluster.subsets import first_of_machine
@@ -53,8 +53,15 @@ def as_published(question: Question, layout: Layout) -> Published | None:
         plan.bound_s,
         plan.peak_bytes,
         f"micro-batches of {choice.forward_samples} forward, {choice.backward_samples} backward, "
-        f"{len(choice.forward_packs)} and {len(choice.backward_packs)} packs",
+        f"{packs_in_words(choice)}",
     )
+
+
+def packs_in_words(choice: HarmonyChoice) -> str:
+    """How many packs there are in either pass."""
+    forward, backward = len(choice.forward_packs), len(choice.backward_packs)
+    packs = "1 pack" if forward == 1 else f"{forward} packs"
+    return f"{packs} forward, {backward} backward, the last with its forward"
 
 
 def _as_published(

@@ -30,7 +30,11 @@ from cotrain_compile.cluster.stages import PipelineOrder
 from cotrain_compile.cluster.stages_in_turn import TurnsPlan
 from cotrain_compile.cluster.strategy import NOT_RUN, Question, Strategy
 from cotrain_compile.cluster.strategy_burst import BurstPlan, plan_burst
-from cotrain_compile.cluster.strategy_harmony import replicas_by_layer, stages_by_turns
+from cotrain_compile.cluster.strategy_harmony import (
+    packs_in_words,
+    replicas_by_layer,
+    stages_by_turns,
+)
 from cotrain_compile.cluster.subsets import first_devices
 from cotrain_compile.plan import Timeline
 from cotrain_compile.units import format_bytes
@@ -38,6 +42,7 @@ from cotrain_compile.units import format_bytes
 NO_PEAKS = "the profile knows no peaks, so nobody knows whether it fits"
 TO_HOSTS = ("host to devices", "devices to host")
 COMPILED = 'its step compiled with backend="cotrain"'
+_SAVED = "the answer that -o saves"
 
 
 def replicate(question: Question, name: str) -> Strategy:
@@ -178,7 +183,7 @@ def pipeline(question: Question, name: str) -> Strategy:
 
 
 def _pipeline(name: str) -> str:
-    return f'the model and the saved answer in cotrain_compile.pipeline, with strategy="{name}"'
+    return f'the model and {_SAVED} in cotrain_compile.pipeline, with strategy="{name}"'
 
 
 def harmony_dp(question: Question, name: str) -> Strategy:
@@ -198,7 +203,7 @@ def harmony_dp(question: Question, name: str) -> Strategy:
         group,
         moved,
         f"{_micro_batches(count, choice.backward_samples, recompute=False)}, "
-        f"{len(choice.forward_packs)} and {len(choice.backward_packs)} packs",
+        f"{packs_in_words(choice)}",
         f"{script}, {COMPILED}{option}",
         copies=n,
     )
@@ -284,7 +289,7 @@ def burst(question: Question, name: str) -> Strategy:
     if not question.profile.is_chain:
         run = f"{NOT_RUN} for a model with branches"
         return _all_alike(question, name, plan, plan.traffic, busiest, setting, run)
-    run = f"{launch(question.cluster, plan.devices)}: the model and the saved answer in "
+    run = f"{launch(question.cluster, plan.devices)}: the model and {_SAVED} in "
     run += "cotrain_compile.burst"
     found = _all_alike(question, name, plan, plan.traffic, busiest, setting, run)
     return replace(found, widths=plan.widths)
@@ -346,8 +351,8 @@ def _micro_batches(count: int, each: int, recompute: bool) -> str:
 def _on_hosts(away: Sequence[StageAway]) -> str:
     """What of a pipeline rests on hosts."""
     states, kept = sum(each.states for each in away), sum(each.kept for each in away)
-    said = [f"states of {states} layers"] if states else []
-    said += [f"kept values of {kept} stages"] if kept else []
+    said = [f"states of {states} layer{'s' * (states > 1)}"] if states else []
+    said += [f"kept values of {kept} stage{'s' * (kept > 1)}"] if kept else []
     return f"on the host {' and '.join(said)}" if said else ""
 
 

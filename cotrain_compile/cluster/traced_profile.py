@@ -44,10 +44,12 @@ def profile_of_step(
 ) -> LayerProfile:
     """The layers of `step` on a device of `machine`, for every number of samples in a micro-batch.
 
-    `symbols` are the dimensions that count the samples, one for each tensor of the batch; they need
-    not be given where the step has one alone. Others keep the values of `step`, where a sequence
-    may have its length. Raises OptionError where there are no such symbols.
+    `symbols` are the dimensions that count the samples, one for each tensor of the batch; where
+    none are given, those of the first dimension of all tensors, if no other one has its size.
+    Others keep the values of `step`, where a sequence may have its length. Raises OptionError where
+    there are no such symbols.
     """
+    taken = () if symbols else (f"The samples are counted by {', '.join(sample_symbols(step))}.",)
     symbols = sample_symbols(step, symbols)
     split = _Split(step)
     sizes = sorted(set(samples))
@@ -82,20 +84,19 @@ def profile_of_step(
             for i, params in enumerate(split.params)
         ),
         source=f"traced step {step.fingerprint[:12]}, roofline of {machine.name}",
-        assumed=("Seconds are those of a roofline; nothing was run.",),
+        assumed=("Seconds are those of a roofline; nothing was run.", *taken),
         tokens_per_sample=tokens_per_sample,
     )
 
 
-def sample_symbols(step: Dataflow, symbols: Sequence[str]) -> Sequence[str]:
-    """The symbols that count the samples: those given, or the only one that there is."""
+def sample_symbols(step: Dataflow, symbols: Sequence[str] = ()) -> Sequence[str]:
+    """The symbols that count the samples: those given, or what the batch was traced with."""
     if not step.symbols:
         raise OptionError(
             "the step has fixed sizes, so nobody knows it at another batch; trace it with "
             "`cotrain-compile trace --dynamic`"
         )
-    if not symbols and len(step.symbols) == 1:
-        return tuple(step.symbols)
+    symbols = symbols or _leading_symbols(step)
     if not symbols or not set(symbols) <= step.symbols.keys():
         known = ", ".join(f"{name} (now {value})" for name, value in sorted(step.symbols.items()))
         raise OptionError(
@@ -103,6 +104,20 @@ def sample_symbols(step: Dataflow, symbols: Sequence[str]) -> Sequence[str]:
             f"of the batch, of {known}"
         )
     return symbols
+
+
+def _leading_symbols(step: Dataflow) -> Sequence[str]:
+    """The only one, or those with the size of the batch's first dimension, if that is told apart.
+
+    It is where all tensors begin with it and no other dimension of them has that size.
+    """
+    if len(step.symbols) == 1:
+        return tuple(step.symbols)
+    shapes = [shape for shape in step.job.batch.values() if shape]
+    first = {shape[0] for shape in shapes}
+    if len(first) != 1 or first & {size for shape in shapes for size in shape[1:]}:
+        return ()
+    return tuple(sorted(name for name, size in step.symbols.items() if size in first))
 
 
 def _module_of(ops: Sequence[Op], layers: Sequence[str], otherwise: str) -> str:

@@ -32,16 +32,35 @@ def cells(strategy: Strategy) -> Iterator[str]:
     yield {True: "yes", False: "no", None: unknown}[strategy.fits]
 
 
-def sentence(strategy: Strategy, found: Answer) -> str:
-    """What was chosen, why it is not the best, and how to run it."""
+HOW_TO_READ = (
+    "Simulated; nothing was run. At least: what no timing of the same works can beat. The peak is "
+    "that of the fullest device, traffic is of all devices together."
+)
+
+
+def title(found: Answer) -> str:
+    """What was asked."""
+    return f"{found.profile} on {found.cluster}, {found.samples} samples a step"
+
+
+def verdict(strategy: Strategy, found: Answer) -> str:
+    """That it is the best, or why another one is."""
     why = strategy.loses or ("the best" if strategy is found.best else strategy.reason)
     if strategy.step_s is not None and strategy.reason and strategy.reason not in why:
         why += f"; {strategy.reason}"
+    return why
+
+
+def details(strategy: Strategy) -> Iterator[str]:
+    """What was chosen, how to run it where it may fit, and its authors' schedule."""
     rests = f"{format_bytes(strategy.host_bytes)} on hosts" if strategy.host_bytes else ""
-    parts = [strategy.setting, rests, why]
-    parts += [f"run: {strategy.run}"] if strategy.step_s is not None else []
-    parts += [_as_published(strategy.published)] if strategy.published else []
-    return "; ".join(part for part in parts if part)
+    chosen = "; ".join(filter(None, (strategy.setting, rests)))
+    if chosen:
+        yield chosen
+    if strategy.step_s is not None and strategy.fits is not False:
+        yield f"run: {strategy.run}"
+    if strategy.published:
+        yield _as_published(strategy.published)
 
 
 def _as_published(plan: Published) -> str:
@@ -55,8 +74,7 @@ def _as_published(plan: Published) -> str:
 def specify_strategies(found: Answer) -> Specification:
     """A panel for each strategy that has a timeline, all on one axis."""
     panels = (_panel(one, one.timeline) for one in found.strategies if one.timeline is not None)
-    samples = f"{found.samples} samples a step"
-    return Specification(f"{found.profile} on {found.cluster}, {samples}", tuple(panels), {})
+    return Specification(title(found), tuple(panels), {})
 
 
 def _panel(strategy: Strategy, timeline: Timeline) -> Panel:

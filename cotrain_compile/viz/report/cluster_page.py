@@ -23,7 +23,14 @@ from cotrain_compile.files import write_whole
 from cotrain_compile.units import format_bytes, format_seconds
 from cotrain_compile.viz.kinds import COLOURS, css_property, palettes_css
 from cotrain_compile.viz.report.charts import lanes_chart, time_axis
-from cotrain_compile.viz.strategies import cells, headings, sentence, specify_strategies
+from cotrain_compile.viz.strategies import (
+    HOW_TO_READ,
+    cells,
+    details,
+    headings,
+    specify_strategies,
+    verdict,
+)
 
 
 @dataclass(frozen=True)
@@ -65,7 +72,8 @@ def cluster_html(found: Answer, profile: LayerProfile) -> str:
         heading=drawn.heading,
         headings=headings(found),
         rows=[tuple(cells(one)) for one in found.strategies],
-        sentences={one.name: sentence(one, found) for one in found.strategies},
+        how_to_read=HOW_TO_READ,
+        said={one.name: (verdict(one, found), *details(one)) for one in found.strategies},
         pictures=_pictures(found, layers),
         layers=layers,
         panels=drawn.panels,

@@ -34,11 +34,12 @@ def test_the_table_names_every_strategy_and_fits_a_terminal(small: list[str]) ->
     assert result.exit_code == 0
     lines = result.output.splitlines()
     assert max(map(len, lines)) <= 100
-    assert lines[0].split() == [
+    assert lines[0] == "small on box, 4 samples a step"
+    assert lines[1].split() == [
         *("step", "at", "least", "peak", "devices", "traffic", "samples/s", "fits")
     ]
-    best = lines[1].split()[0]
-    assert any(line.startswith(f"{best}: ") for line in lines)
+    best = lines[2].split()[0]
+    assert f"{best}: the best" in lines
     assert "within one machine keep NCCL" in " ".join(result.output.split())
     told = " ".join(result.output.split())
     for name in ("pipeline-gpipe", "pipeline-1f1b", "harmony-pp"):
@@ -139,9 +140,11 @@ def test_a_traced_step_is_taken_as_on_the_first_device(small: list[str], tmp_pat
     given += ["--json", "--tokens-per-sample", "8"]
     result = CliRunner().invoke(app, [*given, "--batch-symbols", "s0"])
     assert result.exit_code == 0
-    (replicate,) = json.loads(result.output)["strategies"]
+    (replicate,) = told = json.loads(result.output)["strategies"]
     assert replicate["tokens_per_s"] == pytest.approx(8 * replicate["samples_per_s"])
-    assert CliRunner().invoke(app, given).output == result.output  # it has that symbol alone
+    without = json.loads(CliRunner().invoke(app, given).output)
+    assert without["strategies"] == told  # it has that symbol alone
+    assert "The samples are counted by s0." in without["assumed"]
     wrong = CliRunner().invoke(app, [*given, "--batch-symbols", "q"])
     assert "q given for the samples" in str(wrong.exception)
 

@@ -213,7 +213,7 @@ def test_machines_of_a_cluster_are_joined_by_their_network_cards() -> None:
 
 
 def test_what_cannot_be_a_pipeline_is_refused() -> None:
-    with pytest.raises(PlacementError, match="device 0 of 3 would need 200 B and has 100 B"):
+    with pytest.raises(PlacementError, match="needs 100 B more on the fullest device"):
         plan_pipeline(MODEL, a_row(3, 100), PipelineOrder.ONE_F_ONE_B, 8)
     with pytest.raises(OptionError, match="at least one sample"):
         plan_pipeline(MODEL, a_row(3, 100), PipelineOrder.GPIPE, 0)

@@ -10,10 +10,11 @@ from dataclasses import replace
 import pytest
 
 from cotrain_compile.cluster.profiles import BATCH
-from cotrain_compile.cluster.traced_profile import profile_of_step
+from cotrain_compile.cluster.traced_profile import profile_of_step, sample_symbols
 from cotrain_compile.dataflow import (
     Buffer,
     Dataflow,
+    Job,
     Op,
     Phase,
     Role,
@@ -147,11 +148,34 @@ def test_a_traced_profile_is_saved_as_any_other() -> None:
 def test_the_samples_of_several_tensors_are_one_number() -> None:
     apart = replace(step(), symbols={"s0": 1, "s1": 7})
     profile = profile_of_step("net", apart, MACHINE, ["s0", "s1"])
-    assert profile == replace(profile_of_step("net", step(), MACHINE))
+    assert profile == profile_of_step("net", step(), MACHINE, ["s0"])
     with pytest.raises(OptionError, match=r"no symbol given.*s0 \(now 1\), s1 \(now 7\)"):
         profile_of_step("net", apart, MACHINE)
     with pytest.raises(OptionError, match="s2 given for the samples"):
         profile_of_step("net", apart, MACHINE, ["s2"])
+
+
+@pytest.mark.parametrize(
+    ("shapes", "counted"),
+    [
+        ([(4, 16), (4,)], ["s0", "s1"]),
+        ([(4, 4)], []),  # the other dimension has that size too
+        ([(4, 16), (2,)], []),  # the tensors begin with different sizes
+        ([()], []),
+    ],
+)
+def test_samples_are_counted_by_what_the_batch_begins_with_if_that_is_told_apart(
+    shapes: list[tuple[int, ...]], counted: list[str]
+) -> None:
+    batch = {str(i): shape for i, shape in enumerate(shapes)}
+    apart = replace(step(), symbols={"s0": 4, "s1": 4, "s2": 16}, job=Job(batch=batch))
+    if counted:
+        assert list(sample_symbols(apart)) == counted
+        assert "counted by s0, s1" in profile_of_step("net", apart, MACHINE).assumed[1]
+        assert list(sample_symbols(apart, ["s2"])) == ["s2"]
+    else:
+        with pytest.raises(OptionError, match="no symbol given for the samples"):
+            sample_symbols(apart)
 
 
 def test_a_step_of_fixed_sizes_is_refused() -> None:
