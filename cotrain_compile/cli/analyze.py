@@ -17,7 +17,7 @@ def analyze(
     file: StepFile,
     machine: MachineName = presets.THIS_MACHINE,
     memory_budget: Annotated[
-        str, typer.Option(help='Device memory: bytes, "20GiB" or "80%".')
+        str, typer.Option(help='Device memory to fit into: bytes, "20GiB" or "80%".')
     ] = "100%",
     as_json: Json = False,
 ) -> None:

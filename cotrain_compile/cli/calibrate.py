@@ -14,15 +14,15 @@ from cotrain_compile.viz.text.describe import describe_machine
 
 
 def calibrate(
-    output: Annotated[Path, typer.Option("--output", "-o", help="File to write.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The machine.json to write.")],
     device: Annotated[
-        options.Device, typer.Option(help="What to measure; cpu is the emulated device.")
+        options.Device, typer.Option(help="The device to measure; cpu is the emulated one.")
     ] = "cpu",
     as_json: Json = False,
 ) -> None:
     """Measure this computer, for better predictions: options={"machine": "machine.json"}.
 
-    Started by torchrun, also what the ranks reach when they exchange data.
+    Under torchrun it also measures how fast the ranks exchange data.
     """
     from cotrain_compile.runtime.calibrate.calibrate import calibrate as measure
     from cotrain_compile.runtime.calibrate.network_bench import ranks_of_torchrun

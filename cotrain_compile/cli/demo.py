@@ -12,22 +12,25 @@ from cotrain_compile.cli.terminal import Json, console, keep_stdout_for, print_j
 
 
 def demo(
-    steps: Annotated[int, typer.Option(min=1, help="Steps to train in all.")] = 40,
-    output: Annotated[Path, typer.Option(help="Folder for what the demo leaves.")] = Path(
-        "demo-output"
-    ),
+    steps: Annotated[int, typer.Option(min=1, help="How many steps to train.")] = 40,
+    output: Annotated[Path, typer.Option(help="The folder to write.")] = Path("demo-output"),
     budget: Annotated[
-        str, typer.Option(help='Device memory: bytes, "32MiB", or "5%" of the device.')
+        str, typer.Option(help='Device memory to keep to: bytes, "32MiB", or "5%" of the device.')
     ] = "32MiB",
     machine: Annotated[
-        str, typer.Option(help="Preset or machine.json to plan for; else this computer, measured.")
+        str,
+        typer.Option(
+            help="Plan for this preset or machine.json instead of measuring this computer."
+        ),
     ] = "",
-    resume: Annotated[bool, typer.Option("--resume", help="Go on where Ctrl-C stopped.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue a demo that Ctrl-C stopped.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Train a small GPT on Python's own sources in less memory than the step needs.
 
-    Started by torchrun, several processes train it together.
+    Under torchrun, several processes train it together.
     """
     from cotrain_compile.demo.run import run
     from cotrain_compile.demo.settings import Settings

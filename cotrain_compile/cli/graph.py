@@ -28,16 +28,21 @@ class Level(StrEnum):
 
 def graph(
     file: StepFile,
-    plan: Annotated[Path | None, typer.Option(help="Draw the step as this plan places it.")] = None,
-    level: Annotated[Level, typer.Option(help="What a box is.")] = Level.LAYER,
+    plan: Annotated[
+        Path | None, typer.Option(help="Draw the step as this plan.json places it.")
+    ] = None,
+    level: Annotated[
+        Level, typer.Option(help="Whether a box is a phase of the model, a layer or an op.")
+    ] = Level.LAYER,
     layer: Annotated[
-        str, typer.Option(help="Open this layer, as model.layers.3; at level op, all its ops.")
+        str, typer.Option(help="Open this layer, as model.layers.3; at level op, show all its ops.")
     ] = "",
     boxes: Annotated[
-        int, typer.Option(min=1, help="Fold until there are no more, at level layer.")
+        int, typer.Option(min=1, help="Fold layers until there are at most so many boxes.")
     ] = MOST_BOXES,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="A .txt, .dot or .svg; else printed.")
+        Path | None,
+        typer.Option("--output", "-o", help="The .txt, .dot or .svg to write. [default: print it]"),
     ] = None,
     as_json: Json = False,
 ) -> None:

@@ -50,23 +50,27 @@ _READERS: Mapping[str, Callable[[Path], object]] = {
 
 def show(
     file: Annotated[
-        Path, typer.Argument(help="plan.json, step.json, machine.json, cluster-plan.json.")
+        Path, typer.Argument(help="A plan.json, step.json, machine.json or cluster-plan.json.")
     ],
     timeline: Annotated[
-        Path | None, typer.Option(help="Also draw the timeline of a plan into this PNG.")
+        Path | None, typer.Option(help="Also draw the timeline of a plan into this PNG file.")
     ] = None,
     html: Annotated[
-        Path | None, typer.Option(help="Also write the report of a plan, one HTML page.")
+        Path | None, typer.Option(help="Also write the report of a plan into this HTML file.")
     ] = None,
     perfetto: Annotated[
-        Path | None, typer.Option(help="Also write its trace for https://ui.perfetto.dev.")
+        Path | None,
+        typer.Option(help="Also write its trace into this file, for https://ui.perfetto.dev."),
     ] = None,
     measured: Annotated[
         list[Path] | None,
-        typer.Option(help="A measured timeline.json, for report and trace; one for each rank."),
+        typer.Option(
+            help="A measured timeline.json to show beside it. Repeat it for several ranks."
+        ),
     ] = None,
     profiled: Annotated[
-        Path | None, typer.Option(help="torch.profiler's trace of that step, for the trace.")
+        Path | None,
+        typer.Option(help="A trace of that step by torch.profiler, to add to --perfetto."),
     ] = None,
     step: Step = None,
     machine: MachineName = None,

@@ -21,14 +21,14 @@ _ROW = "{:13}{:>10}{:>7}{:>7}{:>7}{:>7}{:>7}{:>10}{:>7}{:>5}{:>5}{:>8}{:>6}"
 
 def machines(
     name: Annotated[
-        str, typer.Argument(help="One of them, for all of its figures and their sources.")
+        str, typer.Argument(help="Show all figures of this machine, and their sources.")
     ] = "",
     device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
     link: LinkRate = None,
     as_json: Json = False,
 ) -> None:
-    """The machines that a step can be planned for: their rates, or one with its sources."""
+    """List the machines to plan for and their rates, or show one with its sources."""
     if name:
         target = with_changes(name, device_memory, host_memory, link)
         if as_json:

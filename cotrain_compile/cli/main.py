@@ -69,10 +69,10 @@ def _root(
     ] = False,
     quiet: Annotated[
         bool,
-        typer.Option("--quiet", "-q", help="Say nothing but errors, and what --json asks for."),
+        typer.Option("--quiet", "-q", help="Print errors and JSON only."),
     ] = False,
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Say also on stderr what is being done.")
+        bool, typer.Option("--verbose", "-v", help="Also say on stderr what is being done.")
     ] = False,
 ) -> None:
     speak(quiet=quiet, verbose=verbose)

@@ -10,28 +10,46 @@ import typer
 from cotrain_compile import options, presets
 from cotrain_compile.machine import Machine
 
-StepFile = Annotated[Path, typer.Argument(help="step.json, from trace or from a dump.")]
-MachineName = Annotated[str, typer.Option(help="Preset or machine.json.")]
+StepFile = Annotated[
+    Path, typer.Argument(help="A step.json, written by `trace` or by the option dump.")
+]
+MachineName = Annotated[
+    str, typer.Option(help="A preset, as `machines` lists them, or a machine.json.")
+]
 
 DeviceMemory = Annotated[
-    str | None, typer.Option(help='Of the machine, in place of what it has: "24GiB".')
+    str | None, typer.Option(help='Plan as if its device had this much memory: "24GiB".')
 ]
-HostMemory = Annotated[str | None, typer.Option(help="The same of its host.")]
+HostMemory = Annotated[
+    str | None, typer.Option(help='Plan as if its host had this much memory: "128GiB".')
+]
 LinkRate = Annotated[
-    str | None, typer.Option("--link", help='Each way between the two, a second: "48GB".')
+    str | None,
+    typer.Option("--link", help='Plan as if the link moved this much a second each way: "48GB".'),
 ]
 StepRanks = Annotated[
-    int | None, typer.Option("--ranks", min=1, help="Of the step, which was traced for so many.")
+    int | None,
+    typer.Option(
+        "--ranks", min=1, help="Refuse a step that was traced for another number of ranks."
+    ),
 ]
 
 Policy = Annotated[
     str,
     typer.Option(help=f"One of {', '.join(options.POLICIES)}, or fraction:F with F from 0 to 1."),
 ]
-TimeLimit = Annotated[float, typer.Option(help="Seconds for each plan, all in all.")]
-Gap = Annotated[float, typer.Option(help="Stop when this close to the bound: 0.005 is 0.5 %.")]
-Recompute = Annotated[options.Recompute, typer.Option(help="Whether values may be made again.")]
-MicroBatchOrder = Annotated[options.MicroBatchOrder, typer.Option(help="How micro-batches run.")]
+TimeLimit = Annotated[float, typer.Option(help="Seconds to search for each plan.")]
+Gap = Annotated[
+    float, typer.Option(help="Stop when a plan is this close to the best possible: 0.005 is 0.5 %.")
+]
+Recompute = Annotated[
+    options.Recompute,
+    typer.Option(help="Whether the plan may recompute activations; exact: with the same bits."),
+]
+MicroBatchOrder = Annotated[
+    options.MicroBatchOrder,
+    typer.Option(help="Whether micro-batches run one after another, or layer by layer."),
+]
 
 
 def with_changes(

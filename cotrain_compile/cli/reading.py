@@ -19,12 +19,17 @@ if TYPE_CHECKING:
     from cotrain_compile.placement.problem import Problem
 
 Step = Annotated[
-    Path | None, typer.Option(help="Its step.json; else the one in the folder of the plan.")
+    Path | None, typer.Option(help="The step.json of the plan. [default: the one in its folder]")
 ]
 MachineName = Annotated[
-    str | None, typer.Option(help="Preset or machine.json; else that of its dump, or named in it.")
+    str | None,
+    typer.Option(
+        help="The machine the plan was made for. [default: the one beside it, or named in it]"
+    ),
 ]
-Profile = Annotated[Path | None, typer.Option(help="The profile the plan was made with, if any.")]
+Profile = Annotated[
+    Path | None, typer.Option(help="The profile.json the plan was made with, if any.")
+]
 
 # Simulated again on the machine it was made for, a plan takes what it says, up to rounding.
 ROUNDING = 1e-6

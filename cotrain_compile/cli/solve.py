@@ -36,29 +36,39 @@ from cotrain_compile.viz.text.summary import candidates, comparison, summary
 
 MemoryBudgets = Annotated[
     list[str] | None,
-    typer.Option(help='Device memory: bytes, "20GiB" or "80%". Once for each plan to make.'),
+    typer.Option(
+        help='Device memory to keep to: bytes, "20GiB" or "80%". Repeat it for several plans.'
+    ),
 ]
-HostBudget = Annotated[str, typer.Option(help="The same on the host.")]
-Solver = Annotated[options.Solver, typer.Option(help="What solves the program.")]
-Seed = Annotated[int, typer.Option(help="Of the solver; the same seed, the same plan.")]
+HostBudget = Annotated[str, typer.Option(help="Host memory to keep to, given in the same way.")]
+Solver = Annotated[options.Solver, typer.Option(help="The solver of the integer program.")]
+Seed = Annotated[int, typer.Option(help="Seed of the solver.")]
 OverlapSteps = Annotated[
-    bool, typer.Option("--overlap-steps", help="Let host updates go on under the next step.")
+    bool,
+    typer.Option("--overlap-steps", help="Let host updates run on while the next step begins."),
 ]
 Speculate = Annotated[
-    options.Speculate, typer.Option(help="Whether host updates begin before the norm is known.")
+    options.Speculate,
+    typer.Option(help="Whether host updates begin before the gradient norm is known."),
 ]
 Lowering = Annotated[
-    options.Lowering | None, typer.Option(help="How ops will run; else as a preset's.")
+    options.Lowering | None,
+    typer.Option(help="How ops will run: it decides what they cost. [default: as a preset says]"),
 ]
-HostKernels = Annotated[options.HostKernels, typer.Option(help="How updates on the host will run.")]
+HostKernels = Annotated[
+    options.HostKernels,
+    typer.Option(help="How updates run on the host: in one fused loop, or op by op as captured."),
+]
 Tokens = Annotated[
-    int | None, typer.Option(min=1, help="In a step: say also tokens per second, and MFU.")
+    int | None, typer.Option(min=1, help="Tokens in a step: also say tokens per second and MFU.")
 ]
 
 
 def solve(
     file: StepFile,
-    output: Annotated[Path, typer.Option("--output", "-o", help="File to write.")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="The plan.json to write, or - for stdout.")
+    ],
     machine: MachineName = presets.THIS_MACHINE,
     memory_budget: MemoryBudgets = None,
     host_memory_budget: HostBudget = "100%",

@@ -33,25 +33,28 @@ if TYPE_CHECKING:
     from cotrain_compile.placement.explain.sweep import Case, Sweep
 
 Machines = Annotated[
-    list[str] | None, typer.Option(help="Preset or machine.json. Once for each to compare.")
+    list[str] | None, typer.Option(help="A preset or a machine.json. Repeat it to compare several.")
 ]
-Points = Annotated[int, typer.Option(min=2, help="Budgets to try on each machine.")]
+Points = Annotated[int, typer.Option(min=2, help="How many device budgets to try on each machine.")]
 MemoryBudgets = Annotated[
-    list[str] | None, typer.Option(help="Budgets to try, in place of --points.")
+    list[str] | None,
+    typer.Option(help="A device budget to try, instead of --points. Repeat it for several."),
 ]
 Sizes = Annotated[
     list[str] | None,
-    typer.Option(help="SYMBOL=8,16,32: sizes to try, at the largest budget (analyze names)."),
+    typer.Option(
+        help="SYMBOL=8,16,32: sizes to try at the largest budget; `analyze` names the symbols."
+    ),
 ]
 
 
 def sweep(
     file: StepFile,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write.")],
     machine: Machines = None,
     points: Points = 8,
     memory_budget: MemoryBudgets = None,
-    host_memory_budget: Annotated[str, typer.Option(help="On the host.")] = "100%",
+    host_memory_budget: Annotated[str, typer.Option(help="Host memory to keep to.")] = "100%",
     device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
     link: LinkRate = None,
@@ -61,7 +64,10 @@ def sweep(
     gap: Gap = 0.005,
     recompute: Recompute = "auto",
     micro_batch_order: MicroBatchOrder = "auto",
-    jobs: Annotated[int | None, typer.Option(min=1, help="Processes; else one a core.")] = None,
+    jobs: Annotated[
+        int | None,
+        typer.Option(min=1, help="Solve in so many processes. [default: one for each core]"),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Solve a step under many device budgets: what would more memory, or another card, buy?"""

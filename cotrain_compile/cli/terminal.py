@@ -21,7 +21,7 @@ from cotrain_compile.viz.text.terminal import PlainConsole
 console = PlainConsole()
 _doing = PlainConsole(stderr=True, quiet=True)
 
-Json = Annotated[bool, typer.Option("--json", help="What is found as JSON, in place of words.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON instead of text.")]
 
 
 def speak(*, quiet: bool, verbose: bool) -> None:

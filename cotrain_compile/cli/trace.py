@@ -31,36 +31,43 @@ def trace(
             "configuration: config.json, or a name on the Hugging Face Hub."
         ),
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="File to write.")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="The step.json to write, or - for stdout.")
+    ],
     optimizer: Annotated[
-        OptimizerName | None, typer.Option(help="Of a configuration: adamw if not told.")
+        OptimizerName | None, typer.Option(help="Optimizer for a configuration. [default: adamw]")
     ] = None,
     batch: Annotated[
-        int | None, typer.Option(min=1, help="Of a configuration: sequences, 1 if not told.")
+        int | None,
+        typer.Option(min=1, help="Sequences in a step, for a configuration. [default: 1]"),
     ] = None,
     length: Annotated[
-        int | None, typer.Option(min=2, help="Of a configuration: tokens, 2048 if not told.")
+        int | None,
+        typer.Option(min=2, help="Tokens in a sequence, for a configuration. [default: 2048]"),
     ] = None,
     precision: Annotated[
-        Precision | None, typer.Option(help="Of a configuration: bf16-mixed if not told.")
+        Precision | None, typer.Option(help="Precision for a configuration. [default: bf16-mixed]")
     ] = None,
-    dynamic: Annotated[bool, typer.Option(help="Keep batch and lengths as symbols.")] = False,
+    dynamic: Annotated[
+        bool, typer.Option(help="Keep batch and lengths as symbols, to plan for other sizes.")
+    ] = False,
     device: Annotated[
-        options.Device | None, typer.Option(help="As on it; cuda needs no card here.")
+        options.Device | None, typer.Option(help="Trace as on this device; cuda needs no GPU here.")
     ] = None,
     machine: Annotated[
-        str | None, typer.Option(help="Preset or machine.json: as on its card.")
+        str | None, typer.Option(help="Trace as on the GPU of this preset or machine.json.")
     ] = None,
     checkpoints: Annotated[
-        options.Checkpoints, typer.Option(help="Whether torch.utils.checkpoint counts.")
+        options.Checkpoints,
+        typer.Option(help="Keep to torch.utils.checkpoint, or let the plan decide."),
     ] = "respect",
-    ranks: Annotated[int, typer.Option(min=1, help="As the first of so many ranks.")] = 1,
+    ranks: Annotated[int, typer.Option(min=1, help="Trace as the first of so many ranks.")] = 1,
     as_json: Json = False,
 ) -> None:
     """Capture a training step, a file's or a model's; nothing is allocated or run.
 
-    A FUNCTION returns the step and a tuple of its arguments. Of a configuration it is the usual
-    step: next-token loss, gradients clipped to a norm of 1, then the optimizer.
+    A FUNCTION returns the step and a tuple of its arguments. For a configuration the step is the
+    usual one: next-token loss, gradients clipped to a norm of 1, then the optimizer.
     """
     from cotrain_compile.tracing import trace as capture
     from cotrain_compile.viz.text.phase_line import phase_line
