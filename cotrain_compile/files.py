@@ -208,17 +208,22 @@ def _version(type_: type) -> int:
     return version
 
 
+def _usual_name(kind: str) -> str:
+    """What a user calls a file of that kind."""
+    return {"dataflow": "step.json", "plan": "plan.json"}.get(kind, f"{kind} file")
+
+
 def _complaint(details: Sequence[ErrorDetails], type_: type, where: str) -> str:
     """What is wrong with a document and how to go on, in one line."""
     by_place = {error["loc"]: error for error in details}
     if () in by_place:
         return (
-            f"{where}: not a whole JSON document ({by_place[()]['msg']}); it is truncated or "
-            "corrupted: restore or make it again"
+            f"{where}: not a whole JSON document ({by_place[()]['msg']}); it is another "
+            "kind of file, truncated or corrupted: give another, or make it again"
         )
     if ("kind",) in by_place:
         found = _shown(by_place[("kind",)])
-        return f"{where}: kind is {found}, not '{_kind(type_)}'; give a {_kind(type_)} file"
+        return f"{where}: kind is {found}, not '{_kind(type_)}'; give a {_usual_name(_kind(type_))}"
     if ("format_version",) in by_place:
         found = _shown(by_place[("format_version",)])
         return (

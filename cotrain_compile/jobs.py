@@ -6,7 +6,9 @@ Beside them, what may be asked of a job that `config_job` makes from a configura
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -27,7 +29,7 @@ def load_job(job: str) -> Callable[[], tuple[Callable[..., Any], tuple[Any, ...]
 
     It may import its neighbours, as a script can. Called without arguments, it must return the step
     function and a tuple of example arguments. Raises `OptionError` when there is no such file or
-    function.
+    function, or the file cannot be executed.
     """
     file, colon, name = job.rpartition(":")
     path = Path(file)
@@ -41,11 +43,38 @@ def load_job(job: str) -> Callable[[], tuple[Callable[..., Any], tuple[Any, ...]
     folder = str(path.parent.resolve())
     if folder not in sys.path:
         sys.path.insert(0, folder)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise OptionError(
+            f"job {job!r}: {_place(error, path)} raises {type(error).__name__}: {error}; "
+            f"`python {path}` shows all of it"
+        ) from error
     build = getattr(module, name, None)
     if not callable(build):
         raise OptionError(f"job {job!r}: {path} has no function {name!r}")
+    _refuse_arguments(build, job)
     return lambda: _checked(build(), job)
+
+
+def _refuse_arguments(build: Callable[..., Any], job: str) -> None:
+    """Raise `OptionError` where `build` wants arguments, as the step itself does."""
+    try:
+        inspect.signature(build).bind()
+    except TypeError as error:
+        raise OptionError(
+            f"job {job!r}: it is called without arguments, but {error}; name a function that "
+            "returns (step, arguments)"
+        ) from None
+    except ValueError:  # a callable that does not say what it takes
+        return
+
+
+def _place(error: Exception, path: Path) -> str:
+    """The file and the line of it that an error came by, where it began to run at all."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if Path(frame.filename) == path.resolve()]
+    return f"{path}:{lines[-1]}" if lines else str(path)
 
 
 def _checked(built: object, job: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:

@@ -31,29 +31,32 @@ _filled = partial(fill, width=100, subsequent_indent="  ", break_on_hyphens=Fals
 
 def cluster(
     file: Annotated[
-        Path, typer.Argument(help="Layer profile, or step.json traced with --dynamic.")
+        Path, typer.Argument(help="A profile of layers, or a step.json traced with --dynamic.")
     ],
-    cluster: Annotated[str, typer.Option(help="Preset, as 8xh100, or cluster.json.")],
-    samples: Annotated[int, typer.Option(min=1, help="Of a step, over all devices.")] = 32,
+    cluster: Annotated[str, typer.Option(help="A preset, as 8xh100, or a cluster.json.")],
+    samples: Annotated[int, typer.Option(min=1, help="Samples in a step, over all devices.")] = 32,
     strategies: Annotated[
-        str | None, typer.Option(help="A few in place of all, as replicate,shard.")
+        str | None, typer.Option(help="Rank only these, as replicate,shard.")
     ] = None,
     batch_symbols: Annotated[
-        str, typer.Option(help="Of a step: the sizes that count samples, as s77,s17.")
+        str, typer.Option(help="The symbols of a step that count samples, as s77,s17.")
     ] = "",
-    tokens_per_sample: Annotated[int, typer.Option(min=1, help="Of a step.")] = 1,
+    tokens_per_sample: Annotated[
+        int, typer.Option(min=1, help="Tokens in a sample of a step.")
+    ] = 1,
     as_json: Json = False,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Also save the answer, for `show`.")
+        Path | None,
+        typer.Option("--output", "-o", help="Also save the answer into this file, for `show`."),
     ] = None,
     page: Annotated[
-        Path | None, typer.Option(help="Also write it as a page, with timelines.")
+        Path | None, typer.Option(help="Also write it into this HTML file, with timelines.")
     ] = None,
     rank_plan: Annotated[
         Path | None,
         typer.Option(
-            help="Of a step: also have the solver plan a rank of shard or replicate, the first of "
-            "them in the table, and save that."
+            help="Also have the solver plan one rank of a step tensor by tensor, as shard or "
+            "replicate, whichever ranks first, into this plan.json."
         ),
     ] = None,
 ) -> None:

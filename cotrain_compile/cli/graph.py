@@ -42,7 +42,7 @@ def graph(
     ] = MOST_BOXES,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="The .txt, .dot or .svg to write. [default: print it]"),
+        typer.Option("--output", "-o", help="The .txt, .dot or .svg to write; default: print it."),
     ] = None,
     as_json: Json = False,
 ) -> None:

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from cotrain_compile.placement.problem import Problem
 
 Step = Annotated[
-    Path | None, typer.Option(help="The step.json of the plan. [default: the one in its folder]")
+    Path | None, typer.Option(help="The step.json of the plan; default: the one in its folder.")
 ]
 MachineName = Annotated[
     str | None,
     typer.Option(
-        help="The machine the plan was made for. [default: the one beside it, or named in it]"
+        help="The machine the plan was made for; default: the one beside it, or named in it."
     ),
 ]
 Profile = Annotated[

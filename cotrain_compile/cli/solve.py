@@ -53,7 +53,7 @@ Speculate = Annotated[
 ]
 Lowering = Annotated[
     options.Lowering | None,
-    typer.Option(help="How ops will run: it decides what they cost. [default: as a preset says]"),
+    typer.Option(help="How ops will run: it decides what they cost; default: as a preset says."),
 ]
 HostKernels = Annotated[
     options.HostKernels,

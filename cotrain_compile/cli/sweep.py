@@ -66,7 +66,7 @@ def sweep(
     micro_batch_order: MicroBatchOrder = "auto",
     jobs: Annotated[
         int | None,
-        typer.Option(min=1, help="Solve in so many processes. [default: one for each core]"),
+        typer.Option(min=1, help="Solve in so many processes; default: one for each core."),
     ] = None,
     as_json: Json = False,
 ) -> None:

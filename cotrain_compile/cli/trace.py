@@ -35,18 +35,18 @@ def trace(
         Path, typer.Option("--output", "-o", help="The step.json to write, or - for stdout.")
     ],
     optimizer: Annotated[
-        OptimizerName | None, typer.Option(help="Optimizer for a configuration. [default: adamw]")
+        OptimizerName | None, typer.Option(help="Optimizer for a configuration; default: adamw.")
     ] = None,
     batch: Annotated[
         int | None,
-        typer.Option(min=1, help="Sequences in a step, for a configuration. [default: 1]"),
+        typer.Option(min=1, help="Sequences in a step, for a configuration; default: 1."),
     ] = None,
     length: Annotated[
         int | None,
-        typer.Option(min=2, help="Tokens in a sequence, for a configuration. [default: 2048]"),
+        typer.Option(min=2, help="Tokens in a sequence, for a configuration; default: 2048."),
     ] = None,
     precision: Annotated[
-        Precision | None, typer.Option(help="Precision for a configuration. [default: bf16-mixed]")
+        Precision | None, typer.Option(help="Precision for a configuration; default: bf16-mixed.")
     ] = None,
     dynamic: Annotated[
         bool, typer.Option(help="Keep batch and lengths as symbols, to plan for other sizes.")

@@ -237,6 +237,9 @@ def test_a_job_is_traced_and_analyzed_without_running_it(tmp_path: Path) -> None
         ("job.py", "name an existing file and a function"),
         ("job.py:absent", "has no function 'absent'"),
         ("job.py:half_a_step", "must return (step, arguments)"),
+        ("job.py:step_alone", "missing a required argument: 'x'; name a function that returns"),
+        ("raising.py:build", "raising.py:3 raises KeyError: 'lr'; `python "),
+        ("no_python.py:build", "no_python.py raises SyntaxError: "),
     ],
 )
 def test_a_wrong_job_is_one_clear_line(
@@ -246,7 +249,9 @@ def test_a_wrong_job_is_one_clear_line(
     job: str,
     expected: str,
 ) -> None:
-    (tmp_path / "job.py").write_text(JOB)
+    (tmp_path / "job.py").write_text(f"{JOB}\n\ndef step_alone(x): ...\n")
+    (tmp_path / "raising.py").write_text('settings = {}\n\nrate = settings["lr"]\n')
+    (tmp_path / "no_python.py").write_text("def build(:")
     said = error_of(monkeypatch, capsys, "trace", f"{tmp_path}/{job}", "-o", "unused.json")
     assert expected in said
     assert said.count("\n") == 1
