@@ -17,7 +17,9 @@ import torch
 _OPTIMIZERS = os.path.dirname(os.path.abspath(torch.optim.__file__))
 
 _LIGHTNING = (
-    "with manual optimization, compile a function of your own that calls the model, "
+    "with automatic optimization, leave the module as it is and give the Trainer "
+    "strategy=CotrainStrategy(cotrain={...}) of cotrain_compile.integrations.lightning; with "
+    "manual optimization, compile a function of your own that calls the model, "
     "loss.backward() in place of manual_backward(), and step() and zero_grad() of the "
     "optimizer inside Lightning's wrapper, optimizer.optimizer; count its steps yourself, which "
     "trainer.global_step and max_steps do not"
