@@ -7,8 +7,8 @@ of a device.
 
 `replicate` sums gradients over all devices once they are there, and every device updates all.
 `shard` leaves each device a part of parameters, gradients and states: parameters are gathered
-before use, once or again for the backward, and gradients are scattered after each backward. Of N
-devices each sends in a ring 2 (N-1) / N of the bytes that are summed, and (N-1) / N of what is
+for each micro-batch, once or again for its backward, and gradients scattered after each backward.
+Of N devices each sends in a ring 2 (N-1) / N of the bytes that are summed, and (N-1) / N of what is
 gathered or scattered. Consecutive layers are exchanged together, `BUCKET_BYTES` or more at once.
 Exchanges wait for the slowest kind of device; updates go by the rate of their memory. Where a
 choice does not fit, as little as makes it fit rests on the rank's share of its host (`away`).

@@ -8,7 +8,8 @@ lane more is the network, where exchanges take turns and wait for all kinds.
 
 A turn is a forward or backward of a unit. Where parameters come to it, from the host, from the
 ring or from one through the other, they come once the turn before the last has ended, so that
-those of two turns are whole; the last unit's stay from forward to backward. Where gradients leave
+those of two turns are whole; the last unit's stay from forward to backward. Where all stay, those
+of the first micro-batch come as soon as the ring is free. Where gradients leave
 after a backward, the next but one waits until they have. What a unit keeps and is away goes to the
 host behind its forward, which the next forward but one waits for, and comes back as parameters do.
 The update of a unit waits for all gradients, as one that clips them does. No torch.
@@ -31,7 +32,8 @@ NETWORK = "network"
 
 
 class Gathering(StrEnum):
-    """What becomes of parameters: REPLICATE keeps them whole; ONCE and AGAIN are of `shard`."""
+    """What becomes of parameters: REPLICATE keeps them whole; ONCE and AGAIN are of `shard`, and
+    say whether what the forward of a micro-batch gathers stays for its backward."""
 
     REPLICATE = "replicate"
     ONCE = "gathered once"
@@ -181,7 +183,7 @@ class _Works:
             yield from self._copy(Way.UP, f"weights for {turn}", part, before)
             before = come[place] = step.on_all(f"weights for {turn}")
         if wanted and step.sharded and step.ring:
-            waits = before if step.gathering is Gathering.AGAIN else ()
+            waits = before if i or step.gathering is Gathering.AGAIN else ()
             seconds = step.ring.gather_s(unit.param_bytes) if unit.param_bytes else 0.0
             name = f"gather for {turn}"
             yield Sent(Work(name, NETWORK, seconds, waits), step.ring.sent_bytes(unit.param_bytes))
@@ -196,7 +198,7 @@ class _Works:
         """Whether parameters come for that turn, where they come at all."""
         units = len(self.step.units)
         if self.step.gathering is Gathering.ONCE:
-            return place < units
+            return self.turns[place][0] == "forward"
         return place % (2 * units) != units  # what the last unit's forward has is used at once
 
     def _keep(self, name: str, number: int) -> Iterator[Sent]:

@@ -76,7 +76,7 @@ class WorkingMemory:
 class RankMemory:
     """Of layers in `parts`, in a step of so many micro-batches.
 
-    `streamed`: a split parameter is whole around its use alone.
+    `streamed`: a split parameter is whole around its use alone, else from forward to backward.
     """
 
     working: WorkingMemory
@@ -121,7 +121,7 @@ class RankMemory:
             for i, unit in enumerate(self.working.units)
         ]
         if split and not self.streamed:
-            return sum(params)
+            return max(sum(params), 2 * params[0] if self.micro_batches > 1 else 0)
         return max([2 * params[0], *map(sum, pairwise(params))])
 
     def _leaving_bytes(self, away: int) -> float:

@@ -108,7 +108,7 @@ def _data_parallel(question: Question, name: str, plan: DataParallelPlan, run: s
     }
     setting = _micro_batches(plan.micro_batches, plan.micro_batch, plan.recompute)
     if plan.gathering in SHARD and plan.devices > 1:
-        setting += f", parameters {plan.gathering}"
+        setting += f", parameters {plan.gathering}{' in each' * (plan.micro_batches > 1)}"
     setting = "; ".join(filter(None, (setting, plan.on_host)))
     moved = {link: nbytes for link, nbytes in traffic.items() if nbytes}
     found = _all_alike(question, name, plan, moved, _busiest(plan.timeline), setting, run)

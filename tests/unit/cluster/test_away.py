@@ -52,10 +52,8 @@ def held_bytes(step: Step, timeline: Timeline, working: WorkingMemory) -> int:
         for turn in (forward, backward):
             hold(working.beside[number], spans[turn].start_s, spans[turn].end_s)
             until_s = spans[turn].end_s
-            if turn == forward and number == last:
+            if turn == forward and (number == last or step.gathering is Gathering.ONCE):
                 until_s = spans[backward].end_s
-            if step.gathering is Gathering.ONCE:
-                until_s = end_s
             if f"weights for {turn}" in spans:
                 hold(unit.param_bytes / parts, spans[f"weights for {turn}"].start_s, until_s)
             if f"gather for {turn}" in spans:
