@@ -21,6 +21,7 @@ from cotrain_compile.machine import Tier
 from cotrain_compile.plan import Lane as LaneName
 from cotrain_compile.plan import Span
 from cotrain_compile.runtime.course import WHOLE, Course, Piecewise
+from cotrain_compile.runtime.held import Held
 from cotrain_compile.runtime.host.kernels import HostKernel
 from cotrain_compile.runtime.host.speculation import Confirm, Gate
 from cotrain_compile.runtime.lanes import Lane, Task
@@ -49,8 +50,8 @@ class Device(ABC, Runtime):
     counts_device = True
     # Changes when addresses that homes had may have become those of other memory.
     memory_version: int = 0
-    # How many small tasks are held until they are handed over to the threads of lanes together.
-    most_held = 0
+    # Whether small tasks are held until somebody waits for one, or a larger one comes.
+    holds_small = False
     # Makes exchanges with other ranks take as long as on another network; None: as they take.
     network: ThrottledNetwork | None = None
     # After how many seconds of work a task that has not ended is given up; None: never.
@@ -76,7 +77,7 @@ class Device(ABC, Runtime):
         self._tasks: dict[str, Task] = {}
         self._previous: dict[str, Task] = {}
         self._given_up = ""
-        self._held = 0
+        self._held = Held(self._lanes)
 
     def refuse_if_unusable(self) -> None:
         """Raise `StepFailed` where a task has been given up, and in a forked process."""
@@ -101,22 +102,16 @@ class Device(ABC, Runtime):
 
     def finish_step(self) -> None:
         """Return when what the step has started is done, but for what the next one waits for."""
-        self.hand_over()
-
-    def hand_over(self) -> None:
-        """Let the tasks begin that are held.
-
-        A thread that is woken up for a small task takes longer for that than for the task, and
-        holds up the step's thread. None is held when anybody waits for one, behind a task that is
-        not small, or when the step returns: what it costs to begin later is at most their own time.
-        """
-        self._held = 0
-        for lane in self._lanes.values():
-            lane.hand_over()
+        self._held.hand_over()
 
     def wait(self, tasks: Sequence[str]) -> None:
-        for name in tasks:
-            task = self._tasks[name]
+        awaited = [self._tasks[name] for name in tasks]
+        last = self._held.hand_over_for(awaited)
+        if last is not None:
+            self._end_of(
+                last
+            )  # all others have ended then: to wait for each would wake up as often
+        for task in awaited:
             if task.error is not None or not task.done.is_set():
                 self._await(task)
 
@@ -135,12 +130,12 @@ class Device(ABC, Runtime):
 
     def drain(self) -> None:
         """Wait until every task in flight has ended, whether or not it failed."""
+        self._held.hand_over()
         for task in (*self._previous.values(), *self._tasks.values()):
             self._end_of(task)
 
     def _end_of(self, task: Task) -> None:
         """Return when `task` has ended, or has been given up with what it waits for."""
-        self.hand_over()
         poll_s = None if self.watchdog_s is None else self.watchdog_s / POLLS
         polls, at_work = 0, None
         while not task.done.wait(poll_s):
@@ -308,9 +303,9 @@ class Device(ABC, Runtime):
         after = self._comes_after(launch, course)
         task = self._lanes[lane].submit(launch.task, work, after, course, held=True)
         self._tasks[launch.task] = task
-        self._held += 1
-        if not launch.small or self._held >= self.most_held:
-            self.hand_over()
+        self._held.add(task)
+        if not (self.holds_small and launch.small):
+            self._held.hand_over()
 
     def _comes_after(self, launch: Launch, course: Course) -> list[Task]:
         """What must have ended before it begins, without the task that it follows by pieces."""

@@ -29,8 +29,6 @@ from cotrain_compile.runtime.throttled_link import ThrottledLink
 class EmulatedDevice(Device):
     """Runs the tasks of a placed step on threads; one per compiled step."""
 
-    most_held = 16
-
     def __init__(
         self,
         machine: Machine,
@@ -45,6 +43,8 @@ class EmulatedDevice(Device):
     ) -> None:
         workers = machine.host_update.workers
         super().__init__(Meter(budgets), kernels, piecewise or {}, workers, host_cores)
+        # The thread of a link that is imitated sleeps, while others may work.
+        self.holds_small = not throttle
         self._poison = _poison if poison else _leave
         self._machine = machine if throttle else None
         self._links = {lane: ThrottledLink() for lane in (LaneName.D2H, LaneName.H2D)}

@@ -79,7 +79,7 @@ class Task:
         self.start_s = self.end_s = 0.0
         self._state = threading.Lock()
         self._work: Callable[[], object] | None = work
-        self._after: Sequence[Task] = after
+        self.after: Sequence[Task] = after
         self._then: list[Callable[[], None]] = []
         self.course = course
 
@@ -98,7 +98,7 @@ class Task:
         """Do the work when what comes before it is done; nothing where it has been given up."""
         work: Callable[[], object] | None = None
         try:
-            for task in self._after:
+            for task in self.after:
                 task.done.wait()
                 if task.error is not None:
                     self.error = self.error or task.error
@@ -139,7 +139,7 @@ class Task:
                 self.end_s = time.perf_counter()
                 # The tensors the work holds are freed now, not when the next step starts.
                 self._work = None
-                self._after = ()
+                self.after = ()
                 self.course.end(self.error)
                 self.done.set()
         # One is taken out when it has been called: an exception from outside leaves it for the
@@ -188,7 +188,7 @@ class Lane:
     def __init__(self, name: str, workers: int = 1, cores: Collection[int] = ()) -> None:
         self.name = name
         self._queue: SimpleQueue[Sequence[Task] | None] = SimpleQueue()
-        self._held: list[Task] = []
+        self._last: Task | None = None
         self._process = os.getpid()
         for number in range(workers):
             _start_thread(self._queue, f"cotrain-{name}-{number}", cores, deque())
@@ -215,16 +215,19 @@ class Lane:
     ) -> Task:
         """A new task, which begins in its turn; `held`: not before `hand_over`."""
         task = Task(name, self.name, work, after, course)
-        self._held.append(task)
         if not held:
-            self.hand_over()
+            self.hand_over([task])
         return task
 
-    def hand_over(self) -> None:
-        """Let what is held begin. One worker gets all of it."""
-        if self._held:
-            held, self._held = self._held, []
-            self._queue.put(held)
+    def hand_over(self, tasks: Sequence[Task]) -> None:
+        """Let `tasks` begin, also those of other lanes: one worker does one after the other."""
+        self._last = tasks[-1]
+        self._queue.put(tasks)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether what was handed over last has ended."""
+        return self._last is None or self._last.done.is_set()
 
 
 _this_thread = threading.local()

@@ -6,7 +6,6 @@ import re
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -146,15 +145,6 @@ def test_a_task_given_up_before_it_begins_never_runs() -> None:
     assert first.ran
     assert not ran
     assert not second.broke_off
-
-
-def test_what_is_held_begins_when_it_is_handed_over() -> None:
-    lane, ran = Lane("h2d"), list[int]()
-    tasks = [lane.submit(str(n), partial(ran.append, n), (), held=True) for n in range(3)]
-    assert not tasks[0].done.wait(0.05)
-    lane.hand_over()
-    assert all(task.done.wait(5) for task in tasks)
-    assert ran == [0, 1, 2]
 
 
 # On a card, where a copy has been issued long before it is done.
