@@ -26,7 +26,7 @@ class Measurement:
         self._origin_s = device.origin_s
         # Copied: what the user frees between two steps is no part of the first one.
         self._curve = {
-            tier: tuple(samples)
+            tier: samples.copy()
             for tier, samples in device.meter.curve.items()
             if device.counts_device or tier is Tier.HOST
         }

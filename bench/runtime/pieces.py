@@ -107,7 +107,7 @@ def measured_bundles() -> dict[str, float]:
                 device.meter.track(copy, Tier.HOST, "a copy")
             names.append(f"bundle {number}")
             work = _copier(device, made, part)
-            device._submit(Lane.D2H, Launch(names[-1]), work, WHOLE)
+            device._submit(Lane.D2H, Launch(names[-1]), work, (), WHOLE)
         device.wait(names)
 
     return {
@@ -126,7 +126,7 @@ def _copier(
 ) -> Callable[[], None]:
     def copy() -> None:
         for to, source in zip(made, sources, strict=True):
-            device._copy(Lane.D2H, to, source)
+            device._copy(Lane.D2H, to, source, time.perf_counter())
 
     return copy
 

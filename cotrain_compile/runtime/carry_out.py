@@ -35,8 +35,8 @@ Carry = Callable[[Runtime, Value], Any]
 def carrying_out(node: fx.Node, view: TaskNode, *, alongside: bool) -> Carry:
     """What carries out `node`, whose view is `view`; `alongside` is as of `Launch`."""
     match view:
-        case Wait(tasks):
-            awaited = list(tasks)
+        case Wait():
+            awaited = _awaited_from(node)
             return lambda runtime, value: runtime.wait(awaited)
         case WaitPrevious(tasks):
             awaited = list(tasks)
@@ -59,6 +59,15 @@ def _launch(node: fx.Node, view: Offload | Prefetch, alongside: bool) -> Launch:
     return replace(
         view.launch, alongside=alongside, more=is_followed_by_one_alike, small=_is_small(node)
     )
+
+
+def _awaited_from(node: fx.Node) -> list[str]:
+    """What is waited for before anything else is done: waits side by side are as one."""
+    awaited: list[str] = []
+    while isinstance(view := view_of(node), Wait):
+        awaited += view.tasks
+        node = node.next
+    return awaited
 
 
 def _is_small(node: fx.Node) -> bool:

@@ -11,6 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -106,11 +107,11 @@ class Device(ABC, Runtime):
 
     def wait(self, tasks: Sequence[str]) -> None:
         awaited = [self._tasks[name] for name in tasks]
-        last = self._held.hand_over_for(awaited)
-        if last is not None:
-            self._end_of(
-                last
-            )  # all others have ended then: to wait for each would wake up as often
+        if not all(task.done.is_set() for task in awaited):
+            last = self._held.hand_over_for(awaited)
+            if last is not None:
+                self._end_of(last)  # with all others: who waits for each is woken up by each
+            self._held.hand_over()
         for task in awaited:
             if task.error is not None or not task.done.is_set():
                 self._await(task)
@@ -201,16 +202,16 @@ class Device(ABC, Runtime):
     def host_cast(self, source: torch.Tensor, dtype: torch.dtype, launch: Launch) -> torch.Tensor:
         made = self._allocate(Tier.HOST, source, dtype)
         self.meter.track(made, Tier.HOST, launch.task)
-        self._start_work(lambda: made.copy_(source), launch, WHOLE, fresh=made)
+        self._start_work(partial(made.copy_, source), launch, WHOLE, fresh=made)
         return made
 
     def run_region(self, region: fx.GraphModule, inputs: Sequence[Any], launch: Launch) -> None:
         kernel, course = self._kernels[launch.task], self._course(launch)
-        self._start_work(lambda: kernel(inputs, self.meter, course), launch, course)
+        self._start_work(partial(kernel, inputs, self.meter, course), launch, course)
 
     def skip(self, launch: Launch) -> None:
         """Note a task that does nothing but come after others."""
-        self._submit(LaneName.HOST, launch, _nothing, WHOLE)
+        self._submit(LaneName.HOST, launch, _nothing, self._comes_after(launch, WHOLE), WHOLE)
 
     def bring_home(self, tensors: Sequence[tuple[torch.Tensor, Tier]]) -> None:
         """Move persistent tensors of the user's to the tiers where the plan wants them."""
@@ -298,19 +299,25 @@ class Device(ABC, Runtime):
         return None
 
     def _submit(
-        self, lane: LaneName, launch: Launch, work: Callable[[], object], course: Course
+        self,
+        lane: LaneName,
+        launch: Launch,
+        work: Callable[[], object],
+        after: Sequence[Task],
+        course: Course,
     ) -> None:
-        after = self._comes_after(launch, course)
         task = self._lanes[lane].submit(launch.task, work, after, course, held=True)
         self._tasks[launch.task] = task
         self._held.add(task)
         if not (self.holds_small and launch.small):
             self._held.hand_over()
 
-    def _comes_after(self, launch: Launch, course: Course) -> list[Task]:
+    def _comes_after(self, launch: Launch, course: Course) -> Sequence[Task]:
         """What must have ended before it begins, without the task that it follows by pieces."""
+        if not launch.after and not launch.after_previous:
+            return ()
         previous = [self._previous[t] for t in launch.after_previous if t in self._previous]
-        return [*previous, *(self._tasks[task] for task in launch.after if task != course.follows)]
+        return [*previous, *[self._tasks[task] for task in launch.after if task != course.follows]]
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 
 import torch
 
@@ -20,6 +21,7 @@ from cotrain_compile.plan import Span
 from cotrain_compile.runtime.course import WHOLE, Course, Piecewise
 from cotrain_compile.runtime.device import Device
 from cotrain_compile.runtime.host.kernels import HostKernel
+from cotrain_compile.runtime.lanes import Task
 from cotrain_compile.runtime.meter import Meter
 from cotrain_compile.runtime.network import ThrottledNetwork
 from cotrain_compile.runtime.ops import Launch
@@ -87,15 +89,11 @@ class EmulatedDevice(Device):
         self, lane: LaneName, destination: torch.Tensor, source: torch.Tensor, launch: Launch
     ) -> None:
         course = self._course(launch)
-        issued_s, after = time.perf_counter(), self._comes_after(launch, course)
-
-        def copy() -> None:
-            self._poison(destination)
-            ready_s = max([issued_s, *(task.end_s for task in after)])
-            for to, piece in course.slices(destination, source):
-                self._copy(lane, to, piece, ready_s if course is WHOLE else time.perf_counter())
-
-        self._submit(lane, launch, copy, course)
+        after = self._comes_after(launch, course)
+        copy = partial(
+            self._copy_along, course, lane, destination, source, time.perf_counter(), after
+        )
+        self._submit(lane, launch, copy, after, course)
 
     def _start_work(
         self,
@@ -104,7 +102,24 @@ class EmulatedDevice(Device):
         course: Course,
         fresh: torch.Tensor | None = None,
     ) -> None:
-        self._submit(LaneName.HOST, launch, work, course)
+        self._submit(LaneName.HOST, launch, work, self._comes_after(launch, course), course)
+
+    def _copy_along(
+        self,
+        course: Course,
+        lane: LaneName,
+        destination: torch.Tensor,
+        source: torch.Tensor,
+        issued_s: float,
+        after: Sequence[Task],
+    ) -> None:
+        self._poison(destination)
+        if course is WHOLE:
+            ready_s = max([issued_s, *[task.end_s for task in after]])
+            self._copy(lane, destination, source, ready_s)
+            return
+        for to, piece in course.slices(destination, source):
+            self._copy(lane, to, piece, time.perf_counter())
 
     def _copy(
         self, lane: LaneName, destination: torch.Tensor, source: torch.Tensor, ready_s: float

@@ -8,7 +8,7 @@ waits, and then a single thread does all that is to be done before it can go on.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 
 from cotrain_compile.analysis.races import IN_ORDER
 from cotrain_compile.plan import Lane as LaneName
@@ -28,28 +28,27 @@ class Held:
     def hand_over(self) -> None:
         """Let all begin, each on its own lane."""
         tasks, self._tasks = self._tasks, []
-        self._on_own_lanes(tasks)
+        for name, lane in self._lanes.items():
+            if own := [task for task in tasks if task.lane == name]:
+                lane.hand_over(own)
 
     def hand_over_for(self, awaited: Collection[Task]) -> Task | None:
         """Let those of `awaited` begin that are held, and what comes before them.
 
-        Where every lane is idle they are done one after the other, and the last is returned.
+        Where every lane is idle one thread does them one after the other, and the last is returned;
+        else all that is held begins.
         """
         needed = self._needed_for(awaited)
-        if not needed:
+        if not needed or not all(lane.is_idle for lane in self._lanes.values()):
+            self.hand_over()
             return None
         begin = set(needed)
         self._tasks = [task for task in self._tasks if task not in begin]
-        if not all(lane.is_idle for lane in self._lanes.values()):
-            self._on_own_lanes(needed)
-            return None
-        self._lanes[LaneName(needed[-1].lane)].hand_over(needed)
+        updates = any(task.lane == LaneName.HOST for task in needed)
+        # The threads that run updates may be bound to cores.
+        name = LaneName.HOST if updates else LaneName(needed[-1].lane)
+        self._lanes[name].hand_over(needed)
         return needed[-1]
-
-    def _on_own_lanes(self, tasks: Sequence[Task]) -> None:
-        for name, lane in self._lanes.items():
-            if own := [task for task in tasks if task.lane == name]:
-                lane.hand_over(own)
 
     def _needed_for(self, awaited: Collection[Task]) -> list[Task]:
         """What is held of `awaited`, with all that it comes after, on its link too; in order."""

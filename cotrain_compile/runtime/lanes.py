@@ -80,7 +80,7 @@ class Task:
         self._state = threading.Lock()
         self._work: Callable[[], object] | None = work
         self.after: Sequence[Task] = after
-        self._then: list[Callable[[], None]] = []
+        self._then: list[Callable[[], None]] | None = None  # made for the first
         self.course = course
 
     def when_done(self, call: Callable[[], None]) -> None:
@@ -90,6 +90,7 @@ class Task:
         """
         with self._state:
             if not self.done.is_set():
+                self._then = self._then or []
                 self._then.append(call)
                 return
         call()
@@ -144,10 +145,11 @@ class Task:
                 self.done.set()
         # One is taken out when it has been called: an exception from outside leaves it for the
         # thread's end, which comes here again.
-        for call in list(self._then):
+        then = self._then or []
+        for call in list(then):
             call()
             with contextlib.suppress(ValueError):
-                self._then.remove(call)
+                then.remove(call)
 
     @property
     def ran(self) -> bool:

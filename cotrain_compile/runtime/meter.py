@@ -39,6 +39,29 @@ class _Counted(weakref.ref[torch.UntypedStorage]):
     tier: Tier
 
 
+class Curve:
+    """Bytes after every change, by perf_counter seconds; to be gone through as pairs of these.
+
+    Kept in two rows: the garbage collector would look at each of thousands of pairs.
+    """
+
+    __slots__ = ("_at_s", "_used_bytes")
+
+    def __init__(self, at_s: Iterable[float] = (), used_bytes: Iterable[int] = ()) -> None:
+        self._at_s, self._used_bytes = [*at_s], [*used_bytes]
+
+    def add(self, at_s: float, used_bytes: int) -> None:
+        self._at_s.append(at_s)
+        self._used_bytes.append(used_bytes)
+
+    def copy(self) -> Curve:
+        """It as it is now."""
+        return Curve(self._at_s, self._used_bytes)
+
+    def __iter__(self) -> Iterator[tuple[float, int]]:
+        return zip(self._at_s, self._used_bytes, strict=True)
+
+
 class Meter:
     """Bytes now and at most, per tier. `track` may be called from any thread."""
 
@@ -46,7 +69,7 @@ class Meter:
         self.budgets = dict(budgets)
         self.peak_bytes = dict.fromkeys(Tier, 0)
         self._used_bytes = dict.fromkeys(Tier, 0)
-        self._curve: dict[Tier, list[tuple[float, int]]] = {tier: [] for tier in Tier}
+        self._curve = {tier: Curve() for tier in Tier}
         self._storages: dict[int, _Counted] = {}
         # What has died and is still counted. No function of Python's is called when a storage dies:
         # a Ctrl-C that came in it would be lost.
@@ -63,8 +86,8 @@ class Meter:
             return dict(self._used_bytes)
 
     @property
-    def curve(self) -> Mapping[Tier, list[tuple[float, int]]]:
-        """(perf_counter seconds, bytes) after every change; what died is noticed at the next."""
+    def curve(self) -> Mapping[Tier, Curve]:
+        """The bytes after every change; what died is noticed at the next."""
         with self._lock:
             self._settle()
             return self._curve
@@ -123,7 +146,8 @@ class Meter:
             self._settle()
             before = self._used_bytes[tier]
             used, now_s = before + nbytes, time.perf_counter()
-            self._curve[tier] += ((now_s, used), (now_s, before))
+            self._curve[tier].add(now_s, used)
+            self._curve[tier].add(now_s, before)
             if used > self.peak_bytes[tier]:
                 self.peak_bytes[tier] = used
         self._refuse_beyond_budget(used, nbytes, tier, where)
@@ -150,7 +174,7 @@ class Meter:
             for counted in kept.values():
                 self._used_bytes[counted.tier] += counted.nbytes
             self.peak_bytes = dict(self._used_bytes)
-            self._curve = {tier: [] for tier in Tier}
+            self._curve = {tier: Curve() for tier in Tier}
 
     def remember(self, tensors: Iterable[torch.Tensor]) -> None:
         """Keep in mind that these are counted, for `recall` in later steps."""
@@ -219,5 +243,5 @@ class Meter:
 
     def _change(self, tier: Tier, nbytes: int) -> int:
         used = self._used_bytes[tier] = self._used_bytes[tier] + nbytes
-        self._curve[tier].append((time.perf_counter(), used))
+        self._curve[tier].add(time.perf_counter(), used)
         return used

@@ -67,7 +67,7 @@ class LateCopy(IssuedCopy):
         if followed is not None:
             followed.course.tell(self._go_on)
             followed.when_done(self._go_on)
-        for task in self._after:
+        for task in self.after:
             if not task.done.is_set():
                 task.when_done(self._go_on)
         self._go_on()
@@ -90,7 +90,7 @@ class LateCopy(IssuedCopy):
     def _is_asked_again(self) -> bool:
         """Issue what may be issued; whether somebody asked meanwhile and there is more to do."""
         asked = self._asked
-        if all(task.done.is_set() for task in self._after) and self._is_issued():
+        if all(task.done.is_set() for task in self.after) and self._is_issued():
             return False
         with self._state:
             self._at_work = self._asked != asked
@@ -98,7 +98,7 @@ class LateCopy(IssuedCopy):
 
     def _is_issued(self) -> bool:
         """Issue the pieces that may be; whether it has ended with that."""
-        error = next((task.error for task in self._after if task.error is not None), None)
+        error = next((task.error for task in self.after if task.error is not None), None)
         if error is not None:
             self._ended(error)
             return True
