@@ -4,8 +4,8 @@ python -m bench.reliability.page --page docs/reliability.md
 
 A campaign is one JSON in bench/results, reliability_*.json, whose result has `campaign`, `cases`,
 `held`, `refused`, `faults`, `broken` (each with `what`) and `minutes`; its `kinds`, if it has any,
-say how often each was tried. What broke and was mended is in FOUND, with the test that keeps it
-mended. Long runs of tests are in long_tests*.json, see `bench.reliability.long_tests`.
+say how often each was tried. What broke and was fixed is in FOUND, with the test that keeps it
+fixed. Long runs of tests are in long_tests*.json, see `bench.reliability.long_tests`.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ def page(
 ) -> str:
     """The page as Markdown; `campaigns` and `tests` are figures by the name of a file."""
     parts = (
-        _head(),
+        _head(campaigns),
         _table(campaigns),
         _broken(campaigns),
         _kinds(campaigns),
@@ -242,11 +242,17 @@ def _result(file: Path) -> dict[str, Any]:
     return result
 
 
-def _head() -> Iterator[str]:
+def _head(campaigns: dict[str, dict[str, Any]]) -> Iterator[str]:
+    cases = sum(result["cases"] for result in campaigns.values())
+    broke = sum(len(result["broken"]) for result in campaigns.values())
     yield "# Reliability\n"
-    made_by = "python -m bench.reliability.page"
-    yield f"What was tried to break it, and what came of it. Made by `{made_by}`"
-    yield "from the JSON files of each campaign; every case has a seed and can be run again.\n"
+    yield "This page says what we did to break the program, and what happened. We ran random"
+    yield "training programs, damaged files, failed ranks, and processes that were killed. Of"
+    yield f"{cases:,} cases {broke} broke a promise. Each of them is listed below with its"
+    yield "reason; a test now fails if a fault that was fixed comes back. Words such as *held*"
+    yield "and *rehearsal* are explained below or in the [glossary](glossary.md).\n"
+    yield "`python -m bench.reliability.page` makes this page from the JSON file of each"
+    yield "campaign. Every case has a seed, so that you can run it again.\n"
 
 
 def _table(campaigns: dict[str, dict[str, Any]]) -> Iterator[str]:
@@ -257,12 +263,17 @@ def _table(campaigns: dict[str, dict[str, Any]]) -> Iterator[str]:
         cells = " | ".join(str(value) for value in columns)
         name = f"[{result['campaign']}](../bench/results/{file})"
         yield f"| {name} | {cells} | {len(result['broken'])} |"
-    yield "\nA training program *held* when the placed step left the bits of the captured one (or"
-    yield "is within rounding, where fused or compiled kernels run), the captured one is within"
-    yield "rounding of eager (from seed 80000 on, of eager with bias corrections in float32), no"
-    yield "tier was over its budget, no tensor stayed alive, and there were no more compiles than"
-    yield "documented. Where a program leans on roundings, they are as wide as eager is from"
-    yield "itself when its parameters are rounded once more. A refusal changes nothing.\n"
+    yield "\n*Faults* counts the cases in which something was made to fail. A training program"
+    yield "*held* when all of this was true:\n"
+    yield "- The placed step left the same bits as the captured step. Where fused or compiled"
+    yield "  kernels run, it was within rounding."
+    yield "- The captured step was within rounding of eager (from seed 80000 on, of eager with"
+    yield "  bias corrections in float32)."
+    yield "- No tier went over its budget, no tensor stayed alive, and there were no more"
+    yield "  compiles than the documentation says.\n"
+    yield "Some programs magnify rounding. For these, the tolerance is how far eager moves from"
+    yield "itself when its parameters are rounded once more. *Refused in our words* means that"
+    yield "the program was refused with a message of ours. A refusal changes no parameter.\n"
 
 
 def _broken(campaigns: dict[str, dict[str, Any]]) -> Iterator[str]:
@@ -282,11 +293,11 @@ def _kinds(campaigns: dict[str, dict[str, Any]]) -> Iterator[str]:
     yield "|---|---|---|"
     for name, kinds in tried:
         yield from (f"| {name} | {kind} | {number:,} |" for kind, number in sorted(kinds.items()))
-    yield ""
-    yield "A schedule with random delays: three steps, in which a third of all issues, waits and"
-    yield "beginnings come late, in memory poisoned until it is written, leave the very bits of"
-    yield "the graph without a plan. A signal to a process: the checkpoint that is there then is a"
-    yield "state of the undisturbed run, to the bit, and the next process goes on from it."
+    yield "*A schedule with random delays*: in three steps, a third of all tasks start late,"
+    yield "are waited for late or begin late, and memory holds NaN until it is written. The"
+    yield "steps must leave the same bits as the graph without a plan. *A signal to a process*:"
+    yield "the checkpoint on disk must be a state of the undisturbed run, to the bit, and the"
+    yield "next process must continue from it."
 
 
 def _soak(soak: dict[str, Any] | None) -> Iterator[str]:
@@ -308,9 +319,10 @@ def _soak(soak: dict[str, Any] | None) -> Iterator[str]:
         flat = "yes" if slope["is_flat"] else "no"
         numbers = f"{growth[name]:,} | {slope['per_step']:.3g} | {slope['error']:.2g}"
         yield f"| {name.replace('_', ' ')} | {numbers} | {flat} |"
-    yield "\nAllocated is what the C library has given out, resident what the process has. It runs"
-    yield "without glibc's caches for each thread, which count as given out and fill up for"
-    yield "thousands of steps: 10 to 15 bytes a step in this run, on which the program has no hold."
+    yield "\n*Allocated* is what the C library has given out, *resident* what the process has."
+    yield "The run turns off glibc's caches for each thread: they count as given out and fill"
+    yield "up for thousands of steps, 10 to 15 bytes a step in this run, and the program cannot"
+    yield "empty them."
 
 
 def _tests(tests: dict[str, dict[str, Any]]) -> Iterator[str]:
@@ -330,7 +342,7 @@ def _tests(tests: dict[str, dict[str, Any]]) -> Iterator[str]:
 
 
 def _found() -> Iterator[str]:
-    yield "\n## What broke, and is mended\n"
+    yield "\n## What broke, and is fixed\n"
     for item in FOUND:
         yield f"- {item.what} (`{item.test}`)"
     yield ""

@@ -133,7 +133,9 @@ def _write(result: Sweep, folder: Path) -> None:
     headings, rows = sweep_table(result)
     table = Table(box=None, pad_edge=False)
     for heading in headings:
-        table.add_column(heading, justify="left" if heading == "limited by" else "right")
+        table.add_column(
+            heading, justify="left" if heading == "limited by" else "right", overflow="fold"
+        )
     for row in rows:
         table.add_row(*row)
     console.print(table, soft_wrap=False)

@@ -183,7 +183,8 @@ def _draw(axes: Axes, points: Sequence[Point], symbol: str | None) -> None:
             axes.plot(x, point.step_s or 0.0, shape, color=colour, mfc=fill, markersize=8)
     axes.set_xlabel("device budget, GiB" if symbol is None else symbol)
     axes.set_ylabel("step time, s")
-    axes.set_ylim(bottom=0)
+    # No marker is cut off at the top.
+    axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
     axes.grid(alpha=0.25, color=_INK)
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["bottom", "left"]].set_color(_INK)

@@ -38,6 +38,7 @@ from cotrain_compile.viz.specification import Bar, Panel
 DRAWN = 2500
 # On a light page and on a dark one.
 BUDGET, PREDICTED, MEASURED = ("#C4314B", "#FF8A9B"), ("#0A4F80", "#8FD0F5"), ("#A04000", "#F5884A")
+CARD = ("#FFFFFF", "#1C2024")  # what charts are drawn on
 _KINDS = {kind: number for number, kind in enumerate(COLOURS)}
 _SWITCH = """
 const near = axis.end - axis.start < below;
@@ -232,6 +233,9 @@ def _draw_memory(chart: figure, tier: Tier, panel: Panel, axis: TimeAxis, scale:
             fill_color=colours[0],
         )
         drawn.glyph.tags = colours
+    if ink is MEASURED:  # over the areas of what is predicted
+        edge = chart.step("time", "amount", source=source, mode="after", line_width=4)
+        edge.glyph.line_color, edge.glyph.tags = CARD[0], list(CARD)
     line = chart.step("time", "amount", source=source, mode="after", line_width=1.6)
     line.glyph.line_color, line.glyph.tags = ink[0], list(ink)
     size = CustomJSHover(code=_SIZE)

@@ -106,7 +106,14 @@ def sentences(problem: Problem, plan: Plan, measured: Sequence[Timeline] = ()) -
     if plan.tasks and modes:
         told = ", ".join(f"{count} {mode}" for mode, count in modes.items())
         yield f"Parameters by the way they are updated: {told}."
-    yield from plan.notes
+    yield from map(_sentence, plan.notes)
+
+
+def _sentence(note: str) -> str:
+    """A note of a plan as a sentence; a name at its beginning stays as it is."""
+    first, _, rest = note.partition(" ")
+    begun = f"{first.capitalize()} {rest}" if first.isalpha() and first.islower() else note
+    return begun if begun.endswith(".") else f"{begun}."
 
 
 def bound(problem: Problem, plan: Plan, measured: Sequence[Timeline] = ()) -> SolveReport | None:

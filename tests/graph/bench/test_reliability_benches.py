@@ -54,12 +54,12 @@ def test_a_campaign_runs_cases_by_the_clock_in_a_process_of_its_own() -> None:
 
 def test_the_page_has_every_campaign_and_what_it_broke() -> None:
     result = {"campaign": "damaged files", "minutes": 2, "cases": 9, "held": 3, "refused": 5}
-    result |= {"faults": 0, "broken": [{"seed": 4, "what": "KeyError: 'w'", "since": "mended"}]}
+    result |= {"faults": 0, "broken": [{"seed": 4, "what": "KeyError: 'w'", "since": "fixed"}]}
     text = page({"reliability_files.json": result}, None)
     assert (
         "damaged files](../bench/results/reliability_files.json) | 2 | 9 | 3 | 5 | 0 | 1 |" in text
     )
-    assert "- broke in reliability_files.json, seed 4: KeyError: 'w'; mended" in text
+    assert "- broke in reliability_files.json, seed 4: KeyError: 'w'; fixed" in text
 
 
 def test_the_committed_page_is_the_one_of_the_committed_figures() -> None:
