@@ -2,20 +2,23 @@
 
 In: a traced step with a symbolic batch, a cluster, a strategy, how many devices share the samples.
 Out: a `RankPlan`, the solver's plan on what that rank has of its machine. A layer profile tells
-whole units apart, and has its samples in micro-batches; a plan decides on each tensor, and has them
-at once. The step of a shard has its exchanges (`rank_step`), which the plan moves beside the rest.
-Replicas run the step that was traced on one device, and exchange gradients on top of it. Where the
-solver has no plan, a `NoRankPlan` says so: what the ranking says of whole units stands. No torch.
+whole units apart; a plan decides on each tensor. The step of a shard has its exchanges, which the
+plan moves beside the rest (`rank_step`), for each of its micro-batches (`micro_batches`). Replicas
+run the step that was traced on one device, all samples at once, and exchange gradients on top of
+it. Where the solver has no plan, a `NoRankPlan` says so: what the ranking says of whole units
+stands. No torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from cotrain_compile.analysis.symbolic import at
 from cotrain_compile.cluster.description import Cluster, rank_machine
+from cotrain_compile.cluster.micro_batches import in_micro_batches
 from cotrain_compile.cluster.rank_step import rank_step
 from cotrain_compile.cluster.step_on_cluster import runnable_on
 from cotrain_compile.cluster.strategy import Answer
@@ -23,7 +26,7 @@ from cotrain_compile.cluster.subsets import first_devices
 from cotrain_compile.cluster.traced_profile import sample_symbols
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import OptionError, PlacementError
-from cotrain_compile.machine import Tier
+from cotrain_compile.machine import Machine, Tier
 from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.problem import formulate
 from cotrain_compile.placement.search.settings import SolveSettings
@@ -35,20 +38,24 @@ from cotrain_compile.units import format_bytes, format_seconds
 REPLICATE, SHARD = "replicate", "shard"
 PLANNED = (REPLICATE, SHARD)
 
+# Where a plan is found already, no step with more ops is planned: its search takes minutes.
+_MOST_OPS = 50_000
+
 
 @dataclass(frozen=True)
 class RankPlan:
-    """One of `devices` ranks of `strategy` with so many samples.
+    """One of `devices` ranks of `strategy` with so many samples, in micro-batches.
 
     Seconds are with all exchanges of a shard, and without those of replicas. `bound_s` is
-    certified, 0 where there is none. `by_units_s` is the step that the ranking has for the
-    strategy, in micro-batches; None where it has none that fits.
+    certified for these micro-batches, 0 where there is none. `by_units_s` is the step that the
+    ranking has for the strategy, None where it has none that fits.
     """
 
     plan: Plan
     strategy: str
     devices: int
     samples: int
+    micro_batches: int
     step_s: float
     bound_s: float
     peak_bytes: int
@@ -60,8 +67,10 @@ class RankPlan:
         exchanges = "exchanges included"
         if self.strategy == REPLICATE:
             exchanges = "before gradients are exchanged"
+        size, count = self.samples // self.micro_batches, self.micro_batches
+        batches = f"{count} micro-batches of {size}" if count > 1 else f"one micro-batch of {size}"
         return (
-            f"one of {self.devices} ranks of {self.strategy} with {self.samples} samples at once, "
+            f"one of {self.devices} ranks of {self.strategy} with {batches}, "
             f"planned tensor by tensor: {format_seconds(self.step_s)}{least}, {exchanges}; "
             f"{format_bytes(self.peak_bytes)} on the device, {format_bytes(self.host_bytes)} on "
             f"the host; {self._by_units}"
@@ -71,7 +80,7 @@ class RankPlan:
     def _by_units(self) -> str:
         if self.by_units_s is None:
             return "by whole units it does not fit"
-        return f"by whole units and in micro-batches {format_seconds(self.by_units_s)}"
+        return f"by whole units {format_seconds(self.by_units_s)}"
 
     def figures(self) -> dict[str, Any]:
         """As JSON has it; the plan is a file of its own."""
@@ -136,10 +145,13 @@ def plan_rank(
 ) -> RankPlan:
     """The rank with the smallest device, of the first `devices` that share the samples evenly.
 
+    A shard is tried in micro-batches of all sizes that share its samples evenly, the largest first,
+    until one needs no plan, for smaller ones only exchange more; the fastest counts.
+
     Raises:
         OptionError: they do not share them evenly, `symbols` are none of the step's, or nobody
             knows the step of such a rank.
-        PlacementError: its samples do not fit at once, wherever tensors rest.
+        PlacementError: its samples do not fit, wherever tensors rest.
     """
     if strategy not in PLANNED:
         raise OptionError(
@@ -147,31 +159,73 @@ def plan_rank(
         )
     if samples % devices:
         raise OptionError(f"{samples} samples are not shared evenly by {devices} devices")
-    part, share = first_devices(cluster, devices), samples // devices
-    group, device = min(
-        {(place.group, place.device) for place in part.devices},
-        key=lambda place: part.groups[place[0]].each[place[1]].device.capacity_bytes,
-    )
-    machine = rank_machine(part.groups[group], device).but(network=part.ring)
-    values = dict.fromkeys(sample_symbols(step, symbols), share)
-    sized = at(runnable_on(step, machine), {**step.symbols, **values})
-    if strategy == SHARD:
-        sized = rank_step(sized, devices)
-    budgets = {
-        Tier.DEVICE: machine.device.capacity_bytes,
-        Tier.HOST: machine.host.capacity_bytes,
-    }
-    problem = formulate(sized, machine, budgets)
-    plan = solve(problem, settings)
-    check(problem, plan)
-    timeline = predict(problem, plan.placement, plan.tasks, plan.moved)
-    return RankPlan(
-        plan,
-        strategy,
-        devices,
-        share,
-        timeline.makespan_s,
-        plan.report.lower_bound_s if plan.report else 0.0,
-        timeline.peak_bytes[Tier.DEVICE],
-        timeline.peak_bytes[Tier.HOST],
-    )
+    share = samples // devices
+    counts = [n for n in range(1, share + 1) if share % n == 0] if strategy == SHARD else [1]
+    rank = _Rank(step, cluster, strategy, devices, share, sample_symbols(step, symbols))
+    best: RankPlan | None = None
+    for count in counts:
+        if best and count * len(step.ops) > _MOST_OPS:
+            break
+        try:
+            found = rank.planned(count, settings)
+        except PlacementError:
+            if best is None and count == counts[-1]:
+                raise
+            continue
+        if best is None or found.step_s < best.step_s:
+            best = found
+        if not (found.plan.tasks or found.plan.placement.recomputed):
+            break
+    assert best is not None  # else the last one has raised
+    return best
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """What is planned, and where; `samples` are those of the rank."""
+
+    step: Dataflow
+    cluster: Cluster
+    strategy: str
+    devices: int
+    samples: int
+    symbols: Sequence[str]
+
+    @cached_property
+    def machine(self) -> Machine:
+        part = first_devices(self.cluster, self.devices)
+        group, device = min(
+            {(place.group, place.device) for place in part.devices},
+            key=lambda place: part.groups[place[0]].each[place[1]].device.capacity_bytes,
+        )
+        return rank_machine(part.groups[group], device).but(network=part.ring)
+
+    def sized(self, micro_batches: int) -> Dataflow:
+        """Its step."""
+        values = dict.fromkeys(self.symbols, self.samples // micro_batches)
+        sized = at(runnable_on(self.step, self.machine), {**self.step.symbols, **values})
+        if self.strategy == REPLICATE:
+            return sized
+        return in_micro_batches(rank_step(sized, self.devices), micro_batches)
+
+    def planned(self, micro_batches: int, settings: SolveSettings | None) -> RankPlan:
+        machine = self.machine
+        budgets = {
+            Tier.DEVICE: machine.device.capacity_bytes,
+            Tier.HOST: machine.host.capacity_bytes,
+        }
+        problem = formulate(self.sized(micro_batches), machine, budgets)
+        plan = solve(problem, settings)
+        check(problem, plan)
+        timeline = predict(problem, plan.placement, plan.tasks, plan.moved)
+        return RankPlan(
+            plan,
+            self.strategy,
+            self.devices,
+            self.samples,
+            micro_batches,
+            timeline.makespan_s,
+            plan.report.lower_bound_s if plan.report else 0.0,
+            timeline.peak_bytes[Tier.DEVICE],
+            timeline.peak_bytes[Tier.HOST],
+        )

@@ -166,7 +166,8 @@ def test_a_rank_of_a_traced_step_is_planned_tensor_by_tensor(
     assert told["host_bytes"] > 0
     assert told["bound_s"] <= told["step_s"]
     shown = CliRunner().invoke(app, given)
-    ranks = f"one of {told['devices']} ranks of replicate with {told['samples']} samples"
+    assert told["micro_batches"] == 1
+    ranks = f"one of {told['devices']} ranks of replicate with one micro-batch of {told['samples']}"
     assert ranks in shown.output
     assert files.load(plan, Plan).fingerprint == step().fingerprint
     plan.unlink()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cotrain_compile.analysis.symbolic import at
+from cotrain_compile.cluster.micro_batches import in_micro_batches
 from cotrain_compile.cluster.rank_plan import NoRankPlan, RankPlan, plan_answered_rank, plan_rank
 from cotrain_compile.cluster.rank_step import rank_step
 from cotrain_compile.cluster.step_on_cluster import profile_on_cluster
@@ -89,6 +91,26 @@ def test_a_gradient_is_cast_once_and_scattered_in_the_type_of_its_parameter() ->
     assert made.update["w1"].ops == ("u1",)
     assert made.buffer["g1w.part"].nbytes == 30
     assert made.buffer["n"].nbytes == 4
+
+
+def test_micro_batches_have_their_own_exchanges_and_add_up_parts_for_one_update() -> None:
+    one = rank_step(at(with_casts(), {"s0": 1}), 2)
+    made = in_micro_batches(one, 3)
+    made.verify_read()
+    assert in_micro_batches(one, 1) is one
+    begun = Counter(each.collective.kind for each in made.ops if each.collective)
+    assert begun == {"all_gather_into_tensor": 6, "reduce_scatter_tensor": 6}
+    of = {each.name: each for each in made.ops}
+    assert of["add.g1w.part.sum1"].reads == ("g1w.part.batch0", "g1w.part.batch1")
+    assert of["add.g1w.part.sum2"].reads == ("g1w.part.sum1", "g1w.part.batch2")
+    # Norm and update come once, and read what is added up; parameters and states are there once.
+    assert of["norm"].reads == ("g1w.part.sum2",)
+    assert of["u1"].reads == ("g1w.part.sum2", "w1", "m1", "n")
+    assert made.update["w1"].gradient == "g1w.part.sum2"
+    assert made.total_bytes(Role.PARAM, Role.OPTIMIZER_STATE) == one.total_bytes(
+        Role.PARAM, Role.OPTIMIZER_STATE
+    )
+    assert made.total_bytes(Role.BATCH) == 3 * one.total_bytes(Role.BATCH)
 
 
 def test_what_has_no_parts_is_refused() -> None:
