@@ -82,7 +82,11 @@ SECTIONS = (
     Section("Micro-batches by layer", "micro_batches", own_table("runtime.micro_batches")),
     Section("Servers of several cards", "several_cards", own_table("plans.several_cards")),
     Section("Six clusters", "six_clusters", own_table("cluster.six_clusters")),
-    Section("Pipelines, predicted against measured", "pipelines", own_table("runtime.pipelines")),
+    Section(
+        "Plans of a cluster, predicted against measured",
+        "cluster_runs",
+        own_table("runtime.cluster_runs"),
+    ),
     Section("Two ranks beside peers", "several_ranks", own_table("runtime.several_ranks")),
     Section("Small exchanges in buckets", "buckets", own_table("runtime.buckets")),
     Section(

@@ -14,12 +14,10 @@ awaited at once. It needs root, `unshare`, `ip` and `tc`.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -30,7 +28,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as processes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
@@ -38,8 +35,8 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import cotrain_compile
-from bench.report import write_report
-from bench.runtime.own_network import on_own_network
+from bench.runtime.own_network import Loopback
+from bench.runtime.rank_bench import RankBench, start
 from cotrain_compile import files, presets
 from cotrain_compile.analysis.costs import measured_costs
 from cotrain_compile.capture.aten import prepare
@@ -176,12 +173,9 @@ def ways(machine: Path) -> dict[str, Way]:
     }
 
 
-def train(rank: int, folder: str, rounds: int) -> None:
+def train(rank: int, folder: str, rate: str, rounds: int) -> None:
     """On one rank: seconds of every step, in turn in every way."""
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS
-    )
+    start(rank, RANKS, Path(folder, "store"))
     network = measured_network(
         CpuBench(1 << 30), torch.device("cpu"), Sizes(exchange_bytes=1 << 22)
     )
@@ -293,26 +287,23 @@ def table(result: Mapping[str, Any]) -> str:
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print the table, and write the report."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("-o", "--output", type=Path)
-    parser.add_argument("--rate", default="1gbit", help="of the loopback, as tc has it")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    given = parser.parse_args(arguments)
-    if given.worker is not None:
-        processes.spawn(train, (given.worker, given.rounds), nprocs=RANKS)
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        asked = ["--worker", folder, "--rounds", str(given.rounds)]
-        on_own_network("bench.runtime.several_ranks", given.rate, asked)
-        result = json.loads(Path(folder, "found.json").read_text())
-    result |= {"rate": given.rate, "rounds": given.rounds}
-    print(table(result))
-    if given.output is not None:
-        write_report(given.output, (__doc__ or "").splitlines()[0], result)
+def collected(folder: Path) -> dict[str, Any]:
+    """What rank 0 has found."""
+    found: dict[str, Any] = json.loads((folder / "found.json").read_text())
+    return found
 
+
+BENCH = RankBench(
+    "bench.runtime.several_ranks",
+    __doc__ or "",
+    ((train, RANKS),),
+    network=lambda rate: Loopback(rate).made,
+    rate="1gbit",
+    rounds=15,
+    collected=collected,
+    table=table,
+)
+main: Callable[..., None] = BENCH.main
 
 if __name__ == "__main__":
     main()

@@ -2,17 +2,20 @@
 
 The last ranks of the process group are helpers, the others workers. Every rank makes the same
 exchange of the same model. Workers bring their gradients after each backward; helpers `serve` until
-all workers are done. A step is two uneven all-to-alls with a sum between them: each part of the
-gradients goes to the rank that owns it by the planner's shares, and its sum to every worker.
+all workers are done. Gradients go in rounds, each of two uneven all-to-alls with a sum between:
+each part goes to the rank that owns it by the planner's shares, and its sum to every worker. While
+sums of a round come back, gradients of the next one go to their owners, so that network cards send
+and receive at once, as the planner's figures have it.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from itertools import accumulate
+from itertools import pairwise
 from types import TracebackType
 from typing import Any
 
@@ -31,6 +34,10 @@ from cotrain_compile.cluster.cpu_helpers import (
 from cotrain_compile.distribute.meet import LONGEST, first_line, meeting_of, timeout_of
 from cotrain_compile.errors import DistributeError, ExchangeFailed, OptionError, RanksApart
 
+# In the first half of the first round, and in the second half of the last, helpers only receive or
+# only send: with so many rounds an exchange takes an eighth longer than the planner's.
+ROUNDS = 8
+
 
 class _Does(IntEnum):
     """What a rank tells the others before each exchange."""
@@ -43,7 +50,7 @@ class _Does(IntEnum):
 
 @dataclass(frozen=True)
 class _Flat:
-    """All gradients of one type behind one another, and who owns which elements of them."""
+    """Gradients of one type that go in a round, and who owns which elements of them."""
 
     dtype: torch.dtype
     params: tuple[tuple[str, nn.Parameter], ...]
@@ -70,6 +77,24 @@ class _Flat:
             )
             for chunk in sorted(self.chunks, key=lambda chunk: chunk.owner)
         ]
+
+
+@dataclass(frozen=True)
+class _UnderWay:
+    """An all-to-all that has begun, with what it reads and writes."""
+
+    flat: _Flat
+    given: torch.Tensor
+    output: torch.Tensor
+    work: Any
+
+    def wait(self) -> torch.Tensor:
+        """What came."""
+        try:
+            self.work.wait()
+        except RuntimeError as error:
+            raise _lost(error) from error
+        return self.output
 
 
 class HelpedExchange:
@@ -127,16 +152,14 @@ class HelpedExchange:
                         "cpu_helpers"
                     )
         self._tell(_Does.SUM)
-        for flat in self._flats:
-            self._sum(flat)
+        self._sum()
 
     def serve(self) -> None:
         """Sum gradients until all workers are done; called by each helper."""
         if not self.helps:
             raise DistributeError("this rank is a worker: it trains, and calls average_gradients()")
         while self._tell(_Does.HELP) is _Does.SUM:
-            for flat in self._flats:
-                self._sum(flat)
+            self._sum()
 
     def __enter__(self) -> HelpedExchange:
         return self
@@ -181,43 +204,76 @@ class HelpedExchange:
             )
         return each[0]
 
-    def _sum(self, flat: _Flat) -> None:
-        owned, n, k = flat.owned, self.workers, self.helpers
-        mine, dtype = owned[self.rank], flat.dtype
-        pieces = flat.pieces()
-        begins = [0, *accumulate(part.stop - part.start for _, _, part in pieces)]
-        own = torch.empty(0 if self.helps else sum(owned), dtype=dtype)  # on the host
-        if not self.helps:
-            for (_, param, part), begin in zip(pieces, begins[:-1], strict=True):
-                assert param.grad is not None
-                own[begin : begin + part.stop - part.start] = param.grad.flatten()[part]
-        received = torch.empty(n * mine, dtype=dtype)
-        to_owners = [0] * (n + k) if self.helps else owned
-        from_workers = [mine] * n + [0] * k
-        self._all_to_all(received, own, from_workers, to_owners)
-        # Terms come in the order of ranks, and each sum is made once: all workers get equal bits.
-        total = received.view(n, mine).sum(0, dtype=dtype)
-        self._all_to_all(own, total.repeat(n), to_owners, from_workers)
+    def _sum(self) -> None:
+        """All rounds: gradients of one go to owners while sums of the one before come back."""
+        going = self._to_owners(self._flats[0])
+        coming: list[_UnderWay] = []
+        for flat, following in pairwise((*self._flats, None)):
+            assert flat is not None  # only the last one has none behind it
+            came = going.wait()
+            if following is not None:
+                going = self._to_owners(following)
+            coming.append(self._to_workers(flat, came))
+            if len(coming) > 1:
+                self._keep(coming.pop(0))
+        self._keep(coming.pop())
+
+    def _to_owners(self, flat: _Flat) -> _UnderWay:
+        """Gradients of a round begin to go."""
+        pieces = [] if self.helps else flat.pieces()
+        own = torch.empty(sum(part.stop - part.start for _, _, part in pieces), dtype=flat.dtype)
+        begin = 0
+        for _, param, part in pieces:  # they are staged on the host
+            assert param.grad is not None
+            end = begin + part.stop - part.start
+            own[begin:end] = param.grad.flatten()[part]
+            begin = end
+        mine, to_owners = self._counts(flat)
+        return self._begin(flat, own, received=mine, sent=to_owners)
+
+    def _to_workers(self, flat: _Flat, came: torch.Tensor) -> _UnderWay:
+        """Sums of the gradients that came begin to go back.
+
+        Terms come in the order of ranks, and each sum is made once: all workers get equal bits.
+        """
+        mine, to_owners = self._counts(flat)
+        total = came.view(self.workers, len(came) // self.workers).sum(0, dtype=flat.dtype)
+        return self._begin(flat, total.repeat(self.workers), received=to_owners, sent=mine)
+
+    def _keep(self, coming: _UnderWay) -> None:
+        """When sums have come a worker has their means as gradients."""
+        sums = coming.wait()
         if self.helps:
             return
-        own /= n
+        sums /= self.workers
+        begin = 0
         with torch.no_grad():
-            for (_, param, part), begin in zip(pieces, begins[:-1], strict=True):
+            for _, param, part in coming.flat.pieces():
                 assert param.grad is not None
                 if not param.grad.is_contiguous():
                     param.grad = param.grad.contiguous()
-                param.grad.view(-1)[part] = own[begin : begin + part.stop - part.start].to(
-                    param.grad.device
-                )
+                end = begin + part.stop - part.start
+                param.grad.view(-1)[part] = sums[begin:end].to(param.grad.device)
+                begin = end
 
-    def _all_to_all(
-        self, output: torch.Tensor, given: torch.Tensor, out: list[int], sent: list[int]
-    ) -> None:
+    def _counts(self, flat: _Flat) -> tuple[list[int], list[int]]:
+        """Elements that each worker has of what this rank sums, and each owner of this worker's."""
+        owned, none = flat.owned, [0] * (self.workers + self.helpers)
+        mine = [owned[self.rank]] * self.workers + none[self.workers :]
+        return mine, none if self.helps else owned
+
+    def _begin(
+        self, flat: _Flat, given: torch.Tensor, received: list[int], sent: list[int]
+    ) -> _UnderWay:
+        output = torch.empty(sum(received), dtype=flat.dtype)
         try:
-            dist.all_to_all_single(output, given, out, sent, group=self._group)
+            work = dist.all_to_all_single(
+                output, given, received, sent, group=self._group, async_op=True
+            )
         except RuntimeError as error:
             raise _lost(error) from error
         self.sent_bytes += (sum(sent) - sent[self.rank]) * given.element_size()
+        return _UnderWay(flat, given, output, work)
 
 
 def cpu_helpers(
@@ -256,7 +312,12 @@ def _flats(
         sizes = [(name, param.numel() * dtype.itemsize) for name, param in params]
         sharing = share(workers, helpers, sum(size for _, size in sizes), 1.0, helper_rate)
         chunks = chunks_of(sizes, sharing, chunk_bytes)
-        flats.append(_Flat(dtype, tuple(params), sharing, chunks))
+        rounds = max(1, min(ROUNDS, sum(chunk.nbytes for chunk in chunks) // chunk_bytes))
+        each = math.ceil(len(chunks) / rounds)
+        flats += [
+            _Flat(dtype, tuple(params), sharing, chunks[first : first + each])
+            for first in range(0, len(chunks), each)
+        ]
     return tuple(flats)
 
 
