@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, takewhile
 
 import torch
 from torch import fx
@@ -90,7 +90,10 @@ def in_lock_step(calls: Sequence[Call], room: Room) -> list[Call]:
     found: list[Call] = []
     for are_updates, group in groupby(calls, lambda call: _may_join(call, room)):
         stretch = list(group)
-        found += _in_rows(stretch, room) if are_updates else stretch
+        planned = _as_planned(stretch, room) if are_updates else len(stretch)
+        found += stretch[:planned]
+        if stretch[planned:]:
+            found += _in_rows(stretch[planned:], room)
     return found
 
 
@@ -100,6 +103,20 @@ def _may_join(call: Call, room: Room) -> bool:
     makes_one = call.node.target is COPY or (call.is_plain and call.is_new)
     is_known = isinstance(value, torch.Tensor) and isinstance(value.numel(), int)
     return makes_one and is_known and call.node.name in room.param_of
+
+
+def _as_planned(stretch: Sequence[Call], room: Room) -> int:
+    """How many calls of a stretch of updates run as they are planned, for the sake of the peak.
+
+    Where that is in updates alone, up to the end of the first of these: in another order there
+    might be another peak, which a plan knows nothing of.
+    """
+    if not room.is_peak_in_updates:
+        return 0
+    names = [call.node.name for call in stretch]
+    at = next((n for n, name in enumerate(names) if room.used_bytes[name] >= room.peak_bytes), -1)
+    behind = takewhile(lambda name: room.param_of[name] == room.param_of[names[at]], names[at:])
+    return at + len(list(behind)) if at >= 0 else 0
 
 
 def _in_rows(calls: list[Call], room: Room) -> list[Call]:

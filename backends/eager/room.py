@@ -18,7 +18,7 @@ class Room:
     """What a plan has alive on the device.
 
     By op there, `param_of` names the parameter that it updates, `used_bytes` is what is alive then;
-    `peak_bytes` is the most that the step has alive.
+    `peak_bytes` is the most that the step has alive, which `is_peak_in_updates` alone or not.
     """
 
     def __init__(self, problem: Problem, plan: Plan) -> None:
@@ -29,6 +29,8 @@ class Room:
         self.param_of = {n: g.param for g in dataflow.updates for n in g.ops if n in on_device}
         self.used_bytes = {name: slots[slot] for name, slot in on_device.items()}
         self.peak_bytes = max(slots)
+        others = (used for name, used in self.used_bytes.items() if name not in self.param_of)
+        self.is_peak_in_updates = self.peak_bytes > max(others, default=0)
         self._instances = list(instances(self._program, plan.placement, plan.tasks))
 
     def are_independent(self, updates: Sequence[Sequence[str]]) -> bool:

@@ -42,6 +42,7 @@ from cotrain_compile.capture.aten.kept_values import Values, give_values, values
 from cotrain_compile.capture.offline.only_trace import is_only_traced
 from cotrain_compile.dataflow import Checkpoints
 from cotrain_compile.disk_cache import folder_of, package_digest
+from cotrain_compile.lazy_module import graph_module
 
 Compile = Callable[[fx.GraphModule, Checkpoints], Callable[..., Any]]
 AotCompile = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
@@ -244,9 +245,9 @@ def written(graph: fx.GraphModule, checkpoints: Checkpoints) -> _Kept | None:
 
 def read_again(kept: _Kept, fake_mode: Any) -> fx.GraphModule:
     """The graph that was written, with values of `fake_mode`."""
-    module: Any = GraphPickler.loads(kept.graph, fake_mode)
-    give_values(module.graph.nodes, kept.values, fake_mode)
-    return module  # type: ignore[no-any-return]
+    read: Any = GraphPickler.loads(kept.graph, fake_mode)
+    give_values(read.graph.nodes, kept.values, fake_mode)
+    return graph_module(read, read.graph)  # what was read cannot be called
 
 
 def _named(stack: Mapping[str, tuple[str, object]]) -> dict[str, tuple[str, str]]:

@@ -86,6 +86,15 @@ def test_a_step_found_on_disk_is_the_one_that_is_lowered(
     assert files.to_json(again.problem.dataflow) == files.to_json(first.problem.dataflow)
     assert losses_again == losses
     assert all(torch.equal(tensors_again[key], value) for key, value in tensors.items())
+    assert loss_of_graph(again.graph.module).equal(loss_of_graph(first.graph.module))
+
+
+def loss_of_graph(module: fx.GraphModule) -> Tensor:
+    """The loss of the graph, called as it is, where all that it is given is ones."""
+    values = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
+    with torch.no_grad():
+        results = module(*(torch.ones(v.shape, dtype=v.dtype) for v in values))
+    return next(r for r in results if isinstance(r, Tensor))
 
 
 def test_a_damaged_file_counts_as_absent(kept: Path) -> None:

@@ -100,15 +100,15 @@ def test_what_ops_make_of_constants_is_made_for_each() -> None:
     assert len({value.data_ptr() for value in made}) == 3
 
 
-def deep(dtype: torch.dtype) -> Case:
-    """Many small layers of one shape, whose activations are what its peak is made of."""
+def deep(dtype: torch.dtype, rows: int = 64) -> Case:
+    """Many small layers of one shape. With many rows its peak is made of activations."""
 
     def make_model() -> nn.Module:
         layers = [nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Tanh()) for _ in range(4)]
         return nn.Sequential(*layers).to(dtype)
 
     def make_batch() -> tuple[Tensor, ...]:
-        return (torch.randn(64, 8).to(dtype),)
+        return (torch.randn(rows, 8).to(dtype),)
 
     return Case(make_model, make_batch, lambda model, x: model(x).square().mean())
 
@@ -139,6 +139,20 @@ def test_a_step_in_lock_step_has_the_bits_of_the_captured_one(
     placed = train(case, OPTIMIZERS[optimizer], cotrain(policy="resident"), check)
     torch._dynamo.reset()
     assert_bitwise_equal(placed, train_unplaced(case, OPTIMIZERS[optimizer]))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "rmsprop"])
+def test_a_peak_in_the_updates_is_that_of_the_plan(optimizer: str) -> None:
+    """Up to there updates run as they are planned: in another order there would be another peak."""
+
+    def check(step: Step) -> None:
+        check_peak(step)
+        calls = cotrain_compile.inspect(step)._program._calls
+        in_rows.append(any(call.rows for call in calls))
+
+    in_rows = list[bool]()
+    train(deep(torch.float32, rows=1), OPTIMIZERS[optimizer], cotrain(policy="resident"), check)
+    assert all(in_rows)
 
 
 def test_with_little_room_fewer_updates_run_together(monkeypatch: pytest.MonkeyPatch) -> None:
