@@ -28,6 +28,11 @@ _MIXED = re.compile(r"([\w.]+)\W* got mixed torch\.Tensor and DTensor")
 # What it says of a backward through forward-mode derivatives of gradients under vmap.
 _FORWARD_OVER_REVERSE = re.compile(r"<function grad at .*Please convert all Tensors to FakeTensors")
 
+# What it says of an op that fails on tensors of these shapes and dtypes.
+_FAILED_OP = re.compile(
+    r": got (?P<kind>(?:Runtime|Value|Type|Index)Error)\((?P<quote>['\"])(?P<told>.*?)(?P=quote)"
+)
+
 # What Dynamo says at more length, and in words of its own, by a part of that.
 _IN_SHORT = (
     ("torch._check", "it decides by the value of a tensor, which is not known in a graph"),
@@ -42,9 +47,9 @@ def diagnose(
 ) -> CotrainError | None:
     """The user's error behind `error`: ours if one of ours is its cause, or what broke the graph.
 
-    With `suggests_eager` it names the option that runs the step in eager as a last way on. Returns
-    None when it is neither, so that a real fault in the step (a shape mismatch) reaches the user as
-    it is.
+    A fault of the step itself, as shapes that do not match, is named with the line as well. With
+    `suggests_eager` it names the option that runs the step in eager as a last way on. Returns None
+    when it is none of these.
     """
     location = _user_line(error, code)
     if refusal is not None:
@@ -81,6 +86,12 @@ def diagnose(
         )
     if isinstance(error, exc.TorchRuntimeError) and _BESIDE_META.search(str(error)):
         return OptionError(f"{location}: some tensors of the step are on meta: {ON_META}")
+    if isinstance(error, exc.TorchRuntimeError) and (op := _FAILED_OP.search(str(error))):
+        return CaptureError(
+            f"{location}: {op['kind']}: {op['told'].rstrip('.')}. torch cannot run this line on "
+            "tensors of these shapes and dtypes; call the step once without torch.compile to see "
+            "all that it says. Nothing was updated."
+        )
     if isinstance(error, exc.FailOnRecompileLimitHit):
         return CaptureError(
             f"{location}: the step was compiled too often for changing inputs. Keep Python values "

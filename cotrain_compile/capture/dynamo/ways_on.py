@@ -31,8 +31,11 @@ _FABRIC = (
     "fabric.autocast()"
 )
 
+_SCHEDULER = "call scheduler.step() outside the step, after it"
+
 # By a part of the path of a file that the trace has gone through.
 _FRAMEWORKS = (
+    ("/accelerate/scheduler.py", _SCHEDULER),
     (
         "/accelerate/",
         "a graph cannot count calls as Accelerate does: write `with accelerator.accumulate(...):` "
@@ -93,7 +96,7 @@ _WORDS = (
         "keep what the step sets in a global, a dictionary or an object, not on a function",
     ),
     (("`time.", ".time."), "read the clock outside the step"),
-    (("LRScheduler.step",), "call scheduler.step() outside the step, after it"),
+    (("LRScheduler.step",), _SCHEDULER),
     (
         ("save_on_cpu", "saved_tensors_hooks"),
         "leave out the hooks on saved tensors: the plan itself keeps in host memory, or makes "

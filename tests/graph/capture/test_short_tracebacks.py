@@ -29,13 +29,13 @@ step(torch.randn(2, 4))
 """
 
 
-def traceback_of(folder: Path, options: object) -> list[str]:
+def traceback_of(folder: Path, options: object, text: str = SCRIPT) -> list[str]:
     """What Python prints where the script ends with an error."""
     script = folder / "train.py"
-    script.write_text(SCRIPT)
+    script.write_text(text)
     linecache.checkcache(str(script))
     with pytest.raises(Exception) as failure:  # noqa: PT011
-        exec(compile(SCRIPT, str(script), "exec"), {"options": options})
+        exec(compile(text, str(script), "exec"), {"options": options})
     error = failure.value
     assert error.__traceback__ is not None
     # But for the frame of this test.
@@ -74,3 +74,10 @@ def test_torchs_own_switch_keeps_the_cause(tmp_path: Path) -> None:
         lines = traceback_of(tmp_path, {"policy": "greedy"})
     assert "The above exception was the direct cause of the following exception:" in lines
     assert any(line.startswith("torch._dynamo.exc.Unsupported") for line in lines)
+
+
+def test_shapes_that_do_not_match_are_the_line_and_one_message(tmp_path: Path) -> None:
+    lines = traceback_of(tmp_path, {}, SCRIPT.replace("torch.randn(2, 4)", "torch.randn(2, 5)"))
+    assert lines[-1].startswith("cotrain_compile.errors.CaptureError: ")
+    assert "train.py:9 in step: `loss = model(x).sum()`: RuntimeError: a and b must" in lines[-1]
+    assert len(lines) <= 8

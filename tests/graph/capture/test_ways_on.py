@@ -267,6 +267,7 @@ def test_a_sparse_layer_becomes_a_dense_one() -> None:
         ("/site-packages/torch/nn/utils/clip_grad.py", "data-dependent", "error_if_nonfinite"),
         ("/site-packages/some/library.py", "builtin `print`", "Move the print out"),
         ("/home/me/train.py", "function `LRScheduler.step`", "outside the step, after it"),
+        ("/site-packages/accelerate/scheduler.py", "`LRScheduler.step`", "Call scheduler.step() o"),
         ("/home/me/train.py", "function `save_on_cpu.__init__`", "Leave out the hooks on saved"),
         ("/home/me/train.py", "function `detect_anomaly.__init__`", "with the step in eager"),
         ("/home/me/train.py", "the builtin `time.time.`", "Read the clock outside"),
