@@ -137,16 +137,18 @@ def fastest_pipeline(
     *,
     again_only: bool = False,
 ) -> PipelinePlan:
-    """The same over several rows of devices; what cannot be faster is not simulated.
+    """The same over several rows of devices, the first of those that are as fast; what cannot be
+    faster is not simulated.
 
     With `again_only` layers run again for the backward in any case, as in stages that
-    `cotrain_compile.pipeline` runs. Raises as `plan_pipeline`, of the first row.
+    `cotrain_compile.pipeline` runs. Raises as `plan_pipeline`, of the longest row.
     """
     if samples < 1:
         raise OptionError(f"a step has at least one sample, not {samples}")
     drafts = drafts_of(profile, rows, order, samples, again_only=again_only)
     if not drafts:
-        raise _nothing_fits(profile, rows[0], order, samples)
+        longest = max(rows, key=lambda row: len(row.capacity_bytes))
+        raise _nothing_fits(profile, longest, order, samples)
     best, best_s = drafts[0], inf
     for draft in sorted(drafts, key=lambda draft: draft.bound_s):
         if draft.bound_s >= best_s:

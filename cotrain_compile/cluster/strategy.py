@@ -174,8 +174,8 @@ class Answer:
         if self.memory.limit:
             return f"Nothing can fit: {self.memory.limit}."
         return (
-            f"None of these fits, though {self.profile} takes no more than "
-            f"{format_bytes(self.memory.needs_bytes)} at least and {self.cluster} has "
+            f"None of these fits, though {self.profile} takes "
+            f"{format_bytes(self.memory.needs_bytes)} at least, and {self.cluster} has "
             f"{format_bytes(self.memory.has_bytes)}: each of them has the model in parts that some "
             "device or host has no room for."
         )

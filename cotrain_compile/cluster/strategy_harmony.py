@@ -60,6 +60,8 @@ def as_published(question: Question, layout: Layout) -> Published | None:
 def packs_in_words(choice: HarmonyChoice) -> str:
     """How many packs there are in either pass."""
     forward, backward = len(choice.forward_packs), len(choice.backward_packs)
+    if not forward:
+        return f"{backward} pack{'s' * (backward > 1)} for both passes"
     packs = "1 pack" if forward == 1 else f"{forward} packs"
     return f"{packs} forward, {backward} backward, the last with its forward"
 

@@ -148,7 +148,7 @@ def pipeline(question: Question, name: str) -> Strategy:
     order = PipelineOrder(name.removeprefix("pipeline-"))
     profile, samples = question.profile, question.samples
     most = min(len(question.cluster.devices), len(profile.layers))
-    rows = [devices_of(first_devices(question.cluster, count)) for count in range(most, 0, -1)]
+    rows = [devices_of(first_devices(question.cluster, count)) for count in range(1, most + 1)]
     plan = fastest_pipeline(profile, rows, order, samples, again_only=True)
     used = [first < last for first, last in pairwise(plan.stages.bounds)]
     hops = {f"hop {i} to {i + 1}": nbytes for i, nbytes in enumerate(plan.hop_bytes) if nbytes}
