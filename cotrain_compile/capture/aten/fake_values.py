@@ -86,7 +86,8 @@ def _is_part_of_storage(node: fx.Node) -> bool:
     value = node.meta["val"] if node.op == "placeholder" else None
     if not isinstance(value, torch.Tensor):
         return False
-    sizes = value.untyped_storage().nbytes(), value.nbytes
+    # Not `nbytes`: of a tensor with symbolic sizes torch does not tell it.
+    sizes = value.untyped_storage().nbytes(), value.numel() * value.element_size()
     return all(isinstance(nbytes, int) for nbytes in sizes) and sizes[0] > sizes[1]
 
 

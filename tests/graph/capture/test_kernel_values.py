@@ -9,9 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
 
 from cotrain_compile.backends.inductor.program import _as_read
+from cotrain_compile.capture.aten.fake_values import use_kernel_values
 from cotrain_compile.errors import LoweringError
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.options import Options
@@ -178,3 +180,12 @@ def test_other_shapes_and_strides_than_traced_are_told_apart(other: Tensor) -> N
     assert _as_read(traced, other) != _as_read(other, traced)
     one = torch.ones(6, 1)
     assert _as_read(one, one.t().contiguous().t()) == _as_read(one.t().contiguous().t(), one)
+
+
+def test_a_copy_into_an_input_of_symbolic_size_keeps_its_value() -> None:
+    copied = make_fx(torch.ops.aten.copy.default, tracing_mode="symbolic")
+    graph = copied(torch.zeros(4), torch.ones(4)).graph
+    (node,) = graph.find_nodes(op="call_function", target=torch.ops.aten.copy.default)
+    traced = node.meta["val"]
+    use_kernel_values(graph)
+    assert node.meta["val"] is traced
