@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from chain import batch
 from torch import nn
 
 import cotrain_compile
@@ -43,13 +44,6 @@ def train(plan: Any, steps: int, checkpoint: Path) -> list[float]:
         torch.save(model.state_dict(), checkpoint)
         print(f"last loss {losses[-1]:.6f}", flush=True)
     return losses
-
-
-def batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The samples of a step, the same on every rank."""
-    generator = torch.Generator().manual_seed(number)
-    x = torch.randn(16, 8, generator=generator)
-    return x, x[:, :4].argmax(1)
 
 
 if __name__ == "__main__":

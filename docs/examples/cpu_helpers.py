@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from chain import batch
 from torch import nn
 
 import cotrain_compile
@@ -46,13 +47,6 @@ def train(helpers: int, steps: int, checkpoint: Path) -> list[float]:
         torch.save(model.state_dict(), checkpoint)
         print(f"last loss {losses[-1]:.6f}, sent {exchange.sent_bytes} bytes", flush=True)
     return losses
-
-
-def batch(number: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The samples of a rank in a step."""
-    generator = torch.Generator().manual_seed(1000 * number + rank)
-    x = torch.randn(16, 8, generator=generator)
-    return x, x[:, :4].argmax(1)
 
 
 if __name__ == "__main__":

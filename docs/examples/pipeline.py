@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+from chain import Model, batch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -31,32 +32,10 @@ import cotrain_compile
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
-class Layer(nn.Module):
-    """A layer with its residual: what goes from one to the next is one tensor."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.inner = nn.Linear(width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + F.gelu(self.inner(x))
-
-
-class Model(nn.Module):
-    """Layers, one behind the other."""
-
-    def __init__(self, width: int = 64, depth: int = 4) -> None:
-        super().__init__()
-        self.first = nn.Linear(8, width)
-        self.layers = nn.ModuleList(Layer(width) for _ in range(depth))
-        self.last = nn.Linear(width, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        for layer in self.layers:
-            x = layer(x)
-        logits: torch.Tensor = self.last(x)
-        return logits
+def make_model() -> nn.Module:
+    """The same on every rank."""
+    torch.manual_seed(0)
+    return Model(depth=4)
 
 
 def train(
@@ -68,8 +47,7 @@ def train(
     strategy: str | None = None,
 ) -> list[float]:
     """Train so many steps, from a checkpoint if one is given, and save one; the losses."""
-    torch.manual_seed(0)
-    model = Model()
+    model = make_model()
     x, y = batch(0)
     options = {"memory_budget": budget}
     pipe = cotrain_compile.pipeline(
@@ -105,13 +83,6 @@ def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> No
         optim_state_dict=states["optimizer"],
         options=FLAT,
     )
-
-
-def batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The samples of a step, the same on every rank."""
-    generator = torch.Generator().manual_seed(number)
-    x = torch.randn(16, 8, generator=generator)
-    return x, x[:, :4].argmax(1)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from chain import Model, batch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -26,38 +27,15 @@ import cotrain_compile
 MICRO_BATCHES = 4
 
 
-class Layer(nn.Module):
-    """A layer with its residual."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.inner = nn.Linear(width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + F.gelu(self.inner(x))
-
-
-class Model(nn.Module):
-    """Layers, one behind the other."""
-
-    def __init__(self, width: int = 64, depth: int = 6) -> None:
-        super().__init__()
-        self.first = nn.Linear(8, width)
-        self.layers = nn.ModuleList(Layer(width) for _ in range(depth))
-        self.last = nn.Linear(width, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        for layer in self.layers:
-            x = layer(x)
-        logits: torch.Tensor = self.last(x)
-        return logits
+def make_model() -> nn.Module:
+    """The same on every rank."""
+    torch.manual_seed(0)
+    return Model(depth=6)
 
 
 def train(steps: int, budget: str, order: str, checkpoint: Path) -> tuple[list[float], int]:
     """Train so many steps; the losses of this rank, and how many layers run as one pack."""
-    torch.manual_seed(0)
-    model = DistributedDataParallel(Model())
+    model = DistributedDataParallel(make_model())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
     def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -80,13 +58,6 @@ def train(steps: int, budget: str, order: str, checkpoint: Path) -> tuple[list[f
         torch.save(model.module.state_dict(), checkpoint)
         print(f"last loss {losses[-1]:.6f}", flush=True)
     return losses, cotrain_compile.inspect(run).plan.placement.layers_per_pack
-
-
-def batch(number: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The samples of a rank in a step."""
-    generator = torch.Generator().manual_seed(1000 * number + rank)
-    x = torch.randn(16, 8, generator=generator)
-    return x, x[:, :4].argmax(1)
 
 
 if __name__ == "__main__":

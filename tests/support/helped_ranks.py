@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -13,18 +11,9 @@ from torch import nn
 
 import cotrain_compile
 from cotrain_compile.errors import DistributeError
+from tests.support.example_scripts import example
 
 HELPERS = 1
-EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
-
-
-def example(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def mixed_model() -> nn.Module:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +16,7 @@ from cotrain_compile.cluster.stage_plan import StagePlan
 from cotrain_compile.dataflow import Role
 from cotrain_compile.errors import CotrainError, DistributeError
 from cotrain_compile.machine import Tier
+from tests.support.example_scripts import example
 
 STEPS = 2
 SAMPLES = 8
@@ -275,20 +274,9 @@ def told_of_short_batch(run: Run) -> str:
     return "nothing"
 
 
-def example(
+def example_trained(
     rank: int, plan: Path, steps: int, load: Path | None, save: Path, budget: str = "64KiB"
 ) -> list[float]:
     """`docs/examples/pipeline.py` on this rank."""
-    losses: list[float] = example_script().train(plan, steps, budget, load, save)
+    losses: list[float] = example("pipeline").train(plan, steps, budget, load, save)
     return losses
-
-
-def example_script() -> Any:
-    path = Path(__file__).parents[2] / "docs" / "examples" / "pipeline.py"
-    spec = importlib.util.spec_from_file_location("pipeline_example", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # Dynamo looks for the globals of its functions there
-    spec.loader.exec_module(module)
-    return module

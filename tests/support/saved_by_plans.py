@@ -14,7 +14,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import cotrain_compile
-from tests.support.helped_ranks import HELPERS, example
+from tests.support.example_scripts import example
+from tests.support.helped_ranks import HELPERS
 
 
 class Training:

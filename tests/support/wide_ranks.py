@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import cotrain_compile
 from cotrain_compile.errors import CotrainError, DistributeError
-from tests.support.helped_ranks import example
+from tests.support.example_scripts import example
 from tests.support.pipelines import STEPS, Trained, loss_of, made, tokens
 
 LAYERS = "model.transformer.h"

@@ -6,11 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
 
 from tests.support import wide_ranks
-from tests.support.helped_ranks import example
+from tests.support.example_scripts import example, trained_alone
 from tests.support.pipelines import alone
 from tests.support.ranks import Ranks
 from tests.support.wide_ranks import LAYERS
@@ -25,19 +23,17 @@ def test_gpt2_trains_as_one_process_does(three_ranks: Ranks) -> None:
 
 
 def test_the_example_trains_as_one_process_does(three_ranks: Ranks, tmp_path: Path) -> None:
-    model, alone = example_alone(3)
+    wanted, state = trained_alone(example("burst"), 1)
     for losses in three_ranks.run(wide_ranks.trained_example, tmp_path):
-        torch.testing.assert_close(losses, alone, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(
-        torch.load(tmp_path / "model.pt"), dict(model.state_dict()), rtol=1e-5, atol=1e-6
-    )
+        torch.testing.assert_close([(loss,) for loss in losses], wanted, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(torch.load(tmp_path / "model.pt"), state, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("place", ["forward", "backward"])
 def test_a_rank_that_fails_in_a_step_is_told_to_all_which_may_go_on(
     three_ranks: Ranks, place: str
 ) -> None:
-    _, alone = example_alone(2)
+    wanted, _ = trained_alone(example("burst"), 1, steps=2)
     found = three_ranks.run(wide_ranks.fails_and_goes_on, place)
     for rank, (told, has_gradient, losses) in enumerate(found):
         if rank == 1:
@@ -46,23 +42,7 @@ def test_a_rank_that_fails_in_a_step_is_told_to_all_which_may_go_on(
             assert told.startswith("RanksApart: ")
             assert "rank 1: failed: ArithmeticError: a bad batch" in told
         assert not has_gradient
-        torch.testing.assert_close(losses, alone, rtol=1e-5, atol=1e-6)
-
-
-def example_alone(steps: int) -> tuple[nn.Module, list[float]]:
-    """The model of the example and its losses, trained by one process."""
-    code = example("burst")
-    model = code.make_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
-    for number in range(steps):
-        x, y = code.batch(number)
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return model, losses
+        torch.testing.assert_close([(loss,) for loss in losses], wanted, rtol=1e-5, atol=1e-6)
 
 
 def test_ranks_with_other_widths_are_refused(three_ranks: Ranks) -> None:

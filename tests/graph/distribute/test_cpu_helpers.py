@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 
 from tests.support import helped_ranks
-from tests.support.helped_ranks import example
+from tests.support.example_scripts import example, trained_alone
 from tests.support.ranks import Ranks
 
 
@@ -23,26 +22,11 @@ def test_whole_numbers_are_those_of_an_all_reduce_and_bytes_those_of_the_plan(
 
 
 def test_the_example_trains_as_one_process_does(three_ranks: Ranks, tmp_path: Path) -> None:
-    code = example("cpu_helpers")
-    model = code.make_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    alone = []
-    for number in range(3):
-        optimizer.zero_grad()
-        losses = []
-        for rank in range(2):
-            x, y = code.batch(number, rank)
-            loss = F.cross_entropy(model(x), y)
-            (loss / 2).backward()
-            losses.append(loss.item())
-        optimizer.step()
-        alone.append(losses)
+    losses, state = trained_alone(example("cpu_helpers"), 2)
     first, second, helper = three_ranks.run(helped_ranks.trained, tmp_path)
     assert helper == []
-    torch.testing.assert_close(list(zip(first, second, strict=True)), [tuple(p) for p in alone])
-    torch.testing.assert_close(
-        torch.load(tmp_path / "model.pt"), dict(model.state_dict()), rtol=1e-5, atol=1e-6
-    )
+    torch.testing.assert_close(list(zip(first, second, strict=True)), losses)
+    torch.testing.assert_close(torch.load(tmp_path / "model.pt"), state, rtol=1e-5, atol=1e-6)
 
 
 def test_a_worker_that_fails_ends_all_ranks(three_ranks: Ranks) -> None:

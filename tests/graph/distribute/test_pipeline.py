@@ -17,13 +17,13 @@ from cotrain_compile import files
 from cotrain_compile.cluster.stage_plan import StagePlan
 from cotrain_compile.machine import Tier
 from tests.support import failing_stages
+from tests.support.example_scripts import example
 from tests.support.pipelines import (
     SAMPLES,
     STEPS,
     Trained,
     alone,
-    example,
-    example_script,
+    example_trained,
     judged,
     metered,
     plan_of,
@@ -175,9 +175,9 @@ def test_the_example_goes_on_from_a_checkpoint_of_one_process(
     """From ranks to one process, and from there to swapped stages; in the end as one alone."""
     plan = tmp_path / "plan.json"
     files.save(StagePlan("1F1B", ("layers.2",), 4, 4), plan)
-    script = example_script()
+    script = example("pipeline")
     of_ranks, of_one = tmp_path / "ranks", tmp_path / "one"
-    _, first = two_ranks.run(example, plan, 2, None, of_ranks)
+    _, first = two_ranks.run(example_trained, plan, 2, None, of_ranks)
     model, optimizer, losses = alone_by(script, 2)
     assert first == pytest.approx(losses, abs=1e-5)
 
@@ -190,13 +190,12 @@ def test_the_example_goes_on_from_a_checkpoint_of_one_process(
     save_checkpoint(named, checkpoint_id=of_one)
     points = ("layers.1", "layers.2", "layers.3")
     files.save(StagePlan("LoopedBFS", points, 4, 4, swapped=True), plan)
-    _, then = two_ranks.run(example, plan, 2, of_one, tmp_path / "end", "96KiB")
+    _, then = two_ranks.run(example_trained, plan, 2, of_one, tmp_path / "end", "96KiB")
     assert then == pytest.approx(steps_by(script, model, optimizer, 2), abs=1e-4)
 
 
 def alone_by(script: Any, steps: int) -> tuple[torch.nn.Module, torch.optim.Optimizer, list[float]]:
-    torch.manual_seed(0)
-    model = script.Model()
+    model = script.make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     return model, optimizer, steps_by(script, model, optimizer, steps)
 
