@@ -257,7 +257,8 @@ def _dump(step: StepGraph, compiled: CompiledStep, origin: Origin) -> None:
             folder, fingerprint = Path(origin.options.dump), compiled.problem.dataflow.fingerprint
             if fingerprint != first_fingerprint(origin):
                 folder /= f"step-{fingerprint}"
-            dump_step(folder, step, compiled.problem, compiled.plan, compiled.graph)
+            profile = _profile(origin.options)
+            dump_step(folder, step, compiled.problem, compiled.plan, compiled.graph, profile)
 
 
 def _lowered(

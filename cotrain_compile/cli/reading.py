@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -28,7 +29,10 @@ MachineName = Annotated[
     ),
 ]
 Profile = Annotated[
-    Path | None, typer.Option(help="The profile.json the plan was made with, if any.")
+    Path | None,
+    typer.Option(
+        help="The profile.json the plan was made with; default: the one beside it, if needed."
+    ),
 ]
 
 # Simulated again on the machine it was made for, a plan takes what it says, up to rounding.
@@ -74,25 +78,47 @@ def read_problem(
     made with.
     """
     from cotrain_compile.placement.check.check import check
-    from cotrain_compile.placement.problem import formulate
 
     dataflow = read_step(plan, file, step)
-    costs = files.load(profile, CostTable) if profile else None
     target = presets.find(machine) if machine else machine_of(plan, file)
-    problem = formulate(dataflow, target, plan.budgets, costs)
-    check(problem, plan)
-    again = _predicted(problem, plan)
-    if not _is_alike(again, plan.predicted):
-        # A plan does not say whether it was made with the option host_kernels="captured".
-        captured = formulate(dataflow, target, plan.budgets, costs, captured=True)
-        if _is_alike(_predicted(captured, plan), plan.predicted):
-            return captured
-        raise PlanError(
-            f"plan {file} says {plan.predicted.makespan_s:.6g} s a step, but simulated on "
-            f"{problem.machine.name} it takes {again.makespan_s:.6g} s: it was made with other "
-            "costs; give its --machine machine.json, and its --profile where it had one"
-        )
-    return problem
+    told_s: list[float] = []
+    for problem in _problems(dataflow, target, plan, _profiles(file, profile)):
+        if not told_s:
+            check(problem, plan)
+        again = _predicted(problem, plan)
+        if _is_alike(again, plan.predicted):
+            return problem
+        told_s.append(again.makespan_s)
+    raise PlanError(
+        f"plan {file} says {plan.predicted.makespan_s:.6g} s a step, but simulated on "
+        f"{target.name} it takes {told_s[0]:.6g} s: it was made with other "
+        "costs; give its --machine machine.json, and its --profile where it had one"
+    )
+
+
+def _problems(
+    dataflow: Dataflow, machine: Machine, plan: Plan, profiles: Iterable[CostTable | None]
+) -> Iterator[Problem]:
+    """All that `plan` may have been made for: it does not say with which costs.
+
+    Nor whether updates on the host were to run as captured, by the option `host_kernels`.
+    """
+    from cotrain_compile.placement.problem import formulate
+
+    for costs in profiles:
+        for captured in (False, True):
+            yield formulate(dataflow, machine, plan.budgets, costs, captured=captured)
+
+
+def _profiles(file: Path, given: Path | None) -> Iterator[CostTable | None]:
+    """The profile that is `given`; else none, then the one that a dump leaves beside a plan."""
+    if given is not None:
+        yield files.load(given, CostTable)
+        return
+    yield None
+    beside = file.with_name("profile.json")
+    if beside.is_file():
+        yield files.load(beside, CostTable)
 
 
 def machine_of(plan: Plan, file: Path) -> Machine:
