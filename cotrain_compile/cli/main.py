@@ -16,11 +16,13 @@ from cotrain_compile.cli.analyze import analyze
 from cotrain_compile.cli.calibrate import calibrate
 from cotrain_compile.cli.cluster import cluster
 from cotrain_compile.cli.demo import demo
+from cotrain_compile.cli.diff import diff
+from cotrain_compile.cli.explain import explain
 from cotrain_compile.cli.flags import as_flags
 from cotrain_compile.cli.graph import graph
-from cotrain_compile.cli.look import diff, explain, show
 from cotrain_compile.cli.machines import machines
 from cotrain_compile.cli.option_list import options
+from cotrain_compile.cli.show import show
 from cotrain_compile.cli.solve import solve
 from cotrain_compile.cli.sweep import sweep
 from cotrain_compile.cli.terminal import speak

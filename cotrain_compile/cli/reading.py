@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Step = Annotated[
     Path | None, typer.Option(help="The step.json of the plan; default: the one in its folder.")
 ]
-MachineName = Annotated[
+PlanMachine = Annotated[
     str | None,
     typer.Option(
         help="The machine the plan was made for; default: the one beside it, or named in it."
@@ -56,11 +56,23 @@ def read_step(plan: Plan, file: Path, step: Path | None) -> Dataflow:
             f"plan {file} was made for another step ({plan.fingerprint}) than {path} "
             f"({dataflow.fingerprint}); give the one it was made for with --step"
         )
-    refuse_other_names(plan, file, dataflow, path)
+    _refuse_other_names(plan, file, dataflow, path)
     return dataflow
 
 
-def refuse_other_names(plan: Plan, file: Path, dataflow: Dataflow, step: Path) -> None:
+def step_beside(file: Path, plan: Plan) -> Dataflow | None:
+    """The step of `plan` where it is in the step.json beside `file`, as in a dump."""
+    beside = file.with_name("step.json")
+    if not beside.is_file():
+        return None
+    dataflow = files.load(beside, Dataflow)
+    if dataflow.fingerprint != plan.fingerprint:
+        return None
+    _refuse_other_names(plan, file, dataflow, beside)
+    return dataflow
+
+
+def _refuse_other_names(plan: Plan, file: Path, dataflow: Dataflow, step: Path) -> None:
     """Raise `PlanError` where a plan says that it is for a step, and names what that has not."""
     if differences := describe_differences(plan, dataflow):
         raise PlanError(

@@ -1,4 +1,4 @@
-"""Look: `show`, `explain` and `diff`, what saved files hold, in words and pictures."""
+"""Show: what a saved file holds, in words, as figures, as pictures or as a page."""
 
 from __future__ import annotations
 
@@ -10,21 +10,9 @@ import typer
 
 from cotrain_compile import files
 from cotrain_compile.cli.cluster import print_answer
-from cotrain_compile.cli.figures import (
-    difference_figures,
-    plan_figures,
-    step_figures,
-    timeline_figures,
-)
-from cotrain_compile.cli.reading import (
-    MachineName,
-    Profile,
-    Step,
-    read_problem,
-    read_step,
-    refuse_other_names,
-)
-from cotrain_compile.cli.terminal import Json, console, keep_stdout_for, print_json, say_doing
+from cotrain_compile.cli.figures import plan_figures, step_figures, timeline_figures
+from cotrain_compile.cli.reading import PlanMachine, Profile, Step, read_problem, step_beside
+from cotrain_compile.cli.terminal import Json, console, keep_stdout_for, print_json
 from cotrain_compile.cluster.strategy import Answer
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import FormatError, OptionError
@@ -33,7 +21,6 @@ from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.saved import load_measured, load_plan, load_timeline
 from cotrain_compile.plan import Plan, Timeline
 from cotrain_compile.viz.text.describe import describe_machine, describe_step, describe_timeline
-from cotrain_compile.viz.text.diff import describe_diff
 from cotrain_compile.viz.text.summary import summary
 
 if TYPE_CHECKING:
@@ -73,7 +60,7 @@ def show(
         typer.Option(help="A trace of that step by torch.profiler, to add to --perfetto."),
     ] = None,
     step: Step = None,
-    machine: MachineName = None,
+    machine: PlanMachine = None,
     profile: Profile = None,
     as_json: Json = False,
 ) -> None:
@@ -102,46 +89,13 @@ def show(
         console.print(f"wrote {html}")
 
 
-def explain(
-    file: Annotated[Path, typer.Argument(help="plan.json.")],
-    param: Annotated[str, typer.Argument(help="A parameter, as layers.17.mlp.weight.")],
-    step: Step = None,
-    machine: MachineName = None,
-    profile: Profile = None,
-    as_json: Json = False,
-) -> None:
-    """Say why a parameter is where it is, and what the step would take with it kept otherwise."""
-    from cotrain_compile.placement.explain.explain import explain as explained
-
-    keep_stdout_for(as_json)
-    with console.status("reading") as status:
-
-        def tell(doing: str) -> None:
-            status.update(doing)
-            say_doing(doing)
-
-        plan = load_plan(file)
-        problem = read_problem(plan, file, step, machine, profile)
-        said = explained(problem, plan, param, progress=tell)
-    if as_json:
-        print_json(said)
-    else:
-        console.print(str(said))
-
-
-def diff(
-    before: Annotated[Path, typer.Argument(help="plan.json.")],
-    after: Annotated[Path, typer.Argument(help="plan.json to compare with it.")],
-    step: Step = None,
-    as_json: Json = False,
-) -> None:
-    """Say what differs between two plans, and what that does to time and memory."""
-    old, new = load_plan(before), load_plan(after)
-    dataflow = read_step(old, before, step) if step else _step_beside(before, old)
-    if as_json:
-        print_json(difference_figures(old, new))
-        return
-    console.print(describe_diff(old, new, dataflow))
+def _kind_of(file: Path) -> str:
+    """The kind of document in `file`. Raises `FormatError` when it is none of ours."""
+    kind = files.kind_of(file)
+    if kind not in _READERS:
+        found = f"kind is {kind!r}" if kind else "it does not say what kind it is"
+        raise FormatError(f"{file}: {found}; show reads {', '.join(_READERS)}")
+    return kind
 
 
 def _figures(value: object) -> object:
@@ -161,7 +115,7 @@ def _figures(value: object) -> object:
 def _describe(value: object, file: Path) -> str:
     match value:
         case Plan():
-            return summary(value, _step_beside(file, value))
+            return summary(value, step_beside(file, value))
         case Dataflow():
             return describe_step(value)
         case Machine():
@@ -169,15 +123,6 @@ def _describe(value: object, file: Path) -> str:
         case _:
             assert isinstance(value, Timeline)
             return describe_timeline(value)
-
-
-def _kind_of(file: Path) -> str:
-    """The kind of document in `file`. Raises `FormatError` when it is none of ours."""
-    kind = files.kind_of(file)
-    if kind not in _READERS:
-        found = f"kind is {kind!r}" if kind else "it does not say what kind it is"
-        raise FormatError(f"{file}: {found}; show reads {', '.join(_READERS)}")
-    return kind
 
 
 def _draw(value: object, file: Path, picture: Path) -> None:
@@ -195,19 +140,7 @@ def _specified(
 
     if isinstance(value, Timeline):
         return specify([value, *measured])
-    return specify([value.predicted, *measured], value, _step_beside(file, value))
-
-
-def _step_beside(file: Path, plan: Plan) -> Dataflow | None:
-    """The step of `plan`, from the step.json that a dump puts beside its plan.json."""
-    beside = file.with_name("step.json")
-    if not beside.is_file():
-        return None
-    dataflow = files.load(beside, Dataflow)
-    if dataflow.fingerprint != plan.fingerprint:
-        return None
-    refuse_other_names(plan, file, dataflow, beside)
-    return dataflow
+    return specify([value.predicted, *measured], value, step_beside(file, value))
 
 
 def _write_trace(
