@@ -108,11 +108,27 @@ class Draft:
 
     @cached_property
     def least_s(self) -> float:
-        """The busiest device."""
-        return max(
-            sum(work.seconds for work in self.works_of(device) if work.lane == _lane(device))
-            for device in range(self.server.devices)
-        )
+        """No step takes less: a device with all its turns, and the way there and back.
+
+        A device begins when a micro-batch has passed the stages before its first one; behind its
+        last turn the backward goes through these. Then gradients go home, and all update.
+        """
+        devices = range(self.server.devices)
+        first_s = self._swap_s(self.stays(0)[0])
+        least_s, way_s = 0.0, first_s if self.ahead else 0.0
+        for device in devices:
+            stays = self.stays(device)
+            busy_s = self.micro_batches * sum(map(self._turn_s, stays))
+            there, back = Stay(device, True, False), Stay(device, False, True)
+            passing_s = self._turn_s(there) + self._turn_s(back)
+            if not self.ahead:
+                passing_s += self._swap_s(there)
+                for i in range(len(stays)):
+                    swapped = (*_gone(stays, i - 1), *self._coming(stays, i))
+                    busy_s += sum(map(self._swap_s, swapped))
+            least_s = max(least_s, way_s + busy_s)
+            way_s += passing_s
+        return least_s + first_s + max(map(self._update_s, devices))
 
     def works(self) -> Iterator[Work]:
         """Those of all devices."""
@@ -130,11 +146,8 @@ class Draft:
             yield from self._swaps(stays, i, device, begins)
             yield from self._turns(stay, device, begins)
         yield self._go_home(stays[-1], device, self._left(stays, len(stays)))
-        own = [self.packs[k] for k in self.packs_of(device)]
-        seconds = sum(map(self.costs.update_s, own))
-        ends = [f"gradients of stage {self.packs_of(d)[0]}" for d in range(self.server.devices)]
-        updated = self.server.update_s(seconds, shared=True)
-        yield Work(f"update of device {device}", _lane(device), updated, tuple(ends))
+        ends = tuple(f"gradients of stage {d}" for d in range(self.server.devices))
+        yield Work(f"update of device {device}", _lane(device), self._update_s(device), ends)
 
     def _left(self, stays: Sequence[Stay], i: int) -> tuple[str, ...]:
         """What has to be over when stay `i` begins: the turns before it, and gradients on the way.
@@ -150,16 +163,18 @@ class Draft:
         """What goes home and what comes when stay `i` begins."""
         for stay in _gone(stays, i - 1):
             yield self._go_home(stay, device, begins)
-        if i and stays[i - 1].k == stays[i].k:
-            return  # the stage is there, and what comes after it is on its way
-        for stay in _next(stays, i) if self.ahead else stays[i : i + 1]:
+        for stay in self._coming(stays, i):
             yield self._fetch(stay, device, begins)
+
+    def _coming(self, stays: Sequence[Stay], i: int) -> Sequence[Stay]:
+        """Whose parameters begin to come when stay `i` begins."""
+        if i and stays[i - 1].k == stays[i].k:
+            return ()  # the stage is there, and what comes after it is on its way
+        return _next(stays, i) if self.ahead else stays[i : i + 1]
 
     def _turns(self, stay: Stay, device: int, begins: tuple[str, ...]) -> Iterator[Work]:
         k, pack = stay.k, self.packs[stay.k]
-        seconds = self.costs.forward_s(self.each, pack)
-        if stay.backward:
-            seconds += self.costs.backward_s(self.each, pack)
+        seconds = self._turn_s(stay)
         # Parameters that were there before stay from the forwards to the backwards, or come again.
         fetched = () if stay.again and k == self.packs_of(device)[-1] else (stay.parameters,)
         after, order = (*begins, *fetched), stay.order(self.micro_batches)
@@ -190,6 +205,16 @@ class Draft:
     def _go_home(self, stay: Stay, device: int, after: tuple[str, ...]) -> Work:
         lane = f"{_lane(device)}/swap out" if self.ahead else _lane(device)
         return Work(stay.gradients, lane, self._swap_s(stay), after)
+
+    def _turn_s(self, stay: Stay) -> float:
+        """A backward makes its forward again, or is one with it."""
+        pack = self.packs[stay.k]
+        forward_s = self.costs.forward_s(self.each, pack)
+        return forward_s + (self.costs.backward_s(self.each, pack) if stay.backward else 0.0)
+
+    def _update_s(self, device: int) -> float:
+        own = [self.packs[k] for k in self.packs_of(device)]
+        return self.server.update_s(sum(map(self.costs.update_s, own)), shared=True)
 
     def _swap_s(self, stay: Stay) -> float:
         share = self.server.swap_bytes_per_s / self.server.devices

@@ -75,7 +75,9 @@ def test_what_is_fetched_ahead_comes_beside_the_stage_before() -> None:
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("devices", [1, 2, 3])
-def test_no_device_ever_holds_more_than_the_plan_says(devices: int, ahead: bool) -> None:
+def test_no_device_ever_holds_more_than_the_plan_says_nor_is_a_step_sooner_done(
+    devices: int, ahead: bool
+) -> None:
     """Replayed from the spans alone, whatever copies take."""
     for seed in range(8):
         rng = random.Random(seed)
@@ -84,6 +86,7 @@ def test_no_device_ever_holds_more_than_the_plan_says(devices: int, ahead: bool)
         assert packs is not None
         server = replace(FREE, devices=devices, swap_bytes_per_s=rng.choice((20.0, 400.0, 1e9)))
         found = Draft(PackCosts(profile), server, packs, 1, rng.randrange(1, 4), ahead)
+        assert found.least_s <= simulated(found).step_s * (1 + 1e-9)
         for device in range(devices):
             assert most_at_once(found, device) <= found.peak_bytes[device]
 
