@@ -24,7 +24,7 @@ def in_micro_batches(step: Dataflow, count: int) -> Dataflow:
     last = made[-1]
     ops = [op for copy in made for op in copy.ops(copy is last)]
     updates = tuple(
-        replace(group, gradient=last.summed.get(group.gradient, group.gradient))
+        replace(group, gradient=last.summed[group.gradient], low_precision="")
         for group in step.updates
     )
     values = step.checkpoints.values

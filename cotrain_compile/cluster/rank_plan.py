@@ -2,10 +2,9 @@
 
 In: a traced step with a symbolic batch, a cluster, a strategy, how many devices share the samples.
 Out: a `RankPlan`, the solver's plan on what that rank has of its machine. A layer profile tells
-whole units apart; a plan decides on each tensor. The step of a shard has its exchanges, which the
-plan moves beside the rest (`rank_step`), for each of its micro-batches (`micro_batches`). Replicas
-run the step that was traced on one device, all samples at once, and exchange gradients on top of
-it. Where the solver has no plan, a `NoRankPlan` says so: what the ranking says of whole units
+whole units apart; a plan decides on each tensor. The step has the exchanges of its rank
+(`rank_step`): of a shard for each of its micro-batches (`micro_batches`), of a replica behind the
+last. Where the solver has no plan, a `NoRankPlan` says so: what the ranking says of whole units
 stands. No torch.
 """
 
@@ -18,13 +17,14 @@ from typing import Any
 
 from cotrain_compile.analysis.symbolic import at
 from cotrain_compile.cluster.description import Cluster, rank_machine
+from cotrain_compile.cluster.gradient_types import with_typed_gradients
 from cotrain_compile.cluster.micro_batches import in_micro_batches
-from cotrain_compile.cluster.rank_step import rank_step
+from cotrain_compile.cluster.rank_step import replica_step, require_exchangeable, shard_step
 from cotrain_compile.cluster.step_on_cluster import runnable_on
 from cotrain_compile.cluster.strategy import Answer
 from cotrain_compile.cluster.subsets import first_devices
 from cotrain_compile.cluster.traced_profile import sample_symbols
-from cotrain_compile.dataflow import Dataflow
+from cotrain_compile.dataflow import Dataflow, SizeExpressions
 from cotrain_compile.errors import OptionError, PlacementError
 from cotrain_compile.machine import Machine, Tier
 from cotrain_compile.placement.check.check import check
@@ -46,7 +46,7 @@ _MOST_OPS = 50_000
 class RankPlan:
     """One of `devices` ranks of `strategy` with so many samples, in micro-batches.
 
-    Seconds are with all exchanges of a shard, and without those of replicas. `bound_s` is
+    Seconds are with all exchanges. `bound_s` is
     certified for these micro-batches, 0 where there is none. `by_units_s` is the step that the
     ranking has for the strategy, None where it has none that fits.
     """
@@ -64,14 +64,11 @@ class RankPlan:
 
     def __str__(self) -> str:
         least = f", at least {format_seconds(self.bound_s)}" if self.bound_s else ""
-        exchanges = "exchanges included"
-        if self.strategy == REPLICATE:
-            exchanges = "before gradients are exchanged"
         size, count = self.samples // self.micro_batches, self.micro_batches
         batches = f"{count} micro-batches of {size}" if count > 1 else f"one micro-batch of {size}"
         return (
             f"one of {self.devices} ranks of {self.strategy} with {batches}, "
-            f"planned tensor by tensor: {format_seconds(self.step_s)}{least}, {exchanges}; "
+            f"planned tensor by tensor: {format_seconds(self.step_s)}{least}, exchanges included; "
             f"{format_bytes(self.peak_bytes)} on the device, {format_bytes(self.host_bytes)} on "
             f"the host; {self._by_units}"
         )
@@ -145,7 +142,7 @@ def plan_rank(
 ) -> RankPlan:
     """The rank with the smallest device, of the first `devices` that share the samples evenly.
 
-    A shard is tried in micro-batches of all sizes that share its samples evenly, the largest first,
+    It is tried in micro-batches of all sizes that share its samples evenly, the largest first,
     until one needs no plan, for smaller ones only exchange more; the fastest counts.
 
     Raises:
@@ -160,7 +157,7 @@ def plan_rank(
     if samples % devices:
         raise OptionError(f"{samples} samples are not shared evenly by {devices} devices")
     share = samples // devices
-    counts = [n for n in range(1, share + 1) if share % n == 0] if strategy == SHARD else [1]
+    counts = [n for n in range(1, share + 1) if share % n == 0]
     rank = _Rank(step, cluster, strategy, devices, share, sample_symbols(step, symbols))
     best: RankPlan | None = None
     for count in counts:
@@ -204,9 +201,11 @@ class _Rank:
         """Its step."""
         values = dict.fromkeys(self.symbols, self.samples // micro_batches)
         sized = at(runnable_on(self.step, self.machine), {**self.step.symbols, **values})
+        require_exchangeable(sized)
+        typed = with_typed_gradients(replace(sized, symbols={}, expressions=SizeExpressions()))
         if self.strategy == REPLICATE:
-            return sized
-        return in_micro_batches(rank_step(sized, self.devices), micro_batches)
+            return replica_step(in_micro_batches(typed, micro_batches), self.devices)
+        return in_micro_batches(shard_step(typed, self.devices), micro_batches)
 
     def planned(self, micro_batches: int, settings: SolveSettings | None) -> RankPlan:
         machine = self.machine

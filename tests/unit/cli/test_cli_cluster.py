@@ -154,22 +154,22 @@ def test_a_rank_of_a_traced_step_is_planned_tensor_by_tensor(
 ) -> None:
     traced, plan = tmp_path / "step.json", tmp_path / "plan.json"
     files.save(step(), traced)
-    # Of four samples one op touches 876 bytes at once; all that is alive there is more.
+    # Of one sample one op touches 324 bytes at once; all that is alive there is more.
     cluster = tmp_path / "tight.json"
-    files.save(a_box(2, 1e9, 900), cluster)
+    files.save(a_box(2, 1e9, 400), cluster)
     given = ["cluster", str(traced), "--cluster", str(cluster), "--samples", "4"]
     given += ["--strategies", "replicate", "--rank-plan", str(plan)]
     result = CliRunner().invoke(app, [*given, "--json"])
     assert result.exit_code == 0
     told = json.loads(result.output)["rank_plan"]
-    assert told["peak_bytes"] <= 900
+    assert told["peak_bytes"] <= 400
     assert told["host_bytes"] > 0
     assert told["bound_s"] <= told["step_s"]
     shown = CliRunner().invoke(app, given)
-    assert told["micro_batches"] == 1
-    ranks = f"one of {told['devices']} ranks of replicate with one micro-batch of {told['samples']}"
+    assert told["micro_batches"] == told["samples"] > 1
+    ranks = f"one of {told['devices']} ranks of replicate with {told['samples']} micro-batches of 1"
     assert ranks in shown.output
-    assert files.load(plan, Plan).fingerprint == step().fingerprint
+    assert files.load(plan, Plan).fingerprint.endswith(step().fingerprint)
     plan.unlink()
     files.save(a_box(2, 1e9, 100), cluster)
     none = CliRunner().invoke(app, given)

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cotrain_compile.analysis.symbolic import at
+from cotrain_compile.cluster.gradient_types import with_typed_gradients
 from cotrain_compile.cluster.micro_batches import in_micro_batches
 from cotrain_compile.cluster.rank_plan import NoRankPlan, RankPlan, plan_answered_rank, plan_rank
-from cotrain_compile.cluster.rank_step import rank_step
+from cotrain_compile.cluster.rank_step import replica_step, require_exchangeable, shard_step
 from cotrain_compile.cluster.step_on_cluster import profile_on_cluster
 from cotrain_compile.cluster.strategies import answer
 from cotrain_compile.dataflow import Collective, Dataflow, Phase, Role
@@ -49,7 +50,7 @@ def with_casts() -> Dataflow:
 
 def test_every_tensor_of_a_rank_is_whole_only_where_it_is_used() -> None:
     sized = at(step(), {"s0": 2})
-    made = rank_step(sized, 4)
+    made = shard_step(sized, 4)
     made.verify_read()
     nbytes = {name: made.buffer[name].nbytes for name in ("w0", "w1", "m1", "g0", "g1", "a")}
     assert nbytes == {"w0": 10, "w1": 15, "m1": 15, "g0": 40, "g1": 60, "a": 200}
@@ -65,7 +66,7 @@ def test_every_tensor_of_a_rank_is_whole_only_where_it_is_used() -> None:
     assert of["u1"].reads == ("g1.part", "w1", "m1")
     assert made.update["w1"].gradient == "g1.part"
     assert made.buffer["g1.part"].nbytes == 15
-    assert rank_step(sized, 1) is sized
+    assert shard_step(sized, 1) is sized
 
 
 def test_small_tensors_of_a_layer_go_together_behind_the_last_of_them() -> None:
@@ -73,7 +74,7 @@ def test_small_tensors_of_a_layer_go_together_behind_the_last_of_them() -> None:
     text = to_json(at(with_casts(), {"s0": 1}))
     for name in ("w0", "w1"):
         text = text.replace(f'"{name}"', f'"layers.0.{name}"')
-    made = rank_step(from_json(text, Dataflow), 2)
+    made = shard_step(with_typed_gradients(from_json(text, Dataflow)), 2)
     made.verify_read()
     assert [each.collective.nbytes for each in made.ops if each.collective] == [100, 100]
     names = [each.name for each in made.ops]
@@ -82,7 +83,7 @@ def test_small_tensors_of_a_layer_go_together_behind_the_last_of_them() -> None:
 
 
 def test_a_gradient_is_cast_once_and_scattered_in_the_type_of_its_parameter() -> None:
-    made = rank_step(at(with_casts(), {"s0": 1}), 2)
+    made = shard_step(with_typed_gradients(at(with_casts(), {"s0": 1})), 2)
     made.verify_read()
     of = {each.name: each for each in made.ops}
     assert "cast" not in of
@@ -94,7 +95,7 @@ def test_a_gradient_is_cast_once_and_scattered_in_the_type_of_its_parameter() ->
 
 
 def test_micro_batches_have_their_own_exchanges_and_add_up_parts_for_one_update() -> None:
-    one = rank_step(at(with_casts(), {"s0": 1}), 2)
+    one = shard_step(with_typed_gradients(at(with_casts(), {"s0": 1})), 2)
     made = in_micro_batches(one, 3)
     made.verify_read()
     assert in_micro_batches(one, 1) is one
@@ -113,17 +114,38 @@ def test_micro_batches_have_their_own_exchanges_and_add_up_parts_for_one_update(
     assert made.total_bytes(Role.BATCH) == 3 * one.total_bytes(Role.BATCH)
 
 
+def test_a_replica_sums_gradients_of_all_micro_batches_once_behind_the_backward() -> None:
+    one = with_typed_gradients(at(with_casts(), {"s0": 1}))
+    made = replica_step(in_micro_batches(one, 2), 4)
+    made.verify_read()
+    assert [each.collective for each in made.ops if each.collective] == [
+        Collective("all_reduce", 4, 60),
+        Collective("all_reduce", 4, 40),
+    ]
+    names = [each.name for each in made.ops]
+    begin, wait = names.index("all_reduce.g1w.sum1.summed"), "wait.all_reduce.g1w.sum1.summed"
+    assert names[begin - 1] == "add.g1w.sum1"
+    assert names.index("b0w.batch1") < names.index(wait) < names.index("norm")
+    of = {each.name: each for each in made.ops}
+    assert of["u1"].reads == ("g1w.sum1.summed", "w1", "m1", "n")
+    assert made.buffer["w1"].nbytes == one.buffer["w1"].nbytes
+    assert replica_step(one, 1) is one
+
+
 def test_what_has_no_parts_is_refused() -> None:
     sized = at(step(), {"s0": 1})
     kept = tuple(replace(b, param="w0") if b.name == "g0" else b for b in sized.buffers)
     ops = tuple(replace(o, flops=5) if o.name == "u1" else o for o in sized.ops)
     for wrong, told in (
-        (rank_step(sized, 2), "between ranks already"),
-        (replace(sized, buffers=kept), "no rank has whole"),
-        (replace(sized, ops=ops), "the update of w1 multiplies matrices"),
+        (shard_step(sized, 2), "between ranks already"),
+        (replace(sized, buffers=kept), "nobody knows what ranks exchange of them"),
     ):
         with pytest.raises(OptionError, match=told):
-            rank_step(wrong, 2)
+            require_exchangeable(wrong)
+    multiplies = replace(sized, ops=ops)
+    with pytest.raises(OptionError, match="the update of w1 multiplies matrices"):
+        shard_step(multiplies, 2)
+    assert replica_step(multiplies, 2).ranks == 2
     with pytest.raises(OptionError, match="a rank of burst is planned by no solver"):
         plan_rank(step(), a_box(2, 1e9), "burst", 2, 4)
 
