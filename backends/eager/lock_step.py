@@ -60,7 +60,7 @@ class _Update:
     def fits_in_rows(self) -> bool:
         """Whether its values are small, and what it makes and takes is what rows know of."""
         return all(
-            call.node.meta["val"].nbytes <= SMALL_BYTES
+            _bytes_of(call.node.meta["val"]) <= SMALL_BYTES
             and (call.node.target is COPY or self.place.keys() >= call.node.users.keys())
             and not any(isinstance(value, list | tuple | dict | slice) for value in call.node.args)
             and not any(isinstance(value, fx.Node) for value in call.node.kwargs.values())
@@ -184,6 +184,11 @@ def _freeing(calls: Sequence[Call], before: Sequence[Call]) -> list[Call]:
         dying -= done_with
         found.append(replace(call, done_with=tuple(done_with)))
     return found[::-1]
+
+
+def _bytes_of(value: torch.Tensor) -> int:
+    """Of a value of known size; `nbytes` is not told where torch keeps sizes as symbols."""
+    return int(value.numel() * value.element_size())
 
 
 def _hidden(call: Call) -> set[fx.Node]:
