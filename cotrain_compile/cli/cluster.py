@@ -25,8 +25,10 @@ from cotrain_compile.viz.strategies import HOW_TO_READ, cells, details, headings
 if TYPE_CHECKING:
     from cotrain_compile.cluster.rank_plan import NoRankPlan, RankPlan
 
+# Where nobody knows how wide a terminal is; a figure and its unit stay on a line.
+_WIDTH = 100
 # Commands and names are copied from here: no line ends within one.
-_filled = partial(fill, width=100, subsequent_indent="  ", break_on_hyphens=False)
+_filled = partial(fill, width=_WIDTH, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def cluster(
@@ -125,7 +127,7 @@ def _planned(
 def print_answer(found: Answer) -> None:
     """The table of all strategies, then what is said of each, then what is assumed."""
     console.print(_filled(title(found)))
-    console.print(_table(found), soft_wrap=False)
+    console.print(_table(found), width=max(console.width, _WIDTH), crop=False)
     for line in _lines(found):
         console.print(line)
 

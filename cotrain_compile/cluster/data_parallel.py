@@ -44,7 +44,7 @@ class DataParallelPlan:
 
     `peak_bytes` is that of each device, None where the profile knows no peaks; `missing_bytes` what
     the smallest device has too little with what is `away`. `on_host` says what that is, and takes
-    `host_bytes` of each rank.
+    `host_bytes` of each rank. With units `one_at_a_time` nothing is gathered or fetched ahead.
     """
 
     gathering: Gathering
@@ -61,6 +61,7 @@ class DataParallelPlan:
     missing_bytes: int
     moved_bytes: Mapping[Way, int]
     timeline: Timeline
+    one_at_a_time: bool
 
     @property
     def sent_bytes(self) -> int:
@@ -84,7 +85,9 @@ class _Choice:
         if self.working is None:
             return None
         streamed = self.step.gathering is Gathering.AGAIN
-        memory = RankMemory(self.working, self.step.parts, streamed, self.step.micro_batches)
+        memory = RankMemory(
+            self.working, self.step.parts, streamed, self.step.micro_batches, self.step.ahead
+        )
         return Room(
             len(self.step.units),
             self.step.gathering is not Gathering.ONCE,
@@ -96,6 +99,11 @@ class _Choice:
 
     def placements(self) -> list[Away]:
         return self.room.placements() if self.room else [NOTHING]
+
+    @cached_property
+    def one_at_a_time(self) -> _Choice:
+        """The same with one unit whole at once: slower, and in less memory."""
+        return replace(self, step=replace(self.step, ahead=1))
 
 
 # What an exchange of gradients takes in place of a ring's all-reduce, by the cluster it is in.
@@ -130,9 +138,12 @@ def plan_data_parallel(
     for choice in choices:
         if best and choice.busy_s >= best.step_s:
             break
-        for away in choice.placements():
+        ahead = choice.placements()
+        for away in ahead:
             best = _faster(choice, away, best)
-    return best or _nearest(choices)
+        for away in choice.one_at_a_time.placements() if ahead != [NOTHING] else ():
+            best = _faster(choice.one_at_a_time, away, best)
+    return best or _nearest([choice.one_at_a_time for choice in choices])
 
 
 def _nearest(choices: Sequence[_Choice]) -> DataParallelPlan:
@@ -251,6 +262,7 @@ def _simulated(
         room.missing_bytes(step.away) if room else 0,
         {way: ceil(nbytes) for way, nbytes in moved.items() if nbytes},
         timeline,
+        step.ahead == 1,
     )
 
 

@@ -7,12 +7,13 @@ they do the same; each kind computes, copies both ways and has its part of the h
 lane more is the network, where exchanges take turns and wait for all kinds.
 
 A turn is a forward or backward of a unit. Where parameters come to it, from the host, from the
-ring or from one through the other, they come once the turn before the last has ended, so that
-those of two turns are whole; the last unit's stay from forward to backward. Where all stay, those
-of the first micro-batch come as soon as the ring is free. Where gradients leave
-after a backward, the next but one waits until they have. What a unit keeps and is away goes to the
-host behind its forward, which the next forward but one waits for, and comes back as parameters do.
-The update of a unit waits for all gradients, as one that clips them does. No torch.
+ring or from one through the other, they come once the turn before the last has ended (`ahead` 2),
+so that those of two turns are whole, or the last one (1); the last unit's stay from forward to
+backward. Where all stay, those of the first micro-batch come as soon as the ring is free. Where
+gradients leave after a backward, the next but one, or the next, waits until they have. What a unit
+keeps and is away goes to the host behind its forward, which the next forward but one waits for, and
+comes back as parameters do. The update of a unit waits for all gradients, as one that clips them
+does. No torch.
 """
 
 from __future__ import annotations
@@ -85,7 +86,8 @@ class Step:
     """What a step is made of; `ring` is None on one device.
 
     `rates` are of the memory, by kind; `slowness` says how many times as long a kind computes, and
-    `hosts` what it has of its host. `all_reduce_s` is of so many bytes, in place of the ring's.
+    `hosts` what it has of its host. Of so many turns parameters are whole, and gradients leave, at
+    once: `ahead` is 2 or 1. `all_reduce_s` is of so many bytes, in place of the ring's.
     """
 
     units: tuple[Unit, ...]
@@ -97,6 +99,7 @@ class Step:
     slowness: Mapping[str, float] = field(default_factory=dict)
     hosts: Mapping[str, HostShare] = field(default_factory=dict)
     away: Away = NOTHING
+    ahead: int = 2
     all_reduce_s: Callable[[float], float] | None = None
 
     @property
@@ -143,16 +146,17 @@ class _Works:
 
     def all(self) -> Iterator[Sent]:
         come: dict[int, tuple[str, ...]] = {}
-        for ahead in range(min(2, len(self.turns))):
-            yield from self._come(ahead, come)
+        ahead = self.step.ahead
+        for place in range(min(ahead, len(self.turns))):
+            yield from self._come(place, come)
         for place, (kind, i, number) in enumerate(self.turns):
             unit = self.step.units[number]
             name = f"{kind} {i} of {unit.name}"
             yield from self._compute(name, kind, number, come[place])
             if kind == "forward" and number < self.step.away.kept:
                 yield from self._keep(name, number)
-            if place + 2 < len(self.turns):
-                yield from self._come(place + 2, come)
+            if place + ahead < len(self.turns):
+                yield from self._come(place + ahead, come)
             if kind == "backward" and unit.grad_bytes:
                 yield from self._leave(name, i, number)
         yield from self._update()
@@ -165,7 +169,7 @@ class _Works:
             after += self.down.get(number - 2, ())
         else:
             alone_s = unit.backward_s(step.micro_batch)
-            after += self.left[-2] if len(self.left) > 1 else ()
+            after += self.left[-step.ahead] if len(self.left) >= step.ahead else ()
         self.computed.append(name)
         for work in step.each(name, "", lambda kind: alone_s * step.slowness.get(kind, 1.0), after):
             yield Sent(work)
@@ -175,7 +179,8 @@ class _Works:
         step = self.step
         kind, i, number = self.turns[place]
         unit, turn = step.units[number], f"{kind} {i} of {step.units[number].name}"
-        before = step.on_all(self.computed[place - 2]) if place >= 2 else ()
+        ended = self.computed[place - step.ahead] if place >= step.ahead else ""
+        before = step.on_all(ended) if ended else ()
         come[place] = ()
         wanted = self._wanted(place)
         if wanted and number < step.away.params:
@@ -189,7 +194,7 @@ class _Works:
             yield Sent(Work(name, NETWORK, seconds, waits), step.ring.sent_bytes(unit.param_bytes))
             come[place] = (name,)
         if kind == "backward" and number < step.away.kept:
-            after = [*self.down[number], *step.on_all(self.computed[place - 2])]
+            after = [*self.down[number], *step.on_all(ended)]
             kept = unit.kept_bytes(step.micro_batch)
             yield from self._copy(Way.UP, f"kept for {turn}", kept, after)
             come[place] = (*come[place], *step.on_all(f"kept for {turn}"))

@@ -178,8 +178,8 @@ def _nothing_fits(
         )
     missing = placed(problem, profile, devices, stages, BOTH).missing_bytes
     return PlacementError(
-        f"a host needs {format_bytes(missing)} more for the optimizer states and kept values that "
-        "its devices have no room for; take hosts with more memory, or more devices",
+        f"needs {format_bytes(missing)} more on the fullest host, for optimizer states and kept "
+        "values that its devices have no room for; take hosts with more memory, or more devices",
         shortfall_bytes=missing,
     )
 

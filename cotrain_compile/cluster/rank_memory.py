@@ -4,8 +4,9 @@ In: a profile, the samples of a micro-batch, in how many parts layers are split,
 what is away. Out: bytes that are never passed, however long works take. No torch.
 
     rests      of N parts: what is not away of parameters, gradients and states, / N; all buffers
-    whole      parameters that are gathered or fetched: all, or those of two neighbouring units
-    leaving    gradients of two neighbouring units that are scattered or go to the host
+    whole      parameters that are gathered or fetched: all, or those of two neighbouring units, or
+               of one at a time
+    leaving    gradients of as many units that are scattered or go to the host
     kept       until the backward of a layer, by it and all layers before it; of those away, by
                its unit and the one before
     working    of a layer: its peak beyond its parameters, gradients and what it keeps, and the
@@ -77,12 +78,14 @@ class RankMemory:
     """Of layers in `parts`, in a step of so many micro-batches.
 
     `streamed`: a split parameter is whole around its use alone, else from forward to backward.
+    `ahead` is 2 or 1: as many units are whole, or leave, at once.
     """
 
     working: WorkingMemory
     parts: int
     streamed: bool
     micro_batches: int = 1
+    ahead: int = 2
 
     def peak_bytes(self, away: Away) -> int:
         """Of the device."""
@@ -121,7 +124,10 @@ class RankMemory:
             for i, unit in enumerate(self.working.units)
         ]
         if split and not self.streamed:
-            return max(sum(params), 2 * params[0] if self.micro_batches > 1 else 0)
+            twice = self.micro_batches > 1 and self.ahead > 1
+            return max(sum(params), 2 * params[0] if twice else 0)
+        if self.ahead == 1:
+            return max(params)
         return max([2 * params[0], *map(sum, pairwise(params))])
 
     def _leaving_bytes(self, away: int) -> float:
@@ -135,8 +141,8 @@ class RankMemory:
             for i, unit in enumerate(self.working.units)
             if unit.grad_bytes and (split or i < away)
         ]
-        if not grads:
-            return 0.0
+        if not grads or self.ahead == 1:
+            return max(grads, default=0.0)
         around = grads[0] + (grads[-1] if self.micro_batches > 1 else 0.0)
         return max([around, *map(sum, pairwise(grads))])
 

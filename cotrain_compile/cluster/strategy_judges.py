@@ -109,7 +109,8 @@ def _data_parallel(question: Question, name: str, plan: DataParallelPlan, run: s
     setting = _micro_batches(plan.micro_batches, plan.micro_batch, plan.recompute)
     if plan.gathering in SHARD and plan.devices > 1:
         setting += f", parameters {plan.gathering}{' in each' * (plan.micro_batches > 1)}"
-    setting = "; ".join(filter(None, (setting, plan.on_host)))
+    one = "one unit at a time, nothing ahead" if plan.one_at_a_time else ""
+    setting = "; ".join(filter(None, (setting, plan.on_host, one)))
     moved = {link: nbytes for link, nbytes in traffic.items() if nbytes}
     found = _all_alike(question, name, plan, moved, _busiest(plan.timeline), setting, run)
     return replace(found, host_bytes=plan.devices * plan.host_bytes)

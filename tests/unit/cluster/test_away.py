@@ -100,6 +100,7 @@ def steps(draw: st.DrawFn) -> tuple[Step, WorkingMemory]:
         gathering,
         hosts={"small": host},
         away=replace(away, kept=draw(st.integers(0, count - 1))),
+        ahead=draw(st.sampled_from((1, 2))),
     )
     return step, WorkingMemory(profile, step.micro_batch)
 
@@ -116,7 +117,8 @@ def test_no_timing_passes_the_peak(drawn: tuple[Step, WorkingMemory]) -> None:
     timeline = simulated(works)
     assert len(step.units) == len(working.profile.layers)
     streamed = step.gathering is Gathering.AGAIN
-    peak = RankMemory(working, step.parts, streamed, step.micro_batches).peak_bytes(step.away)
+    memory = RankMemory(working, step.parts, streamed, step.micro_batches, step.ahead)
+    peak = memory.peak_bytes(step.away)
     assert held_bytes(step, timeline, working) <= peak
     assert timeline.makespan_s == pytest.approx(last_end_s(works))
     lanes = [LaneSpec(lane) for lane in dict.fromkeys(w.lane for w in works)]

@@ -45,8 +45,8 @@ def test_parameters_gathered_once_cross_the_network_once_a_micro_batch() -> None
     plan = plan_data_parallel(MODEL, a_box(2, RATE), 4, (Gathering.ONCE,))
     assert (plan.micro_batches, plan.sent_bytes) == (1, 2 * BUCKET_BYTES)
     assert plan.peak_bytes == REST // 2 + 2 * 2 * BUCKET_BYTES + 2 * (60 + 40 + 10)
-    # With room for one sample at a time: two gathers and two scatters of both layers each.
-    box = a_box(2, RATE, plan.peak_bytes - 110, host=SMALL_HOST)
+    # With room for one sample and one gradient at a time: two gathers of both layers, two scatters.
+    box = a_box(2, RATE, plan.peak_bytes - 110 - BUCKET_BYTES, host=SMALL_HOST)
     smaller = plan_data_parallel(MODEL, box, 4, (Gathering.ONCE,))
     assert (smaller.micro_batches, smaller.sent_bytes) == (2, 4 * BUCKET_BYTES)
     gathers = [span for span in smaller.timeline.spans if span.name.startswith("gather")]
