@@ -47,6 +47,15 @@ def fails_and_goes_on(rank: int, plan: StagePlan) -> Told:
     return Told(short, overrun, [float(loss) for loss in losses], trained, updated)
 
 
+def overruns_and_goes_on(rank: int, plan: StagePlan) -> tuple[str, Trained]:
+    """What this rank is told where the first turns of rank 1 overrun; what it trains then."""
+    run = Run("resnet", plan)
+    inputs, target = pictures(0)
+    with short_of_memory(run.pipe.stages[0].turns.functions[0], rank):
+        overrun = told(lambda: run.pipe.step(inputs, target=target))
+    return overrun, run.train()
+
+
 def short_of_memory(function: Callable[..., object], rank: int) -> AbstractContextManager[object]:
     """Within it rank 1 has no room for what `function` takes."""
     budgets = cotrain_compile.inspect(function)._device.meter.budgets

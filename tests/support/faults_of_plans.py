@@ -104,7 +104,7 @@ def _staged(model: nn.Sequential, steps: int, probe: Probe, name: str) -> None:
     count = 2 * ranks if swapped else ranks
     points = tuple(str(number * 2 * ranks // count) for number in range(1, count))
     schedule = "LoopedBFS" if swapped else "1F1B"
-    plan = StagePlan(schedule, points, ranks, ROWS // ranks, swapped=swapped)
+    plan = StagePlan(schedule, points, ranks, ROWS // ranks, swapped=swapped, ahead=swapped)
     x, y = _batch(0)
     pipe = cotrain_compile.pipeline(
         model, plan, F.cross_entropy, (x,), y, options={"quiet": True, "policy": "greedy"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -213,9 +213,11 @@ class Metered:
     told: str  # of a batch that is not the plan's
 
 
-def metered(rank: int, kind: str, plan: StagePlan, budget: int) -> Metered:
+def metered(
+    rank: int, kind: str, plan: StagePlan, budget: int, options: Mapping[str, Any] | None = None
+) -> Metered:
     """A training within `budget`."""
-    run = Run(kind, plan, {"memory_budget": budget})
+    run = Run(kind, plan, {"memory_budget": budget, **(options or {})})
     found = run.train()
     turns = [function for stage in run.pipe.stages for function in stage.turns.functions]
     peaks, homes = [], set[Tier]()

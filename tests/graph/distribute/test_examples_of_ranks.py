@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[3]
 POINTS = ("layers.1", "layers.2", "layers.3")
 PLANS = {
     "pipeline": StagePlan("GPipe", POINTS[1:2], 4, 4),
-    "swapped": StagePlan("LoopedBFS", POINTS, 4, 4, swapped=True),
+    "swapped": StagePlan("LoopedBFS", POINTS, 4, 4, swapped=True, ahead=True),
 }
 
 
@@ -26,7 +26,7 @@ PLANS = {
         ("replicas", 2, "--checkpoint model.pt"),
         ("replicas", 2, "--order by-layer --budget 150KiB --checkpoint model.pt"),
         ("pipeline", 2, "--plan pipeline.json --save folder"),
-        ("pipeline", 2, "--plan swapped.json --save folder --budget 96KiB"),
+        ("pipeline", 2, "--plan swapped.json --save folder --budget 128KiB"),
         ("burst", 2, "--checkpoint model.pt"),
         ("cpu_helpers", 3, "--helpers 1 --checkpoint model.pt"),
     ],
