@@ -13,10 +13,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-from cotrain_compile.errors import OptionError
+from cotrain_compile.errors import CotrainError, OptionError
 
 OptimizerName = Literal["adamw", "adam", "sgd", "adafactor"]
 Precision = Literal["bf16-mixed", "bf16", "fp32"]
+
+# What to do about an error of a function that builds a step, by words in it.
+_WAYS_ON = (
+    (
+        ("support for cuda devices", "compiled with CUDA", "NVIDIA driver"),
+        "trace it with --device cuda, or for a --machine with a card: neither needs one here",
+    ),
+    (
+        ("DataDependentOutputException",),
+        "tensors have no values while a step is traced: leave out what reads one",
+    ),
+)
 
 
 def is_file_job(job: str) -> bool:
@@ -54,7 +66,26 @@ def load_job(job: str) -> Callable[[], tuple[Callable[..., Any], tuple[Any, ...]
     if not callable(build):
         raise OptionError(f"job {job!r}: {path} has no function {name!r}")
     _refuse_arguments(build, job)
-    return lambda: _checked(build(), job)
+    return lambda: _built(build, job, path)
+
+
+def _built(
+    build: Callable[..., Any], job: str, path: Path
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """What `build` returns; an error of it names the line, and how to go on."""
+    try:
+        built = build()
+    except CotrainError:
+        raise
+    except Exception as error:
+        kind = type(error).__name__
+        way = next(
+            (way for words, way in _WAYS_ON if any(word in f"{kind}: {error}" for word in words)),
+            f'`python -c "import {path.stem}; {path.stem}.{build.__name__}()"` shows all of it',
+        )
+        told = f"job {job!r}: {_place(error, path)} raises {kind}: {error}"
+        raise OptionError(f"{told}; {way}") from error
+    return _checked(built, job)
 
 
 def _refuse_arguments(build: Callable[..., Any], job: str) -> None:

@@ -39,6 +39,9 @@ _IN_SHORT = (
     ("numpy function", "it calls a function of NumPy's that torch does not trace"),
 )
 
+# What it adds to the message of any error begins so.
+_ADDED = "\nfrom user code:"
+
 _IN_EAGER = '; or set options={"on_break": "warn"} to run it in eager. Nothing was updated.'
 
 
@@ -60,10 +63,12 @@ def diagnose(
         )
     for cause in _chain(error):
         placed = (code.co_filename, first_line(code))
-        if isinstance(cause, CaptureError) and not str(cause).startswith(placed):
-            return CaptureError(f"{first_line(code)}: {cause}")
-        if isinstance(cause, CotrainError):
-            return cause
+        if not isinstance(cause, CotrainError):
+            continue
+        ours = _as_raised(cause)
+        if isinstance(ours, CaptureError) and not str(ours).startswith(placed):
+            return CaptureError(f"{first_line(code)}: {ours}")
+        return ours
     # A branch on a number that the trace read from a tensor is a UserError.
     if isinstance(error, exc.Unsupported | exc.UserError):
         what, hint = _what_broke(error)
@@ -99,6 +104,13 @@ def diagnose(
             "torch._dynamo.config.recompile_limit."
         )
     return None
+
+
+def _as_raised(error: CotrainError) -> CotrainError:
+    """`error` without what Dynamo adds to the message of any error that passes through it."""
+    if error.args and _ADDED in str(error.args[0]):
+        error.args = (str(error.args[0]).partition(_ADDED)[0].rstrip(), *error.args[1:])
+    return error
 
 
 def _why_not_on_shards(text: str) -> str:

@@ -230,6 +230,16 @@ def test_a_job_is_traced_and_analyzed_without_running_it(tmp_path: Path) -> None
     assert f"{symbol} (traced at 8) can grow to" in said
 
 
+FAILING = """
+def reading():
+    return float(nn.Linear(2, 2).weight.detach().sum())
+
+
+def failing():
+    return {}["lr"]
+"""
+
+
 @pytest.mark.parametrize(
     ("job", "expected"),
     [
@@ -240,6 +250,8 @@ def test_a_job_is_traced_and_analyzed_without_running_it(tmp_path: Path) -> None
         ("job.py:step_alone", "missing a required argument: 'x'; name a function that returns"),
         ("raising.py:build", "raising.py:3 raises KeyError: 'lr'; `python "),
         ("no_python.py:build", "no_python.py raises SyntaxError: "),
+        ("job.py:reading", "DataDependentOutputException: aten._local_scalar_dense.default; tens"),
+        ("job.py:failing", "raises KeyError: 'lr'; `python -c \"import job; job.failing()\"`"),
     ],
 )
 def test_a_wrong_job_is_one_clear_line(
@@ -249,7 +261,7 @@ def test_a_wrong_job_is_one_clear_line(
     job: str,
     expected: str,
 ) -> None:
-    (tmp_path / "job.py").write_text(f"{JOB}\n\ndef step_alone(x): ...\n")
+    (tmp_path / "job.py").write_text(f"{JOB}\n\ndef step_alone(x): ...\n{FAILING}")
     (tmp_path / "raising.py").write_text('settings = {}\n\nrate = settings["lr"]\n')
     (tmp_path / "no_python.py").write_text("def build(:")
     said = error_of(monkeypatch, capsys, "trace", f"{tmp_path}/{job}", "-o", "unused.json")
