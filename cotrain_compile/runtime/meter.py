@@ -74,6 +74,7 @@ class Meter:
         # What has died and is still counted. No function of Python's is called when a storage dies:
         # a Ctrl-C that came in it would be lost.
         self._gone: deque[_Counted] = deque()
+        self._when_gone = self._gone.append  # one object for all storages
         self._remembered: dict[int, _Counted] = {}
         self._remembered_bytes = dict.fromkeys(Tier, 0)
         self._lock = threading.RLock()
@@ -112,7 +113,7 @@ class Meter:
                 self._settle()
             if key in self._storages:
                 return
-            counted = self._storages[key] = _Counted(storage, self._gone.append)
+            counted = self._storages[key] = _Counted(storage, self._when_gone)
             counted.key, counted.tier, counted.nbytes = key, tier, nbytes
             used = self._change(tier, nbytes)
             if used > self.budgets[tier] and _ranks_exchange():

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import fx
 
+from cotrain_compile.graph import returns_argument_memory
 from cotrain_compile.machine import Tier
 from cotrain_compile.runtime.bound_ops import bound
 from cotrain_compile.runtime.meter import Meter
@@ -28,17 +29,22 @@ class MeteredGraph:
         self._constants = {
             node: attrgetter(str(node.target))(module) for node in graph.find_nodes(op="get_attr")
         }
-        self._ops = [(n, bound(n)) for n in graph.nodes if n.op == "call_function"]
+        done_with = last_uses(graph)
+        self._ops = [
+            (node, bound(node), not returns_argument_memory(node), done_with.get(node, ()))
+            for node in graph.nodes
+            if node.op == "call_function"
+        ]
         self._results = graph.output_node().args[0]
-        self._done_with = last_uses(graph)
 
     def __call__(self, inputs: Sequence[Any], meter: Meter) -> Any:
         """What the graph returns. Raises `OutOfDeviceMemory` where a result passes the budget."""
         values = {**self._constants, **dict(zip(self._inputs, inputs, strict=True))}
-        for node, compute in self._ops:
+        for node, compute, is_new, done_with in self._ops:
             values[node] = compute(values)
-            meter.track(values[node], self._tier, node.name)
-            for unused in self._done_with.get(node, ()):
+            if is_new:
+                meter.track(values[node], self._tier, node.name)
+            for unused in done_with:
                 del values[unused]
         return fx.node.map_arg(self._results, values.__getitem__)
 

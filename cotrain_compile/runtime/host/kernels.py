@@ -24,6 +24,7 @@ from cotrain_compile.runtime.host.after_update import after_update
 from cotrain_compile.runtime.host.captured_kernels import CapturedKernel, chunked_kernel
 from cotrain_compile.runtime.host.fused_loops import FUSED_LOOPS, Update
 from cotrain_compile.runtime.host.gradient_prologue import (
+    PIECE_ELEMENTS,
     GradientPart,
     cache_rows,
     gradient_part,
@@ -76,13 +77,26 @@ class FusedKernel:
         source, *small = self.gradient.begin(inputs, meter)
         tensors = {name: inputs[position] for name, position in self.positions.items()}
         live = {name: float(inputs[position]) for name, position in self.live.items()}
-        settings = with_settings(self.settings, live)
+        settings = with_settings(self.settings, live) if live else self.settings
+        if course is WHOLE and source.numel() <= PIECE_ELEMENTS:
+            self._update_piece(tensors, source, small, settings, meter)
+            return
         rows = course.piecewise.rows if course.piecewise is not None else _all_rows(source)
         parts = zip(course.pieces(), in_pieces(tensors, source, rows), strict=False)
         for _, (part, part_source) in parts:
             for piece, piece_source in self._pieces(part, part_source):
-                (gradient,) = self.gradient.finish((piece_source, *small), meter)
-                self.update(piece, _laid_out_as(piece["param"], gradient), settings)
+                self._update_piece(piece, piece_source, small, settings, meter)
+
+    def _update_piece(
+        self,
+        piece: Mapping[str, torch.Tensor],
+        source: torch.Tensor,
+        small: Sequence[Any],
+        settings: Mapping[str, Any],
+        meter: Meter,
+    ) -> None:
+        (gradient,) = self.gradient.finish((source, *small), meter)
+        self.update(piece, _laid_out_as(piece["param"], gradient), settings)
 
     def _pieces(
         self, tensors: Mapping[str, torch.Tensor], source: torch.Tensor
