@@ -26,8 +26,7 @@ from bench.runtime import runs_of_exchanges, runs_of_stages
 from bench.runtime.own_network import HUB, take_card
 from bench.runtime.rank_bench import RankBench, measured_hop, start
 from bench.runtime.runs_of_exchanges import HELPERS, WIDTHS, WORKERS
-from bench.runtime.slow_model import LAYER_BYTES
-from cotrain_compile.machine import Network
+from bench.runtime.slow_model import LAYER_BYTES, LAYERS
 from cotrain_compile.units import format_bytes, format_seconds
 
 WARM_UP = 1
@@ -35,7 +34,8 @@ WARM_UP = 1
 
 def train_stages(rank: int, folder: str, rate: str, rounds: int) -> None:
     """On one of two ranks: all cases of stages in turn."""
-    hop = _join(rank, runs_of_stages.RANKS, Path(folder), rate, runs_of_stages.HOP_BYTES)
+    _join(rank, runs_of_stages.RANKS, Path(folder), rate)
+    hop = measured_hop(rank, runs_of_stages.HOP_BYTES)
     runs = runs_of_stages.made(Path(folder, f"machine{rank}.json"))
     for number in range(WARM_UP + rounds):
         for run in runs:
@@ -47,7 +47,8 @@ def train_stages(rank: int, folder: str, rate: str, rounds: int) -> None:
 
 def train_widths(rank: int, folder: str, rate: str, rounds: int) -> None:
     """On one of two ranks."""
-    hop = _join(rank, max(WIDTHS.values()), Path(folder), rate, LAYER_BYTES)
+    _join(rank, max(WIDTHS.values()), Path(folder), rate)
+    hop = measured_hop(rank, runs_of_exchanges.SUMMED_BYTES, at_once=True)
     taken_s = runs_of_exchanges.wide_steps(WARM_UP + rounds)
     of_all = _of_all({"step_s": statistics.median(taken_s[WARM_UP:])})
     _leave(rank, Path(folder), [runs_of_exchanges.wide_record(of_all, hop)])
@@ -55,7 +56,8 @@ def train_widths(rank: int, folder: str, rate: str, rounds: int) -> None:
 
 def train_with_helper(rank: int, folder: str, rate: str, rounds: int) -> None:
     """On one of the workers, or the helper behind them, which takes as long as they do."""
-    hop = _join(rank, WORKERS + HELPERS, Path(folder), rate, LAYER_BYTES)
+    _join(rank, WORKERS + HELPERS, Path(folder), rate)
+    hop = measured_hop(rank, LAYERS * LAYER_BYTES, at_once=True)
     taken_s, exchange = runs_of_exchanges.helped_steps(WARM_UP + rounds)
     of_all = _of_all(
         {
@@ -74,12 +76,11 @@ TRAININGS = (
 )
 
 
-def _join(rank: int, ranks: int, folder: Path, rate: str, nbytes: int) -> Network:
-    """This process becomes a rank with a card of its own; what that takes for so many bytes."""
+def _join(rank: int, ranks: int, folder: Path, rate: str) -> None:
+    """This process becomes a rank with a network card of its own."""
     take_card(rank, rate)
     done = len(list(folder.glob("found*.json")))
     start(rank, ranks, folder / f"store{done}")
-    return measured_hop(rank, nbytes)
 
 
 def _of_all(found: Mapping[str, Any]) -> list[Any]:
@@ -131,9 +132,9 @@ def table(result: Mapping[str, Any]) -> str:
     rates = [each["hop_bytes_per_s"] / 1e6 for each in result["records"]]
     told = (
         f"From rank to rank go {min(rates):.1f} to {max(rates):.1f} MB a second, as measured with "
-        "the bytes of a case. Bytes are of each rank in a step, as planned and as counted; where "
-        "these differ, both are told. A peak is that of a turn, with what other stages have on the "
-        "device meanwhile."
+        "the bytes of a hop, or of an exchange in both directions at once. Bytes are of each rank "
+        "in a step, as planned and as counted; where these differ, both are told. A peak is that "
+        "of a turn, with what other stages have on the device meanwhile."
     )
     return "\n".join((markdown((*headings, "sent", "fetched, sent home"), rows), told))
 

@@ -73,8 +73,11 @@ def start(rank: int, ranks: int, store: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
 
 
-def measured_hop(rank: int, nbytes: int) -> Network:
-    """What rank 0 and rank 1 send to each other: two sizes, back and forth, the median of each."""
+def measured_hop(rank: int, nbytes: int, *, at_once: bool = False) -> Network:
+    """What rank 0 and rank 1 send to each other: two sizes, back and forth, the median of each.
+
+    Or both send `at_once`, as in exchanges of all ranks.
+    """
     sizes = (64, nbytes)
     medians = []
     for size in sizes:
@@ -83,9 +86,15 @@ def measured_hop(rank: int, nbytes: int) -> Network:
             dist.barrier()
             time.sleep(0.01)  # the network is idle between two sends of a pipeline, too
             began_s = time.perf_counter()
-            for sender in range(2) if rank < 2 else ():
-                (dist.send if rank == sender else dist.recv)(data, 1 - rank)
-            taken.append((time.perf_counter() - began_s) / 2)
+            if at_once and rank < 2:
+                sent = dist.isend(data, 1 - rank)
+                dist.recv(torch.empty_like(data), 1 - rank)
+                assert sent is not None  # this rank is in the group
+                sent.wait()
+            elif rank < 2:
+                for sender in range(2):
+                    (dist.send if rank == sender else dist.recv)(data, 1 - rank)
+            taken.append((time.perf_counter() - began_s) / (1 if at_once else 2))
         medians.append(statistics.median(taken[2:]))
     least, most = medians
     told = torch.tensor([least, (most - least) / (sizes[1] - sizes[0])], dtype=torch.float64)

@@ -23,6 +23,7 @@ from bench.runtime.rank_bench import compared
 from bench.runtime.slow_model import (
     BACKWARD_S,
     FORWARD_S,
+    LAYER_BYTES,
     LAYERS,
     ROWS,
     WIDTH,
@@ -37,6 +38,8 @@ from cotrain_compile.distribute.cpu_helpers import ROUNDS, HelpedExchange
 from cotrain_compile.machine import Network
 
 WIDTHS = {f"layers.{layer}": 2 if layer < LAYERS // 2 else 1 for layer in range(LAYERS)}
+# Gradients of the layers that both ranks have.
+SUMMED_BYTES = LAYER_BYTES * LAYERS // 2
 WORKERS, HELPERS = 2, 1
 # Owners are drawn by chunk, so that shares are met by many of them.
 CHUNK_BYTES = 1 << 12
