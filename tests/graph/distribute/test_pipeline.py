@@ -15,7 +15,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoin
 
 from cotrain_compile import files
 from cotrain_compile.cluster.stage_plan import StagePlan
+from cotrain_compile.errors import DistributeError
 from cotrain_compile.machine import Link, Tier
+from cotrain_compile.pipelining.memory import stage_memory
 from cotrain_compile.presets import THIS_MACHINE, find
 from tests.support import failing_stages
 from tests.support.example_scripts import example
@@ -136,6 +138,11 @@ def test_swapped_stages_come_once_for_all_micro_batches(
     beside = ", and the next one beside it" if ahead else ""
     for told in two_ranks.run(refused, [plan, plan], [least, least]):
         assert f"with all of its parameters{beside}; cut the model into more stages" in told
+
+
+def test_swapped_stages_are_not_for_cards() -> None:
+    with pytest.raises(DistributeError, match="run on the emulated device alone; on cards, raise"):
+        stage_memory([], SWAPPED, {"device": "cuda"})
 
 
 def test_ranks_that_cannot_train_together_are_all_told(two_ranks: Ranks) -> None:
