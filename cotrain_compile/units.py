@@ -13,6 +13,13 @@ def format_bytes(nbytes: float) -> str:
     return f"{size:.1f} TiB"
 
 
+def format_exactly(nbytes: int) -> str:
+    """`1536` -> "1.5 KiB (1,536 bytes)", `448` -> "448 bytes"."""
+    if nbytes < 1024:
+        return f"{nbytes} byte" + "s" * (nbytes != 1)
+    return f"{format_bytes(nbytes)} ({nbytes:,} bytes)"
+
+
 def format_seconds(seconds: float) -> str:
     """`0.0123` -> "12.3 ms"."""
     if seconds >= 1:

@@ -45,7 +45,9 @@ class Peak:
     def of_it(self, *kinds: str) -> str:
         """How much of the peak is of these kinds, in words."""
         part = sum(self.kinds.get(kind, 0) for kind in kinds)
-        return f"{format_bytes(part)} of the {format_bytes(self.nbytes)} there"
+        there = format_bytes(self.nbytes)
+        told = "all" if format_bytes(part) == there else format_bytes(part)
+        return f"{told} of the {there} there"
 
     @property
     def way_on(self) -> str | None:

@@ -10,7 +10,7 @@ from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.schedule.moves import Moves
 from cotrain_compile.placement.schedule.peak import Peak, peak_of
 from cotrain_compile.plan import Placement
-from cotrain_compile.units import format_bytes
+from cotrain_compile.units import format_bytes, format_exactly
 
 
 def refuse_device(
@@ -31,7 +31,7 @@ def refuse_device(
     raise PlacementError(
         f"policy {placement.policy!r} needs {format_bytes(budget + shortfall_bytes)} on the device "
         f"({peak.where}: {parts}), but memory_budget is {format_bytes(budget)}: "
-        f"{format_bytes(shortfall_bytes)} ({shortfall_bytes:,} bytes) short; {ways_on}",
+        f"{format_exactly(shortfall_bytes)} short; {ways_on}",
         shortfall_bytes=shortfall_bytes,
     )
 

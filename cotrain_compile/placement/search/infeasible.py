@@ -15,7 +15,7 @@ from cotrain_compile.placement.schedule.refuse import refuse_device
 from cotrain_compile.placement.schedule.schedule import draft, shortfall_bytes
 from cotrain_compile.placement.search.least import Least
 from cotrain_compile.plan import Placement
-from cotrain_compile.units import format_bytes
+from cotrain_compile.units import format_bytes, format_exactly
 
 
 def floor_bytes(problem: Problem) -> int:
@@ -45,8 +45,8 @@ def refuse(problem: Problem, least: Least, failure: str = "") -> NoReturn:
         raise PlacementError(
             f"the step needs at least {format_bytes(least.nbytes)} on the device "
             f"({_in_words(peak)}), even with every update on the host and everything offloaded "
-            f"that can be, but memory_budget is {format_bytes(budget)}: {format_bytes(short)} "
-            f"({short:,} bytes) short; raise memory_budget, or {_advice(peak)}",
+            f"that can be, but memory_budget is {format_bytes(budget)}: {format_exactly(short)} "
+            f"short; raise memory_budget, or {_advice(peak)}",
             shortfall_bytes=short,
         )
     plenty = problem.with_budget(Tier.HOST, 1 << 62)
