@@ -43,7 +43,7 @@ def test_all_that_is_needed_runs_in_order_on_one_thread() -> None:
     assert on.held.hand_over_for([last]) is last
     assert last.done.wait(PATIENCE_S)
     assert on.ran == [f"{what} of {of}" for of in "ab" for what in ("gradient", "update", "weight")]
-    assert len(on.threads) == 1
+    assert on.threads == {"cotrain-host-0"}  # which may be bound to cores
 
 
 def test_what_nobody_waits_for_goes_on_being_held() -> None:
@@ -61,15 +61,13 @@ def test_what_nobody_waits_for_goes_on_being_held() -> None:
 
 def test_behind_a_task_at_work_each_waits_on_its_own_lane() -> None:
     on, gate = Lanes(), threading.Event()
-    large = on.lanes[DOWN].submit("large", lambda: on.ran.append("large"), [])
     slow = on.lanes[DOWN].submit("slow", lambda: gate.wait(PATIENCE_S), [])
     alone = on.start(UP, "weight of a")
     behind = on.update("b")
     assert on.held.hand_over_for([alone, behind]) is None
     assert alone.done.wait(PATIENCE_S)
-    assert on.ran == ["large", "weight of a"]
+    assert on.ran == ["weight of a"]
     gate.set()
     assert behind.done.wait(PATIENCE_S)
-    assert large.ran
     assert slow.ran
     assert on.threads == {f"cotrain-{lane}-0" for lane in (DOWN, UP, HOST)}
