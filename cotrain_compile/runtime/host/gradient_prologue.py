@@ -63,6 +63,11 @@ def gradient_part(region: fx.GraphModule, gradient: fx.Node) -> GradientPart:
     )
 
 
+def is_one_piece(source: Tensor) -> bool:
+    """Whether it stays in the cache as a whole."""
+    return source.numel() <= PIECE_ELEMENTS
+
+
 def cache_rows(source: Tensor) -> int:
     """How many rows of `source` stay in the cache until the fused loop reads them."""
     return max(1, PIECE_ELEMENTS * source.shape[0] // source.numel()) if source.numel() else 1

@@ -24,12 +24,12 @@ from cotrain_compile.runtime.host.after_update import after_update
 from cotrain_compile.runtime.host.captured_kernels import CapturedKernel, chunked_kernel
 from cotrain_compile.runtime.host.fused_loops import FUSED_LOOPS, Update
 from cotrain_compile.runtime.host.gradient_prologue import (
-    PIECE_ELEMENTS,
     GradientPart,
     cache_rows,
     gradient_part,
     has_ops,
     in_pieces,
+    is_one_piece,
 )
 from cotrain_compile.runtime.host.live_settings import live_settings, value_of, with_settings
 from cotrain_compile.runtime.host.match_update import match_update
@@ -78,7 +78,7 @@ class FusedKernel:
         tensors = {name: inputs[position] for name, position in self.positions.items()}
         live = {name: float(inputs[position]) for name, position in self.live.items()}
         settings = with_settings(self.settings, live) if live else self.settings
-        if course is WHOLE and source.numel() <= PIECE_ELEMENTS:
+        if course is WHOLE and is_one_piece(source):
             self._update_piece(tensors, source, small, settings, meter)
             return
         rows = course.piecewise.rows if course.piecewise is not None else _all_rows(source)
