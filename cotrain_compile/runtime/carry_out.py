@@ -35,8 +35,8 @@ Carry = Callable[[Runtime, Value], Any]
 def carrying_out(node: fx.Node, view: TaskNode, *, alongside: bool) -> Carry:
     """What carries out `node`, whose view is `view`; `alongside` is as of `Launch`."""
     match view:
-        case Wait():
-            awaited = _awaited_from(node)
+        case Wait(tasks):
+            awaited = _awaited_from(node, tasks)
             return lambda runtime, value: runtime.wait(awaited)
         case WaitPrevious(tasks):
             awaited = list(tasks)
@@ -61,8 +61,13 @@ def _launch(node: fx.Node, view: Offload | Prefetch, alongside: bool) -> Launch:
     )
 
 
-def _awaited_from(node: fx.Node) -> list[str]:
-    """What is waited for before anything else is done: waits side by side are as one."""
+def _awaited_from(node: fx.Node, own: Sequence[str]) -> list[str]:
+    """What `node` waits for: the first of waits side by side for all, others for their own tasks.
+
+    So all that is held for them begins together, and each task is waited for once or twice.
+    """
+    if isinstance(view_of(node.prev), Wait):
+        return [*own]
     awaited: list[str] = []
     while isinstance(view := view_of(node), Wait):
         awaited += view.tasks

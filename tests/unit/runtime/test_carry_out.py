@@ -21,7 +21,7 @@ class Noting:
 
 def test_waits_side_by_side_are_one() -> None:
     graph = fx.Graph()
-    for tasks in (["a"], ["b", "c"]):
+    for tasks in (["a"], ["b", "c"], ["x"]):
         graph.call_function(cotrain.wait, (tasks, []))
     value = graph.call_function(cotrain.wait_previous, (["d"],))
     graph.call_function(cotrain.wait, (["e"], []))
@@ -30,4 +30,4 @@ def test_waits_side_by_side_are_one() -> None:
         view = view_of(node)
         if view is not None and node is not value:
             carrying_out(node, view, alongside=False)(noting, {}.__getitem__)  # type: ignore[arg-type]
-    assert noting.waits == [["a", "b", "c"], ["b", "c"], ["e"]]
+    assert noting.waits == [["a", "b", "c", "x"], ["b", "c"], ["x"], ["e"]]
