@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-from cotrain_compile.errors import CotrainError, OptionError
+from cotrain_compile.errors import CotrainError, OptionError, did_you_mean
 
 OptimizerName = Literal["adamw", "adam", "sgd", "adafactor"]
 Precision = Literal["bf16-mixed", "bf16", "fp32"]
@@ -64,7 +64,8 @@ def load_job(job: str) -> Callable[[], tuple[Callable[..., Any], tuple[Any, ...]
         ) from error
     build = getattr(module, name, None)
     if not callable(build):
-        raise OptionError(f"job {job!r}: {path} has no function {name!r}")
+        meant = did_you_mean(name, (n for n, value in vars(module).items() if callable(value)))
+        raise OptionError(f"job {job!r}: {path} has no function {name!r}{meant}")
     _refuse_arguments(build, job)
     return lambda: _built(build, job, path)
 

@@ -246,6 +246,7 @@ def failing():
         ("absent.py:build", "name an existing file and a function"),
         ("job.py", "name an existing file and a function"),
         ("job.py:absent", "has no function 'absent'"),
+        ("job.py:half_a_stap", "has no function 'half_a_stap' (did you mean 'half_a_step'?)"),
         ("job.py:half_a_step", "must return (step, arguments)"),
         ("job.py:step_alone", "missing a required argument: 'x'; name a function that returns"),
         ("raising.py:build", "raising.py:3 raises KeyError: 'lr'; `python "),
