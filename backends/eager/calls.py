@@ -57,7 +57,7 @@ class Row:
     """Ops that are alike, one of each of several updates: one call for all of their tensors.
 
     `compute` has their results from the `columns` of their arguments. Where it `copies` these are
-    what it writes over; `writes`, `updates` and `overwrites_input` are as of `Call`. `kept` are the
+    what it writes over; `writes` and `overwrites_input` are as of `Call`. `kept` are the
     nodes, with their places, whose results are needed behind the rows; of the rows in `done_with`
     nobody needs the results after this one.
     """
@@ -68,7 +68,6 @@ class Row:
     copies: bool
     overwrites_input: bool
     writes: Sequence[Write]
-    updates: bool
     kept: Sequence[tuple[int, fx.Node]]
     done_with: Sequence[int]
 
@@ -78,11 +77,10 @@ class Call:
     """A node and what running it takes.
 
     `compute` is what an op does; `carry` is what starts or waits for a task, None for an op. An op
-    that `is_plain` is run, counted and nothing else. `writes` has the user's tensors that
-    it writes, `updates` says whether one of them is a parameter, state or kept gradient,
-    `overwrites_input` whether all it does is to write one of the inputs. Of the memory of its
-    result, `is_new` says whether it is new, `may_be_spare` whether it may be larger than the
-    result, and `traced_bytes` how large it is in the trace (0 where sizes are dynamic). `items`
+    that `is_plain` is run, counted and nothing else. `writes` has the user's tensors that it
+    writes, `overwrites_input` says whether all it does is to write one of the inputs. Of the memory
+    of its result, `is_new` says whether it is new, `may_be_spare` whether it may be larger than
+    the result, and `traced_bytes` how large it is in the trace (0 where sizes are dynamic). `items`
     has, of a segment, the nodes that take out its results, with their places among them.
     `last_readers` has the node that takes out each of several results last, `takes` the node whose
     result at an index nobody takes out after this one; `done_with` are the values that nobody needs
@@ -94,7 +92,6 @@ class Call:
     compute: Bound
     carry: Carry | None
     writes: Sequence[Write]
-    updates: bool
     overwrites_input: bool
     is_new: bool
     may_be_spare: bool
@@ -145,7 +142,6 @@ def calls_of(placed: StepGraph, more_writes: Mapping[fx.Node, Sequence[Write]]) 
                 compute=_no_op if view or is_segment else bound(node),
                 carry=carrying_out(node, view, alongside=alongside) if view else None,
                 writes=written.get(node, ()),
-                updates=any(write.is_update for write in written.get(node, ())),
                 overwrites_input=overwrites_input,
                 is_new=view is None and not shows_argument,
                 # An op may leave a small result in a large storage.

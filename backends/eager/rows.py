@@ -33,7 +33,6 @@ def rows_of(updates: Sequence[Sequence[Call]]) -> list[Row]:
                 copies=nodes[0].target is COPY,
                 overwrites_input=calls[0].overwrites_input,
                 writes=[write for call in calls for write in call.writes],
-                updates=any(call.updates for call in calls),
                 kept=[(at, n) for at, n in enumerate(nodes) if not inside >= n.users.keys()],
                 done_with=[row for row, at in last.items() if at == number],
             )

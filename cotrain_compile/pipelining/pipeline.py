@@ -35,6 +35,7 @@ from cotrain_compile.pipelining.turns import (
     compiled_update,
 )
 from cotrain_compile.pipelining.visits import visits
+from cotrain_compile.pipelining.whole_norm import refuse_norms_of_parts, total_norm
 
 
 class Pipeline:
@@ -77,6 +78,19 @@ class Pipeline:
     ) -> None:
         """The losses alone."""
         self._run("eval", self.schedule.eval, batch, target, losses)
+
+    def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Clip the gradients by the norm of the whole model's, on all ranks; that norm.
+
+        Between `step` and the update, by every rank. `torch.nn.utils.clip_grad_norm_` of the
+        parameters of a rank is refused.
+        """
+        params = [param for stage in self.stages for param in stage.turns.part.module.parameters()]
+        params = [param for param in dict.fromkeys(params) if param.grad is not None]
+        gradients = [param.grad for param in params if param.grad is not None]
+        norm = total_norm(gradients, norm_type, self._ranks.numbers_of_all)
+        nn.utils.clip_grads_with_norm_(params, max_norm, norm)
+        return norm
 
     def compiled_update(self, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
         """What updates the parameters of this rank, and sets gradients to zero."""
@@ -216,6 +230,8 @@ def _made(
         stages.append(TurnStage(turns, number, plan.stages, device, micro_batch, result))
     memory.set_up_is_done()
     gradients.detach()
+    if ranks > 1:
+        refuse_norms_of_parts(model.parameters())
     schedule = make_schedule(plan.schedule, stages, ranks, plan.micro_batches)
     return Pipeline(plan, stages, schedule, gradients, memory, together)
 

@@ -90,6 +90,12 @@ class Together:
         found: list[list[float]] = self._meeting.gather(list(losses))
         return [loss for of_rank in found for loss in of_rank]
 
+    def numbers_of_all(self, number: float) -> list[float]:
+        """The number that each rank gives."""
+        self.begin("norm of the gradients of a pipeline")
+        found: list[float] = self._meeting.gather(number)
+        return found
+
     def tell_of_update(self, error: Exception) -> None:
         """Let the others know that this rank has not updated, when they come to their next step."""
         told = f"its update failed ({error}), so stages are of different steps: "

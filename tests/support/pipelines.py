@@ -181,6 +181,42 @@ def trained(rank: int, kind: str, plan: Any, options: dict[str, Any] | None = No
     return Run(kind, plan, options).train()
 
 
+@dataclass(frozen=True)
+class Clipped:
+    """Of a rank, after a step: the norm it clipped by, its gradients, and what torch's tells."""
+
+    norm: float
+    gradients: dict[str, torch.Tensor]
+    told: list[str]
+
+
+def clipped(rank: int, kind: str, plan: StagePlan, max_norm: float) -> Clipped:
+    """The gradients of a step, clipped by the norm of the whole model's."""
+    run = Run(kind, plan)
+    inputs, target = run.kind.batch(0)
+    run.pipe.step(inputs, target=target)
+    params = dict(run.model.named_parameters())
+    told = [
+        told_by(lambda: torch.nn.utils.clip_grad_norm_(params.values(), max_norm)),
+        told_by(lambda: torch.nn.utils.get_total_norm(gradients_of(run.model))),
+    ]
+    norm = run.pipe.clip_grad_norm(max_norm)
+    gradients = {name: p.grad.clone() for name, p in params.items() if p.grad is not None}
+    return Clipped(float(norm), gradients, told)
+
+
+def gradients_of(model: nn.Module) -> list[torch.Tensor]:
+    return [param.grad for param in model.parameters() if param.grad is not None]
+
+
+def told_by(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except DistributeError as error:
+        return str(error)
+    return "nothing"
+
+
 def judged(rank: int, kind: str, plan: StagePlan) -> list[float]:
     """The losses of micro-batches without training, less those of a step."""
     run = Run(kind, plan)

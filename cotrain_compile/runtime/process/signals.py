@@ -1,19 +1,17 @@
-"""Signals at a safe moment: held back while parameters are being written.
+"""Signals at a safe moment: held back while a step writes.
 
 Ctrl-C, and what a scheduler sends before it takes a machine away, where the program has a handler
-of its own: one that saves a checkpoint must not find half an update.
+of its own: one that saves a checkpoint must not find half a step.
 """
 
 from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import Any
 
-_Signal = tuple[int, FrameType | None]
-
+# SIGALRM is not among them: a timeout is there to end a step that hangs.
 HELD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -22,39 +20,52 @@ class HeldSignals:
 
     Only those that Python handles: the others end the process at once, or do nothing. Only the main
     thread gets signals; elsewhere this does nothing.
+
+    A handler of the program may raise between any two lines. No signal is lost for it: what comes
+    while handlers are called waits for its turn, and a handler of ours that is still in place when
+    nothing is held any more calls the program's at once. The next `release` puts it away.
     """
 
     def __init__(self) -> None:
-        self._handlers: dict[int, Any] = {}
-        self._pending: list[_Signal] = []
+        self._is_holding = False
+        self._pending: list[tuple[int, FrameType | None]] = []
+        self._programs_own: dict[int, Any] = {}
 
     def hold(self) -> None:
         """Begin to hold; does nothing while that goes on."""
-        if self._handlers or threading.current_thread() is not threading.main_thread():
+        if self._is_holding or threading.current_thread() is not threading.main_thread():
             return
+        self._is_holding = True
         for number in HELD:
             handler = signal.getsignal(number)
-            if callable(handler):
-                self._handlers[number] = handler
-                signal.signal(number, self._remember)
+            if callable(handler) and handler != self._take:
+                self._programs_own[number] = handler
+                signal.signal(number, self._take)
 
     def release(self) -> None:
         """Call the program's handlers for what has come, in order; raises what they raise."""
-        handlers, self._handlers = self._handlers, {}
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        pending, self._pending = self._pending, []
-        _hand_on(pending, handlers)
-
-    def _remember(self, number: int, frame: FrameType | None) -> None:
-        self._pending.append((number, frame))
-
-
-def _hand_on(pending: Sequence[_Signal], handlers: Mapping[int, Any]) -> None:
-    """Call the handler of each, also where one before it raises."""
-    if pending:
-        (number, frame), *others = pending
+        if not self._is_holding:
+            return
         try:
-            handlers[number](number, frame)
+            self._hand_on()
         finally:
-            _hand_on(others, handlers)
+            for number, handler in self._programs_own.items():
+                if signal.getsignal(number) == self._take:  # no handler has set another meanwhile
+                    signal.signal(number, handler)
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        if self._is_holding:
+            self._pending.append((number, frame))
+        else:
+            self._programs_own[number](number, frame)
+
+    def _hand_on(self) -> None:
+        """Call handlers until nothing is left, also where one raises; then nothing is held."""
+        # Python looks for signals where it calls or jumps back: none comes within this expression.
+        self._is_holding = self._pending != []
+        if self._is_holding:
+            number, frame = self._pending.pop(0)
+            try:
+                self._programs_own[number](number, frame)
+            finally:
+                self._hand_on()

@@ -9,15 +9,19 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
+from torch import Tensor, nn
 
+import cotrain_compile
 from cotrain_compile.dataflow import Phase
 from cotrain_compile.runtime.process.signals import HELD, HeldSignals
 from tests.support.captured_steps import differences
@@ -154,6 +158,37 @@ def test_a_handler_of_the_programs_own_is_called_in_place_of_an_interrupt() -> N
     assert not differences(trial.inputs, undisturbed("clipped")[1])
 
 
+def test_a_handler_finds_running_statistics_and_parameters_of_one_step() -> None:
+    """A norm's statistics are written in the forward; the signal comes before the backward."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    compiled, x = cotrain_compile.compile(step, quiet=True), torch.randn(8, 4)
+    compiled(x)
+    placed = cotrain_compile.inspect(compiled)
+    saved: list[list[Any]] = []
+
+    def save(number: int, frame: FrameType | None) -> None:
+        saved.append(clones(list(model.state_dict().values())))
+
+    with (
+        handled_by(signal.SIGTERM, save),
+        before_node(
+            placed, ops_of(Phase.BACKWARD)(placed)[0], lambda: signal.raise_signal(signal.SIGTERM)
+        ),
+    ):
+        compiled(x)
+    (found,) = saved
+    assert not differences(found, list(model.state_dict().values()))
+
+
 def test_every_held_signal_is_handed_on_also_where_a_handler_raises() -> None:
     called: list[int] = []
 
@@ -182,6 +217,67 @@ def test_what_ends_the_process_by_itself_is_left_alone() -> None:
     held.hold()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     held.release()
+
+
+@pytest.mark.parametrize("work", ["hold", "release"])
+def test_an_interrupt_between_any_two_lines_costs_no_signal(work: str) -> None:
+    """SIGTERM has come; then Ctrl-C comes before the first, second, ... line of holding it back."""
+    at = 0
+    while True:
+        at += 1
+        held, terminated = HeldSignals(), list[int]()
+        with handled_by(signal.SIGTERM, partial(note_in, terminated)):
+            handlers = {number: signal.getsignal(number) for number in HELD}
+            if work == "release":
+                held.hold()
+                signal.raise_signal(signal.SIGTERM)
+            lines, interrupts = lines_until_interrupt(getattr(held, work), at)
+            interrupts += whether_interrupted(held.release)
+            if lines < at:
+                break
+            assert interrupts == 1
+            assert len(terminated) == (work == "release")
+            signal.raise_signal(signal.SIGTERM)
+            assert len(terminated) == 1 + (work == "release")
+            held.hold()
+            held.release()
+            assert {number: signal.getsignal(number) for number in HELD} == handlers
+    assert at > 10
+
+
+def note_in(seen: list[int], number: int, frame: FrameType | None) -> None:
+    seen.append(number)
+
+
+def lines_until_interrupt(call: Callable[[], None], number: int) -> tuple[int, int]:
+    """How many lines of the module `call` has run, and interrupts raised; one comes at `number`."""
+    lines = 0
+
+    def at_line(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal lines
+        if frame.f_code.co_filename != HeldSignals.hold.__code__.co_filename:
+            return None
+        if event == "line":
+            lines += 1
+            if lines == number:
+                signal.raise_signal(signal.SIGINT)
+        return at_line
+
+    traced_before = sys.gettrace()
+    sys.settrace(at_line)
+    try:
+        interrupts = whether_interrupted(call)
+    finally:
+        sys.settrace(traced_before)
+    return lines, interrupts
+
+
+def whether_interrupted(call: Callable[[], None]) -> int:
+    try:
+        call()
+    except KeyboardInterrupt:
+        return 1
+    return 0
 
 
 def test_off_the_main_thread_nothing_is_held() -> None:

@@ -22,12 +22,17 @@ from cotrain_compile.presets import THIS_MACHINE, find
 from tests.support import failing_stages
 from tests.support.example_scripts import example
 from tests.support.pipelines import (
+    KINDS,
     SAMPLES,
     STEPS,
     Trained,
     alone,
+    clipped,
     example_trained,
+    gradients_of,
     judged,
+    loss_of,
+    made,
     metered,
     plan_of,
     refused,
@@ -138,6 +143,25 @@ def test_swapped_stages_come_once_for_all_micro_batches(
     beside = ", and the next one beside it" if ahead else ""
     for told in two_ranks.run(refused, [plan, plan], [least, least]):
         assert f"with all of its parameters{beside}; cut the model into more stages" in told
+
+
+def test_gradients_are_clipped_by_the_norm_of_the_whole_model(two_ranks: Ranks) -> None:
+    inputs, target = KINDS["resnet"].batch(0)
+    model = made("resnet")
+    for part, wanted in zip(inputs.chunk(4), target.chunk(4), strict=True):
+        (loss_of(model(part), wanted) / 4).backward()
+    max_norm = 0.5 * float(torch.nn.utils.get_total_norm(gradients_of(model)))
+    norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm))
+    found = two_ranks.run(clipped, "resnet", ONE_EACH, max_norm)
+    names = [name for of_rank in found for name in of_rank.gradients]
+    assert sorted(names) == sorted(name for name, _ in model.named_parameters())
+    for of_rank in found:
+        assert of_rank.norm == pytest.approx(norm, rel=1e-5)
+        for told in of_rank.told:
+            assert "call clip_grad_norm(max_norm) of what pipeline() returned" in told
+        for name, gradient in of_rank.gradients.items():
+            expected = model.get_parameter(name).grad
+            torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_swapped_stages_are_not_for_cards() -> None:
