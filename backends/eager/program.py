@@ -34,11 +34,11 @@ class EagerProgram:
     """Runs a placed graph and notes when each op ran.
 
     A value is freed after its last use, at once where it has none. `before_write` is called before
-    each node that writes a parameter, state or buffer, or starts what does, `before_exchange` before each
-    that begins an exchange between ranks, where the step is no rehearsal; `written` has the writes
-    of these and of all nodes before, whether or not they came to their end. `env` has the values at
-    hand. Where the `room` that the plan leaves is known, small updates run in lock step.
-    `fx.Interpreter` does the same at three times the cost.
+    each node that writes a parameter, state or buffer, or starts what does, `before_exchange`
+    before each that begins an exchange between ranks, where the step is no rehearsal; `written` has
+    the writes of these and of all nodes before, whether or not they came to their end. `env` has
+    the values at hand. Where the `room` that the plan leaves is known, small updates run in lock
+    step. `fx.Interpreter` does the same at three times the cost.
     """
 
     def __init__(

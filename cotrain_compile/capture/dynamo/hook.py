@@ -34,6 +34,7 @@ from torch._dynamo.types import (  # type: ignore[attr-defined]
 )
 
 from cotrain_compile.capture.counts import calls_counted
+from cotrain_compile.capture.dynamo.ambient import why_refused
 from cotrain_compile.capture.dynamo.compute_device import chosen_device, seen_on_compute_device
 from cotrain_compile.capture.dynamo.diagnose import diagnose
 from cotrain_compile.capture.dynamo.patches import whole_step_tracing
@@ -132,6 +133,8 @@ def _trace_step(
     code, device = frame["code"], chosen_device(options.device)
     session = Session(options, code, frame_objects(code, frame["closure"]), device)
     try:
+        if reason := why_refused():
+            raise session.refuse(f"{_where(code)}: {reason}. Nothing was updated.")
         with (
             active(session),
             whole_step_tracing(session),

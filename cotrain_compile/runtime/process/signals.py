@@ -16,6 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from operator import length_hint
 from types import FrameType
 from typing import Any
 
@@ -43,7 +44,7 @@ class HeldSignals:
         """Begin to hold; does nothing while that goes on."""
         if self._holds_all or threading.current_thread() is not threading.main_thread():
             return
-        if not self._to_hand_on.__length_hint__():
+        if not length_hint(self._to_hand_on):
             self._pending = []
             self._to_hand_on = iter(self._pending)
         self._is_holding = True
@@ -81,7 +82,7 @@ class HeldSignals:
         try:
             deque(map(_call, self._to_hand_on), maxlen=0)
         finally:
-            if self._to_hand_on.__length_hint__():
+            if length_hint(self._to_hand_on):
                 self._hand_on()
 
     def _take(self, number: int, frame: FrameType | None) -> None:

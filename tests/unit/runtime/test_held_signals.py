@@ -34,7 +34,7 @@ def programs_handlers(called: list[int]) -> Iterator[Any]:
 
 
 def arriving(number: int, at: int) -> tuple[Any, list[int]]:
-    """A trace that has `number` arrive before the `at`-th line that runs in the module; how many."""
+    """A trace that has `number` arrive before the `at`-th line of the module; how many ran."""
     lines = [0]
 
     def trace(frame: FrameType, event: str, arg: object) -> Any:
