@@ -42,6 +42,7 @@ from cotrain_compile.capture.dynamo.session import FrameObjects, Session, active
 from cotrain_compile.collector import collector_off
 from cotrain_compile.errors import CaptureError, CotrainError
 from cotrain_compile.options import Options
+from cotrain_compile.raised_by_handler import raised_by_handler
 
 _TORCH_DISTRIBUTED = os.path.join(os.path.dirname(torch.__file__), "distributed") + os.sep
 _NUMBERS = (int, float, complex, str, type(None))
@@ -152,6 +153,8 @@ def _trace_step(
             )
     except Exception as error:
         session.undo()
+        if (own := raised_by_handler(error)) is not None:
+            raise own from None
         warns = options.on_break == "warn"
         refusal = session.refusal
         if isinstance(error, FailOnRecompileLimitHit):
