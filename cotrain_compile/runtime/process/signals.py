@@ -23,7 +23,7 @@ class HeldSignals:
 
     A handler of the program may raise between any two lines. No signal is lost for it: what comes
     while handlers are called waits for its turn, and a handler of ours that is still in place when
-    nothing is held any more calls the program's at once. The next `release` puts it away.
+    nothing is held any more calls the program's at once.
     """
 
     def __init__(self) -> None:
@@ -47,11 +47,17 @@ class HeldSignals:
         if not self._is_holding:
             return
         try:
-            self._hand_on()
-        finally:
-            for number, handler in self._programs_own.items():
-                if signal.getsignal(number) == self._take:  # no handler has set another meanwhile
-                    signal.signal(number, handler)
+            try:
+                self._hand_on()
+            finally:
+                self._put_back()
+        finally:  # a signal whose handler is back in its place may have broken off the first
+            self._put_back()
+
+    def _put_back(self) -> None:
+        for number, handler in self._programs_own.items():
+            if signal.getsignal(number) == self._take:  # no handler has set another meanwhile
+                signal.signal(number, handler)
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         if self._is_holding:
