@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import cotrain_compile
 from cotrain_compile.errors import PlanError
 from cotrain_compile.machine import Tier
-from tests.support.fuzz.fuzz_compare import Broken, Left, compare, distance, nudge
+from tests.support.fuzz.fuzz_compare import Broken, Left, compare, gap, nudge
 from tests.support.fuzz.fuzz_edits import GRADIENT_EDITS, PARAMETER_EDITS, UPDATES
 from tests.support.fuzz.fuzz_layers import AGAIN, LAYERS
 from tests.support.fuzz.fuzz_run import allowed_graphs, checked_refusal, run
@@ -98,16 +98,36 @@ def test_a_difference_is_broken_unless_eager_itself_is_as_far_apart(allowed: flo
     if allowed > 0.3:
         check()
     else:
-        with pytest.raises(Broken, match=r"w is .* are 0\.1 apart, rounding explains"):
+        with pytest.raises(Broken, match=r"w is .* are 0\.3 apart, rounding explains"):
             check()
 
 
 def test_what_is_a_number_in_one_run_only_is_infinitely_far_away() -> None:
     inf, nan = float("inf"), float("nan")
-    assert distance(torch.tensor([nan, inf, 3.0]), torch.tensor([nan, inf, 5.0])) == 2 / 4
-    assert distance(torch.tensor([nan, 1.0]), torch.tensor([0.0, 1.0])) == inf
-    assert distance(torch.tensor([inf]), torch.tensor([-inf])) == inf
-    assert distance(torch.tensor([]), torch.tensor([])) == 0
+    assert gap(torch.tensor([nan, inf, 3.0]), torch.tensor([nan, inf, 5.0])) == 2
+    assert gap(torch.tensor([nan, 1.0]), torch.tensor([0.0, 1.0])) == inf
+    assert gap(torch.tensor([inf]), torch.tensor([-inf])) == inf
+    assert gap(torch.tensor([]), torch.tensor([])) == 0
+
+
+@pytest.mark.parametrize(
+    ("expected", "found"),
+    [
+        (torch.full((4,), 9e-6), torch.zeros(4)),  # second moments
+        (torch.zeros(4), torch.full((4,), 1e-12)),
+        (torch.tensor([5, 200], dtype=torch.uint8), torch.tensor([6, 200], dtype=torch.uint8)),
+    ],
+)
+def test_small_tensors_and_whole_numbers_are_told_apart(expected: Tensor, found: Tensor) -> None:
+    left = Left(tensors={"w": expected})
+    compare(left, left, "a run and itself", 0.1)
+    with pytest.raises(Broken, match="w "):
+        compare(left, Left(tensors={"w": found}), "two runs", 0.1)
+
+
+def test_a_number_of_pythons_is_compared_as_wide_as_it_is() -> None:
+    with pytest.raises(Broken, match="result 0 is"):
+        compare(Left(returned=[1.0]), Left(returned=[1.0 + 1e-9]), "two runs", 1e-12)
 
 
 def test_a_nudged_parameter_is_its_own_neighbour() -> None:
