@@ -5,6 +5,7 @@ What holds for each is in `fuzz_run`; `bench.reliability.fuzz` runs programs by 
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -14,15 +15,19 @@ from torch import Tensor, nn
 import cotrain_compile
 from cotrain_compile.errors import PlanError
 from cotrain_compile.machine import Tier
-from tests.support.fuzz.fuzz_compare import Broken, Left, compare, gap, nudge
+from tests.support.closeness import gap
+from tests.support.fuzz.fuzz_compare import Broken, Left, compare, nudge
+from tests.support.fuzz.fuzz_coverage import figures, newest, tried_by
 from tests.support.fuzz.fuzz_edits import GRADIENT_EDITS, PARAMETER_EDITS, UPDATES
 from tests.support.fuzz.fuzz_layers import AGAIN, LAYERS
+from tests.support.fuzz.fuzz_layouts import LAYOUTS
 from tests.support.fuzz.fuzz_run import allowed_graphs, checked_refusal, run
 from tests.support.fuzz.fuzz_specs import (
     LoopSpec,
     ModelSpec,
     OptimizerSpec,
     Spec,
+    campaign_spec,
     random_spec,
     shrunk,
 )
@@ -66,6 +71,36 @@ def test_the_programs_have_every_layer_optimizer_and_way_to_write_a_loop() -> No
     assert {name for spec in specs for name in spec.loop.before} == {*GRADIENT_EDITS}
     assert {name for spec in specs for name in spec.loop.behind} == {*PARAMETER_EDITS}
     assert {spec.loop.by_hand for spec in specs} == {"", *UPDATES}
+
+
+def test_programs_of_a_campaign_have_every_layout_and_half_of_them_are_compiled() -> None:
+    specs = [campaign_spec(seed) for seed in range(200)]
+    assert {*LAYOUTS} <= {kind for spec in specs for kind in spec.model.layers}
+    compiled = [spec.options["lowering"] == "inductor" for spec in specs]
+    assert compiled == [False, True] * 100
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_a_layer_of_any_layout_is_trained(kind: str) -> None:
+    for width in (4, 16):
+        assert tried_by(Spec(1, ModelSpec((kind,), width=width)))
+
+
+def test_of_some_programs_the_one_is_chosen_that_tries_what_was_tried_least() -> None:
+    plain, normed = (Spec(1, ModelSpec(layers)) for layers in ((), ("batch norm of rows",)))
+    tried = tried_by(normed)
+    assert "native_batch_norm" in tried
+    assert "transpose* > native_batch_norm" in tried
+    assert newest([plain, normed], Counter()) == (normed, tried)
+    other = Spec(1, ModelSpec(("windows",)))
+    often = Counter(dict.fromkeys(tried, 100))
+    assert newest([normed, other], often)[0] == other
+    assert figures(Counter(["mm", "mm", "t* > mm", "mm > add"])) == {
+        "ops": {"mm": 2},
+        "pairs": 2,
+        "pairs_with_odd_layouts": 1,
+        "pairs_tried_once": 2,
+    }
 
 
 def test_a_simpler_program_differs_in_one_thing() -> None:

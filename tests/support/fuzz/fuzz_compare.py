@@ -5,7 +5,6 @@ In: two `Left`. Nothing comes out where they are near enough, else a `Broken` th
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -16,6 +15,8 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+
+from tests.support.closeness import as_tensor, gap, magnitude, same_bits
 
 
 class Broken(AssertionError):
@@ -73,31 +74,6 @@ def magnitudes(left: Left) -> dict[str, float]:
     return {name: magnitude(a) for name, a, _ in _pairs(left, left, "a run and itself")}
 
 
-def gap(a: Tensor, b: Tensor) -> float:
-    """The largest difference of two elements.
-
-    Infinite where one is a number and the other is not, or is another infinity.
-    """
-    a, b = a.double(), b.double()
-    differ = (a != b) & ~(a.isnan() & b.isnan())
-    if not differ.any():
-        return 0.0
-    if not (a[differ].isfinite() & b[differ].isfinite()).all():
-        return math.inf
-    return float((a - b)[differ].abs().max())
-
-
-def magnitude(a: Tensor) -> float:
-    """The largest element that is a number, without its sign; 0 where there is none."""
-    finite = a.double()[a.isfinite()]
-    return float(finite.abs().max()) if finite.numel() else 0.0
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors have one dtype and the same bits."""
-    return a.dtype == b.dtype and torch.equal(_bits(a), _bits(b))
-
-
 def nudge(model: nn.Module, seed: int) -> None:
     """Round the parameters of `model` once more: each element stays, or goes to a neighbour."""
     generator = torch.Generator().manual_seed(seed)
@@ -133,19 +109,6 @@ def _pairs(expected: Left, found: Left, who: str) -> Iterator[tuple[str, Tensor,
     one, other = tree_leaves(expected.returned), tree_leaves(found.returned)
     for i, (a, b) in enumerate(zip(one, other, strict=True)):
         if a is not None or b is not None:
-            yield f"result {i}", _as_tensor(a), _as_tensor(b)
+            yield f"result {i}", as_tensor(a), as_tensor(b)
     for name, a in expected.tensors.items():
         yield name, a, found.tensors[name]
-
-
-def _as_tensor(value: Any) -> Tensor:
-    """A number of Python's is as wide as there."""
-    return (
-        torch.tensor(value, dtype=torch.float64)
-        if isinstance(value, float)
-        else torch.as_tensor(value)
-    )
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().flatten().view(torch.uint8)

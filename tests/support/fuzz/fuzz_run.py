@@ -37,6 +37,7 @@ from cotrain_compile.graph import StepGraph, returns_argument_memory
 from cotrain_compile.machine import Tier
 from cotrain_compile.options import Options
 from cotrain_compile.passes.views import storage
+from tests.support.closeness import same_bits
 from tests.support.fuzz.fuzz_compare import (
     Broken,
     Left,
@@ -47,7 +48,6 @@ from tests.support.fuzz.fuzz_compare import (
     magnitudes,
     nudge,
     nudged,
-    same_bits,
 )
 from tests.support.fuzz.fuzz_parts import (
     make_batches,
