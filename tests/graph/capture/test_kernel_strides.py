@@ -27,7 +27,7 @@ class MadeTwice(TorchDispatchMode):
     """Makes every result in fake tensors too, and notes those that differ."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.differences: list[str] = []
 
     def __torch_dispatch__(
@@ -112,6 +112,11 @@ def convolve(x: Tensor) -> Tensor:
     return getattr(F, f"conv{x.dim() - 2}d")(x, weight)  # type: ignore[no-any-return]
 
 
+def unpool(x: Tensor) -> Tensor:
+    values, places = F.max_pool2d(x, 2, return_indices=True)
+    return F.max_unpool2d(values, places, [2, 2])
+
+
 # Those that were found to differ, with the fewest dimensions at which they do.
 NORMS: dict[str, tuple[Op, int]] = {
     "batch norm": (batch_norm, 3),
@@ -157,7 +162,7 @@ OTHERS: dict[str, tuple[Op, int]] = {
     "dropout": (F.dropout, 3),
     "native dropout": (lambda x: torch.native_dropout(x, 0.5, True)[0], 3),
     "shuffled channels": (lambda x: F.channel_shuffle(x, 2), 4),
-    "unpooled": (lambda x: F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), 2), 4),
+    "unpooled": (unpool, 4),
     **{
         f.__name__: (f, 3)
         for f in (

@@ -36,7 +36,7 @@ class Pairs(TorchDispatchMode):
     """Notes each op that runs, and pairs of an op with those whose results it reads."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.found: set[str] = set()
         self._made_by: Any = WeakIdKeyDictionary()
 
