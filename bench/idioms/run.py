@@ -50,7 +50,7 @@ from tests.support.fuzz.fuzz_compare import (
     Left,
     compare,
     compiled_corrections,
-    distances,
+    gaps,
     nudge,
 )
 
@@ -170,7 +170,7 @@ def budget_for(make: Callable[[], Training], options: dict[str, Any]) -> int:
 
 
 def spread_of(make: Callable[[], Training], eager: Left) -> dict[str, float]:
-    """How far roundings alone may lead a program away from `eager`, by tensor.
+    """By how much roundings alone may lead a program away from `eager`, by tensor.
 
     A gradient that is zero but for roundings, as that of the bias of keys in attention, is what
     Adam makes large: how far the widest of some runs goes whose parameters are rounded once more.
@@ -179,7 +179,7 @@ def spread_of(make: Callable[[], Training], eager: Left) -> dict[str, float]:
     for seed in range(NUDGED_RUNS):
         with compiled_corrections():
             nudged = train(make, lambda step: step, prepare=functools.partial(nudge, seed=seed))
-        for name, far in distances(eager, nudged).items():
+        for name, far in gaps(eager, nudged).items():
             found[name] = max(found.get(name, 0.0), len(eager.returned) * far)
     return found
 

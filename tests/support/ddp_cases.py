@@ -10,7 +10,6 @@ import itertools
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -27,10 +26,11 @@ from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
 from cotrain_compile.collectives import is_collective
 from cotrain_compile.errors import OutOfDeviceMemory
 from cotrain_compile.machine import Tier
+from tests.support.closeness import assert_near
 
 STEPS = 4
 # Compiled AdamW takes bias corrections in float32.
-ROUNDING = {"sgd": (0.0, 1e-6), "adamw": (1e-4, 2e-6)}
+ROUNDING = {"sgd": 1e-6, "adamw": 1e-4}
 # Of what the step takes with everything on the device.
 SHARE = 0.6
 
@@ -177,15 +177,11 @@ def _exchanges(compiled: Any) -> dict[str, int]:
 
 
 def _assert_close(found: Ran, expected: Ran, case: Case) -> None:
-    rtol, atol = ROUNDING[case.optimizer]
     for name, value in expected.tensors.items():
-        torch.testing.assert_close(
-            found.tensors[name],
-            value,
-            rtol=rtol,
-            atol=atol,
-            equal_nan=True,
-            msg=partial(_named, f"{case}: {name}"),
+        assert_near(
+            {f"{case}: {name}": found.tensors[name]},
+            {f"{case}: {name}": value},
+            ROUNDING[case.optimizer],
         )
 
 
@@ -211,7 +207,3 @@ def with_one_rank_out_of_memory(rank: int) -> tuple[int, bool, Any]:
     with mock.patch.object(CompiledStep, "rehearse", rehearse_once), told:
         plan = train(Case("sgd"), rank, {"policy": "greedy"}).compiled.plan
     return plan.predicted.peak_bytes[Tier.DEVICE], bool(plan.tasks), plan.placement
-
-
-def _named(name: str, told: str) -> str:
-    return f"{name}: {told}"

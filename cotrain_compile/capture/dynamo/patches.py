@@ -51,6 +51,7 @@ from cotrain_compile.capture.dynamo.session import Session
 from cotrain_compile.capture.dynamo.settings import settings_traced, whole_numbers_traced
 from cotrain_compile.capture.dynamo.sharded_modules import fsdp_traced, gathering_traced
 from cotrain_compile.capture.dynamo.wrappers import without_hook
+from cotrain_compile.capture.nodes.kernel_strides import strides_of_kernels
 
 # The second is not in every torch: tried with 2.13.0.
 _CHECKS_OF_OUTPUTS = {
@@ -95,6 +96,7 @@ def whole_step_tracing(session: Session) -> Iterator[None]:
         stack.enter_context(settings_traced(session.function))
         stack.enter_context(leaves_traced(session.leaves_made, session.copied_data))
         stack.enter_context(in_place_traced())
+        stack.enter_context(strides_of_kernels())
         yield
 
 

@@ -274,3 +274,11 @@ def test_a_tensor_keeps_its_strides_where_it_goes() -> None:
     copied = on(torch.device("cpu"), view, copy=True)
     assert torch.equal(copied, view)
     assert copied.data_ptr() != view.data_ptr()
+
+
+def test_small_second_moments_are_not_taken_for_zeros() -> None:
+    """What rounding explains is a share of the change of that tensor, however small it is."""
+    right = torch.full((4,), 9e-6)
+    allowed = verify._rounding(right, change=9e-6)
+    assert 0 < allowed < 1e-7
+    assert elements_apart(torch.zeros(4), right, allowed) == 4

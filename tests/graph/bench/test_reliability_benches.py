@@ -46,10 +46,10 @@ def test_a_slope_that_scatter_explains_is_flat_and_a_steady_one_is_not() -> None
 
 
 def test_a_campaign_runs_cases_by_the_clock_in_a_process_of_its_own() -> None:
-    seed, status, message = next(campaign("files", 7, float("inf")))
-    assert seed == 7
-    assert status in ("answered", "refused")
-    assert message == ""
+    case = next(campaign("files", 7, float("inf")))
+    assert case.seed == 7
+    assert case.status in ("answered", "refused")
+    assert case.message == ""
 
 
 def test_the_page_has_every_campaign_and_what_it_broke() -> None:

@@ -5,6 +5,7 @@ What holds for each is in `fuzz_run`; `bench.reliability.fuzz` runs programs by 
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -14,15 +15,19 @@ from torch import Tensor, nn
 import cotrain_compile
 from cotrain_compile.errors import PlanError
 from cotrain_compile.machine import Tier
-from tests.support.fuzz.fuzz_compare import Broken, Left, compare, distance, nudge
+from tests.support.closeness import gap
+from tests.support.fuzz.fuzz_compare import Broken, Left, compare, nudge
+from tests.support.fuzz.fuzz_coverage import figures, newest, tried_by
 from tests.support.fuzz.fuzz_edits import GRADIENT_EDITS, PARAMETER_EDITS, UPDATES
 from tests.support.fuzz.fuzz_layers import AGAIN, LAYERS
+from tests.support.fuzz.fuzz_layouts import LAYOUTS
 from tests.support.fuzz.fuzz_run import allowed_graphs, checked_refusal, run
 from tests.support.fuzz.fuzz_specs import (
     LoopSpec,
     ModelSpec,
     OptimizerSpec,
     Spec,
+    campaign_spec,
     random_spec,
     shrunk,
 )
@@ -68,6 +73,36 @@ def test_the_programs_have_every_layer_optimizer_and_way_to_write_a_loop() -> No
     assert {spec.loop.by_hand for spec in specs} == {"", *UPDATES}
 
 
+def test_programs_of_a_campaign_have_every_layout_and_half_of_them_are_compiled() -> None:
+    specs = [campaign_spec(seed) for seed in range(200)]
+    assert {*LAYOUTS} <= {kind for spec in specs for kind in spec.model.layers}
+    compiled = [spec.options["lowering"] == "inductor" for spec in specs]
+    assert compiled == [False, True] * 100
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_a_layer_of_any_layout_is_trained(kind: str) -> None:
+    for width in (4, 16):
+        assert tried_by(Spec(1, ModelSpec((kind,), width=width)))
+
+
+def test_of_some_programs_the_one_is_chosen_that_tries_what_was_tried_least() -> None:
+    plain, normed = (Spec(1, ModelSpec(layers)) for layers in ((), ("batch norm of rows",)))
+    tried = tried_by(normed)
+    assert "native_batch_norm" in tried
+    assert "transpose* > native_batch_norm" in tried
+    assert newest([plain, normed], Counter()) == (normed, tried)
+    other = Spec(1, ModelSpec(("windows",)))
+    often = Counter(dict.fromkeys(tried, 100))
+    assert newest([normed, other], often)[0] == other
+    assert figures(Counter(["mm", "mm", "t* > mm", "mm > add"])) == {
+        "ops": {"mm": 2},
+        "pairs": 2,
+        "pairs_with_odd_layouts": 1,
+        "pairs_tried_once": 2,
+    }
+
+
 def test_a_simpler_program_differs_in_one_thing() -> None:
     spec = random_spec(12)
     simpler = list(shrunk(spec))
@@ -98,16 +133,36 @@ def test_a_difference_is_broken_unless_eager_itself_is_as_far_apart(allowed: flo
     if allowed > 0.3:
         check()
     else:
-        with pytest.raises(Broken, match=r"w is .* are 0\.1 apart, rounding explains"):
+        with pytest.raises(Broken, match=r"w is .* are 0\.3 apart, rounding explains"):
             check()
 
 
 def test_what_is_a_number_in_one_run_only_is_infinitely_far_away() -> None:
     inf, nan = float("inf"), float("nan")
-    assert distance(torch.tensor([nan, inf, 3.0]), torch.tensor([nan, inf, 5.0])) == 2 / 4
-    assert distance(torch.tensor([nan, 1.0]), torch.tensor([0.0, 1.0])) == inf
-    assert distance(torch.tensor([inf]), torch.tensor([-inf])) == inf
-    assert distance(torch.tensor([]), torch.tensor([])) == 0
+    assert gap(torch.tensor([nan, inf, 3.0]), torch.tensor([nan, inf, 5.0])) == 2
+    assert gap(torch.tensor([nan, 1.0]), torch.tensor([0.0, 1.0])) == inf
+    assert gap(torch.tensor([inf]), torch.tensor([-inf])) == inf
+    assert gap(torch.tensor([]), torch.tensor([])) == 0
+
+
+@pytest.mark.parametrize(
+    ("expected", "found"),
+    [
+        (torch.full((4,), 9e-6), torch.zeros(4)),  # second moments
+        (torch.zeros(4), torch.full((4,), 1e-12)),
+        (torch.tensor([5, 200], dtype=torch.uint8), torch.tensor([6, 200], dtype=torch.uint8)),
+    ],
+)
+def test_small_tensors_and_whole_numbers_are_told_apart(expected: Tensor, found: Tensor) -> None:
+    left = Left(tensors={"w": expected})
+    compare(left, left, "a run and itself", 0.1)
+    with pytest.raises(Broken, match="w "):
+        compare(left, Left(tensors={"w": found}), "two runs", 0.1)
+
+
+def test_a_number_of_pythons_is_compared_as_wide_as_it_is() -> None:
+    with pytest.raises(Broken, match="result 0 is"):
+        compare(Left(returned=[1.0]), Left(returned=[1.0 + 1e-9]), "two runs", 1e-12)
 
 
 def test_a_nudged_parameter_is_its_own_neighbour() -> None:

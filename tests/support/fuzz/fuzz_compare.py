@@ -5,7 +5,6 @@ In: two `Left`. Nothing comes out where they are near enough, else a `Broken` th
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -16,6 +15,8 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+
+from tests.support.closeness import as_tensor, gap, magnitude, same_bits
 
 
 class Broken(AssertionError):
@@ -34,7 +35,7 @@ class Left:
 
 # Modules of torch.optim that turn a number of steps into a number of Python's.
 WITH_STEP_COUNTS = ("adagrad", "adam", "adamax", "asgd", "nadam", "radam")
-# How far apart two runs of eager may be in each tensor that only roundings tell apart.
+# By how much two runs of eager may differ in each tensor that only roundings tell apart.
 Spread = Callable[[], Mapping[str, float]]
 
 
@@ -43,46 +44,34 @@ def compare(
 ) -> None:
     """Raise `Broken` where two runs are further apart than `relative`; 0 means in any bit.
 
-    Distances are relative to 1 plus the largest element of a tensor. A tensor that is further away
-    may be as far as `spread` says.
+    That is relative to the largest element of each tensor, however small that is. A tensor that is
+    further away may differ by what `spread` says; whole numbers and truth values may not differ.
     """
     for name, a, b in _pairs(expected, found, who):
         if a.dtype != b.dtype or a.shape != b.shape:
             raise Broken(f"{name} is {b.dtype} {b.shape}, not {a.dtype} {a.shape}: {who}")
-        if relative == 0 and not same_bits(a, b):
-            raise Broken(f"{name} differs in some bit: {who}")
-        if relative and not distance(a, b) <= relative:
-            allowed = spread().get(name, 0.0) if spread else 0.0
-            if not distance(a, b) <= allowed:
+        if not (relative and a.is_floating_point()):
+            if not same_bits(a, b):
+                raise Broken(f"{name} differs in some bit: {who}")
+            continue
+        apart, size = gap(a, b), magnitude(a)
+        if not apart <= relative * size:
+            allowed = max(relative * size, spread().get(name, 0.0) if spread else 0.0)
+            if not apart <= allowed:
                 raise Broken(
                     f"{name} is {b.flatten()[:4]}..., not {a.flatten()[:4]}...: {who} are "
-                    f"{distance(a, b):.1g} apart, rounding explains {max(relative, allowed):.1g}"
+                    f"{apart:.2g} apart, rounding explains {allowed:.2g}"
                 )
 
 
-def distances(expected: Left, found: Left) -> dict[str, float]:
-    """How far two runs are apart, by the name of each tensor."""
-    return {name: distance(a, b) for name, a, b in _pairs(expected, found, "two runs")}
+def gaps(expected: Left, found: Left) -> dict[str, float]:
+    """By how much two runs differ, by the name of each tensor."""
+    return {name: gap(a, b) for name, a, b in _pairs(expected, found, "two runs")}
 
 
-def distance(a: Tensor, b: Tensor) -> float:
-    """The largest difference of two elements, relative to 1 plus the largest element of `a`.
-
-    Infinite where one is a number and the other is not, or is another infinity.
-    """
-    a, b = a.double(), b.double()
-    differ = (a != b) & ~(a.isnan() & b.isnan())
-    if not differ.any():
-        return 0.0
-    if not (a[differ].isfinite() & b[differ].isfinite()).all():
-        return math.inf
-    largest = float(a[a.isfinite()].abs().max())
-    return float((a - b)[differ].abs().max()) / (1 + largest)
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors have one dtype and the same bits."""
-    return a.dtype == b.dtype and torch.equal(_bits(a), _bits(b))
+def magnitudes(left: Left) -> dict[str, float]:
+    """The largest element of each tensor, by name."""
+    return {name: magnitude(a) for name, a, _ in _pairs(left, left, "a run and itself")}
 
 
 def nudge(model: nn.Module, seed: int) -> None:
@@ -90,9 +79,14 @@ def nudge(model: nn.Module, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for param in model.parameters():
-            up_or_down = torch.randint(-1, 2, param.shape, generator=generator)
-            towards = param + up_or_down.to(param.dtype) * (1 + param.abs())
-            param.copy_(torch.nextafter(param, towards))
+            param.copy_(nudged(param, generator))
+
+
+def nudged(value: Tensor, generator: torch.Generator) -> Tensor:
+    """`value`, each element of which stays or goes to a neighbour."""
+    up_or_down = torch.randint(-1, 2, value.shape, generator=generator)
+    towards = value + up_or_down.to(value.dtype) * (1 + value.abs())
+    return torch.nextafter(value, towards)
 
 
 @contextmanager
@@ -115,10 +109,6 @@ def _pairs(expected: Left, found: Left, who: str) -> Iterator[tuple[str, Tensor,
     one, other = tree_leaves(expected.returned), tree_leaves(found.returned)
     for i, (a, b) in enumerate(zip(one, other, strict=True)):
         if a is not None or b is not None:
-            yield f"result {i}", torch.as_tensor(a), torch.as_tensor(b)
+            yield f"result {i}", as_tensor(a), as_tensor(b)
     for name, a in expected.tensors.items():
         yield name, a, found.tensors[name]
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().flatten().view(torch.uint8)

@@ -13,16 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-
-class Function(nn.Module):
-    """A layer without parameters."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x)
+from tests.support.fuzz.fuzz_layouts import LAYOUTS, Function
 
 
 class Residual(nn.Module):
@@ -257,7 +248,8 @@ class Net(nn.Module):
             nn.Embedding(CLASSES, width) if reads_tokens else nn.Linear(6, width)
         )
         self.kinds = kinds
-        made = [nn.Identity() if kind == AGAIN else LAYERS[kind](width) for kind in kinds]
+        known = {**LAYERS, **LAYOUTS}
+        made = [nn.Identity() if kind == AGAIN else known[kind](width) for kind in kinds]
         self.layers = nn.ModuleList(made)
         self.head = nn.Linear(width, CLASSES)
         if tied:

@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -37,15 +37,17 @@ from cotrain_compile.graph import StepGraph, returns_argument_memory
 from cotrain_compile.machine import Tier
 from cotrain_compile.options import Options
 from cotrain_compile.passes.views import storage
+from tests.support.closeness import same_bits
 from tests.support.fuzz.fuzz_compare import (
     Broken,
     Left,
     Spread,
     compare,
     compiled_corrections,
-    distances,
+    gaps,
+    magnitudes,
     nudge,
-    same_bits,
+    nudged,
 )
 from tests.support.fuzz.fuzz_parts import (
     make_batches,
@@ -122,7 +124,7 @@ def is_exact(options: Mapping[str, Any]) -> bool:
 
 
 def rounding(spec: Spec) -> float:
-    """How far two runs may be apart, relative to 1 plus the largest element of a tensor."""
+    """How far two runs may be apart, relative to the largest element of a tensor."""
     if spec.loop.autocast or "bfloat16" in spec.model.layers:
         return 0.1
     # Its steps hang on the sign of a gradient, which may be rounding only.
@@ -132,27 +134,27 @@ def rounding(spec: Spec) -> float:
 
 
 def spread_of(spec: Spec, eager: Left) -> dict[str, float]:
-    """How far roundings alone may lead a run away from `eager`, by tensor.
+    """By how much roundings alone may lead a run away from `eager`, by tensor.
 
     A program may lean on a difference of near equals, such as the gradient behind a batch norm
     over two equal rows: then a rounding is all that there is of it, and grows from step to step. So
     the program is measured: how far the widest of some runs of eager goes, for one rounding of the
-    parameters at the start. Every step rounds them once, and what it rounds grows for fewer steps
-    than that.
+    parameters and batches at the start. Every step rounds them once, and what it rounds grows for
+    fewer steps than that.
     """
     found: dict[str, float] = {}
     for seed in range(NUDGED_RUNS):
         with compiled_corrections():
-            nudged = train(spec, None, prepare=partial(nudge, seed=seed))
-        for name, far in distances(eager, nudged).items():
+            rounded = train(spec, None, nudged_by=seed)
+        for name, far in gaps(eager, rounded).items():
             found[name] = max(found.get(name, 0.0), len(spec.loop.rows) * far)
     return found
 
 
 def spread_of_fused(spec: Spec, eager: Left, spread: Spread) -> dict[str, float]:
     """As `spread_of`, and how far the corrections in float64 of fused kernels may lead a run."""
-    corrected = distances(eager, train(spec, None))
-    return {name: corrected[name] + far + rounding(spec) for name, far in spread().items()}
+    corrected, sizes = gaps(eager, train(spec, None)), magnitudes(eager)
+    return {n: corrected[n] + far + rounding(spec) * sizes[n] for n, far in spread().items()}
 
 
 def checked_refusal(error: CotrainError, options: Mapping[str, Any]) -> str:
@@ -193,20 +195,22 @@ def train(
     compile_with: Compile | None,
     *,
     counts: bool = False,
-    prepare: Callable[[nn.Module], None] | None = None,
+    nudged_by: int | None = None,
 ) -> Left:
     """Run the steps of `spec`, compiled by `compile_with`, or in eager where that is None.
 
-    With `counts` the tensors alive after the last steps are counted. `prepare` changes the model
-    before the first step.
+    With `counts` the tensors alive after the last steps are counted. `nudged_by` is a seed by which
+    parameters and batches are rounded once more.
     """
     torch._dynamo.reset()
     counters.clear()
     torch.manual_seed(spec.seed)
     dtype = getattr(torch, spec.model.dtype)
     model, batches = make_model(spec, dtype), make_batches(spec, dtype)
-    if prepare is not None:
-        prepare(model)
+    if nudged_by is not None:
+        nudge(model, nudged_by)
+        generator = torch.Generator().manual_seed(nudged_by)
+        batches = [(nudged(x, generator) if x.is_floating_point() else x, y) for x, y in batches]
     edits = make_edits(spec, model)
     masters = make_masters(spec, model)
     optimizers = make_optimizers(spec, model, masters, is_eager=compile_with is None)

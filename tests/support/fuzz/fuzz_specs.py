@@ -7,13 +7,14 @@ with. `shrunk` yields simpler ones, to find what a failure hangs on.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from cotrain_compile.options import POLICIES
 from tests.support.fuzz.fuzz_edits import GRADIENT_EDITS, PARAMETER_EDITS, UPDATES
 from tests.support.fuzz.fuzz_layers import AGAIN, LAYERS
+from tests.support.fuzz.fuzz_layouts import LAYOUTS
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,34 @@ def random_spec(seed: int) -> Spec:
         device_share=rng.choice([None, rng.uniform(0.2, 1.2), rng.uniform(0.6, 1.0)]),
         host_share=rng.choice([None, None, None, rng.uniform(0.0, 2.0)]),
     )
+
+
+def campaign_spec(seed: int) -> Spec:
+    """As `random_spec`, with layers of `fuzz_layouts`; every other one is compiled, and small."""
+    rng, spec = random.Random(f"layouts {seed}"), random_spec(seed)
+    odd = rng.sample([*LAYOUTS], rng.randint(1, 3))
+    if seed % 2 == 0:
+        layers = list(spec.model.layers)
+        for kind in odd:
+            layers.insert(rng.randint(0, len(layers)), kind)
+        options = {**spec.options, "lowering": "eager"}
+        return replace(spec, model=replace(spec.model, layers=_begun(layers)), options=options)
+    layers = [*odd[:1], *rng.sample(spec.model.layers, min(1, len(spec.model.layers)))]
+    rng.shuffle(layers)
+    return replace(
+        spec,
+        model=replace(spec.model, layers=_begun(layers)),
+        loop=replace(spec.loop, rows=(4, 4, 4), rates=spec.loop.rates[:3]),
+        options={**spec.options, "lowering": "inductor", "verify": 0},
+        # So small a step takes hardly less than it takes resident: most would be refused.
+        device_share=rng.choice([None, None, 1.5]),
+        host_share=None,
+    )
+
+
+def _begun(layers: Sequence[str]) -> tuple[str, ...]:
+    """There is a first layer before it is used again."""
+    return ("linear", *layers) if layers[0] == AGAIN else tuple(layers)
 
 
 def _model(rng: random.Random, loop: LoopSpec) -> ModelSpec:
