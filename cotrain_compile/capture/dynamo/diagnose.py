@@ -69,6 +69,11 @@ def diagnose(
         if isinstance(ours, CaptureError) and not str(ours).startswith(placed):
             return CaptureError(f"{first_line(code)}: {ours}")
         return ours
+    if isinstance(error, exc.Unsupported) and "Observed exception" in str(error):
+        return CaptureError(
+            f"{location}: the step raises this while it is traced. Nothing was updated. If it "
+            'does not in eager, set options={"on_break": "warn"} to run it so'
+        )
     # A branch on a number that the trace read from a tensor is a UserError.
     if isinstance(error, exc.Unsupported | exc.UserError):
         what, hint = _what_broke(error)
@@ -88,6 +93,13 @@ def diagnose(
             f"{location}: torch cannot trace a backward through forward-mode derivatives of "
             "gradients under vmap, such as torch.func.vmap(torch.func.hessian(f)); write "
             "torch.func.vmap(torch.func.jacrev(torch.func.jacrev(f))). Nothing was updated."
+        )
+    if isinstance(error, exc.TorchRuntimeError) and "tensor does not require grad" in str(error):
+        return CaptureError(
+            f"{location}: RuntimeError: this does not require a gradient, so there is none to "
+            "compute: all that it comes from is frozen, detached, or computed under "
+            "torch.no_grad() or torch.inference_mode(), which may also be around the call of the "
+            "step. Nothing was updated."
         )
     if isinstance(error, exc.TorchRuntimeError) and _BESIDE_META.search(str(error)):
         return OptionError(f"{location}: some tensors of the step are on meta: {ON_META}")

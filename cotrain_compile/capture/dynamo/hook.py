@@ -113,12 +113,12 @@ def _check_at_compile(
 
 
 class _Refused(ShortenTraceback):
-    """Brings an error of ours up to the call of the compiled function, which raises it there.
+    """Brings an error up to the call of the compiled function, which raises it there.
 
     So neither Dynamo's frames nor ours stand between the user's line and the message.
     """
 
-    def __init__(self, error: CotrainError) -> None:
+    def __init__(self, error: Exception) -> None:
         super().__init__(str(error), first_useful_frame=None)
         self.error = error
 
@@ -154,6 +154,10 @@ def _trace_step(
         if isinstance(error, FailOnRecompileLimitHit):
             refusal = _too_many_graphs(session)
         known = diagnose(error, refusal, session.code, suggests_eager=not warns)
+        own = session.own_error if isinstance(known, CaptureError) and refusal is None else None
+        if own is not None and not warns:
+            own.add_note(str(known))
+            raise own if config.verbose else _Refused(own) from error
         if known is None:
             raise
         if isinstance(known, CaptureError) and warns:

@@ -54,6 +54,8 @@ class Session:
     changing: str | None = None
     # Why the last graph there was does not fit this call, as torch says it.
     last_reason: str | None = None
+    # What the step itself raises, where nobody in it catches that.
+    own_error: Exception | None = None
     refusal: CaptureError | None = None
     graph_was_compiled: bool = False
 

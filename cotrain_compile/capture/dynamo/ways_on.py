@@ -112,15 +112,9 @@ _WORDS = (
         "h = module(x), then h.register_hook(...); or work on p.grad after backward()",
     ),
     (
-        ("use_cache",),
-        "set model.config.use_cache = False: with gradient checkpointing there is no cache, and "
-        "the warning about it breaks the graph",
-    ),
-    (
-        ("logg",),
-        "log outside the step; where a library warns, settle what it warns about (Hugging Face's "
-        'losses: model.loss_type = "ForCausalLM", or what the model is for), or compute the loss '
-        "in the step",
+        ("logging.Logger",),
+        "log outside the step what it returns; the value of a tensor is not known while it is "
+        "traced, which is when a captured step logs",
     ),
     (
         ("`lock` context manager",),
@@ -181,7 +175,7 @@ def way_on(stack: Sequence[traceback.FrameSummary], what: str, users_line: str =
 
 
 def _is_in_source(word: str, source: str) -> bool:
-    return word in ("use_cache", "labels.max()", "load_state_dict") and word in source
+    return word in ("labels.max()", "load_state_dict") and word in source
 
 
 def _source(frame: traceback.FrameSummary) -> str:
