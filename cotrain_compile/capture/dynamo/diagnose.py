@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import os
 import re
 import traceback
 from collections.abc import Iterable, Iterator
@@ -13,7 +12,7 @@ import torch._dynamo.exc as exc
 
 from cotrain_compile.capture.dynamo.ways_on import way_on
 from cotrain_compile.errors import ON_META, CaptureError, CotrainError, OptionError
-from cotrain_compile.user_lines import INSTALLED, first_line, in_library
+from cotrain_compile.user_lines import first_line, in_library, in_package
 
 # How alike two sentences are, of 1, where the second says no more than the first.
 _ALIKE = 0.9
@@ -194,7 +193,5 @@ def _library_line(error: BaseException) -> str:
     """The line of an installed package that broke the graph, as `package/file:line`, or nothing."""
     stack: Iterable[traceback.FrameSummary] = getattr(error, "real_stack", None) or ()
     *_, last = stack or (None,)
-    folder = last and next((f for f in INSTALLED if last.filename.startswith(f)), None)
-    if not last or not folder:
-        return ""
-    return f"{os.path.relpath(last.filename, folder)}:{last.lineno}"
+    file = in_package(last.filename) if last else None
+    return f"{file}:{last.lineno}" if last and file else ""
