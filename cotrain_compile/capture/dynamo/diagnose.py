@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Iterable, Iterator
 from types import CodeType
 
+import torch
 import torch._dynamo.exc as exc
 
 from cotrain_compile.capture.dynamo.ways_on import way_on
@@ -36,6 +37,11 @@ _FAILED_OP = re.compile(
 _IN_SHORT = (
     ("torch._check", "it decides by the value of a tensor, which is not known in a graph"),
     ("numpy function", "it calls a function of NumPy's that torch does not trace"),
+)
+
+_NO_ANOMALIES = (
+    "Switch off torch.autograd.set_detect_anomaly(True), by which backward() looks at every "
+    "gradient; look for NaN with the step in eager, outside torch.compile"
 )
 
 # What it adds to the message of any error begins so.
@@ -76,8 +82,10 @@ def diagnose(
     # A branch on a number that the trace read from a tensor is a UserError.
     if isinstance(error, exc.Unsupported | exc.UserError):
         what, hint = _what_broke(error)
+        anomalies = torch.is_anomaly_enabled() and "data-dependent" in what
         way = (
-            way_on(_library_frames(error), what, location)
+            (_NO_ANOMALIES if anomalies else None)
+            or way_on(_library_frames(error), what, location)
             or hint
             or "Move that line out of the step"
         )

@@ -16,6 +16,7 @@ import dis
 import functools
 import inspect
 import os
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -26,7 +27,7 @@ import torch
 import torch._dynamo
 import torch._dynamo.convert_frame as convert_frame
 from torch._dynamo import config
-from torch._dynamo.exc import FailOnRecompileLimitHit, ShortenTraceback
+from torch._dynamo.exc import FailOnRecompileLimitHit, ShortenTraceback, UserError
 from torch._dynamo.types import (  # type: ignore[attr-defined]
     ConvertFrameReturn,
     FrameAction,
@@ -35,6 +36,7 @@ from torch._dynamo.types import (  # type: ignore[attr-defined]
 
 from cotrain_compile.capture.counts import calls_counted
 from cotrain_compile.capture.dynamo.compute_device import chosen_device, seen_on_compute_device
+from cotrain_compile.capture.dynamo.data_sizes import size_behind
 from cotrain_compile.capture.dynamo.diagnose import diagnose
 from cotrain_compile.capture.dynamo.patches import whole_step_tracing
 from cotrain_compile.capture.dynamo.session import FrameObjects, Session, active
@@ -153,6 +155,7 @@ def _trace_step(
         refusal = session.refusal
         if isinstance(error, FailOnRecompileLimitHit):
             refusal = _too_many_graphs(session)
+        refusal = refusal or _size_from_data(error, session)
         known = diagnose(error, refusal, session.code, suggests_eager=not warns)
         own = session.own_error if isinstance(known, CaptureError) and refusal is None else None
         if own is not None and not warns:
@@ -174,6 +177,14 @@ def _trace_step(
         told = f"cotrain: the step is compiled again and again. {_where(session.code)}: "
         warnings.warn(told + session.changing, stacklevel=2)
     return result
+
+
+def _size_from_data(error: Exception, session: Session) -> CaptureError | None:
+    """The refusal of what made a size that the trace cannot do without, or None."""
+    if not isinstance(error, UserError) or "data-dependent" not in str(error):
+        return None
+    symbols = re.findall(r"\bu\d+\b", str(error).partition("\n")[0])
+    return size_behind(symbols, session.graph)
 
 
 def _too_many_graphs(session: Session) -> CaptureError | None:

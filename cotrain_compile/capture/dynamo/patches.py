@@ -263,6 +263,7 @@ def _inline_for_us(
 
     Notes a `module.zero_grad()` before any backward, as an optimizer's is noted.
     """
+    session.graph = parent.output.graph
     if getattr(func, "fn", None) is nn.Module.zero_grad and len(args) == 1 and rest == ({},):
         module = vars(args[0]).get("value")
         if isinstance(module, nn.Module):

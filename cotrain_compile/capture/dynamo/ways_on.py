@@ -126,7 +126,21 @@ _WORDS = (
         "leave out the labels, whose values the model looks at, and compute the loss in the step "
         "from the model's logits",
     ),
-    (("requires_grad_",), "freeze and unfreeze between steps, outside the step"),
+    (
+        ("requires_grad_",),
+        "freeze and unfreeze between steps, outside the step; where it keeps the gradients of one "
+        "loss from a model, say which ones to compute instead: "
+        "loss.backward(inputs=list(model.parameters()))",
+    ),
+    (
+        ("_ctc_loss",),
+        "no captured step can have the CTC loss, whose table is as large as the longest target, "
+        "which is data: train this step without torch.compile",
+    ),
+    (
+        ("is_inference_mode_enabled",),
+        "torch.inference_mode is torch.no_grad in a captured step; ask torch.is_grad_enabled()",
+    ),
     (("tolist",), "index the tensor (x[0], x.unbind()) in place of .tolist(), or pass numbers in"),
     (("item",), "return the tensor and call .item() outside the step"),
     (
@@ -145,6 +159,11 @@ _LINES = (
         "torch.cov(",
         "write the covariance out, which looks at no data: off = x - x.mean(1, keepdim=True), then "
         "off @ off.T / (x.shape[1] - 1); or compute it outside the step",
+    ),
+    (
+        "disable_adapter(",
+        "PEFT freezes and thaws layers there, which is not part of a step: compute what the model "
+        "says without adapters before the step, under torch.no_grad(), and pass it in",
     ),
     ("RandomState(", _DRAW),
     (
