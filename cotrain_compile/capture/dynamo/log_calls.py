@@ -120,7 +120,7 @@ def _log(
     args, kwargs = values
     if name in _ASKS:
         return ConstantVariable.create(method(*args, **kwargs))
-    level = _LEVELS.get(name, args[0] if name == "log" else None)
+    level: Any = _LEVELS.get(name, args[0] if name == "log" else None)
     is_new = said.is_new(tx)
     if is_new and level is None:  # a method that a library has added, such as `warning_once`
         method(*args, **kwargs)

@@ -61,7 +61,7 @@ def train(reference_of: Reference, compiled: bool, made: Any = torch.no_grad) ->
         loss = (policy(x[:, :4]) - reference_of(reference, x)).square().mean()
         loss.backward()
         optimizer.step()
-        return loss.detach()
+        return loss.detach()  # type: ignore[no-any-return]
 
     if compiled:
         step = torch.compile(step, backend="cotrain", options={"quiet": True})

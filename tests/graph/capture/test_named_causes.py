@@ -76,6 +76,7 @@ def test_graph_layers_are_told_of_their_self_loops() -> None:
         node.meta["example_value"] = torch.nonzero(mode.from_tensor(torch.ones(3)))
     line = 'File "/lib/torch_geometric/utils/loop.py", line 3, in add\n    x[mask]\n'
     node.meta["stack_trace"] = line
+    graph.output(node)
     with pytest.raises(CaptureError, match="add_self_loops=False"):
         refuse_sizes_from_data(torch.fx.GraphModule({}, graph))
 
@@ -90,7 +91,7 @@ def test_arguments_that_share_what_is_written_are_named() -> None:
         loss = (model(whole) + part.sum()).square().mean()
         loss.backward()
         optimizer.step()
-        return loss.detach()
+        return loss.detach()  # type: ignore[no-any-return]
 
     batch = torch.zeros(4, 4)
     with pytest.raises(CaptureError, match=r"writes: whole, part\. Pass in a \.clone\(\)"):
@@ -100,7 +101,7 @@ def test_arguments_that_share_what_is_written_are_named() -> None:
 
 def test_parameters_are_tied_by_being_one() -> None:
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
-    model[1].weight.data = model[0].weight.data  # type: ignore[assignment, operator]
+    model[1].weight.data = model[0].weight.data
     with pytest.raises(CaptureError, match=r"0\.weight, 1\.weight\. .*a\.weight = b\.weight"):
         trained(lambda m, x: m(x).square().mean(), model)
     model[1].weight = model[0].weight
@@ -108,11 +109,11 @@ def test_parameters_are_tied_by_being_one() -> None:
 
 
 def test_a_ctc_loss_cannot_be_captured() -> None:
-    targets, lengths = torch.tensor([[1, 2]]), ([4], [2])
+    targets, of_rows, of_targets = torch.tensor([[1, 2]]), torch.tensor([4]), torch.tensor([2])
 
     def loss_of(model: nn.Module, x: Tensor) -> Tensor:
         rows = model(x.repeat(2, 1))[:, None].log_softmax(-1)
-        return nn.functional.ctc_loss(rows, targets, *lengths)
+        return nn.functional.ctc_loss(rows, targets, of_rows, of_targets)
 
     with pytest.raises(CaptureError, match=r"No captured step can have the CTC loss") as refused:
         trained(loss_of)
@@ -159,27 +160,34 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        x, weight = (saved.detach().requires_grad_() for saved in ctx.saved_tensors)
+        x, weight = ctx.saved_tensors
         with torch.enable_grad():
+            x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
             product = x @ weight
         torch.autograd.backward(product, gradient)
         return x.grad, weight.grad
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by Dynamo
 def test_the_backward_of_an_own_function_may_call_autograd_backward() -> None:
     expected = trained(lambda model, x: (x @ model.weight).square().mean())
-    found = trained(lambda model, x: _Product.apply(x, model.weight).square().mean())
+    product: Any = _Product.apply
+    found = trained(lambda model, x: product(x, model.weight).square().mean())
     assert found == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_base_on_meta_that_functional_call_fills_is_no_model_on_meta() -> None:
     models = [nn.Linear(4, 4) for _ in range(3)]
     base = copy.deepcopy(models[0]).to("meta")
-    stacked, _ = stack_module_state(models)  # type: ignore[arg-type]
+    stacked, _ = stack_module_state(models)
     ensemble = nn.ParameterDict({k: nn.Parameter(v.detach()) for k, v in stacked.items()})
 
     def loss_of(model: Any, x: Tensor) -> Tensor:
-        return vmap(lambda p: functional_call(base, p, (x,)))(dict(model)).square().mean()  # type: ignore[no-any-return]
+        return (
+            vmap(lambda p: functional_call(base, p, (x,)))({k: model[k] for k in stacked})
+            .square()
+            .mean()
+        )  # type: ignore[no-any-return]
 
     trained(loss_of, ensemble)
     with pytest.raises(OptionError, match="on meta"):
