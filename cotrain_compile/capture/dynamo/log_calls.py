@@ -119,7 +119,8 @@ def _log(
         return None
     args, kwargs = values
     if name in _ASKS:
-        return ConstantVariable.create(method(*args, **kwargs))
+        answer: ConstantVariable = ConstantVariable.create(method(*args, **kwargs))
+        return answer
     level: Any = _LEVELS.get(name, args[0] if name == "log" else None)
     is_new = said.is_new(tx)
     if is_new and level is None:  # a method that a library has added, such as `warning_once`

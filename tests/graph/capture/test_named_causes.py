@@ -183,11 +183,10 @@ def test_a_base_on_meta_that_functional_call_fills_is_no_model_on_meta() -> None
     ensemble = nn.ParameterDict({k: nn.Parameter(v.detach()) for k, v in stacked.items()})
 
     def loss_of(model: Any, x: Tensor) -> Tensor:
-        return (
-            vmap(lambda p: functional_call(base, p, (x,)))({k: model[k] for k in stacked})
-            .square()
-            .mean()
-        )  # type: ignore[no-any-return]
+        found: Tensor = vmap(lambda p: functional_call(base, p, (x,)))(
+            {name: model[name] for name in stacked}
+        )
+        return found.square().mean()
 
     trained(loss_of, ensemble)
     with pytest.raises(OptionError, match="on meta"):
