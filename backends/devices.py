@@ -135,6 +135,7 @@ def runtime_for(
 
 
 def _traced_devices(step: StepGraph) -> set[torch.device]:
+    """Where the inputs are that the step reads: `functional_call` may replace those of a module."""
     inputs = step.module.graph.find_nodes(op="placeholder")
-    values = [node.meta.get("val") for node in inputs]
+    values = [node.meta.get("val") for node in inputs if node.users]
     return {value.device for value in values if isinstance(value, torch.Tensor)} or {_CPU}

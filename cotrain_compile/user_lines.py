@@ -6,8 +6,11 @@ innermost that is not torch's, which may be a library's model.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
+import site
+import sys
 import sysconfig
 from functools import lru_cache
 from types import CodeType
@@ -15,9 +18,6 @@ from types import CodeType
 # What a trace runs in place of a user's call; the demo is a user of the rest.
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _OURS = tuple(os.path.join(_HERE, folder) + os.sep for folder in ("capture", "distribute"))
-INSTALLED = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
-_LIBRARIES = (*INSTALLED, *_OURS)
-_TORCH = tuple(os.path.join(folder, "torch") + os.sep for folder in INSTALLED)
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 # How Python prints a frame of a stack, with the line of code below it.
 _FRAME = re.compile(r'File "(.+)", line (\d+), in (.+)\n\s*(.*)')
@@ -40,7 +40,15 @@ def calling_line(stack: str | None) -> str:
 
 
 def _torch(filename: str) -> bool:
-    return os.path.abspath(filename).startswith((*_OURS, *_TORCH))
+    return os.path.abspath(filename).startswith((*_OURS, *_torch_folders()))
+
+
+@lru_cache(1)
+def _torch_folders() -> tuple[str, ...]:
+    """Where torch lies, which need not be where the interpreter installs packages."""
+    spec = importlib.util.find_spec("torch")
+    places = (spec and spec.submodule_search_locations) or ()
+    return tuple(os.path.abspath(place) + os.sep for place in places)
 
 
 def first_line(code: CodeType) -> str:
@@ -52,5 +60,36 @@ def first_line(code: CodeType) -> str:
 
 def in_library(filename: str) -> bool:
     """Whether a file is an installed package's, ours or Python's own, and not the user's."""
+    return _torch(filename) or os.path.abspath(filename).startswith(
+        (*_installed(tuple(sys.path)), _STANDARD_LIBRARY)
+    )
+
+
+def in_package(filename: str) -> str | None:
+    """The file of an installed package, as `package/file`; None for any other."""
     path = os.path.abspath(filename)
-    return path.startswith(_LIBRARIES) or path.startswith(_STANDARD_LIBRARY)
+    above_torch = [os.path.dirname(folder.rstrip(os.sep)) + os.sep for folder in _torch_folders()]
+    folders = (*_installed(tuple(sys.path)), *(above_torch if _torch(filename) else ()))
+    return next((os.path.relpath(path, f) for f in folders if path.startswith(f)), None)
+
+
+@lru_cache(8)
+def _installed(search_path: tuple[str, ...]) -> tuple[str, ...]:
+    """The folders of installed packages: the interpreter's, the user's, and any others searched.
+
+    Others are those of a virtual environment over another, of `pip install --target`, or that a
+    `.pth` names: pip leaves a `.dist-info` for each package. Where scripts are run is none.
+    """
+    known = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+    known |= {*site.getsitepackages(), site.getusersitepackages()}
+    others = {os.path.abspath(folder) for folder in search_path if folder}
+    others -= {os.getcwd(), os.path.abspath(os.path.dirname(sys.argv[0]))}
+    known |= {folder for folder in others if _has_packages(folder)}
+    return tuple(sorted((os.path.abspath(f) + os.sep for f in known), key=len, reverse=True))
+
+
+def _has_packages(folder: str) -> bool:
+    try:
+        return any(entry.endswith(".dist-info") for entry in os.listdir(folder))
+    except OSError:
+        return False

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import warnings
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -355,3 +358,19 @@ def determinant(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 @loss_idiom()
 def einsum_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return torch.einsum("bi,bj->ij", model(x), y).pow(2).mean()
+
+
+@loss_idiom()
+def reference_in_inference_mode(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    with torch.inference_mode():
+        before = model(x[:, :])
+    return F.mse_loss(model(x), y) + 0.1 * (model(x) - before).square().mean()
+
+
+@loss_idiom()
+def loss_that_logs_and_warns(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    logging.getLogger("an_idiom").debug("rows %d", x.shape[0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.warn("as a library does", stacklevel=2)
+    return F.mse_loss(model(x), y)

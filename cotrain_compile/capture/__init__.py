@@ -55,8 +55,8 @@ from cotrain_compile.capture.roles.accumulation import (
 from cotrain_compile.capture.roles.inputs import describe_inputs
 from cotrain_compile.capture.roles.kept_gradients import kept_in, kept_outputs
 from cotrain_compile.capture.roles.local_parts import LocalParts, local_parts
+from cotrain_compile.capture.roles.shared_memory import shared_memory
 from cotrain_compile.dataflow import PERSISTENT_ROLES, Checkpoints
-from cotrain_compile.errors import CaptureError
 from cotrain_compile.graph import OptimizerRule, StepGraph
 
 __all__ = ["Session", "capture", "current_session", "install"]
@@ -160,13 +160,7 @@ def _step_graph(
 ) -> StepGraph:
     placeholders, inputs = module.graph.find_nodes(op="placeholder"), parts.inputs
     if len(placeholders) != len(inputs):
-        raise CaptureError(
-            f"the step has {len(inputs)} inputs but its ATen graph {len(placeholders)}: some are "
-            "views into memory of others, such as parameters or gradients in one flat buffer. Let "
-            "each have its own (p.grad = None before the first call; clip_grad_norm_ takes many "
-            "tensors), or train the flat one: torch.func.functional_call(model, {name: "
-            "flat[a:b].view(shape), ...}, inputs)"
-        )
+        raise shared_memory(inputs, parts.values)
     named = tuple(
         replace(item, node=node.name) for node, item in zip(placeholders, inputs, strict=True)
     )

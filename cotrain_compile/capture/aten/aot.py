@@ -256,6 +256,11 @@ def refuse_sparse_gradients(module: fx.GraphModule) -> None:
     """The bytes of a sparse tensor depend on the data, so that no plan can count on them."""
     for node in module.graph.nodes:
         value = node.meta.get("example_value")
+        if isinstance(value, torch.Tensor) and value.is_nested:
+            raise CaptureError(
+                "a tensor of the step is nested (torch.nested), and its size depends on the data; "
+                "pad it outside the step, torch.nested.to_padded_tensor(t, 0.0), and mask the rest"
+            )
         if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
             raise CaptureError(
                 "a tensor of the step is sparse, such as the gradient of nn.Embedding(sparse=True),"

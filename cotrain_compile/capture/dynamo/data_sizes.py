@@ -9,6 +9,8 @@ nodes, the op `with_effects` by which AOTAutograd keeps such a check. Tried on t
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable
 from typing import NoReturn
 
 import torch
@@ -36,12 +38,35 @@ def refuse_sizes_from_data(module: fx.GraphModule) -> None:
     for node in module.graph.nodes:
         value = node.meta.get("example_value")
         if isinstance(value, torch.Tensor) and free_unbacked_symbols(value):
-            raise CaptureError(
-                f"{_line_of(node)}: the size of this result depends on the data, so no plan knows "
-                "how much memory it takes. Keep the size: in place of x[mask] weigh every element "
-                "(torch.where(mask, x, 0), and divide the sum by mask.sum()), in place of "
-                "x[:n] pad to a fixed length and mask the rest; or select outside the step"
-            )
+            raise _size_from_data(node)
+
+
+def size_behind(symbols: Iterable[str], graph: fx.Graph | None) -> CaptureError | None:
+    """The refusal of the first tensor in `graph` one of whose sizes is one of `symbols`."""
+    for node in graph.nodes if graph is not None else ():
+        value = node.meta.get("example_value")
+        found = free_unbacked_symbols(value) if isinstance(value, torch.Tensor) else ()
+        if {*symbols} & {str(symbol) for symbol in found}:
+            return _size_from_data(node)
+    return None
+
+
+def _size_from_data(node: fx.Node) -> CaptureError:
+    way = (
+        "Keep the size: in place of x[mask] weigh every element "
+        "(torch.where(mask, x, 0), and divide the sum by mask.sum(); where the loss takes "
+        "ignore_index=-100, mark the targets so), in place of "
+        "x[:n] pad to a fixed length and mask the rest; or select outside the step"
+    )
+    if f"torch_geometric{os.sep}" in (node.meta.get("stack_trace") or ""):
+        way = (
+            "Make a layer that adds self-loops with add_self_loops=False, and add the loops to the "
+            "edges before the step: torch_geometric.utils.add_remaining_self_loops"
+        )
+    return CaptureError(
+        f"{_line_of(node)}: the size of this result depends on the data, so no plan knows "
+        f"how much memory it takes. {way}"
+    )
 
 
 def refuse_linear_algebra_that_raises(module: fx.GraphModule) -> None:

@@ -92,8 +92,8 @@ def refuse_shared_data(module: fx.GraphModule, copied: Sequence[CopiedData]) -> 
             raise CaptureError(
                 "a value that is assigned to `.data` of a parameter is used elsewhere, too, so "
                 "that they would share memory; write p.data.copy_(value) instead, and in place of "
-                "vector_to_parameters(vector, ps): for p, part in zip(ps, vector.split([p.numel() "
-                "for p in ps])): p.data.copy_(part.view_as(p))"
+                "vector_to_parameters(vector, ps), under torch.no_grad(): for p, part in zip(ps, "
+                "vector.split([p.numel() for p in ps])): p.copy_(part.view_as(p))"
             )
 
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import difflib
-import os
 import re
 import traceback
 from collections.abc import Iterable, Iterator
 from types import CodeType
 
+import torch
 import torch._dynamo.exc as exc
 
 from cotrain_compile.capture.dynamo.ways_on import way_on
 from cotrain_compile.errors import ON_META, CaptureError, CotrainError, OptionError
-from cotrain_compile.user_lines import INSTALLED, first_line, in_library
+from cotrain_compile.user_lines import first_line, in_library, in_package
 
 # How alike two sentences are, of 1, where the second says no more than the first.
 _ALIKE = 0.9
@@ -37,6 +37,11 @@ _FAILED_OP = re.compile(
 _IN_SHORT = (
     ("torch._check", "it decides by the value of a tensor, which is not known in a graph"),
     ("numpy function", "it calls a function of NumPy's that torch does not trace"),
+)
+
+_NO_ANOMALIES = (
+    "Switch off torch.autograd.set_detect_anomaly(True), by which backward() looks at every "
+    "gradient; look for NaN with the step in eager, outside torch.compile"
 )
 
 # What it adds to the message of any error begins so.
@@ -69,11 +74,18 @@ def diagnose(
         if isinstance(ours, CaptureError) and not str(ours).startswith(placed):
             return CaptureError(f"{first_line(code)}: {ours}")
         return ours
+    if isinstance(error, exc.Unsupported) and "Observed exception" in str(error):
+        return CaptureError(
+            f"{location}: the step raises this while it is traced. Nothing was updated. If it "
+            'does not in eager, set options={"on_break": "warn"} to run it so'
+        )
     # A branch on a number that the trace read from a tensor is a UserError.
     if isinstance(error, exc.Unsupported | exc.UserError):
         what, hint = _what_broke(error)
+        anomalies = torch.is_anomaly_enabled() and "data-dependent" in what
         way = (
-            way_on(_library_frames(error), what, location)
+            (_NO_ANOMALIES if anomalies else None)
+            or way_on(_library_frames(error), what, location)
             or hint
             or "Move that line out of the step"
         )
@@ -88,6 +100,13 @@ def diagnose(
             f"{location}: torch cannot trace a backward through forward-mode derivatives of "
             "gradients under vmap, such as torch.func.vmap(torch.func.hessian(f)); write "
             "torch.func.vmap(torch.func.jacrev(torch.func.jacrev(f))). Nothing was updated."
+        )
+    if isinstance(error, exc.TorchRuntimeError) and "tensor does not require grad" in str(error):
+        return CaptureError(
+            f"{location}: RuntimeError: this does not require a gradient, so there is none to "
+            "compute: all that it comes from is frozen, detached, or computed under "
+            "torch.no_grad() or torch.inference_mode(), which may also be around the call of the "
+            "step. Nothing was updated."
         )
     if isinstance(error, exc.TorchRuntimeError) and _BESIDE_META.search(str(error)):
         return OptionError(f"{location}: some tensors of the step are on meta: {ON_META}")
@@ -182,7 +201,5 @@ def _library_line(error: BaseException) -> str:
     """The line of an installed package that broke the graph, as `package/file:line`, or nothing."""
     stack: Iterable[traceback.FrameSummary] = getattr(error, "real_stack", None) or ()
     *_, last = stack or (None,)
-    folder = last and next((f for f in INSTALLED if last.filename.startswith(f)), None)
-    if not last or not folder:
-        return ""
-    return f"{os.path.relpath(last.filename, folder)}:{last.lineno}"
+    file = in_package(last.filename) if last else None
+    return f"{file}:{last.lineno}" if last and file else ""

@@ -16,6 +16,7 @@ import dis
 import functools
 import inspect
 import os
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -26,7 +27,7 @@ import torch
 import torch._dynamo
 import torch._dynamo.convert_frame as convert_frame
 from torch._dynamo import config
-from torch._dynamo.exc import FailOnRecompileLimitHit, ShortenTraceback
+from torch._dynamo.exc import FailOnRecompileLimitHit, ShortenTraceback, UserError
 from torch._dynamo.types import (  # type: ignore[attr-defined]
     ConvertFrameReturn,
     FrameAction,
@@ -36,6 +37,7 @@ from torch._dynamo.types import (  # type: ignore[attr-defined]
 from cotrain_compile.capture.counts import calls_counted
 from cotrain_compile.capture.dynamo.ambient import why_refused
 from cotrain_compile.capture.dynamo.compute_device import chosen_device, seen_on_compute_device
+from cotrain_compile.capture.dynamo.data_sizes import size_behind
 from cotrain_compile.capture.dynamo.diagnose import diagnose
 from cotrain_compile.capture.dynamo.patches import whole_step_tracing
 from cotrain_compile.capture.dynamo.session import FrameObjects, Session, active
@@ -115,12 +117,12 @@ def _check_at_compile(
 
 
 class _Refused(ShortenTraceback):
-    """Brings an error of ours up to the call of the compiled function, which raises it there.
+    """Brings an error up to the call of the compiled function, which raises it there.
 
     So neither Dynamo's frames nor ours stand between the user's line and the message.
     """
 
-    def __init__(self, error: CotrainError) -> None:
+    def __init__(self, error: Exception) -> None:
         super().__init__(str(error), first_useful_frame=None)
         self.error = error
 
@@ -159,7 +161,12 @@ def _trace_step(
         refusal = session.refusal
         if isinstance(error, FailOnRecompileLimitHit):
             refusal = _too_many_graphs(session)
+        refusal = refusal or _size_from_data(error, session)
         known = diagnose(error, refusal, session.code, suggests_eager=not warns)
+        own = session.own_error if isinstance(known, CaptureError) and refusal is None else None
+        if own is not None and not warns:
+            own.add_note(str(known))
+            raise own if config.verbose else _Refused(own) from error
         if known is None:
             raise
         if isinstance(known, CaptureError) and warns:
@@ -176,6 +183,14 @@ def _trace_step(
         told = f"cotrain: the step is compiled again and again. {_where(session.code)}: "
         warnings.warn(told + session.changing, stacklevel=2)
     return result
+
+
+def _size_from_data(error: Exception, session: Session) -> CaptureError | None:
+    """The refusal of what made a size that the trace cannot do without, or None."""
+    if not isinstance(error, UserError) or "data-dependent" not in str(error):
+        return None
+    symbols = re.findall(r"\bu\d+\b", str(error).partition("\n")[0])
+    return size_behind(symbols, session.graph)
 
 
 def _too_many_graphs(session: Session) -> CaptureError | None:

@@ -20,6 +20,7 @@ and whole numbers on 2.13.0 alone.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NoReturn
@@ -42,8 +43,11 @@ from cotrain_compile.capture.dynamo.causal_masks import known_in_trace, not_expo
 from cotrain_compile.capture.dynamo.data_parallel import forward_traced, means_traced
 from cotrain_compile.capture.dynamo.gradient_hooks import backward_traced
 from cotrain_compile.capture.dynamo.in_place import in_place_traced
+from cotrain_compile.capture.dynamo.inference_mode import inference_mode_traced
 from cotrain_compile.capture.dynamo.leaves import leaves_traced
+from cotrain_compile.capture.dynamo.log_calls import Said, log_calls_traced, said_in_trace
 from cotrain_compile.capture.dynamo.optimizers import build_optimizer_variable, update_itself
+from cotrain_compile.capture.dynamo.own_errors import errors_noted
 from cotrain_compile.capture.dynamo.recompiles import reasons_noted
 from cotrain_compile.capture.dynamo.rewritten import rewritten, rewritten_traced
 from cotrain_compile.capture.dynamo.scaling import scalers_traced, traced_instead
@@ -76,15 +80,19 @@ def whole_step_tracing(session: Session) -> Iterator[None]:
     Dynamo holds its compile lock meanwhile, so no other thread traces; nothing that eager code uses
     is changed.
     """
+    said = Said()
     with ExitStack() as stack:
         for context in _settings():
             stack.enter_context(context)
         for owner, name, instead in (
-            *_general(session),
+            *_general(session, said),
             *_of_this_torch(),
             *reasons_noted(session),
+            *errors_noted(session),
+            *log_calls_traced(said),
             *deques_bounded(),
             *ambient_guarded(),
+            *inference_mode_traced(),
         ):
             stack.enter_context(mock.patch.object(owner, name, instead))
         stack.enter_context(scalers_traced())
@@ -117,12 +125,28 @@ def _settings() -> Iterator[AbstractContextManager[Any]]:
     # Numbers that nobody reads are drawn all the same: what comes after hangs on them. torch
     # drops such ops while it traces, unless random numbers are to be eager's.
     yield inductor_config.patch(fallback_random=True)
+    yield _meta_failures_unlogged()
 
 
-def _general(session: Session) -> Iterator[Patch]:
+@contextmanager
+def _meta_failures_unlogged() -> Iterator[None]:
+    """Without torch's own log of an op that does not fit its shapes; the error says the same."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    log.addFilter(_is_no_meta_failure)
+    try:
+        yield
+    finally:
+        log.removeFilter(_is_no_meta_failure)
+
+
+def _is_no_meta_failure(record: logging.LogRecord) -> bool:
+    return config.verbose or not str(record.msg).startswith("failed while attempting to run meta")
+
+
+def _general(session: Session, said: Said) -> Iterator[Patch]:
     """What is replaced in every torch: owner, name and what stands there instead."""
     yield builder, "OptimizerVariable", functools.partial(build_optimizer_variable, session)
-    inline = functools.partial(_inline_for_us, session)
+    inline = functools.partial(_inline_for_us, session, said)
     yield InliningInstructionTranslator, "inline_call", inline
     # Stock Dynamo does not check that an optimizer's parameters are still the model's: after
     # `load_state_dict(assign=True)` a compiled step would go on with the old ones.
@@ -233,12 +257,19 @@ _inline_call = InliningInstructionTranslator.inline_call
 
 
 def _inline_for_us(
-    session: Session, parent: Any, func: Any, args: list[Any], *rest: Any, **options: Any
+    session: Session,
+    said: Said,
+    parent: Any,
+    func: Any,
+    args: list[Any],
+    *rest: Any,
+    **options: Any,
 ) -> Any:
     """Trace a call whose result is not known already; of a scaler or an update, another way.
 
     Notes a `module.zero_grad()` before any backward, as an optimizer's is noted.
     """
+    session.graph = parent.output.graph
     if getattr(func, "fn", None) is nn.Module.zero_grad and len(args) == 1 and rest == ({},):
         module = vars(args[0]).get("value")
         if isinstance(module, nn.Module):
@@ -246,6 +277,9 @@ def _inline_for_us(
             session.note_cleared(module.parameters(), after_backward)
     if rest and (known := known_in_trace(parent, func, args, rest[0])) is not None:
         return known
+    called = getattr(func, "fn", None)
+    if called and rest and (done := said_in_trace(said, parent, called, args, rest[0])) is not None:
+        return done
     func = rewritten(update_itself(traced_instead(session, func, args)), args)
     func = without_hook(func, args)
     func, args = forward_traced(session, parent, func, args)

@@ -60,13 +60,14 @@ def _backward_of_all(
         tensors, gradients = [tensors], [gradients]
     if gradients is None:
         gradients = [None] * len(tensors)
-    losses = [
-        tensor if gradient is None else (tensor * gradient.detach()).sum()
-        for tensor, gradient in zip(tensors, gradients, strict=False)
-    ]
-    total = losses[0]
-    for loss in losses[1:]:
-        total = total + loss
+    with torch.enable_grad():  # within the backward of a `Function` there is none
+        losses = [
+            tensor if gradient is None else (tensor * gradient.detach()).sum()
+            for tensor, gradient in zip(tensors, gradients, strict=False)
+        ]
+        total = losses[0]
+        for loss in losses[1:]:
+            total = total + loss
     if inputs is None:
         total.backward(retain_graph=retain_graph, create_graph=create_graph)
     else:

@@ -54,6 +54,10 @@ class Session:
     changing: str | None = None
     # Why the last graph there was does not fit this call, as torch says it.
     last_reason: str | None = None
+    # The graph of the latest attempt, as far as it has come.
+    graph: fx.Graph | None = None
+    # What the step itself raises, where nobody in it catches that.
+    own_error: Exception | None = None
     refusal: CaptureError | None = None
     graph_was_compiled: bool = False
 

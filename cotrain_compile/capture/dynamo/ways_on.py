@@ -124,15 +124,9 @@ _WORDS = (
         "what sets a gradient; leave the mode out, and call in the step what it does instead",
     ),
     (
-        ("use_cache",),
-        "set model.config.use_cache = False: with gradient checkpointing there is no cache, and "
-        "the warning about it breaks the graph",
-    ),
-    (
-        ("logg",),
-        "log outside the step; where a library warns, settle what it warns about (Hugging Face's "
-        'losses: model.loss_type = "ForCausalLM", or what the model is for), or compute the loss '
-        "in the step",
+        ("logging.Logger",),
+        "log outside the step what it returns; the value of a tensor is not known while it is "
+        "traced, which is when a captured step logs",
     ),
     (
         ("`lock` context manager",),
@@ -144,7 +138,21 @@ _WORDS = (
         "leave out the labels, whose values the model looks at, and compute the loss in the step "
         "from the model's logits",
     ),
-    (("requires_grad_",), "freeze and unfreeze between steps, outside the step"),
+    (
+        ("requires_grad_",),
+        "freeze and unfreeze between steps, outside the step; where it keeps the gradients of one "
+        "loss from a model, say which ones to compute instead: "
+        "loss.backward(inputs=list(model.parameters()))",
+    ),
+    (
+        ("_ctc_loss",),
+        "no captured step can have the CTC loss, whose table is as large as the longest target, "
+        "which is data: train this step without torch.compile",
+    ),
+    (
+        ("is_inference_mode_enabled",),
+        "torch.inference_mode is torch.no_grad in a captured step; ask torch.is_grad_enabled()",
+    ),
     (("tolist",), "index the tensor (x[0], x.unbind()) in place of .tolist(), or pass numbers in"),
     (("item",), "return the tensor and call .item() outside the step"),
     (
@@ -163,6 +171,11 @@ _LINES = (
         "torch.cov(",
         "write the covariance out, which looks at no data: off = x - x.mean(1, keepdim=True), then "
         "off @ off.T / (x.shape[1] - 1); or compute it outside the step",
+    ),
+    (
+        "disable_adapter(",
+        "PEFT freezes and thaws layers there, which is not part of a step: compute what the model "
+        "says without adapters before the step, under torch.no_grad(), and pass it in",
     ),
     ("RandomState(", _DRAW),
     (
@@ -193,7 +206,7 @@ def way_on(stack: Sequence[traceback.FrameSummary], what: str, users_line: str =
 
 
 def _is_in_source(word: str, source: str) -> bool:
-    return word in ("use_cache", "labels.max()", "load_state_dict") and word in source
+    return word in ("labels.max()", "load_state_dict") and word in source
 
 
 def _source(frame: traceback.FrameSummary) -> str:

@@ -66,10 +66,7 @@ def test_gradient_checkpointing_of_hugging_face_has_no_cache() -> None:
     model.config.use_cache = True  # type: ignore[union-attr]
     model.gradient_checkpointing_enable()  # type: ignore[operator]
     x = torch.randint(1, 32, (1, 4))
-    with pytest.raises(CaptureError, match=r"Set model.config.use_cache = False"):
-        train(model.parameters(), lambda: model(input_ids=x, labels=x).loss)
-    model.config.use_cache = False  # type: ignore[union-attr]
-    train(model.parameters(), lambda: model(input_ids=x, labels=x).loss)
+    train(model.parameters(), lambda: model(input_ids=x, labels=x).loss)  # and warns of the cache
 
 
 def test_accelerate_gets_its_recipe() -> None:
