@@ -42,6 +42,7 @@ from cotrain_compile.capture.dynamo.data_parallel import forward_traced, means_t
 from cotrain_compile.capture.dynamo.gradient_hooks import backward_traced
 from cotrain_compile.capture.dynamo.in_place import in_place_traced
 from cotrain_compile.capture.dynamo.leaves import leaves_traced
+from cotrain_compile.capture.dynamo.numbers_of_ops import numbers_traced
 from cotrain_compile.capture.dynamo.optimizers import build_optimizer_variable, update_itself
 from cotrain_compile.capture.dynamo.recompiles import reasons_noted
 from cotrain_compile.capture.dynamo.rewritten import rewritten, rewritten_traced
@@ -82,6 +83,7 @@ def whole_step_tracing(session: Session) -> Iterator[None]:
             *_of_this_torch(),
             *reasons_noted(session),
             *deques_bounded(),
+            *numbers_traced(),
         ):
             stack.enter_context(mock.patch.object(owner, name, instead))
         stack.enter_context(scalers_traced())
