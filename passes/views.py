@@ -52,12 +52,15 @@ def available_before(place: fx.Node, value: fx.Node) -> fx.Node:
     """
     if value < place:
         return value
-    is_number = isinstance(value.meta.get("val"), int | float | torch.SymInt | torch.SymFloat)
-    is_free = value.op == "get_attr" or value.target is operator.getitem or viewed(value)
-    is_free = is_free or is_number
-    assert is_free, f"{value} is needed before {place}, which runs earlier"
+    assert _is_free(value), f"{value} is needed before {place}, which runs earlier"
     with place.graph.inserting_before(place):
         return place.graph.node_copy(value, lambda node: available_before(place, node))
+
+
+def _is_free(value: fx.Node) -> bool:
+    is_number = isinstance(value.meta.get("val"), int | float | torch.SymInt | torch.SymFloat)
+    is_item = value.op == "get_attr" or value.target is operator.getitem
+    return is_number or is_item or viewed(value) is not None
 
 
 def _makes_several(node: fx.Node) -> bool:

@@ -41,7 +41,7 @@ def numbers_traced() -> Iterator[Patch]:
 
     @functools.wraps(original)
     def call(
-        self: Any, tx: Any, args: Sequence[VariableTracker], kwargs: dict[str, VariableTracker]
+        self: Any, tx: Any, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
     ) -> VariableTracker:
         found = _of_twin(tx, self.value, args, kwargs)
         if found is None:

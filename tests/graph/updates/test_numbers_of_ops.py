@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.utils import counters
+from torch._dynamo.utils import counters, disable_cache_limit
 
 STEPS = 6
 RATES = [1e-2 / (1 + step) for step in range(STEPS)]
@@ -67,7 +67,7 @@ def train(options: dict[str, Any] | None, rates: list[float]) -> tuple[list[Tens
 
     def step(x: Tensor) -> Tensor:
         optimizer.zero_grad()
-        loss = net(x).square().mean()
+        loss: Tensor = net(x).square().mean()
         loss.backward()
         optimizer.step()
         return loss.detach()
@@ -96,3 +96,31 @@ def test_a_rate_that_stays_is_a_constant_of_the_op() -> None:
     found, graphs = train({"policy": "zero-offload"}, [0.01] * 4)
     assert all(map(torch.equal, found, expected))
     assert graphs <= 3
+
+
+class WithoutLimit(torch.optim.SGD):
+    """Steps as torchao's optimizers do, which compile the update of each shape."""
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        with disable_cache_limit():
+            super().step(closure)
+
+
+def test_a_step_within_disable_cache_limit_is_captured() -> None:
+    trained = []
+    for options in (None, {"policy": "resident"}):
+        torch._dynamo.reset()
+        weight = nn.Parameter(torch.ones(8))
+        optimizer = WithoutLimit([weight], lr=0.5)
+
+        def step(weight: Tensor = weight, optimizer: WithoutLimit = optimizer) -> Tensor:
+            optimizer.zero_grad()
+            loss = weight.square().sum()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        run = torch.compile(step, backend="cotrain", options=options) if options else step
+        run()
+        trained.append(weight.detach().clone())
+    assert torch.equal(*trained)
