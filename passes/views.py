@@ -47,14 +47,20 @@ def written_by(write: fx.Node) -> fx.Node:
 def available_before(place: fx.Node, value: fx.Node) -> fx.Node:
     """`value`, or where it comes later than `place`, the same made again right before `place`.
 
-    Only what costs nothing is made again: views, items of a tuple and constants.
+    Only what costs nothing is made again: views, items of a tuple, constants and numbers of
+    Python's, such as a count of steps and what follows from it.
     """
     if value < place:
         return value
-    is_free = value.op == "get_attr" or value.target is operator.getitem or viewed(value)
-    assert is_free, f"{value} is needed before {place}, which runs earlier"
+    assert _is_free(value), f"{value} is needed before {place}, which runs earlier"
     with place.graph.inserting_before(place):
         return place.graph.node_copy(value, lambda node: available_before(place, node))
+
+
+def _is_free(value: fx.Node) -> bool:
+    is_number = isinstance(value.meta.get("val"), int | float | torch.SymInt | torch.SymFloat)
+    is_item = value.op == "get_attr" or value.target is operator.getitem
+    return is_number or is_item or viewed(value) is not None
 
 
 def _makes_several(node: fx.Node) -> bool:

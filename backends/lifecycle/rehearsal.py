@@ -121,9 +121,10 @@ class Rehearsed:
             if left and self._plans_again(worst, error, inputs):
                 continue
             error = error or self._above_the_budget(own_bytes)
-            error.add_note(
+            _add(
+                error,
                 "No parameter or optimizer state was changed by this step. Raise memory_budget "
-                f"by {format_bytes(worst.over_bytes)} or more, or free memory on the device."
+                f"by {format_bytes(worst.over_bytes)} or more, or free memory on the device.",
             )
             raise error
         self._rehearsed = True
@@ -217,7 +218,7 @@ class Rehearsed:
             )
             return True
         if error is not None:
-            error.add_note(f"{told[:1].upper()}{told[1:]}. Less does not fit: {infeasible}")
+            _add(error, f"{told[:1].upper()}{told[1:]}. Less does not fit: {infeasible}.")
         return False
 
     def _other_plans(self, worst: Overshoot) -> Sequence[tuple[int, Mapping[str, int]]]:
@@ -245,3 +246,9 @@ class Rehearsed:
     def _planned_bytes(self) -> int:
         """What the plan needs, which is at most what it was allowed."""
         return self.compiled.plan.predicted.peak_bytes[Tier.DEVICE]
+
+
+def _add(error: Exception, sentence: str) -> None:
+    """Say `sentence` in the message of `error` itself: a log has that alone, and no notes."""
+    message, *rest = error.args
+    error.args = (f"{str(message).rstrip('.')}. {sentence}", *rest)

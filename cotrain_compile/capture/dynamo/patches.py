@@ -46,6 +46,7 @@ from cotrain_compile.capture.dynamo.in_place import in_place_traced
 from cotrain_compile.capture.dynamo.inference_mode import inference_mode_traced
 from cotrain_compile.capture.dynamo.leaves import leaves_traced
 from cotrain_compile.capture.dynamo.log_calls import Said, log_calls_traced, said_in_trace
+from cotrain_compile.capture.dynamo.numbers_of_ops import numbers_traced
 from cotrain_compile.capture.dynamo.optimizers import build_optimizer_variable, update_itself
 from cotrain_compile.capture.dynamo.own_errors import errors_noted
 from cotrain_compile.capture.dynamo.recompiles import reasons_noted
@@ -93,6 +94,7 @@ def whole_step_tracing(session: Session) -> Iterator[None]:
             *deques_bounded(),
             *ambient_guarded(),
             *inference_mode_traced(),
+            *numbers_traced(),
         ):
             stack.enter_context(mock.patch.object(owner, name, instead))
         stack.enter_context(scalers_traced())

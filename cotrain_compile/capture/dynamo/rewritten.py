@@ -6,6 +6,8 @@ from then on, by a count that is in a tensor: both are computed, and `torch.wher
 
 `load_state_dict` in the step copies tensors by their names, where it does no more than that.
 
+`disable_cache_limit`, by which torchao's optimizers compile any number of updates, does nothing.
+
 Private torch API used: `trace_rules.get_torch_obj_rule_map`, `Module._load_from_state_dict`, hooks
 of state dictionaries, `_IncompatibleKeys`. Reason: Dynamo breaks the graph at
 `torch.autograd.backward` and within `load_state_dict`. Tried on torch 2.13.0.
@@ -13,6 +15,7 @@ of state dictionaries, `_IncompatibleKeys`. Reason: Dynamo breaks the graph at
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +24,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch._dynamo import trace_rules
+from torch._dynamo.utils import disable_cache_limit
 from torch._dynamo.variables.functions import UserFunctionVariable
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.module import _IncompatibleKeys
@@ -34,7 +38,8 @@ _SWA: Any = swa_utils  # its functions have no types
 def rewritten_traced() -> Iterator[None]:
     """Within it, calls of the functions that `rewritten` knows reach it."""
     rules = trace_rules.get_torch_obj_rule_map()
-    with mock.patch.dict(rules, {torch.autograd.backward: UserFunctionVariable}):
+    reached = dict.fromkeys((torch.autograd.backward, disable_cache_limit), UserFunctionVariable)
+    with mock.patch.dict(rules, reached):
         yield
 
 
@@ -123,6 +128,11 @@ def _load_state_dict(
     return _IncompatibleKeys([], [])
 
 
+def _no_limit() -> Any:
+    """`disable_cache_limit`, which says how often functions may be compiled, not how they run."""
+    return contextlib.nullcontext()
+
+
 def _loads_by_name(module: Any) -> bool:
     """Whether `load_state_dict` of `module` copies each tensor into that of its name, and no more.
 
@@ -150,6 +160,7 @@ _HOOKS_OF_STATE_DICTS = (
 )
 
 _INSTEAD: dict[Any, Any] = {
+    disable_cache_limit: _no_limit,
     nn.Module.load_state_dict: _load_state_dict,
     torch.autograd.backward: _backward_of_all,
     AveragedModel.update_parameters: _update_average,

@@ -112,7 +112,10 @@ def _origin(description: Any) -> tuple[int, list[str]]:
 def _refuse_other_subclasses(inputs: Sequence[StepInput], values: Sequence[Any]) -> None:
     for item, value in zip(inputs, values, strict=True):
         if is_traceable_wrapper_subclass(value) and not hasattr(value, "device_mesh"):
+            way_on = "train plain tensors or DTensors"
+            if item.role is Role.OPTIMIZER_STATE:
+                way_on = "take an optimizer with plain tensors as states, as bitsandbytes has"
             raise CaptureError(
                 f"{item.name} is a {type(value).__name__}, a tensor made of others, and the plan "
-                "would not see these; train plain tensors or DTensors"
+                f"would not see these; {way_on}"
             )

@@ -193,9 +193,9 @@ def test_without_a_smaller_plan_the_error_reaches_the_user_and_nothing_has_chang
     ):
         step(torch.randn(BATCH, WIDTH))
     assert len(plans) == 1
-    assert any("No parameter" in note for note in failure.value.__notes__)
-    assert any("Less does not fit" in note for note in failure.value.__notes__)
-    assert any("Raise memory_budget by" in note for note in failure.value.__notes__)
+    assert "No parameter" in str(failure.value)
+    assert "Less does not fit" in str(failure.value)
+    assert "Raise memory_budget by" in str(failure.value)
     assert all(torch.equal(a, b) for a, b in zip(before, training.tensors(), strict=True))
 
 
@@ -220,7 +220,7 @@ def test_a_step_that_every_plan_leaves_above_the_budget_is_refused_in_every_call
                 OutOfDeviceMemory, match=r"needs .* on the device, budget"
             ) as failure:
                 step(torch.randn(BATCH, WIDTH))
-            assert "Raise memory_budget by 2.0 KiB or more" in " ".join(failure.value.__notes__)
+            assert "Raise memory_budget by 2.0 KiB or more" in str(failure.value)
     assert (len(plans) > 1) == (policy == "greedy")
     assert all(plan.steps == 0 for plan in plans)
     assert all(torch.equal(a, b) for a, b in zip(before, training.tensors(), strict=True))
