@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from cotrain_compile.dataflow import Buffer, Dataflow, Op, Phase, Role
+from cotrain_compile.dataflow import Buffer, Collective, Dataflow, Op, Phase, Role
 from cotrain_compile.errors import PlanError
 from cotrain_compile.placement.check.recomputed import check_recomputed
 from cotrain_compile.plan import Placement
@@ -206,3 +206,57 @@ def test_a_norm_runs_again_whose_averages_have_moved_on() -> None:
 def test_only_averages_may_have_moved_on(step: Dataflow, names: tuple[str, ...], says: str) -> None:
     with pytest.raises(PlanError, match=f"placement.recomputed {says}"):
         check_recomputed(step, of(*names))
+
+
+def test_what_has_run_again_does_not_run_once_more() -> None:
+    """The second read finds what was made for the first, whatever was overwritten in between."""
+    later = with_op(STEP, 4, op("back_too", ("a",), ("h",), Phase.BACKWARD))
+    check_recomputed(with_op(later, 4, op("write_x", (), ("x",))), of("a"))
+
+
+# A gather of a parameter, in its place among the exchanges of its group.
+
+WHOLE = Collective("all_gather_into_tensor", 2, 16)
+GATHER = Op(
+    "gather",
+    "_c10d_functional.all_gather_into_tensor.default",
+    Phase.FORWARD,
+    ("w", "order"),
+    ("a", "order"),
+    collective=WHOLE,
+)
+GATHERED = replace(
+    STEP,
+    ops=(
+        GATHER,
+        replace(op("wait", ("a",), ("a",)), awaits="gather"),
+        op("exchange", ("order",), ("order",)),
+        *STEP.ops[1:],
+    ),
+    buffers=(
+        *STEP.buffers,
+        Buffer("w", 8, Role.PARAM, is_input=True),
+        Buffer("order", 0, Role.GROUP, is_input=True),
+    ),
+)
+
+
+def test_a_parameter_is_gathered_again_though_its_group_has_exchanged_since() -> None:
+    check_recomputed(GATHERED, of("a"))
+
+
+@pytest.mark.parametrize(
+    "collective", [replace(WHOLE, again=False), Collective("all_reduce", 2, 16)]
+)
+def test_no_other_exchange_runs_again(collective: Collective) -> None:
+    step = but(GATHERED, "gather", lambda o: replace(o, collective=collective))
+    with pytest.raises(PlanError, match="names a, which is written twice"):
+        check_recomputed(step, of("a"))
+
+
+def test_an_exchange_that_may_not_run_again_is_none_that_is_known() -> None:
+    step = replace(GATHERED, ops=tuple(o for o in GATHERED.ops if o.name != "wait"))
+    check_recomputed(step, of("a"))
+    once = replace(WHOLE, again=False)
+    with pytest.raises(PlanError, match="has gather run again, an op of which nobody knows"):
+        check_recomputed(but(step, "gather", lambda o: replace(o, collective=once)), of("a"))
