@@ -42,12 +42,14 @@ UNIT, GRAPH = "tests/unit/placement", "tests/graph"
 class Modules:
     """Files of the package that are tested together, and the tests that concern them.
 
-    `needs` is imported once, before the first mutant.
+    `needs` is imported once, before the first mutant. The tests in `then` take longer: they are run
+    where the others pass.
     """
 
     files: tuple[str, ...]
     tests: tuple[str, ...]
     needs: tuple[str, ...] = ()
+    then: tuple[str, ...] = ()
 
 
 TESTS = {
@@ -57,6 +59,7 @@ TESTS = {
             for name in ("check", "copies", "replay", "rules", "run_order")
         ),
         (f"{UNIT}/test_check.py", f"{UNIT}/test_unusual_steps.py", f"{UNIT}/test_exchanges.py"),
+        then=tuple(f"{UNIT}/test_{name}.py" for name in ("speculation", "overlap", "orders")),
     ),
     "check of values made again": Modules(
         ("placement/check/recomputed.py",), (f"{UNIT}/test_check_recomputed.py",)
@@ -266,22 +269,32 @@ class Copy:
         for name in (*OTHERS, *modules.needs):
             importlib.import_module(name)
 
-    def killed_by(self, mutant: Mutant | None, limit_s: float) -> str:
-        """The test that fails, or "time"; empty where all pass, as they must without a mutant."""
-        if mutant is None:
-            return self._test(limit_s)
+    def must_pass(self) -> None:
+        """Ends the program where the tests fail without a mutant."""
+        if failed := self._all(10_000.0):
+            print((self.folder / "log.txt").read_text())
+            sys.exit(f"{failed} fails without a mutant: mend that first")
+
+    def killed_by(self, mutant: Mutant, limit_s: float) -> str:
+        """The test that fails, or "time"; empty where all pass."""
         path = self.folder / mutant.file
         path.write_text(source_of(mutant))
         try:
-            return self._test(limit_s)
+            return self._all(limit_s)
         finally:
             shutil.copyfile(ROOT / mutant.file, path)
 
-    def _test(self, limit_s: float) -> str:
+    def _all(self, limit_s: float) -> str:
+        then = self.modules.then
+        return self._test(self.modules.tests, limit_s) or (
+            self._test(then, limit_s) if then else ""
+        )
+
+    def _test(self, tests: tuple[str, ...], limit_s: float) -> str:
         log = self.folder / "log.txt"
         child = os.fork()
         if not child:
-            self._run(log)
+            self._run(log, tests)
         until = time.monotonic() + limit_s
         while time.monotonic() < until:
             ended, status = os.waitpid(child, os.WNOHANG)
@@ -292,7 +305,7 @@ class Copy:
         os.waitpid(child, 0)
         return "time"
 
-    def _run(self, log: Path) -> None:
+    def _run(self, log: Path, tests: tuple[str, ...]) -> None:
         """In a process of its own, which ends here."""
         code = 1
         try:
@@ -308,7 +321,7 @@ class Copy:
                 del sys.modules[name]
             options = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not long", "--tb=no"]
             options += ["--assert=plain"]  # pytest is imported already
-            code = int(importlib.import_module("pytest").main([*options, *self.modules.tests]))
+            code = int(importlib.import_module("pytest").main([*options, *tests]))
         except BaseException:
             traceback.print_exc()
         finally:
@@ -323,23 +336,47 @@ def _failed(log: str) -> str:
     return next(told, "the tests could not begin")
 
 
+def run_again(name: str, figures: dict[str, Any], minutes: float) -> dict[str, Any]:
+    """`figures` of an earlier run, whose survivors without a reason meet the tests of today."""
+    modules, began = TESTS[name], time.monotonic()
+    known = {mutant.name: mutant for mutant in _mutants(modules)}
+    survived = []
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Copy(Path(folder), modules)
+        copy.must_pass()
+        for each in figures["survived"]:
+            told = each | {"because": EQUIVALENT.get(each["what"], "")}
+            late = time.monotonic() - began > 60 * minutes
+            if late or told["because"] or not copy.killed_by(known[each["what"]], 10 * LEAST_S):
+                survived.append(told)
+            print(
+                f"{'SURVIVED' if told in survived else 'killed'}: {each['what']}"[:300], flush=True
+            )
+    return figures | {
+        "killed": figures["run"] - len(survived),
+        "equivalent": sum(bool(each["because"]) for each in survived),
+        "survived": survived,
+    }
+
+
+def _mutants(modules: Modules) -> list[Mutant]:
+    package = ROOT / PACKAGE
+    files = sorted({file for pattern in modules.files for file in package.glob(pattern)})
+    return [m for file in files for m in mutants_of(str(file.relative_to(ROOT)))]
+
+
 def run(
     name: str, sample: int, seed: int, minutes: float = float("inf")
 ) -> Iterator[dict[str, Any]]:
     """Figures of the modules called `name`, after each mutant of a random `sample`."""
     modules, began = TESTS[name], time.monotonic()
-    package = ROOT / PACKAGE
-    files = sorted({file for pattern in modules.files for file in package.glob(pattern)})
-    found = [m for file in files for m in mutants_of(str(file.relative_to(ROOT)))]
+    found = _mutants(modules)
     chosen = random.Random(seed).sample(found, min(sample, len(found)))
     killed = 0
     survived: list[dict[str, str]] = []
     with tempfile.TemporaryDirectory() as folder:
         copy = Copy(Path(folder), modules)
-        failed = copy.killed_by(None, 10_000.0)
-        if failed:
-            print((copy.folder / "log.txt").read_text())
-            sys.exit(f"{failed} fails without a mutant: mend that first")
+        copy.must_pass()
         limit_s = LEAST_S + SLOWER * (time.monotonic() - began)
         for number, mutant in enumerate(chosen, start=1):
             by = copy.killed_by(mutant, limit_s)
@@ -381,10 +418,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--sample", type=int, default=150)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=float("inf"))
+    parser.add_argument("--again", action="store_true", help="the survivors in the JSON alone")
     parser.add_argument("-o", "--output", type=Path, required=True)
     asked = parser.parse_args(arguments)
     known = json.loads(asked.output.read_text())["result"] if asked.output.exists() else {}
     for name in asked.modules:
+        if asked.again:
+            known[name] = run_again(name, known[name], asked.minutes)
+            _write(asked.output, known)
+            continue
         for figures in run(name, asked.sample, asked.seed, asked.minutes):
             known[name] = figures
         _write(asked.output, known)
