@@ -379,18 +379,20 @@ def _mutants(mutants: dict[str, dict[str, Any]]) -> Iterator[str]:
     yield "comparison, a sign, a constant, a condition, two arguments, or a statement that is left"
     yield "out. Such a *mutant* is killed when a test fails or hangs. A random sample of all is run"
     yield f"by `python -m bench.reliability.mutants` ([JSON](../bench/results/{MUTANTS})). One that"
-    yield "survives computes the same, for the reason given, or shows a hole in the tests.\n"
-    yield "| modules | mutants | run | killed | the same | holes | killed of those that differ |"
+    yield "survives computes the same, for the reason given, or is open: a hole, until a test sees it.\n"
+    yield "| modules | mutants | run | killed | the same | open | killed of those that differ |"
     yield "|---|---|---|---|---|---|---|"
     for name, figures in mutants.items():
-        holes = figures["run"] - figures["killed"] - figures["equivalent"]
+        still = figures["run"] - figures["killed"] - figures["equivalent"]
         share = figures["killed"] / max(1, figures["run"] - figures["equivalent"])
         cells = " | ".join(str(figures[key]) for key in ("mutants", "run", "killed", "equivalent"))
-        yield f"| {name} | {cells} | {holes} | {share:.0%} |"
+        yield f"| {name} | {cells} | {still} | {share:.0%} |"
     yield ""
-    for figures in mutants.values():
+    for name, figures in mutants.items():
+        if "note" in figures:
+            yield f"- {name}: {figures['note']}"
         for each in figures["survived"]:
-            because = each["because"] or "a hole"
+            because = each["because"] or "open, none of the tests that were run sees it"
             yield f"- `{' '.join(each['what'].split())}`: {because}"
 
 
