@@ -379,7 +379,8 @@ def _mutants(mutants: dict[str, dict[str, Any]]) -> Iterator[str]:
     yield "comparison, a sign, a constant, a condition, two arguments, or a statement that is left"
     yield "out. Such a *mutant* is killed when a test fails or hangs. A random sample of all is run"
     yield f"by `python -m bench.reliability.mutants` ([JSON](../bench/results/{MUTANTS})). One that"
-    yield "survives computes the same, for the reason given, or is open: a hole, until a test sees it.\n"
+    yield "survives computes the same, for the reason given, or is open: a hole, until a test sees"
+    yield "it.\n"
     yield "| modules | mutants | run | killed | the same | open | killed of those that differ |"
     yield "|---|---|---|---|---|---|---|"
     for name, figures in mutants.items():
