@@ -9,7 +9,8 @@ import difflib
 import functools
 import os
 import signal
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,17 @@ def why_no_cuda() -> str | None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and (reason := why_no_cuda()):
         pytest.skip(reason)
+
+
+@pytest.fixture(autouse=True)
+def no_unsound_plan_was_found() -> Iterator[None]:
+    """Fails a test in which the search finds a plan that the check refuses, whatever it returns."""
+    yield
+    module = sys.modules.get("cotrain_compile.placement.search.unsound")
+    unsound = [*module.UNSOUND] if module else []
+    if module:
+        module.UNSOUND.clear()
+    assert not unsound, f"the search has found unsound plans: {unsound[:3]}"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -5,7 +5,8 @@ python -m bench.reliability.page --page docs/reliability.md
 A campaign is one JSON in bench/results, reliability_*.json, whose result has `campaign`, `cases`,
 `held`, `refused`, `faults`, `broken` (each with `what`) and `minutes`; its `kinds`, if it has any,
 say how often each was tried. What broke and was fixed is in FOUND, with the test that keeps it
-fixed. Long runs of tests are in long_tests*.json, see `bench.reliability.long_tests`.
+fixed. Long runs of tests are in long_tests*.json, see `bench.reliability.long_tests`. Mutants have
+a JSON of their own, see `bench.reliability.mutants`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parents[1] / "results"
+MUTANTS = "reliability_mutants.json"
 
 
 @dataclass(frozen=True)
@@ -215,6 +217,15 @@ FOUND = (
         "tests/graph/capture/test_as_eager.py",
     ),
     Found(
+        "What an optimizer makes by `eye` or `zeros` in its first step came with an update to "
+        "behind other ops that read it, and the plan was refused as unsound.",
+        "tests/unit/placement/test_unusual_steps.py",
+    ),
+    Found(
+        "A value of the forward was planned both away and made again: unsound.",
+        "tests/unit/placement/test_unusual_steps.py",
+    ),
+    Found(
         "Names from a file reached the terminal with the commands in them.",
         "tests/unit/data/test_fuzz_files.py",
     ),
@@ -225,8 +236,12 @@ def page(
     campaigns: dict[str, dict[str, Any]],
     soak: dict[str, Any] | None,
     tests: dict[str, dict[str, Any]] | None = None,
+    mutants: dict[str, dict[str, Any]] | None = None,
 ) -> str:
-    """The page as Markdown; `campaigns` and `tests` are figures by the name of a file."""
+    """The page as Markdown; `campaigns` and `tests` are figures by the name of a file.
+
+    `mutants` are figures by the name of a group of modules.
+    """
     parts = (
         _head(campaigns),
         _table(campaigns),
@@ -234,6 +249,7 @@ def page(
         _kinds(campaigns),
         _soak(soak),
         _tests(tests or {}),
+        _mutants(mutants or {}),
         _found(),
     )
     return "\n".join(line for part in parts for line in part)
@@ -241,7 +257,7 @@ def page(
 
 def campaigns_in(results: Path) -> dict[str, dict[str, Any]]:
     """The results of all campaigns by the name of their file."""
-    files = sorted(results.glob("reliability_*.json"))
+    files = sorted(set(results.glob("reliability_*.json")) - {results / MUTANTS})
     return {file.name: _result(file) for file in files}
 
 
@@ -355,6 +371,32 @@ def _tests(tests: dict[str, dict[str, Any]]) -> Iterator[str]:
         yield from (f"- failed in {name}: {test}" for test in figures["failed"])
 
 
+def _mutants(mutants: dict[str, dict[str, Any]]) -> Iterator[str]:
+    if not mutants:
+        return
+    yield "\n## Programs that are wrong on purpose\n"
+    yield "Do the tests see it when the program is wrong? The source is changed in one place: a"
+    yield "comparison, a sign, a constant, a condition, two arguments, or a statement that is left"
+    yield "out. Such a *mutant* is killed when a test fails or hangs. A random sample of all is run"
+    yield f"by `python -m bench.reliability.mutants` ([JSON](../bench/results/{MUTANTS})). One that"
+    yield "survives computes the same, for the reason given, or is open: a hole, until a test sees"
+    yield "it.\n"
+    yield "| modules | mutants | run | killed | the same | open | killed of those that differ |"
+    yield "|---|---|---|---|---|---|---|"
+    for name, figures in mutants.items():
+        still = figures["run"] - figures["killed"] - figures["equivalent"]
+        share = figures["killed"] / max(1, figures["run"] - figures["equivalent"])
+        cells = " | ".join(str(figures[key]) for key in ("mutants", "run", "killed", "equivalent"))
+        yield f"| {name} | {cells} | {still} | {share:.0%} |"
+    yield ""
+    for name, figures in mutants.items():
+        if "note" in figures:
+            yield f"- {name}: {figures['note']}"
+        for each in figures["survived"]:
+            because = each["because"] or "open, none of the tests that were run sees it"
+            yield f"- `{' '.join(each['what'].split())}`: {because}"
+
+
 def _found() -> Iterator[str]:
     yield "\n## What broke, and is fixed\n"
     for item in FOUND:
@@ -368,7 +410,8 @@ def main() -> None:
     parser.add_argument("--page", type=Path, required=True)
     asked = parser.parse_args()
     soak = _result(RESULTS / "soak.json")
-    text = page(campaigns_in(RESULTS), soak, long_tests_in(RESULTS))
+    mutants = _result(RESULTS / MUTANTS) if (RESULTS / MUTANTS).exists() else {}
+    text = page(campaigns_in(RESULTS), soak, long_tests_in(RESULTS), mutants)
     asked.page.write_text(text, encoding="utf-8")
 
 

@@ -17,6 +17,7 @@ from cotrain_compile.placement.schedule.schedule import draft, schedule
 from cotrain_compile.placement.search.solve import SolveSettings, solve
 from tests.support.dataflows import chain, mixed_precision_step
 from tests.support.exchanging import exchanging
+from tests.support.factories import KINDS, per_sample_step, with_factories
 from tests.support.nets import KIB, STEPS
 
 PLENTY = 1 << 40
@@ -57,6 +58,27 @@ def training_steps(draw: st.DrawFn, most: int = 3) -> Dataflow:
         return mixed_precision_step(size, params=params, batch_bytes=batch_bytes)
     unit = KIB * draw(st.sampled_from([16, 200, 1000, 5000]))
     return STEPS[kind](size, unit, 4 * KIB * draw(st.sampled_from([8, 100, 500, 2000])))
+
+
+@st.composite
+def unusual_steps(draw: st.DrawFn, most: int = 3) -> Dataflow:
+    """Steps whose updates read what factory ops make, or whose forward makes gradients itself."""
+    if draw(st.integers(0, 3)) == 0:
+        unit = KIB * draw(st.sampled_from([16, 200, 1000]))
+        return per_sample_step(draw(st.integers(1, most)), unit, draw(st.sampled_from([1, 4, 32])))
+    dataflow = draw(training_steps(most))
+    params = [group.param for group in dataflow.updates]
+    kinds = {param: draw(st.sampled_from(KINDS)) for param in params}
+    return with_factories(dataflow, kinds, is_output=draw(st.booleans()))
+
+
+@st.composite
+def unusual_problems(draw: st.DrawFn, most: int = 3) -> Problem:
+    """As `problems`, of unusual steps."""
+    dataflow, machine = draw(unusual_steps(most)), draw(machines())
+    free = formulate(dataflow, machine, {Tier.DEVICE: PLENTY, Tier.HOST: PLENTY})
+    least, everything = least_bytes(free), resident_bytes(free)
+    return with_budget(free, least + int(draw(st.floats(0, 1)) * max(0, everything - least)))
 
 
 @st.composite

@@ -107,11 +107,13 @@ def _leaving(
 ) -> Iterable[tuple[Buffer, _Gap, _Slots]]:
     """Temporaries whose longest gap spans whole buckets, and those that may be made again.
 
+    What the step makes again already stays until its last use in the forward.
     With the buckets that the gap lies between, whether it spans any, and its slots.
     """
     copies = set(step.low_precision_copies.values())
     updates = step.dataflow.updates
     taken = copies | {name for group in updates for name in (group.gradient, *group.scalars)}
+    taken.update(step.problem.recomputed)
     casts = {i for i, op in enumerate(step.program.ops) if not copies.isdisjoint(op.writes)}
     for buffer in step.dataflow.buffers:
         temporary = buffer.role is Role.TEMPORARY and step.is_made_and_used_up(buffer.name)

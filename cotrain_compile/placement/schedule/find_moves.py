@@ -52,6 +52,7 @@ class _Finder:
         self.moving = [g for g in self.dataflow.updates if movable(placement, g)]
         support = Support(self.dataflow)
         self.support = {group.param: support.of(group) for group in self.moving}
+        self.made_before = {group.param: support.made_before(group) for group in self.moving}
         supporting = {name for names in self.support.values() for name in names}
         taken = supporting.union(*(group.ops for group in self.moving))
         staying = tuple(op for op in whole.ops if op.name not in taken)
@@ -71,6 +72,7 @@ class _Finder:
         self.read_by_moved = {group.gradient: group for group in self.moving}
         self.shared = {name for group in self.moving for name in group.scalars}
         self.shared |= {made for op in whole.ops if op.name in supporting for made in op.writes}
+        self.shared = self.shared.union(*self.made_before.values())
         self.sends: list[Send] = []
         self.offloads: dict[str, Send] = {}  # those of `sends` that make a copy, by buffer
         self.stores: dict[str, Send] = {}  # those that go over a home
@@ -362,7 +364,8 @@ class _Finder:
         position, program = self.dataflow.position, self.program
         write = max(position[name] for name in group.ops)
         own = {group.param, *group.states, program.fetched.get(group.param, group.param)}
-        inputs = {group.gradient, *group.scalars}.difference(guesses)
+        others = self.made_before.get(group.param, ())
+        inputs = {group.gradient, *group.scalars, *others}.difference(guesses)
         if self.dataflow.buffer[group.gradient].is_input:  # the step may write it after the update
             own, inputs = own | {group.gradient}, inputs - {group.gradient}
         touched = [slot for name in own for slot in program.touches.get(name, ())]

@@ -25,12 +25,14 @@ OVERLAPPING = (Tactics(by_use=True), EAGER)
 class Found:
     """Schedules of `problem`, each tried with overlapping steps as well if they may overlap.
 
-    And with updates on guesses, if the problem allows them.
+    And with updates on guesses, if the problem allows them. `beaten` are those that were the
+    fastest of their way before, the last one last.
     """
 
     problem: Problem
     overlap_steps: bool
     drafts: dict[str, Draft] = field(default_factory=dict)
+    beaten: dict[str, list[Draft]] = field(default_factory=dict)
 
     @cached_property
     def guessed(self) -> tuple[str, ...]:
@@ -58,10 +60,22 @@ class Found:
         found = Draft(plan.placement, plan.tasks, plan.moved, plan.predicted.makespan_s)
         self._keep(plan.placement.policy, found)
 
+    def prefer(self, name: str, found: Draft) -> None:
+        """Keep `found` in place of what that way has, be it as fast."""
+        if name in self.drafts:
+            self.beaten.setdefault(name, []).append(self.drafts[name])
+        self.drafts[name] = found
+
+    def drop(self, name: str) -> None:
+        """Forget what a way has, and go back to what it had before, if it had anything."""
+        del self.drafts[name]
+        if before := self.beaten.get(name):
+            self.drafts[name] = before.pop()
+
     def _keep(self, name: str, found: Draft) -> None:
         best = self.drafts.get(name)
         if best is None or found.step_s < best.step_s:
-            self.drafts[name] = found
+            self.prefer(name, found)
 
     def _overlapping(self, placement: Placement) -> Iterator[Draft]:
         """`placement` with updates on the host that go on in the next step, where there are any."""

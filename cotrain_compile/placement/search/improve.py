@@ -52,7 +52,7 @@ def let_small_rest(attempts: Attempts) -> None:
         with suppress(PlacementError):
             found = attempts.drafted(problem, calmer, moves, fastest.tactics)
             if found.step_s <= fastest.step_s:
-                attempts.found.drafts[calmer.policy] = found
+                attempts.found.prefer(calmer.policy, found)
                 return
 
 

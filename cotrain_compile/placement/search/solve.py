@@ -20,6 +20,7 @@ from cotrain_compile.collector import collector_off
 from cotrain_compile.errors import PlacementError
 from cotrain_compile.machine import Rates, Tier
 from cotrain_compile.placement.autotm.autotm import autotm
+from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.decisions.decisions import DecisionSpace
 from cotrain_compile.placement.milp.beside import Beside
 from cotrain_compile.placement.milp.bound import certified_bound_s
@@ -36,6 +37,7 @@ from cotrain_compile.placement.search.least import Least
 from cotrain_compile.placement.search.orders import best_order
 from cotrain_compile.placement.search.settings import SolveSettings
 from cotrain_compile.placement.search.solve_report import notes_of, report_of
+from cotrain_compile.placement.search.unsound import is_sound
 from cotrain_compile.placement.search.variants import (
     FAR,
     HOPELESS,
@@ -283,17 +285,12 @@ class _Search(Attempts):
 
     def _best(self) -> Plan:
         """The fastest plan, with a report of how it was found; the refusal where there is none."""
-        drafts = self.found.drafts
-        if not drafts and self.settings.policy == "auto":
+        if not self.found.drafts and self.settings.policy == "auto":
             self._keep_least()
-        if not drafts:
+        if not self.found.drafts:
             self._refuse()
-        name = min(drafts, key=lambda name: drafts[name].step_s)
         self.progress("simulating the plan")
-        compiled = self.settings.compiled
-        plan = finished(self.problem, drafts[name], compiled=compiled)
-        if self.settings.speculate and self.settings.hedged:
-            plan = hedged(self.problem, plan, drafts[name], compiled=compiled)
+        name, plan = self._fastest_sound()
         self.progress("certifying the bound")
         bound_s = self.bound.result_by(self.deadline.left_s) if self.bound else 0.0
         settings = self.settings
@@ -306,11 +303,28 @@ class _Search(Attempts):
             seconds=self.deadline.elapsed_s,
             bound_s=bound_s,
             rounds=self.rounds,
-            simulated_s={name: found.step_s for name, found in drafts.items()},
+            simulated_s={name: found.step_s for name, found in self.found.drafts.items()},
         )
         asked, solver = settings.policy, settings.solver
         notes = notes_of(self.problem, plan, name, self.solution, asked=asked, solver=solver)
         return replace(plan, report=report, notes=notes)
+
+    def _fastest_sound(self) -> tuple[str, Plan]:
+        """The fastest plan that passes the check, and the way that it was found.
+
+        What does not pass is dropped. Raises its `PlanError` where there is nothing else.
+        """
+        drafts, compiled = self.found.drafts, self.settings.compiled
+        while True:
+            name = min(drafts, key=lambda name: drafts[name].step_s)
+            plan = finished(self.problem, drafts[name], compiled=compiled)
+            if self.settings.speculate and self.settings.hedged:
+                plan = hedged(self.problem, plan, drafts[name], compiled=compiled)
+            if is_sound(self.problem, plan, name):
+                return name, plan
+            self.found.drop(name)
+            if not drafts:
+                check(self.problem, plan)
 
 
 __all__ = ["SolveSettings", "solve"]

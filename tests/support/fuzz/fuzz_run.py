@@ -37,6 +37,7 @@ from cotrain_compile.graph import StepGraph, returns_argument_memory
 from cotrain_compile.machine import Tier
 from cotrain_compile.options import Options
 from cotrain_compile.passes.views import storage
+from cotrain_compile.placement.search.unsound import UNSOUND
 from tests.support.closeness import same_bits
 from tests.support.fuzz.fuzz_compare import (
     Broken,
@@ -97,6 +98,7 @@ def run(spec: Spec) -> Outcome:
             return Outcome("refused", checked_refusal(error, spec.options))
         finally:
             cotrain_compile.synchronize()
+            require_sound_plans()
         relative, spread = rounding(spec), cache(lambda: spread_of(spec, eager))
         compare(eager, unplaced, "the captured step and eager", relative, spread)
         who = "the placed and the captured step"
@@ -106,6 +108,14 @@ def run(spec: Spec) -> Outcome:
             fused = partial(spread_of_fused, spec, eager, spread)
             compare(unplaced, placed, who, max(relative, FUSED), fused)
     return Outcome("equal", tasks=placed.tasks)
+
+
+def require_sound_plans() -> None:
+    """`Broken` where the search has found a plan that the check refused, whatever it returned."""
+    unsound = [*UNSOUND]
+    UNSOUND.clear()
+    if unsound:
+        raise Broken(f"an unsound plan was found and dropped: {unsound[0]}")
 
 
 def as_advised(error: LoweringError, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,17 @@
+"""Mutants that no test can kill, by their name in `bench.reliability.mutants`: why not."""
+
+from __future__ import annotations
+
+_CHECK = "cotrain_compile/placement/check"
+_AGAIN = f"{_CHECK}/recomputed.py check_recomputed"
+_ANY_NUMBER = "versions of a buffer are only asked whether they are equal, and no two are"
+_NEVER = "never reached: it is there for the type checker"
+
+EQUIVALENT: dict[str, str] = {
+    f"{_AGAIN}: 1 -> 2": _ANY_NUMBER,
+    f"{_AGAIN}: 0 -> 1 (number 2)": _ANY_NUMBER,
+    f"{_AGAIN}: versions.get(name, 0) + 1 -> versions.get(name, 0) - 1": _ANY_NUMBER,
+    f"{_CHECK}/rules.py _check_direction: assert_never(task.direction) -> pass": _NEVER,
+    f"{_CHECK}/replay.py _Replay._copy: assert_never(task.direction) -> pass": _NEVER,
+    f"{_CHECK}/copies.py peak: 2 -> 3": "one more tick behind the end, at which nothing is there",
+}
