@@ -17,6 +17,7 @@ from cotrain_compile.cli.calibrate import calibrate
 from cotrain_compile.cli.cluster import cluster
 from cotrain_compile.cli.demo import demo
 from cotrain_compile.cli.diff import diff
+from cotrain_compile.cli.doctor import doctor
 from cotrain_compile.cli.explain import explain
 from cotrain_compile.cli.flags import as_flags
 from cotrain_compile.cli.graph import graph
@@ -83,7 +84,7 @@ def _root(
 _COMMANDS = (
     *(trace, analyze, solve, sweep, cluster, options),
     *(show, explain, diff, graph),
-    *(machines, calibrate, demo),
+    *(doctor, machines, calibrate, demo),
 )
 _NAMED = {command.__name__: command for command in _COMMANDS}
 for _name, _panel in PANELS.items():

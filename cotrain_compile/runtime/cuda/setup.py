@@ -107,14 +107,14 @@ def within_free_memory(options: Options, values: Sequence[Any], device: torch.de
             f"card has {format_bytes(total)}; lower it, or leave it out for what is free"
         )
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    reserve = max(RESERVE_LEAST_BYTES, int(RESERVE_FRACTION * total))
     ours_bytes = free + cached + _storage_bytes(values, device.type)
-    device_bytes = ours_bytes - reserve
+    device_bytes = default_budget_bytes(ours_bytes, total)
     if options.memory_budget is not None:
         tell_if_not_free(options.memory_budget.of(total), ours_bytes)
     if options.memory_budget is None and device_bytes <= 0:
         raise PlacementError(
-            f"the card has {format_bytes(free + cached)} free, and {format_bytes(reserve)} are "
+            f"the card has {format_bytes(free + cached)} free, and "
+            f"{format_bytes(ours_bytes - device_bytes)} are "
             "kept for libraries; free memory on it, or set memory_budget",
             shortfall_bytes=1 - device_bytes,
         )
@@ -125,6 +125,11 @@ def within_free_memory(options: Options, values: Sequence[Any], device: torch.de
         memory_budget=options.memory_budget or Size(nbytes=device_bytes),
         host_memory_budget=options.host_memory_budget or Size(nbytes=max(1, host_bytes)),
     )
+
+
+def default_budget_bytes(ours_bytes: int, total_bytes: int) -> int:
+    """Of what a step may have of a card with `total_bytes`, what it is planned for by default."""
+    return ours_bytes - max(RESERVE_LEAST_BYTES, int(RESERVE_FRACTION * total_bytes))
 
 
 def tell_if_not_free(budget_bytes: int, ours_bytes: int) -> None:
