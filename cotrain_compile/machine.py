@@ -66,7 +66,8 @@ class Machine:
 
     A copy goes over the one link from its source to its target. A processor that runs updates is
     slowed by every link that begins or ends in its space. `network` is what it reaches other
-    machines over, or others like it; None where nobody knows.
+    machines over, or others like it; None where nobody knows. `compute_capability` is that of its
+    CUDA card, by which kernels are chosen; None where the device is no card, or nobody knows.
     """
 
     name: str
@@ -77,6 +78,7 @@ class Machine:
     source: str = ""
     network: Network | None = None
     rates: Rates = Rates.GIVEN
+    compute_capability: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         for name, processor in self.processors.items():
@@ -257,6 +259,7 @@ class Machine:
         runs_ahead: bool | None = None,
         network: Network | None = None,
         rates: Rates | None = None,
+        compute_capability: tuple[int, int] | None = None,
     ) -> Machine:
         """The same machine of one device with other figures, named as `two_tier` has them."""
         made = two_tier(
@@ -273,7 +276,11 @@ class Machine:
             runs_ahead=self.runs_ahead if runs_ahead is None else runs_ahead,
             rates=rates or self.rates,
         )
-        return replace(made, network=network or self.network)
+        return replace(
+            made,
+            network=network or self.network,
+            compute_capability=compute_capability or self.compute_capability,
+        )
 
 
 def two_tier(

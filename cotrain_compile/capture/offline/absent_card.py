@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -42,7 +43,8 @@ HEADER = SOURCE.with_suffix(".h")
 FLAGS = ("-std=c++20", "-O1", "-shared", "-fPIC")
 ANY_CARD: Capability = (8, 0)
 
-# By a word in the name or the source of a machine, the compute capability of its card.
+# By a word in the name or the source of a machine that says none itself, the compute capability of
+# its card (NVIDIA's list of CUDA GPUs).
 _CAPABILITIES = {
     "v100": (7, 0),
     "3090": (8, 6),
@@ -57,28 +59,64 @@ _CAPABILITIES = {
     "gb200": (10, 0),
     "b200": (10, 0),
     "5090": (12, 0),
+    "t4": (7, 5),
+    "a30": (8, 0),
+    "a10": (8, 6),
+    "a10g": (8, 6),
+    "a40": (8, 6),
+    "l4": (8, 9),
+    "l40s": (8, 9),
+    "h20": (9, 0),
+    "h800": (9, 0),
+    "b300": (10, 3),
+    "gb300": (10, 3),
+    "6000 ada": (8, 9),
+    "rtx pro 6000": (12, 0),
+    **dict.fromkeys(("a1000", "a2000", "a4000", "a5000", "3060", "3070", "3080"), (8, 6)),
+    **dict.fromkeys(("4060", "4070"), (8, 9)),
+    **dict.fromkeys(("5060", "5070", "5080"), (12, 0)),
 }
 
 
 def capability_of(text: str) -> Capability | None:
-    """The compute capability of the card that a text names; None where it names none we know."""
-    known = _CAPABILITIES.items()
-    return next((found for word, found in known if word in text.lower()), None)
+    """The compute capability of the card that a text names; None where it names none we know.
+
+    A name may come behind letters ("rtx4090", "8xh100") and before a dash ("a100-80"), but not in
+    the middle of a number: an RTX A1000 is no A100.
+    """
+    lower = text.lower()
+    for word, found in _CAPABILITIES.items():
+        before = "(?<![0-9])" if word[0].isdigit() else "(?:(?<![a-z0-9])|(?<=[0-9]x))"
+        if re.search(rf"{before}{word}(?![a-z0-9])", lower):
+            return found
+    return None
 
 
 def card_for(device: str | None, machine: str | Machine | None) -> tuple[Capability, int] | None:
     """Capability and bytes of the card to trace for; None where it is no card.
 
     A machine with a card that we know stands for one; `device` "cpu" is the emulated device on any.
+    Raises `OptionError` for the machine of a card that says nothing by which kernels are chosen.
     """
     if device not in (None, "cpu", "cuda"):
         raise OptionError(f"device {device!r}: a step is traced for 'cpu' or for 'cuda'")
     found = presets.find(machine) if isinstance(machine, str) else machine
-    capability = (capability_of(found.name) or capability_of(found.source)) if found else None
+    capability = _capability(found) if found else None
+    if device != "cpu" and found and capability is None and found.runs_ahead:
+        raise OptionError(
+            f"machine {found.name!r} is one with a card, but does not say which: add "
+            '"compute_capability": [8, 9], or that of the card, to its file beside "name", or '
+            "calibrate it anew; device='cpu' traces the step as on a CPU"
+        )
     if device == "cpu" or (device is None and capability is None):
         return None
     memory_bytes = found.device.capacity_bytes if found else 80 << 30
     return capability or ANY_CARD, memory_bytes
+
+
+def _capability(machine: Machine) -> Capability | None:
+    said = machine.compute_capability
+    return said or capability_of(machine.name) or capability_of(machine.source)
 
 
 @contextmanager

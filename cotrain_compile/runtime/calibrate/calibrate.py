@@ -112,7 +112,7 @@ def calibrate(
         fuses_updates=device != "cpu",  # what runs on a card is compiled
         runs_ahead=device != "cpu",
         rates=Rates.MEASURED,
-    ).but(network=network)
+    ).but(network=network, compute_capability=_capability(torch.device(device)))
     remarks = (
         *environment_remarks(environment),
         copies.remark,
@@ -120,6 +120,10 @@ def calibrate(
         network_remark(network),
     )
     return Calibration(machine, by_threads, tuple(filter(None, remarks)))
+
+
+def _capability(device: torch.device) -> tuple[int, int] | None:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
 def _host_tier(environment: Environment, sizes: Sizes) -> TierSpec:

@@ -7,6 +7,7 @@ memory that is free, and the device with one pool of pinned memory per process.
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -34,6 +35,8 @@ from cotrain_compile.units import format_bytes
 RESERVE_FRACTION = 0.05
 RESERVE_LEAST_BYTES = 2**29
 
+# A laptop's card has fewer units and less power than the one whose number it has.
+_OTHER_THAN_ITS_NAMESAKE = ("Laptop", "Max-Q", "Mobile", "NVL", "SUPER", "Ti")
 # Cards by words in their name. Of an unknown one the link of the first is assumed: the slowest.
 _KNOWN = (
     (("3090",), "rtx3090"),
@@ -64,13 +67,20 @@ def cuda_machine(name: str, device: torch.device) -> Machine:
     return machine_like(torch.cuda.get_device_properties(device))
 
 
+def _names(card: str, word: str) -> bool:
+    """Whether `word` stands in the name of a card by itself: an RTX A1000 is no A100."""
+    return re.search(rf"(?<![A-Za-z0-9]){re.escape(word)}(?![A-Za-z0-9])", card) is not None
+
+
 def machine_like(properties: Any) -> Machine:
     """A machine with a card of these properties, and this computer's host memory.
 
     A card that no preset describes has the rates that its properties allow.
     """
     card = str(properties.name)
-    known = next((preset for words, preset in _KNOWN if all(w in card for w in words)), None)
+    known = next((preset for words, preset in _KNOWN if all(_names(card, w) for w in words)), None)
+    if any(_names(card, word) for word in _OTHER_THAN_ITS_NAMESAKE):
+        known = None
     like = presets.find(known or _KNOWN[0][1])
     device = replace(like.device, capacity_bytes=int(properties.total_memory))
     told = f"rates of the preset {like.name}"
@@ -91,6 +101,7 @@ def machine_like(properties: Any) -> Machine:
         source=f"{card}: capacities as found, {told}; run `cotrain-compile calibrate "
         "--device cuda` for measured ones",
         rates=Rates.GUESSED,
+        compute_capability=(int(properties.major), int(properties.minor)),
     )
 
 

@@ -17,6 +17,7 @@ import torch
 
 import cotrain_compile
 from cotrain_compile import compile_step as pipeline
+from cotrain_compile import files
 from cotrain_compile.backends import devices
 from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
 from cotrain_compile.errors import HostMemoryError, OptionError
@@ -236,6 +237,27 @@ def test_a_card_gets_the_rates_of_the_preset_like_it_and_its_own_memory(
     assert machine.device.capacity_bytes == 1234 << 20
     assert f"rates of the preset {like}" in machine.source
     assert "no preset" not in machine.source
+
+
+@pytest.mark.parametrize(
+    "card",
+    [
+        "NVIDIA RTX A1000 6GB Laptop GPU",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA GeForce RTX 3090 Ti",
+        "NVIDIA H100 NVL",
+        "NVIDIA H20",
+    ],
+)
+def test_a_card_is_not_taken_for_one_whose_name_is_in_its_own(card: str) -> None:
+    machine = machine_like(SimpleNamespace(**{**vars(A_CARD), "name": card}))
+    assert "no preset; by its properties" in machine.source
+
+
+def test_the_machine_of_a_card_says_its_compute_capability() -> None:
+    machine = machine_like(A_CARD)
+    assert machine.compute_capability == (A_CARD.major, A_CARD.minor)
+    assert files.from_json(files.to_json(machine), Machine) == machine
 
 
 def test_an_unknown_card_is_priced_by_its_properties_and_says_so() -> None:
