@@ -358,7 +358,8 @@ def _tests(tests: dict[str, dict[str, Any]]) -> Iterator[str]:
     for name, figures in tests.items():
         keys = ("tests", "examples", "skipped")
         cells = " | ".join(f"{figures[key]:,}" for key in keys)
-        yield f"| {_as_it_is_now(name)} | {cells} | {len(figures['failed'])} | {figures['minutes']} |"
+        file, failed = _as_it_is_now(name), len(figures["failed"])
+        yield f"| {file} | {cells} | {failed} | {figures['minutes']} |"
     for name, figures in tests.items():
         yield from (f"- failed in {_as_it_is_now(name)}: {test}" for test in figures["failed"])
 
