@@ -30,7 +30,8 @@ from tests.graph.passes import test_races as races
 from tests.graph.robustness import test_every_fault as every
 from tests.graph.robustness import test_every_write as writes
 from tests.graph.runtime import test_watchdog as watchdog
-from tests.support.captured_steps import TRAININGS
+from tests.support.captured_steps import TRAININGS, place
+from tests.support.edges import edges
 from tests.support.faults import SETTINGS, compiled_setting
 from tests.support.faults_of_writes import WHEN, write_sites
 
@@ -110,10 +111,8 @@ def _edges_left_out(first: int) -> Cases:
     """Each edge of random plans: refused, or the step runs right with its task late."""
     for seed in count(10_000 + first):
         for overlap in (False, True):
-            compiled = races.place(
-                "unclipped", races.plan_at_random("unclipped", seed, overlap=overlap)
-            )
-            for edge in races.edges(compiled.graph):
+            compiled = place("unclipped", races.plan_at_random("unclipped", seed, overlap=overlap))
+            for edge in edges(compiled.graph):
                 yield functools.partial(_leave_out, compiled, edge)
 
 

@@ -74,7 +74,7 @@ class FaultyDisk:
     def has(self, path: Any) -> bool:
         if isinstance(path, int):
             return False
-        return os.path.realpath(os.fspath(path)).startswith(self.root)
+        return bool(os.path.realpath(os.fspath(path)).startswith(self.root))
 
     def _of_path(self, name: str, work: Callable[..., Any]) -> Callable[..., Any]:
         def run(path: Any, *arguments: Any, **options: Any) -> Any:
