@@ -112,6 +112,7 @@ class SegmentedProgram(EagerProgram):
             else:
                 self._count_inside(call)
                 results = self._call(call)
+            self.ended = len(self.written)
             if self._counts:
                 self._device.meter.track(results, Tier.DEVICE, segment.name)
         except Exception as error:

@@ -204,7 +204,8 @@ class CompiledStep:
             device.drain()
             device.take_back()
             self._program.forget()
-            torn = self.tail.tear(self._program.written, self._named(inputs))
+            program = self._program
+            torn = self.tail.tear(program.written, self._named(inputs), program.ended)
             self._release_signals_quietly()
             if isinstance(error, ExchangeFailed):
                 left = torn or self._nothing_changed().rstrip(".")

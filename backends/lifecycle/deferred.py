@@ -63,16 +63,17 @@ class Tail:
         """Wait until all is done; whether something failed is for `wait` to say."""
         self._device.drain()
 
-    def tear(self, written: Sequence[Write], tensors: Mapping[str, Any]) -> str:
+    def tear(self, written: Sequence[Write], tensors: Mapping[str, Any], ended: int) -> str:
         """Note what a step that failed, or the one before it, has left; in words, "" for nothing.
 
-        All its tasks have ended; `written` and `tensors` are as for `step_returns`.
+        All its tasks have ended; `written` and `tensors` are as for `step_returns`. The nodes of
+        the first `ended` writes came to their end.
         """
         _in_flight.pop(id(self), None)
         before = self._device.tasks(previous=True)
         is_late = any(task.error is not None for task in before.values())
         late = damage_by(self._written, before) if is_late else Damage()
-        own = damage_by(written, self._device.tasks())
+        own = damage_by(written, self._device.tasks(), ended)
         self._torn_by({name: tensors[name] for name in (*late.names, *own.names)})
         said = (late.text("The step before"), own.text("The step"))
         return ". ".join(text for text in said if text)

@@ -21,10 +21,14 @@ GO_ON = "load the last checkpoint before going on"
 
 @dataclass(frozen=True)
 class Damage:
-    """Names of the tensors that are one step ahead of the rest, or may be half written."""
+    """Names of the tensors that are one step ahead of the rest, or may be half written.
+
+    `statistics` are those that the forward has updated; alone they are no damage, as in eager.
+    """
 
     ahead: tuple[str, ...] = ()
     half: tuple[str, ...] = ()
+    statistics: tuple[str, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -39,19 +43,37 @@ class Damage:
             )
         if self.half:
             said.append(f"{len(self.half)} tensors may be half written ({few(self.half)})")
-        return f"{what} failed while it updated: {' and '.join(said)}; {GO_ON}" if said else ""
+        if not said:
+            return ""
+        if self.statistics:
+            said.append(f"its forward has updated {few(self.statistics)}")
+        return f"{what} failed while it updated: {' and '.join(said)}; {GO_ON}"
 
 
-def damage_by(written: Sequence[Write], tasks: Mapping[str, Task]) -> Damage:
-    """What a step that failed has left of the updates in `written`; `tasks` have all ended."""
-    ahead, half = [], []
-    for write in written:
+def damage_by(
+    written: Sequence[Write], tasks: Mapping[str, Task], ended: int | None = None
+) -> Damage:
+    """What a step that failed has left of the updates in `written`; `tasks` have all ended.
+
+    The nodes of the first `ended` writes came to their end, all where nothing is said.
+    """
+    # A tensor is written more than once where it was half written before it, or is after it.
+    ahead, half, statistics = dict[str, None](), dict[str, None](), dict[str, None]()
+    for number, write in enumerate(written):
         task = tasks.get(write.task) if write.task is not None else None
-        if write.is_update and (write.task is None or (task is not None and task.ran)):
-            ahead.append(write.name)
-        elif write.is_update and task is not None and task.broke_off:
-            half.append(write.name)
-    return Damage(tuple(ahead), tuple(half))
+        if write.task is None:
+            is_whole = ended is None or number < ended
+        elif task is None or not (task.ran or task.broke_off):
+            continue
+        else:
+            is_whole = task.ran
+        if not write.is_update:
+            statistics[write.name] = None
+        elif is_whole:
+            ahead[write.name] = None
+        else:
+            half[write.name] = None
+    return Damage(tuple(name for name in ahead if name not in half), tuple(half), tuple(statistics))
 
 
 class PartialUpdate:

@@ -28,9 +28,12 @@ from cotrain_compile.runtime.process.signals import HELD
 from tests.graph.capture import test_signals as signals
 from tests.graph.passes import test_races as races
 from tests.graph.robustness import test_every_fault as every
+from tests.graph.robustness import test_every_write as writes
 from tests.graph.runtime import test_watchdog as watchdog
-from tests.support.captured_steps import TRAININGS
+from tests.support.captured_steps import TRAININGS, place
+from tests.support.edges import edges
 from tests.support.faults import SETTINGS, compiled_setting
+from tests.support.faults_of_writes import WHEN, write_sites
 
 CASE_S, TURN_S = 300, 10
 SMALL = ("unclipped", "autocast", "autocast-unclipped", "tied")
@@ -50,6 +53,13 @@ def _at_nodes(_: int) -> Cases:
     for name in SETTINGS:
         for number in range(len(every.nodes_that_run(compiled_setting(name)))):
             yield functools.partial(every.fail_at_node, name, number)
+
+
+def _at_writes(_: int) -> Cases:
+    for name in writes.NAMES:
+        for number in range(len(write_sites(compiled_setting(name)))):
+            for when in WHEN:
+                yield functools.partial(writes.fail_at_write, name, number, when)
 
 
 def _at_workers(_: int) -> Cases:
@@ -101,10 +111,8 @@ def _edges_left_out(first: int) -> Cases:
     """Each edge of random plans: refused, or the step runs right with its task late."""
     for seed in count(10_000 + first):
         for overlap in (False, True):
-            compiled = races.place(
-                "unclipped", races.plan_at_random("unclipped", seed, overlap=overlap)
-            )
-            for edge in races.edges(compiled.graph):
+            compiled = place("unclipped", races.plan_at_random("unclipped", seed, overlap=overlap))
+            for edge in edges(compiled.graph):
                 yield functools.partial(_leave_out, compiled, edge)
 
 
@@ -118,6 +126,7 @@ def _leave_out(compiled: Any, edge: Any) -> None:
 KINDS: dict[str, Callable[[int], Cases]] = {
     "out of memory at every allocation": _at_allocations,
     "an exception at every node": _at_nodes,
+    "every write that fails": _at_writes,
     "a worker killed at every copy": _at_workers,
     "every copy that never ends": _at_copies,
     "Ctrl-C at a random time": _interrupts,

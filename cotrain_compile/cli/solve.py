@@ -13,6 +13,7 @@ from rich.table import Table
 from cotrain_compile import files, options, presets
 from cotrain_compile.cli.budgets import Answered, answers, ask
 from cotrain_compile.cli.figures import solved_figures
+from cotrain_compile.cli.flags import as_flags
 from cotrain_compile.cli.parameters import (
     DeviceMemory,
     Gap,
@@ -125,7 +126,7 @@ def _print(found: Sequence[Answered], dataflow: Dataflow, *, with_rules: bool) -
     answers = [one.answer for one in found]
     plans = [answer for answer in answers if isinstance(answer, Plan)]
     if len(answers) == len(plans) == 1:
-        console.print(summary(plans[0], dataflow, ranked=not with_rules))
+        console.print(as_flags(summary(plans[0], dataflow, ranked=not with_rules)))
     table = Table(box=None, pad_edge=False)
     table.add_column("a step in")
     for one in found:

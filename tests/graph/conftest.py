@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from cotrain_compile.viz.text import phase_line
+
 WATCHDOG_S = 120
 
 # pytest listens to each logger that hands nothing on, and with a listener torch writes down every
@@ -23,6 +25,12 @@ def freeze_what_stays() -> None:
     """Torch and what it has imported are a million objects, which each collection looks through."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_line_of_a_slow_computer() -> None:
+    """What is said while a step is compiled is the same on a busy computer."""
+    phase_line.EVERY_S = 1e6
 
 
 @pytest.fixture(autouse=True)

@@ -144,6 +144,25 @@ TRAININGS = {
 }
 
 
+def make_keeping_step(
+    model: nn.Module, optimizers: Sequence[Optimizer], loss_of: Callable[..., Tensor]
+) -> Step:
+    """An update whose gradients stay and are added to in the next step."""
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+
+    def step(*batch: Tensor) -> Tensor:
+        loss = loss_of(model, *batch)
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        return loss
+
+    return step
+
+
+# For what is about kept gradients alone.
+KEEPING = {"keeping": Training(CASES["mlp"], OPTIMIZERS["adamw"], make_keeping_step)}
 # Transformers whose micro-batches may run layer by layer, but for one with dropout.
 MICRO_BATCHED = {
     name: Training(case.case, OPTIMIZERS[case.optimizer], partial(make_micro_batch_step, case))
@@ -185,7 +204,7 @@ class Captured:
 
 
 def captured(name: str) -> Captured:
-    return captured_training((TRAININGS | MICRO_BATCHED)[name])
+    return captured_training((TRAININGS | KEEPING | MICRO_BATCHED)[name])
 
 
 @functools.cache

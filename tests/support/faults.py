@@ -62,6 +62,9 @@ class Setting:
                 on_host += dataflow.update[param].states
             if mode is STREAMED and self.weights_on_host:
                 on_host.append(param)
+        for param, gradients in dataflow.kept_gradients.items():
+            if param in on_host:
+                on_host += gradients
         return replace(
             base,
             homes={**base.homes, **dict.fromkeys(on_host, Tier.HOST)},
@@ -87,9 +90,19 @@ SETTINGS = {
     ),
 }
 
+# What a step writes besides: running statistics, and gradients that are kept.
+MORE_SETTINGS = {
+    "statistics": Setting("conv", (HOST, RESIDENT, STREAMED)),
+    "kept gradients": Setting("keeping", (RESIDENT, HOST, STREAMED, HOST_STREAMED)),
+}
+
+
+def setting_of(name: str) -> Setting:
+    return (SETTINGS | MORE_SETTINGS)[name]
+
 
 def compile_setting(name: str) -> CompiledStep:
-    setting = SETTINGS[name]
+    setting = setting_of(name)
     link = Link(bytes_per_s=1e9, latency_s=2e-4)  # so slow that work is in flight when a fault hits
     machine = find("this-machine").but(h2d=link, d2h=link)
     problem = captured(setting.training).problem(machine)
@@ -151,7 +164,7 @@ def undisturbed(training: str) -> list[list[Any]]:
 
 def trial_of(name: str) -> tuple[Trial, CompiledStep]:
     """A trial that has taken one step."""
-    training, compiled = SETTINGS[name].training, compiled_setting(name)
+    training, compiled = setting_of(name).training, compiled_setting(name)
     return Trial(captured(training), compiled, clones(undisturbed(training)[0])), compiled
 
 

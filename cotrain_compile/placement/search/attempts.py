@@ -91,6 +91,7 @@ class Attempts:
         self.until = self.deadline
         self.draft_s = 0.0  # what the longest schedule has taken
         self.is_cut_short = False  # some program of a single step, by its time
+        self.was_late = False  # something was left out, or was to be, for want of time
         self.solver = Programs(settings, self._begin_program)
 
     @property
@@ -101,8 +102,10 @@ class Attempts:
 
     @property
     def is_late(self) -> bool:
-        """Whether hardly any time is left for what is being done now."""
-        return self.left_s <= LATE_SHARE * self.until.seconds
+        """Whether hardly any time is left for what is being done now. Who asks leaves out more."""
+        late = self.left_s <= LATE_SHARE * self.until.seconds
+        self.was_late |= late
+        return late
 
     def _begin_program(self, whole: bool) -> float:
         """Say that a program is being solved; returns the seconds for it."""

@@ -32,11 +32,14 @@ def floor_bytes(problem: Problem) -> int:
     return max((sum(dataflow.buffer[b].nbytes for b in each) for each in touched), default=0)
 
 
-def refuse(problem: Problem, least: Least, failure: str = "") -> NoReturn:
+def refuse(
+    problem: Problem, least: Least, failure: str = "", *, ran_out_s: float | None = None
+) -> NoReturn:
     """Raise `PlacementError` with the `least` device (or host) budget that would do.
 
     Raises `PlanError` where the budgets would do: time was too short, or the solver failed, and
-    `failure` says how.
+    `failure` says how. Where the search had no more than `ran_out_s`, and would have tried more, it
+    does not know what is needed on the host: other plans may need less there.
     """
     budget = problem.budgets[Tier.DEVICE]
     if least.nbytes > budget:
@@ -62,9 +65,19 @@ def refuse(problem: Problem, least: Least, failure: str = "") -> NoReturn:
             "the solver found no plan in its time limit, though there is one; give it more time "
             "(time_limit), or use policy 'auto', which falls back on simpler ways"
         )
+    within = (
+        f"within memory_budget {format_bytes(budget)} and host_memory_budget {format_bytes(host)}"
+    )
+    if ran_out_s is not None:
+        raise PlacementError(
+            f"the search ran out of its time (time_limit {ran_out_s:g} s) before it found a plan "
+            f"{within}: there may be one. Raise time_limit; where that finds none either, raise "
+            "host_memory_budget or memory_budget, or make the batch or the sequence smaller",
+            shortfall_bytes=needed - host,
+            tier=Tier.HOST,
+        )
     raise PlacementError(
-        f"no plan was found within memory_budget {format_bytes(budget)} and host_memory_budget "
-        f"{format_bytes(host)}; with everything away that can be, the step takes "
+        f"no plan was found {within}; with everything away that can be, the step takes "
         f"{format_bytes(needed)} on the host: raise host_memory_budget by up to "
         f"{format_bytes(needed - host)}, or {_less_on_the_host(problem, least)}",
         shortfall_bytes=needed - host,

@@ -33,12 +33,14 @@ class Programs:
 
     `begin` is told whether the program is a whole one. `has_solutions` says whether the careful
     program of some level may have one: where that of all levels has none, it takes longer to find
-    that out for each of them than the greedy takes.
+    that out for each of them than the greedy takes. `was_cut_short` says whether some program was
+    not solved for want of time.
     """
 
     def __init__(self, settings: SolveSettings, begin: Callable[[bool], float]) -> None:
         self.settings, self.begin = settings, begin
         self.has_solutions = True
+        self.was_cut_short = False
         # Spaces whose careful programs have no solution, each with the device budget of that.
         self.too_tight: list[tuple[DecisionSpace, float]] = []
 
@@ -79,7 +81,12 @@ class Programs:
         return self._run(partial(build, need_mib=need_bytes / MIB), whole, math.inf)
 
     def _run(self, build: Callable[[], Program], whole: bool, known_s: float) -> Solution:
-        """Build a program and solve it in its time."""
+        """Build a program and solve it in its time; note where that was too short."""
+        solution = self._run_in_time(build, whole, known_s)
+        self.was_cut_short |= solution.is_cut_short or "time" in solution.status
+        return solution
+
+    def _run_in_time(self, build: Callable[[], Program], whole: bool, known_s: float) -> Solution:
         time_limit_s = self.begin(whole)
         if not time_limit_s:
             return NO_TIME

@@ -36,7 +36,7 @@ from cotrain_compile.placement.search.infeasible import floor_bytes, refuse, ref
 from cotrain_compile.placement.search.least import Least
 from cotrain_compile.placement.search.orders import best_order
 from cotrain_compile.placement.search.settings import SolveSettings
-from cotrain_compile.placement.search.solve_report import notes_of, report_of
+from cotrain_compile.placement.search.solve_report import note_on_time, notes_of, report_of
 from cotrain_compile.placement.search.unsound import is_sound
 from cotrain_compile.placement.search.variants import (
     FAR,
@@ -249,8 +249,15 @@ class _Search(Attempts):
             if self.keeps("least", variant, variant.least.placement, variant.least.moves):
                 return
 
+    @property
+    def ran_out_of_time(self) -> bool:
+        """Whether a longer search would have tried more."""
+        return self.was_late or self.solver.was_cut_short
+
     def _refuse(self) -> NoReturn:
-        refuse(self.problem, self._least, self.failure)
+        # Before the least is looked for, which has no time of the search's.
+        ran_out_s = self.settings.time_limit_s if self.ran_out_of_time else None
+        refuse(self.problem, self._least, self.failure, ran_out_s=ran_out_s)
 
     def _follow(self, placement: Placement) -> Draft:
         """Schedule what a simple rule says; its refusal says what `auto` would need."""
@@ -289,6 +296,7 @@ class _Search(Attempts):
             self._keep_least()
         if not self.found.drafts:
             self._refuse()
+        ran_out_of_time = self.ran_out_of_time
         self.progress("simulating the plan")
         name, plan = self._fastest_sound()
         self.progress("certifying the bound")
@@ -307,6 +315,8 @@ class _Search(Attempts):
         )
         asked, solver = settings.policy, settings.solver
         notes = notes_of(self.problem, plan, name, self.solution, asked=asked, solver=solver)
+        if ran_out_of_time and report.gap > FAR - 1.0:
+            notes = (*notes, note_on_time(settings.time_limit_s, report.gap))
         return replace(plan, report=report, notes=notes)
 
     def _fastest_sound(self) -> tuple[str, Plan]:

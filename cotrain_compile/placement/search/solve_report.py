@@ -171,6 +171,14 @@ def notes_on(name: str, solution: Solution | None, *, asked: str, solver: str) -
     return tuple(notes)
 
 
+def note_on_time(time_limit_s: float, gap: float) -> str:
+    """The way on where time ran out and the plan is `gap`, a fraction, above its bound."""
+    return (
+        f"the search ran out of its time (time_limit {time_limit_s:g} s), and the plan is "
+        f"{gap:.0%} above the bound: a longer time_limit may find a faster one"
+    )
+
+
 def note_on_budget(problem: Problem) -> tuple[str, ...]:
     """Where the device was given more memory than it has."""
     allowed, has = problem.budgets[Tier.DEVICE], problem.machine.device.capacity_bytes

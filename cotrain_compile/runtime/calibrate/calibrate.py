@@ -2,12 +2,15 @@
 
 In: a device ("cpu": the emulated one, whose link is a memory copy on another thread; "cuda"). Out:
 a `Calibration`: a `Machine` with achieved rates, and remarks in words about what was left out and
-about settings that slow offloading down. Every figure is the median of a few repeats.
+about settings that slow offloading down. Every figure is the median of a few repeats; `Sizes` say
+how many, and until when.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,7 +30,6 @@ from cotrain_compile.runtime.calibrate.link_bench import (
     CpuBench,
     CudaBench,
     Sizes,
-    median_s,
     wall_s,
 )
 from cotrain_compile.runtime.calibrate.network_bench import (
@@ -89,8 +91,8 @@ def calibrate(
     tell("host updates op by op", 0.85)
     update = HostUpdate(
         max(by_threads.values()),
-        elements_per_s=elements_per_s(sizes.repeats),
-        fresh_bytes_per_s=fresh_bytes_per_s(sizes.repeats),
+        elements_per_s=elements_per_s(sizes.repeats, until_s=sizes.until_s),
+        fresh_bytes_per_s=fresh_bytes_per_s(sizes.repeats, until_s=sizes.until_s),
     )
     tell("host updates while copying", 0.9)
     slowdown = _slowdown_while_copying(bench, sizes)
@@ -108,7 +110,7 @@ def calibrate(
         duplex=copies.duplex,
         source=f"calibrate on {bench.name}, torch {torch.__version__}, "
         f"{environment.usable_cores} cores, {environment.numa_nodes} NUMA node(s)",
-        issue_s=issue_s(_device_for(bench)),
+        issue_s=issue_s(_device_for(bench), sizes.until_s),
         fuses_updates=device != "cpu",  # what runs on a card is compiled
         runs_ahead=device != "cpu",
         rates=Rates.MEASURED,
@@ -148,18 +150,18 @@ def _tier(bench: Bench, device: torch.device, capacity_bytes: int, sizes: Sizes)
     for dtype in _DTYPES if on_host else _CARD_DTYPES:
         a, b, product = (torch.ones(side, side, dtype=dtype, device=device) for _ in range(3))
         work = partial(torch.mm, a, b, out=product)
-        seconds = median_s(partial(bench.seconds, work), sizes.repeats)
+        seconds = sizes.median_s(partial(bench.seconds, work))
         flops_per_s[str(dtype).removeprefix("torch.")] = 2 * side**3 / seconds
     count = sizes.copy_bytes // 4
     x, y, total = (torch.ones(count, device=device) for _ in range(3))
-    add_s = median_s(lambda: bench.seconds(lambda: torch.add(x, y, out=total)), sizes.repeats)
+    add_s = sizes.median_s(lambda: bench.seconds(lambda: torch.add(x, y, out=total)))
     one = torch.ones(1, device=device)
 
     def launches() -> None:
         for _ in range(_CALLS_PER_LAUNCH_SAMPLE):
             torch.add(one, one, out=one)
 
-    launches_s = median_s(lambda: bench.seconds(launches), sizes.repeats)
+    launches_s = sizes.median_s(lambda: bench.seconds(launches))
     return TierSpec(
         capacity_bytes=capacity_bytes,
         bytes_per_s=3 * 4 * count / add_s,
@@ -177,7 +179,7 @@ def _host_update_rates(environment: Environment, sizes: Sizes) -> dict[int, floa
     try:
         for threads in (*(2**k for k in range((cores - 1).bit_length())), cores):
             torch.set_num_threads(threads)
-            rates[threads] = update_bytes / median_s(partial(wall_s, update), sizes.repeats)
+            rates[threads] = update_bytes / sizes.median_s(partial(wall_s, update))
     finally:
         torch.set_num_threads(before)
     return rates
@@ -185,9 +187,9 @@ def _host_update_rates(environment: Environment, sizes: Sizes) -> dict[int, floa
 
 def _slowdown_while_copying(bench: Bench, sizes: Sizes) -> float:
     update = adamw_update(sizes.updated_parameters)
-    alone_s = median_s(partial(wall_s, update), sizes.repeats)
+    alone_s = sizes.median_s(partial(wall_s, update))
     with bench.copying(sizes.copy_bytes):
-        disturbed_s = median_s(partial(wall_s, update), sizes.repeats)
+        disturbed_s = sizes.median_s(partial(wall_s, update))
     return max(1.0, disturbed_s / alone_s)
 
 
@@ -200,11 +202,12 @@ def _device_for(bench: Bench) -> Device:
     return EmulatedDevice(presets.find(presets.THIS_MACHINE), budgets, {}, poison=False)
 
 
-def issue_s(device: Device) -> float:
+def issue_s(device: Device, until_s: float = math.inf) -> float:
     """Seconds that the step's thread takes to start a copy on `device` and to wait for it.
 
     Measured between matmuls, as in a step: on the emulated device the copy's thread competes for
-    the interpreter. A card goes on meanwhile with what it has been given: it `runs_ahead`.
+    the interpreter. A card goes on meanwhile with what it has been given: it `runs_ahead`. From
+    `until_s` of the monotonic clock on one more has to do.
     """
     place = device.compute_device
     a, product = torch.ones(256, 256, device=place), torch.ones(256, 256, device=place)
@@ -218,6 +221,8 @@ def issue_s(device: Device) -> float:
     for number in range(_CALLS_PER_LAUNCH_SAMPLE):
         torch.mm(a, a, out=product)
         seconds.append(wall_s(partial(start_one_and_wait_for_the_last, number)))
+        if number and time.monotonic() >= until_s:  # the first has nothing to wait for
+            break
     device.drain()
     return statistics.median(seconds)
 

@@ -1,14 +1,18 @@
 """First use: this computer as measured when a step was first planned for it, and kept on disk.
 
 In: the device of a step. Out: a `Machine` at measured rates, from a file where an earlier process
-has measured the same computer in the same settings, else from a calibration of a second or two.
+has measured the same computer in the same settings, else from a calibration of a second or two,
+which is said before it begins, and takes one sample of each figure where the computer is so busy
+that its time is over.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import platform
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -23,13 +27,17 @@ from cotrain_compile.disk_cache import folder_of, keep_at_most, package_digest
 from cotrain_compile.distribute.ranks import count_of_ranks
 from cotrain_compile.errors import FormatError
 from cotrain_compile.machine import Machine, Rates
-from cotrain_compile.phases import tell_phase
+from cotrain_compile.phases import is_listened, tell_phase
 from cotrain_compile.runtime.calibrate.calibrate import calibrate
 from cotrain_compile.runtime.calibrate.link_bench import Sizes
 
 # Beyond the caches of any processor, and few enough repeats to take a second or two.
 QUICK = Sizes(copy_bytes=2**26, matmul_side=1024, updated_parameters=2**23, repeats=3)
+# What has not been sampled by then is sampled once.
+SAMPLING_S = 5.0
 MOST_BYTES = 1 << 20
+# What is said goes where the rest of a compile does, which sets the logger up.
+LOG = logging.getLogger("cotrain_compile")
 
 
 def measured_machine(device: torch.device) -> Machine | None:
@@ -52,9 +60,12 @@ def _kept_or_measured(device: torch.device, path: Path) -> Machine | None:
         if kept.has_one_device and kept.rates is Rates.MEASURED:
             return kept
     tell_phase("measuring this computer")
+    if is_listened():  # nobody who wants silence listens
+        LOG.info("cotrain: measuring this computer, once: some seconds, more on a busy one")
+    quick = replace(QUICK, until_s=time.monotonic() + SAMPLING_S)
     try:
         with _as_torch_begins(device):
-            found = calibrate(device=str(device), sizes=QUICK).machine
+            found = calibrate(device=str(device), sizes=quick).machine
     except torch.OutOfMemoryError:
         warnings.warn(
             f"cotrain: {device} has no room to be measured, so its rates are guessed; free memory "

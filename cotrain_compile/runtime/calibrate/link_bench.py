@@ -6,6 +6,7 @@ running in the background. All that is CUDA about calibration is here.
 
 from __future__ import annotations
 
+import math
 import statistics
 import threading
 import time
@@ -21,7 +22,10 @@ from cotrain_compile.machine import Link
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much to measure with: large enough that caches and start-up costs do not matter."""
+    """How much to measure with: large enough that caches and start-up costs do not matter.
+
+    Each figure has `repeats` samples, but from `until_s` of the monotonic clock on one has to do.
+    """
 
     copy_bytes: int = 2**28
     small_copy_bytes: int = 4096
@@ -29,6 +33,11 @@ class Sizes:
     updated_parameters: int = 2**24
     exchange_bytes: int = 2**25
     repeats: int = 9
+    until_s: float = math.inf
+
+    def median_s(self, seconds: Callable[[], float]) -> float:
+        """The median of so many times, see `median_s`."""
+        return median_s(seconds, self.repeats, self.until_s)
 
 
 @dataclass(frozen=True)
@@ -69,10 +78,10 @@ class CpuBench:
     def copies(self, sizes: Sizes) -> Copies:
         down, up = _pair(sizes.copy_bytes), _pair(sizes.copy_bytes)
         tiny = _pair(sizes.small_copy_bytes)
-        latency_s = median_s(lambda: _in_threads(tiny), sizes.repeats)
-        down_s = median_s(lambda: _in_threads(down), sizes.repeats)
-        up_s = median_s(lambda: _in_threads(up), sizes.repeats)
-        both_s = median_s(lambda: _in_threads(down, up), sizes.repeats)
+        latency_s = sizes.median_s(lambda: _in_threads(tiny))
+        down_s = sizes.median_s(lambda: _in_threads(down))
+        up_s = sizes.median_s(lambda: _in_threads(up))
+        both_s = sizes.median_s(lambda: _in_threads(down, up))
         return _copies(sizes.copy_bytes, latency_s, up_s, down_s, both_s)
 
     @contextmanager
@@ -109,15 +118,15 @@ class CudaBench:
         return float(start.elapsed_time(end)) / 1e3
 
     def copies(self, sizes: Sizes) -> Copies:
-        nbytes, repeats = sizes.copy_bytes, sizes.repeats
+        nbytes = sizes.copy_bytes
         down, up = self._pair(nbytes)[::-1], self._pair(nbytes)
         tiny = self._pair(sizes.small_copy_bytes)
-        latency_s = self._median(lambda: self._copy(tiny), repeats)
-        down_s = self._median(lambda: self._copy(down), repeats)
-        up_s = self._median(lambda: self._copy(up), repeats)
-        both_s = self._median(lambda: self._copy(up, down), repeats)
+        latency_s = self._median(lambda: self._copy(tiny), sizes)
+        down_s = self._median(lambda: self._copy(down), sizes)
+        up_s = self._median(lambda: self._copy(up), sizes)
+        both_s = self._median(lambda: self._copy(up, down), sizes)
         pageable = (up[0], torch.ones(nbytes, dtype=torch.uint8))
-        pageable_s = self._median(lambda: self._copy(pageable), repeats)
+        pageable_s = self._median(lambda: self._copy(pageable), sizes)
         remark = (
             f"copies to the device reach {nbytes / up_s / 1e9:.1f} GB/s from pinned memory and "
             f"{nbytes / pageable_s / 1e9:.1f} GB/s from pageable memory"
@@ -154,8 +163,8 @@ class CudaBench:
         for stream in used:
             current.wait_stream(stream)
 
-    def _median(self, work: Callable[[], object], repeats: int) -> float:
-        return median_s(lambda: self.seconds(work), repeats)
+    def _median(self, work: Callable[[], object], sizes: Sizes) -> float:
+        return sizes.median_s(lambda: self.seconds(work))
 
 
 def _stream(device: torch.device) -> torch.cuda.Stream:
@@ -234,7 +243,12 @@ def wall_s(work: Callable[[], object]) -> float:
     return time.perf_counter() - start_s
 
 
-def median_s(seconds: Callable[[], float], repeats: int) -> float:
-    """The median of `repeats` times, after one more that warms up and is not counted."""
-    seconds()
-    return statistics.median(seconds() for _ in range(repeats))
+def median_s(seconds: Callable[[], float], repeats: int, until_s: float = math.inf) -> float:
+    """The median of `repeats` times, after one more that warms up and is not counted.
+
+    Of fewer where `until_s` of the monotonic clock comes first, of the warm-up at the least.
+    """
+    found = [seconds()]
+    while len(found) <= repeats and time.monotonic() < until_s:
+        found.append(seconds())
+    return statistics.median(found[1:] or found)

@@ -6,6 +6,7 @@ parts that stay in the cache, and bytes a second of memory that the system hands
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -31,8 +32,8 @@ _prims_fma = getattr(torch.ops.prims, "fma", None)
 _FRESH_BYTES = 48 << 20
 
 
-def elements_per_s(repeats: int, clock: Clock = wall_s) -> float:
-    """Of float32 and bfloat16 alike, in ops such as those of an update."""
+def elements_per_s(repeats: int, clock: Clock = wall_s, until_s: float = math.inf) -> float:
+    """Of float32 and bfloat16 alike, in ops such as those of an update; as `median_s`."""
     free_a_large_result()
     ops, meter, seconds = MeteredGraph(fx.symbolic_trace(_adamw), Tier.HOST), Meter(_UNLIMITED), 0.0
     for dtype in (torch.float32, torch.bfloat16):
@@ -42,7 +43,7 @@ def elements_per_s(repeats: int, clock: Clock = wall_s) -> float:
             for part in parts:
                 ops(part, meter)
 
-        seconds += median_s(partial(clock, work), repeats)
+        seconds += median_s(partial(clock, work), repeats, until_s)
     return 2 * _PARTS * CHUNK_ELEMENTS * _ELEMENTS_TOUCHED / seconds
 
 
@@ -78,9 +79,9 @@ def _adamw(param: Tensor, gradient: Tensor, first: Tensor, second: Tensor) -> No
     aten.copy_.default(param, _fma(step, first, decayed))  # 4 and 2
 
 
-def fresh_bytes_per_s(repeats: int, clock: Clock = wall_s) -> float:
+def fresh_bytes_per_s(repeats: int, clock: Clock = wall_s, until_s: float = math.inf) -> float:
     """What a large result costs beyond being written: its pages are cleared and mapped."""
     a, b, kept = (torch.ones(_FRESH_BYTES // 4) for _ in range(3))
-    fresh_s = median_s(partial(clock, partial(torch.mul, a, b)), repeats)
-    written_s = median_s(partial(clock, partial(torch.mul, a, b, out=kept)), repeats)
+    fresh_s = median_s(partial(clock, partial(torch.mul, a, b)), repeats, until_s)
+    written_s = median_s(partial(clock, partial(torch.mul, a, b, out=kept)), repeats, until_s)
     return _FRESH_BYTES / max(fresh_s - written_s, 1e-3 * written_s)

@@ -1,7 +1,13 @@
-"""Phase line: on a terminal, one line that says what of a first step is going on and since when."""
+"""Phase line: what of a first step is going on, and since when.
+
+On a terminal it is one line, which goes at the end. Elsewhere it is a line of the log for what
+takes long, so that a log of a busy computer does not look like one of a process that hangs.
+"""
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -10,25 +16,32 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from cotrain_compile.options import Options
 from cotrain_compile.phases import is_listened, tell_phase, told_to
-from cotrain_compile.viz.text.log import above_bars
+from cotrain_compile.viz.text.log import LOG, above_bars
 from cotrain_compile.viz.text.narrate import verbosity
 from cotrain_compile.viz.text.terminal import PlainConsole
+
+# Seconds from one line of a log to the next.
+EVERY_S = 10.0
 
 
 @contextmanager
 def phase_line(options: Options, phase: str, console: Console | None = None) -> Iterator[None]:
     """Show `phase`, and those told inside, each with the seconds since it began.
 
-    Nothing where stderr is no terminal, or `options` ask for silence; the line goes at the end. In
-    another such line the phase is told there.
+    Where stderr is no terminal the logger is told every `EVERY_S` seconds; nothing is shown where
+    `options` ask for silence. In another such line the phase is told there.
     """
     if is_listened():
         tell_phase(phase)
         yield
         return
     console = console or PlainConsole(stderr=True)
-    if not verbosity(options) or not console.is_terminal:
+    if not verbosity(options):
         yield
+        return
+    if not console.is_terminal:
+        with _logged(phase):
+            yield
         return
     columns = (SpinnerColumn(), TextColumn("cotrain: {task.description}"), TimeElapsedColumn())
     with above_bars(), Progress(*columns, console=console, transient=True) as line:
@@ -36,11 +49,40 @@ def phase_line(options: Options, phase: str, console: Console | None = None) -> 
 
         def show(told: str) -> None:
             nonlocal phase
-            # What is behind a colon is a stage of the phase, whose clock goes on.
-            if told.partition(":")[0] != phase.partition(":")[0]:
+            if not _is_stage(told, phase):
                 line.reset(task)
             phase = told
             line.update(task, description=phase)
 
         with told_to(show):
             yield
+
+
+@contextmanager
+def _logged(phase: str) -> Iterator[None]:
+    """Tell the logger every so often what is going on."""
+    began_s, ended = time.monotonic(), threading.Event()
+
+    def note(told: str) -> None:
+        nonlocal phase, began_s
+        if not _is_stage(told, phase):
+            began_s = time.monotonic()
+        phase = told
+
+    def tell() -> None:
+        while not ended.wait(EVERY_S):
+            LOG.info("cotrain: %s, %d s", phase, time.monotonic() - began_s)
+
+    thread = threading.Thread(target=tell, name="cotrain-phases", daemon=True)
+    thread.start()
+    try:
+        with told_to(note):
+            yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _is_stage(told: str, phase: str) -> bool:
+    """Whether the clock of `phase` goes on: what is behind a colon is a stage of it."""
+    return told.partition(":")[0] == phase.partition(":")[0]

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -13,6 +17,7 @@ import torch
 from cotrain_compile.errors import OptionError
 from cotrain_compile.files import load, save
 from cotrain_compile.machine import Machine
+from cotrain_compile.runtime.calibrate import link_bench
 from cotrain_compile.runtime.calibrate.calibrate import Calibration, calibrate, issue_s
 from cotrain_compile.runtime.calibrate.environment import (
     Environment,
@@ -25,6 +30,7 @@ from cotrain_compile.runtime.cuda.pinned import PinnedPool
 from tests.support import thread_card
 from tests.support.thread_card import ThreadCard
 
+calibrate_module = importlib.import_module("cotrain_compile.runtime.calibrate.calibrate")
 GIB = 2**30
 SMALL = Sizes(
     copy_bytes=2**16, small_copy_bytes=64, matmul_side=32, updated_parameters=2**12, repeats=2
@@ -44,6 +50,49 @@ QUIET = Environment(
 @pytest.fixture(scope="module")
 def calibration() -> Calibration:
     return calibrate(sizes=SMALL)
+
+
+def test_when_its_time_is_over_each_figure_has_one_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = Counter[str]()
+
+    def counting(what: str, work: Callable[..., object]) -> Callable[..., object]:
+        def run(*arguments: object, **options: object) -> object:
+            counts[what] += 1
+            return work(*arguments, **options)
+
+        return run
+
+    update = calibrate_module.adamw_update
+    monkeypatch.setattr(
+        calibrate_module, "adamw_update", lambda size: counting("updates", update(size))
+    )
+    copies = link_bench._in_threads
+    monkeypatch.setattr(link_bench, "_in_threads", counting("copies", copies))
+    monkeypatch.setattr(
+        calibrate_module, "wall_s", counting("issues and updates", calibrate_module.wall_s)
+    )
+    found = calibrate(sizes=replace(SMALL, repeats=9, until_s=0.0))
+    figures = len(found.host_update_bytes_per_s) + 2  # alone, and while copying
+    assert counts["updates"] == figures
+    assert counts["copies"] == 4  # tiny, down, up and both
+    assert counts["issues and updates"] == figures + 2
+    test_every_figure_of_the_measured_machine_is_positive(found)
+
+
+@pytest.mark.parametrize(("until", "samples"), [(0.0, 1), (2.5, 3), (100.0, 6)])
+def test_a_median_is_of_what_there_is_time_for(
+    monkeypatch: pytest.MonkeyPatch, until: float, samples: int
+) -> None:
+    now = [0.0]
+
+    def sample() -> float:
+        now[0] += 1.0
+        return now[0]
+
+    monkeypatch.setattr(link_bench, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    found_s = link_bench.median_s(sample, 5, until)
+    assert now[0] == samples
+    assert found_s == {1: 1.0, 3: 2.5, 6: 4.0}[samples]  # the first is not counted among others
 
 
 def test_every_figure_of_the_measured_machine_is_positive(calibration: Calibration) -> None:

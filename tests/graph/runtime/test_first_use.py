@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import cotrain_compile
 from cotrain_compile import files
 from cotrain_compile.cli.reading import read_problem
 from cotrain_compile.machine import Machine, Rates
+from cotrain_compile.phases import told_to
 from cotrain_compile.placement.saved import load_plan
 from cotrain_compile.presets import THIS_MACHINE, find
 from cotrain_compile.runtime.calibrate import first_use
@@ -62,6 +65,26 @@ def test_a_first_step_is_planned_for_its_computer_as_measured(folder: Path, tmp_
     file = tmp_path / "dump" / "plan.json"
     problem = read_problem(load_plan(file), file, None, None, None)
     assert problem.machine == found.problem.machine
+
+
+@pytest.mark.parametrize("listens", [True, False])
+def test_a_measurement_is_said_before_it_begins_and_has_its_time(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, listens: bool
+) -> None:
+    said: list[tuple[bool, float]] = []
+
+    def calibrate(device: str, sizes: Sizes) -> Calibration:
+        said.append(("measuring this computer" in caplog.text, sizes.until_s - time.monotonic()))
+        return Calibration(FOUND, {1: 1e9}, ())
+
+    monkeypatch.setattr(first_use, "calibrate", calibrate)
+    monkeypatch.setattr(first_use.LOG, "propagate", True)
+    caplog.set_level("INFO")
+    with told_to(lambda phase: None) if listens else nullcontext():
+        first_use.measured_machine(CPU)
+    ((is_told, left_s),) = said
+    assert is_told is listens
+    assert 0 < left_s <= first_use.SAMPLING_S
 
 
 def test_the_next_process_measures_nothing(

@@ -8,10 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from bench.reliability.page import RENAMED
 from cotrain_compile import errors
 from cotrain_compile.options import Options
+from cotrain_compile.passes import PASSES
 
 ROOT = Path(__file__).parents[3]
+FOLDERS = ("backends", "bench", "cotrain_compile", "docs", "passes", "tests", ".github")
+# Results of runs on hardware that somebody else has: the page says how to make them.
+MADE_BY_THE_READER = {"bench/results/gpu_suite.json"}
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
@@ -25,6 +30,36 @@ def test_every_stop_of_the_architecture_is_in_the_tree() -> None:
     assert len(named) > 20
     folders = [ROOT, ROOT / "cotrain_compile", ROOT / "cotrain_compile" / "runtime"]
     assert [n for n in sorted(named) if not any((f / n).exists() for f in folders)] == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("README.md", "CONTRIBUTING.md", "SECURITY.md", "bench/reliability/page.py"),
+        *(str(page.relative_to(ROOT)) for page in sorted((ROOT / "docs").rglob("*.md"))),
+    ],
+)
+def test_every_path_that_a_page_names_is_there(name: str) -> None:
+    folders = "|".join(map(re.escape, FOLDERS))
+    # A name may have a star; what ends in `_` or `-` goes on with one.
+    found = re.findall(rf"(?<![\w/.-])(?:{folders})/[\w./*-]*[\w/*]", read(name))
+    paths = set(found) - MADE_BY_THE_READER
+    if name == "bench/reliability/page.py":  # older names, each with that of today
+        paths -= set(RENAMED)
+    assert [path for path in sorted(paths) if not any(ROOT.glob(path))] == []
+
+
+def test_every_list_of_passes_is_whole_and_in_order() -> None:
+    """A paragraph that names more than half of them is a list."""
+    names = [rewrite.__name__ for rewrite in PASSES]
+    lists = []
+    for page in [ROOT / "CONTRIBUTING.md", *PAGES]:
+        for paragraph in re.split(r"\n\s*\n|\n(?=\d+\.|[-|])", page.read_text(encoding="utf-8")):
+            named = re.findall(rf"`(?:passes/)?({'|'.join(names)})(?:\.py)?`", paragraph)
+            if len(set(named)) > len(names) // 2:
+                lists.append((page.name, named))
+    assert lists
+    assert [found for found in lists if found[1] != names] == []
 
 
 def test_every_option_is_documented_with_its_default() -> None:
