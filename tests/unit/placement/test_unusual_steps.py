@@ -94,8 +94,12 @@ def check_all(problem: Problem, policy: str) -> None:
             keep(self, name, found)
 
         patch.setattr(Found, "_keep", noting)
-        with suppress(PlacementError):
+        try:
             check(problem, solve(problem, SolveSettings(policy, time_limit_s=2)))
+        except PlacementError:
+            pass
+        except PlanError as error:  # of the program alone, on a computer that is busy
+            assert "found no plan in its time limit" in str(error)
     for of, found in kept:
         check(of, finished(of, found))
 
