@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import stat
 from functools import cache
 from pathlib import Path
 
@@ -21,6 +22,22 @@ def folder_of(sort: str) -> Path | None:
         return Path(asked) / sort if asked else None
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "cotrain_compile" / sort
+
+
+def is_only_ours(path: Path) -> bool:
+    """Whether `path` and its folder are this user's, and nobody else may write to them.
+
+    For what is executed and not only read; false where one of them is missing, or is a link.
+    """
+    for part in (path.parent, path):
+        try:
+            status = part.lstat()
+        except OSError:
+            return False
+        others = stat.S_IWGRP | stat.S_IWOTH
+        if stat.S_ISLNK(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & others:
+            return False
+    return True
 
 
 def keep_at_most(folder: Path, most_bytes: int) -> None:

@@ -19,7 +19,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cotrain_compile import presets
 from cotrain_compile.capture.offline.card_attention import Call, Capability, kernel_of
+from cotrain_compile.disk_cache import folder_of, is_only_ours
 from cotrain_compile.errors import OptionError
 from cotrain_compile.machine import Machine
 from cotrain_compile.phases import tell_phase
@@ -87,7 +88,7 @@ def absent_card(capability: Capability, memory_bytes: int) -> Iterator[None]:
 
     Raises `OptionError` where there is no C++ compiler, or it fails.
     """
-    library = ctypes.CDLL(str(_built()))
+    library = _loaded()
     choose = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.POINTER(ctypes.c_int64))
 
     def chosen(facts: Any) -> int:
@@ -189,8 +190,8 @@ def _answers(capability: Capability, memory_bytes: int) -> dict[str, Any]:
     }
 
 
-def _built() -> Path:
-    """The library, compiled if this source has not been yet for this torch."""
+def _loaded() -> ctypes.CDLL:
+    """The library: the one that is kept, where only this user could have made it and it loads."""
     name = shutil.which(os.environ.get("CXX", "g++"))
     if name is None:
         raise OptionError(
@@ -199,12 +200,27 @@ def _built() -> Path:
         )
     told = "\n".join((SOURCE.read_text(), HEADER.read_text(), torch.__version__, name, *FLAGS))
     key = hashlib.sha256(told.encode()).hexdigest()[:16]
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "cotrain_compile"
-    built = cache / f"absent_card-{key}.so"
-    if not built.exists():
-        cache.mkdir(parents=True, exist_ok=True)
-        _compile(name, built)
-    return built
+    folder = folder_of("cards")
+    if folder is not None:
+        kept = folder / f"absent_card-{key}.so"
+        if is_only_ours(kept):
+            with suppress(OSError, AttributeError):  # damaged: it is built again
+                return _opened(kept)
+        with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            _compile(name, kept)
+            if is_only_ours(kept):
+                return _opened(kept)
+    with tempfile.TemporaryDirectory(prefix="cotrain-card-") as private:
+        _compile(name, made := Path(private) / "made.so")
+        return _opened(made)
+
+
+def _opened(path: Path) -> ctypes.CDLL:
+    """The library at `path`; OSError or AttributeError where it is not what it should be."""
+    library = ctypes.CDLL(str(path))
+    library.take_over_cuda  # noqa: B018
+    return library
 
 
 def _compile(name: str, target: Path) -> None:
@@ -224,4 +240,5 @@ def _compile(name: str, target: Path) -> None:
                 f"{name} cannot build what tracing as on a card needs: {wrong}; take another "
                 "compiler with the variable CXX, or trace on a machine with the card"
             )
+        made.chmod(0o700)  # whatever the umask: nobody else may write to it
         made.replace(target)
