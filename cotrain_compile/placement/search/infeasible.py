@@ -15,7 +15,7 @@ from cotrain_compile.placement.schedule.refuse import refuse_device
 from cotrain_compile.placement.schedule.schedule import draft, shortfall_bytes
 from cotrain_compile.placement.search.least import Least
 from cotrain_compile.plan import Placement
-from cotrain_compile.units import format_bytes, format_exactly
+from cotrain_compile.units import format_budget, format_bytes, format_exactly
 
 
 def floor_bytes(problem: Problem) -> int:
@@ -45,7 +45,7 @@ def refuse(problem: Problem, least: Least, failure: str = "") -> NoReturn:
         raise PlacementError(
             f"the step needs at least {format_bytes(least.nbytes)} on the device "
             f"({_in_words(peak)}), even with every update on the host and everything offloaded "
-            f"that can be, but memory_budget is {format_bytes(budget)}: {format_exactly(short)} "
+            f"that can be, but memory_budget is {format_budget(budget)}: {format_exactly(short)} "
             f"short; raise memory_budget, or {_advice(peak)}",
             shortfall_bytes=short,
         )
@@ -63,8 +63,8 @@ def refuse(problem: Problem, least: Least, failure: str = "") -> NoReturn:
             "(time_limit), or use policy 'auto', which falls back on simpler ways"
         )
     raise PlacementError(
-        f"no plan was found within memory_budget {format_bytes(budget)} and host_memory_budget "
-        f"{format_bytes(host)}; with everything away that can be, the step takes "
+        f"no plan was found within memory_budget {format_budget(budget)} and host_memory_budget "
+        f"{format_budget(host)}; with everything away that can be, the step takes "
         f"{format_bytes(needed)} on the host: raise host_memory_budget by up to "
         f"{format_bytes(needed - host)}, or {_less_on_the_host(problem, least)}",
         shortfall_bytes=needed - host,
