@@ -6,7 +6,7 @@ the step as captured: what a plan makes again is not counted twice.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from dataclasses import dataclass
 
 from cotrain_compile.dataflow import Dataflow
@@ -48,10 +48,10 @@ def throughput(dataflow: Dataflow, machine: Machine, step_s: float, tokens: floa
 def _too_slow(dataflow: Dataflow, machine: Machine, computing_s: float, step_s: float) -> str:
     """Why there is no MFU: a machine that is said to compute more slowly than it did."""
     rates = machine.device
-    seconds = Counter[str]()
+    seconds: defaultdict[str, float] = defaultdict(float)
     for op in dataflow.ops:
         seconds[op.dtype] += op.flops / rates.flops_per_s_of(op.dtype)
-    dtype, _ = seconds.most_common(1)[0]
+    dtype = max(seconds, key=seconds.__getitem__)
     lent = "" if dtype in rates.flops_per_s else ", which is that of another dtype"
     return (
         f"no MFU: at the rates of {machine.name} ({rates.flops_per_s_of(dtype) / 1e9:.3g} Gflop/s "
