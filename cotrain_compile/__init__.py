@@ -6,7 +6,7 @@ or, with options that an editor completes,
 
     step = cotrain_compile.compile(step, memory_budget="20GiB")
 
-Importing this package loads no torch; all but `Options` and `errors` do on first use.
+Importing this package loads nothing; all but `Options` and `errors` load torch on first use.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from cotrain_compile import errors
-from cotrain_compile.options import Options
-
 if TYPE_CHECKING:
+    from cotrain_compile import errors
     from cotrain_compile.compiled import inspect, report, synchronize
     from cotrain_compile.distribute.burst import burst
     from cotrain_compile.distribute.cpu_helpers import cpu_helpers
     from cotrain_compile.distribute.shard import shard
+    from cotrain_compile.options import Options
     from cotrain_compile.pipelining.pipeline import pipeline
     from cotrain_compile.step_scalars import scalars
     from cotrain_compile.tracing import trace
@@ -44,8 +43,9 @@ __all__ = [
 __version__ = "0.1.0"
 
 
-# Where each name is that takes torch.
+# Where each name is.
 _HOMES = {
+    "Options": "options",
     "burst": "distribute.burst",
     "compile": "typed_compile",
     "cpu_helpers": "distribute.cpu_helpers",
@@ -60,6 +60,13 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "errors":
+        return import_module(f"{__name__}.{name}")
     if name in _HOMES:
         return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """All names that are there, also those that were not used yet."""
+    return sorted({*globals(), *__all__})

@@ -10,6 +10,7 @@ A file called "-" is standard input to what reads, standard output to what write
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 import sys
@@ -19,7 +20,6 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, TypeVar, cast
 from uuid import uuid4
 
-import pydantic_core
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from pydantic_core import ErrorDetails, PydanticSerializationError
 
@@ -53,10 +53,18 @@ def save(value: Any, path: str | os.PathLike[str]) -> None:
 def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
     """Write a file; a reader, and a process that dies meanwhile, leave the old or the new one.
 
-    Through links, and to what is no file (a pipe, a device), as `open` does. Raises OSError when it
-    cannot be written: then the old file is as it was.
+    Through links, and to what is no file (a pipe, a device), as `open` does. Raises OSError with
+    the name `path` when it cannot be written: then the old file is as it was.
     """
     data = content.encode() if isinstance(content, str) else content
+    try:
+        _write(path, data)
+    except OSError as error:
+        error.filename, error.filename2 = os.fspath(path), None  # no name that only we know
+        raise
+
+
+def _write(path: str | os.PathLike[str], data: bytes) -> None:
     if str(path) == STANDARD:
         sys.stdout.flush()
         sys.stdout.buffer.write(data)
@@ -68,7 +76,12 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
         return
     temporary = target.with_name(f".{uuid4().hex}.tmp")
     try:
-        temporary.write_bytes(data)
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(
+                file.fileno()
+            )  # else a computer that stops may leave the name of an empty file
         os.replace(temporary, target)
     finally:
         temporary.unlink(missing_ok=True)
@@ -85,12 +98,7 @@ def load(path: str | os.PathLike[str], type_: type[T]) -> T:
 
 def kind_of(path: str | os.PathLike[str]) -> str:
     """The kind of document at `path`, "" where it says none; raises as `load` does."""
-    try:
-        document = pydantic_core.from_json(read_text(path, "file of ours"))
-    except ValueError as error:
-        raise FormatError(
-            f"{path}: not a whole JSON document ({error}); make the file again"
-        ) from None
+    document = parsed(read_text(path, "file of ours"), where=str(path))
     kind = document.get("kind") if isinstance(document, dict) else None
     return kind if isinstance(kind, str) else ""
 
@@ -152,8 +160,39 @@ def to_json(value: Any, where: str = "the value") -> str:
         raise FormatError(f"{where} cannot be saved as JSON: {error}; mend it first") from None
 
 
+def parsed(text: str, where: str = "the text") -> Any:
+    """What the JSON `text` says; FormatError where it is not whole, or contradicts itself.
+
+    It does where an object has one key twice: some readers take the first, some the last.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=_each_key_once)
+    except _KeyTwice as error:
+        raise FormatError(
+            f"{where}: an object has the key {str(error)[:60]!r} twice; make the file again"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise FormatError(
+            f"{where}: not a whole JSON document ({error}); it is another kind of file, truncated "
+            "or corrupted: give another, or make it again"
+        ) from None
+
+
+class _KeyTwice(Exception):
+    """The key that one object has twice."""
+
+
+def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise _KeyTwice(next(key for key in keys if keys.count(key) > 1))
+    return found
+
+
 def from_json(text: str, type_: type[T], where: str = "the text") -> T:
     """The `type_` in the document `text`; `where` names the source in a FormatError."""
+    parsed(text, where)
     kind = _kind(type_)
     try:
         document: Any = _document(type_, kind, _version(type_)).model_validate_json(text)

@@ -57,6 +57,8 @@ def load_job(job: str) -> Callable[[], tuple[Callable[..., Any], tuple[Any, ...]
         sys.path.insert(0, folder)
     try:
         spec.loader.exec_module(module)
+    except SystemExit as error:
+        raise _ended(error, job, path) from error
     except Exception as error:
         raise OptionError(
             f"job {job!r}: {_place(error, path)} raises {type(error).__name__}: {error}; "
@@ -78,6 +80,8 @@ def _built(
         built = build()
     except CotrainError:
         raise
+    except SystemExit as error:
+        raise _ended(error, job, path) from error
     except Exception as error:
         kind = type(error).__name__
         way = next(
@@ -102,7 +106,15 @@ def _refuse_arguments(build: Callable[..., Any], job: str) -> None:
         return
 
 
-def _place(error: Exception, path: Path) -> str:
+def _ended(error: SystemExit, job: str, path: Path) -> OptionError:
+    """What to say of a file that ends the process, as a script may that runs its own training."""
+    return OptionError(
+        f"job {job!r}: {_place(error, path)} calls sys.exit({error.code!r}); a job only builds the "
+        "step: put what ends the program below `if __name__ == '__main__':`"
+    )
+
+
+def _place(error: BaseException, path: Path) -> str:
     """The file and the line of it that an error came by, where it began to run at all."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if Path(frame.filename) == path.resolve()]

@@ -87,12 +87,15 @@ class Options:
                 f"options are {options!r}, but must be a dictionary of options by name, such as "
                 '{"memory_budget": "20GiB"}'
             )
-        known = [item.name for item in fields(cls)]
+        defaults = {item.name: item.default for item in fields(cls)}
+        known = list(defaults)
         values: dict[str, Any] = {}
         for key, value in options.items():
             if key not in known:
                 meant = did_you_mean(key, known)
                 raise OptionError(f"unknown option {key!r}{meant}; options are {', '.join(known)}")
+            if type(value) is type(defaults[key]) and value == defaults[key]:
+                continue  # as if it were left out
             try:
                 values[key] = _PARSERS[key](value)
             except ValueError as error:

@@ -18,7 +18,8 @@ def scalars(
 ) -> dict[str, float]:
     """Seconds, bytes and counts of a compiled step, by name; with `tokens` a step their rates too.
 
-    Seconds and peaks are predicted and, once the step has run, measured in its last run. Raises
+    Seconds and peaks are predicted and, once the step has run, measured in its last run. There is
+    no `mfu` where the machine's rates are too low for it (`Throughput.why_no_mfu`). Raises
     `CotrainError` as `inspect` does, ValueError where `tokens` is not above 0.
     """
     compiled = step if isinstance(step, CompiledStep) else inspect(step)
@@ -31,7 +32,9 @@ def scalars(
         found |= {"wrong_guesses_share": guesses.wrong_share, "guesses": float(guesses.is_open)}
     if tokens is not None:
         rates = compiled.throughput(tokens)
-        found |= {"tokens_per_s": rates.tokens_per_s, "mfu": rates.mfu}
+        found["tokens_per_s"] = rates.tokens_per_s
+        if rates.mfu is not None:
+            found["mfu"] = rates.mfu
     return {f"{prefix}{name}": value for name, value in found.items()}
 
 

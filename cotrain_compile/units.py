@@ -13,6 +13,12 @@ def format_bytes(nbytes: float) -> str:
     return f"{size:.1f} TiB"
 
 
+def format_budget(nbytes: int) -> str:
+    """As `format_bytes`; `20` -> "20 B (did you mean '20GiB'?)", since no step needs so little."""
+    meant = f" (did you mean '{nbytes}GiB'?)" if nbytes < 1024 else ""
+    return format_bytes(nbytes) + meant
+
+
 def format_exactly(nbytes: int) -> str:
     """`1536` -> "1.5 KiB (1,536 bytes)", `448` -> "448 bytes"."""
     if nbytes < 1024:

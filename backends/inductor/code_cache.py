@@ -24,7 +24,7 @@ from torch._inductor.codecache import FxGraphCache
 from torch._inductor.output_code import CompiledFxGraph, CompiledFxGraphConstants
 from torch._inductor.utils import BoxedBool
 
-from cotrain_compile.disk_cache import folder_of, keep_at_most, package_digest
+from cotrain_compile.disk_cache import keep_at_most, package_digest, private_folder
 from cotrain_compile.files import write_whole
 
 MOST_BYTES = 4 << 20  # of 50 bytes a segment
@@ -48,7 +48,7 @@ def cached_code(module: fx.GraphModule, inputs: Sequence[Any], make: Callable[[]
     It is called under the settings of Inductor, and within the tracing context, that hold for
     `make`.
     """
-    folder = folder_of("segments")
+    folder = private_folder("segments")  # it says which code runs
     if folder is None or not config.fx_graph_cache or config.force_disable_caches:
         return make()
     settings = {**SETTINGS, "cudagraphs": BoxedBool(False)}
@@ -66,7 +66,6 @@ def cached_code(module: fx.GraphModule, inputs: Sequence[Any], make: Callable[[]
         # What depends on guards has no single key: none of ours does, whose sizes are numbers.
         if isinstance(code, CompiledFxGraph) and code._fx_graph_cache_key and not code.guards_expr:
             with suppress(OSError):
-                folder.mkdir(parents=True, exist_ok=True)
                 write_whole(path, code._fx_graph_cache_key)
                 keep_at_most(folder, MOST_BYTES)
     return code

@@ -27,7 +27,7 @@ from cotrain_compile.backends.inductor.code_cache import key_of
 from cotrain_compile.backends.inductor.lower import LoweredStep
 from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
 from cotrain_compile.disk_cache import folder_of, keep_at_most, package_digest
-from cotrain_compile.files import write_whole
+from cotrain_compile.files import parsed, write_whole
 from cotrain_compile.machine import Tier
 from cotrain_compile.runtime.ops import TASKS
 
@@ -44,7 +44,7 @@ class KeptRehearsal:
     def peak_bytes(self) -> Mapping[Tier, int] | None:
         """The most bytes on each tier; None where there is no such file, or it is damaged."""
         try:
-            found = json.loads(self.path.read_text())
+            found = parsed(self.path.read_text())
             peaks = {tier: found[tier.value] for tier in Tier}
         except (OSError, ValueError, KeyError, TypeError):
             return None

@@ -13,6 +13,7 @@ from typing import Any
 
 from cotrain_compile import files
 from cotrain_compile.analysis.throughput import Throughput, throughput
+from cotrain_compile.cli.outputs import refuse_outputs
 from cotrain_compile.cli.stages import SayStage
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import OptionError, PlacementError
@@ -39,10 +40,12 @@ class Answered:
     rate: Throughput | None = None
 
 
-def ask(budgets: Sequence[str], shared: Mapping[str, Any], output: Path) -> list[Asked]:
+def ask(
+    budgets: Sequence[str], shared: Mapping[str, Any], output: Path, reads: Sequence[str | Path]
+) -> list[Asked]:
     """Each of `budgets`, all with the `shared` options; several plans go beside `output`.
 
-    Raises `OptionError` where an option is wrong, or a file cannot be written.
+    Raises `OptionError` where an option is wrong, or a file cannot be written or is one of `reads`.
     """
     several = len(budgets) > 1
     if several and str(output) == files.STANDARD:
@@ -56,7 +59,7 @@ def ask(budgets: Sequence[str], shared: Mapping[str, Any], output: Path) -> list
         for budget in budgets
     ]
     for one in asked:
-        files.refuse_unwritable(one.path)
+        refuse_outputs({"--output": one.path}, reads)
     return asked
 
 

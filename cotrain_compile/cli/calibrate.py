@@ -9,6 +9,7 @@ import typer
 from rich.progress import Progress
 
 from cotrain_compile import files, options
+from cotrain_compile.cli.outputs import refuse_outputs
 from cotrain_compile.cli.terminal import Json, console, keep_stdout_for, say_doing
 from cotrain_compile.viz.text.describe import describe_machine
 
@@ -27,7 +28,7 @@ def calibrate(
     from cotrain_compile.runtime.calibrate.calibrate import calibrate as measure
     from cotrain_compile.runtime.calibrate.network_bench import ranks_of_torchrun
 
-    files.refuse_unwritable(output)
+    refuse_outputs({"--output": output})
     keep_stdout_for(as_json, output)
     with (
         ranks_of_torchrun(device) as rank,

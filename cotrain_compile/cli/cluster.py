@@ -12,6 +12,7 @@ import typer
 from rich.table import Table
 
 from cotrain_compile import files
+from cotrain_compile.cli.outputs import refuse_outputs
 from cotrain_compile.cli.terminal import Json, console, keep_stdout_for, print_json
 from cotrain_compile.cluster.cluster_presets import find_cluster
 from cotrain_compile.cluster.description import Cluster
@@ -68,8 +69,7 @@ def cluster(
     asked = {"--output": output, "--page": page, "--rank-plan": rank_plan}
     keep_stdout_for(as_json, *asked.values())
     saved = {name: path for name, path in asked.items() if path}
-    for name, path in saved.items():
-        files.refuse_unwritable(path, name)
+    refuse_outputs(asked, (file, cluster))
     target, symbols = find_cluster(cluster), _listed(batch_symbols)
     step, profile = _read(file, target, symbols, tokens_per_sample)
     if rank_plan and step is None:

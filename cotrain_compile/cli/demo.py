@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from cotrain_compile import files
+from cotrain_compile.cli.outputs import refuse_output_folder
 from cotrain_compile.cli.terminal import Json, console, keep_stdout_for, print_json
 
 
@@ -35,7 +36,7 @@ def demo(
     from cotrain_compile.demo.run import run
     from cotrain_compile.demo.settings import Settings
 
-    files.refuse_unwritable_folder(output)
+    refuse_output_folder(output)
     keep_stdout_for(False, Path(files.STANDARD) if as_json else None)
     code, outcome = run(Settings(steps, output, budget, machine, resume), console)
     if as_json and outcome is not None:

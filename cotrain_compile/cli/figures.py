@@ -68,7 +68,10 @@ def solved_figures(found: Sequence[Answered]) -> Mapping[str, Any]:
 def _answer_figures(one: Answered) -> Mapping[str, Any]:
     if isinstance(one.answer, PlacementError):
         return {"shortfall_bytes": one.answer.shortfall_bytes, "refused": str(one.answer)}
-    rate = {"tokens_per_s": one.rate.tokens_per_s, "mfu": one.rate.mfu} if one.rate else {}
+    rate: dict[str, Any] = {}
+    if one.rate:
+        rate = {"tokens_per_s": one.rate.tokens_per_s, "mfu": one.rate.mfu}
+        rate |= {"why_no_mfu": one.rate.why_no_mfu} if one.rate.why_no_mfu else {}
     return {"file": str(one.asked.path), **plan_figures(one.answer), **rate}
 
 

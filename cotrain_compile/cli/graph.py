@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from cotrain_compile import files
+from cotrain_compile.cli.outputs import refuse_outputs
 from cotrain_compile.cli.parameters import StepFile
 from cotrain_compile.cli.reading import read_step
 from cotrain_compile.cli.terminal import Json, console, keep_stdout_for, print_json
@@ -48,8 +49,7 @@ def graph(
 ) -> None:
     """Draw a step: ops folded by layer, with offloads, prefetches and waits of a plan."""
     keep_stdout_for(as_json, output)
-    if output is not None:
-        files.refuse_unwritable(output)
+    refuse_outputs({"--output": output}, (file, plan))
     placed = load_plan(plan) if plan else None
     dataflow = read_step(placed, plan, file) if placed and plan else files.load(file, Dataflow)
     drawn = picture(dataflow, placed, level=level.value, layer=layer, most_boxes=boxes)

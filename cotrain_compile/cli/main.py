@@ -6,7 +6,9 @@ by those that look at steps with symbols.
 
 from __future__ import annotations
 
+import os
 import sys
+from contextlib import suppress
 from typing import Annotated, NoReturn
 
 import typer
@@ -23,6 +25,7 @@ from cotrain_compile.cli.flags import as_flags
 from cotrain_compile.cli.graph import graph
 from cotrain_compile.cli.machines import machines
 from cotrain_compile.cli.option_list import options
+from cotrain_compile.cli.outputs import unwritten
 from cotrain_compile.cli.show import show
 from cotrain_compile.cli.solve import solve
 from cotrain_compile.cli.sweep import sweep
@@ -44,11 +47,25 @@ _stderr = PlainConsole(stderr=True)
 def main() -> None:
     """Entry point: an error of ours is one line and exit code 1."""
     try:
-        app()
+        try:
+            app()
+        finally:
+            _flush()
     except CotrainError as error:
         _fail(as_flags(str(error)))
     except OSError as error:
-        _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+        _fail(unwritten(error))
+
+
+def _flush() -> None:
+    """Write what is printed; raise OSError that names standard output, here and not at the end."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        with suppress(OSError, ValueError):  # Python would tell it again
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        error.filename = "standard output"
+        raise
 
 
 def _fail(message: str) -> NoReturn:

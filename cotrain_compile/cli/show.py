@@ -11,6 +11,7 @@ import typer
 from cotrain_compile import files
 from cotrain_compile.cli.cluster import print_answer
 from cotrain_compile.cli.figures import plan_figures, step_figures, timeline_figures
+from cotrain_compile.cli.outputs import refuse_outputs, with_those_beside
 from cotrain_compile.cli.reading import PlanMachine, Profile, Step, read_problem, step_beside
 from cotrain_compile.cli.terminal import Json, console, keep_stdout_for, print_json
 from cotrain_compile.cluster.strategy import Answer
@@ -65,9 +66,10 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Say in words what a file holds; draw it, or write a report."""
-    for path, option in ((timeline, "--timeline"), (html, "--html"), (perfetto, "--perfetto")):
-        if path is not None:
-            files.refuse_unwritable(path, option)
+    refuse_outputs(
+        {"--timeline": timeline, "--html": html, "--perfetto": perfetto},
+        (*with_those_beside(file), *(measured or ()), profiled, step, machine, profile),
+    )
     keep_stdout_for(as_json, timeline, html, perfetto)
     value: object = _READERS[_kind_of(file)](file)
     if as_json:

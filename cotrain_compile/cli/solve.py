@@ -106,7 +106,7 @@ def solve(
         "host_kernels": host_kernels,
         **({"lowering": lowering} if lowering else {}),
     }
-    asked = ask(list(dict.fromkeys(memory_budget or ["100%"])), shared, output)
+    asked = ask(list(dict.fromkeys(memory_budget or ["100%"])), shared, output, (file, machine))
     keep_stdout_for(as_json, *(one.path for one in asked))
     target = with_changes(machine, device_memory, host_memory, link)
     with stages() as say:
@@ -134,12 +134,18 @@ def _print(found: Sequence[Answered], dataflow: Dataflow, *, with_rules: bool) -
     rates = [one.rate for one in found]
     if any(rates):
         table.add_row("tokens/s", *(f"{rate.tokens_per_s:,.0f}" if rate else "" for rate in rates))
-        table.add_row("MFU", *(f"{rate.mfu:.1%}" if rate else "" for rate in rates))
+        table.add_row("MFU", *(_percent(rate.mfu) if rate else "" for rate in rates))
     side_by_side = comparison(answers) if len(answers) > 1 else ()
     for row in chain(side_by_side, _of_rules(answers) if with_rules and plans else ()):
         table.add_row(*row)
     if table.row_count:
         console.print(table, soft_wrap=False)
+    for why in dict.fromkeys(rate.why_no_mfu for rate in rates if rate and rate.why_no_mfu):
+        console.print(why)
+
+
+def _percent(mfu: float | None) -> str:
+    return "unknown" if mfu is None else f"{mfu:.1%}"
 
 
 def _of_rules(answers: Sequence[Plan | PlacementError]) -> Iterator[tuple[str, ...]]:

@@ -12,6 +12,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from cotrain_compile import files, presets
+from cotrain_compile.cli.outputs import refuse_output_folder
 from cotrain_compile.cli.parameters import (
     DeviceMemory,
     Gap,
@@ -46,6 +47,8 @@ Sizes = Annotated[
         help="SYMBOL=8,16,32: sizes to try at the largest budget; `analyze` names the symbols."
     ),
 ]
+
+_WRITTEN = ("sweep.html", "sweep.png", "sweep.svg", "sweep.json")
 
 
 def sweep(
@@ -85,7 +88,7 @@ def sweep(
             "host_memory_budget": host_memory_budget,
         }
     )
-    files.refuse_unwritable_folder(output)
+    refuse_output_folder(output, _WRITTEN, (file, *(machine or ())))
     dataflow = files.load(file, Dataflow)
     sizes = [sizes_of(text, dataflow) for text in size or ()]
     names = dict.fromkeys(machine or [presets.THIS_MACHINE])
@@ -143,4 +146,4 @@ def _write(result: Sweep, folder: Path) -> None:
         console.print(told)
     files.save(result, folder / "sweep.json")
     write_pictures(result, folder)
-    console.print(f"wrote {folder}/sweep.html, sweep.png, sweep.svg and sweep.json")
+    console.print(f"wrote {folder}/{', '.join(_WRITTEN[:-1])} and {_WRITTEN[-1]}")

@@ -10,6 +10,7 @@ import typer
 
 from cotrain_compile import files, options
 from cotrain_compile.cli.figures import step_figures
+from cotrain_compile.cli.outputs import refuse_outputs
 from cotrain_compile.cli.terminal import (
     Json,
     console,
@@ -72,7 +73,7 @@ def trace(
     from cotrain_compile.tracing import trace as capture
     from cotrain_compile.viz.text.phase_line import phase_line
 
-    files.refuse_unwritable(output)
+    refuse_outputs({"--output": output}, (job.rpartition(":")[0], job, machine))
     keep_stdout_for(as_json, output)
     with phase_line(Options(quiet=console.quiet), f"reading {job}"), saying_phases():
         dataflow = capture(

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Annotated
 
-import pydantic_core
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from cotrain_compile.cluster.profiles import (
@@ -24,7 +23,7 @@ from cotrain_compile.cluster.profiles import (
     per_sample,
 )
 from cotrain_compile.errors import FormatError
-from cotrain_compile.files import from_json, read_text
+from cotrain_compile.files import from_json, parsed, read_text
 
 # A backward makes two products where the forward made one.
 FORWARD_OF_TOGETHER = 1 / 3
@@ -86,7 +85,7 @@ def read_profile(path: str | os.PathLike[str]) -> LayerProfile:
 def parse_profile(text: str, where: str) -> LayerProfile:
     """The profile in `text`; `where` names it in a FormatError."""
     try:
-        match _format_of(text):
+        match _format_of(text, where):
             case "harmony":
                 return _from_harmony(_Harmony.model_validate_json(text), where)
             case "deeppool":
@@ -104,12 +103,9 @@ def parse_profile(text: str, where: str) -> LayerProfile:
     return from_json(text, LayerProfile, where)
 
 
-def _format_of(text: str) -> str:
+def _format_of(text: str, where: str) -> str:
     """By what only that format has at its top; "" is our own, whose reader says what is wrong."""
-    try:
-        document = pydantic_core.from_json(text)
-    except ValueError:
-        return ""
+    document = parsed(text, where)
     if not isinstance(document, dict) or "kind" in document:
         return ""
     if "fwd_s" in document:

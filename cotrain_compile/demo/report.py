@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
 from cotrain_compile.demo.outcome import Outcome
 from cotrain_compile.demo.train import StepResult
 from cotrain_compile.errors import PlacementError
+from cotrain_compile.files import write_whole
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.policies import RULES
 from cotrain_compile.placement.search.settings import SolveSettings
@@ -75,14 +77,19 @@ def write_folder(folder: Path, outcome: Outcome) -> None:
     for timeline in timelines:
         drawn = specify([timeline], plan, dataflow)
         save_trace(drawn, folder / f"{timeline.source}.trace.json")
-    with (folder / "losses.csv").open("w", newline="") as file:
-        rows = csv.writer(file)
-        rows.writerow(["step", "loss", "seconds", "eager_loss", "eager_seconds"])
-        twins = {result.number: result for result in outcome.eager}
-        for result in outcome.results:
-            twin = twins.get(result.number)
-            compared = (twin.loss, twin.seconds) if twin else ("", "")
-            rows.writerow([result.number + 1, result.loss, result.seconds, *compared])
+    write_whole(folder / "losses.csv", _losses_csv(outcome))
+
+
+def _losses_csv(outcome: Outcome) -> str:
+    table = io.StringIO(newline="")
+    rows = csv.writer(table)
+    rows.writerow(["step", "loss", "seconds", "eager_loss", "eager_seconds"])
+    twins = {result.number: result for result in outcome.eager}
+    for result in outcome.results:
+        twin = twins.get(result.number)
+        compared = (twin.loss, twin.seconds) if twin else ("", "")
+        rows.writerow([result.number + 1, result.loss, result.seconds, *compared])
+    return table.getvalue()
 
 
 def _times(outcome: Outcome) -> Iterator[str]:

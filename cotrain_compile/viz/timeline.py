@@ -6,6 +6,7 @@ budget; several panels (predicted and measured) are above one another on one tim
 
 from __future__ import annotations
 
+from io import BytesIO
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -14,6 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MultipleLocator
 
+from cotrain_compile.files import write_whole
 from cotrain_compile.machine import Tier
 from cotrain_compile.units import format_bytes, format_seconds
 from cotrain_compile.viz.kinds import COLOURS, MEMORY_KINDS
@@ -51,7 +53,10 @@ def draw_timelines(drawn: Specification, path: Path) -> None:
     legend = [Patch(color=colour, label=kind) for kind, colour in COLOURS.items() if kind in shown]
     columns = -(-len(legend) // (1 + (len(legend) > 7)))
     figure.legend(handles=legend, loc="outside lower center", ncols=columns, frameon=False)
-    figure.savefig(path)
+    image, suffix = BytesIO(), path.suffix.lstrip(".").lower()
+    known = figure.canvas.get_supported_filetypes()
+    figure.savefig(image, format=suffix if suffix in known else "png")
+    write_whole(path, image.getvalue())
 
 
 def _draw_lanes(axes: Axes, panel: Panel, end_s: float) -> None:

@@ -20,11 +20,12 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
+from uuid import uuid4
 
 import torch
 from torch._subclasses import fake_tensor
@@ -34,6 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cotrain_compile import presets
 from cotrain_compile.capture.offline.card_attention import Call, Capability, kernel_of
+from cotrain_compile.disk_cache import VARIABLE, is_only_ours, keep_at_most, private_folder
 from cotrain_compile.errors import OptionError
 from cotrain_compile.machine import Machine
 from cotrain_compile.phases import tell_phase
@@ -41,6 +43,7 @@ from cotrain_compile.phases import tell_phase
 SOURCE = Path(__file__).with_name("absent_card.cpp")
 HEADER = SOURCE.with_suffix(".h")
 FLAGS = ("-std=c++20", "-O1", "-shared", "-fPIC")
+MOST_BYTES = 16 << 20  # of 30 KiB for each torch
 ANY_CARD: Capability = (8, 0)
 
 # By a word in the name or the source of a machine that says none itself, the compute capability of
@@ -125,7 +128,7 @@ def absent_card(capability: Capability, memory_bytes: int) -> Iterator[None]:
 
     Raises `OptionError` where there is no C++ compiler, or it fails.
     """
-    library = ctypes.CDLL(str(_built()))
+    library = _loaded()
     choose = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.POINTER(ctypes.c_int64))
 
     def chosen(facts: Any) -> int:
@@ -227,8 +230,11 @@ def _answers(capability: Capability, memory_bytes: int) -> dict[str, Any]:
     }
 
 
-def _built() -> Path:
-    """The library, compiled if this source has not been yet for this torch."""
+def _loaded() -> ctypes.CDLL:
+    """The library: the one that is kept, where only this user could have made it and it is whole.
+
+    Else it is built, and kept where nobody else may write.
+    """
     name = shutil.which(os.environ.get("CXX", "g++"))
     if name is None:
         raise OptionError(
@@ -237,29 +243,88 @@ def _built() -> Path:
         )
     told = "\n".join((SOURCE.read_text(), HEADER.read_text(), torch.__version__, name, *FLAGS))
     key = hashlib.sha256(told.encode()).hexdigest()[:16]
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "cotrain_compile"
-    built = cache / f"absent_card-{key}.so"
-    if not built.exists():
-        cache.mkdir(parents=True, exist_ok=True)
-        _compile(name, built)
-    return built
+    folder = private_folder("cards")
+    kept = folder / f"absent_card-{key}.so" if folder else None
+    if kept and is_only_ours(kept) and _is_whole(kept):
+        with suppress(OptionError, OSError):  # built beside another C library: it is built again
+            library = _opened(kept)
+            kept.touch()  # what is used last stays
+            return library
+    with _aside(folder) as made:
+        _compile(name, made)
+        library = _opened(made)
+        if made.parent == folder and kept:
+            with suppress(OSError):
+                _seal(made)
+                made.replace(kept)  # another process may have built the same
+                keep_at_most(folder, MOST_BYTES)
+    return library
 
 
-def _compile(name: str, target: Path) -> None:
-    """Compile beside `target` and rename: another process may be building the same."""
+def _opened(path: Path) -> ctypes.CDLL:
+    try:
+        library = ctypes.CDLL(str(path))
+        library.take_over_cuda  # noqa: B018
+    except (OSError, AttributeError) as error:
+        raise OptionError(
+            f"what stands for a card cannot be loaded ({error}); give a folder of yours from which "
+            f"programs may be loaded, with the variable {VARIABLE} or TMPDIR, or another compiler "
+            "with CXX"
+        ) from None
+    return library
+
+
+@contextmanager
+def _aside(folder: Path | None) -> Iterator[Path]:
+    """Where to build: in `folder`, or where nothing can be kept in a folder that goes again."""
+    if folder is None or not os.access(folder, os.W_OK | os.X_OK):
+        with tempfile.TemporaryDirectory(prefix="cotrain-card-") as private:
+            yield Path(private) / "made.so"
+        return
+    made = folder / f".{uuid4().hex}.tmp"  # where this is killed, `keep_at_most` deletes it
+    try:
+        yield made
+    finally:
+        made.unlink(missing_ok=True)
+
+
+def _seal(library: Path) -> None:
+    """Add the digest of its content, which loaders pass by: a half library may end the process.
+
+    Nobody else may write to it, whatever the umask.
+    """
+    library.chmod(0o700)
+    digest = hashlib.sha256(library.read_bytes()).digest()
+    with library.open("ab") as file:
+        file.write(digest)
+
+
+def _is_whole(library: Path) -> bool:
+    try:
+        content = library.read_bytes()
+    except OSError:
+        return False
+    return hashlib.sha256(content[:-32]).digest() == content[-32:]
+
+
+def _compile(name: str, made: Path) -> None:
     folder = Path(torch.__file__).parent
     tell_phase("compiling what stands for the card")
     include = (folder / "include", folder / "include/torch/csrc/api/include")
-    with tempfile.TemporaryDirectory(dir=target.parent) as aside:
-        made = Path(aside) / "absent_card.so"
-        command = [name, *FLAGS, *(f"-I{path}" for path in include), str(SOURCE), "-o", str(made)]
-        libraries = (f"-L{folder / 'lib'}", "-lc10", "-ltorch_cpu")
-        run = subprocess.run([*command, *libraries], capture_output=True, text=True)
-        if run.returncode:
-            lines = run.stderr.strip().splitlines()
-            wrong = next((line for line in lines if "error" in line), "no message")
-            raise OptionError(
-                f"{name} cannot build what tracing as on a card needs: {wrong}; take another "
-                "compiler with the variable CXX, or trace on a machine with the card"
-            )
-        made.replace(target)
+    command = [name, *FLAGS, *(f"-I{path}" for path in include), str(SOURCE), "-o", str(made)]
+    libraries = (f"-L{folder / 'lib'}", "-lc10", "-ltorch_cpu")
+    try:
+        run = subprocess.run(
+            [*command, *libraries], capture_output=True, text=True, errors="replace"
+        )
+    except OSError as error:  # it is no program
+        wrong = error.strerror
+    else:
+        if not run.returncode:
+            return
+        lines = run.stderr.strip().splitlines()
+        wrong = next((line for line in lines if "error" in line), "no message")
+    raise OptionError(
+        f"{name} cannot build what tracing as on a card needs: {wrong}; take another "
+        "compiler with the variable CXX, or trace on a machine with the card"
+    )

@@ -40,7 +40,7 @@ from cotrain_compile.placement.milp.solvers import pick
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.residency import HOST_MODES
 from cotrain_compile.plan import Lane, Placement, UpdateMode
-from cotrain_compile.units import format_bytes, format_exactly
+from cotrain_compile.units import format_budget, format_bytes, format_exactly
 
 MAX_TENSORS = 400
 # Added to the objective, of the seconds of work beside a slot: nothing moves without a reason.
@@ -323,7 +323,7 @@ def _refuse(step: Step, variant: Variant, time_limit_s: float, seed: int) -> NoR
     short = used[peak] - budget
     raise PlacementError(
         f"policy 'autotm-{variant}' needs at least {format_bytes(used[peak])} on the device "
-        f"({where}), but memory_budget is {format_bytes(budget)}: {format_exactly(short)} "
+        f"({where}), but memory_budget is {format_budget(budget)}: {format_exactly(short)} "
         f"short; raise memory_budget, or make the batch smaller",
         shortfall_bytes=short,
     )

@@ -10,7 +10,7 @@ from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.schedule.moves import Moves
 from cotrain_compile.placement.schedule.peak import Peak, peak_of
 from cotrain_compile.plan import Placement
-from cotrain_compile.units import format_bytes, format_exactly
+from cotrain_compile.units import format_budget, format_bytes, format_exactly
 
 
 def refuse_device(
@@ -30,7 +30,7 @@ def refuse_device(
     ways_on = _ways_on(budget, auto_bytes, peak)
     raise PlacementError(
         f"policy {placement.policy!r} needs {format_bytes(budget + shortfall_bytes)} on the device "
-        f"({peak.where}: {parts}), but memory_budget is {format_bytes(budget)}: "
+        f"({peak.where}: {parts}), but memory_budget is {format_budget(budget)}: "
         f"{format_exactly(shortfall_bytes)} short; {ways_on}",
         shortfall_bytes=shortfall_bytes,
     )
@@ -58,8 +58,9 @@ def refuse_host(problem: Problem, placement: Placement, needed: int) -> NoReturn
     raise PlacementError(
         f"policy {placement.policy!r} needs {format_bytes(needed)} on the host for optimizer "
         f"states, gradients and parameters in flight, but host_memory_budget is "
-        f"{format_bytes(budget)}: {format_bytes(needed - budget)} short; raise host_memory_budget, "
-        "or use policy='auto', which leaves on the device what memory_budget has room for",
+        f"{format_budget(budget)}: {format_bytes(needed - budget)} short; raise "
+        "host_memory_budget, or use policy='auto', which leaves on the device what memory_budget "
+        "has room for",
         shortfall_bytes=needed - budget,
         tier=Tier.HOST,
     )

@@ -15,7 +15,7 @@ from cotrain_compile.placement.schedule.refuse import refuse_device
 from cotrain_compile.placement.schedule.schedule import draft, shortfall_bytes
 from cotrain_compile.placement.search.least import Least
 from cotrain_compile.plan import Placement
-from cotrain_compile.units import format_bytes, format_exactly
+from cotrain_compile.units import format_budget, format_bytes, format_exactly
 
 
 def floor_bytes(problem: Problem) -> int:
@@ -48,7 +48,7 @@ def refuse(
         raise PlacementError(
             f"the step needs at least {format_bytes(least.nbytes)} on the device "
             f"({_in_words(peak)}), even with every update on the host and everything offloaded "
-            f"that can be, but memory_budget is {format_bytes(budget)}: {format_exactly(short)} "
+            f"that can be, but memory_budget is {format_budget(budget)}: {format_exactly(short)} "
             f"short; raise memory_budget, or {_advice(peak)}",
             shortfall_bytes=short,
         )
@@ -66,7 +66,7 @@ def refuse(
             "(time_limit), or use policy 'auto', which falls back on simpler ways"
         )
     within = (
-        f"within memory_budget {format_bytes(budget)} and host_memory_budget {format_bytes(host)}"
+        f"within memory_budget {format_budget(budget)} and host_memory_budget {format_budget(host)}"
     )
     if ran_out_s is not None:
         raise PlacementError(

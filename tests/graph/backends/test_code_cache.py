@@ -50,6 +50,12 @@ def test_code_kept_by_an_earlier_process_is_that_which_it_compiled(
         ):
             with pytest.raises(Prepared):
                 compile_graph(scaled(factor), [fake(rows)], settings)
+        # Nor is code that others may have chosen run.
+        (tmp_path / "segments").chmod(0o770)
+        with pytest.raises(Prepared):
+            compile_graph(scaled(2.0), [fake(4)], {})
+        (tmp_path / "segments").chmod(0o700)
+        compile_graph(scaled(2.0), [fake(4)], {})
         monkeypatch.setenv("COTRAIN_CACHE_DIR", "")
         with pytest.raises(Prepared):
             compile_graph(scaled(2.0), [fake(4)], {})

@@ -76,12 +76,21 @@ def test_what_was_compiled_otherwise_is_rehearsed(folder: Path) -> None:
     assert trained()[0] == 0
 
 
+REPEATED = '{"device": 1, "device": 2, "host": 0}'
+
+
 def test_a_file_that_is_damaged_or_above_the_budget_counts_as_absent(folder: Path) -> None:
     trained()
     (path,) = folder.iterdir()
     whole = path.read_bytes()
     most = 1 << 50
-    for content in ("", "[]", '{"device": 1.5, "host": 0}', f'{{"device": {most}, "host": 0}}'):
+    for content in (
+        "",
+        "[]",
+        '{"device": 1.5, "host": 0}',
+        f'{{"device": {most}, "host": 0}}',
+        REPEATED,
+    ):
         path.write_text(content)
         assert trained()[0] == 1
         assert path.read_bytes() == whole

@@ -49,7 +49,7 @@ def test_they_are_what_the_compiled_step_says(step: Step) -> None:
     assert "mfu" not in found
 
 
-def test_tokens_make_rates(step: Step) -> None:
+def test_tokens_make_rates(step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled, found = cotrain_compile.inspect(step), cotrain_compile.scalars(step, tokens=4)
     assert found["tokens_per_s"] == pytest.approx(4 / found["measured_s"])
     # Products of 4 x 8 by 8 x 4 in the forward and for the weight, of 2 flops an element.
@@ -57,7 +57,10 @@ def test_tokens_make_rates(step: Step) -> None:
     rates = compiled.throughput(4)
     assert rates.flops_per_s * found["measured_s"] == pytest.approx(flops, rel=0.5)
     of_machine = compiled.problem.machine.device.flops_per_s_of("float32")
-    assert found["mfu"] == pytest.approx(rates.flops_per_s / of_machine)
+    assert found["mfu"] == rates.mfu == pytest.approx(rates.flops_per_s / of_machine)
+    monkeypatch.setattr(compiled, "last_step_s", found["measured_s"] * found["mfu"] / 2)
+    assert compiled.throughput(4).why_no_mfu
+    assert cotrain_compile.scalars(step, tokens=4).keys() == found.keys() - {"mfu"}
     with pytest.raises(ValueError, match="0 tokens in"):
         cotrain_compile.scalars(step, tokens=0)
 

@@ -215,6 +215,17 @@ def test_a_step_that_fits_nowhere_is_one_line_of_error(
     assert not plan.exists()
 
 
+@pytest.mark.parametrize("rule", ["auto", "zero-offload"])
+def test_a_budget_of_a_few_bytes_was_meant_otherwise(
+    rule: str, step: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = str(step.with_name("plan.json"))
+    for budget, asks in (("20", True), ("10KiB", False)):
+        arguments = ("--memory-budget", budget, "--policy", rule)
+        said = error_of(monkeypatch, capsys, "solve", str(step), "-o", plan, *arguments)
+        assert ("but --memory-budget is 20 B (did you mean '20GiB'?): " in said) is asks
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

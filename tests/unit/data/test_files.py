@@ -12,6 +12,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from cotrain_compile.cluster.profile_files import read_profile
 from cotrain_compile.dataflow import (
     MOST_BYTES,
     Buffer,
@@ -23,7 +24,7 @@ from cotrain_compile.dataflow import (
     UpdateGroup,
 )
 from cotrain_compile.errors import FormatError
-from cotrain_compile.files import from_json, load, save, to_json
+from cotrain_compile.files import from_json, kind_of, load, parsed, save, to_json
 from cotrain_compile.machine import HostUpdate, Link, Machine, Tier, TierSpec, two_tier
 from cotrain_compile.plan import (
     HostRegion,
@@ -34,6 +35,7 @@ from cotrain_compile.plan import (
     Transfer,
     UpdateMode,
 )
+from cotrain_compile.presets import find
 from tests.support.dataflow_text import parse, text
 from tests.support.dataflows import chain, mixed_precision_step, random_dataflows
 
@@ -249,6 +251,16 @@ def test_a_machine_of_the_first_version_is_read() -> None:
     for field, value, complaint in wrong:
         with pytest.raises(FormatError, match=complaint):
             from_json(machine_of_version_1(**{field: value}), Machine, where="m.json")
+
+
+@pytest.mark.parametrize("read", [lambda path: load(path, Machine), kind_of, read_profile])
+def test_a_document_that_says_a_key_twice_is_refused(tmp_path: Path, read: Any) -> None:
+    whole, path = to_json(find("rtx4090")), tmp_path / "machine.json"
+    for twice in ('"kind":"plan",', '"data":{},'):
+        path.write_text(whole.replace("{", "{" + twice, 1))
+        with pytest.raises(FormatError, match=r"machine\.json: an object has the key '\w+' twice"):
+            read(path)
+    assert parsed('[{"a": {"b": 1}}, {"a": {"b": 2}}]') == [{"a": {"b": 1}}, {"a": {"b": 2}}]
 
 
 @pytest.mark.parametrize(

@@ -248,6 +248,15 @@ def test_an_unknown_option_is_refused_with_the_nearest_and_all_there_are() -> No
 
 
 @pytest.mark.parametrize(
+    ("word", "meant"),
+    [("budget", "memory_budget"), ("time", "time_limit"), ("order", "micro_batch_order")],
+)
+def test_a_word_of_its_name_leads_to_the_option(word: str, meant: str) -> None:
+    with pytest.raises(OptionError, match=re.escape(f"(did you mean '{meant}'?)")):
+        Options.parse({word: 1})
+
+
+@pytest.mark.parametrize(
     ("options", "near"),
     [
         ({"policy": "zero_offload"}, "zero-offload"),

@@ -5,7 +5,6 @@ Not only the one that `solve` chooses: every draft that any rung of the ladder k
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -99,7 +98,8 @@ def check_all(problem: Problem, policy: str) -> None:
         except PlacementError:
             pass
         except PlanError as error:  # of the program alone, on a computer that is busy
-            assert "found no plan in its time limit" in str(error)
+            if "found no plan in its time limit" not in str(error):
+                raise
     for of, found in kept:
         check(of, finished(of, found))
 
