@@ -28,7 +28,7 @@ def test_a_timeout_while_a_step_is_compiled(lowering: str) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def step(x: torch.Tensor) -> torch.Tensor:
-        loss = model(x).sum()
+        loss: torch.Tensor = model(x).sum()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -37,7 +37,7 @@ def test_a_timeout_while_a_step_is_compiled(lowering: str) -> None:
     def interrupted(*args: Any, **kwargs: Any) -> None:
         signal.raise_signal(signal.SIGUSR2)
 
-    options = {"policy": "resident", "quiet": True, "lowering": lowering}
+    options: dict[str, Any] = {"policy": "resident", "quiet": True, "lowering": lowering}
     compiled = torch.compile(step, backend="cotrain", options=options)
     before = signal.signal(signal.SIGUSR2, late)
     where = (

@@ -15,21 +15,27 @@ from cotrain_compile.errors import CaptureError
 
 Register = Callable[[nn.Sequential], Any]
 
+
+def _more(module: nn.Module, given: tuple[torch.Tensor, ...]) -> Any:
+    return (given[0] * 1.02,)
+
+
+_CALLED = {"with_kwargs": True, "always_call": True}
+
 FOLLOWED: dict[str, Register] = {
     "forward": lambda m: m[0].register_forward_hook(lambda _, given, out: out * 1.02),
-    "forward pre": lambda m: m[1][0].register_forward_pre_hook(lambda _, given: given[0] * 1.02),
+    "forward pre": lambda m: m.get_submodule("1.0").register_forward_pre_hook(
+        lambda _, given: given[0] * 1.02
+    ),
     "with kwargs": lambda m: m.register_forward_hook(lambda _, a, k, out: out * 1.02, **_CALLED),
     "of all": lambda m: all_modules.register_module_forward_hook(lambda _, a, out: out * 1.02),
-    "of all, before": lambda m: all_modules.register_module_forward_pre_hook(
-        lambda _, given: (given[0] * 1.02,)
-    ),
+    "of all, before": lambda m: all_modules.register_module_forward_pre_hook(_more),
 }
 REFUSED: dict[str, Register] = {
     "backward": lambda m: m[0].register_full_backward_hook(lambda _, i, o: None),
     "backward pre": lambda m: m[0].register_full_backward_pre_hook(lambda _, o: None),
     "of all": lambda m: all_modules.register_module_full_backward_hook(lambda _, i, o: None),
 }
-_CALLED = {"with_kwargs": True, "always_call": True}
 
 
 def losses(register: Register, *, compiled: bool) -> list[float]:
@@ -47,7 +53,7 @@ def losses(register: Register, *, compiled: bool) -> list[float]:
         return loss.detach()
 
     if compiled:
-        options = {"policy": "resident", "quiet": True}
+        options: dict[str, Any] = {"policy": "resident", "quiet": True}
         step = torch.compile(step, backend="cotrain", options=options)
     found = [step().item()]
     for _ in range(2):

@@ -6,6 +6,7 @@ As GaLore, PSGD and Shampoo do. Under `streamed` every update moves to where its
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -52,14 +53,14 @@ def trained(optimizer: type[Projected], compiled: bool) -> list[Tensor]:
 
     def step(batch: Tensor) -> Tensor:
         rule.zero_grad()
-        loss = model(batch).square().mean()
+        loss: Tensor = model(batch).square().mean()
         loss.backward()
         rule.step()
         return loss
 
     run: Callable[[Tensor], Tensor] = step
     if compiled:
-        options = {"policy": "streamed", "quiet": True}
+        options: dict[str, Any] = {"policy": "streamed", "quiet": True}
         run = torch.compile(step, backend="cotrain", options=options)
     for _ in range(2):
         run(torch.randn(8, ROWS))
