@@ -116,3 +116,44 @@ def test_a_step_that_counts_in_its_closure_is_found_again() -> None:
 def test_a_guard_is_told_as_the_user_writes_it() -> None:
     guard = "G['model']._modules['h']._modules['0']._parameters['bias'].grad is None"
     assert why_again(guard) == "`model.h[0].bias.grad is None` no longer holds"
+
+
+class Rectified(torch.optim.Optimizer):
+    """Notes in a table of its group what it has computed, as RAdam and AdaBelief of packages do."""
+
+    def __init__(self, params: Any, places: int) -> None:
+        super().__init__(params, {"lr": 0.1, "buffer": [[None, None] for _ in range(places)]})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        group = self.param_groups[0]
+        for param in group["params"]:
+            state = self.state[param]
+            state["step"] = state.get("step", 0) + 1
+            noted = group["buffer"][state["step"] % len(group["buffer"])]
+            if noted[0] != state["step"]:
+                noted[0], noted[1] = state["step"], group["lr"] / (1 - 0.9 ** state["step"])
+            param.sub_(noted[1] * param.grad)
+
+
+def rectified(compile_with: Callable[[Step], Step], places: int, steps: int) -> dict[str, Any]:
+    torch.manual_seed(SEED)
+    model = nn.Linear(12, 4).double()
+    optimizer = Rectified(model.parameters(), places)
+    step = compile_with(make_step(model, [optimizer], cross_entropy))
+    x, y = vectors()
+    for _ in range(steps):
+        step(x.double(), y)
+    return all_tensors(model, [optimizer])
+
+
+def test_compiles_for_the_table_of_an_optimizer_come_to_an_end() -> None:
+    found = rectified(cotrain(policy="resident"), 2, 12)
+    torch.testing.assert_close(found, rectified(lambda step: step, 2, 12))
+    assert graphs() == 6
+
+
+def test_the_table_of_an_optimizer_is_told_of() -> None:
+    table = r"\['buffer'\]\[\.\.\.\]\[0\]` of the optimizer changes"
+    with pytest.warns(UserWarning, match=table):
+        rectified(cotrain(policy="resident", quiet=True), 10, 8)
