@@ -6,10 +6,9 @@ first trace on, and so is a rate that is no longer the one the optimizer was mad
 set it by hand do so before their first step. A constant rate stays a constant, which is eager's
 arithmetic to the bit in more optimizers. Each other setting (`betas`, `eps`, ...) that first
 changes later would cost one more compile; the second such compile makes inputs of all settings, and
-is the last. What an optimizer keeps in a table in its groups, as RAdams outside of torch do, is an
-input as soon as it is a number. A whole number that Dynamo finds by way of a global is a constant
-to it, whatever it does: a script that counts its steps would be traced anew in each. Here it
-becomes an input as one of a closure does.
+is the last. A whole number that Dynamo finds by way of a global is a constant to it, whatever it
+does: a script that counts its steps would be traced anew in each. Here it becomes an input as one
+of a closure does.
 
 Private torch API used: `variables.builder.process_automatic_dynamic`, `pgo.auto_dynamic`,
 `GuardSource.GLOBAL`. Reason: they decide which numbers are inputs. Tried on torch 2.11.0, 2.13.0
@@ -20,7 +19,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import re
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
@@ -34,9 +32,6 @@ from torch._dynamo.variables import builder
 from torch._guards import GuardSource
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_leaves
-
-# A number in a list of lists of a group: what the optimizer has computed in earlier steps.
-_IN_A_TABLE = re.compile(r"param_groups\[\d+\]\['\w+'\]\[\d+\]\[\d+\]$")
 
 
 @dataclass
@@ -92,8 +87,6 @@ def settings_traced(function: Hashable) -> Iterator[None]:
 
     def process(tx: Any, name: str, entry: Any, **options: Any) -> Any:
         found = original(tx, name, entry, **options)
-        if _IN_A_TABLE.search(name):
-            return replace(found, scalar=pgo.auto_dynamic)
         is_setting = "param_groups" in name and isinstance(entry.scalar, float)
         if is_setting and (every_one or _is_to_change(function, name, entry.scalar)):
             return replace(found, scalar=pgo.auto_dynamic)

@@ -342,7 +342,7 @@ def test_dora_of_peft_trains_as_in_eager() -> None:
             optimizer.step()
             optimizer.zero_grad()
 
-        options = {"policy": "resident", "quiet": True}
+        options: dict[str, Any] = {"policy": "resident", "quiet": True}
         run = torch.compile(step, backend="cotrain", options=options) if compiled else step
         for _ in range(2):
             run()
