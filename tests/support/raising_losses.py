@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -68,6 +69,14 @@ def own_class(model: Any, x: Tensor) -> Any:
     raise Unfit(x.shape[0], 3)
 
 
+def interrupted(model: Any, x: Tensor) -> Any:
+    raise KeyboardInterrupt
+
+
+def ended(model: Any, x: Tensor) -> Any:
+    sys.exit(x.shape[0])
+
+
 def assertion(model: Any, x: Tensor) -> Any:
     assert x.shape[0] == 3, "three rows wanted"
     return model(x)
@@ -103,6 +112,8 @@ LOSSES = [
     division_by_zero,
     unfit_value,
     own_class,
+    interrupted,
+    ended,
     assertion,
     assertion_without_words,
 ]

@@ -3,10 +3,11 @@
 In: the state of the process when a step is traced or called. Out: a trace that holds as long as
 hooks of all modules (`register_module_forward_hook` and its like) are those that it has seen, and a
 refusal where eager would do at the call what no graph does: pack and unpack saved tensors, look for
-anomalies. One guard asks for all of it.
+anomalies, or raise since torch.func transforms the step. One guard asks for all of it.
 
 Private torch API used: `OutputGraph.init_ambient_guards`, `GlobalStateSource`, lambda guards,
-`torch._C._autograd._top_saved_tensors_default_hooks`, `torch.nn.modules.module._global_*_hooks`.
+`torch._C._autograd._top_saved_tensors_default_hooks`,
+`torch._C._functorch.peek_interpreter_stack`, `torch.nn.modules.module._global_*_hooks`.
 Reason: stock Dynamo guards grad mode, autocast, modes and devices, but none of these. Tried on
 torch 2.13.0.
 """
@@ -24,7 +25,7 @@ from torch._dynamo.source import GlobalStateSource
 from torch._guards import Guard
 from torch.nn.modules import module as torch_module
 
-from cotrain_compile.capture.dynamo.ways_on import ANOMALIES, SAVED_TENSORS
+from cotrain_compile.capture.dynamo.ways_on import ANOMALIES, SAVED_TENSORS, WITHIN_A_TRANSFORM
 
 Patch = tuple[Any, str, Any]
 
@@ -51,6 +52,11 @@ def why_refused() -> str | None:
         return (
             "hooks on saved tensors (torch.autograd.graph.saved_tensors_hooks, save_on_cpu) are "
             f"around the call of the step, which would pass over them; {SAVED_TENSORS}"
+        )
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return (
+            "the step is called within torch.func or vmap, where backward() does not run, in eager "
+            f"neither; {WITHIN_A_TRANSFORM}"
         )
     if torch.is_anomaly_enabled():
         return (

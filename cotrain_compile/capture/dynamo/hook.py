@@ -122,7 +122,7 @@ class _Refused(ShortenTraceback):
     So neither Dynamo's frames nor ours stand between the user's line and the message.
     """
 
-    def __init__(self, error: Exception) -> None:
+    def __init__(self, error: BaseException) -> None:
         super().__init__(str(error), first_useful_frame=None)
         self.error = error
 

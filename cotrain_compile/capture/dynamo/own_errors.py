@@ -5,9 +5,10 @@ What Dynamo calls code that it cannot trace though eager would raise an exceptio
 name that is nowhere, is raised in the trace, so that a step may catch it as well.
 
 Private torch API used: `InstructionTranslatorBase.exception_handler`, `._load_attr` and
-`.exn_vt_stack`; `symbolic_convert.unimplemented`, `._detect_and_normalize_assert_statement`; the
-variables of exceptions and `raise_observed_exception`. Reason: Dynamo tells such an exception from
-what it cannot trace only by words. Tried on torch 2.13.0.
+`.exn_vt_stack`; `symbolic_convert.unimplemented`, `._detect_and_normalize_assert_statement`;
+`SkipFunctionVariable.call_function`; the variables of exceptions and `raise_observed_exception`.
+Reason: Dynamo tells such an exception from what it cannot trace only by words. Tried on torch
+2.13.0.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch._dynamo.exc import raise_observed_exception
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase
 from torch._dynamo.variables.constant import ConstantVariable
+from torch._dynamo.variables.functions import SkipFunctionVariable
 from torch._dynamo.variables.misc import SuperVariable
 from torch._dynamo.variables.user_defined import UserDefinedExceptionObjectVariable
 
@@ -52,6 +54,20 @@ def errors_noted(session: Session) -> Iterator[Patch]:
         yield symbolic_convert, _ASSERT, _kept(message, getattr(symbolic_convert, _ASSERT))
     refuse: Any = vars(symbolic_convert)["unimplemented"]
     yield symbolic_convert, "unimplemented", _raised(message, refuse)
+    yield SkipFunctionVariable, "call_function", _leaving(SkipFunctionVariable.call_function)
+
+
+def _leaving(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`original`, a call that Dynamo does not trace, but for `sys.exit`, which raises."""
+
+    @functools.wraps(original)
+    def call(self: SkipFunctionVariable, tx: Any, args: Any, kwargs: Any) -> Any:
+        if self.value is sys.exit:
+            leave: Any = SystemExit
+            raise_observed_exception(leave, tx, args=list(args))
+        return original(self, tx, args, kwargs)
+
+    return call
 
 
 def _noted(session: Session, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -71,19 +87,19 @@ def _noted(session: Session, original: Callable[..., Any]) -> Callable[..., Any]
     return handle
 
 
-def exception_of(variable: Any, effects: SideEffects | None = None) -> Exception | None:
+def exception_of(variable: Any, effects: SideEffects | None = None) -> BaseException | None:
     """The exception that a variable of Dynamo's stands for; None where it is none.
 
     In `effects` is what the step has assigned to its attributes.
     """
     kind = getattr(variable, "exc_type", None)
-    if kind is None or not issubclass(kind, Exception):
+    if kind is None or not issubclass(kind, BaseException):
         return None
     args = [_value_or_words(arg) for arg in variable.args]
     if kind.__module__ == "builtins":
-        made: Exception = kind(*args)
+        made: BaseException = kind(*args)
         return made
-    found: Exception = kind.__new__(kind, *args)
+    found: BaseException = kind.__new__(kind, *args)
     found.args = tuple(args)
     stored = effects.store_attr_mutations.get(variable, {}) if effects is not None else {}
     for name, value in stored.items():

@@ -23,6 +23,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from itertools import chain
 from typing import Any, NoReturn
 from unittest import mock
 
@@ -40,6 +41,7 @@ from torch._inductor import config as inductor_config
 from cotrain_compile.capture.dynamo.ambient import ambient_guarded
 from cotrain_compile.capture.dynamo.bounded_deques import deques_bounded
 from cotrain_compile.capture.dynamo.causal_masks import known_in_trace, not_exporting
+from cotrain_compile.capture.dynamo.class_names import class_names_traced
 from cotrain_compile.capture.dynamo.data_parallel import forward_traced, means_traced
 from cotrain_compile.capture.dynamo.gradient_hooks import backward_traced
 from cotrain_compile.capture.dynamo.in_place import in_place_traced
@@ -85,16 +87,18 @@ def whole_step_tracing(session: Session) -> Iterator[None]:
     with ExitStack() as stack:
         for context in _settings():
             stack.enter_context(context)
-        for owner, name, instead in (
-            *_general(session, said),
-            *_of_this_torch(),
-            *reasons_noted(session),
-            *errors_noted(session),
-            *log_calls_traced(said),
-            *deques_bounded(),
-            *ambient_guarded(),
-            *inference_mode_traced(),
-            *numbers_traced(),
+        # One after the other: a replacement calls what stood there, which may be another one.
+        for owner, name, instead in chain(
+            _general(session, said),
+            _of_this_torch(),
+            reasons_noted(session),
+            errors_noted(session),
+            log_calls_traced(said),
+            deques_bounded(),
+            ambient_guarded(),
+            inference_mode_traced(),
+            numbers_traced(),
+            class_names_traced(),
         ):
             stack.enter_context(mock.patch.object(owner, name, instead))
         stack.enter_context(scalers_traced())

@@ -37,6 +37,9 @@ _WHICH_GRAPH = re.compile(r"^\W*\d+/\d\w*\W*:?\s+")
 _SCOPES = ("L", "G")
 # Where a module has its submodules, parameters and buffers.
 _MEMBERS = ("_modules", "_parameters", "_buffers")
+# Where in a list: an optimizer that looks into a table looks elsewhere in each step.
+_PLACE = re.compile(r"(\[\d+\])")
+_OF_AN_OPTIMIZER = re.compile(r"\.param_groups\[|\.state\[")
 _ROUNDS = re.compile(r"\brange\(")
 
 
@@ -72,10 +75,17 @@ def what_changes(reasons: Iterable[object]) -> str | None:
     found = [_parsed(str(reason)) for reason in reasons]
     # A guard without a line of the user's, or on hooks, is torch's or ours.
     known = [r for r in found if r.value and r.line and not r.value.endswith("_hooks")]
-    counts = Counter((reason.value, reason.line) for reason in known)
+    counts = Counter((_anywhere(reason.value), reason.line) for reason in known)
     (value, line), count = max(counts.items(), key=lambda item: item[1], default=(("", ""), 0))
     if count < _MANY:
         return None
+    value = _in_common([r.value for r in known if (_anywhere(r.value), r.line) == (value, line)])
+    if _OF_AN_OPTIMIZER.search(value):
+        return (
+            f"`{value}` of the optimizer changes from call to call, and its step decides by it: "
+            f"`{line}`. Keep what it counts and computes in tensors, in `optimizer.state`, and "
+            "decide with torch.where; or take the optimizer of that name from torch.optim"
+        )
     if _ROUNDS.search(line):
         return (
             f"`{value}` changes from call to call, and is the number of rounds of a loop: `{line}`."
@@ -88,6 +98,16 @@ def what_changes(reasons: Iterable[object]) -> str | None:
         f"`{line}`. Change it outside the step, and pass in what the step needs of it, as a tensor "
         "or as a number that is an argument; what a step appends to a list it can return"
     )
+
+
+def _anywhere(value: str) -> str:
+    return _PLACE.sub("[...]", value)
+
+
+def _in_common(values: Iterable[str]) -> str:
+    """Values that differ in no more than places in lists, as one."""
+    parts = zip(*(_PLACE.split(value) for value in values), strict=True)
+    return "".join(part[0] if len(set(part)) == 1 else "[...]" for part in parts)
 
 
 def in_torchs_words(reasons: Iterable[object]) -> str | None:

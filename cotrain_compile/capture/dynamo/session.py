@@ -57,7 +57,7 @@ class Session:
     # The graph of the latest attempt, as far as it has come.
     graph: fx.Graph | None = None
     # What the step itself raises, where nobody in it catches that.
-    own_error: Exception | None = None
+    own_error: BaseException | None = None
     refusal: CaptureError | None = None
     graph_was_compiled: bool = False
 

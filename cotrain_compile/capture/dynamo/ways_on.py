@@ -72,6 +72,7 @@ SAVED_TENSORS = (
     "leave out the hooks on saved tensors: the plan itself keeps in host memory, or makes "
     "again, what backward() needs, so that memory_budget holds"
 )
+WITHIN_A_TRANSFORM = "call torch.func and vmap in the step, of the function that computes the loss"
 ANOMALIES = (
     "look for anomalies with the step in eager, outside torch.compile, and leave it out here"
 )

@@ -94,10 +94,25 @@ class Around:
     [
         (lambda: torch.autograd.graph.save_on_cpu(), "leave out the hooks on saved tensors"),
         (lambda: torch.autograd.set_detect_anomaly(True), "set_detect_anomaly"),
+        (lambda: torch.no_grad(), r"torch\.no_grad\(\).*around the call of the step"),
     ],
-    ids=["saved tensors", "anomaly"],
+    ids=["saved tensors", "anomaly", "no gradients"],
 )
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 def test_what_lies_around_a_later_call_is_refused(context: Any, told: str) -> None:
     with pytest.raises(CaptureError, match=told):
         losses(lambda _: Around(context()), compiled=True)
+
+
+def test_a_step_under_vmap_is_refused() -> None:
+    model = nn.Linear(4, 2)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = model(x).sum()
+        loss.backward()
+        return loss.detach()
+
+    options: dict[str, Any] = {"policy": "resident", "quiet": True}
+    compiled = torch.compile(step, backend="cotrain", options=options)
+    with pytest.raises(CaptureError, match="and vmap in the step, of the function"):
+        torch.vmap(compiled)(torch.ones(2, 3, 4))

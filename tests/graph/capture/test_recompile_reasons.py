@@ -38,6 +38,15 @@ def test_the_value_is_named_as_the_user_writes_it(value: str, reason: str) -> No
     assert what_changes([reason.format(i) for i in range(3)]) is None  # as many as a mode has
 
 
+def test_places_of_a_table_are_one_value() -> None:
+    guard = "0/{0}: G['o'].param_groups[0]['buffer'][{0}][0] is None  # if t == row[0]:  # o.py:9"
+    told = what_changes(guard.format(i) for i in range(5))
+    assert told is not None
+    assert told.startswith("`o.param_groups[0]['buffer'][...][0]` of the optimizer changes")
+    assert "`if t == row[0]:`" in told
+    assert "take the optimizer of that name from torch.optim" in told
+
+
 def test_a_loop_whose_rounds_change_is_not_told_to_pass_them_in() -> None:
     told = what_changes(f"0/{i}: G['n'] == {i}  # for _ in range(n):  # t.py:3" for i in range(5))
     assert told is not None

@@ -317,12 +317,38 @@ def test_a_model_that_looks_at_its_labels_is_known_by_its_source(tmp_path: Path)
 def test_lora_with_gradient_checkpointing_trains() -> None:
     peft = pytest.importorskip("peft")
     model = make_llama()
-    model.config.use_cache = False  # type: ignore[union-attr]
+    model.config.use_cache = True  # type: ignore[union-attr]
     model.gradient_checkpointing_enable()  # type: ignore[operator]
     model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
     adapters = [param for param in model.parameters() if param.requires_grad]
     x = torch.randint(1, 32, (2, 8))
     train(adapters, lambda: model(input_ids=x, labels=x).loss)
+
+
+def test_dora_of_peft_trains_as_in_eager() -> None:
+    """It asks for the module of a weight's class."""
+    peft = pytest.importorskip("peft")
+
+    def adapters(compiled: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        config = peft.LoraConfig(r=2, target_modules=["0"], use_dora=True, init_lora_weights=False)
+        model = peft.get_peft_model(nn.Sequential(nn.Linear(4, 6), nn.GELU()), config)
+        trained = [param for param in model.parameters() if param.requires_grad]
+        optimizer = torch.optim.SGD(trained, lr=0.1)
+        x = torch.randn(3, 4)
+
+        def step() -> None:
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        options: dict[str, Any] = {"policy": "resident", "quiet": True}
+        run = torch.compile(step, backend="cotrain", options=options) if compiled else step
+        for _ in range(2):
+            run()
+        return trained
+
+    torch.testing.assert_close(adapters(True), adapters(False))
 
 
 @pytest.mark.parametrize("package", ["pytorch_lightning", "lightning/pytorch"])
