@@ -41,6 +41,7 @@ from cotrain_compile.capture.dynamo.data_sizes import size_behind
 from cotrain_compile.capture.dynamo.diagnose import diagnose
 from cotrain_compile.capture.dynamo.patches import whole_step_tracing
 from cotrain_compile.capture.dynamo.session import FrameObjects, Session, active
+from cotrain_compile.capture.dynamo.ways_on import way_on_of
 from cotrain_compile.collector import collector_off
 from cotrain_compile.errors import CaptureError, CotrainError
 from cotrain_compile.options import Options
@@ -164,6 +165,8 @@ def _trace_step(
         refusal = refusal or _size_from_data(error, session)
         known = diagnose(error, refusal, session.code, suggests_eager=not warns)
         own = session.own_error if isinstance(known, CaptureError) and refusal is None else None
+        if own is not None and (way := way_on_of(own)):
+            known, own = CaptureError(f"{_where(session.code)}: {way}"), None
         if own is not None and not warns:
             own.add_note(str(known))
             raise own if config.verbose else _Refused(own) from error

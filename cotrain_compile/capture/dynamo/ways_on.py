@@ -31,6 +31,9 @@ _FABRIC = (
     "fabric.autocast()"
 )
 
+# By words of an exception that a framework raises in a trace, and in eager does not.
+_RAISED_IN_A_TRACE = (("fabric.backward(loss)", _FABRIC),)
+
 _SCHEDULER = "call scheduler.step() outside the step, after it"
 
 # By a part of the path of a file that the trace has gone through.
@@ -204,6 +207,13 @@ def way_on(stack: Sequence[traceback.FrameSummary], what: str, users_line: str =
     ]
     found += [way for word, way in _LINES if word in users_line]
     return found[0][0].upper() + found[0][1:] if found else None
+
+
+def way_on_of(raised: BaseException) -> str | None:
+    """What to do about an exception that a framework raises since the step is traced, or None."""
+    told = str(raised)
+    found = next((way for words, way in _RAISED_IN_A_TRACE if words in told), None)
+    return f"{told} {found[0].upper()}{found[1:]}" if found else None
 
 
 def _is_in_source(word: str, source: str) -> bool:

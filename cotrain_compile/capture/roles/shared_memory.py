@@ -16,8 +16,8 @@ from cotrain_compile.graph import StepInput
 
 _FLAT = (
     "Let each have its own (p.grad = None before the first call; clip_grad_norm_ takes many "
-    "tensors), or train the flat one: torch.func.functional_call(model, {name: "
-    "flat[a:b].view(shape), ...}, inputs)"
+    "tensors), or train the one flat buffer that they are parts of: torch.func.functional_call("
+    "model, {name: flat[a:b].view(shape), ...}, inputs)"
 )
 
 
