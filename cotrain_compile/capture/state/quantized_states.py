@@ -27,7 +27,7 @@ def quantized_states(optimizer: torch.optim.Optimizer) -> StatesOf | None:
         return None
     if inspect.unwrap(type(optimizer).step) is not inspect.unwrap(base.step):
         return None
-    new_buffer: Callable[[Tensor, bool], Tensor] = optimizer._new_buffer  # type: ignore[attr-defined]
+    new_buffer: Callable[[Tensor, bool], Tensor] = optimizer._new_buffer
 
     def make(param: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
         unsigned = ["exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])]

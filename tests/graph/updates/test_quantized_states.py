@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 import cotrain_compile
+from cotrain_compile.errors import CaptureError, CotrainError
 from cotrain_compile.machine import Tier
 from tests.support.closeness import same_bits
 
@@ -59,7 +60,7 @@ class Training:
 
     def tensors(self) -> dict[str, Tensor]:
         """All that the training has made, each tensor that a state is made of by itself."""
-        found = dict(self.model.named_parameters())
+        found: dict[str, Tensor] = dict(self.model.named_parameters())
         for name, param in self.model.named_parameters():
             for key, value in self.optimizer.state[param].items():
                 found |= parts(f"{name}.{key}", value)
@@ -148,17 +149,17 @@ def test_a_batch_made_of_others_is_refused(torchao: Any) -> None:
     x = torch.randn(16, 64)
 
     def step() -> Tensor:
-        loss = (training.model(x).sum() * moments.dequantize()[0, 0]).square()
+        loss: Tensor = (training.model(x).sum() * moments.dequantize()[0, 0]).square()
         loss.backward()
         training.optimizer.step()
         return loss.detach()
 
-    with pytest.raises(cotrain_compile.CaptureError, match="is a OptimState8bit, a tensor made of"):
+    with pytest.raises(CaptureError, match="is a OptimState8bit, a tensor made of"):
         torch.compile(step, backend="cotrain")()
 
 
 def test_a_trace_that_fails_leaves_no_quantized_state(torchao: Any) -> None:
     training = Training(torchao.AdamW8bit, {"memory_budget": 1000})
-    with pytest.raises(cotrain_compile.CotrainError):
+    with pytest.raises(CotrainError):
         training.train(range(1))
     assert not training.optimizer.state
