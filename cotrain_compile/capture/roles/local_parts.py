@@ -1,8 +1,10 @@
-"""Local parts: what this rank holds of the DTensors that a step has.
+"""Local parts: what this rank holds of the tensors of a step that are made of others.
 
 AOTAutograd gives a DTensor two placeholders, its local tensor and its device mesh, and returns one
-as its local tensor. In: the ATen graph, with the inputs and values of Dynamo's. Out: an input and
-a value for each placeholder of the ATen graph, and the tensors they are parts of.
+as its local tensor. A state that is quantized, as torchao's are, gets one for each tensor it is
+made of: codes, scales and a table. Each of these is a state of its own, with a home of its own. In:
+the ATen graph, with the inputs and values of Dynamo's. Out: an input and a value for each
+placeholder of the ATen graph, and the tensors they are parts of.
 
 Private torch API used: the descriptors in `node.meta["desc"]` (`torch._functorch._aot_autograd`),
 read by their attributes `base`, `attr` and `idx`. Reason: nothing else says which input a
@@ -12,7 +14,7 @@ placeholder is a part of. Tried on torch 2.13.0.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -48,8 +50,8 @@ def local_parts(
 ) -> LocalParts:
     """What the placeholders of the ATen graph `module` stand for.
 
-    `inputs` and `values` are those of Dynamo's graph. Raises `CaptureError` for another subclass of
-    tensors than DTensor.
+    `inputs` and `values` are those of Dynamo's graph. Raises `CaptureError` for a tensor made of
+    others that is neither a DTensor nor a state of an optimizer.
     """
     if not any(map(is_traceable_wrapper_subclass, values)):
         return LocalParts(tuple(inputs), values, values)
@@ -92,7 +94,8 @@ def _part(
     if attributes and not isinstance(part, torch.Tensor):
         mesh = StepInput(item.node, f"{item.name}.{attributes[-1]}", Role.MESH)
         return mesh, part, part
-    return item, part, whole
+    inner = "".join(f".{attribute}" for attribute in attributes if attribute != _LOCAL)
+    return replace(item, name=item.name + inner, key=item.key + inner), part, whole
 
 
 def _origin(description: Any) -> tuple[int, list[str]]:
@@ -111,11 +114,9 @@ def _origin(description: Any) -> tuple[int, list[str]]:
 
 def _refuse_other_subclasses(inputs: Sequence[StepInput], values: Sequence[Any]) -> None:
     for item, value in zip(inputs, values, strict=True):
-        if is_traceable_wrapper_subclass(value) and not hasattr(value, "device_mesh"):
-            way_on = "train plain tensors or DTensors"
-            if item.role is Role.OPTIMIZER_STATE:
-                way_on = "take an optimizer with plain tensors as states, as bitsandbytes has"
+        known = hasattr(value, "device_mesh") or item.role is Role.OPTIMIZER_STATE
+        if is_traceable_wrapper_subclass(value) and not known:
             raise CaptureError(
                 f"{item.name} is a {type(value).__name__}, a tensor made of others, and the plan "
-                f"would not see these; {way_on}"
+                "would not see these; train plain tensors or DTensors"
             )

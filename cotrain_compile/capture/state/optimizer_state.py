@@ -17,6 +17,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from cotrain_compile.capture.state.quantized_states import quantized_states
 from cotrain_compile.capture.state.untouched import MAKE_ZEROS, zeros_on_host
 from cotrain_compile.errors import HostMemoryError
 
@@ -134,6 +135,12 @@ def _create_state(
             for param in group["params"]
             if param.requires_grad and id(param) not in stateless and not optimizer.state.get(param)
         ]
+        if fresh and (states_of := quantized_states(optimizer)):
+            with torch.no_grad(), _made_on_host():
+                for param in fresh:
+                    optimizer.state[param].update(states_of(param, group))
+            created += fresh
+            continue
         if not fresh or init_group is None:
             continue
         _init_with_stand_in_gradients(optimizer, init_group, group, fresh)

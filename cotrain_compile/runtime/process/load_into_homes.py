@@ -4,7 +4,7 @@ torch puts loaded states next to their parameter, in new tensors. A state at hom
 land on the device, which may not have the room, and lose its pinned memory. With these hooks a
 loaded state is copied into the tensor that is the home, on whichever tier and of whichever dtype
 that is; scalars, and what has no home of its shape, are left to torch. A DTensor is copied into one
-that is placed alike.
+that is placed alike, and a quantized state, one made of tensors, into one that is made alike.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 @dataclass(frozen=True)
@@ -64,14 +65,28 @@ def _fits(home: object, value: object) -> bool:
     # A scalar has no home to keep, and torch's optimizers read their step count while they load.
     if not isinstance(home, torch.Tensor) or not isinstance(value, torch.Tensor):
         return False
-    known = type(home) is torch.Tensor or hasattr(home, "placements")
-    alike = type(home) is type(value) and _placements(home) == _placements(value)
-    return known and alike and home.dim() > 0 and home.shape == value.shape
+    alike = type(home) is type(value) and home.shape == value.shape
+    return alike and home.dim() > 0 and _made_alike(home, value)
 
 
-def _placements(tensor: torch.Tensor) -> object:
-    """How a DTensor is split over ranks; None for a plain tensor."""
-    return getattr(tensor, "placements", None)
+def _made_alike(home: torch.Tensor, value: Any) -> bool:
+    """Whether both are plain, DTensors that are placed alike, or made of such as fit each other."""
+    if hasattr(home, "placements"):
+        return bool(home.placements == value.placements)
+    if not is_traceable_wrapper_subclass(home):
+        return type(home) is torch.Tensor
+    names, facts = home.__tensor_flatten__()
+    return (names, facts) == value.__tensor_flatten__() and all(
+        getattr(home, name).shape == getattr(value, name).shape for name in names
+    )
+
+
+def _copy(home: torch.Tensor, value: torch.Tensor) -> None:
+    if hasattr(home, "placements") or not is_traceable_wrapper_subclass(home):
+        home.copy_(value)
+        return
+    for name in home.__tensor_flatten__()[0]:
+        _copy(getattr(home, name), getattr(value, name))
 
 
 def _land(optimizer: torch.optim.Optimizer) -> None:
@@ -79,5 +94,5 @@ def _land(optimizer: torch.optim.Optimizer) -> None:
         for values in optimizer.state.values():
             for name, landing in values.items():
                 if isinstance(landing, _Landing):
-                    landing.home.copy_(landing.value)
+                    _copy(landing.home, landing.value)
                     values[name] = landing.home
