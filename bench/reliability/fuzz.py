@@ -27,26 +27,33 @@ from bench.report import write_report
 # busy machine much of what passes on the clock is waiting for a processor.
 CASE_CPU_S, CASE_S = 300, 1800
 # Cases of one process: torch and Dynamo keep something of each.
-IN_ONE = {"steps": 25, "files": 500}
+IN_ONE = {"steps": 25, "files": 500, "sequences": 25}
 TITLES = {
     "steps": "random training programs, in eager, captured and placed",
     "files": "damaged and hostile files, read by the command line",
 }
 
 
-def run_case(kind: str, seed: int, folder: Path) -> str:
-    """The status of one case; raises where a promise is broken."""
+def run_case(kind: str, seed: int, folder: Path) -> tuple[str, str]:
+    """The status of one case, and what is told of it; raises where a promise is broken."""
     if kind == "files":
         from tests.support.fuzz.fuzz_commands import case, with_files
 
-        return case(with_files(folder), seed)
+        return case(with_files(folder), seed), ""
+    if kind == "sequences":
+        from tests.support.sequences.lock_step import run as run_sequence
+        from tests.support.sequences.sequence import random_sequence
+
+        done = run_sequence(random_sequence(seed))
+        told = json.dumps({"held": done.held, "refused": done.refused})
+        return "refused" if done.refused else "equal", told
     import torch
 
     from tests.support.fuzz.fuzz_run import run
     from tests.support.fuzz.fuzz_specs import random_spec
 
     torch.set_num_threads(1)
-    return run(random_spec(seed)).status
+    return run(random_spec(seed)).status, ""
 
 
 def work(kind: str, first: int) -> None:
@@ -64,7 +71,7 @@ def work(kind: str, first: int) -> None:
             signal.alarm(CASE_S)
             signal.setitimer(signal.ITIMER_PROF, CASE_CPU_S)
             try:
-                status, message = run_case(kind, seed, Path(folder)), ""
+                status, message = run_case(kind, seed, Path(folder))
             except Exception as error:
                 status, message = "broken", f"{type(error).__name__}: {error}"[:500]
             finally:
@@ -113,7 +120,7 @@ def _worker(kind: str, first: int) -> Iterator[subprocess.Popen[str]]:
 def main() -> None:
     """Run a campaign and write its figures."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("kind", choices=tuple(TITLES))
+    parser.add_argument("kind", choices=tuple(IN_ONE))
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--first", type=int, default=0, help="seed of the first case")
     parser.add_argument("-o", "--output", type=Path)
@@ -122,6 +129,8 @@ def main() -> None:
     if asked.worker:
         work(asked.kind, asked.first)
         return
+    if asked.kind not in TITLES:
+        parser.error(f"{asked.kind}: python -m bench.reliability.api_sequences runs these")
     start_s = time.monotonic()
     counts: Counter[str] = Counter()
     broken: list[dict[str, Any]] = []
