@@ -151,7 +151,20 @@ def call_under_a_mode(training: Training, rng: random.Random) -> Any:
             torch.random.fork_rng(),
             torch.autograd.set_multithreading_enabled(False),
             torch.autograd.profiler.record_function("step"),
-            torch.autograd.graph.allow_mutation_on_saved_tensors(),
+        ]
+    )
+    with around:
+        return training.call("train", *training.batch())
+
+
+@action
+def call_under_saved_tensor_hooks(training: Training, rng: random.Random) -> Any:
+    """What is saved for the backward is changed on its way, or may be written in between."""
+    graph = torch.autograd.graph
+    around = rng.choice(
+        [
+            graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved * 1.5),
+            graph.allow_mutation_on_saved_tensors(),
         ]
     )
     with around:
