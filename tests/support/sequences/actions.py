@@ -11,7 +11,7 @@ import io
 import random
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import torch
@@ -145,7 +145,7 @@ def call_with_a_batch_that_is_kept(training: Training, rng: random.Random) -> An
 @action
 def call_under_a_mode(training: Training, rng: random.Random) -> Any:
     """Within what other programs have around a call, and what changes no number."""
-    around = rng.choice(
+    around: AbstractContextManager[Any] = rng.choice(
         [
             torch.enable_grad(),
             torch.random.fork_rng(),
@@ -161,7 +161,7 @@ def call_under_a_mode(training: Training, rng: random.Random) -> Any:
 def call_under_saved_tensor_hooks(training: Training, rng: random.Random) -> Any:
     """What is saved for the backward is changed on its way, or may be written in between."""
     graph = torch.autograd.graph
-    around = rng.choice(
+    around: AbstractContextManager[Any] = rng.choice(
         [
             graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved * 1.5),
             graph.allow_mutation_on_saved_tensors(),
@@ -433,6 +433,8 @@ def replace_parameter(training: Training, rng: random.Random) -> None:
 def swap_tensors(training: Training, rng: random.Random) -> None:
     """Another tensor under the same name and identity, as `module.to` does where it is told to."""
     old = training.model.first.weight
+    if not old.requires_grad:
+        return  # torch swaps no leaf that was trained and is frozen, whoever trained it
     old.grad = None
     other = nn.Parameter(old.detach() * 0.7, requires_grad=old.requires_grad)
     torch.utils.swap_tensors(old, other)
@@ -635,7 +637,7 @@ def hook_backward(training: Training, rng: random.Random) -> None:
 def hook_every_module(training: Training, rng: random.Random) -> None:
     mine = training.model.act
 
-    def halve(module: nn.Module, inputs: Any, out: Tensor) -> Tensor | None:
+    def halve(module: nn.Module, inputs: Any, out: Tensor) -> Any:
         return out * 0.5 if module is mine else None
 
     training.hooks.append(nn.modules.module.register_module_forward_hook(halve))

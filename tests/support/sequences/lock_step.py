@@ -219,7 +219,7 @@ def _leaves(value: Any) -> list[tuple[str, Tensor]]:
 
 
 def _compiled(step: Step, options: dict[str, Any]) -> Step:
-    return torch.compile(step, backend="cotrain", options=options)  # type: ignore[no-any-return]
+    return torch.compile(step, backend="cotrain", options=options)
 
 
 def _options(setup: Setup) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 from tests.support.sequences.actions import ACTIONS, WEIGHTS
 from tests.support.sequences.twin import NORMS, OPTIMIZERS, WRITTEN, Setup
 
-# Actions that break a promise for a reason that is known: hooks of modules that come after the first
+# Actions that break a promise for a known reason: hooks of modules that come after the first
 # call, and of saved tensors around a call, are not seen by a step that is compiled.
 KNOWN: tuple[str, ...] = (
     "hook_forward",

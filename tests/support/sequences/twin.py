@@ -213,9 +213,9 @@ def make_steps(training: Training) -> dict[str, Step]:
         if written != "cleared last":
             optimizer.zero_grad(set_to_none=written != "cleared to zeros")
         loss = loss_of(x, y)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         if written == "two micro-batches":
-            loss_of(x.flip(0), y).backward()  # type: ignore[no-untyped-call]
+            loss_of(x.flip(0), y).backward()
         if written == "clipped":
             nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
@@ -237,7 +237,7 @@ def make_steps(training: Training) -> dict[str, Step]:
 
     def collect(x: Tensor, y: Tensor) -> Tensor:
         loss = loss_of(x, y)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         return loss
 
     def update() -> None:
