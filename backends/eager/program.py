@@ -33,19 +33,19 @@ def _alone(node: fx.Node) -> None:
 class EagerProgram:
     """Runs a placed graph and notes when each op ran.
 
-    A value is freed after its last use, at once where it has none. `before_update` is called before
-    each node that writes a parameter or state, or starts what does, `before_exchange` before each
-    that begins an exchange between ranks, where the step is no rehearsal; `written` has the writes
-    of these and of all nodes before, whether or not they came to their end. `env` has the values at
-    hand. Where the `room` that the plan leaves is known, small updates run in lock step.
-    `fx.Interpreter` does the same at three times the cost.
+    A value is freed after its last use, at once where it has none. `before_write` is called before
+    each node that writes a parameter, state or buffer, or starts what does, `before_exchange`
+    before each that begins an exchange between ranks, where the step is no rehearsal; `written` has
+    the writes of these and of all nodes before, whether or not they came to their end. `env` has
+    the values at hand. Where the `room` that the plan leaves is known, small updates run in lock
+    step. `fx.Interpreter` does the same at three times the cost.
     """
 
     def __init__(
         self,
         placed: StepGraph,
         device: Device,
-        before_update: Callable[[], None],
+        before_write: Callable[[], None],
         more_writes: Mapping[fx.Node, Sequence[Write]] | None = None,
         before_exchange: Callable[[fx.Node], None] = _alone,
         room: Room | None = None,
@@ -73,7 +73,7 @@ class EagerProgram:
         self._rehearses = False
         self._runtime: Runtime = device
         self._counts = device.counts_device
-        self._before_update = before_update
+        self._before_write = before_write
         self._before_exchange = before_exchange
 
     def timing(self) -> Callable[[], list[Span]]:
@@ -203,9 +203,8 @@ class EagerProgram:
             self._meter.hold(nbytes, Tier.DEVICE, where)
 
     def _note_writes(self, call: Call | Row) -> None:
-        if not self._rehearses:
-            if call.updates:
-                self._before_update()
+        if call.writes and not self._rehearses:
+            self._before_write()
             self.written += call.writes
 
     def _run_op(self, call: Call) -> Any:

@@ -30,6 +30,7 @@ from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import LoweringError, OptionError
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.phases import tell_phase
+from cotrain_compile.raised_by_handler import raised_by_handler
 
 Settings = Mapping[str, Any]
 
@@ -108,6 +109,8 @@ def _compile(equal: Sequence[Segment], settings: Settings) -> Code:
     try:
         return compile_graph(segment.module, segment.inputs, settings)
     except Exception as error:
+        if (own := raised_by_handler(error)) is not None:
+            raise own from None
         reason = str(error).strip().splitlines() or [type(error).__name__]
         names = [other.name for other in equal]
         where = f", which comes from\n{segment.stack_trace}" if segment.stack_trace else ""

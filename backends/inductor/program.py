@@ -34,7 +34,7 @@ class SegmentedProgram(EagerProgram):
         self,
         lowered: LoweredStep,
         device: Device,
-        before_update: Callable[[], None],
+        before_write: Callable[[], None],
         before_exchange: Callable[[fx.Node], None],
     ) -> None:
         self._segments = lowered.segmented.segments
@@ -48,7 +48,7 @@ class SegmentedProgram(EagerProgram):
             name = str(call.target)
             self._of_call[call] = self._segments[name], self._code[name]
         written = {call: self._written_by(call, step.input_of_node) for call in calls}
-        super().__init__(step, device, before_update, written, before_exchange)
+        super().__init__(step, device, before_write, written, before_exchange)
 
     def _written_by(self, call: fx.Node, inputs: Any) -> list[Write]:
         written = self._segments[str(call.target)].written

@@ -34,6 +34,7 @@ from torch._dynamo.types import (  # type: ignore[attr-defined]
 )
 
 from cotrain_compile.capture.counts import calls_counted
+from cotrain_compile.capture.dynamo.ambient import why_refused
 from cotrain_compile.capture.dynamo.compute_device import chosen_device, seen_on_compute_device
 from cotrain_compile.capture.dynamo.diagnose import diagnose
 from cotrain_compile.capture.dynamo.patches import whole_step_tracing
@@ -41,6 +42,7 @@ from cotrain_compile.capture.dynamo.session import FrameObjects, Session, active
 from cotrain_compile.collector import collector_off
 from cotrain_compile.errors import CaptureError, CotrainError
 from cotrain_compile.options import Options
+from cotrain_compile.raised_by_handler import raised_by_handler
 
 _TORCH_DISTRIBUTED = os.path.join(os.path.dirname(torch.__file__), "distributed") + os.sep
 _NUMBERS = (int, float, complex, str, type(None))
@@ -132,6 +134,8 @@ def _trace_step(
     code, device = frame["code"], chosen_device(options.device)
     session = Session(options, code, frame_objects(code, frame["closure"]), device)
     try:
+        if reason := why_refused():
+            raise session.refuse(f"{_where(code)}: {reason}. Nothing was updated.")
         with (
             active(session),
             whole_step_tracing(session),
@@ -149,6 +153,8 @@ def _trace_step(
             )
     except Exception as error:
         session.undo()
+        if (own := raised_by_handler(error)) is not None:
+            raise own from None
         warns = options.on_break == "warn"
         refusal = session.refusal
         if isinstance(error, FailOnRecompileLimitHit):

@@ -36,6 +36,7 @@ from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch._inductor import config as inductor_config
 
+from cotrain_compile.capture.dynamo.ambient import ambient_guarded
 from cotrain_compile.capture.dynamo.bounded_deques import deques_bounded
 from cotrain_compile.capture.dynamo.causal_masks import known_in_trace, not_exporting
 from cotrain_compile.capture.dynamo.data_parallel import forward_traced, means_traced
@@ -82,6 +83,7 @@ def whole_step_tracing(session: Session) -> Iterator[None]:
             *_of_this_torch(),
             *reasons_noted(session),
             *deques_bounded(),
+            *ambient_guarded(),
         ):
             stack.enter_context(mock.patch.object(owner, name, instead))
         stack.enter_context(scalers_traced())
@@ -102,6 +104,8 @@ def _settings() -> Iterator[AbstractContextManager[Any]]:
         trace_autograd_ops=True,
         capture_scalar_outputs=True,
         allow_rnn=True,
+        # A hook that a module gets later is followed, or refused, as one that it had before.
+        skip_nnmodule_hook_guards=False,
         # A trace would draw NumPy's numbers from torch's generator.
         use_numpy_random_stream=True,
         # One factory makes the steps of many models: they share a code object, and Dynamo

@@ -68,6 +68,14 @@ _DRAW = (
     "them before it and pass them in as tensors"
 )
 
+SAVED_TENSORS = (
+    "leave out the hooks on saved tensors: the plan itself keeps in host memory, or makes "
+    "again, what backward() needs, so that memory_budget holds"
+)
+ANOMALIES = (
+    "look for anomalies with the step in eager, outside torch.compile, and leave it out here"
+)
+
 # By words in Dynamo's own description, or in the source that broke the graph.
 _WORDS = (
     (
@@ -99,17 +107,21 @@ _WORDS = (
     (("LRScheduler.step",), _SCHEDULER),
     (
         ("save_on_cpu", "saved_tensors_hooks"),
-        "leave out the hooks on saved tensors: the plan itself keeps in host memory, or makes "
-        "again, what backward() needs, so that memory_budget holds",
+        SAVED_TENSORS,
     ),
     (
         ("detect_anomaly", "set_detect_anomaly"),
-        "look for anomalies with the step in eager, outside torch.compile, and leave it out here",
+        ANOMALIES,
     ),
     (
         ("Module-level backwards hooks",),
         "remove the full backward hook and register one on what the module returns, in the step: "
         "h = module(x), then h.register_hook(...); or work on p.grad after backward()",
+    ),
+    (
+        ("`getset_descriptor.__set__`", "`__set__` of class `getset_descriptor`"),
+        "this comes of a TorchFunctionMode in or around the step, under which torch cannot trace "
+        "what sets a gradient; leave the mode out, and call in the step what it does instead",
     ),
     (
         ("use_cache",),

@@ -1,0 +1,97 @@
+"""Hooks that come, go or change after the first call: followed as eager does, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.modules import module as all_modules
+
+from cotrain_compile.errors import CaptureError
+
+Register = Callable[[nn.Sequential], Any]
+
+FOLLOWED: dict[str, Register] = {
+    "forward": lambda m: m[0].register_forward_hook(lambda _, given, out: out * 1.02),
+    "forward pre": lambda m: m[1][0].register_forward_pre_hook(lambda _, given: given[0] * 1.02),
+    "with kwargs": lambda m: m.register_forward_hook(lambda _, a, k, out: out * 1.02, **_CALLED),
+    "of all": lambda m: all_modules.register_module_forward_hook(lambda _, a, out: out * 1.02),
+    "of all, before": lambda m: all_modules.register_module_forward_pre_hook(
+        lambda _, given: (given[0] * 1.02,)
+    ),
+}
+REFUSED: dict[str, Register] = {
+    "backward": lambda m: m[0].register_full_backward_hook(lambda _, i, o: None),
+    "backward pre": lambda m: m[0].register_full_backward_pre_hook(lambda _, o: None),
+    "of all": lambda m: all_modules.register_module_full_backward_hook(lambda _, i, o: None),
+}
+_CALLED = {"with_kwargs": True, "always_call": True}
+
+
+def losses(register: Register, *, compiled: bool) -> list[float]:
+    """Of three calls before the hook is there, one with it, one without and one with another."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Sequential(nn.Linear(8, 4))).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = torch.randn(3, 4).double(), torch.randn(3, 4).double()
+
+    def step() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    if compiled:
+        options = {"policy": "resident", "quiet": True}
+        step = torch.compile(step, backend="cotrain", options=options)
+    found = [step().item()]
+    for _ in range(2):
+        handle = register(model)
+        try:
+            found.append(step().item())
+        finally:
+            handle.remove()
+        found.append(step().item())
+    return found
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_a_late_hook_is_followed(name: str) -> None:
+    eager = losses(FOLLOWED[name], compiled=False)
+    assert losses(FOLLOWED[name], compiled=True) == pytest.approx(eager, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_late_hook_that_no_step_may_have_is_refused(name: str) -> None:
+    with pytest.raises(CaptureError, match="hook"):
+        losses(REFUSED[name], compiled=True)
+
+
+class Around:
+    """A context around the call, entered as if it were a hook."""
+
+    def __init__(self, context: Any) -> None:
+        self.context = context
+        context.__enter__()
+
+    def remove(self) -> None:
+        self.context.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("context", "told"),
+    [
+        (lambda: torch.autograd.graph.save_on_cpu(), "leave out the hooks on saved tensors"),
+        (lambda: torch.autograd.set_detect_anomaly(True), "set_detect_anomaly"),
+    ],
+    ids=["saved tensors", "anomaly"],
+)
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_what_lies_around_a_later_call_is_refused(context: Any, told: str) -> None:
+    with pytest.raises(CaptureError, match=told):
+        losses(lambda _: Around(context()), compiled=True)
