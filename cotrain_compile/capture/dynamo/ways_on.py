@@ -72,6 +72,10 @@ SAVED_TENSORS = (
     "leave out the hooks on saved tensors: the plan itself keeps in host memory, or makes "
     "again, what backward() needs, so that memory_budget holds"
 )
+DISPATCH_MODES = (
+    "leave the mode out (a FlopCounterMode, allow_mutation_on_saved_tensors and their like are "
+    "modes), or call the step in eager, outside torch.compile, where one is needed"
+)
 ANOMALIES = (
     "look for anomalies with the step in eager, outside torch.compile, and leave it out here"
 )
