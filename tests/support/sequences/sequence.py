@@ -14,15 +14,6 @@ from typing import Any
 from tests.support.sequences.actions import ACTIONS, WEIGHTS
 from tests.support.sequences.twin import NORMS, OPTIMIZERS, WRITTEN, Setup
 
-# Actions that break a promise for a known reason: hooks of modules that come after the first
-# call, and of saved tensors around a call, are not seen by a step that is compiled.
-KNOWN: tuple[str, ...] = (
-    "hook_forward",
-    "hook_forward_pre",
-    "hook_backward",
-    "hook_every_module",
-    "call_under_saved_tensor_hooks",
-)
 LENGTH = 14
 
 
@@ -46,7 +37,7 @@ def random_sequence(seed: int) -> Sequence:
     """The sequence with number `seed`: every second action is mostly a call."""
     rng = random.Random(seed)
     setup = _setup(rng)
-    names = [name for name in ACTIONS if name not in KNOWN]
+    names = list(ACTIONS)
     weights = [WEIGHTS.get(name, 1) for name in names]
     actions = [("call", rng.randrange(100))]
     while len(actions) < LENGTH:
