@@ -208,9 +208,8 @@ class EagerProgram:
             self._meter.hold(nbytes, Tier.DEVICE, where)
 
     def _note_writes(self, call: Call | Row) -> None:
-        if not self._rehearses:
-            if call.writes:
-                self._before_write()
+        if call.writes and not self._rehearses:
+            self._before_write()
             self.written += call.writes
 
     def _run_op(self, call: Call) -> Any:

@@ -30,7 +30,7 @@ from bench.report import write_report
 # busy machine much of what passes on the clock is waiting for a processor.
 CASE_CPU_S, CASE_S = 300, 1800
 # Cases of one process: torch and Dynamo keep something of each.
-IN_ONE = {"steps": 25, "files": 500}
+IN_ONE = {"steps": 25, "files": 500, "sequences": 25}
 # Programs of which the one that tries most of what is new is run; `APART` keeps a seed even or odd.
 CANDIDATES, APART = 6, 10_000_000
 KINDS = ("a program whose ops run as captured", "a program compiled by Inductor")
@@ -55,7 +55,7 @@ def choose(kind: str, number: int, seen: Counter[str]) -> tuple[int, Sequence[st
 
     All of them are even, or all odd: half of the programs are compiled.
     """
-    if kind == "files":
+    if kind != "steps":
         return number, ()
     from tests.support.fuzz.fuzz_coverage import newest
     from tests.support.fuzz.fuzz_specs import campaign_spec
@@ -65,19 +65,26 @@ def choose(kind: str, number: int, seen: Counter[str]) -> tuple[int, Sequence[st
     return spec.seed, sorted(tried)
 
 
-def run_case(kind: str, seed: int, folder: Path) -> str:
-    """The status of one case; raises where a promise is broken."""
+def run_case(kind: str, seed: int, folder: Path) -> tuple[str, str]:
+    """The status of one case, and what is told of it; raises where a promise is broken."""
     if kind == "files":
         from tests.support.fuzz.fuzz_commands import case, with_files
 
-        return case(with_files(folder), seed)
+        return case(with_files(folder), seed), ""
+    if kind == "sequences":
+        from tests.support.sequences.lock_step import run as run_sequence
+        from tests.support.sequences.sequence import random_sequence
+
+        done = run_sequence(random_sequence(seed))
+        told = json.dumps({"held": done.held, "refused": done.refused})
+        return "refused" if done.refused else "equal", told
     import torch
 
     from tests.support.fuzz.fuzz_run import run
     from tests.support.fuzz.fuzz_specs import campaign_spec
 
     torch.set_num_threads(1)
-    return run(campaign_spec(seed)).status
+    return run(campaign_spec(seed)).status, ""
 
 
 def work(kind: str, first: int, seen: Counter[str]) -> None:
@@ -97,7 +104,7 @@ def work(kind: str, first: int, seen: Counter[str]) -> None:
             signal.alarm(CASE_S)
             signal.setitimer(signal.ITIMER_PROF, CASE_CPU_S)
             try:
-                status, message = run_case(kind, seed, Path(folder)), ""
+                status, message = run_case(kind, seed, Path(folder))
             except Exception as error:
                 status, message = "broken", f"{type(error).__name__}: {error}"[:500]
             finally:
@@ -160,7 +167,7 @@ def _worker(kind: str, first: int, seen: Counter[str]) -> Iterator[subprocess.Po
 def main() -> None:
     """Run a campaign and write its figures."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("kind", choices=tuple(TITLES))
+    parser.add_argument("kind", choices=tuple(IN_ONE))
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--seed-from", type=int, default=0, help="number of the first case")
     parser.add_argument("-o", "--output", type=Path)
@@ -169,6 +176,8 @@ def main() -> None:
     if asked.worker:
         work(asked.kind, asked.seed_from, Counter(json.load(sys.stdin)))
         return
+    if asked.kind not in TITLES:
+        parser.error(f"{asked.kind}: python -m bench.reliability.api_sequences runs these")
     start_s = time.monotonic()
     cases: list[Case] = []
     seen: Counter[str] = Counter()

@@ -40,6 +40,16 @@ class Found:
 
 FOUND = (
     Found(
+        "Where all gradients are parts of one flat buffer, an update on the host took the first "
+        "one of it for its own: wrong numbers, or a StepFailed in the middle of the update.",
+        "tests/graph/exactness/test_sequences.py",
+    ),
+    Found(
+        "A step whose loss needs no gradient, as under `torch.no_grad()`, ended in an error of "
+        "Dynamo's.",
+        "tests/graph/exactness/test_sequences.py",
+    ),
+    Found(
         "A step of changing sizes that copies into an input, or makes values whose sizes torch "
         "keeps as symbols in its updates, ended in a RuntimeError.",
         "tests/graph/capture/test_kernel_values.py",

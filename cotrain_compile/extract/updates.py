@@ -31,8 +31,9 @@ def update_groups(step: StepGraph, buffer_of: Mapping[str, str]) -> tuple[Update
     """The update groups of `step` in the order of their first op.
 
     `buffer_of` names the buffer each node shows. A parameter whose states are read outside its own
-    update, that shares its storage with another input, or whose update reads what another one
-    writes, has no group: it cannot be updated anywhere but on the device.
+    update, whose update reads a storage that several inputs are parts of (as gradients in one flat
+    buffer are), or reads what another one writes, has no group: it cannot be updated anywhere but
+    on the device.
     """
     draws = _draws(step)
     owner = _owners(step, draws)
@@ -58,6 +59,7 @@ def update_groups(step: StepGraph, buffer_of: Mapping[str, str]) -> tuple[Update
         for group in groups
         if group is not None
         and all(inputs_in[b] == 1 for b in (group.param, *group.states))
+        and all(inputs_in[b] <= 1 for b in (group.gradient, *group.scalars))
         and written.isdisjoint((group.gradient, *group.scalars))
     )
 

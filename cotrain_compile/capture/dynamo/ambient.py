@@ -1,15 +1,16 @@
-"""What lies around a call and is no value of the step: hooks of all modules or on saved tensors.
+"""What lies around a call and is no value of the step: hooks of all modules, modes of dispatch.
 
 In: the state of the process when a step is traced or called. Out: a trace that holds as long as
 hooks of all modules (`register_module_forward_hook` and its like) are those that it has seen, and a
 refusal where eager would do at the call what no graph does: pack and unpack saved tensors, look for
-anomalies, or raise since torch.func transforms the step. One guard asks for all of it.
+anomalies, hand each op to a mode of dispatch, or raise since torch.func transforms the step. One
+guard asks for all of it.
 
 Private torch API used: `OutputGraph.init_ambient_guards`, `GlobalStateSource`, lambda guards,
 `torch._C._autograd._top_saved_tensors_default_hooks`,
-`torch._C._functorch.peek_interpreter_stack`, `torch.nn.modules.module._global_*_hooks`.
-Reason: stock Dynamo guards grad mode, autocast, modes and devices, but none of these. Tried on
-torch 2.13.0.
+`torch._C._functorch.peek_interpreter_stack`, `torch.nn.modules.module._global_*_hooks`,
+`torch.utils._python_dispatch._get_current_dispatch_mode_stack`. Reason: stock Dynamo guards grad
+mode, autocast, modes of functions and devices, but none of these. Tried on torch 2.13.0.
 """
 
 from __future__ import annotations
@@ -24,8 +25,14 @@ from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.source import GlobalStateSource
 from torch._guards import Guard
 from torch.nn.modules import module as torch_module
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from cotrain_compile.capture.dynamo.ways_on import ANOMALIES, SAVED_TENSORS, WITHIN_A_TRANSFORM
+from cotrain_compile.capture.dynamo.ways_on import (
+    ANOMALIES,
+    DISPATCH_MODES,
+    SAVED_TENSORS,
+    WITHIN_A_TRANSFORM,
+)
 
 Patch = tuple[Any, str, Any]
 
@@ -66,6 +73,18 @@ def why_refused() -> str | None:
     return None
 
 
+def why_passed_over() -> str | None:
+    """What is around this call under which Dynamo runs a step in eager, unasked; or None."""
+    modes = _dispatch_modes()
+    if not modes:
+        return None
+    told = ", ".join(dict.fromkeys(type(mode).__name__ for mode in modes))
+    return (
+        f"a mode of dispatch ({told}) is around the call of the step, under which torch compiles "
+        f"nothing, so that no budget would hold; {DISPATCH_MODES}"
+    )
+
+
 def _with_ours(original: Callable[[OutputGraph], None]) -> Callable[[OutputGraph], None]:
     @functools.wraps(original)
     def init_ambient_guards(self: OutputGraph) -> None:
@@ -85,13 +104,13 @@ def _among_these_hooks(builder: GuardBuilder, guard: Guard) -> None:
     has_none = not any(seen)
 
     def holds(_: object) -> bool:
-        if _packs_saved_tensors() or torch.is_anomaly_enabled():
+        if _packs_saved_tensors() or torch.is_anomaly_enabled() or _dispatch_modes():
             return False
         if has_none:
             return not any(hooks)
         return [list(registered) for registered in hooks] == seen
 
-    told = ["hooks of all modules, or on saved tensors, have changed"]
+    told = ["hooks of all modules, or what is around the call, have changed"]
     builder.guard_manager.root.add_lambda_guard(
         holds, get_verbose_code_parts(told, guard), guard.user_stack
     )
@@ -99,3 +118,17 @@ def _among_these_hooks(builder: GuardBuilder, guard: Guard) -> None:
 
 def _packs_saved_tensors() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def _dispatch_modes() -> list[Any]:
+    """The modes for which Dynamo skips a frame: not torch's own, nor those that let it compile."""
+    return [
+        mode
+        for mode in _get_current_dispatch_mode_stack()
+        if not mode.is_infra_mode() and not _lets_compile(mode)
+    ]
+
+
+def _lets_compile(mode: Any) -> bool:
+    asked = getattr(mode, "ignore_compile_internals", None)  # older torch has no such modes
+    return asked is not None and bool(asked())

@@ -116,6 +116,12 @@ def diagnose(
             "tensors of these shapes and dtypes; call the step once without torch.compile to see "
             "all that it says. Nothing was updated."
         )
+    if isinstance(error, exc.TorchRuntimeError):  # what fails in eager, too, in Dynamo's own words
+        told = str(error).partition(_ADDED)[0].strip().partition("\n")[0].rstrip(".")
+        return CaptureError(
+            f"{location}: {told}. This line fails while the step is traced; call the step once "
+            "without torch.compile to see what eager says. Nothing was updated."
+        )
     if isinstance(error, exc.FailOnRecompileLimitHit):
         return CaptureError(
             f"{location}: the step was compiled too often for changing inputs. Keep Python values "

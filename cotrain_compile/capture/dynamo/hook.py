@@ -1,13 +1,15 @@
 """Hook: Dynamo compiles a frame for this backend as one whole training step, or not at all.
 
-Two pass-through hooks stay: in `torch._dynamo.optimize`, which `torch.compile` calls with what the
-user asked for, and in `convert_frame._compile`. What else changes, changes while a step is traced
-for us (`dynamo_patches`) and is put back before the hook returns.
+Three pass-through hooks stay: in `torch._dynamo.optimize`, which `torch.compile` calls with what
+the user asked for, in `convert_frame._compile`, and in `CatchErrorsWrapper`, which leaves frames
+to eager before that. What else changes, changes while a step is traced for us (`dynamo_patches`)
+and is put back before the hook returns.
 
-Private torch API used: `torch._dynamo.convert_frame._compile`, `torch._dynamo.types`,
-`torch._dynamo.optimize` with its argument `backend`, `exc.ShortenTraceback`. Reason: the backend is
-called after the trace, too late to change it or to check options before it. Tried on torch 2.11.0,
-2.13.0 and 2.15.0, `optimize` on 2.13.0 alone; without it options are checked in the first call.
+Private torch API used: `torch._dynamo.convert_frame._compile` and `CatchErrorsWrapper`,
+`torch._dynamo.types`, `torch._dynamo.trace_rules`, `torch._dynamo.optimize` with its argument
+`backend`, `exc.ShortenTraceback`. Reason: the backend is called after the trace, too late to change
+it, to check options before it, or not at all. Tried on torch 2.11.0, 2.13.0 and 2.15.0, `optimize`
+and `CatchErrorsWrapper` on 2.13.0 alone; without `optimize` options are checked in the first call.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from typing import Any
 import torch
 import torch._dynamo
 import torch._dynamo.convert_frame as convert_frame
-from torch._dynamo import config
+from torch._dynamo import config, trace_rules
 from torch._dynamo.exc import FailOnRecompileLimitHit, ShortenTraceback, UserError
 from torch._dynamo.types import (  # type: ignore[attr-defined]
     ConvertFrameReturn,
@@ -35,7 +37,7 @@ from torch._dynamo.types import (  # type: ignore[attr-defined]
 )
 
 from cotrain_compile.capture.counts import calls_counted
-from cotrain_compile.capture.dynamo.ambient import why_refused
+from cotrain_compile.capture.dynamo.ambient import why_passed_over, why_refused
 from cotrain_compile.capture.dynamo.compute_device import chosen_device, seen_on_compute_device
 from cotrain_compile.capture.dynamo.data_sizes import size_behind
 from cotrain_compile.capture.dynamo.diagnose import diagnose
@@ -48,6 +50,7 @@ from cotrain_compile.options import Options
 from cotrain_compile.raised_by_handler import raised_by_handler
 
 _TORCH_DISTRIBUTED = os.path.join(os.path.dirname(torch.__file__), "distributed") + os.sep
+_COMPILER = "_torchdynamo_orig_backend"  # what a frame's converter calls its compiler function
 _NUMBERS = (int, float, complex, str, type(None))
 
 
@@ -69,6 +72,7 @@ def install(
     if getattr(original, "_cotrain_hook", False):
         return
     _check_at_compile(is_ours, check)
+    _refuse_to_pass_over(is_ours, check, failed)
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -115,6 +119,30 @@ def _check_at_compile(
         return original(*args, **kwargs)
 
     torch._dynamo.optimize = optimize
+
+
+def _refuse_to_pass_over(
+    is_ours: Callable[[object], Mapping[str, Any] | None],
+    check: Callable[[Mapping[str, Any]], Options],
+    failed: Callable[[CodeType, Exception], None],
+) -> None:
+    """Refuse a step that Dynamo would leave to eager, in this call and in all that follow."""
+    wrapper = convert_frame.CatchErrorsWrapper
+    original = wrapper.__call__
+
+    @functools.wraps(original)
+    def compile_or_skip(self: Any, frame: Any, *args: Any) -> ConvertFrameReturn:
+        options = is_ours(getattr(self._torchdynamo_orig_backend, _COMPILER, None))
+        why = None if options is None or config.disable else why_passed_over()
+        if options is None or why is None or trace_rules.check(frame.f_code, frame=frame):
+            return original(self, frame, *args)
+        error = CaptureError(f"{_where(frame.f_code)}: {why}. Nothing was updated.")
+        failed(frame.f_code, error)
+        if check(options).on_break == "warn":
+            return _in_eager(error)
+        raise _Refused(error)
+
+    wrapper.__call__ = compile_or_skip  # type: ignore[method-assign]
 
 
 class _Refused(ShortenTraceback):
@@ -173,11 +201,7 @@ def _trace_step(
         if known is None:
             raise
         if isinstance(known, CaptureError) and warns:
-            told = f"cotrain: the step runs in eager, without a budget. {known}"
-            warnings.warn(told, stacklevel=2)
-            return ConvertFrameReturn(
-                frame_exec_strategy=FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
-            )
+            return _in_eager(known)
         raise known from error
     except BaseException:
         session.undo()
@@ -194,6 +218,13 @@ def _size_from_data(error: Exception, session: Session) -> CaptureError | None:
         return None
     symbols = re.findall(r"\bu\d+\b", str(error).partition("\n")[0])
     return size_behind(symbols, session.graph)
+
+
+def _in_eager(why: CaptureError) -> ConvertFrameReturn:
+    warnings.warn(f"cotrain: the step runs in eager, without a budget. {why}", stacklevel=3)
+    return ConvertFrameReturn(
+        frame_exec_strategy=FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
+    )
 
 
 def _too_many_graphs(session: Session) -> CaptureError | None:

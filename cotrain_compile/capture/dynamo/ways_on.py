@@ -76,6 +76,10 @@ SAVED_TENSORS = (
     "again, what backward() needs, so that memory_budget holds"
 )
 WITHIN_A_TRANSFORM = "call torch.func and vmap in the step, of the function that computes the loss"
+DISPATCH_MODES = (
+    "leave the mode out (a FlopCounterMode, allow_mutation_on_saved_tensors and their like are "
+    "modes), or call the step in eager, outside torch.compile, where one is needed"
+)
 ANOMALIES = (
     "look for anomalies with the step in eager, outside torch.compile, and leave it out here"
 )

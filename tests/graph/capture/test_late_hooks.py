@@ -10,8 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules import module as all_modules
+from torch.utils.flop_counter import FlopCounterMode
 
+import cotrain_compile
 from cotrain_compile.errors import CaptureError
+from tests.support.steps import cotrain
 
 Register = Callable[[nn.Sequential], Any]
 
@@ -116,3 +119,54 @@ def test_a_step_under_vmap_is_refused() -> None:
     compiled = torch.compile(step, backend="cotrain", options=options)
     with pytest.raises(CaptureError, match="and vmap in the step, of the function"):
         torch.vmap(compiled)(torch.ones(2, 3, 4))
+
+
+MODES: dict[str, Callable[[], Any]] = {
+    "mutation": torch.autograd.graph.allow_mutation_on_saved_tensors,
+    "flops": lambda: FlopCounterMode(display=False),
+}
+
+
+@pytest.mark.parametrize("name", MODES)
+@pytest.mark.parametrize("calls_before", [0, 1])
+def test_a_step_under_a_mode_of_dispatch_is_refused_and_compiled_in_the_next_call(
+    name: str, calls_before: int
+) -> None:
+    """Dynamo would leave it to eager without a word, in this call and in all that follow."""
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    compiled = cotrain(policy="resident", quiet=True)(step)
+    x = torch.ones(3, 4)
+    for _ in range(calls_before):
+        compiled(x)
+    before = model.weight.detach().clone()
+    with (
+        pytest.raises(CaptureError, match=r"test_late_hooks\.py.* mode of dispatch"),
+        MODES[name](),
+    ):
+        compiled(x)
+    assert torch.equal(model.weight, before)
+    compiled(x)
+    assert cotrain_compile.inspect(compiled).measured is not None
+    assert not torch.equal(model.weight, before)
+
+
+def test_a_step_under_a_mode_of_dispatch_runs_in_eager_where_that_is_asked_for() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: torch.Tensor) -> None:
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    compiled = cotrain(on_break="warn", quiet=True)(step)
+    before = model.weight.detach().clone()
+    with pytest.warns(UserWarning, match=r"in eager.* mode of dispatch"), MODES["flops"]():
+        compiled(torch.ones(3, 4))
+    assert not torch.equal(model.weight, before)
