@@ -302,3 +302,15 @@ def test_an_update_that_draws_is_no_update_group() -> None:
     )
     with pytest.raises(ValueError, match="update_0 of the update of w0 draws random numbers"):
         replace(dataflow, ops=drawing, buffers=(*dataflow.buffers, generator))
+
+
+def test_a_step_by_layer_in_a_wrong_order_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever makes the order: the check has code of its own for what each op must find."""
+    case = SOUND["nothing_moves"]()
+
+    def swapped(step: Dataflow, layers: int) -> Dataflow:
+        first, second, *others = step.ops
+        return replace(step, ops=(second, first, *others))
+
+    monkeypatch.setattr("cotrain_compile.placement.check.check.in_packs", swapped)
+    refuse(case, case.plan, "where micro-batches run by layer, op forward_1 finds h0")
