@@ -69,10 +69,19 @@ TESTS = {
     ),
     "check of orders": Modules(("placement/check/ordered.py",), (f"{UNIT}/test_orders.py",)),
     "passes": Modules(("passes/*.py",), (f"{GRAPH}/passes",), ("torch", "torch._dynamo")),
-    "host": Modules(
-        ("runtime/host/*.py",),
-        (f"{GRAPH}/updates",),
+    "fused loops": Modules(
+        ("runtime/host/fused_loops.py",),
+        (
+            f"{GRAPH}/runtime/test_host_kernels.py::test_every_setting_of_a_fused_optimizer_keeps_its_loop",
+        ),
         ("torch", "torch._dynamo"),
+        then=(f"{GRAPH}/runtime/test_host_kernels.py", f"{GRAPH}/updates/test_hyperparameters.py"),
+    ),
+    "host": Modules(
+        ("runtime/host/[!f]*.py",),  # all but the fused loops
+        (f"{GRAPH}/runtime/test_host_kernels.py", f"{GRAPH}/runtime/test_pieces.py"),
+        ("torch", "torch._dynamo"),
+        then=(f"{GRAPH}/updates",),
     ),
 }
 OTHERS = ("pytest", "hypothesis", "numpy", "highspy", "pulp")
@@ -336,9 +345,14 @@ def _failed(log: str) -> str:
     return next(told, "the tests could not begin")
 
 
-def run_again(name: str, figures: dict[str, Any], minutes: float) -> dict[str, Any]:
-    """`figures` of an earlier run, whose survivors without a reason meet the tests of today."""
-    modules, began = TESTS[name], time.monotonic()
+def run_again(
+    name: str, figures: dict[str, Any], minutes: float, tests: Sequence[str] = ()
+) -> dict[str, Any]:
+    """`figures` of an earlier run, whose survivors without a reason meet the tests of today.
+
+    Or `tests` alone, see `_narrowed`.
+    """
+    modules, began = _narrowed(TESTS[name], tests), time.monotonic()
     known = {mutant.name: mutant for mutant in _mutants(modules)}
     survived = []
     with tempfile.TemporaryDirectory() as folder:
@@ -359,6 +373,11 @@ def run_again(name: str, figures: dict[str, Any], minutes: float) -> dict[str, A
     }
 
 
+def _narrowed(modules: Modules, tests: Sequence[str]) -> Modules:
+    """With `tests` alone, if any: what some kill, all kill. What survives is to meet the others."""
+    return replace(modules, tests=tuple(tests), then=()) if tests else modules
+
+
 def _mutants(modules: Modules) -> list[Mutant]:
     package = ROOT / PACKAGE
     files = sorted({file for pattern in modules.files for file in package.glob(pattern)})
@@ -366,10 +385,14 @@ def _mutants(modules: Modules) -> list[Mutant]:
 
 
 def run(
-    name: str, sample: int, seed: int, minutes: float = float("inf")
+    name: str,
+    sample: int,
+    seed: int,
+    minutes: float = float("inf"),
+    tests: Sequence[str] = (),
 ) -> Iterator[dict[str, Any]]:
     """Figures of the modules called `name`, after each mutant of a random `sample`."""
-    modules, began = TESTS[name], time.monotonic()
+    modules, began = _narrowed(TESTS[name], tests), time.monotonic()
     found = _mutants(modules)
     chosen = random.Random(seed).sample(found, min(sample, len(found)))
     killed = 0
@@ -419,15 +442,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=float("inf"))
     parser.add_argument("--again", action="store_true", help="the survivors in the JSON alone")
+    parser.add_argument("--tests", nargs="+", default=(), help="these alone, not all of TESTS")
     parser.add_argument("-o", "--output", type=Path, required=True)
     asked = parser.parse_args(arguments)
     known = json.loads(asked.output.read_text())["result"] if asked.output.exists() else {}
     for name in asked.modules:
         if asked.again:
-            known[name] = run_again(name, known[name], asked.minutes)
+            known[name] = run_again(name, known[name], asked.minutes, asked.tests)
             _write(asked.output, known)
             continue
-        for figures in run(name, asked.sample, asked.seed, asked.minutes):
+        for figures in run(name, asked.sample, asked.seed, asked.minutes, asked.tests):
             known[name] = figures
         _write(asked.output, known)
 

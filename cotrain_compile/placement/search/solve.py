@@ -13,14 +13,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NoReturn
 
 from cotrain_compile.collector import collector_off
-from cotrain_compile.errors import PlacementError
+from cotrain_compile.errors import PlacementError, PlanError
 from cotrain_compile.machine import Rates, Tier
 from cotrain_compile.placement.autotm.autotm import autotm
-from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.decisions.decisions import DecisionSpace
 from cotrain_compile.placement.milp.beside import Beside
 from cotrain_compile.placement.milp.bound import certified_bound_s
@@ -37,7 +36,7 @@ from cotrain_compile.placement.search.least import Least
 from cotrain_compile.placement.search.orders import best_order
 from cotrain_compile.placement.search.settings import SolveSettings
 from cotrain_compile.placement.search.solve_report import note_on_time, notes_of, report_of
-from cotrain_compile.placement.search.unsound import is_sound
+from cotrain_compile.placement.search.unsound import sound
 from cotrain_compile.placement.search.variants import (
     FAR,
     HOPELESS,
@@ -324,17 +323,22 @@ class _Search(Attempts):
 
         What does not pass is dropped. Raises its `PlanError` where there is nothing else.
         """
-        drafts, compiled = self.found.drafts, self.settings.compiled
+        drafts = self.found.drafts
         while True:
             name = min(drafts, key=lambda name: drafts[name].step_s)
-            plan = finished(self.problem, drafts[name], compiled=compiled)
-            if self.settings.speculate and self.settings.hedged:
-                plan = hedged(self.problem, plan, drafts[name], compiled=compiled)
-            if is_sound(self.problem, plan, name):
-                return name, plan
-            self.found.drop(name)
-            if not drafts:
-                check(self.problem, plan)
+            try:
+                return name, sound(self.problem, name, partial(self._finished, drafts[name]))
+            except PlanError:
+                self.found.drop(name)
+                if not drafts:
+                    raise
+
+    def _finished(self, found: Draft) -> Plan:
+        compiled = self.settings.compiled
+        plan = finished(self.problem, found, compiled=compiled)
+        if self.settings.speculate and self.settings.hedged:
+            return hedged(self.problem, plan, found, compiled=compiled)
+        return plan
 
 
 __all__ = ["SolveSettings", "solve"]

@@ -31,7 +31,7 @@ from tests.support.plans.broken_plans import (
     with_task,
     without,
 )
-from tests.support.plans.sound_plans import SOUND, Sound, sound
+from tests.support.plans.sound_plans import SOUND, Sound, fetch, sound, store
 
 BROKEN = {**BROKEN_RULES, **BROKEN_ORDERS}
 ACTIVATION = 4 * 8 * 64  # bytes, of a chain
@@ -302,3 +302,29 @@ def test_an_update_that_draws_is_no_update_group() -> None:
     )
     with pytest.raises(ValueError, match="update_0 of the update of w0 draws random numbers"):
         replace(dataflow, ops=drawing, buffers=(*dataflow.buffers, generator))
+
+
+def test_a_step_by_layer_in_a_wrong_order_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever makes the order: the check has code of its own for what each op must find."""
+    case = SOUND["nothing_moves"]()
+
+    def swapped(step: Dataflow, layers: int) -> Dataflow:
+        first, second, *others = step.ops
+        return replace(step, ops=(second, first, *others))
+
+    monkeypatch.setattr("cotrain_compile.placement.check.check.in_packs", swapped)
+    refuse(case, case.plan, "where micro-batches run by layer, op forward_1 finds h0")
+
+
+def test_a_kept_gradient_that_rests_on_the_host_goes_home_and_nowhere_else() -> None:
+    step = chain(3)
+    kept = Buffer("g0", WEIGHT, Role.GRADIENT, is_input=True, param="w0")
+    buffers = tuple(kept if buffer.name == "g0" else buffer for buffer in step.buffers)
+    step = replace(step, buffers=buffers)
+    modes, on_host = {"w0": UpdateMode.STREAMED}, ("w0", "g0")
+    up = (fetch("w0", None, "forward_0"), fetch("g0", None, "forward_0"))
+    down = (store("g0", "update_0", None), store("w0", "update_0", None))
+    home = sound(step, modes, on_host, (*up, *down))
+    check(home.problem, home.plan)
+    away = with_task(home.plan, "store.g0", destination="")
+    refuse(home, away, "store.g0 copies g0, which is on the host")

@@ -5,6 +5,7 @@ Not only the one that `solve` chooses: every draft that any rung of the ladder k
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -113,6 +114,11 @@ def with_late_waits(found: Draft, step_s: float) -> Draft:
     return replace(found, tasks=tuple(late), step_s=step_s)
 
 
+def with_all_twice(found: Draft, step_s: float) -> Draft:
+    """A draft that claims to be fast, of which no timeline can be made."""
+    return replace(found, tasks=found.tasks * 2, step_s=step_s)
+
+
 def is_fetch(task: Task) -> bool:
     return isinstance(task, Transfer) and task.is_fetch
 
@@ -122,16 +128,22 @@ def small_problem() -> Problem:
     return formulate(chain(3), find("rtx4090"), {Tier.DEVICE: 88 * KIB, Tier.HOST: PLENTY})
 
 
-@pytest.mark.parametrize("policy", ["auto", "streamed"])
+@pytest.mark.parametrize(
+    ("policy", "broken"),
+    [("auto", with_late_waits), ("streamed", with_late_waits), ("streamed", with_all_twice)],
+)
 def test_an_unsound_plan_is_dropped_and_told_and_the_next_best_wins(
-    policy: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    policy: str,
+    broken: Callable[[Draft, float], Draft],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     keep = Found.keep
 
     def keep_broken_too(self: Found, name: str, found: Draft) -> None:
         keep(self, name, found)
         if any(is_fetch(task) for task in found.tasks):
-            self.prefer(name, with_late_waits(found, 0.0))
+            self.prefer(name, broken(found, 0.0))
 
     monkeypatch.setattr(Found, "keep", keep_broken_too)
     problem = small_problem()
@@ -143,14 +155,20 @@ def test_an_unsound_plan_is_dropped_and_told_and_the_next_best_wins(
     check(problem, plan)
 
 
-def test_where_every_plan_is_unsound_the_check_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("broken", "complaint"),
+    [(with_late_waits, "unsound plan"), (with_all_twice, "two works are named")],
+)
+def test_where_every_plan_is_unsound_the_check_says_why(
+    broken: Callable[[Draft, float], Draft], complaint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     keep = Found._keep
 
     def keep_broken(self: Found, name: str, found: Draft) -> None:
-        keep(self, name, with_late_waits(found, found.step_s))
+        keep(self, name, broken(found, found.step_s))
 
     monkeypatch.setattr(Found, "_keep", keep_broken)
-    with pytest.raises(PlanError, match="unsound plan"):
+    with pytest.raises(PlanError, match=complaint):
         solve(small_problem(), SolveSettings("streamed"))
     assert UNSOUND
     UNSOUND.clear()
