@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
 
 CARD = "cuda"
 WIDTH, HEADS, TOKENS, VOCABULARY = 32, 2, 16, 64
@@ -24,38 +25,50 @@ Job = tuple[Callable[..., Any], tuple[Any, ...]]
 class Attention(nn.Module):
     """Causal self-attention by torch's fused op."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float) -> None:
         super().__init__()
+        self.dropout = dropout
         self.inputs = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
         self.output = nn.Linear(WIDTH, WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         parts = self.inputs(x).unflatten(-1, (3, HEADS, WIDTH // HEADS))
         query, key, value = (part.transpose(1, 2) for part in parts.unbind(2))
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        mixed = F.scaled_dot_product_attention(
+            query, key, value, dropout_p=self.dropout, is_causal=True
+        )
         return self.output(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, dropout: float) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH, bias=False)
-        self.attention = Attention()
+        self.attention = Attention(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + F.gelu(self.attention(self.norm(x)))
 
 
 class Transformer(nn.Module):
-    """An embedding, which is the head as well, and one block: each parameter costs its update."""
+    """An embedding, which is the head as well, and one block: each parameter costs its update.
 
-    def __init__(self) -> None:
+    The block is in a checkpoint if `checkpointed` says of which kind.
+    """
+
+    def __init__(self, checkpointed: str, dropout: float) -> None:
         super().__init__()
+        self.checkpointed = checkpointed
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.block = Block()
+        self.block = Block(dropout)
 
     def forward(self, tokens: Tensor, following: Tensor) -> Tensor:
-        logits = F.linear(self.block(self.embedding(tokens)), self.embedding.weight)
+        x = self.embedding(tokens)
+        if self.checkpointed:
+            x = checkpoint(self.block, x, use_reentrant=self.checkpointed == REENTRANT)
+        else:
+            x = self.block(x)
+        logits = F.linear(x, self.embedding.weight)
         return F.cross_entropy(logits.flatten(0, 1).float(), following.flatten())
 
 
@@ -147,16 +160,18 @@ OPTIMIZERS: dict[str, Callable[[list[Tensor]], list[Optimizer]]] = {
     "trusted Adam": _one(TrustedAdam),
 }
 
+REENTRANT = "reentrant"
+CHECKPOINTS = (REENTRANT, "not reentrant")
 PRECISIONS = ("float32", "bfloat16 weights", "bfloat16 autocast", "float16 scaled")
 
 
 # Steps.
 
 
-def transformer(precision: str) -> nn.Module:
+def transformer(precision: str, checkpointed: str = "", dropout: float = 0.0) -> nn.Module:
     """The model on the card, in the precision of its weights."""
     with torch.device(CARD), in_precision(precision == "bfloat16 weights"):
-        return Transformer()
+        return Transformer(checkpointed, dropout)
 
 
 @contextmanager
@@ -174,9 +189,16 @@ def tokens() -> Tensor:
     return torch.randint(0, VOCABULARY, (2, TOKENS), device=CARD)
 
 
-def job(optimizer: str, precision: str, *, micro_batches: int = 1) -> Job:
+def job(
+    optimizer: str,
+    precision: str,
+    *,
+    micro_batches: int = 1,
+    checkpointed: str = "",
+    dropout: float = 0.0,
+) -> Job:
     """A step of the transformer and its arguments."""
-    model = transformer(precision)
+    model = transformer(precision, checkpointed, dropout)
     made = OPTIMIZERS[optimizer](list(model.parameters()))
     scaler = torch.amp.GradScaler(CARD, enabled=precision == "float16 scaled")
     low = {"bfloat16 autocast": torch.bfloat16, "float16 scaled": torch.float16}.get(precision)
@@ -242,8 +264,8 @@ def readme_job() -> Job:
     return step, (torch.randn(8, 16, device=CARD), torch.randint(0, 4, (8,), device=CARD))
 
 
-def llama_job(optimizer: str = "AdamW") -> Job:
-    """A Hugging Face Llama in bfloat16 autocast."""
+def llama_job(optimizer: str = "AdamW", checkpointed: str = "") -> Job:
+    """A Hugging Face Llama in bfloat16 autocast, its layers in checkpoints of that kind, if any."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -257,6 +279,8 @@ def llama_job(optimizer: str = "AdamW") -> Job:
     )
     with torch.device(CARD):
         model = LlamaForCausalLM(config)
+    if checkpointed:
+        model.gradient_checkpointing_enable({"use_reentrant": checkpointed == REENTRANT})
     (made,) = OPTIMIZERS[optimizer](list(model.parameters()))
 
     def step(x: Tensor, y: Tensor) -> Tensor:

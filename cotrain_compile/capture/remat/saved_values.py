@@ -10,6 +10,7 @@ the backward and descriptions of the outputs. Tried on torch 2.11.0, 2.13.0 and 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from typing import Any
 
 import torch
 from torch import fx
@@ -105,6 +106,8 @@ def _joint(
         copies[node].meta = {"val": node.meta["val"]}
     for node in inside:
         copies[node] = joint.node_copy(node, copies.__getitem__)
+        if node in checkpointed and has_random_tag(node):
+            copies[node].target = _draws_nothing
         copies[node].meta = _tagged(node, node in backward, node in checkpointed)
     results = {n for n in inside if any(user not in members for user in n.users)}
     of_forward = [
@@ -137,10 +140,15 @@ def _tagged(node: fx.Node, is_backward: bool, is_checkpointed: bool) -> dict[str
     meta = {"val": node.meta["val"]}
     if is_backward:
         return {**meta, "partitioner_tag": "must_be_in_backward"}
-    if is_checkpointed and has_random_tag(node):
-        return meta  # the partitioner would save a generator's state for it
     if is_checkpointed:
         return {**meta, "recompute": CheckpointPolicy.MUST_RECOMPUTE, "ac_graph_id": 0}
     if is_drawn(node) or "recompute" in node.meta:
         return {**meta, "recompute": CheckpointPolicy.MUST_SAVE}
     return meta
+
+
+def _draws_nothing(*_: Any, **__: Any) -> None:
+    """Stands for an op that is made again and draws nothing, as attention without dropout.
+
+    Of an op with the tag of random ones the partitioner would save a generator's state.
+    """
