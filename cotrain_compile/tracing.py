@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from cotrain_compile.capture.offline.absent_card import absent_card, card_for
+from cotrain_compile.capture.offline.card_attention import assumed
 from cotrain_compile.capture.offline.forked import in_a_copy
 from cotrain_compile.capture.offline.offline import offline
 from cotrain_compile.capture.offline.only_trace import only_traced
@@ -67,7 +69,8 @@ def trace(
 
     def absent() -> str:
         with absent_card(*on_card):
-            return to_json(traced("cuda"))
+            found = traced("cuda")
+            return to_json(replace(found, notes=(*found.notes, *assumed(found))))
 
     return from_json(in_a_copy(absent), Dataflow)
 
