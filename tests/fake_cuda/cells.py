@@ -34,7 +34,15 @@ from cotrain_compile.presets import find
 from cotrain_compile.runtime.host.kernels import host_kernels
 from cotrain_compile.tracing import trace_graph
 from tests.fake_cuda.card import choose_attention, there
-from tests.fake_cuda.trainings import CARD, Job, every_optimizer_job, job, llama_job, readme_job
+from tests.fake_cuda.trainings import (
+    CARD,
+    Job,
+    every_optimizer_job,
+    flex_job,
+    job,
+    llama_job,
+    readme_job,
+)
 
 aten = torch.ops.aten
 
@@ -118,6 +126,8 @@ def job_of(cell: Cell) -> Job:
         return every_optimizer_job()
     if cell.training == "readme":
         return readme_job()
+    if cell.training == "flex":
+        return flex_job()
     if cell.training == "llama":
         return llama_job(cell.optimizer, cell.checkpointed)
     return job(

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
@@ -293,3 +294,26 @@ def llama_job(optimizer: str = "AdamW", checkpointed: str = "") -> Job:
         return loss  # type: ignore[no-any-return]
 
     return step, (tokens(), tokens())
+
+
+def flex_job() -> Job:
+    """Attention by `flex_attention`, whose scores are biased, behind a branch that data chooses."""
+    with torch.device(CARD):
+        layer = nn.Linear(WIDTH, 3 * WIDTH)
+    optimizer = torch.optim.AdamW(layer.parameters())
+
+    def biased(score: Tensor, b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return score + (query - key)
+
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        parts = layer(x).unflatten(-1, (3, HEADS, WIDTH // HEADS))
+        query, key, value = (part.transpose(1, 2) for part in parts.unbind(2))
+        mixed = flex_attention(query, key, value, score_mod=biased)
+        chosen = torch.cond(x.sum() > 0, torch.sin, torch.cos, (mixed,))
+        loss: Tensor = chosen.square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step, (torch.randn(2, TOKENS, WIDTH, device=CARD),)

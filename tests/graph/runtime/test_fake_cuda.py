@@ -47,7 +47,7 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"precision": "bfloat16 autocast", "attention": "efficient"},
     {"precision": "float16 scaled", "attention": "cudnn"},
 )
-TRAININGS = ("readme", "every optimizer", "llama")
+TRAININGS = ("readme", "every optimizer", "llama", "flex")
 # What a checkpoint of the user's makes again has attention in it; with dropout that is kept.
 CHECKPOINTED: dict[str, dict[str, Any]] = {
     f"{precision}, {attention} in a {kind} checkpoint, {checkpoints}, dropout {dropout}": {
@@ -105,6 +105,7 @@ CELLS: dict[tuple[str, str], dict[str, Any]] = {
 IN_EVERY_RUN = {
     ("readme", "streamed"),
     ("every optimizer", "zero-offload"),
+    ("flex", "auto"),
     ("float32", "zero-offload"),
     ("bfloat16 weights", "resident"),
     ("bfloat16 autocast", "auto"),
