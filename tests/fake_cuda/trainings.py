@@ -281,7 +281,8 @@ def llama_job(optimizer: str = "AdamW", checkpointed: str = "") -> Job:
     with torch.device(CARD):
         model = LlamaForCausalLM(config)
     if checkpointed:
-        model.gradient_checkpointing_enable({"use_reentrant": checkpointed == REENTRANT})
+        how = {"use_reentrant": checkpointed == REENTRANT}
+        model.gradient_checkpointing_enable(how)  # type: ignore[no-untyped-call]
     (made,) = OPTIMIZERS[optimizer](list(model.parameters()))
 
     def step(x: Tensor, y: Tensor) -> Tensor:

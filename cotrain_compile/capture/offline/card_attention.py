@@ -108,7 +108,7 @@ def kernel_of(
 
 def cudnn_version() -> int:
     """That of cuDNN here; where torch has none, that of a card's torch is assumed."""
-    found: int | None = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    found: int | None = torch.backends.cudnn.version()
     return found or _ASSUMED
 
 

@@ -28,7 +28,7 @@ class KnownValues(TorchDispatchMode):
     """Within it, and within a fake mode, small tensors that are made of constants have values."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._values = WeakTensorKeyDictionary()
 
     def __torch_dispatch__(
@@ -69,7 +69,7 @@ class KnownValues(TorchDispatchMode):
 
         asked = tree_map_only(torch.device, lambda _: torch.device("cpu"), (args, kwargs))
         real_args, real_kwargs = tree_map_only(torch.Tensor, value_of, asked)
-        with unset_fake_temporarily(), torch.no_grad():  # type: ignore[no-untyped-call]
+        with unset_fake_temporarily(), torch.no_grad():
             return func(*real_args, **real_kwargs)
 
 

@@ -45,7 +45,7 @@ def test_a_model_whose_constructor_reads_rates_from_a_tensor_is_traced() -> None
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
         def step(x: Tensor) -> Tensor:
-            loss = model(x).square().mean()
+            loss: Tensor = model(x).square().mean()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -179,7 +179,7 @@ def as_the_user_says():
     rates = [rate.item() for rate in torch.linspace(0, 0.1, 3)]  # made on the card
 
     def attention(x, **kwargs):
-        query, key, value = (p.view(2, 64, 1, 64) for p in layer(x).chunk(3, -1))
+        query, key, value = (p.view(2, 1, 64, 64) for p in layer(x).chunk(3, -1))
         return torch.nn.functional.scaled_dot_product_attention(query, key, value, **kwargs).sum()
 
     def step(x):
