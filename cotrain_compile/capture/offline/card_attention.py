@@ -9,7 +9,7 @@ version they ask for.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -97,7 +97,7 @@ def kernel_of(
     `order` has those that the user allows, and negative numbers.
     """
     version = cudnn_version() if cudnn is None else cudnn
-    fits = {
+    fits: dict[Kernel, Callable[[], bool]] = {
         Kernel.CUDNN: lambda: _cudnn(call, capability, version),
         Kernel.FLASH: lambda: _flash(call, capability),
         Kernel.EFFICIENT: lambda: _efficient(call, capability),
