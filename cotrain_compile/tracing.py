@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,9 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from cotrain_compile.capture.offline.absent_card import absent_card, card_for
+from cotrain_compile.capture.offline.card_attention import assumed
 from cotrain_compile.capture.offline.forked import in_a_copy
+from cotrain_compile.capture.offline.known_values import KnownValues
 from cotrain_compile.capture.offline.offline import offline
 from cotrain_compile.capture.offline.only_trace import only_traced
 from cotrain_compile.capture.offline.skip_initialisation import skip_initialisation
@@ -40,7 +43,8 @@ def trace(
     """The `Dataflow` of a step of any size, without allocating it or running it.
 
     `build()` returns the step function and its example arguments. It runs under fake tensors, so a
-    model of any size can be built in it, on any machine; `torch.nn.init` draws no values there.
+    model of any size can be built in it, on any machine; `torch.nn.init` draws no values there, and
+    only values of small tensors that are made of constants can be read.
     With `dynamic`, sizes of the arguments (batch, sequence length) are symbols: see
     `analysis.symbolic`.
 
@@ -67,7 +71,8 @@ def trace(
 
     def absent() -> str:
         with absent_card(*on_card):
-            return to_json(traced("cuda"))
+            found = traced("cuda")
+            return to_json(replace(found, notes=(*found.notes, *assumed(found))))
 
     return from_json(in_a_copy(absent), Dataflow)
 
@@ -84,7 +89,8 @@ def trace_graph(
     options: dict[str, Any] = {"checkpoints": checkpoints, **on_device}
     with offline():
         tell_phase("building the model")
-        with skip_initialisation(), torch.device(device) if device else nullcontext():
+        on = torch.device(device) if device else nullcontext()
+        with KnownValues() as known, skip_initialisation(known.forget), on:
             step, arguments = build()
         if dynamic:
             _let_sizes_vary(arguments)

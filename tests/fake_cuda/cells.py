@@ -34,7 +34,15 @@ from cotrain_compile.presets import find
 from cotrain_compile.runtime.host.kernels import host_kernels
 from cotrain_compile.tracing import trace_graph
 from tests.fake_cuda.card import choose_attention, there
-from tests.fake_cuda.trainings import CARD, Job, every_optimizer_job, job, llama_job, readme_job
+from tests.fake_cuda.trainings import (
+    CARD,
+    Job,
+    every_optimizer_job,
+    flex_job,
+    job,
+    llama_job,
+    readme_job,
+)
 
 aten = torch.ops.aten
 
@@ -56,13 +64,18 @@ class Cell:
     policy: str = "zero-offload"
     micro_batches: int = 1
     training: str = "matrix"
+    checkpointed: str = ""  # by a checkpoint of torch's of that kind
+    checkpoints: str = "respect"
+    dropout: float = 0.0  # of attention
 
     @property
     def name(self) -> str:
+        again = [f"{self.checkpointed} checkpoint", self.checkpoints] if self.checkpointed else []
         if self.training != "matrix":
-            return f"{self.training}, {self.policy}"
+            return ", ".join((self.training, *again, self.policy))
         batches = f"{self.micro_batches} micro-batches"
-        return ", ".join((self.optimizer, self.precision, self.attention, batches, self.policy))
+        told = (self.optimizer, self.precision, self.attention, batches, *again, self.policy)
+        return ", ".join((*told, f"dropout {self.dropout}") if self.dropout else told)
 
 
 @dataclass(frozen=True)
@@ -113,9 +126,17 @@ def job_of(cell: Cell) -> Job:
         return every_optimizer_job()
     if cell.training == "readme":
         return readme_job()
+    if cell.training == "flex":
+        return flex_job()
     if cell.training == "llama":
-        return llama_job(cell.optimizer)
-    return job(cell.optimizer, cell.precision, micro_batches=cell.micro_batches)
+        return llama_job(cell.optimizer, cell.checkpointed)
+    return job(
+        cell.optimizer,
+        cell.precision,
+        micro_batches=cell.micro_batches,
+        checkpointed=cell.checkpointed,
+        dropout=cell.dropout,
+    )
 
 
 def traced(cell: Cell, kernels: Sequence[str]) -> Mapping[str, StepGraph | Exception]:
@@ -138,7 +159,7 @@ def traced(cell: Cell, kernels: Sequence[str]) -> Mapping[str, StepGraph | Excep
     torch._dynamo.reset()
     with there(), mock.patch.object(capture, "to_aten", lower_for_each):
         try:
-            trace_graph(lambda: job_of(cell))
+            trace_graph(lambda: job_of(cell), checkpoints=cell.checkpoints)
         except Exception as error:
             return found or dict.fromkeys(kernels, error)
     return found
@@ -186,6 +207,10 @@ def _look_at_attention(step: StepGraph, cell: Cell) -> None:
     targets = [node.target for node in step.nodes]
     found = {name for name, op in ATTENTION_OPS.items() if op in targets}
     assert found == {cell.attention} - {"math"}, f"attention by {found or 'math'}"
+    if found:
+        forwards = targets.count(ATTENTION_OPS[cell.attention])
+        again = cell.checkpointed and cell.checkpoints == "respect" and not cell.dropout
+        assert forwards == cell.micro_batches * (2 if again else 1), f"{forwards} times attention"
     low = {"float32": torch.float32, "float16 scaled": torch.float16}
     expected = low.get(cell.precision, torch.bfloat16)
     # Muon and Adafactor have products of their own, in the dtype of their states.

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
 from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
 
 CARD = "cuda"
 WIDTH, HEADS, TOKENS, VOCABULARY = 32, 2, 16, 64
@@ -24,38 +26,50 @@ Job = tuple[Callable[..., Any], tuple[Any, ...]]
 class Attention(nn.Module):
     """Causal self-attention by torch's fused op."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float) -> None:
         super().__init__()
+        self.dropout = dropout
         self.inputs = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
         self.output = nn.Linear(WIDTH, WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         parts = self.inputs(x).unflatten(-1, (3, HEADS, WIDTH // HEADS))
         query, key, value = (part.transpose(1, 2) for part in parts.unbind(2))
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        mixed = F.scaled_dot_product_attention(
+            query, key, value, dropout_p=self.dropout, is_causal=True
+        )
         return self.output(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, dropout: float) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH, bias=False)
-        self.attention = Attention()
+        self.attention = Attention(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + F.gelu(self.attention(self.norm(x)))
 
 
 class Transformer(nn.Module):
-    """An embedding, which is the head as well, and one block: each parameter costs its update."""
+    """An embedding, which is the head as well, and one block: each parameter costs its update.
 
-    def __init__(self) -> None:
+    The block is in a checkpoint if `checkpointed` says of which kind.
+    """
+
+    def __init__(self, checkpointed: str, dropout: float) -> None:
         super().__init__()
+        self.checkpointed = checkpointed
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.block = Block()
+        self.block = Block(dropout)
 
     def forward(self, tokens: Tensor, following: Tensor) -> Tensor:
-        logits = F.linear(self.block(self.embedding(tokens)), self.embedding.weight)
+        x = self.embedding(tokens)
+        if self.checkpointed:
+            x = checkpoint(self.block, x, use_reentrant=self.checkpointed == REENTRANT)
+        else:
+            x = self.block(x)
+        logits = F.linear(x, self.embedding.weight)
         return F.cross_entropy(logits.flatten(0, 1).float(), following.flatten())
 
 
@@ -147,16 +161,18 @@ OPTIMIZERS: dict[str, Callable[[list[Tensor]], list[Optimizer]]] = {
     "trusted Adam": _one(TrustedAdam),
 }
 
+REENTRANT = "reentrant"
+CHECKPOINTS = (REENTRANT, "not reentrant")
 PRECISIONS = ("float32", "bfloat16 weights", "bfloat16 autocast", "float16 scaled")
 
 
 # Steps.
 
 
-def transformer(precision: str) -> nn.Module:
+def transformer(precision: str, checkpointed: str = "", dropout: float = 0.0) -> nn.Module:
     """The model on the card, in the precision of its weights."""
     with torch.device(CARD), in_precision(precision == "bfloat16 weights"):
-        return Transformer()
+        return Transformer(checkpointed, dropout)
 
 
 @contextmanager
@@ -174,9 +190,16 @@ def tokens() -> Tensor:
     return torch.randint(0, VOCABULARY, (2, TOKENS), device=CARD)
 
 
-def job(optimizer: str, precision: str, *, micro_batches: int = 1) -> Job:
+def job(
+    optimizer: str,
+    precision: str,
+    *,
+    micro_batches: int = 1,
+    checkpointed: str = "",
+    dropout: float = 0.0,
+) -> Job:
     """A step of the transformer and its arguments."""
-    model = transformer(precision)
+    model = transformer(precision, checkpointed, dropout)
     made = OPTIMIZERS[optimizer](list(model.parameters()))
     scaler = torch.amp.GradScaler(CARD, enabled=precision == "float16 scaled")
     low = {"bfloat16 autocast": torch.bfloat16, "float16 scaled": torch.float16}.get(precision)
@@ -242,8 +265,8 @@ def readme_job() -> Job:
     return step, (torch.randn(8, 16, device=CARD), torch.randint(0, 4, (8,), device=CARD))
 
 
-def llama_job(optimizer: str = "AdamW") -> Job:
-    """A Hugging Face Llama in bfloat16 autocast."""
+def llama_job(optimizer: str = "AdamW", checkpointed: str = "") -> Job:
+    """A Hugging Face Llama in bfloat16 autocast, its layers in checkpoints of that kind, if any."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -257,6 +280,9 @@ def llama_job(optimizer: str = "AdamW") -> Job:
     )
     with torch.device(CARD):
         model = LlamaForCausalLM(config)
+    if checkpointed:
+        how = {"use_reentrant": checkpointed == REENTRANT}
+        model.gradient_checkpointing_enable(how)  # type: ignore[no-untyped-call]
     (made,) = OPTIMIZERS[optimizer](list(model.parameters()))
 
     def step(x: Tensor, y: Tensor) -> Tensor:
@@ -269,3 +295,26 @@ def llama_job(optimizer: str = "AdamW") -> Job:
         return loss  # type: ignore[no-any-return]
 
     return step, (tokens(), tokens())
+
+
+def flex_job() -> Job:
+    """Attention by `flex_attention`, whose scores are biased, behind a branch that data chooses."""
+    with torch.device(CARD):
+        layer = nn.Linear(WIDTH, 3 * WIDTH)
+    optimizer = torch.optim.AdamW(layer.parameters())
+
+    def biased(score: Tensor, b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return score + (query - key)
+
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        parts = layer(x).unflatten(-1, (3, HEADS, WIDTH // HEADS))
+        query, key, value = (part.transpose(1, 2) for part in parts.unbind(2))
+        mixed = flex_attention(query, key, value, score_mod=biased)
+        chosen = torch.cond(x.sum() > 0, torch.sin, torch.cos, (mixed,))
+        loss: Tensor = chosen.square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step, (torch.randn(2, TOKENS, WIDTH, device=CARD),)

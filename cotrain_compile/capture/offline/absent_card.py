@@ -21,6 +21,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,10 +32,11 @@ import torch
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental import proxy_tensor
+from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cotrain_compile import presets
-from cotrain_compile.capture.offline.card_attention import Call, Capability, kernel_of
+from cotrain_compile.capture.offline.card_attention import Call, Capability, kernel_of, usual_order
 from cotrain_compile.disk_cache import VARIABLE, is_only_ours, keep_at_most, private_folder
 from cotrain_compile.errors import OptionError
 from cotrain_compile.machine import Machine
@@ -131,13 +133,18 @@ def absent_card(capability: Capability, memory_bytes: int) -> Iterator[None]:
     Raises `OptionError` where there is no C++ compiler, or it fails.
     """
     library = _loaded()
-    choose = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.POINTER(ctypes.c_int64))
+    numbers = ctypes.POINTER(ctypes.c_int64)
+    choose = ctypes.CFUNCTYPE(ctypes.c_int64, numbers, numbers)
+    kernels = len(SDPBackend.__members__) - 1  # an error is none
 
-    def chosen(facts: Any) -> int:
-        return int(kernel_of(Call(*facts[:13]), capability))
+    def chosen(facts: Any, order: Any) -> int:
+        return int(kernel_of(Call(*facts[: len(fields(Call))]), capability, order[:kernels]))
 
     _kept.append(callback := choose(chosen))
-    library.take_over_cuda(callback)
+    usual = usual_order(capability)
+    library.take_over_cuda(
+        callback, (ctypes.c_int64 * len(usual))(*usual), ctypes.c_int64(len(usual))
+    )
     with ExitStack() as stack:
         answers = _answers(capability, memory_bytes)
         stack.enter_context(mock.patch.multiple(torch.cuda, **answers))

@@ -9,7 +9,7 @@ the public ones, also of those that a library has kept by another name. Tried on
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -18,13 +18,14 @@ import torch
 
 
 @contextmanager
-def skip_initialisation() -> Iterator[None]:
-    """Within it `torch.nn.init` draws no values."""
+def skip_initialisation(would_draw: Callable[[torch.Tensor], object]) -> Iterator[None]:
+    """Within it `torch.nn.init` draws no values; `would_draw` is told of tensors it would fill."""
+
+    def as_it_is(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        would_draw(tensor)
+        return tensor
+
     with ExitStack() as patches:
         for name in [name for name in vars(torch.nn.init) if name.startswith("_no_grad_")]:
-            patches.enter_context(mock.patch.object(torch.nn.init, name, _as_it_is))
+            patches.enter_context(mock.patch.object(torch.nn.init, name, as_it_is))
         yield
-
-
-def _as_it_is(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-    return tensor

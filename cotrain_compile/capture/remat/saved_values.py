@@ -10,6 +10,8 @@ the backward and descriptions of the outputs. Tried on torch 2.11.0, 2.13.0 and 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import fx
@@ -100,11 +102,17 @@ def _joint(
     inside = [n for n in graph.nodes if n in members]
     copies: dict[fx.Node, fx.Node] = {}
     joint = fx.Graph()
-    for number, node in enumerate(_inputs(graph, members)):
+    sources = _inputs(graph, members)
+    graphs = [node for node in sources if "val" not in node.meta]  # that members call
+    for number, node in enumerate(node for node in sources if "val" in node.meta):
         copies[node] = joint.placeholder(f"primals_{number + 1}")
         copies[node].meta = {"val": node.meta["val"]}
+    for node in graphs:
+        copies[node] = joint.node_copy(node)
     for node in inside:
         copies[node] = joint.node_copy(node, copies.__getitem__)
+        if node in checkpointed and has_random_tag(node):
+            copies[node].target = _draws_nothing
         copies[node].meta = _tagged(node, node in backward, node in checkpointed)
     results = {n for n in inside if any(user not in members for user in n.users)}
     of_forward = [
@@ -114,7 +122,10 @@ def _joint(
     output = joint.output(tuple(copies[node] for node in (*of_forward, *of_backward)))
     output.meta["desc"] = [None] * len(output.args[0])
     original = {copy.name: node for node, copy in copies.items()}
-    return fx.GraphModule({}, joint), original, len(of_forward)
+    called = {
+        str(node.target): attrgetter(str(node.target))(graph.owning_module) for node in graphs
+    }
+    return fx.GraphModule(called, joint), original, len(of_forward)
 
 
 def _is_a_loss(node: fx.Node, forward: Collection[fx.Node], backward: Collection[fx.Node]) -> bool:
@@ -137,10 +148,15 @@ def _tagged(node: fx.Node, is_backward: bool, is_checkpointed: bool) -> dict[str
     meta = {"val": node.meta["val"]}
     if is_backward:
         return {**meta, "partitioner_tag": "must_be_in_backward"}
-    if is_checkpointed and has_random_tag(node):
-        return meta  # the partitioner would save a generator's state for it
     if is_checkpointed:
         return {**meta, "recompute": CheckpointPolicy.MUST_RECOMPUTE, "ac_graph_id": 0}
     if is_drawn(node) or "recompute" in node.meta:
         return {**meta, "recompute": CheckpointPolicy.MUST_SAVE}
     return meta
+
+
+def _draws_nothing(*_: Any, **__: Any) -> None:
+    """Stands for an op that is made again and draws nothing, as attention without dropout.
+
+    Of an op with the tag of random ones the partitioner would save a generator's state.
+    """

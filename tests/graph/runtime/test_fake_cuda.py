@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -22,16 +23,19 @@ import torch
 import cotrain_compile
 from cotrain_compile.capture.offline.card_attention import (
     BFLOAT16,
+    DEPRIORITIZED,
     FLOAT,
     HALF,
+    IN_SIXTEENTHS,
     Call,
     Kernel,
     kernel_of,
+    usual_order,
 )
 from cotrain_compile.capture.offline.forked import in_a_copy
 from cotrain_compile.errors import CaptureError, OptionError
 from tests.fake_cuda.library import compiler, library
-from tests.fake_cuda.trainings import readme_job
+from tests.fake_cuda.trainings import CHECKPOINTS, readme_job
 
 ROOT = Path(__file__).parents[3]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -43,7 +47,31 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"precision": "bfloat16 autocast", "attention": "efficient"},
     {"precision": "float16 scaled", "attention": "cudnn"},
 )
-TRAININGS = ("readme", "every optimizer", "llama")
+TRAININGS = ("readme", "every optimizer", "llama", "flex")
+# What a checkpoint of the user's makes again has attention in it; with dropout that is kept.
+CHECKPOINTED: dict[str, dict[str, Any]] = {
+    f"{precision}, {attention} in a {kind} checkpoint, {checkpoints}, dropout {dropout}": {
+        "precision": precision,
+        "attention": attention,
+        "checkpointed": kind,
+        "checkpoints": checkpoints,
+        "dropout": dropout,
+    }
+    for precision, attention in (
+        ("bfloat16 autocast", "flash"),
+        ("float16 scaled", "cudnn"),
+        ("bfloat16 weights", "cudnn"),
+        ("float32", "efficient"),
+    )
+    for kind in CHECKPOINTS
+    for checkpoints in ("respect", "dissolve")
+    for dropout in (0.0, 0.125)
+} | {
+    f"llama in a {kind} checkpoint": {"training": "llama", "checkpointed": kind}
+    for kind in CHECKPOINTS
+}
+
+H100, NEW = (9, 0), 91900  # a compute capability, a version of cuDNN
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler")
 
@@ -65,18 +93,25 @@ def results_of(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 CELLS: dict[tuple[str, str], dict[str, Any]] = {
-    (str(cell.get("precision", cell.get("training"))), policy): {**cell, "policy": policy}
-    for cell in (*({"training": name} for name in TRAININGS), *KINDS)
+    (name, policy): {**cell, "policy": policy}
+    for name, cell in {
+        **{name: {"training": name} for name in TRAININGS},
+        **{str(cell["precision"]): cell for cell in KINDS},
+        **CHECKPOINTED,
+    }.items()
     for policy in POLICIES
 }
 # Every policy, and every training; the traces that `trace` is compared with.
 IN_EVERY_RUN = {
     ("readme", "streamed"),
     ("every optimizer", "zero-offload"),
+    ("flex", "auto"),
     ("float32", "zero-offload"),
     ("bfloat16 weights", "resident"),
     ("bfloat16 autocast", "auto"),
     ("float16 scaled", "resident"),
+    ("bfloat16 autocast, flash in a not reentrant checkpoint, respect, dropout 0.0", "auto"),
+    ("float32, efficient in a reentrant checkpoint, respect, dropout 0.125", "zero-offload"),
 }
 
 
@@ -116,6 +151,7 @@ def test_a_step_for_a_card_goes_through_to_its_segments(
 TRACED = """
 import torch, cotrain_compile
 from cotrain_compile.errors import OptionError
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 from tests.fake_cuda.trainings import job
 
@@ -137,6 +173,36 @@ def norms_of_ranks():
 
 traced = cotrain_compile.trace(lambda: job("AdamW", "float16 scaled"), machine="h100")
 print("TRACED", traced.fingerprint, sep="/")
+def as_the_user_says():
+    layer = torch.nn.Linear(64, 192, bias=False)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    rates = [rate.item() for rate in torch.linspace(0, 0.1, 3)]  # made on the card
+
+    def attention(x, **kwargs):
+        query, key, value = (p.view(2, 1, 64, 64) for p in layer(x).chunk(3, -1))
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, **kwargs).sum()
+
+    def step(x):
+        with torch.autocast(x.device.type, torch.bfloat16):
+            loss = attention(x) + attention(x, dropout_p=rates[-1])
+            with sdpa_kernel(SDPBackend.MATH):
+                loss = loss + attention(x)
+            with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+                loss = loss + attention(x)
+            with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], set_priority=True):
+                loss = loss + attention(x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step, (torch.randn(2, 64, 64),)
+
+traced = cotrain_compile.trace(as_the_user_says, machine="h100")
+targets = [op.target for op in traced.ops if op.target.startswith("aten._scaled_dot")]
+kernels = [target.split("_")[4] for target in targets if "backward" not in target]
+print("KERNELS", *kernels, sep="/")
+print("ASSUMED", *traced.notes, sep="|")
 traced = cotrain_compile.trace(norms_of_ranks, machine="h100", ranks=2)
 exchanges = sorted(op.target.split(".")[1] for op in traced.ops if "_c10d" in op.target)
 print("RANKS", *(name for name in exchanges if name != "wait_tensor"), sep="/")
@@ -153,7 +219,8 @@ except OptionError as error:
 def test_a_trace_for_a_card_is_that_of_the_step_on_it(
     results: Mapping[tuple[str, str], dict[str, Any]],
 ) -> None:
-    """So a plan made offline is accepted there. An H100 takes cuDNN's attention.
+    """So a plan made offline is accepted there. An H100 takes cuDNN's attention, or what the user
+    allows.
 
     Once torch has run a backward it is too late for a card.
     """
@@ -164,6 +231,10 @@ def test_a_trace_for_a_card_is_that_of_the_step_on_it(
     lines = [line.split("/") for line in run.stdout.splitlines() if "/" in line]
     (found,) = [line[1] for line in lines if line[0] == "TRACED"]
     assert found == results["float16 scaled", "resident"]["fingerprint"]
+    (kernels,) = [line[1:] for line in lines if line[0] == "KERNELS"]
+    assert kernels == ["cudnn", "flash", "efficient", "flash"]
+    (told,) = [line for line in run.stdout.splitlines() if line.startswith("ASSUMED")]
+    assert re.search(r"1 attentions are traced as cuDNN's, as with cuDNN \d+\.\d+\.\d+;", told)
     (exchanges,) = [line[1:] for line in lines if line[0] == "RANKS"]
     assert {"all_gather_into_tensor", "reduce_scatter_tensor"} <= set(exchanges)
     assert 1 <= exchanges.count("all_reduce") <= 4
@@ -242,6 +313,10 @@ def call(**changes: Any) -> Call:
         dropout=False,
         causal=True,
         dense=True,
+        sixteenths=True,
+        one_query=False,
+        one_key=False,
+        deterministic=False,
     )
     return replace(usual, **changes)
 
@@ -263,4 +338,40 @@ def call(**changes: Any) -> Call:
 def test_attention_takes_the_kernel_that_torch_takes_on_the_card(
     changes: dict[str, Any], capability: tuple[int, int], kernel: Kernel
 ) -> None:
-    assert kernel_of(call(**changes), capability) is kernel
+    order = usual_order(capability, cudnn=NEW)
+    assert kernel_of(call(**changes), capability, order, cudnn=NEW) is kernel
+
+
+@pytest.mark.parametrize("changes", [{"one_key": True}, {"deterministic": True}])
+def test_attention_that_cudnn_cannot_do_is_left_to_flash(changes: dict[str, Any]) -> None:
+    order = usual_order(H100, cudnn=NEW)
+    assert kernel_of(call(**changes), H100, order, cudnn=NEW) is Kernel.FLASH
+
+
+@pytest.mark.parametrize(
+    ("changes", "cudnn", "does"),
+    [
+        ({}, NEW, True),
+        ({"sixteenths": False}, NEW, not IN_SIXTEENTHS),
+        ({"one_query": True}, NEW, False),
+        ({}, 91200, False),
+        ({}, 91000, True),
+    ],
+)
+def test_cudnn_drops_out_where_its_version_does(
+    changes: dict[str, Any], cudnn: int, does: bool
+) -> None:
+    """Where it is alone allowed, there is no kernel otherwise."""
+    order = [-1, Kernel.CUDNN]
+    kernel = kernel_of(call(dropout=True, **changes), H100, order, cudnn=cudnn)
+    assert kernel is (Kernel.CUDNN if does else Kernel.NONE)
+    assert kernel_of(call(**changes), H100, order, cudnn=cudnn) is Kernel.CUDNN
+
+
+def test_cudnn_comes_first_on_some_cards_if_it_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch asks it last otherwise, and where its environment says so."""
+    assert usual_order(H100, cudnn=91501)[0] is Kernel.CUDNN
+    assert usual_order(H100, cudnn=91500)[-1] is Kernel.CUDNN
+    assert usual_order((8, 0), cudnn=NEW)[-1] is Kernel.CUDNN
+    monkeypatch.setenv(DEPRIORITIZED, "1")
+    assert usual_order(H100, cudnn=NEW)[-1] is Kernel.CUDNN
