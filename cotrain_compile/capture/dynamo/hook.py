@@ -142,7 +142,8 @@ def _refuse_to_pass_over(
             return _in_eager(error)
         raise _Refused(error)
 
-    wrapper.__call__ = compile_or_skip  # type: ignore[method-assign]
+    instead: Any = compile_or_skip
+    wrapper.__call__ = instead  # type: ignore[method-assign]
 
 
 class _Refused(ShortenTraceback):
