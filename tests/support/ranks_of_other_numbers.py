@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cotrain_compile.errors import RanksApart
 
-OPTIONS = {"quiet": True, "policy": "zero-offload", "check_replicas": 2}
+OPTIONS: dict[str, Any] = {"quiet": True, "policy": "zero-offload", "check_replicas": 2}
 
 
 def clipped_apart(rank: int) -> str:
