@@ -138,7 +138,8 @@ class Together:
         same_updates = len({each.updates for each in found}) == 1
         same_losses = len({each.losses for each in found}) == 1
         of_all = [] if same_updates and same_losses else self._meeting.gather(numbers)
-        apart = [] if same_updates else updates_apart(of_all)
+        # Parts of unequal size are padded and masked by ops of their own.
+        apart = [] if same_updates else updates_apart(of_all, settings_alone=not self.plans_alike)
         if len({each.signature for each in found}) > 1:
             told = "; ".join(f"rank {rank}: {each.told}" for rank, each in enumerate(found))
             also = f". {_sentence(first_few(apart))}" if apart else ""
@@ -146,7 +147,7 @@ class Together:
             raise RanksApart(f"{why}: {told}{also}. {SAME_BATCHES}")
         if apart:
             raise RanksApart(f"{_WOULD_DIFFER}: {first_few(apart)}. {_SAME_SETTINGS}")
-        if not same_losses and (told_of_losses := losses_apart(of_all)):
+        if self.plans_alike and not same_losses and (told_of_losses := losses_apart(of_all)):
             warnings.warn(
                 f"cotrain: the ranks compute their gradients with different numbers: "
                 f"{first_few(told_of_losses)}. Gradients are exchanged after that, so parameters "

@@ -99,10 +99,12 @@ def values_of(settings: Mapping[str, int], inputs: Sequence[Any]) -> dict[str, s
     return {name: _plain(_item(value)) for name, value in values.items() if _is_at_hand(value)}
 
 
-def updates_apart(found: Sequence[Numbers]) -> list[str]:
+def updates_apart(found: Sequence[Numbers], *, settings_alone: bool) -> list[str]:
     """In words, what ranks would not update alike; nothing where they do."""
-    settings = [of_rank.settings for of_rank in found]
-    return _settings_apart(settings) or _computed_apart([of_rank.after for of_rank in found])
+    apart = _settings_apart([of_rank.settings for of_rank in found])
+    if apart or settings_alone:
+        return apart
+    return _computed_apart([of_rank.after for of_rank in found])
 
 
 def losses_apart(found: Sequence[Numbers]) -> list[str]:
