@@ -31,6 +31,7 @@ from cotrain_compile.dataflow import Role
 from cotrain_compile.distribute.meet import LONGEST, SAME_BATCHES, Meeting, meeting_of
 from cotrain_compile.distribute.replicas import Digests, Ranks, first_apart, same_on
 from cotrain_compile.distribute.same_numbers import (
+    by_rank,
     first_few,
     losses_apart,
     numbers_of,
@@ -52,6 +53,12 @@ _SAME_SETTINGS = (
     "as the weight of a loss, belongs before backward(), or in a parameter that is not exchanged"
 )
 
+_CHANGED_ALONE = "a number has changed on some ranks alone, and is an input of their step only"
+_ANEW = (
+    "Give every rank the same settings, then call torch._dynamo.reset() on every rank, which "
+    "compiles the step anew; nothing was updated"
+)
+
 
 @dataclass(frozen=True)
 class Overshoot:
@@ -71,7 +78,8 @@ class _Compiled:
     """What a rank says of the step that it has compiled, for all to compare.
 
     `updates` and `losses` are digests of its numbers, `same_on` has the ranks with the same
-    parameters, `check_every` after how many steps they are compared.
+    parameters, `check_every` after how many steps they are compared. `read` has the settings that
+    are inputs: what has changed on this rank once, and is a constant before.
     """
 
     signature: str
@@ -81,6 +89,7 @@ class _Compiled:
     losses: str
     same_on: Mapping[str, Ranks]
     check_every: int
+    read: tuple[str, ...]
 
 
 class Together:
@@ -132,6 +141,7 @@ class Together:
             numbers.of_losses,
             same_on(step, dist.get_rank(), ranks, lambda name: frozenset(_members(name))),
             check_every,
+            tuple(item.name for item in step.inputs if item.role is Role.HYPERPARAMETER),
         )
         found: list[_Compiled] = self._exchange(own, "compiles")
         self.plans_alike = len({each.fingerprint for each in found}) == 1
@@ -143,6 +153,8 @@ class Together:
         if len({each.signature for each in found}) > 1:
             told = "; ".join(f"rank {rank}: {each.told}" for rank, each in enumerate(found))
             also = f". {_sentence(first_few(apart))}" if apart else ""
+            if read_apart := _read_apart([each.read for each in found]):
+                raise RanksApart(f"{_CHANGED_ALONE}: {first_few(read_apart)}{also}. {_ANEW}")
             why = "the ranks compiled different steps and would wait for each other for ever"
             raise RanksApart(f"{why}: {told}{also}. {SAME_BATCHES}")
         if apart:
@@ -325,6 +337,16 @@ def tell_of_refusal(code: CodeType, error: Exception) -> None:
     together = _of_steps.get(code, ALONE)
     if dist.is_available() and dist.is_initialized():
         together.failed(error)
+
+
+def _read_apart(found: Sequence[Sequence[str]]) -> list[str]:
+    """In words, which numbers are inputs on some ranks and constants on others."""
+    names = dict.fromkeys(name for of_rank in found for name in of_rank)
+    kinds = {
+        name: ["an input" if name in of_rank else "a constant" for of_rank in found]
+        for name in names
+    }
+    return [f"{name} is {by_rank(each)}" for name, each in kinds.items() if len(set(each)) > 1]
 
 
 def _sentence(text: str) -> str:

@@ -46,7 +46,9 @@ APART_IN_REPLICAS = ("load", "edit", "edit a state")
 # What may differ before the exchange: they train, or are told that one of them compiles anew.
 MAY_BE_TOLD = ("scale", "dropout")
 ROUNDING = 1e-5  # of parameters below 1; compiled updates take bias corrections in float32
-OPTIONS = {"quiet": True, "policy": "zero-offload", "check_replicas": 1}
+OPTIONS: dict[str, Any] = {"quiet": True, "policy": "zero-offload", "check_replicas": 1}
+
+_ADVICE = "call torch._dynamo.reset() on every rank"
 
 
 @dataclass(frozen=True)
@@ -158,6 +160,8 @@ class _Player:
         """Do `act` on the ranks it is of, and on the twin if it is of all; what undoes it."""
         what, alone = act.what, act.on is not None
         first, twin_first = self.net[0].weight, self.twin[0].weight
+        assert isinstance(first, Tensor)
+        assert isinstance(twin_first, Tensor)
         if what in SETTINGS:
             group, twin_group = self.optimizer.param_groups[0], self.twin_optimizer.param_groups[0]
             before = group[what]
@@ -183,8 +187,9 @@ class _Player:
 
             return undo
         if what == "dropout":
-            self.net[1].p = 0.5 if here else 0.0
-            return lambda: setattr(self.net[1], "p", 0.0)
+            dropout: Any = self.net[1]
+            dropout.p = 0.5 if here else 0.0
+            return lambda: setattr(dropout, "p", 0.0)
         if what == "freeze":
             was = first.requires_grad
             first.requires_grad_(not was if here else was)
@@ -241,6 +246,11 @@ class _Player:
         numbers = tuple(self.batches)
         ends = _of_all(self._call(rows))
         self._note(ends)
+        if all(end and end[0] == "RanksApart" and _ADVICE in end[2] for end in ends):
+            torch._dynamo.reset()  # what has changed on one rank alone is an input there
+            numbers = tuple(self.batches)
+            ends = _of_all(self._call(rows))
+            self._note(ends)
         self.told = may_be_told and all(end and end[0] == "RanksApart" for end in ends)
         if any(ends):
             return "" if self.told else f"after {what}: {ends}"
@@ -265,7 +275,7 @@ class _Player:
         try:
             self.run(x, torch.full_like(y, 99) if bad else y)
         except Exception as error:
-            told = str(error).partition("\n")[0][:300]
+            told = str(error).partition("\n")[0][:900]
             return type(error).__name__, isinstance(error, CotrainError), told
         return None
 
@@ -278,7 +288,8 @@ class _Player:
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), self.knobs.clip)
         self.optimizer.step()
-        return loss.detach()
+        detached: Tensor = loss.detach()
+        return detached
 
     def _train_twin(self, numbers: Sequence[int], rows: int) -> None:
         self.twin_optimizer.zero_grad()
