@@ -91,7 +91,7 @@ def cotrain(
         tell_of_unused_card(step, session.options)
         warn_where_ranks_train_apart(step, session.code)
         together = ranks_of(step, session.code)
-        together.require_same_step(step)
+        together.require_same_step(step, session.options.check_replicas)
         dataflow, origin = extract(step), _origin(session, owners)
 
         def tell_surplus(compiled: CompiledStep) -> None:

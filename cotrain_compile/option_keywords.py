@@ -63,6 +63,7 @@ class Keywords(TypedDict, total=False):
     poison: bool  # fill what a copy has not yet written with NaN
     profile: str | PathLike[str]  # a file with measured times of this step
     verify: int  # steps that are compared with the step without its plan
+    check_replicas: int  # ranks compare their parameters every so many steps
     watchdog_s: float | Literal[False]  # seconds after which a copy or an update is given up
 
 

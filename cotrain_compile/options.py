@@ -28,6 +28,8 @@ OnBreak = Literal["error", "warn"]
 
 # Seconds between the plain lines of `live=True`.
 LIVE_S = 30.0
+# In one of so many steps ranks compare their parameters, which takes a pass over them.
+CHECK_REPLICAS = 100
 # No copy and no update of one parameter takes as long.
 WATCHDOG_S = 600.0
 
@@ -39,9 +41,9 @@ class Options:
     Budgets of None mean the capacity of the tier. `device` of None means where the model lives,
     `lowering` and `remat` of None what `lowering_on` and `remat_on` say. `plan` is the path of a
     saved plan, used in place of `policy`; with `plan_cache` plans are kept on disk for the next
-    process. `time_limit` is in seconds, `gap` a fraction, `verify` in steps; `live` is seconds
-    between lines, `watchdog_s` seconds of a copy or an update, None for none. No `host_cores`
-    leaves the host's threads unbound.
+    process. `time_limit` is in seconds, `gap` a fraction, `verify` and `check_replicas` in steps;
+    `live` is seconds between lines, `watchdog_s` seconds of a copy or an update, None for none. No
+    `host_cores` leaves the host's threads unbound.
     """
 
     memory_budget: Size | None = None
@@ -77,6 +79,7 @@ class Options:
     poison: bool = True
     profile: str | None = None
     verify: int = 0
+    check_replicas: int = CHECK_REPLICAS
     watchdog_s: float | None = WATCHDOG_S
 
     @classmethod
@@ -286,5 +289,6 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
     "poison": _flag,
     "profile": _text,
     "verify": _count,
+    "check_replicas": _count,
     "watchdog_s": _patience,
 }

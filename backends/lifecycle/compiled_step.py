@@ -191,6 +191,9 @@ class CompiledStep:
         device = self._device
         if self._have_moved(inputs):
             self.bring_home(inputs)
+        if self._together.checks_replicas:
+            self.tail.wait()
+        self._together.step_begins(inputs)
         with record_function(STEP_BEGINS):
             device.start_step()
         self._program.begin_step()

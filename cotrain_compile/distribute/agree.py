@@ -2,8 +2,9 @@
 
 Every rank has to issue the same collectives in the same order. So before the first one the ranks
 compare their steps, take the plan of the first of them, and after a rehearsal decide together
-whether to plan again. In every step they meet before the first collective. They talk over a group
-of their own, on CPUs, so that nothing of this meets a collective of a step.
+whether to plan again. In every step they meet before the first collective, with the settings that
+are inputs of the step; in some, they compare the parameters that have to be the same on all. They
+talk over a group of their own, on CPUs, so that nothing of this meets a collective of a step.
 
 Private torch API used: `_resolve_process_group`, which no public function is. Tried on torch
 2.13.0.
@@ -13,8 +14,9 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import CodeType
@@ -27,12 +29,35 @@ from torch import fx
 from cotrain_compile.collectives import group_name_of, is_collective
 from cotrain_compile.dataflow import Role
 from cotrain_compile.distribute.meet import LONGEST, SAME_BATCHES, Meeting, meeting_of
+from cotrain_compile.distribute.replicas import Digests, Ranks, first_apart, same_on
+from cotrain_compile.distribute.same_numbers import (
+    by_rank,
+    first_few,
+    losses_apart,
+    numbers_of,
+    settings_read,
+    updates_apart,
+    values_apart,
+    values_of,
+)
 from cotrain_compile.errors import CotrainError, DistributeError, PlacementError, RanksApart
 from cotrain_compile.files import from_json, to_json
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.machine import Tier
 from cotrain_compile.plan import Plan
 from cotrain_compile.user_lines import user_line
+
+_WOULD_DIFFER = "the ranks would update with different numbers, and their parameters would differ"
+_SAME_SETTINGS = (
+    "Give every rank the same settings; nothing was updated. What is meant to differ by rank, such "
+    "as the weight of a loss, belongs before backward(), or in a parameter that is not exchanged"
+)
+
+_CHANGED_ALONE = "a number has changed on some ranks alone, and is an input of their step only"
+_ANEW = (
+    "Give every rank the same settings, then call torch._dynamo.reset() on every rank, which "
+    "compiles the step anew; nothing was updated"
+)
 
 
 @dataclass(frozen=True)
@@ -48,32 +73,121 @@ class Overshoot:
     beyond: Mapping[str, int]
 
 
+@dataclass(frozen=True)
+class _Compiled:
+    """What a rank says of the step that it has compiled, for all to compare.
+
+    `updates` and `losses` are digests of its numbers, `same_on` has the ranks with the same
+    parameters, `check_every` after how many steps they are compared. `read` has the settings that
+    are inputs: what has changed on this rank once, and is a constant before.
+    """
+
+    signature: str
+    told: str
+    fingerprint: str
+    updates: str
+    losses: str
+    same_on: Mapping[str, Ranks]
+    check_every: int
+    read: tuple[str, ...]
+
+
 class Together:
     """The ranks that run a step; without a meeting this process alone, which agrees with itself.
 
     `plans_alike` says whether one plan is right for all of them.
     """
 
-    def __init__(self, meeting: Meeting | None = None, signature: str = "", told: str = "") -> None:
-        """`signature` is that of the step, `told` what it is in words."""
+    def __init__(
+        self,
+        meeting: Meeting | None = None,
+        signature: str = "",
+        told: str = "",
+        ranks: Sequence[int] = (),
+    ) -> None:
+        """`signature` is that of the step of `ranks`, `told` what it is in words."""
         self._meeting = meeting
         self._signature = signature
         self._told = told
+        self._ranks = tuple(ranks)
         self.plans_alike = True
+        self._settings: Mapping[str, int] = {}  # positions of the inputs that they are
+        self._replicas: Mapping[str, tuple[int, Sequence[Ranks]]] = {}  # positions, and on whom
+        self._check_every = 0
+        self._met = 0  # so many steps
+        self._values: Mapping[str, str] = {}  # of the settings, in the step that runs
+        self._digests: Digests | None = None  # of the replicas, if they are compared in this step
 
     @property
     def rank(self) -> int | None:
         """Which of all ranks this process is; None where it trains alone."""
         return None if self._meeting is None else dist.get_rank()
 
-    def require_same_step(self, step: StepGraph) -> None:
-        """Raise `RanksApart` on every rank where they are about to run different steps."""
-        found = self._exchange((_signature(step), _told(step), step.fingerprint), "compiles")
-        self.plans_alike = len({fingerprint for _, _, fingerprint in found}) == 1
-        if len({signature for signature, _, _ in found}) > 1:
-            each = "; ".join(f"rank {rank}: {told}" for rank, (_, told, _) in enumerate(found))
+    def require_same_step(self, step: StepGraph, check_every: int = 0) -> None:
+        """Raise `RanksApart` on every rank where they are about to run different steps.
+
+        Those are steps that exchange other things, or that update with other numbers. Replicas are
+        compared every so many steps, where the first rank says so.
+        """
+        if self._meeting is None:
+            return
+        numbers = numbers_of(step)
+        ranks = frozenset(self._ranks)
+        own = _Compiled(
+            _signature(step),
+            _told(step),
+            step.fingerprint,
+            numbers.of_updates,
+            numbers.of_losses,
+            same_on(step, dist.get_rank(), ranks, lambda name: frozenset(_members(name))),
+            check_every,
+            tuple(item.name for item in step.inputs if item.role is Role.HYPERPARAMETER),
+        )
+        found: list[_Compiled] = self._exchange(own, "compiles")
+        self.plans_alike = len({each.fingerprint for each in found}) == 1
+        same_updates = len({each.updates for each in found}) == 1
+        same_losses = len({each.losses for each in found}) == 1
+        of_all = [] if same_updates and same_losses else self._meeting.gather(numbers)
+        # Parts of unequal size are padded and masked by ops of their own.
+        apart = [] if same_updates else updates_apart(of_all, settings_alone=not self.plans_alike)
+        if len({each.signature for each in found}) > 1:
+            told = "; ".join(f"rank {rank}: {each.told}" for rank, each in enumerate(found))
+            also = f". {_sentence(first_few(apart))}" if apart else ""
+            if read_apart := _read_apart([each.read for each in found]):
+                raise RanksApart(f"{_CHANGED_ALONE}: {first_few(read_apart)}{also}. {_ANEW}")
             why = "the ranks compiled different steps and would wait for each other for ever"
-            raise RanksApart(f"{why}: {each}. {SAME_BATCHES}")
+            raise RanksApart(f"{why}: {told}{also}. {SAME_BATCHES}")
+        if apart:
+            raise RanksApart(f"{_WOULD_DIFFER}: {first_few(apart)}. {_SAME_SETTINGS}")
+        if self.plans_alike and not same_losses and (told_of_losses := losses_apart(of_all)):
+            warnings.warn(
+                f"cotrain: the ranks compute their gradients with different numbers: "
+                f"{first_few(told_of_losses)}. Gradients are exchanged after that, so parameters "
+                "stay the same; where it is meant, pass the number to the step as a tensor, which "
+                "nobody compares",
+                stacklevel=2,
+            )
+        self._settings = settings_read(step)
+        self._check_every = found[0].check_every
+        if self.plans_alike:  # else an offset or a size may have made other values of the same
+            self._replicas = {
+                item.name: (position, [each.same_on.get(item.name, Ranks()) for each in found])
+                for position, item in enumerate(step.inputs)
+                if any(item.name in each.same_on for each in found)
+            }
+
+    @property
+    def checks_replicas(self) -> bool:
+        """Whether the step that is about to begin compares parameters, and so reads them all."""
+        return bool(self._replicas and self._check_every) and self._met % self._check_every == 0
+
+    def step_begins(self, inputs: Sequence[Any]) -> None:
+        """A step begins with these `inputs`, all at home and with no update of theirs under way."""
+        self._values = values_of(self._settings, inputs)
+        self._digests = None
+        if self.checks_replicas:
+            at = {name: position for name, (position, _) in self._replicas.items()}
+            self._digests = Digests({name: inputs[position] for name, position in at.items()})
 
     def plan(self, make: Callable[[], Plan]) -> Plan:
         """The plan that the first rank makes, or its `PlacementError`, on every rank.
@@ -130,8 +244,8 @@ class Together:
     def exchange_begins(self, collective: fx.Node) -> None:
         """Called before each `collective` of a step that runs; before its first, all ranks meet.
 
-        Raises `RanksApart` on every rank where one of them has
-        failed in this step, or does something else; no parameter has changed on any of them then.
+        Raises `RanksApart` on every rank where one of them has failed in this step, does something
+        else or with other settings, or has other parameters; this step has changed none on any.
         """
         if self._meeting is None:
             return
@@ -139,12 +253,36 @@ class Together:
             left_at = self._meeting.left_at
             after = "" if left_at is None else f", after a step that failed at exchange {left_at}"
             line = partial(user_line, collective.stack_trace)
-            self._meeting.meet(
-                f"run {self._signature}{after}",
+            compares = "" if self._digests is None else ", and compares parameters"
+            same_values = self._meeting.meet(
+                f"run {self._signature}{after}{compares}",
                 lambda: f"runs {self._told}{after}, and is at {line() or collective.name}",
+                values=repr(self._values),
             )
             self._meeting.left_at = None
+            if not same_values:
+                apart = values_apart(self._meeting.gather(self._values))
+                raise RanksApart(f"{_WOULD_DIFFER}: {first_few(apart)}. {_SAME_SETTINGS}")
+            self._compare_replicas()
+            self._met += 1
         self._meeting.exchanges += 1
+
+    def _compare_replicas(self) -> None:
+        if self._digests is None or self._meeting is None:
+            return
+        digests = self._meeting.gather(self._digests.read())
+        self._digests = None
+        ranks_of = {name: [sorted(same) for same in on] for name, (_, on) in self._replicas.items()}
+        found = first_apart(digests, ranks_of, self._ranks)
+        if found is not None:
+            name, first, differing = found
+            raise RanksApart(
+                f"{name} is not the same on ranks {first} and {', '.join(map(str, differing))}, "
+                "which train it together: its update, something between the steps (a checkpoint "
+                "that was loaded, a parameter that was written), or the memory of one rank has "
+                "made it another. This step has changed nothing; load a checkpoint on all ranks, "
+                "or send the parameters of one to all (torch.distributed.broadcast)"
+            )
 
     def step_ended(self) -> None:
         """The step that began last is over."""
@@ -187,7 +325,8 @@ def ranks_of(step: StepGraph, code: CodeType | None = None) -> Together:
     if len(ranks) == 1:
         return ALONE
     where = f"{code.co_name} ({code.co_filename}:{code.co_firstlineno})" if code else "a step"
-    together = Together(meeting_of(ranks), _signature(step), f"{where} with {_told(step)}")
+    told = f"{where} with {_told(step)}"
+    together = Together(meeting_of(ranks), _signature(step), told, ranks)
     if code is not None:
         _of_steps[code] = together
     return together
@@ -198,6 +337,20 @@ def tell_of_refusal(code: CodeType, error: Exception) -> None:
     together = _of_steps.get(code, ALONE)
     if dist.is_available() and dist.is_initialized():
         together.failed(error)
+
+
+def _read_apart(found: Sequence[Sequence[str]]) -> list[str]:
+    """In words, which numbers are inputs on some ranks and constants on others."""
+    names = dict.fromkeys(name for of_rank in found for name in of_rank)
+    kinds = {
+        name: ["an input" if name in of_rank else "a constant" for of_rank in found]
+        for name in names
+    }
+    return [f"{name} is {by_rank(each)}" for name, each in kinds.items() if len(set(each)) > 1]
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def _members(group_name: str) -> tuple[int, ...]:

@@ -63,12 +63,17 @@ class Meeting:
         return dist.get_rank(self._group)
 
     def meet(
-        self, key: str, tell: Callable[[], str], wait: datetime.timedelta | None = None
-    ) -> None:
+        self,
+        key: str,
+        tell: Callable[[], str],
+        wait: datetime.timedelta | None = None,
+        values: str = "",
+    ) -> bool:
         """Return when every rank has come with the same `key`; `tell` says what this one does.
 
-        Raises `RanksApart` on every rank where keys differ, and `ExchangeFailed` where a rank does
-        not come within the group's timeout, or within `wait`.
+        Returns whether all have brought the same `values`, too. Raises `RanksApart` on every rank
+        where keys differ, and `ExchangeFailed` where a rank does not come within the group's
+        timeout, or within `wait`.
         """
         if self._is_lost:
             raise ExchangeFailed(
@@ -76,7 +81,7 @@ class Meeting:
                 "again from a checkpoint"
             )
         try:
-            apart = self._differ(key, wait)
+            apart, same_values = self._compare(key, wait, values=values)
         except RuntimeError as error:
             self._is_lost = True
             raise ExchangeFailed(
@@ -86,6 +91,7 @@ class Meeting:
             ) from error
         if apart:
             self._raise_apart(tell())
+        return same_values
 
     def tell_failure(self, error: BaseException) -> None:
         """Let the others know that this rank has failed at a point where they may still meet it."""
@@ -93,7 +99,7 @@ class Meeting:
             return
         told = f"{_FAILED}: {type(error).__name__}: {error}"
         try:
-            if self._differ(_FAILED, None, TELLING):
+            if self._compare(_FAILED, None, TELLING)[0]:
                 self._what_each_does(told)
         except RuntimeError:
             self._is_lost = True
@@ -118,24 +124,27 @@ class Meeting:
             ) from error
         return found
 
-    def _differ(
+    def _compare(
         self,
         key: str,
         timeout: datetime.timedelta | None,
         wait: datetime.timedelta | None = None,
-    ) -> bool:
-        """Whether some rank has another key; the largest and the least of all are equal if not."""
-        code = int.from_bytes(hashlib.sha256(key.encode()).digest()[:7], "big")
+        values: str = "",
+    ) -> tuple[bool, bool]:
+        """Whether some rank has another key, and whether all have the same values.
+
+        The largest and the least of all codes are equal if nobody has another.
+        """
         options = AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
         if timeout is not None:
             options.timeout = timeout
         with no_python_dispatcher():
-            codes = torch.tensor([code, -code])
+            codes = torch.tensor([_code(key), -_code(key), _code(values), -_code(values)])
             work = self._group.allreduce([codes], options)
             work.wait(*(() if wait is None else (wait,)))
-            most, least = codes.tolist()
-        return bool(most != -least)
+            most, least, most_values, least_values = codes.tolist()
+        return most != -least, most_values == -least_values
 
     def _raise_apart(self, told: str) -> NoReturn:
         each = self._what_each_does(told)
@@ -167,6 +176,10 @@ class Meeting:
             self._is_lost = True
             return [f"rank {self.rank}: {told}", "another rank ended before it said what it does"]
         return [f"rank {rank}: {text}" for rank, text in enumerate(texts)]
+
+
+def _code(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
 
 def meeting_of(ranks: tuple[int, ...]) -> Meeting:

@@ -12,7 +12,7 @@ from torch._dispatch.python import enable_python_dispatcher
 
 from cotrain_compile.distribute.agree import Together
 from cotrain_compile.distribute.meet import Meeting
-from tests.support import ddp_cases, ranks_apart
+from tests.support import ddp_cases, ranks_apart, ranks_of_other_numbers
 from tests.support.ranks import Ranks
 
 
@@ -34,6 +34,23 @@ def test_what_one_rank_alone_meets_is_an_error_on_every_rank_at_once(two_ranks: 
     assert "rank 1: failed: OutOfDeviceMemory: for once" in first["out of memory"][1]
     assert second["a refusal"][0] == "CaptureError"
     assert second["out of memory"][0] == "OutOfDeviceMemory"
+
+
+def test_ranks_that_would_update_with_different_numbers_are_told_which(two_ranks: Ranks) -> None:
+    for told in two_ranks.run(ranks_of_other_numbers.clipped_apart):
+        assert "clip_grad_norm_(model.parameters(), clip)` computes with 1.0 (mul" in told
+        assert "on rank 0 and 0.1 (mul.Tensor) on rank 1" in told
+    for told in two_ranks.run(ranks_of_other_numbers.decayed_apart):
+        assert "weight_decay is 0.01 on rank 0 and 0.5 on rank 1 (for module.weight and" in told
+
+
+def test_rates_and_parameters_of_one_rank_alone_are_found_while_it_trains(two_ranks: Ranks) -> None:
+    for rates, edited in two_ranks.run(ranks_of_other_numbers.changed_between):
+        assert "param_groups.0.lr is 0.1 on rank 0 and 0.3 on rank 1" in rates[0]
+        assert rates[1] == ""
+        told = [text for text in edited if text]
+        assert told
+        assert all("module.bias is not the same on ranks 0 and 1" in text for text in told)
 
 
 def test_the_least_budget_of_all_ranks_is_that_of_their_plan(two_ranks: Ranks) -> None:

@@ -1,0 +1,105 @@
+"""Which ranks have to have the same parameter follows from what its update is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+from cotrain_compile.dataflow import Role
+from cotrain_compile.distribute.replicas import Ranks, first_apart, same_on
+from cotrain_compile.graph import StepGraph, StepInput
+
+aten, c10d = torch.ops.aten, torch.ops._c10d_functional
+# Two shards, each on two ranks, as rank 0 of four sees them.
+GROUPS = {"all": Ranks(range(4)), "shards": Ranks({0, 1}), "replicas": Ranks({0, 2})}
+
+Build = Callable[[fx.Graph, fx.Node, fx.Node], fx.Node]
+
+
+def wait(graph: fx.Graph, begun: fx.Node) -> fx.Node:
+    return graph.call_function(c10d.wait_tensor.default, (begun,))
+
+
+def all_reduced(graph: fx.Graph, value: fx.Node, group: str) -> fx.Node:
+    return wait(graph, graph.call_function(c10d.all_reduce.default, (value, "sum", group)))
+
+
+def scattered(graph: fx.Graph, value: fx.Node, group: str) -> fx.Node:
+    begun = c10d.reduce_scatter_tensor.default
+    return wait(graph, graph.call_function(begun, (value, "sum", 2, group)))
+
+
+def gathered(graph: fx.Graph, value: fx.Node, group: str) -> fx.Node:
+    begun = c10d.all_gather_into_tensor.default
+    return wait(graph, graph.call_function(begun, (value, 2, group)))
+
+
+def sum_of(graph: fx.Graph, *values: fx.Node) -> fx.Node:
+    return graph.call_function(aten.add.Tensor, values)
+
+
+def found(update: Build, role: Role = Role.PARAM) -> dict[str, Ranks]:
+    """Of a step that adds what `update` makes of a parameter and a batch to the parameter."""
+    graph = fx.Graph()
+    param, batch = graph.placeholder("w"), graph.placeholder("x")
+    new = sum_of(graph, param, update(graph, param, batch))
+    graph.call_function(aten.copy_.default, (param, new))
+    graph.output(())
+    inputs = (StepInput("w", "w", role), StepInput("x", "x", Role.BATCH))
+    step = StepGraph(fx.GraphModule({}, graph), inputs, {})
+    return same_on(step, 0, GROUPS["all"], GROUPS.__getitem__)
+
+
+@pytest.mark.parametrize(
+    ("what", "update", "ranks"),
+    [
+        ("replicas", lambda g, w, x: all_reduced(g, sum_of(g, w, x), "all"), "all"),
+        ("nothing exchanged", lambda g, w, x: sum_of(g, w, x), None),
+        ("parts", lambda g, w, x: scattered(g, x, "all"), None),
+        (
+            "parts of two",
+            lambda g, w, x: all_reduced(g, scattered(g, x, "shards"), "replicas"),
+            "replicas",
+        ),
+        (
+            "a whole gathered from such parts",
+            lambda g, w, x: all_reduced(
+                g, scattered(g, sum_of(g, gathered(g, w, "shards"), x), "shards"), "replicas"
+            ),
+            "replicas",
+        ),
+        (
+            "a norm over both dimensions of a mesh",
+            lambda g, w, x: all_reduced(g, all_reduced(g, x, "replicas"), "shards"),
+            "all",
+        ),
+        ("one group alone", lambda g, w, x: all_reduced(g, x, "shards"), "shards"),
+        ("own beside shared", lambda g, w, x: sum_of(g, all_reduced(g, x, "all"), x), None),
+    ],
+)
+def test_a_parameter_is_the_same_where_all_that_updates_it_is(
+    what: str, update: Any, ranks: str | None
+) -> None:
+    assert found(update) == ({"w": GROUPS[ranks]} if ranks else {}), what
+
+
+def test_what_an_update_draws_by_chance_is_a_rank_s_own() -> None:
+    def with_noise(graph: fx.Graph, param: fx.Node, batch: fx.Node) -> fx.Node:
+        noise = graph.call_function(aten.rand_like.default, (param,))
+        return sum_of(graph, all_reduced(graph, batch, "all"), noise)
+
+    assert found(with_noise) == {}
+
+
+def test_running_statistics_are_not_compared() -> None:
+    assert found(lambda g, w, x: all_reduced(g, x, "all"), Role.BUFFER) == {}
+
+
+def test_parts_that_differ_are_told_by_the_ranks_that_share_them() -> None:
+    on = {"w": [[0, 2], [1, 3], [0, 2], [1, 3]]}
+    assert first_apart([{"w": 5}, {"w": 7}, {"w": 5}, {"w": 7}], on, range(4)) is None
+    assert first_apart([{"w": 5}, {"w": 7}, {"w": 5}, {"w": 8}], on, range(4)) == ("w", 1, [3])
