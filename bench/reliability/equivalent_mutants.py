@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 _CHECK = "cotrain_compile/placement/check"
+_HOST = "cotrain_compile/runtime/host"
 _AGAIN = f"{_CHECK}/recomputed.py check_recomputed"
 _ANY_NUMBER = "versions of a buffer are only asked whether they are equal, and no two are"
 _NEVER = "never reached: it is there for the type checker"
@@ -13,5 +14,8 @@ EQUIVALENT: dict[str, str] = {
     f"{_AGAIN}: versions.get(name, 0) + 1 -> versions.get(name, 0) - 1": _ANY_NUMBER,
     f"{_CHECK}/rules.py _check_direction: assert_never(task.direction) -> pass": _NEVER,
     f"{_CHECK}/replay.py _Replay._copy: assert_never(task.direction) -> pass": _NEVER,
+    f"{_HOST}/fused_loops.py _adam: False -> True": (
+        "never read: every group of torch's Adam and AdamW has decoupled_weight_decay"
+    ),
     f"{_CHECK}/copies.py peak: 2 -> 3": "one more tick behind the end, at which nothing is there",
 }

@@ -366,7 +366,7 @@ def run_again(
             print(
                 f"{'SURVIVED' if told in survived else 'killed'}: {each['what']}"[:300], flush=True
             )
-    return figures | {
+    return {key: figures[key] for key in ("mutants", "run", "seed", "minutes")} | {
         "killed": figures["run"] - len(survived),
         "equivalent": sum(bool(each["because"]) for each in survived),
         "survived": survived,
