@@ -7,17 +7,19 @@ that is the ATen graph: what compiles it runs in every process.
 
 torch's key is of Dynamo's graph, its inputs' shapes, torch's settings, version and machine. What it
 leaves out and the ATen graph depends on is added: notes on nodes, which inputs share memory, which
-attention kernels are allowed, this package's source. What may depend on more is lowered anew: steps
-of several ranks, offline traces, inputs that are subclasses, dynamic sizes, constants that are
-tensors, subgraphs other than checkpoints.
+attention kernels are allowed and in which order, this package's source. What may depend on more is
+lowered anew: steps of several ranks, offline traces, inputs that are subclasses, dynamic sizes,
+constants that are tensors, subgraphs other than checkpoints.
 
 Private torch API used: `AOTAutogradCache`, by settings, `BypassAOTAutogradCache`, `OutputCode`,
-`torch.fx._graph_pickler`. Tried on torch 2.13.0; with another version every process lowers.
+`torch.fx._graph_pickler`, `torch._C._get_sdp_priority_order`. Tried on torch 2.13.0; with another
+version every process lowers.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
@@ -39,6 +41,7 @@ from torch.fx._graph_pickler import GraphPickler
 from torch.fx._graph_pickler import Options as PicklerOptions
 
 from cotrain_compile.capture.aten.kept_values import Values, give_values, values_of
+from cotrain_compile.capture.offline.card_attention import DEPRIORITIZED
 from cotrain_compile.capture.offline.only_trace import is_only_traced
 from cotrain_compile.dataflow import Checkpoints
 from cotrain_compile.disk_cache import folder_of, package_digest
@@ -222,7 +225,11 @@ def _settings() -> tuple[object, ...]:
         cuda.mem_efficient_sdp_enabled(),
         cuda.math_sdp_enabled(),
         cuda.cudnn_sdp_enabled(),
+        torch._C._get_sdp_priority_order(),
+        os.environ.get(DEPRIORITIZED),
+        torch.are_deterministic_algorithms_enabled(),
         torch.backends.cudnn.enabled,
+        torch.backends.cudnn.version(),
         torch.backends.mkldnn.enabled,
     )
 

@@ -168,7 +168,14 @@ def test_what_a_graph_depends_on_is_in_its_digest() -> None:
     ]
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         others.append(digest_of(noted(), two(shared=True), ()))
-    assert len({usual, *others}) == 6
+    backends = torch.nn.attention.SDPBackend
+    for order in (
+        [backends.MATH, backends.FLASH_ATTENTION],
+        [*backends.__members__.values()][::-1],
+    ):
+        with torch.nn.attention.sdpa_kernel(order[:2], set_priority=True):
+            others.append(digest_of(noted(), two(shared=True), ()))
+    assert len({usual, *others}) == 8
 
 
 def test_what_may_depend_on_more_is_not_kept(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
