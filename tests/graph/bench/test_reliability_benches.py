@@ -12,7 +12,7 @@ import torch
 from bench.reliability.fuzz import campaign
 from bench.reliability.killed_training import Job, digest
 from bench.reliability.long_tests import counts
-from bench.reliability.page import FOUND, campaigns_in, long_tests_in, page
+from bench.reliability.page import FOUND, MUTANTS, campaigns_in, long_tests_in, page
 from bench.reliability.processes import (
     KILLS,
     Broken,
@@ -65,7 +65,8 @@ def test_the_page_has_every_campaign_and_what_it_broke() -> None:
 def test_the_committed_page_is_the_one_of_the_committed_figures() -> None:
     results = ROOT / "bench" / "results"
     run = json.loads((results / "soak.json").read_text())["result"]
-    expected = page(campaigns_in(results), run, long_tests_in(results))
+    mutants = json.loads((results / MUTANTS).read_text())["result"]
+    expected = page(campaigns_in(results), run, long_tests_in(results), mutants)
     assert (ROOT / "docs" / "reliability.md").read_text() == expected
 
 
