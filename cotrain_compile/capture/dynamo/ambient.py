@@ -6,6 +6,11 @@ refusal where eager would do at the call what no graph does: pack and unpack sav
 anomalies, hand each op to a mode of dispatch or of functions, or raise since torch.func transforms
 the step. One guard asks for all of it but modes of functions, which Dynamo's own guards compare.
 
+With the guards on hooks of each module (`skip_nnmodule_hook_guards=False`) it costs about 0.34 ms
+of processor time in a call of 3.6 ms: a step of 199 modules (33 of `Linear(4, 4)` with 4 of
+`Identity`), SGD, `policy="resident"`; the median of 1542 pairs of calls with and without all of it,
+taken in turn in one process on a CPU that had other work.
+
 Private torch API used: `OutputGraph.init_ambient_guards`, `GlobalStateSource`, lambda guards,
 `torch._C._autograd._top_saved_tensors_default_hooks`,
 `torch._C._functorch.peek_interpreter_stack`, `torch.nn.modules.module._global_*_hooks`,

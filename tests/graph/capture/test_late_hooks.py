@@ -177,7 +177,7 @@ def test_a_step_under_a_mode_runs_in_eager_where_that_is_asked_for(name: str, fa
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def step(x: torch.Tensor) -> torch.Tensor:
-        loss = model(x).square().mean()
+        loss: torch.Tensor = model(x).square().mean()
         loss.backward()
         optimizer.step()
         return loss.detach()
