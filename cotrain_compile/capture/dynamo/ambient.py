@@ -1,16 +1,23 @@
-"""What lies around a call and is no value of the step: hooks of all modules, modes of dispatch.
+"""What lies around a call and is no value of the step: hooks of all modules, modes.
 
 In: the state of the process when a step is traced or called. Out: a trace that holds as long as
 hooks of all modules (`register_module_forward_hook` and its like) are those that it has seen, and a
 refusal where eager would do at the call what no graph does: pack and unpack saved tensors, look for
-anomalies, hand each op to a mode of dispatch, or raise since torch.func transforms the step. One
-guard asks for all of it.
+anomalies, hand each op to a mode of dispatch or of functions, or raise since torch.func transforms
+the step. One guard asks for all of it but modes of functions, which Dynamo's own guards compare.
+
+With the guards on hooks of each module (`skip_nnmodule_hook_guards=False`) it costs about 0.34 ms
+of processor time in a call of 3.6 ms: a step of 199 modules (33 of `Linear(4, 4)` with 4 of
+`Identity`), SGD, `policy="resident"`; the median of 1542 pairs of calls with and without all of it,
+taken in turn in one process on a CPU that had other work.
 
 Private torch API used: `OutputGraph.init_ambient_guards`, `GlobalStateSource`, lambda guards,
 `torch._C._autograd._top_saved_tensors_default_hooks`,
 `torch._C._functorch.peek_interpreter_stack`, `torch.nn.modules.module._global_*_hooks`,
-`torch.utils._python_dispatch._get_current_dispatch_mode_stack`. Reason: stock Dynamo guards grad
-mode, autocast, modes of functions and devices, but none of these. Tried on torch 2.13.0.
+`torch.utils._python_dispatch._get_current_dispatch_mode_stack`,
+`torch.overrides._get_current_function_mode_stack`, `torch.utils._device.DeviceContext`. Reason:
+stock Dynamo guards grad mode, autocast, modes of functions and devices, but none of the rest. Tried
+on torch 2.13.0.
 """
 
 from __future__ import annotations
@@ -25,11 +32,14 @@ from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.source import GlobalStateSource
 from torch._guards import Guard
 from torch.nn.modules import module as torch_module
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from cotrain_compile.capture.dynamo.ways_on import (
     ANOMALIES,
     DISPATCH_MODES,
+    FUNCTION_MODES,
     SAVED_TENSORS,
     WITHIN_A_TRANSFORM,
 )
@@ -70,6 +80,11 @@ def why_refused() -> str | None:
             "torch.autograd.set_detect_anomaly(True) is on, and a compiled step has no backward of "
             f"autograd's in which to look; {ANOMALIES}"
         )
+    if modes := _function_modes():
+        return (
+            f"a mode of functions ({_names(modes)}) is around the call of the step, where it would "
+            f"be asked for each op of the plan, after its effect is traced; {FUNCTION_MODES}"
+        )
     return None
 
 
@@ -78,10 +93,9 @@ def why_passed_over() -> str | None:
     modes = _dispatch_modes()
     if not modes:
         return None
-    told = ", ".join(dict.fromkeys(type(mode).__name__ for mode in modes))
     return (
-        f"a mode of dispatch ({told}) is around the call of the step, under which torch compiles "
-        f"nothing, so that no budget would hold; {DISPATCH_MODES}"
+        f"a mode of dispatch ({_names(modes)}) is around the call of the step, under which torch "
+        f"compiles nothing, so that no budget would hold; {DISPATCH_MODES}"
     )
 
 
@@ -118,6 +132,18 @@ def _among_these_hooks(builder: GuardBuilder, guard: Guard) -> None:
 
 def _packs_saved_tensors() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def _function_modes() -> list[Any]:
+    """The modes of functions that are not torch's own for `with torch.device(...)`.
+
+    No guard of ours asks for them: Dynamo's own compares the stack of these modes.
+    """
+    return [mode for mode in _get_current_function_mode_stack() if type(mode) is not DeviceContext]
+
+
+def _names(modes: list[Any]) -> str:
+    return ", ".join(dict.fromkeys(type(mode).__name__ for mode in modes))
 
 
 def _dispatch_modes() -> list[Any]:

@@ -80,6 +80,10 @@ DISPATCH_MODES = (
     "leave the mode out (a FlopCounterMode, allow_mutation_on_saved_tensors and their like are "
     "modes), or call the step in eager, outside torch.compile, where one is needed"
 )
+FUNCTION_MODES = (
+    "write what the mode does into the step, or call the step in eager, outside torch.compile "
+    "(with torch.device(...) and torch.set_default_device may stay)"
+)
 ANOMALIES = (
     "look for anomalies with the step in eager, outside torch.compile, and leave it out here"
 )
@@ -128,7 +132,7 @@ _WORDS = (
     ),
     (
         ("`getset_descriptor.__set__`", "`__set__` of class `getset_descriptor`"),
-        "this comes of a TorchFunctionMode in or around the step, under which torch cannot trace "
+        "this comes of a TorchFunctionMode in the step, under which torch cannot trace "
         "what sets a gradient; leave the mode out, and call in the step what it does instead",
     ),
     (

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules import module as all_modules
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import cotrain_compile
@@ -121,18 +122,31 @@ def test_a_step_under_vmap_is_refused() -> None:
         torch.vmap(compiled)(torch.ones(2, 3, 4))
 
 
+class Doubled(TorchFunctionMode):
+    """Twice what a square is."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result * 2 if func is torch.Tensor.square else result
+
+
 MODES: dict[str, Callable[[], Any]] = {
     "mutation": torch.autograd.graph.allow_mutation_on_saved_tensors,
     "flops": lambda: FlopCounterMode(display=False),
+    "functions": Doubled,
 }
+KINDS = {"mutation": "dispatch", "flops": "dispatch", "functions": r"functions \(Doubled\)"}
 
 
 @pytest.mark.parametrize("name", MODES)
 @pytest.mark.parametrize("calls_before", [0, 1])
-def test_a_step_under_a_mode_of_dispatch_is_refused_and_compiled_in_the_next_call(
+def test_a_step_under_a_mode_is_refused_and_compiled_in_the_next_call(
     name: str, calls_before: int
 ) -> None:
-    """Dynamo would leave it to eager without a word, in this call and in all that follow."""
+    """Dynamo would leave it to eager without a word, in this call and in all that follow.
+
+    A mode of functions would be asked for each op of the plan, and fail in the middle of the step.
+    """
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -147,7 +161,7 @@ def test_a_step_under_a_mode_of_dispatch_is_refused_and_compiled_in_the_next_cal
         compiled(x)
     before = model.weight.detach().clone()
     with (
-        pytest.raises(CaptureError, match=r"test_late_hooks\.py.* mode of dispatch"),
+        pytest.raises(CaptureError, match=rf"test_late_hooks\.py.* mode of {KINDS[name]}"),
         MODES[name](),
     ):
         compiled(x)
@@ -157,16 +171,54 @@ def test_a_step_under_a_mode_of_dispatch_is_refused_and_compiled_in_the_next_cal
     assert not torch.equal(model.weight, before)
 
 
-def test_a_step_under_a_mode_of_dispatch_runs_in_eager_where_that_is_asked_for() -> None:
+@pytest.mark.parametrize(("name", "factor"), [("flops", 1), ("functions", 2)])
+def test_a_step_under_a_mode_runs_in_eager_where_that_is_asked_for(name: str, factor: int) -> None:
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    def step(x: torch.Tensor) -> None:
-        model(x).square().mean().backward()
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = model(x).square().mean()
+        loss.backward()
         optimizer.step()
+        return loss.detach()
 
+    # Dynamo leaves the code of the other case to eager for good.
+    step.__code__ = step.__code__.replace()
     compiled = cotrain(on_break="warn", quiet=True)(step)
-    before = model.weight.detach().clone()
-    with pytest.warns(UserWarning, match=r"in eager.* mode of dispatch"), MODES["flops"]():
-        compiled(torch.ones(3, 4))
+    x = torch.ones(3, 4)
+    before, expected = model.weight.detach().clone(), model(x).square().mean() * factor
+    with (
+        pytest.warns(UserWarning, match=rf"in eager.* mode of {KINDS[name]}"),
+        MODES[name](),
+    ):
+        loss = compiled(x)
+    assert loss.item() == pytest.approx(expected.item())
     assert not torch.equal(model.weight, before)
+
+
+def test_a_default_device_around_the_call_may_come_change_and_go() -> None:
+    """It is a mode of functions too, torch's own, and moves nothing that the plan makes."""
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def step(x: torch.Tensor) -> tuple[torch.Tensor, torch.device]:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach(), torch.ones(2).device
+
+    compiled = cotrain(policy="zero-offload", quiet=True)(step)
+    x = torch.ones(3, 4)
+    found = []
+    for device in ("cpu", None, "cpu"):
+        torch.set_default_device(device)
+        try:
+            found.append(compiled(x))
+        finally:
+            torch.set_default_device(None)
+    with torch.device("cpu"):
+        found.append(compiled(x))
+    losses_found = [loss.item() for loss, _ in found]
+    assert losses_found == sorted(losses_found, reverse=True)
+    assert {str(device) for _, device in found} == {"cpu"}
