@@ -112,4 +112,4 @@ def test_a_run_of_a_file_is_counted_with_what_hypothesis_has_tried() -> None:
     assert counts(junit, told) == figures
     text = page({}, None, {"tests/unit/data/test_files.py": figures})
     assert "| `tests/unit/data/test_files.py` | 3 | 2,000 | 1 | 1 | 1.5 |" in text
-    assert "- failed in tests/unit/data/test_files.py: breaks" in text
+    assert "- failed in `tests/unit/data/test_files.py`: breaks" in text

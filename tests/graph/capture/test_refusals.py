@@ -263,7 +263,8 @@ def test_a_budget_that_does_not_fit_is_refused_with_the_bytes_missing(
     model = nn.Linear(12, 4)
     optimizer = adamw(model)
     before = everything(model, optimizer)
-    with pytest.raises(PlacementError, match=r"needs .*B .*budget is .*B: .* short; .*raise") as e:
+    told = r"needs .*B .*budget is \d+ B \(did you mean '\d+GiB'\?\): .* short; .*raise"
+    with pytest.raises(PlacementError, match=told) as e:
         cotrain(**options)(make_plain(model, optimizer))(*vectors())
     assert e.value.shortfall_bytes > 0
     torch.testing.assert_close(everything(model, optimizer), before, rtol=0, atol=0)

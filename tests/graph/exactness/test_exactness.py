@@ -15,6 +15,7 @@ from _pytest.mark import ParameterSet
 import cotrain_compile
 from cotrain_compile.errors import PlacementError
 from cotrain_compile.runtime.host.kernels import FusedKernel, host_kernels
+from tests.support.closeness import assert_near
 from tests.support.loops import graphs
 from tests.support.steps import (
     CASES,
@@ -80,7 +81,9 @@ def assert_close(run: Run, reference: Run) -> None:
     rtol, atol = ROUNDING
     assert run.tensors.keys() == reference.tensors.keys()
     torch.testing.assert_close(run.losses, reference.losses, rtol=rtol, atol=atol)
-    torch.testing.assert_close(run.tensors, reference.tensors, rtol=rtol, atol=atol)
+    # By the largest element of each tensor: one near zero is what larger ones leave of each other,
+    # as in RMSprop's momentum, which adds up gradients by their size.
+    assert_near(run.tensors, reference.tensors, rtol, atol)
 
 
 @pytest.mark.parametrize(("policy", "case", "optimizer"), combinations(POLICIES))

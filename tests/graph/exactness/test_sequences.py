@@ -108,7 +108,7 @@ def test_what_eager_refuses_in_a_backward_is_told_with_the_users_line() -> None:
     with (
         torch.no_grad(),
         pytest.raises(
-            CaptureError, match=r"test_sequences.py:\d+ in step: .*does not require grad"
+            CaptureError, match=r"test_sequences.py:\d+ in step: .*does not require a gradient"
         ),
     ):
         compiled(torch.ones(3, 4))

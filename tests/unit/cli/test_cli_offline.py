@@ -178,7 +178,7 @@ def test_updates_on_the_host_are_priced_by_how_they_will_run(step: Path) -> None
     hosted = ("--memory-budget", ROOMY, "--policy", "zero-offload")
     code, said = solve(step, *hosted, "--host-kernels", "captured")
     assert code == 0
-    assert 'updates on the host run op by op, as host_kernels asks; "fused" is faster' in said
+    assert 'updates on the host run op by op, as --host-kernels asks; "fused" is faster' in said
     assert "op by op" not in solve(step, *hosted)[1]
 
 
