@@ -135,6 +135,7 @@ def test_a_file_that_no_step_can_have_is_not_read(tmp_path: Path) -> None:
     ("old", "new", "complaint"),
     [
         ('"budgets":{"device"', '"budgets":{"host"', "has the key 'host' twice"),
+        ('"device":20971520,"host"', '"host"', "budgets has nothing for the device"),
         ('"wait_before":', '"after":["ghost"],"wait_before":', "comes after 'ghost', which is no"),
         ('"wait_before":"', '"wait_before":"x', "waits for .* and has no span on the device"),
         ('{"lane":"h2d","name":"', '{"lane":"h2d","name":"x', "has no span in predicted"),
