@@ -154,7 +154,8 @@ def _of_one_device(path: str, machine: Machine) -> Machine:
             f"{path}: a plan is for one device and its host, with the links d2h and h2d; this "
             f"machine has the spaces {', '.join(machine.spaces)} and the links "
             f"{', '.join(machine.links) or 'none'}; plan for one of its devices, as "
-            "machine_devices.seen_from(machine, device) has it, or for all with plan_devices"
+            "machine_devices.seen_from(machine, device) has it, or for all of them with "
+            "`cotrain-compile cluster`"
         )
     return machine
 

@@ -64,9 +64,6 @@ TESTS = {
     "check of values made again": Modules(
         ("placement/check/recomputed.py",), (f"{UNIT}/test_check_recomputed.py",)
     ),
-    "check of several devices": Modules(
-        ("placement/check/joint_check.py",), (f"{UNIT}/test_devices.py",)
-    ),
     "check of orders": Modules(("placement/check/ordered.py",), (f"{UNIT}/test_orders.py",)),
     "passes": Modules(("passes/*.py",), (f"{GRAPH}/passes",), ("torch", "torch._dynamo")),
     "fused loops": Modules(

@@ -219,3 +219,15 @@ def test_a_machine_of_several_devices_is_described_but_no_plan_is_made_for_it(
     save(one, tmp_path / "one.json")
     assert find(str(tmp_path / "one.json")) == one
     assert one.but(name="rtx4090") == PRESETS["rtx4090"]
+
+
+def test_a_device_sees_of_the_link_what_the_others_leave() -> None:
+    """Of two devices under 1.0 each way, 1.8 both: four busy links have 1.8 / 4 each."""
+    one = PRESETS["rtx4090"].but(duplex=1.8)
+    two = side_by_side(one, 2)
+    assert seen_from(two, "device0").h2d.bytes_per_s == one.h2d.bytes_per_s
+    assert seen_from(two, "device0").duplex == pytest.approx(1.8)
+    crowded = seen_from(two, "device0", crowded=True)
+    assert crowded.h2d.bytes_per_s == pytest.approx(one.h2d.bytes_per_s * 1.8 / 4)
+    with pytest.raises(ValueError, match="no link from device7 to host"):
+        seen_from(two, "device7")

@@ -1,1 +1,0 @@
-"""Devices: a step whose ops are spread over several devices is split, planned and simulated."""
