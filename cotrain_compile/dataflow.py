@@ -325,16 +325,6 @@ class Dataflow:
                 found[buffer.param] = (*found.get(buffer.param, ()), buffer.name)
         return found
 
-    @cached_property
-    def rewritten(self) -> dict[frozenset[str], tuple[Dataflow, Mapping[str, str]]]:
-        """Steps made of this one, by what they make again, each with the ops that run again."""
-        return {}
-
-    @cached_property
-    def by_layer(self) -> dict[int, Dataflow]:
-        """This step in the order by layers, by how many layers are a pack."""
-        return {}
-
     def with_own_plans(self) -> Dataflow:
         """The same step where each rank has a plan of its own: exchanges are the step's, once."""
         ops = []

@@ -12,7 +12,7 @@ from __future__ import annotations
 from cotrain_compile.extract.extract import extract
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.passes.views import available_before
-from cotrain_compile.placement.as_placed import in_packs
+from cotrain_compile.placement.order.by_layer import in_packs
 from cotrain_compile.plan import Plan
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from cotrain_compile.placement.placed import place_plan
 from cotrain_compile.placement.problem import Problem
-from cotrain_compile.placement.residency import device_bytes, device_program, instances
 from cotrain_compile.plan import Plan
 
 
@@ -22,16 +22,15 @@ class Room:
     """
 
     def __init__(self, problem: Problem, plan: Plan) -> None:
-        dataflow = problem.under(plan.placement).dataflow
-        self._program = device_program(dataflow, plan.placement, plan.moved)
-        slots = device_bytes(self._program, plan.placement, plan.tasks)
-        on_device = self._program.slot
-        self.param_of = {n: g.param for g in dataflow.updates for n in g.ops if n in on_device}
+        placed = place_plan(problem, plan)
+        self._program, slots = placed.program, placed.device_bytes
+        on_device, updates = placed.program.slot, placed.dataflow.updates
+        self.param_of = {n: g.param for g in updates for n in g.ops if n in on_device}
         self.used_bytes = {name: slots[slot] for name, slot in on_device.items()}
         self.peak_bytes = max(slots)
         others = (used for name, used in self.used_bytes.items() if name not in self.param_of)
         self.is_peak_in_updates = self.peak_bytes > max(others, default=0)
-        self._instances = list(instances(self._program, plan.placement, plan.tasks))
+        self._instances = placed.instances
 
     def are_independent(self, updates: Sequence[Sequence[str]]) -> bool:
         """Whether no update, given by its ops, touches a buffer that another of them writes."""

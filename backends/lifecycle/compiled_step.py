@@ -30,6 +30,7 @@ from cotrain_compile.errors import ExchangeFailed, StepFailed
 from cotrain_compile.graph import StepGraph, returned_values, writes
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.explain.explain import Explanation, explain
+from cotrain_compile.placement.placed import place_plan
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.simulate.engine import Periodic
 from cotrain_compile.placement.simulate.predict import predict_steady_state
@@ -132,7 +133,7 @@ class CompiledStep:
     @property
     def predicted_reserved(self) -> Reserved:
         """What torch's caching allocator takes from a card for the plan, op by op, and uses."""
-        return reserved(self.problem.dataflow, self.plan)
+        return reserved(place_plan(self.problem, self.plan))
 
     @property
     def measured_reserved_bytes(self) -> int | None:
@@ -141,10 +142,7 @@ class CompiledStep:
 
     def predict_steps(self, count: int = 8) -> Periodic:
         """The step repeated: predicted seconds of the first one, and from one to the next."""
-        plan = self.plan
-        return predict_steady_state(
-            self.problem, plan.placement, plan.tasks, plan.moved, steps=count
-        )
+        return predict_steady_state(place_plan(self.problem, self.plan), steps=count)
 
     def throughput(self, tokens: float) -> Throughput:
         """Tokens per second, flops per second and MFU of a step that trains on `tokens` tokens.

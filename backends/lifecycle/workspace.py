@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from cotrain_compile.placement.placed import place_plan
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.recompute.rewrite import recomputed_ops
-from cotrain_compile.placement.residency import device_bytes, device_program
 from cotrain_compile.plan import Plan
 
 # What it unfolds or packs its input into is no value of the graph, whatever it is compiled with.
@@ -27,10 +27,9 @@ def beyond_plan(
     most that is planned for the call is then what was measured. A convolution may have reached that
     itself, from what was planned at its own place: cut apart by the next plan, it would again.
     """
-    dataflow = problem.under(plan.placement).dataflow
+    placed = place_plan(problem, plan)
     again = recomputed_ops(problem.dataflow, plan.placement.recomputed)
-    program = device_program(dataflow, plan.placement, plan.moved)
-    planned = device_bytes(program, plan.placement, plan.tasks)
+    program, planned = placed.program, placed.device_bytes
     found: dict[str, int] = {}
     passed = -1
     for ops, most_bytes in calls:

@@ -45,6 +45,7 @@ from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.decisions.decisions import DecisionSpace
 from cotrain_compile.placement.decisions.find_decisions import decision_space
 from cotrain_compile.placement.explain.explain import explain
+from cotrain_compile.placement.placed import place_plan
 from cotrain_compile.placement.policies import rule
 from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.schedule.schedule import Draft, draft, finished, schedule
@@ -247,7 +248,7 @@ def _updated_on_the_host(timed: Stages, step: StepGraph, problem: Problem) -> No
 
 
 def _many_steps(problem: Problem, plan: Plan) -> Periodic:
-    return predict_steady_state(problem, plan.placement, plan.tasks, plan.moved)
+    return predict_steady_state(place_plan(problem, plan))
 
 
 def _processor_s() -> float:

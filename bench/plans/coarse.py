@@ -29,6 +29,7 @@ from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
 from cotrain_compile.dataflow import Phase
 from cotrain_compile.files import save
 from cotrain_compile.machine import Link
+from cotrain_compile.placement.placed import place_plan
 from cotrain_compile.placement.simulate.predict import predict
 from cotrain_compile.plan import Lane, Timeline
 from cotrain_compile.runtime.calibrate.calibrate import calibrate
@@ -76,10 +77,9 @@ def measure(width: int, repeats: int, folder: Path, sizes: Sizes | None) -> dict
     for plan in PLANS:
         compiled = steps["throttled", plan]()
         problem = with_profile(compiled, costs)
-        placement, tasks, moved = compiled.plan.placement, compiled.plan.tasks, compiled.plan.moved
         measured_s = [timeline.makespan_s for timeline in timelines["throttled", plan]]
         rows[plan] = {
-            "predicted_s": predict(problem, placement, tasks, moved).makespan_s,
+            "predicted_s": predict(place_plan(problem, compiled.plan)).makespan_s,
             "measured_s": _spread(measured_s),
         }
     zero, coarse = (rows[plan] for plan in PLANS)

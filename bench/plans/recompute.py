@@ -158,7 +158,7 @@ def cell(
     steps["nothing"] = step_s(planned(problem, without))
     for name, choose in RULES.items():
         chosen = choose(problem.dataflow, recomputable(problem.dataflow))
-        rewritten = replace(problem.recomputing(sorted(chosen.recomputed)), recomputed=())
+        rewritten = problem.recomputing(sorted(chosen.recomputed)).as_its_own_step()
         steps[name] = step_s(planned(rewritten, without))
     for name, dataflow in users.items():
         own = formulate(dataflow, problem.machine, problem.budgets)

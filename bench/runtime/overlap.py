@@ -41,6 +41,7 @@ from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.files import load, save
 from cotrain_compile.jobs import load_job
 from cotrain_compile.machine import Link, Machine, Tier
+from cotrain_compile.placement.placed import place_plan
 from cotrain_compile.placement.problem import formulate
 from cotrain_compile.placement.search.solve import SolveSettings, solve
 from cotrain_compile.placement.simulate.predict import predict
@@ -158,7 +159,7 @@ def predicted(step: CompiledStep, costs: CostTable) -> float:
     """The step of its plan with the profile's costs."""
     problem, plan = step.problem, step.plan
     again = formulate(problem.dataflow, problem.machine, problem.budgets, costs)
-    return predict(again, plan.placement, plan.tasks, plan.moved).makespan_s
+    return predict(place_plan(again, plan)).makespan_s
 
 
 def main() -> None:

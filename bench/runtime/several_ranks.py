@@ -42,6 +42,7 @@ from cotrain_compile.analysis.costs import measured_costs
 from cotrain_compile.capture.aten import prepare
 from cotrain_compile.capture.aten.exchange_times import wait_late
 from cotrain_compile.machine import Machine
+from cotrain_compile.placement.placed import place_plan
 from cotrain_compile.placement.problem import formulate
 from cotrain_compile.placement.schedule import schedule as scheduling
 from cotrain_compile.placement.simulate.predict import step_s
@@ -248,8 +249,7 @@ def _predicted(
         profile = measured_costs(timelines[profiled], cotrain_compile.inspect(steps[profiled]).plan)
         placed = cotrain_compile.inspect(steps[way])
         problem = formulate(placed.problem.dataflow, machine, placed.problem.budgets, profile)
-        plan = placed.plan
-        predicted[way] = step_s(problem, plan.placement, plan.tasks, plan.moved)
+        predicted[way] = step_s(place_plan(problem, placed.plan))
         if way == PLANNED:
             found["compute_s"] = sum(problem.costs.device_s.values())
             found["network_s"] = sum(problem.costs.network_s.values())

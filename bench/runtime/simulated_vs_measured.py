@@ -40,6 +40,7 @@ from cotrain_compile.demo.model import CharacterGPT, Shape
 from cotrain_compile.errors import PlacementError
 from cotrain_compile.files import load, save
 from cotrain_compile.machine import Link, Machine, Tier
+from cotrain_compile.placement.placed import place_plan
 from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.search.solve import solve
 from cotrain_compile.placement.simulate.predict import predict
@@ -225,7 +226,7 @@ def record(
 ) -> dict[str, Any]:
     """What the plan does, its predicted and measured time and peak, and how far they are apart."""
     plan = step.plan
-    predicted = predict(with_profile(step, costs), plan.placement, plan.tasks, plan.moved)
+    predicted = predict(place_plan(with_profile(step, costs), plan))
     seconds = [timeline.makespan_s for timeline in measured]
     median_s = statistics.median(seconds)
     peak = max(timeline.peak_bytes[Tier.DEVICE] for timeline in measured)

@@ -142,9 +142,10 @@ def machine_of(plan: Plan, file: Path) -> Machine:
 
 
 def _predicted(problem: Problem, plan: Plan) -> Timeline:
+    from cotrain_compile.placement.placed import place_plan
     from cotrain_compile.placement.simulate.predict import predict
 
-    return predict(problem, plan.placement, plan.tasks, plan.moved)
+    return predict(place_plan(problem, plan))
 
 
 def _is_alike(again: Timeline, planned: Timeline) -> bool:

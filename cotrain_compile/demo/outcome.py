@@ -10,6 +10,7 @@ from functools import cached_property
 from cotrain_compile.analysis.costs import measured_costs
 from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
 from cotrain_compile.demo.train import StepResult
+from cotrain_compile.placement.placed import place_plan
 from cotrain_compile.placement.problem import formulate
 from cotrain_compile.placement.simulate.predict import predict
 from cotrain_compile.plan import Timeline
@@ -44,7 +45,7 @@ class Outcome:
         problem, plan = self.placed.problem, self.placed.plan
         costs = measured_costs(self.timelines, plan)
         again = formulate(problem.dataflow, problem.machine, problem.budgets, costs)
-        return self._off(predict(again, plan.placement, plan.tasks, plan.moved).makespan_s)
+        return self._off(predict(place_plan(again, plan)).makespan_s)
 
     @property
     def typical(self) -> Timeline:

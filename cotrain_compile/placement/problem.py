@@ -9,7 +9,7 @@ from cotrain_compile.analysis.costs import CostTable, roofline, with_measured
 from cotrain_compile.dataflow import Dataflow, Op
 from cotrain_compile.guesses import second_bytes
 from cotrain_compile.machine import Machine, Tier
-from cotrain_compile.placement.as_placed import in_packs
+from cotrain_compile.placement.order.by_layer import in_packs
 from cotrain_compile.placement.recompute.rewrite import again_name, recomputed, recomputed_ops
 from cotrain_compile.plan import Placement
 
@@ -18,12 +18,21 @@ FORMAT_VERSION = 2
 
 
 @dataclass(frozen=True)
+class Written:
+    """A step in its own order, with what its ops cost."""
+
+    dataflow: Dataflow
+    costs: CostTable
+
+
+@dataclass(frozen=True)
 class Problem:
     """A step to be placed: `budgets` are the bytes allowed on each tier.
 
     `captured` says that updates on the host run op by op even where there is a loop, `speculates`
-    that they may begin on guesses. In `dataflow` the values `recomputed` are made again, which is
-    nothing in the problem of a step.
+    that they may begin on guesses. In `dataflow` the values `recomputed` are made again, and
+    micro-batches run in packs of `layers_per_pack`, both nothing in the problem of a step; else the
+    step itself is what is `written`.
     """
 
     dataflow: Dataflow
@@ -34,37 +43,53 @@ class Problem:
     recomputed: tuple[str, ...] = ()
     speculates: bool = False
     layers_per_pack: int = 0
+    written: Written | None = None
 
     def under(self, placement: Placement) -> Problem:
-        """The problem of the step that is left under `placement`: this one, where it is of that."""
-        return self.in_packs(placement.layers_per_pack).recomputing(placement.recomputed)
+        """The problem of the step that is left under `placement`: this one, where it is of that.
+
+        Whatever this one makes again is not in it. Raises `PlanError` where the step has no such
+        order.
+        """
+        return self._rewritten(placement.layers_per_pack, placement.recomputed)
 
     def in_packs(self, layers_per_pack: int) -> Problem:
         """The problem of the step whose micro-batches run in packs of so many layers.
 
         Raises `PlanError` where the step does not allow that.
         """
-        if layers_per_pack == self.layers_per_pack:
-            return self
-        assert not (self.layers_per_pack or self.recomputed), "this step is rewritten already"
-        dataflow = in_packs(self.dataflow, layers_per_pack)
-        return replace(self, dataflow=dataflow, layers_per_pack=layers_per_pack)
+        return self._rewritten(layers_per_pack, self.recomputed)
 
     def recomputing(self, names: Sequence[str]) -> Problem:
-        """The problem of the step in which `names` are made again: this one, where they are.
+        """The problem of the step in which `names` are made again, and nothing else."""
+        return self._rewritten(self.layers_per_pack, names)
+
+    def _rewritten(self, layers_per_pack: int, names: Sequence[str]) -> Problem:
+        """From what is written, in whatever order it is asked for.
 
         An op takes as long the second time as the first.
         """
-        if frozenset(names) == frozenset(self.recomputed):
+        own = self.layers_per_pack, frozenset(self.recomputed)
+        if (layers_per_pack, frozenset(names)) == own:
             return self
-        assert not self.recomputed, "this step makes other values again already"
-        again = recomputed_ops(self.dataflow, names)
-        known, sent = self.costs.device_s, self.costs.network_s
+        written = self.written or Written(self.dataflow, self.costs)
+        ordered = in_packs(written.dataflow, layers_per_pack)
+        again = recomputed_ops(ordered, names)
+        known, sent = written.costs.device_s, written.costs.network_s
         device_s = {**known, **{copy: known[op] for copy, op in again.items()}}
         network_s = {**sent, **{copy: sent[op] for copy, op in again.items() if op in sent}}
-        costs = replace(self.costs, device_s=device_s, network_s=network_s)
-        dataflow = recomputed(self.dataflow, names)
-        return replace(self, dataflow=dataflow, costs=costs, recomputed=tuple(names))
+        return replace(
+            self,
+            dataflow=recomputed(ordered, names),
+            costs=replace(written.costs, device_s=device_s, network_s=network_s),
+            recomputed=tuple(names),
+            layers_per_pack=layers_per_pack,
+            written=written if names or layers_per_pack else None,
+        )
+
+    def as_its_own_step(self) -> Problem:
+        """The same, of a step that is written as this one runs."""
+        return replace(self, recomputed=(), layers_per_pack=0, written=None)
 
     def with_budget(self, tier: Tier, budget_bytes: int) -> Problem:
         """The same with another budget on one tier."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -226,10 +226,10 @@ def _spans(
     return spans
 
 
-def device_bytes(program: DeviceProgram, placement: Placement, tasks: Sequence[Task]) -> list[int]:
+def device_bytes(program: DeviceProgram, held: Iterable[Instance]) -> list[int]:
     """Bytes alive on the device in each slot, the last one being the end of the step."""
     curve = IntervalSum(program.end + 1)
-    for instance in instances(program, placement, tasks):
+    for instance in held:
         curve.add(instance.buffer.nbytes, instance.first, instance.last)
     return curve.values()
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from cotrain_compile.dataflow import Dataflow, Phase, Role
 from cotrain_compile.machine import Tier
-from cotrain_compile.placement.as_placed import as_placed
-from cotrain_compile.placement.residency import IntervalSum, device_program, instances
+from cotrain_compile.placement.placed import place_dataflow
+from cotrain_compile.placement.residency import IntervalSum
 from cotrain_compile.plan import Lane, Plan, Timeline
 from cotrain_compile.viz.kinds import MEMORY_KINDS
 
@@ -64,11 +64,10 @@ def planned_curve(dataflow: Dataflow, plan: Plan, tier: Tier, zero_s: float) -> 
     """What the plan predicts; on the host the most that it can be, at all times."""
     if tier is Tier.HOST:
         return _host(dataflow, plan)
-    step = as_placed(dataflow, plan.placement)
-    program = device_program(step, plan.placement, plan.moved)
-    kinds = memory_kinds(step)
+    placed = place_dataflow(dataflow, plan.placement, plan.tasks, plan.moved)
+    program, kinds = placed.program, memory_kinds(placed.dataflow)
     sums = {kind: IntervalSum(program.end + 1) for kind in MEMORY_KINDS}
-    for held in instances(program, plan.placement, plan.tasks):
+    for held in placed.instances:
         sums[kinds[held.buffer.name]].add(held.buffer.nbytes, held.first, held.last)
     starts = {span.name: span.start_s - zero_s for span in plan.predicted.lane(Lane.DEVICE)}
     times = [starts.get(op.name, 0.0) for op in program.ops] + [plan.predicted.makespan_s]

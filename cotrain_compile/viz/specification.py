@@ -12,7 +12,7 @@ from datetime import date
 
 from cotrain_compile.dataflow import Dataflow, Job
 from cotrain_compile.machine import Tier
-from cotrain_compile.placement.as_placed import as_placed
+from cotrain_compile.placement.placed import as_placed
 from cotrain_compile.plan import HostRegion, Plan, Task, Timeline, Transfer
 from cotrain_compile.viz.kinds import kinds_of, lane_titles, spans_with_kinds
 from cotrain_compile.viz.layers import REST, layers

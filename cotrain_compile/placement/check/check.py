@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import PlanError
 from cotrain_compile.machine import Tier
-from cotrain_compile.placement.as_placed import in_packs
 from cotrain_compile.placement.check.ordered import check_ordered
 from cotrain_compile.placement.check.recomputed import check_recomputed
 from cotrain_compile.placement.check.replay import Peak, replay
 from cotrain_compile.placement.check.rules import check_placement, check_tasks, require
+from cotrain_compile.placement.order.by_layer import in_packs
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.recompute.rewrite import recomputed
 from cotrain_compile.plan import Plan

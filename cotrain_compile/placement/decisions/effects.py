@@ -100,7 +100,7 @@ class Hold:
 
 
 @dataclass(frozen=True)
-class MemoryLedger:
+class Transient:
     """`nbytes` of the device that something in `bucket` takes for a moment."""
 
     nbytes: float
@@ -157,7 +157,7 @@ class Effect:
 
     holds: tuple[Hold, ...] = ()
     moved: tuple[Demand, ...] = ()
-    rooms: tuple[MemoryLedger, ...] = ()
+    transients: tuple[Transient, ...] = ()
     device_work: tuple[DeviceWork, ...] = ()
     exchanges: tuple[Exchanged, ...] = ()
     update: Update | None = None

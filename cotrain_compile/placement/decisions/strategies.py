@@ -22,7 +22,7 @@ from cotrain_compile.placement.decisions.effects import (
     Exchanged,
     Flow,
     Hold,
-    MemoryLedger,
+    Transient,
     Update,
 )
 from cotrain_compile.placement.policies import SMALL_STATE_BYTES
@@ -130,7 +130,7 @@ class Strategy:
         return Effect(
             holds=(*self._weights(cluster), *self._states(cluster), *self._gradients(cluster)),
             moved=(*self._kept_gradients(cluster), *self._host_demands(cluster)),
-            rooms=self._rooms(cluster),
+            transients=self._transients(cluster),
             device_work=self._device_work(cluster),
             update=update,
             host_bytes=self._host_bytes(cluster),
@@ -216,13 +216,13 @@ class Strategy:
         """The device is spared the casts that the host makes."""
         return (DeviceWork(-c.device_cast_s, c.first),) if self.fetches and c.param_unused else ()
 
-    def _rooms(self, c: ParamCluster) -> tuple[MemoryLedger, ...]:
+    def _transients(self, c: ParamCluster) -> tuple[Transient, ...]:
         """Of what is in `.grad`: one on its way up, the one before on its way down."""
         crossings = [
             d.needed if d.released is None else d.released for d in self._kept_gradients(c)
         ]
         nbytes = 2 * c.largest * c.kept.nbytes
-        return tuple(MemoryLedger(nbytes, k) for k in dict.fromkeys(crossings) if k is not None)
+        return tuple(Transient(nbytes, k) for k in dict.fromkeys(crossings) if k is not None)
 
     def _streamed_states(self, c: ParamCluster) -> int:
         """Bytes of states that come for the update and go home after it."""

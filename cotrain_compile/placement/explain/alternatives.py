@@ -15,8 +15,9 @@ from cotrain_compile.dataflow import Role
 from cotrain_compile.errors import PlacementError, PlanError
 from cotrain_compile.placement.decisions.find_decisions import decision_space
 from cotrain_compile.placement.decisions.strategies import Strategy, strategy_of
+from cotrain_compile.placement.placed import PlacedStep, place, place_plan
 from cotrain_compile.placement.problem import Problem
-from cotrain_compile.placement.residency import device_bytes, device_program, low_precision_copies
+from cotrain_compile.placement.residency import low_precision_copies
 from cotrain_compile.placement.schedule.schedule import Draft, draft
 from cotrain_compile.placement.search.attempts import TACTICS
 from cotrain_compile.placement.simulate.predict import step_s
@@ -42,9 +43,8 @@ class Alternative:
 
 def current(problem: Problem, plan: Plan, param: str) -> Alternative:
     """`param` as `plan` keeps it: the plan's own tasks, simulated with the costs of `problem`."""
-    own_s = step_s(problem, plan.placement, plan.tasks, plan.moved)
-    own = Draft(plan.placement, plan.tasks, plan.moved, own_s)
-    return _of(problem, strategy_in(problem, plan.placement, param), own)
+    placed = place_plan(problem, plan)
+    return _of(placed, strategy_in(problem, plan.placement, param), step_s(placed))
 
 
 def alternatives(
@@ -128,15 +128,13 @@ def _tried(problem: Problem, placement: Placement, param: str, strategy: Strateg
             shortfall_bytes = refusal.shortfall_bytes
     if not drafts:
         return Alternative(strategy, None, None, None, shortfall_bytes)
-    return _of(problem, strategy, min(drafts, key=lambda found: found.step_s))
+    best = min(drafts, key=lambda found: found.step_s)
+    return _of(place(problem, best.placement, best.tasks, best.moved), strategy, best.step_s)
 
 
-def _of(problem: Problem, strategy: Strategy, found: Draft) -> Alternative:
-    dataflow = problem.under(found.placement).dataflow
-    program = device_program(dataflow, found.placement, found.moved)
-    used = device_bytes(program, found.placement, found.tasks)
-    traffic = sum(task.nbytes for task in found.tasks if isinstance(task, Transfer))
-    return Alternative(strategy, found.step_s, max(used, default=0), traffic)
+def _of(placed: PlacedStep, strategy: Strategy, step_s: float) -> Alternative:
+    traffic = sum(task.nbytes for task in placed.tasks if isinstance(task, Transfer))
+    return Alternative(strategy, step_s, max(placed.device_bytes, default=0), traffic)
 
 
 def _unknown(problem: Problem, param: str) -> str:

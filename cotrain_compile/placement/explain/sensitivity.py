@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from cotrain_compile.machine import Tier
+from cotrain_compile.placement.placed import place_plan
 from cotrain_compile.placement.problem import Problem
-from cotrain_compile.placement.residency import device_program
 from cotrain_compile.placement.simulate.engine import Work, simulate
 from cotrain_compile.placement.simulate.predict import joined, lanes_of, works_of
 from cotrain_compile.plan import Plan
@@ -43,9 +43,7 @@ class Limits:
 
 def limits(problem: Problem, plan: Plan) -> Limits:
     """What limits `plan`, simulated again with the costs of `problem`."""
-    problem = problem.under(plan.placement)
-    program = device_program(problem.dataflow, plan.placement, plan.moved)
-    works = joined(works_of(problem, program, plan.tasks))
+    works = joined(works_of(place_plan(problem, plan)))
     step_s = _simulated_s(problem, works)
     shares = {}
     for lane in problem.machine.lanes:

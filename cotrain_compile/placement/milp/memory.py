@@ -209,8 +209,8 @@ def _workspaces(model: Model) -> dict[int, Any]:
             model.add(streamed >= in_mib(update.workspace_bytes + update.up_bytes) * z)
         if (update := effect.streamed or effect.resident_update) is not None:
             first = min(first, update.released)
-        for room in effect.rooms:
-            by_bucket.setdefault(room.bucket, []).append(in_mib(room.nbytes) * z)
+        for transient in effect.transients:
+            by_bucket.setdefault(transient.bucket, []).append(in_mib(transient.nbytes) * z)
     result: dict[int, Any] = {}
     for k in model.buckets[min([first, *by_bucket]) :]:
         room = result[k] = model.variable(f"room_{k}")

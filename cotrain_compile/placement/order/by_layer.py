@@ -21,12 +21,14 @@ from dataclasses import replace
 from math import inf, isqrt
 
 from cotrain_compile.dataflow import Dataflow, Phase, Role
+from cotrain_compile.errors import PlanError
 from cotrain_compile.placement.order.micro_batches import (
     MicroBatches,
     OrderIsKept,
     Turn,
     find_micro_batches,
 )
+from cotrain_compile.placement.remembered import remembered
 
 _Key = tuple[float, int, int]
 
@@ -38,11 +40,24 @@ def by_layer(dataflow: Dataflow, layers_per_pack: int) -> Dataflow:
     """
     if not layers_per_pack:
         return dataflow
-    if layers_per_pack not in dataflow.by_layer:
-        order = _order(dataflow, find_micro_batches(dataflow), layers_per_pack)
-        ops = tuple(dataflow.ops[position] for position in order)
-        dataflow.by_layer[layers_per_pack] = replace(dataflow, ops=ops)
-    return dataflow.by_layer[layers_per_pack]
+    return _ordered(dataflow, layers_per_pack)
+
+
+@remembered
+def _ordered(dataflow: Dataflow, layers_per_pack: int) -> Dataflow:
+    order = _order(dataflow, find_micro_batches(dataflow), layers_per_pack)
+    return replace(dataflow, ops=tuple(dataflow.ops[position] for position in order))
+
+
+def in_packs(dataflow: Dataflow, layers_per_pack: int) -> Dataflow:
+    """The step in the order of a plan: as `by_layer`, with a `PlanError` where there is none."""
+    try:
+        return by_layer(dataflow, layers_per_pack)
+    except OrderIsKept as reason:
+        raise PlanError(
+            f"the plan runs micro-batches in packs of {layers_per_pack} layers, which this step "
+            f"does not allow: {reason}; make a new plan for it"
+        ) from None
 
 
 def pack_sizes(dataflow: Dataflow) -> tuple[int, ...]:

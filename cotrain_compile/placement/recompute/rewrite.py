@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from cotrain_compile.dataflow import Buffer, Dataflow, Op, Phase, Role, SizeExpressions
+from cotrain_compile.placement.remembered import remembered
 
 # What the name of an op that runs again ends with, behind the name of the op.
 SUFFIX = "_recomputed"
@@ -193,7 +194,8 @@ def recomputed(dataflow: Dataflow, names: Iterable[str]) -> Dataflow:
     Their makers run again with all that they make; what else they read is kept for that, or is
     among `names` itself. Each op runs again at most once. The fingerprint stays that of the step.
     """
-    return _rewritten(dataflow, frozenset(names))[0]
+    chosen = frozenset(names)
+    return _rewritten(dataflow, chosen)[0] if chosen else dataflow
 
 
 def recomputed_ops(dataflow: Dataflow, names: Iterable[str]) -> Mapping[str, str]:
@@ -201,18 +203,15 @@ def recomputed_ops(dataflow: Dataflow, names: Iterable[str]) -> Mapping[str, str
 
     In the order in which they run.
     """
-    return _rewritten(dataflow, frozenset(names))[1]
+    chosen = frozenset(names)
+    return _rewritten(dataflow, chosen)[1] if chosen else {}
 
 
+@remembered
 def _rewritten(dataflow: Dataflow, names: frozenset[str]) -> tuple[Dataflow, Mapping[str, str]]:
-    if not names:
-        return dataflow, {}
-    if names not in dataflow.rewritten:
-        rewriting = _Rewriting(dataflow, names)
-        made = rewriting.run()
-        again = {copy: op for op, copy in rewriting.again.items()}
-        dataflow.rewritten[names] = made, again
-    return dataflow.rewritten[names]
+    rewriting = _Rewriting(dataflow, names)
+    made = rewriting.run()
+    return made, {copy: op for op, copy in rewriting.again.items()}
 
 
 @dataclass

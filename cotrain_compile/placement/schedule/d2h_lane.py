@@ -22,10 +22,10 @@ from cotrain_compile.plan import Lane, Transfer
 
 @dataclass(frozen=True, eq=False)
 class _Flight:
-    """An issued offload whose wait has not been placed; `held_bytes` go with it."""
+    """An issued offload whose wait has not been placed; the `nbytes` held for it go with it."""
 
     name: str
-    held_bytes: int
+    nbytes: int
     holds_from: int
 
 
@@ -33,10 +33,10 @@ class OffloadLane:
     """Sends that are ready, and those on their way."""
 
     def __init__(
-        self, machine: Machine, moves: Moves, clock: Clock, room: MemoryLedger, tasks: TaskList
+        self, machine: Machine, moves: Moves, clock: Clock, ledger: MemoryLedger, tasks: TaskList
     ) -> None:
         self._machine, self._moves = machine, moves
-        self._clock, self._room, self._tasks = clock, room, tasks
+        self._clock, self._ledger, self._tasks = clock, ledger, tasks
         # By name; `_weights` are not urgent: they free no memory.
         self._urgent: OrderedDict[str, Send] = OrderedDict()  # most urgent first
         self._weights: OrderedDict[str, Send] = OrderedDict()
@@ -53,12 +53,12 @@ class OffloadLane:
         for send in self._moves.sends_ready_after.get(gap - 1, ()):
             self._add(send)
         for send in self._moves.sends_held_from.get(gap, ()):
-            self._room.held_bytes += send.nbytes
+            self._ledger.hold(send.nbytes)
 
     def store(self, buffer: str, nbytes: int) -> None:
         """Send a fetched `buffer` back over its home; its copy is held until it is there."""
         gap = self._clock.gap
-        self._room.held_bytes += nbytes
+        self._ledger.hold(nbytes)
         name = task_names.task_name("store", buffer)
         send = Send(name, buffer, nbytes, gap - 1, gap, buffer)
         self._urgent[send.name] = send
@@ -139,6 +139,6 @@ class OffloadLane:
 
     def _wait_for(self, flight: _Flight) -> None:
         self._flights.remove(flight)
-        self._room.held_bytes -= flight.held_bytes
+        self._ledger.release(flight.nbytes)
         self._tasks.wait_for(flight.name)
         self._clock.wait_until(self._clock.end_s[flight.name])

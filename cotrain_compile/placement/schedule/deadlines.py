@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-import numpy as np
-
 from cotrain_compile.placement.schedule.memory_ledger import DoesNotFit, MemoryLedger
 from cotrain_compile.placement.schedule.moves import DeviceUpdate, Fetch
 
@@ -47,25 +45,25 @@ class Pending:
         self.still_to_come_bytes = self.update.workspace_bytes + rest_bytes
 
 
-def with_deadlines(updates: Sequence[DeviceUpdate], room: MemoryLedger, end: int) -> list[Pending]:
+def with_deadlines(
+    updates: Sequence[DeviceUpdate], ledger: MemoryLedger, end: int
+) -> list[Pending]:
     """`updates`, sorted by `earliest`, with the gaps up to `end` in which they are sure to fit.
 
-    Plans in `room` what waits for them until then and reserves what they need to run. Returns them
+    Plans in `ledger` what waits for them until then, reserves what they need to run. Returns them
     in the order in which they are wanted; raises `DoesNotFit`.
     """
-    found = _last_moments(updates, room, end)
+    found = _last_moments(updates, ledger, end)
     for pending in found:
-        nbytes = pending.planned_bytes
-        room.plan(nbytes, pending.update.earliest + 1, pending.deadline)
-        room.reserve_bytes[pending.deadline] -= nbytes
-    room.reserve_bytes = np.maximum(room.reserve_bytes, 0)
-    room.require_all_to_fit()
+        first_gap = pending.update.earliest + 1
+        ledger.plan_reserved(pending.planned_bytes, first_gap, pending.deadline)
+    ledger.require_all_to_fit()
     # Of those that may run at the same time the largest go first: the end of the step waits for
     # the last one's way back.
     return sorted(found, key=lambda p: (p.update.earliest, -p.update.fetched_bytes))
 
 
-def _last_moments(updates: Sequence[DeviceUpdate], room: MemoryLedger, end: int) -> list[Pending]:
+def _last_moments(updates: Sequence[DeviceUpdate], ledger: MemoryLedger, end: int) -> list[Pending]:
     """In every gap the updates that fit, the smallest first; reserves what is there as they run.
 
     Each run only frees memory, so nothing that fits in another order is missed.
@@ -83,7 +81,7 @@ def _last_moments(updates: Sequence[DeviceUpdate], room: MemoryLedger, end: int)
         while waiting:
             needed_bytes, _, update = waiting[0]
             there = waiting_bytes + needed_bytes
-            short = room.short_of(gap, there)
+            short = ledger.short_of(gap, there)
             if short > 0 and gap >= min(other.limit for *_, other in waiting):
                 raise DoesNotFit(short)
             if short > 0:
@@ -91,7 +89,7 @@ def _last_moments(updates: Sequence[DeviceUpdate], room: MemoryLedger, end: int)
             heappop(waiting)
             waiting_bytes -= update.waiting_bytes
             found.append(Pending(update, gap, len(found), update.waiting_bytes))
-            room.reserve_bytes[gap] = max(int(room.reserve_bytes[gap]), there)
+            ledger.reserve(there, gap)
     return found
 
 

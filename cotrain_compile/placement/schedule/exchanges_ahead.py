@@ -1,6 +1,6 @@
 """Exchanges ahead: gathers that begin early, scatters that are awaited late, within the budget.
 
-In: a Problem, a Placement, its tasks, and the ops that are moved already. Out: these and more moved
+In: a placed step with its tasks, and the ops that are moved already. Out: the same with more moved
 ops. A step that was traced awaits gathers and scatters at once, and the device does nothing
 meanwhile; both hold what they read until they are awaited, so to have more of them under way takes
 memory. A gather begins before the wait for one that is `UNDER_WAY` before it, with what makes its
@@ -18,11 +18,11 @@ from itertools import accumulate
 
 from cotrain_compile.dataflow import Op
 from cotrain_compile.machine import Tier
-from cotrain_compile.placement.problem import Problem
-from cotrain_compile.placement.residency import DeviceProgram, device_bytes, device_program
+from cotrain_compile.placement.placed import PlacedStep, place
+from cotrain_compile.placement.residency import DeviceProgram
 from cotrain_compile.placement.schedule.exchanges import MOST_ALONG
 from cotrain_compile.placement.simulate.predict import step_s
-from cotrain_compile.plan import MovedOps, Placement, Task
+from cotrain_compile.plan import MovedOps, Task
 
 # So many exchanges of parameters or gradients are under way at most, beside those of all kinds that
 # are awaited late anyway.
@@ -39,50 +39,36 @@ class _Shift:
     wait: str
 
 
-def with_exchanges_ahead(
-    problem: Problem, placement: Placement, tasks: Sequence[Task], moved: tuple[MovedOps, ...]
-) -> tuple[MovedOps, ...]:
-    """`moved`, and what lets exchanges overlap the device, unless the step gains nothing by it."""
-    if not problem.costs.network_s:
-        return moved
-    program = device_program(problem.dataflow, placement, moved)
+def with_exchanges_ahead(placed: PlacedStep) -> PlacedStep:
+    """`placed` with what lets exchanges overlap the device, unless it gains nothing by it."""
+    if not placed.problem.costs.network_s:
+        return placed
     staying = set[str]()
-    while shifts := list(_shifts(program, tasks, moved, staying)):
-        more = (*moved, *(MovedOps(shift.names, shift.after) for shift in shifts))
-        too_much = _under_way_at_the_peak(problem, placement, tasks, more, shifts)
+    while shifts := list(_shifts(placed, staying)):
+        more = (*placed.moved, *(MovedOps(shift.names, shift.after) for shift in shifts))
+        ahead = place(placed.problem, placed.placement, placed.tasks, more)
+        too_much = _under_way_at_the_peak(ahead, shifts)
         if not too_much:
-            before_s, after_s = (step_s(problem, placement, tasks, m) for m in (moved, more))
-            return more if after_s < before_s else moved
+            return ahead if step_s(ahead) < step_s(placed) else placed
         staying |= too_much  # what follows one that stays may have another place
-    return moved
+    return placed
 
 
-def _under_way_at_the_peak(
-    problem: Problem,
-    placement: Placement,
-    tasks: Sequence[Task],
-    moved: Sequence[MovedOps],
-    shifts: Sequence[_Shift],
-) -> set[str]:
-    """Those of `shifts`, all among `moved`, that are under way where the budget is passed."""
-    program = device_program(problem.dataflow, placement, moved)
-    budget = problem.budgets[Tier.DEVICE]
-    over = [nbytes > budget for nbytes in device_bytes(program, placement, tasks)]
+def _under_way_at_the_peak(placed: PlacedStep, shifts: Sequence[_Shift]) -> set[str]:
+    """Those of `shifts`, all of them made, that are under way where the budget is passed."""
+    budget = placed.problem.budgets[Tier.DEVICE]
+    over = [nbytes > budget for nbytes in placed.device_bytes]
     if not any(over):
         return set()
-    before, slot = list(accumulate(over, initial=0)), program.slot
+    before, slot = list(accumulate(over, initial=0)), placed.program.slot
     found = {s.begin for s in shifts if before[slot[s.begin]] < before[slot[s.wait] + 1]}
     return found or {shift.begin for shift in shifts}
 
 
-def _shifts(
-    program: DeviceProgram,
-    tasks: Sequence[Task],
-    moved: Sequence[MovedOps],
-    staying: Collection[str],
-) -> Iterator[_Shift]:
+def _shifts(placed: PlacedStep, staying: Collection[str]) -> Iterator[_Shift]:
     """What can be shifted of all but the exchanges that begin with `staying` ops."""
-    finder = _Finder(program, tasks, {name for entry in moved for name in entry.ops})
+    moving = {name for entry in placed.moved for name in entry.ops}
+    finder = _Finder(placed.program, placed.tasks, moving)
     for number, slot in enumerate(finder.begun):
         stays = finder.ops[slot].name in staying
         early = finder.earlier(number, stays)

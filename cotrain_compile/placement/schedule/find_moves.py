@@ -14,13 +14,9 @@ from itertools import accumulate
 from cotrain_compile.dataflow import PERSISTENT_ROLES, Buffer, Dataflow, Phase, UpdateGroup
 from cotrain_compile.guesses import guesses_of
 from cotrain_compile.machine import Tier
+from cotrain_compile.placement.placed import PlacedStep, place
 from cotrain_compile.placement.problem import Problem
-from cotrain_compile.placement.residency import (
-    Instance,
-    device_program,
-    gradients_at_home,
-    longest_gap,
-)
+from cotrain_compile.placement.residency import Instance, gradients_at_home, longest_gap
 from cotrain_compile.placement.schedule import task_names
 from cotrain_compile.placement.schedule.gradient_uses import GradientUses, gradient_uses
 from cotrain_compile.placement.schedule.hoisted_updates import Support, movable, workspace_bytes
@@ -39,16 +35,15 @@ from cotrain_compile.plan import Placement
 
 def moves_of(problem: Problem, placement: Placement, *, by_layer: bool = False) -> Moves:
     """The moves of `placement`; `by_layer` as in `Tactics`."""
-    return _Finder(problem.under(placement), placement, by_layer=by_layer).moves()
+    return _Finder(place(problem, placement), by_layer=by_layer).moves()
 
 
 class _Finder:
     """What is found so far; casts come before weights, and these before the updates."""
 
-    def __init__(self, problem: Problem, placement: Placement, *, by_layer: bool) -> None:
-        self.problem, self.placement = problem, placement
-        self.dataflow = problem.dataflow
-        whole = device_program(self.dataflow, placement)
+    def __init__(self, placed: PlacedStep, *, by_layer: bool) -> None:
+        self.problem, self.placement, whole = placed.problem, placed.placement, placed.program
+        problem, placement, self.dataflow = placed.problem, placed.placement, placed.dataflow
         self.moving = [g for g in self.dataflow.updates if movable(placement, g)]
         support = Support(self.dataflow)
         self.support = {group.param: support.of(group) for group in self.moving}
@@ -323,7 +318,7 @@ class _Finder:
                 fetched = [*states, param]
         fetches = [_fetch(buffers[name], earliest) for name in fetched]
         gradient = buffers[group.gradient]
-        fetched_gradient, held_bytes = self._gradient_for(group)
+        fetched_gradient, gradient_bytes = self._gradient_for(group)
         fetches += fetched_gradient
         if gradient.name in self.at_home and self._uses_of(gradient.name).written_before:
             stores = [*stores, gradient.name]
@@ -335,7 +330,7 @@ class _Finder:
             limit,
             tuple(fetches),
             tuple(stores),
-            held_bytes,
+            gradient_bytes,
             weight_bytes,
             workspace_bytes(self.dataflow, group),
             sum(self.problem.costs.device_s[name] for name in ops),

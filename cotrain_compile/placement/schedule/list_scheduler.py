@@ -1,9 +1,9 @@
 """The list scheduler: one pass through the step that gives every move its place in it.
 
 In: a Problem, its Moves and Tactics. Out: tasks in order of issue, and the ops that were moved.
-Times are predictions (`engine.simulate` has the last word), memory is exact: see `clock`, `room`.
-The lane down is in `offloads`, the host's in `host_work`; here are the gaps, the updates on the
-device and the lane up.
+Times are predictions (`engine.simulate` has the last word), memory is exact: see `clock` and
+`memory_ledger`. The lane down is in `offloads`, the host's in `host_work`; here are the gaps, the
+updates on the device and the lane up.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ class ListScheduler:
         self.candidates = 1 if tactics.patient else CANDIDATES
         self.elapsed_s = elapsed_with_stalls(problem, self.program.ops, moves.elapsed_s)
         self.clock = Clock(problem.machine, self.elapsed_s)
-        self.room = MemoryLedger(problem.budgets[Tier.DEVICE], moves.slot_bytes, moves.gap_bytes)
+        self.ledger = MemoryLedger(problem.budgets[Tier.DEVICE], moves.slot_bytes, moves.gap_bytes)
         self.tasks = TaskList()
-        self.offloads = OffloadLane(problem.machine, moves, self.clock, self.room, self.tasks)
+        self.offloads = OffloadLane(problem.machine, moves, self.clock, self.ledger, self.tasks)
         self.host = HostLane(
             problem, moves, self.clock, self.tasks, self.offloads, by_use=tactics.by_use
         )
         self.fetches = deque(moves.fetches)
-        self.upcoming = deque(with_deadlines(moves.device_updates, self.room, self.program.end))
+        self.upcoming = deque(with_deadlines(moves.device_updates, self.ledger, self.program.end))
         self.pending: list[Pending] = []
         self.fetched: list[Pending] = []  # whose states are there or on their way
         self.moved: list[MovedOps] = []
@@ -113,8 +113,7 @@ class ListScheduler:
             if not pending.counted and pending.deadline <= gap:
                 # From here on it may run at any time, so that what it holds can be forced out.
                 pending.counted = True
-                self.room.held_bytes += pending.planned_bytes
-                self.room.gap_bytes[gap] -= pending.planned_bytes
+                self.ledger.hold(pending.planned_bytes, planned_in=gap)
         self.offloads.take_back()
         self.host.issue_ready()
 
@@ -125,7 +124,7 @@ class ListScheduler:
     def _make_room(self) -> None:
         """Before the next op: force waits, then updates, until what it needs fits."""
         self._force_updates_that_would_not_fit_later()
-        while not self.room.op_fits(self.clock.gap):
+        while not self.ledger.op_fits(self.clock.gap):
             self._force()
 
     def _force(self) -> None:
@@ -139,7 +138,7 @@ class ListScheduler:
         after = self.clock.gap + 1
         while ready := self._counted():
             in_time = after <= min(pending.update.limit for pending in ready)
-            if in_time and self.room.short_of(after, self._reserved()) <= 0:
+            if in_time and self.ledger.short_of(after, self._reserved()) <= 0:
                 return
             self._run_update(max(ready, key=lambda pending: pending.still_to_come_bytes))
 
@@ -149,7 +148,7 @@ class ListScheduler:
 
     def _short_of(self, pending: Pending) -> int:
         """How many bytes are missing for the run of an update in this gap."""
-        return self.room.short_of(self.clock.gap, pending.still_to_come_bytes)
+        return self.ledger.short_of(self.clock.gap, pending.still_to_come_bytes)
 
     # Updates on the device.
 
@@ -197,7 +196,7 @@ class ListScheduler:
         gap = self.clock.gap
         self.moved.append(MovedOps(ops, self.program.ops[gap - 1].name if gap else None))
         self.tasks.run(ops)
-        self.room.held_bytes -= pending.planned_bytes if pending.counted else 0
+        self.ledger.release(pending.planned_bytes if pending.counted else 0)
         for name in update.stores:
             self.offloads.store(name, self.problem.dataflow.buffer[name].nbytes)
 
@@ -219,9 +218,9 @@ class ListScheduler:
         nbytes = sum(fetch.nbytes for fetch in fetches)
         pending.planned_bytes += nbytes
         if pending.counted:
-            self.room.held_bytes += nbytes
+            self.ledger.hold(nbytes)
         else:
-            self.room.plan(nbytes, self.clock.gap, pending.deadline)
+            self.ledger.plan(nbytes, self.clock.gap, pending.deadline)
 
     # Lanes.
 
@@ -239,7 +238,7 @@ class ListScheduler:
         while self.fetches and self.fetches[0].need <= gap:
             fetch = self.fetches.popleft()
             self._issue_fetch(fetch)
-            self.room.gap_bytes[gap] += fetch.nbytes
+            self.ledger.plan(fetch.nbytes, gap, gap)
         self.host.return_due()
         for name in self.moves.needed_at.get(gap, ()):
             self.tasks.wait_for(name)
@@ -264,7 +263,7 @@ class ListScheduler:
     def _bring_next(self, until_s: float) -> bool:
         """Issue the most urgent move up that fits; False when there is none."""
         choices: list[tuple[float, Callable[[], None]]] = []
-        free_bytes = self.room.free_now(self.clock.gap, self._reserved())
+        free_bytes = self.ledger.free_now(self.clock.gap, self._reserved())
         if self.fetches and self._may_fetch(self.fetches[0], until_s, free_bytes):
             choices.append((self.clock.until(self.fetches[0].need), self._fetch_next))
         for pending in self._unfetched():
@@ -284,7 +283,7 @@ class ListScheduler:
 
     def _fetch_next(self) -> None:
         fetch = self.fetches.popleft()
-        self.room.plan(fetch.nbytes, self.clock.gap, fetch.need)
+        self.ledger.plan(fetch.nbytes, self.clock.gap, fetch.need)
         self._issue_fetch(fetch)
 
     def _unfetched(self) -> list[Pending]:
@@ -298,8 +297,8 @@ class ListScheduler:
             return False
         if self.clock.ready(fetch.after) > until_s:
             return False
-        before = self.room.fits_before(gap, need, fetch.nbytes)
-        return before and self.room.fits_in(need, fetch.nbytes)
+        before = self.ledger.fits_before(gap, need, fetch.nbytes)
+        return before and self.ledger.fits_in(need, fetch.nbytes)
 
     def _may_fetch_states(
         self, pending: Pending, urgency_s: float, until_s: float, free_bytes: int
@@ -315,7 +314,5 @@ class ListScheduler:
         others = (other for other in self.fetched if other is not pending)
         rest = pending.still_to_come_bytes - nbytes
         rest = max([rest, *(other.still_to_come_bytes for other in others)])
-        at_deadline = int(self.room.gap_bytes[last_gap]) + rest + nbytes
-        if at_deadline > self.room.budget_bytes:
-            return False
-        return self.room.fits_before(gap, last_gap, nbytes)
+        at_deadline = self.ledger.fits_in_reserve(last_gap, rest + nbytes)
+        return at_deadline and self.ledger.fits_before(gap, last_gap, nbytes)

@@ -23,51 +23,73 @@ class DoesNotFit(Exception):
 class MemoryLedger:
     """Bytes on the device: planned per slot and gap (gap k is before op k), and held now.
 
-    `reserve_bytes` is kept free in the gaps in which an update is sure to fit, so that no copy made
-    early takes its room.
+    What is reserved is kept free in the gaps in which an update is sure to fit, so that no copy
+    made early takes its room.
     """
 
     def __init__(
         self, budget_bytes: int, slot_bytes: Sequence[int], gap_bytes: Sequence[int]
     ) -> None:
         self.budget_bytes = budget_bytes
-        self.slot_bytes = np.array(slot_bytes, dtype=np.int64)
-        self.gap_bytes = np.array(gap_bytes, dtype=np.int64)
-        self.reserve_bytes = np.zeros_like(self.gap_bytes)
-        self.held_bytes = 0
+        self._slot_bytes = np.array(slot_bytes, dtype=np.int64)
+        self._gap_bytes = np.array(gap_bytes, dtype=np.int64)
+        self._reserve_bytes = np.zeros_like(self._gap_bytes)
+        self._held_bytes = 0
 
     def plan(self, nbytes: int, first_gap: int, last_gap: int) -> None:
         """`nbytes` more from gap to gap."""
-        self.slot_bytes[first_gap:last_gap] += nbytes
-        self.gap_bytes[first_gap : last_gap + 1] += nbytes
+        self._slot_bytes[first_gap:last_gap] += nbytes
+        self._gap_bytes[first_gap : last_gap + 1] += nbytes
+
+    def hold(self, nbytes: int, *, planned_in: int | None = None) -> None:
+        """`nbytes` more from now on until they are released; no longer as planned in a gap."""
+        self._held_bytes += nbytes
+        if planned_in is not None:
+            self._gap_bytes[planned_in] -= nbytes
+
+    def release(self, nbytes: int) -> None:
+        """`nbytes` that were held have gone."""
+        self._held_bytes -= nbytes
+
+    def reserve(self, nbytes: int, gap: int) -> None:
+        """Keep at least `nbytes` free in `gap`."""
+        self._reserve_bytes[gap] = max(int(self._reserve_bytes[gap]), nbytes)
+
+    def plan_reserved(self, nbytes: int, first_gap: int, last_gap: int) -> None:
+        """`nbytes` more from gap to gap, in the last one out of what is reserved there."""
+        self.plan(nbytes, first_gap, last_gap)
+        self._reserve_bytes[last_gap] = max(0, int(self._reserve_bytes[last_gap]) - nbytes)
 
     def require_all_to_fit(self) -> None:
         """Raise `DoesNotFit` where more is planned than the budget."""
-        short = int(max(self.slot_bytes.max(), self.gap_bytes.max())) - self.budget_bytes
+        short = int(max(self._slot_bytes.max(), self._gap_bytes.max())) - self.budget_bytes
         if short > 0:
             raise DoesNotFit(short)
 
     def short_of(self, gap: int, nbytes: int) -> int:
         """How much of `nbytes` more would not fit in `gap`; negative where there is room left."""
-        return int(self.gap_bytes[gap]) + self.held_bytes + nbytes - self.budget_bytes
+        return int(self._gap_bytes[gap]) + self._held_bytes + nbytes - self.budget_bytes
 
     def op_fits(self, slot: int) -> bool:
         """Whether the op in `slot` may run with all that is held."""
-        return int(self.slot_bytes[slot]) + self.held_bytes <= self.budget_bytes
+        return int(self._slot_bytes[slot]) + self._held_bytes <= self.budget_bytes
 
     def free_now(self, gap: int, reserved_bytes: int) -> int:
         """How much more fits around the op after `gap`, with `reserved_bytes` in gaps."""
-        gaps: int = max(self.gap_bytes[gap : gap + 2].tolist()) + reserved_bytes
-        return self.budget_bytes - self.held_bytes - max(int(self.slot_bytes[gap]), gaps)
+        gaps: int = max(self._gap_bytes[gap : gap + 2].tolist()) + reserved_bytes
+        return self.budget_bytes - self._held_bytes - max(int(self._slot_bytes[gap]), gaps)
 
     def fits_before(self, gap: int, last_gap: int, nbytes: int) -> bool:
         """Whether `nbytes` more fit from `gap` to the op before `last_gap`, as planned."""
         room = self.budget_bytes - nbytes
         between = slice(gap, last_gap)
-        planned = self.gap_bytes[between] + self.reserve_bytes[between]
-        return bool((self.slot_bytes[between] <= room).all() and (planned <= room).all())
+        planned = self._gap_bytes[between] + self._reserve_bytes[between]
+        return bool((self._slot_bytes[between] <= room).all() and (planned <= room).all())
 
     def fits_in(self, gap: int, nbytes: int) -> bool:
         """Whether `nbytes` more fit in the one `gap`, as planned and beside what is reserved."""
-        planned = int(self.gap_bytes[gap] + self.reserve_bytes[gap])
-        return planned + nbytes <= self.budget_bytes
+        return self.fits_in_reserve(gap, nbytes + int(self._reserve_bytes[gap]))
+
+    def fits_in_reserve(self, gap: int, nbytes: int) -> bool:
+        """Whether `nbytes` more fit in `gap` that may take what is reserved there."""
+        return int(self._gap_bytes[gap]) + nbytes <= self.budget_bytes

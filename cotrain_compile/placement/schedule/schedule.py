@@ -13,7 +13,7 @@ paints itself into a corner: what fits when everything moves at the last moment,
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,14 +23,9 @@ from numpy.typing import NDArray
 
 from cotrain_compile.errors import PlacementError
 from cotrain_compile.machine import Tier
+from cotrain_compile.placement.placed import PlacedStep, place
 from cotrain_compile.placement.problem import Problem
-from cotrain_compile.placement.residency import (
-    DeviceProgram,
-    IntervalSum,
-    device_program,
-    host_bytes,
-    instances,
-)
+from cotrain_compile.placement.residency import DeviceProgram
 from cotrain_compile.placement.schedule.exchanges_ahead import with_exchanges_ahead
 from cotrain_compile.placement.schedule.find_moves import moves_of
 from cotrain_compile.placement.schedule.list_scheduler import EAGER, ListScheduler, Tactics
@@ -87,14 +82,11 @@ def draft(
     problem = problem.under(placement)
     moves = moves or moves_of(problem, placement, by_layer=tactics.by_layer)
     listed, moved = list_schedule(problem, placement, moves, tactics)
-    moved = with_exchanges_ahead(problem, placement, listed, moved)
-    program = device_program(problem.dataflow, placement, moved)
-    tasks = with_latest_waits(problem, placement, program, listed)
-    needed = host_bytes(program, placement, tasks, problem.machine.host_update.workers)
-    if needed > problem.budgets[Tier.HOST]:
-        refuse_host(problem, placement, needed)
-    seconds = step_s(problem, placement, tasks, moved)
-    return Draft(placement, tuple(tasks), moved, seconds, tactics)
+    placed = with_exchanges_ahead(place(problem, placement, listed, moved))
+    placed = with_latest_waits(placed)
+    if placed.host_bytes > problem.budgets[Tier.HOST]:
+        refuse_host(problem, placement, placed.host_bytes)
+    return Draft(placement, placed.tasks, placed.moved, step_s(placed), tactics)
 
 
 def finished(problem: Problem, draft: Draft, *, compiled: bool | None = False) -> Plan:
@@ -113,7 +105,7 @@ def finished(problem: Problem, draft: Draft, *, compiled: bool | None = False) -
         budgets=problem.budgets,
         placement=draft.placement,
         tasks=draft.tasks,
-        predicted=predict(problem, draft.placement, draft.tasks, draft.moved),
+        predicted=predict(_placed(problem, draft)),
         moved=draft.moved,
         rates=problem.machine.rates,
     )
@@ -129,17 +121,20 @@ def _as_compiled(problem: Problem, found: Draft) -> Iterator[Draft]:
 
 
 def _settled(problem: Problem, found: Draft) -> Draft:
-    program = device_program(problem.dataflow, found.placement, found.moved)
-    if not found.tasks or not program.ops:
+    placed = _placed(problem, found)
+    if not found.tasks or not placed.program.ops:
         return found
-    tasks = tuple(settled(program, found.tasks))
-    return replace(found, tasks=tasks, step_s=step_s(problem, found.placement, tasks, found.moved))
+    tasks = tuple(settled(placed))
+    return replace(found, tasks=tasks, step_s=step_s(replace(placed, tasks=tasks)))
 
 
 def _cost_s(problem: Problem, found: Draft) -> float:
     """What compiled code takes for it."""
-    program = device_program(problem.dataflow, found.placement, found.moved)
-    return found.step_s + calls_s(problem, program, found.tasks)
+    return found.step_s + calls_s(_placed(problem, found))
+
+
+def _placed(problem: Problem, found: Draft) -> PlacedStep:
+    return place(problem, found.placement, found.tasks, found.moved)
 
 
 def list_schedule(
@@ -177,26 +172,22 @@ def _missing_bytes(problem: Problem, moves: Moves, more: int) -> int:
     return 0
 
 
-def with_latest_waits(
-    problem: Problem, placement: Placement, program: DeviceProgram, tasks: Sequence[Task]
-) -> list[Task]:
+def with_latest_waits(placed: PlacedStep) -> PlacedStep:
     """Wait for each offload as late as the memory it keeps still fits under the budget.
 
     A wait can only ever hold up the device, so a later one makes a plan sturdier against links that
     are slower than predicted.
     """
     ends: dict[str, dict[int, int]] = {}  # of each copy of a buffer, by when it is current
-    used = IntervalSum(program.end + 1)
-    for held in instances(program, placement, tasks):
+    for held in placed.instances:
         ends.setdefault(held.buffer.name, {})[held.current] = held.last
-        used.add(held.buffer.nbytes, held.first, held.last)
-    room = problem.budgets[Tier.DEVICE] - np.array(used.values(), dtype=np.int64)
+    room = placed.problem.budgets[Tier.DEVICE] - np.array(placed.device_bytes, dtype=np.int64)
     result: list[Task] = []
-    for task in tasks:
+    for task in placed.tasks:
         if isinstance(task, Transfer) and task.is_offload:
-            task = _with_latest_wait(program, ends.get(task.buffer, {}), task, room)
+            task = _with_latest_wait(placed.program, ends.get(task.buffer, {}), task, room)
         result.append(task)
-    return result
+    return replace(placed, tasks=tuple(result))
 
 
 def _with_latest_wait(

@@ -1,7 +1,7 @@
 """Settle: tasks are issued where layers end, so that equal layers are cut into equal segments.
 
-In: the tasks of a plan, each issued in the gap where the scheduler found its lane idle. Out: the
-same tasks, each issued where the layer ends that it was issued in, or where it is waited for if
+In: a placed step, each of its tasks issued in the gap where the scheduler found its lane idle. Out:
+the same tasks, each issued where the layer ends that it was issued in, or where it is waited for if
 that comes first. Compiled code ends at every task: where tasks stand between the ops of a layer,
 each layer falls into pieces of its own, is compiled apart and fuses less
 (`docs/decisions/0025-what-a-task-costs.md`).
@@ -21,7 +21,7 @@ from itertools import pairwise
 from typing import assert_never
 
 from cotrain_compile.analysis.layers import layers_of
-from cotrain_compile.placement.problem import Problem
+from cotrain_compile.placement.placed import PlacedStep
 from cotrain_compile.placement.residency import DeviceProgram
 from cotrain_compile.plan import HostRegion, Task, Transfer
 
@@ -30,8 +30,9 @@ from cotrain_compile.plan import HostRegion, Task, Transfer
 CALL_S = 15e-6
 
 
-def settled(program: DeviceProgram, tasks: Sequence[Task]) -> list[Task]:
-    """`tasks` issued where layers end, in their new order of issue."""
+def settled(placed: PlacedStep) -> list[Task]:
+    """Its tasks issued where layers end, in their new order of issue."""
+    program, tasks = placed.program, placed.tasks
     ends = _layer_ends(program)
     # A task may go as far as the first that comes after it goes, so the last ones go first.
     issued: dict[str, int] = {}
@@ -86,9 +87,10 @@ def _issued_after(program: DeviceProgram, task: Task, slot: int) -> Task:
     return replace(task, issue_after=program.ops[slot].name)
 
 
-def calls_s(problem: Problem, program: DeviceProgram, tasks: Sequence[Task]) -> float:
+def calls_s(placed: PlacedStep) -> float:
     """What compiled code takes besides its ops: for each stretch of it a launch and a call."""
-    return _stretches(program, tasks) * (problem.machine.device.launch_s + CALL_S)
+    each_s = placed.problem.machine.device.launch_s + CALL_S
+    return _stretches(placed.program, placed.tasks) * each_s
 
 
 def _stretches(program: DeviceProgram, tasks: Sequence[Task]) -> int:

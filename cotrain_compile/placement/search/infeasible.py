@@ -7,8 +7,9 @@ from typing import NoReturn
 from cotrain_compile.dataflow import PERSISTENT_ROLES
 from cotrain_compile.errors import PlacementError, PlanError
 from cotrain_compile.machine import Tier
+from cotrain_compile.placement.placed import place
 from cotrain_compile.placement.problem import Problem
-from cotrain_compile.placement.residency import device_program, host_bytes, low_precision_copies
+from cotrain_compile.placement.residency import low_precision_copies
 from cotrain_compile.placement.schedule.find_moves import moves_of
 from cotrain_compile.placement.schedule.peak import ACTIVATIONS, GRADIENTS, Peak, peak_of
 from cotrain_compile.placement.schedule.refuse import refuse_device
@@ -99,9 +100,7 @@ def refuse_rule(
 def _host_bytes(problem: Problem, least: Least) -> int:
     """Host bytes of the plan in which everything leaves."""
     found = draft(problem, least.placement)
-    dataflow = problem.under(least.placement).dataflow
-    program = device_program(dataflow, least.placement, found.moved)
-    return host_bytes(program, least.placement, found.tasks, problem.machine.host_update.workers)
+    return place(problem, least.placement, found.tasks, found.moved).host_bytes
 
 
 def _in_words(peak: Peak) -> str:

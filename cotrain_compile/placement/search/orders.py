@@ -95,7 +95,7 @@ def _step_s(plan: Plan) -> float:
 
 def _ordered(problem: Problem, size: int) -> Problem:
     """The problem of the step in that order, as a step of its own."""
-    return replace(problem.in_packs(size), layers_per_pack=0)
+    return problem.in_packs(size).as_its_own_step()
 
 
 def _within(plan: Plan, size: int) -> Plan:

@@ -13,6 +13,7 @@ from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.guesses import second_bytes
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.milp.solvers import Solution, pick
+from cotrain_compile.placement.placed import place_plan
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.simulate.outcomes import outcomes
 from cotrain_compile.placement.simulate.predict import issuing_s
@@ -147,7 +148,7 @@ def note_on_issuing(problem: Problem, plan: Plan) -> tuple[str, ...]:
     python_s = problem.machine.issue_s * len(plan.tasks)
     if not python_s:
         return ()
-    held_s = issuing_s(problem, plan.placement, plan.tasks, plan.moved)
+    held_s = issuing_s(place_plan(problem, plan))
     waits = f"for {format_seconds(held_s)} of it" if held_s else "for none of it"
     return (
         f"Python takes {format_seconds(python_s)} of a step to start {len(plan.tasks)} tasks; the "

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from cotrain_compile.placement.placed import place_plan
 from cotrain_compile.placement.problem import Problem
-from cotrain_compile.placement.residency import device_program
 from cotrain_compile.placement.simulate.predict import joined, task_s, timeline_of, works_of
 from cotrain_compile.plan import HostRegion, Plan, Task
 
@@ -34,7 +34,8 @@ class Outcomes:
 
 def outcomes(problem: Problem, plan: Plan) -> Outcomes:
     """The outcomes of `plan`, which schedules updates on guesses of `problem`."""
-    problem = problem.under(plan.placement)
+    placed = place_plan(problem, plan)
+    problem = placed.problem
     guessed = {task.name for task in plan.speculations}
 
     def step_s(seconds: Callable[[HostRegion], float]) -> float:
@@ -42,9 +43,7 @@ def outcomes(problem: Problem, plan: Plan) -> Outcomes:
             takes_part = isinstance(task, HostRegion) and (task.guesses or task.confirms in guessed)
             return seconds(task) if takes_part else task_s(problem, task)  # type: ignore[arg-type]
 
-        program = device_program(problem.dataflow, plan.placement, plan.moved)
-        works = joined(works_of(problem, program, plan.tasks, of))
-        return timeline_of(problem, works, plan.tasks).makespan_s
+        return timeline_of(placed, joined(works_of(placed, of))).makespan_s
 
     def wrong(task: HostRegion) -> float:
         update_s, saving_s = problem.costs.host_update_s[task.param], problem.saving_s(task.param)

@@ -1,4 +1,4 @@
-"""Predict: what a placement with its tasks takes, as a Timeline from the simulator."""
+"""Predict: what a placed step with its tasks takes, as a Timeline from the simulator."""
 
 from __future__ import annotations
 
@@ -9,13 +9,9 @@ from typing import assert_never
 
 from cotrain_compile.dataflow import Op
 from cotrain_compile.machine import Machine, Tier
+from cotrain_compile.placement.placed import PlacedStep
 from cotrain_compile.placement.problem import Problem
-from cotrain_compile.placement.residency import (
-    DeviceProgram,
-    device_bytes,
-    device_program,
-    host_bytes,
-)
+from cotrain_compile.placement.residency import DeviceProgram
 from cotrain_compile.placement.simulate.engine import (
     LaneSpec,
     Periodic,
@@ -27,8 +23,6 @@ from cotrain_compile.placement.simulate.steady import repeatable, steady_step
 from cotrain_compile.plan import (
     HostRegion,
     Lane,
-    MovedOps,
-    Placement,
     Task,
     Timeline,
     Transfer,
@@ -36,13 +30,9 @@ from cotrain_compile.plan import (
 )
 
 
-def step_s(
-    problem: Problem, placement: Placement, tasks: Sequence[Task], moved: Sequence[MovedOps] = ()
-) -> float:
+def step_s(placed: PlacedStep) -> float:
     """Seconds of one step, as `predict` has them; quicker, for comparing plans."""
-    problem = problem.under(placement)
-    works = joined(works_of(problem, device_program(problem.dataflow, placement, moved), tasks))
-    return timeline_of(problem, works, tasks).makespan_s
+    return timeline_of(placed, joined(works_of(placed))).makespan_s
 
 
 def joined(works: Sequence[Work]) -> list[Work]:
@@ -70,50 +60,37 @@ def _as_one(run: Sequence[Work]) -> Work:
     return replace(run[0], name=run[-1].name, seconds=seconds)
 
 
-def predict(
-    problem: Problem, placement: Placement, tasks: Sequence[Task], moved: Sequence[MovedOps] = ()
-) -> Timeline:
+def predict(placed: PlacedStep) -> Timeline:
     """The timeline of one step. Its device peak is exact for the traced shapes; times are modelled.
 
     Where tasks are carried it is a step in the steady state, see `steady`. Host memory is an upper
     bound, see `residency.host_bytes`.
     """
-    problem = problem.under(placement)
-    program = device_program(problem.dataflow, placement, moved)
-    timeline = timeline_of(problem, works_of(problem, program, tasks), tasks)
-    device = device_bytes(program, placement, tasks)
-    host = host_bytes(program, placement, tasks, problem.machine.host_update.workers)
+    timeline = timeline_of(placed, works_of(placed))
+    device, host = placed.device_bytes, placed.host_bytes
     return replace(
         timeline,
         peak_bytes={Tier.DEVICE: max(device, default=0), Tier.HOST: host},
-        memory={Tier.DEVICE: _curve(timeline, program, device), Tier.HOST: ((0.0, host),)},
+        memory={Tier.DEVICE: _curve(timeline, placed.program, device), Tier.HOST: ((0.0, host),)},
     )
 
 
-def predict_steady_state(
-    problem: Problem,
-    placement: Placement,
-    tasks: Sequence[Task],
-    moved: Sequence[MovedOps] = (),
-    *,
-    steps: int = 8,
-) -> Periodic:
+def predict_steady_state(placed: PlacedStep, *, steps: int = 8) -> Periodic:
     """The step repeated: seconds of the first one, and seconds from one to the next.
 
     A step is complete when it returns, but for the tasks it carries into the next one.
     """
-    problem = problem.under(placement)
-    works = works_of(problem, device_program(problem.dataflow, placement, moved), tasks)
-    machine = problem.machine
-    endless = repeatable(works, tasks)
+    machine = placed.problem.machine
+    endless = repeatable(works_of(placed), placed.tasks)
     return steady_state(endless, lanes_of(machine), machine.contention, steps=steps)
 
 
-def timeline_of(problem: Problem, works: Sequence[Work], tasks: Sequence[Task]) -> Timeline:
-    """When the works of one step run; where tasks are carried, of one in the steady state."""
-    lanes, contention = lanes_of(problem.machine), problem.machine.contention
-    if any(task.carried for task in tasks):
-        return steady_step(works, tasks, lanes, contention)
+def timeline_of(placed: PlacedStep, works: Sequence[Work]) -> Timeline:
+    """When the `works` of a step run; where tasks are carried, of one in the steady state."""
+    machine = placed.problem.machine
+    lanes, contention = lanes_of(machine), machine.contention
+    if any(task.carried for task in placed.tasks):
+        return steady_step(works, placed.tasks, lanes, contention)
     return simulate(works, lanes, contention)
 
 
@@ -134,10 +111,7 @@ def task_s(problem: Problem, task: Task) -> float:
 
 
 def works_of(
-    problem: Problem,
-    program: DeviceProgram,
-    tasks: Sequence[Task],
-    seconds_of: Callable[[Problem, Task], float] = task_s,
+    placed: PlacedStep, seconds_of: Callable[[Problem, Task], float] = task_s
 ) -> list[Work]:
     """The step as works: device ops in order, each after the tasks waited for before it.
 
@@ -145,6 +119,7 @@ def works_of(
     Issuing tasks holds up the op that follows, see `held_up_s`. An exchange with other ranks begins
     behind its op.
     """
+    problem, program, tasks = placed.problem, placed.program, placed.tasks
     waits: dict[str | None, list[str]] = {}
     carried: dict[str | None, list[str]] = {}
     freeing: dict[str | None, list[str]] = {}
@@ -179,15 +154,11 @@ def works_of(
     return works
 
 
-def issuing_s(
-    problem: Problem, placement: Placement, tasks: Sequence[Task], moved: Sequence[MovedOps] = ()
-) -> float:
+def issuing_s(placed: PlacedStep) -> float:
     """Seconds of a step in which the device waits for Python to start tasks, at most."""
-    problem = problem.under(placement)
-    program = device_program(problem.dataflow, placement, moved)
-    following = _following(program)
-    issued = Counter(following[task.issue_after] for task in tasks)
-    return sum(held_up_s(problem, program, issued).values())
+    following = _following(placed.program)
+    issued = Counter(following[task.issue_after] for task in placed.tasks)
+    return sum(held_up_s(placed.problem, placed.program, issued).values())
 
 
 def held_up_s(

@@ -1,20 +1,18 @@
 """Reserved: what torch's allocator takes from a card for a plan, beside what the plan allocates.
 
-In: a step with its placement and tasks. Out: `Reserved`, from the model of the allocator in
+In: a placed step. Out: `Reserved`, from the model of the allocator in
 `analysis.caching_allocator`, to which the plan's allocations and frees are given in program order,
 op by op: what compiled code fuses away is in it, and what it takes inside is not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from cotrain_compile.analysis.caching_allocator import CachingAllocator
-from cotrain_compile.dataflow import Dataflow
-from cotrain_compile.placement.as_placed import as_placed
-from cotrain_compile.placement.residency import Instance, device_program, instances
-from cotrain_compile.plan import MovedOps, Placement, Plan, Task
+from cotrain_compile.placement.placed import PlacedDataflow
+from cotrain_compile.placement.residency import Instance
 
 # The first step leaves segments that the second one finds; from then on little changes.
 STEPS = 2
@@ -33,20 +31,9 @@ class Reserved:
         return self.reserved_bytes - self.allocated_bytes
 
 
-def reserved(dataflow: Dataflow, plan: Plan) -> Reserved:
-    """What the allocator takes for `plan`, a plan of `dataflow`, where the card has room for it."""
-    return reserved_by(dataflow, plan.placement, plan.tasks, plan.moved)
-
-
-def reserved_by(
-    dataflow: Dataflow,
-    placement: Placement,
-    tasks: Sequence[Task],
-    moved: Sequence[MovedOps] = (),
-) -> Reserved:
-    """As `reserved`, for what a plan is made of."""
-    program = device_program(as_placed(dataflow, placement), placement, moved)
-    held = [item for item in instances(program, placement, tasks) if item.buffer.nbytes > 0]
+def reserved(placed: PlacedDataflow) -> Reserved:
+    """What the allocator takes for `placed`, where the card has room for it."""
+    held = [item for item in placed.instances if item.buffer.nbytes > 0]
     allocator = CachingAllocator()
     resting = [item for item in held if _rests(item)]
     for item in resting:
@@ -54,7 +41,7 @@ def reserved_by(
     ids = {id(item) for item in resting}
     passing = [item for item in held if id(item) not in ids]
     for _ in range(STEPS):
-        _run_step(allocator, passing, program.end + 1)
+        _run_step(allocator, passing, placed.program.end + 1)
     return Reserved(allocator.peak_allocated_bytes, allocator.reserved_bytes)
 
 

@@ -16,7 +16,7 @@ from typing import assert_never
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import OptionError
 from cotrain_compile.machine import Tier
-from cotrain_compile.placement.as_placed import as_placed
+from cotrain_compile.placement.placed import as_placed
 from cotrain_compile.plan import HostRegion, Plan, Task, Transfer
 from cotrain_compile.viz.graph.folding import Fold, Level, Work, foldings
 from cotrain_compile.viz.layers import REST, Layers, layers

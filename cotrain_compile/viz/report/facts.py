@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.explain.explain import limits_words
 from cotrain_compile.placement.explain.sensitivity import limits
+from cotrain_compile.placement.placed import place_plan
 from cotrain_compile.placement.policies import RULES
 from cotrain_compile.placement.problem import Problem
-from cotrain_compile.placement.residency import device_bytes, device_program, instances
 from cotrain_compile.plan import Lane, Plan, SolveReport, Timeline
 from cotrain_compile.units import format_bytes, format_seconds
 from cotrain_compile.viz.kinds import lane_titles
@@ -178,16 +178,11 @@ def comparison(
 
 def peak(problem: Problem, plan: Plan) -> Peak:
     """What is alive on the device in the first slot in which most is."""
-    problem = problem.under(plan.placement)
-    program = device_program(problem.dataflow, plan.placement, plan.moved)
-    used = device_bytes(program, plan.placement, plan.tasks)
+    placed = place_plan(problem, plan)
+    program, used = placed.program, placed.device_bytes
     slot = used.index(max(used))
-    alive = [
-        held.buffer
-        for held in instances(program, plan.placement, plan.tasks)
-        if held.first <= slot < held.last
-    ]
-    kind, called = memory_kinds(problem.dataflow), names(problem.dataflow)
+    alive = [held.buffer for held in placed.instances if held.first <= slot < held.last]
+    kind, called = memory_kinds(placed.dataflow), names(placed.dataflow)
     by_kind: Counter[str] = Counter()
     alike: dict[tuple[str, str, int], list[str]] = {}
     for buffer in alive:

@@ -9,7 +9,7 @@ from cotrain_compile.analysis.costs import unknown_words
 from cotrain_compile.analysis.liveness import liveness
 from cotrain_compile.dataflow import PERSISTENT_ROLES, Dataflow, Phase
 from cotrain_compile.machine import HostUpdate, Link, Machine, Processor, TierSpec
-from cotrain_compile.placement.as_placed import as_placed
+from cotrain_compile.placement.placed import as_placed
 from cotrain_compile.plan import HostRegion, Lane, Plan, Timeline
 from cotrain_compile.units import format_bytes, format_rate, format_seconds
 

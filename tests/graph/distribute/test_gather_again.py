@@ -21,11 +21,11 @@ from cotrain_compile.placement.milp.bound import certified_bound_s
 from cotrain_compile.placement.milp.model import MIB
 from cotrain_compile.placement.milp.program import Program
 from cotrain_compile.placement.milp.solvers import solve_program
+from cotrain_compile.placement.placed import place_plan
 from cotrain_compile.placement.policies import resident
 from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.recompute.gather_again import gathered
 from cotrain_compile.placement.recompute.rewrite import recomputed
-from cotrain_compile.placement.residency import device_program
 from cotrain_compile.placement.schedule import schedule as scheduling
 from cotrain_compile.placement.schedule.exchanges_ahead import UNDER_WAY
 from cotrain_compile.placement.schedule.schedule import schedule
@@ -96,8 +96,8 @@ def test_what_is_gathered_again_is_not_kept_and_takes_the_network_twice(problem:
 
 def under_way(plan: Plan, problem: Problem, kind: str) -> list[int]:
     """How many exchanges of a kind are under way behind each op that computes."""
-    dataflow, found, begun = problem.dataflow, list[int](), set[str]()
-    for op in device_program(dataflow, plan.placement, plan.moved).ops:
+    found, begun = list[int](), set[str]()
+    for op in place_plan(problem, plan).program.ops:
         if op.collective is not None and op.collective.kind.startswith(kind):
             begun.add(op.name)
         begun.discard(op.awaits)
@@ -133,7 +133,7 @@ def test_only_what_fits_is_under_way_early(problem: Problem) -> None:
         tight = problem.with_budget(Tier.DEVICE, least + (most - least) * part // 8)
         plan = schedule(tight, resident(tight.dataflow))
         check(tight, plan)
-        order = device_program(tight.dataflow, plan.placement, plan.moved).ops
+        order = place_plan(tight, plan).program.ops
         assert [op.name for op in order if op.collective] == begun
         moved.append(len(plan.moved))
     assert moved[0] < moved[-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -14,9 +15,9 @@ from cotrain_compile.extract import scratch as extract_scratch
 from cotrain_compile.extract.extract import extract
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.check.check import check
+from cotrain_compile.placement.placed import place_dataflow
 from cotrain_compile.placement.policies import resident
 from cotrain_compile.placement.problem import formulate
-from cotrain_compile.placement.residency import device_bytes, device_program
 from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.presets import find
 from cotrain_compile.tracing import trace_graph
@@ -65,11 +66,10 @@ def test_the_sum_that_a_backward_keeps_in_float32_is_planned() -> None:
     # It is there while the backward runs, and at no other op.
     more = [a - b for a, b in zip(planned(dataflow), planned(extract(step)), strict=True)]
     slots = [slot for slot, nbytes in enumerate(more) if nbytes]
-    assert slots == [device_program(dataflow, resident(dataflow)).slot[backward.name]]
+    assert slots == [place_dataflow(dataflow, resident(dataflow)).program.slot[backward.name]]
     assert more[slots[0]] == scratch.nbytes
 
 
-def planned(dataflow: Dataflow) -> list[int]:
+def planned(dataflow: Dataflow) -> Sequence[int]:
     """Bytes on the device in each slot of the resident step."""
-    placement = resident(dataflow)
-    return device_bytes(device_program(dataflow, placement), placement, ())
+    return place_dataflow(dataflow, resident(dataflow)).device_bytes

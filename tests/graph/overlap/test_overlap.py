@@ -17,7 +17,7 @@ from cotrain_compile.machine import Link, Machine, Tier
 from cotrain_compile.passes import run_passes
 from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.check.replay import replay
-from cotrain_compile.placement.residency import device_bytes, device_program
+from cotrain_compile.placement.placed import place_plan
 from cotrain_compile.plan import Span, UpdateMode
 from cotrain_compile.presets import find
 from cotrain_compile.runtime.host.kernels import HostKernel
@@ -69,8 +69,7 @@ def test_random_overlapping_steps_are_exact_in_exactly_their_memory(
         return outputs
 
     assert not differences(train_to_the_end(name, run), reference(name))
-    program = device_program(problem.dataflow, plan.placement, plan.moved)
-    modelled = max(device_bytes(program, plan.placement, plan.tasks))
+    modelled = max(place_plan(problem, plan).device_bytes)
     assert {peak[Tier.DEVICE] for peak in peaks} == {modelled}
     most = replay(problem.dataflow, plan, slow.host_update.workers)[Tier.HOST].nbytes
     assert all(peak[Tier.HOST] <= most for peak in peaks)
@@ -103,7 +102,7 @@ def test_a_missing_wait_for_the_step_before_is_refused_and_shows(name: str, case
     assert plan.carried
     unwaited = replace(plan, tasks=tuple(replace(t, after_previous=()) for t in plan.tasks))
     # As late as may be in a step, so that what reads the weight comes first.
-    last = device_program(problem.dataflow, plan.placement).ops[-1].name
+    last = place_plan(problem, plan).program.ops[-1].name
     unwaited = replace(
         unwaited,
         tasks=tuple(replace(t, wait_before=last) if t.carried else t for t in unwaited.tasks),

@@ -15,6 +15,7 @@ from cotrain_compile.backends.lifecycle.deferred import wait_for_tails
 from cotrain_compile.passes import run_passes
 from cotrain_compile.passes.find_accesses import find_race_in
 from cotrain_compile.placement.check.check import check
+from cotrain_compile.placement.placed import place_plan
 from cotrain_compile.placement.simulate.predict import predict
 from cotrain_compile.plan import Plan
 from cotrain_compile.runtime.host import pieces
@@ -79,7 +80,7 @@ def test_a_step_runs_to_the_same_bits_whatever_its_tasks_are_called(
     names = drawn_names(plan)
     other = renamed(plan, names)
     check(step.problem(), other)
-    timelines = [predict(step.problem(), p.placement, p.tasks, p.moved) for p in (plan, other)]
+    timelines = [predict(place_plan(step.problem(), p)) for p in (plan, other)]
     assert timelines[0].makespan_s == timelines[1].makespan_s
     assert timelines[0].memory == timelines[1].memory
 

@@ -24,8 +24,8 @@ from cotrain_compile.errors import HostMemoryError, PlacementError, StepFailed
 from cotrain_compile.machine import Tier
 from cotrain_compile.passes import run_passes
 from cotrain_compile.placement.check.check import check
+from cotrain_compile.placement.placed import place_plan
 from cotrain_compile.placement.policies import streamed, zero_offload
-from cotrain_compile.placement.residency import device_bytes, device_program
 from cotrain_compile.placement.schedule.list_scheduler import Tactics
 from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.placement.schedule.settle import settled
@@ -97,13 +97,10 @@ def test_a_random_plan_is_exact_on_streams(name: str, seed: int) -> None:
 @pytest.mark.parametrize("name", ["clipped", "autocast-unclipped"])
 def test_a_settled_plan_is_sound_holds_no_more_and_is_exact(name: str, seed: int) -> None:
     problem, plan = captured(name).problem(), plan_of(name, seed)
-    program = device_program(problem.dataflow, plan.placement, plan.moved)
-    tasks = settled(program, plan.tasks)
-    before, after = (device_bytes(program, plan.placement, each) for each in (plan.tasks, tasks))
-    assert all(b <= a for a, b in zip(before, after, strict=True))
-    moved = replace(
-        plan, tasks=tuple(tasks), predicted=predict(problem, plan.placement, tasks, plan.moved)
-    )
+    before = place_plan(problem, plan)
+    after = replace(before, tasks=tuple(settled(before)))
+    assert all(b <= a for a, b in zip(before.device_bytes, after.device_bytes, strict=True))
+    moved = replace(plan, tasks=after.tasks, predicted=predict(after))
     check(problem, moved)
     placed = Placed(name, moved, seed)
     assert not differences(captured(name).train(placed.step), reference(name))

@@ -22,8 +22,8 @@ from cotrain_compile.machine import Link, Tier
 from cotrain_compile.passes import run_passes
 from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.check.replay import replay
+from cotrain_compile.placement.placed import place_plan
 from cotrain_compile.placement.policies import resident
-from cotrain_compile.placement.residency import device_bytes, device_program
 from cotrain_compile.plan import HostRegion, Plan, Task, Transfer, UpdateMode
 from cotrain_compile.presets import find
 from cotrain_compile.runtime.ops import TASKS, Launch
@@ -71,8 +71,7 @@ def test_a_random_plan_is_exact_in_exactly_its_memory(name: str, seed: int) -> N
         return outputs
 
     assert not differences(captured(name).train(run), reference(name))
-    program = device_program(problem.dataflow, plan.placement, plan.moved)
-    modelled = max(device_bytes(program, plan.placement, plan.tasks))
+    modelled = max(place_plan(problem, plan).device_bytes)
     assert {peak[Tier.DEVICE] for peak in peaks} == {modelled}
     # A copy on the host goes when the last task that reads it is done.
     most = replay(problem.dataflow, plan)[Tier.HOST].nbytes

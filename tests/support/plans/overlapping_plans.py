@@ -12,14 +12,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from cotrain_compile.machine import Tier
+from cotrain_compile.placement.placed import place, place_plan
 from cotrain_compile.placement.problem import Problem
-from cotrain_compile.placement.residency import DeviceProgram, device_program, host_bytes
+from cotrain_compile.placement.residency import DeviceProgram
 from cotrain_compile.plan import HostRegion, Plan, Task, Transfer
 
 
 def overlapping(problem: Problem, plan: Plan, rng: random.Random, share: float = 0.7) -> Plan:
     """`plan` with about `share` of what may be carried, and host memory for it."""
-    program = device_program(problem.dataflow, plan.placement, plan.moved)
+    program = place_plan(problem, plan).program
     waits = {
         task.name: rng.choice((use, rng.randint(0, use), 0))
         for task, use in _may_be_carried(program, plan)
@@ -27,8 +28,8 @@ def overlapping(problem: Problem, plan: Plan, rng: random.Random, share: float =
     }
     tasks = tuple(_after_previous(program, _carried(program, t, waits), waits) for t in plan.tasks)
     placement = replace(plan.placement, overlap_steps=True)
-    workers = problem.machine.host_update.workers
-    budgets = {**plan.budgets, Tier.HOST: host_bytes(program, placement, tasks, workers)}
+    placed = place(problem, placement, tasks, plan.moved)
+    budgets = {**plan.budgets, Tier.HOST: placed.host_bytes}
     return replace(plan, placement=placement, tasks=tasks, budgets=budgets)
 
 

@@ -12,13 +12,11 @@ from dataclasses import dataclass, replace
 
 from cotrain_compile.dataflow import PERSISTENT_ROLES, Dataflow, Role, UpdateGroup
 from cotrain_compile.machine import Tier
+from cotrain_compile.placement.placed import place
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.residency import (
     HOST_MODES,
     DeviceProgram,
-    device_bytes,
-    device_program,
-    host_bytes,
 )
 from cotrain_compile.plan import (
     HostRegion,
@@ -42,27 +40,24 @@ def random_plan(problem: Problem, rng: random.Random) -> Plan:
     size = problem.layers_per_pack
     placement = replace(placement, recomputed=problem.recomputed, layers_per_pack=size)
     moved = Mover(problem.dataflow, placement, rng).moved()
-    program = device_program(problem.dataflow, placement, moved)
+    program = place(problem, placement, moved=moved).program
     return _plan(problem, moved, _TaskPlacer(program, placement, rng))
 
 
 def last_moment_plan(problem: Problem, placement: Placement, *, away: bool = False) -> Plan:
     """A plan in which everything happens as late as it may; `away`: all that can be is away."""
-    program = device_program(problem.dataflow, placement)
+    program = place(problem, placement).program
     return _plan(problem, (), _LastMoment(program, placement, random.Random(0), away))
 
 
 def _plan(problem: Problem, moved: tuple[MovedOps, ...], placer: _TaskPlacer) -> Plan:
-    dataflow, program = problem.dataflow, placer.program
     placer.place_all()
     placement = replace(placer.placement, away=tuple(placer.away))
     tasks = placer.in_order_of_issue()
-    peaks = {
-        Tier.DEVICE: max(device_bytes(program, placement, tasks)),
-        Tier.HOST: host_bytes(program, placement, tasks, problem.machine.host_update.workers),
-    }
+    placed = place(problem, placement, tasks, moved)
+    peaks = {Tier.DEVICE: max(placed.device_bytes), Tier.HOST: placed.host_bytes}
     return Plan(
-        fingerprint=dataflow.fingerprint,
+        fingerprint=problem.dataflow.fingerprint,
         machine=problem.machine.name,
         budgets=peaks,
         placement=placement,

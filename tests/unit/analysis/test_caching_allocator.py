@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from cotrain_compile.analysis.caching_allocator import CachingAllocator, rounded
 from cotrain_compile.machine import Tier
+from cotrain_compile.placement.placed import place_plan
 from cotrain_compile.placement.policies import resident, streamed
 from cotrain_compile.placement.problem import formulate
 from cotrain_compile.placement.schedule.schedule import schedule
@@ -124,8 +125,9 @@ def _check(allocator: CachingAllocator, alive: dict[int, int]) -> None:
 def test_a_plan_reserves_what_it_allocates_in_whole_segments(place: Any) -> None:
     dataflow, machine = clipped_step(4, 3 * MIB, 5 * MIB), find("a100-80")
     capacities = {Tier.DEVICE: 1 << 40, Tier.HOST: 1 << 40}
-    plan = schedule(formulate(dataflow, machine, capacities), place(dataflow))
-    found = reserved(dataflow, plan)
+    problem = formulate(dataflow, machine, capacities)
+    plan = schedule(problem, place(dataflow))
+    found = reserved(place_plan(problem, plan))
     planned = plan.predicted.peak_bytes[Tier.DEVICE]
     # Buffers of whole MiB are not rounded, but a block keeps a rest of up to one.
     assert planned <= found.allocated_bytes < 1.5 * planned

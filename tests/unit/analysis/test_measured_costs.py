@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from cotrain_compile.analysis.costs import measured_costs
+from cotrain_compile.placement.placed import place_plan
 from cotrain_compile.placement.simulate.predict import predict
 from cotrain_compile.plan import HostRegion, Lane, Placement, Plan, Span, Timeline
 from tests.support.plans.sound_plans import Sound, host_update
@@ -90,6 +91,6 @@ def device_spans_s(
     """Names and seconds of what the device does where starting a task takes so long."""
     machine = sound.problem.machine.but(issue_s=issue_s, runs_ahead=runs_ahead)
     problem, plan = replace(sound.problem, machine=machine), sound.plan
-    timeline = predict(problem, plan.placement, plan.tasks, plan.moved)
+    timeline = predict(place_plan(problem, plan))
     spans = timeline.lane(Lane.DEVICE)
     return [span.name for span in spans], [span.end_s - span.start_s for span in spans]

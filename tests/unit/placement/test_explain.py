@@ -21,8 +21,8 @@ from cotrain_compile.placement.explain.alternatives import (
 from cotrain_compile.placement.explain.explain import explain
 from cotrain_compile.placement.explain.sensitivity import limits
 from cotrain_compile.placement.explain.slack import slacks
+from cotrain_compile.placement.placed import place_plan
 from cotrain_compile.placement.problem import Problem, formulate
-from cotrain_compile.placement.residency import device_bytes, device_program
 from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.placement.search.attempts import TACTICS
 from cotrain_compile.placement.search.solve import SolveSettings, solve
@@ -46,9 +46,7 @@ def plan_of(problem: Problem, policy: str = "coarse") -> Plan:
 def fastest_s(problem: Problem, placement: Placement) -> float:
     """Seconds of a step with `placement`, through the whole of schedule and predict."""
     plans = [schedule(problem, placement, tactics=tactics) for tactics in TACTICS]
-    return min(
-        predict(problem, plan.placement, plan.tasks, plan.moved).makespan_s for plan in plans
-    )
+    return min(predict(place_plan(problem, plan)).makespan_s for plan in plans)
 
 
 def test_keeping_one_parameter_on_the_device_costs_what_that_plan_takes() -> None:
@@ -195,6 +193,5 @@ def test_the_peak_of_an_alternative_is_that_of_its_placement() -> None:
     plan = plan_of(problem)
     way = Strategy(UpdateMode.RESIDENT, 0)
     again = schedule(problem, with_strategy(problem, plan.placement, "w0", way))
-    program = device_program(STEP, again.placement, again.moved)
     found = {a.strategy: a.peak_bytes for a in alternatives(problem, plan, "w0")}
-    assert found[way] == max(device_bytes(program, again.placement, again.tasks))
+    assert found[way] == max(place_plan(problem, again).device_bytes)

@@ -14,6 +14,7 @@ from cotrain_compile.machine_devices import side_by_side
 from cotrain_compile.machine_speed import is_nowhere_slower
 from cotrain_compile.placement.explain.carry import Tried, carried, with_plans_of_slower_machines
 from cotrain_compile.placement.explain.sweep import FITS, Case, problem_of, try_case
+from cotrain_compile.placement.placed import place_plan
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.search.solve import SolveSettings
 from cotrain_compile.placement.simulate.predict import predict
@@ -92,7 +93,7 @@ def test_the_plan_of_a_slower_machine_is_simulated_and_taken() -> None:
     assert fast.point.step_s > slow.point.step_s
     (_, carried_over) = with_plans_of_slower_machines(STEP, [slow, fast])
     problem = problem_of(STEP, fast.case)
-    again = predict(problem, slow.plan.placement, slow.plan.tasks, slow.plan.moved)
+    again = predict(place_plan(problem, slow.plan))
     assert carried_over.step_s == again.makespan_s < slow.point.step_s
     assert (carried_over.machine, carried_over.policy) == ("fast", "zero-offload")
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from collections import Counter
 from dataclasses import replace
 
@@ -17,8 +19,9 @@ from cotrain_compile.placement.check.ordered import check_ordered
 from cotrain_compile.placement.order.by_layer import by_layer, pack_sizes
 from cotrain_compile.placement.order.micro_batches import OrderIsKept, find_micro_batches
 from cotrain_compile.placement.problem import Problem, formulate
+from cotrain_compile.placement.recompute.rewrite import recomputable
 from cotrain_compile.placement.search.solve import SolveSettings, solve
-from cotrain_compile.plan import Plan
+from cotrain_compile.plan import Placement, Plan
 from cotrain_compile.presets import find
 from tests.support.blocks import blocks, in_modules
 from tests.support.nets import MIB, Training, step_of
@@ -205,3 +208,28 @@ def test_what_was_asked_for_and_cannot_be_is_told() -> None:
     problem = formulate(step, find("rtx4090"), dict.fromkeys(Tier, 1 << 40))
     plan = solve(problem, SolveSettings("resident", micro_batch_order="by-layer"))
     assert "micro_batch_order is 'by-layer', but the step has one micro-batch" in plan.notes[-1]
+
+
+def test_a_step_is_rewritten_from_what_is_written_whatever_was_asked_before() -> None:
+    step = blocks(4, Training(micro_batches=2))
+    problem = formulate(step, find("rtx4090"), dict.fromkeys(Tier, 1 << 40))
+    names = tuple(sorted(recomputable(step))[:2])
+    both = problem.in_packs(1).recomputing(names)
+    assert problem.recomputing(names).in_packs(1) == both
+    assert both.recomputing(names[:1]) == problem.in_packs(1).recomputing(names[:1])
+    assert both.in_packs(2).in_packs(1) == both
+    assert both.under(Placement("as written", {}, {})) == problem
+    again = both.as_its_own_step()
+    assert again.dataflow is both.dataflow
+    assert again.under(Placement("as written", {}, {})) is again
+
+
+def test_what_is_made_of_a_step_is_made_once_and_goes_with_it() -> None:
+    step = blocks(4, Training(micro_batches=2))
+    ordered = by_layer(step, 1)
+    assert by_layer(step, 1) is ordered
+    assert by_layer(replace(step), 1) is not ordered
+    left = weakref.ref(ordered)
+    del step, ordered
+    gc.collect()
+    assert left() is None

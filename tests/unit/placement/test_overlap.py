@@ -17,9 +17,9 @@ from cotrain_compile.errors import PlacementError, PlanError
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.check.replay import replay
+from cotrain_compile.placement.placed import place_plan
 from cotrain_compile.placement.policies import rule
 from cotrain_compile.placement.problem import Problem, formulate
-from cotrain_compile.placement.residency import device_program
 from cotrain_compile.placement.schedule.list_scheduler import Tactics
 from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.placement.search.solve import SolveSettings, solve
@@ -95,15 +95,13 @@ def test_the_timeline_of_a_step_is_that_of_the_steady_state(name: str) -> None:
     """As long as the mean of many steps, or as the longer of two that take turns."""
     dataflow, plan = PLANS[name]
     problem = problem_of(dataflow)
-    period_s = predict_steady_state(
-        problem, plan.placement, plan.tasks, plan.moved, steps=20
-    ).period_s
+    placed = place_plan(problem, plan)
+    period_s = predict_steady_state(placed, steps=20).period_s
     assert period_s * (1 - 1e-9) <= plan.predicted.makespan_s <= period_s * 1.01
-    program = device_program(dataflow, plan.placement, plan.moved)
-    spans = plan.predicted.spans
-    assert {s.name for s in spans} == {x.name for x in (*program.ops, *plan.tasks)}
+    ops, spans = placed.program.ops, plan.predicted.spans
+    assert {s.name for s in spans} == {x.name for x in (*ops, *plan.tasks)}
     assert min(span.start_s for span in spans) == pytest.approx(0)
-    assert len([s for s in spans if s.lane == Lane.DEVICE]) == len(program.ops)
+    assert len([s for s in spans if s.lane == Lane.DEVICE]) == len(ops)
 
 
 def test_an_update_goes_on_under_the_next_forward() -> None:
@@ -232,7 +230,7 @@ def test_no_weight_can_be_used_before_it_is_back(
     step, plan = case
     backs = [task for task in plan.carried if isinstance(task, Transfer)]
     task = data.draw(st.sampled_from(backs))
-    ops = [op.name for op in device_program(step, plan.placement, plan.moved).ops]
+    ops = [op.name for op in place_plan(problem_of(step), plan).program.ops]
     assert task.wait_before is not None
     after = ops[ops.index(task.wait_before) + 1 :]
     late = changed(plan, task.name, wait_before=data.draw(st.sampled_from(after)))

@@ -14,6 +14,7 @@ from cotrain_compile.errors import PlacementError, PlanError
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.check.replay import replay
+from cotrain_compile.placement.placed import place_plan
 from cotrain_compile.placement.policies import resident, rule
 from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.schedule.schedule import schedule
@@ -172,7 +173,7 @@ def test_a_step_that_is_complete_when_it_returns_repeats_at_its_own_length(
 ) -> None:
     problem = problem_of(step)
     plan = plan_of(problem, policy)
-    periodic = predict_steady_state(problem, plan.placement, plan.tasks, plan.moved, steps=4)
+    periodic = predict_steady_state(place_plan(problem, plan), steps=4)
     assert periodic.first_s == pytest.approx(plan.predicted.makespan_s)
     assert periodic.period_s == pytest.approx(plan.predicted.makespan_s)
 

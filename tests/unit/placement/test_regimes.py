@@ -22,6 +22,7 @@ from cotrain_compile.machine import HostUpdate, Link, Machine, Tier, TierSpec, t
 from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.decisions.clusters import ParamCluster
 from cotrain_compile.placement.decisions.find_decisions import decision_space
+from cotrain_compile.placement.placed import place_plan
 from cotrain_compile.placement.policies import coarse, resident
 from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.schedule.schedule import schedule
@@ -196,7 +197,7 @@ def test_bert_large_keeps_its_first_layers_and_is_no_slower_than_cotrain(
     assert plan.predicted.makespan_s <= step_s * (1 + 1e-9)
     stays = resident_layers(plan)
     assert stays == list(range(len(stays)))
-    periodic = predict_steady_state(problem, plan.placement, plan.tasks, plan.moved, steps=4)
+    periodic = predict_steady_state(place_plan(problem, plan), steps=4)
     assert periodic.period_s <= 1.001 * period_s
 
 

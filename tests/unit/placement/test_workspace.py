@@ -6,6 +6,7 @@ The laws hold on random steps, machines and budgets; what counts the bytes again
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -18,9 +19,10 @@ from cotrain_compile.files import from_json, to_json
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.check.replay import replay
+from cotrain_compile.placement.placed import place_dataflow
 from cotrain_compile.placement.policies import resident
 from cotrain_compile.placement.problem import Problem, formulate
-from cotrain_compile.placement.residency import device_bytes, device_program, low_precision_copies
+from cotrain_compile.placement.residency import low_precision_copies
 from cotrain_compile.placement.search.solve import SolveSettings, solve
 from cotrain_compile.presets import find
 from tests.support.dataflows import chain, mixed_precision_step
@@ -28,10 +30,9 @@ from tests.support.examples import examples
 from tests.support.random_problems import PLENTY, problems, resident_bytes, with_budget
 
 
-def on_device(dataflow: Dataflow) -> list[int]:
+def on_device(dataflow: Dataflow) -> Sequence[int]:
     """Bytes in each slot of the resident step."""
-    placement = resident(dataflow)
-    return device_bytes(device_program(dataflow, placement), placement, ())
+    return place_dataflow(dataflow, resident(dataflow)).device_bytes
 
 
 def test_a_workspace_is_there_while_its_op_runs_and_then_no_more() -> None:

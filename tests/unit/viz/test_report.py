@@ -18,8 +18,8 @@ from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import FormatError, OptionError
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.explain.slack import slacks
+from cotrain_compile.placement.placed import place_plan
 from cotrain_compile.placement.problem import formulate
-from cotrain_compile.placement.residency import device_bytes, device_program
 from cotrain_compile.placement.search.solve import solve
 from cotrain_compile.placement.simulate.reserved import reserved
 from cotrain_compile.plan import Lane, Timeline
@@ -126,7 +126,7 @@ def test_what_a_card_reserves_stands_beside_the_peak_in_the_words_of_the_summary
     problem = formulate(step, find("rtx4090"), dict.fromkeys(Tier, 1 << 40))
     plan = solve(problem)
     rows = {row[0]: row[1:] for row in facts.comparison(problem, plan, [plan.predicted])}
-    held = format_bytes(reserved(step, plan).reserved_bytes)
+    held = format_bytes(reserved(place_plan(problem, plan)).reserved_bytes)
     assert rows["reserved on a card"] == (held, "", "")
     (told,) = [line.strip() for line in summary(plan, step).splitlines() if "reserved" in line]
     assert f"{told}." in list(facts.sentences(problem, plan))
@@ -135,12 +135,12 @@ def test_what_a_card_reserves_stands_beside_the_peak_in_the_words_of_the_summary
 
 def test_the_peak_adds_up() -> None:
     found = facts.peak(PROBLEM, PLAN)
-    program = device_program(STEP, PLAN.placement, PLAN.moved)
-    used = device_bytes(program, PLAN.placement, PLAN.tasks)
+    placed = place_plan(PROBLEM, PLAN)
+    used = placed.device_bytes
     assert found.nbytes == max(used) == PLAN.predicted.peak_bytes[Tier.DEVICE]
     assert sum(nbytes for _, nbytes in found.by_kind) == found.nbytes
     assert sum(held.nbytes * held.count for held in found.largest) <= found.nbytes
-    assert program.ops[used.index(max(used))].target in found.where
+    assert placed.program.ops[used.index(max(used))].target in found.where
 
 
 def test_candidates_are_those_of_the_solver_and_rules_that_do_not_fit() -> None:

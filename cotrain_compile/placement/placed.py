@@ -1,0 +1,103 @@
+"""Placed: a step under a placement, made once: what the device runs, and what lies where.
+
+In: a Problem, or a Dataflow alone where no machine is asked, a Placement, its tasks and moved ops.
+Out: a `PlacedStep`, or a `PlacedDataflow`, which knows of order and bytes but of no seconds.
+Whoever schedules, simulates, explains or draws a placement reads it from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from cotrain_compile.dataflow import Dataflow
+from cotrain_compile.placement.order.by_layer import in_packs
+from cotrain_compile.placement.problem import Problem
+from cotrain_compile.placement.recompute.rewrite import recomputed
+from cotrain_compile.placement.residency import (
+    DeviceProgram,
+    Instance,
+    device_bytes,
+    device_program,
+    host_bytes,
+    instances,
+)
+from cotrain_compile.plan import MovedOps, Placement, Plan, Task
+
+
+@dataclass(frozen=True)
+class PlacedDataflow:
+    """The `program` that a placement leaves to the device, in the order of the `moved` ops.
+
+    With other tasks (`dataclasses.replace`) the program is the same one.
+    """
+
+    program: DeviceProgram
+    placement: Placement
+    tasks: tuple[Task, ...]
+    moved: tuple[MovedOps, ...]
+
+    @property
+    def dataflow(self) -> Dataflow:
+        """The step that is left: its ops in the placement's order, some of them again."""
+        return self.program.dataflow
+
+    @cached_property
+    def instances(self) -> tuple[Instance, ...]:
+        """Every stretch in which a buffer is on the device."""
+        return tuple(instances(self.program, self.placement, self.tasks))
+
+    @cached_property
+    def device_bytes(self) -> Sequence[int]:
+        """Bytes alive on the device in each slot, the last one being the end of the step."""
+        return device_bytes(self.program, self.instances)
+
+
+@dataclass(frozen=True)
+class PlacedStep(PlacedDataflow):
+    """The same with its `problem`: that of the step which is left."""
+
+    problem: Problem
+
+    @property
+    def host_bytes(self) -> int:
+        """Most bytes that can be held on the host."""
+        workers = self.problem.machine.host_update.workers
+        return host_bytes(self.program, self.placement, self.tasks, workers)
+
+
+def place(
+    problem: Problem,
+    placement: Placement,
+    tasks: Sequence[Task] = (),
+    moved: Sequence[MovedOps] = (),
+) -> PlacedStep:
+    """The step of `problem` under `placement`; raises `PlanError` where it has no such order."""
+    problem = problem.under(placement)
+    program = device_program(problem.dataflow, placement, moved)
+    return PlacedStep(program, placement, tuple(tasks), tuple(moved), problem)
+
+
+def place_plan(problem: Problem, plan: Plan) -> PlacedStep:
+    """The step of `problem` as `plan` runs it; raises as `place`."""
+    return place(problem, plan.placement, plan.tasks, plan.moved)
+
+
+def place_dataflow(
+    dataflow: Dataflow,
+    placement: Placement,
+    tasks: Sequence[Task] = (),
+    moved: Sequence[MovedOps] = (),
+) -> PlacedDataflow:
+    """As `place`, where no machine is known."""
+    program = device_program(as_placed(dataflow, placement), placement, moved)
+    return PlacedDataflow(program, placement, tuple(tasks), tuple(moved))
+
+
+def as_placed(dataflow: Dataflow, placement: Placement) -> Dataflow:
+    """The step that `placement` leaves: first its ops come in order, then some of them run again.
+
+    The passes `run_by_layer` and `recompute_values` do the same to the graph. Raises as `place`.
+    """
+    return recomputed(in_packs(dataflow, placement.layers_per_pack), placement.recomputed)
