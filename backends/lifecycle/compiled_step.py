@@ -29,12 +29,8 @@ from cotrain_compile.distribute.agree import ALONE, Together
 from cotrain_compile.errors import ExchangeFailed, StepFailed
 from cotrain_compile.graph import StepGraph, returned_values, writes
 from cotrain_compile.machine import Tier
-from cotrain_compile.placement.explain.explain import Explanation, explain
-from cotrain_compile.placement.placed import place_plan
+from cotrain_compile.placement.explain.planned_step import PlannedStep
 from cotrain_compile.placement.problem import Problem
-from cotrain_compile.placement.simulate.engine import Periodic
-from cotrain_compile.placement.simulate.predict import predict_steady_state
-from cotrain_compile.placement.simulate.reserved import Reserved, reserved
 from cotrain_compile.plan import STEP_BEGINS, Plan, Timeline
 from cotrain_compile.runtime.allocations import unprofiled
 from cotrain_compile.runtime.device import Device, rehearsing
@@ -44,16 +40,16 @@ from cotrain_compile.runtime.process.signals import HeldSignals
 from cotrain_compile.runtime.task_nodes import Offload, region_calls, view_of
 
 
-class CompiledStep:
+class CompiledStep(PlannedStep):
     """One compiled training step.
 
-    `problem` is what had to be decided, `plan` what was, `graph` the placed step graph, `predicted`
-    the simulator's timeline and `measured` that of the last step (None before the first). `lowered`
-    has the segments that Inductor compiled, None where ATen's kernels run one by one.
-    `rehearsed_device_bytes` is the peak of the device in the last rehearsal (None before it): no
-    step takes more. `last_step_s` is what the last step took, from its call to its return (None
-    before the first), `last_run_s` when it ended. `step_ended` is called with the step's peak bytes
-    by tier after each one, when all is in order again.
+    `graph` is the placed step graph of its `plan`, `predicted` the simulator's timeline and
+    `measured` that of the last step (None before the first). `lowered` has the segments that
+    Inductor compiled, None where ATen's kernels run one by one. `rehearsed_device_bytes` is the
+    peak of the device in the last rehearsal (None before it): no step takes more. `last_step_s` is
+    what the last step took, from its call to its return (None before the first), `last_run_s` when
+    it ended. `step_ended` is called with the step's peak bytes by tier after each one, when all is
+    in order again.
     """
 
     def __init__(
@@ -65,8 +61,7 @@ class CompiledStep:
         lowered: LoweredStep | None = None,
         together: Together = ALONE,
     ) -> None:
-        self.problem = problem
-        self.plan = plan
+        super().__init__(problem, plan)
         self.graph = graph
         self.steps = 0
         self.rehearsed_device_bytes: int | None = None
@@ -126,23 +121,9 @@ class CompiledStep:
         return not self._device.sees_all_memory
 
     @property
-    def predicted(self) -> Timeline:
-        """The simulator's timeline of one step."""
-        return self.plan.predicted
-
-    @property
-    def predicted_reserved(self) -> Reserved:
-        """What torch's caching allocator takes from a card for the plan, op by op, and uses."""
-        return reserved(place_plan(self.problem, self.plan))
-
-    @property
     def measured_reserved_bytes(self) -> int | None:
         """The most that was reserved on the card in the last step; None without a card."""
         return self._device.reserved_bytes
-
-    def predict_steps(self, count: int = 8) -> Periodic:
-        """The step repeated: predicted seconds of the first one, and from one to the next."""
-        return predict_steady_state(place_plan(self.problem, self.plan), steps=count)
 
     def throughput(self, tokens: float) -> Throughput:
         """Tokens per second, flops per second and MFU of a step that trains on `tokens` tokens.
@@ -160,13 +141,6 @@ class CompiledStep:
     def _repr_html_(self) -> str:
         """In a notebook: what the plan is, as a table."""
         return html_table(facts_of(self.plan))
-
-    def explain(self, param: str) -> Explanation:
-        """Why a parameter is where it is, and what the step would take with it kept otherwise.
-
-        Raises `PlanError` when the step has no such parameter.
-        """
-        return explain(self.problem, self.plan, param)
 
     def __call__(self, inputs: list[Any]) -> Any:
         """Run one step on the tensors of the graph's inputs; called by torch.compile.

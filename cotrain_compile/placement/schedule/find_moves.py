@@ -19,8 +19,13 @@ from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.residency import Instance, gradients_at_home, longest_gap
 from cotrain_compile.placement.schedule import task_names
 from cotrain_compile.placement.schedule.gradient_uses import GradientUses, gradient_uses
-from cotrain_compile.placement.schedule.hoisted_updates import Support, movable, workspace_bytes
-from cotrain_compile.placement.schedule.layer_updates import joined, layer_windows
+from cotrain_compile.placement.schedule.hoisted_updates import (
+    Support,
+    joined_by_layer,
+    layer_windows,
+    movable,
+    workspace_bytes,
+)
 from cotrain_compile.placement.schedule.moves import (
     Cast,
     DeviceUpdate,
@@ -60,7 +65,7 @@ class _Finder:
         self.updated_from = {group.gradient: group for group in self.dataflow.updates}
         self.windows = {group.param: self._window(group) for group in self.dataflow.updates}
         self.guesses = guesses_of(self.dataflow) if placement.speculative else {}
-        self.joins = joined if by_layer else list[DeviceUpdate]
+        self.joins = joined_by_layer if by_layer else list[DeviceUpdate]
         if by_layer:
             self.windows |= layer_windows({g.param: self.windows[g.param] for g in self.moving})
         # What moved updates read must stay until they run, however early the others are done.

@@ -39,7 +39,7 @@ class Tactics:
     `patient`, states are fetched strictly in order, largest first, though they wait for room that
     smaller ones could use at once. With `by_use`, updates on the host that may start at the same
     time go in the order in which the next step uses their weights, where steps overlap. With
-    `by_layer`, the updates of a layer on the device run at one place, see `layer_updates`.
+    `by_layer`, the updates of a layer on the device run at one place, see `hoisted_updates`.
     """
 
     lookahead: float = math.inf

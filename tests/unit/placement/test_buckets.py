@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cotrain_compile.placement.decisions.buckets import cut_points, peak_points
+from cotrain_compile.placement.decisions.bucketed_step import cut_points, peak_points
 
 
 @st.composite

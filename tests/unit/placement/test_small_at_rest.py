@@ -14,7 +14,7 @@ from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.policies import rule, smallest, streamed
 from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.schedule.schedule import schedule
-from cotrain_compile.placement.search.small_at_rest import with_small_at_rest
+from cotrain_compile.placement.search.improve import with_small_at_rest
 from cotrain_compile.placement.search.solve import SolveSettings, solve
 from cotrain_compile.plan import Plan, UpdateMode
 from cotrain_compile.presets import find
