@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from cotrain_compile.dataflow import PERSISTENT_ROLES, Buffer, Dataflow, Op, Role
+from cotrain_compile.dataflow import PERSISTENT_ROLES, Buffer, Op, Role
 from cotrain_compile.placement.schedule.moves import Moves
 from cotrain_compile.units import format_bytes
 
@@ -60,13 +60,13 @@ class Peak:
         )
 
 
-def peak_of(dataflow: Dataflow, moves: Moves) -> Peak:
+def peak_of(moves: Moves) -> Peak:
     """The first op at which most is alive, by the least that `moves` need."""
     used, ops = moves.slot_bytes, moves.program.ops
     slot = max(range(len(used)), key=used.__getitem__)
     alive = [held.buffer for held in moves.instances if held.first <= slot < held.last]
     kinds: Counter[str] = Counter()
-    gradients = {group.gradient for group in dataflow.updates}
+    gradients = {group.gradient for group in moves.program.dataflow.updates}
     for buffer in alive:
         kinds[_kind(buffer, gradients)] += buffer.nbytes
     return Peak(

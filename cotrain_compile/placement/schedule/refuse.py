@@ -25,7 +25,7 @@ def refuse_device(
     `auto_bytes` is the least device budget of any plan, where it is known.
     """
     budget = problem.budgets[Tier.DEVICE]
-    peak = peak_of(problem.dataflow, moves)
+    peak = peak_of(moves)
     parts = ", ".join(f"{kind} {format_bytes(nbytes)}" for kind, nbytes in peak.kinds.items())
     ways_on = _ways_on(budget, auto_bytes, peak)
     raise PlacementError(

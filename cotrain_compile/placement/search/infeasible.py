@@ -45,7 +45,7 @@ def refuse(
     budget = problem.budgets[Tier.DEVICE]
     if least.nbytes > budget:
         short = least.nbytes - budget
-        peak = peak_of(problem.under(least.placement).dataflow, least.moves)
+        peak = peak_of(least.moves)
         raise PlacementError(
             f"the step needs at least {format_bytes(least.nbytes)} on the device "
             f"({_in_words(peak)}), even with every update on the host and everything offloaded "

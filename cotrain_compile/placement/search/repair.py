@@ -35,7 +35,7 @@ def repaired(
     Every move is thought to be at the last moment. Unchanged where it fits; as near as it gets to
     that where `least` does not fit.
     """
-    dataflow = problem.under(placement).dataflow
+    dataflow = moves.program.dataflow
     params = _params(dataflow)
     while True:
         used = np.array(moves.slot_bytes)

@@ -34,7 +34,7 @@ def refusal_of(problem: Problem, policy: str) -> str:
 def test_the_kinds_at_the_peak_are_all_that_is_alive_largest_first(step: Dataflow) -> None:
     problem = problem_of(step)
     moves = moves_of(problem, resident(step))
-    peak = peak_of(step, moves)
+    peak = peak_of(moves)
     assert peak.nbytes == max(moves.slot_bytes)
     assert list(peak.kinds.values()) == sorted(peak.kinds.values(), reverse=True)
     assert (next(iter(peak.kinds)) == ACTIVATIONS) == (step is MADE_OF_ACTIVATIONS)
