@@ -89,8 +89,11 @@ class Device(ABC, Runtime):
                 "was to write; go on from the last checkpoint in a new process"
             )
 
-    def start_step(self) -> None:
-        """Begin a new step: what is in flight is of the step before, peaks count from here."""
+    def start_step(self, *, again: bool = False) -> None:
+        """Begin a new step: what is in flight is of the step before, peaks count from here.
+
+        `again`: it is the last one once more, and what that has left on the device is its own.
+        """
         self._previous, self._tasks = self._tasks, {}
         self.origin_s = time.perf_counter()
         if self.network is not None:

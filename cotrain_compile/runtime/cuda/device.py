@@ -96,12 +96,13 @@ class CudaDevice(Device):
         self._origin: Event | None = None
         self._before_bytes = self._others_bytes = 0
 
-    def start_step(self) -> None:
-        super().start_step()
+    def start_step(self, *, again: bool = False) -> None:
+        super().start_step(again=again)
         self._at_homes = []
         self._streams.start_step()
         self._card.start_step()
-        self._before_bytes = self._card.allocated_bytes()
+        if not again:
+            self._before_bytes = self._card.allocated_bytes()
         if self._timed:
             # Events and perf_counter then count from one moment.
             self._card.synchronize()
