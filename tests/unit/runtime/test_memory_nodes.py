@@ -96,7 +96,12 @@ def test_pinned_memory_is_first_touched_on_the_cards_node(
 ) -> None:
     near = two_nodes(system)
     registered: list[Any] = []
-    cudart = SimpleNamespace(cudaHostRegister=lambda *of: registered.append(of) or 0)
+
+    def register(*of: int) -> int:
+        registered.append(of)
+        return 0
+
+    cudart = SimpleNamespace(cudaHostRegister=register)
     for name, stand_in in (
         ("current_stream", lambda device: None),
         ("get_device_properties", lambda device: CARD),
