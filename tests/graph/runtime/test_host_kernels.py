@@ -167,15 +167,14 @@ def test_captured_ops_in_parts_leave_the_same_bits(
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.AdamW])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_fused_optimizer_of_narrow_weights_leaves_eagers_bits(
-    optimizer: type[torch.optim.Adam], dtype: torch.dtype
+    optimizer: type[torch.optim.Adam],
 ) -> None:
     """Eager's loop computes in float32 and rounds once; op by op each result is rounded."""
 
     def trained(compile_with: Any, fused: bool) -> tuple[list[Tensor], Any]:
         torch.manual_seed(0)
-        model = nn.Linear(16, 64, bias=False, dtype=dtype)
+        model = nn.Linear(16, 64, bias=False, dtype=torch.bfloat16)
         made = optimizer(model.parameters(), lr=1e-2, weight_decay=0.1, fused=fused)
 
         def step(x: Tensor) -> None:
@@ -185,11 +184,11 @@ def test_a_fused_optimizer_of_narrow_weights_leaves_eagers_bits(
 
         run = compile_with(step)
         for _ in range(5):
-            run(torch.randn(4, 16, dtype=dtype))
+            run(torch.randn(4, 16, dtype=torch.bfloat16))
         (state,) = made.state.values()
         return [model.weight.detach(), state["exp_avg"], state["exp_avg_sq"]], run
 
-    compile_with = cotrain(policy="zero-offload", lowering="eager")
+    compile_with = cotrain(policy="zero-offload", lowering="eager", verify=1)
     found, compiled = trained(compile_with, fused=True)
     (kernel,) = host_kernels(cotrain_compile.inspect(compiled).graph, "fused").values()
     assert isinstance(kernel, FusedKernel)
