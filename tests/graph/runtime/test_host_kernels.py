@@ -200,6 +200,25 @@ def test_a_fused_optimizer_of_narrow_weights_leaves_eagers_bits(
     assert not torch.equal(op_by_op[0], expected[0])  # the two differ, so the test can fail
 
 
+def test_narrow_weights_under_a_scaler_are_updated_by_the_captured_ops() -> None:
+    """Eager's loop takes the scale off before it rounds; ours would find a rounded gradient."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8, bias=False, dtype=torch.bfloat16)
+    made = torch.optim.AdamW(model.parameters(), fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+
+    def step(x: Tensor) -> None:
+        made.zero_grad()
+        scaler.scale(model(x).square().mean()).backward()
+        scaler.step(made)
+        scaler.update()
+
+    compiled = cotrain(policy="zero-offload", lowering="eager")(step)
+    compiled(torch.randn(4, 8, dtype=torch.bfloat16))
+    (kernel,) = host_kernels(cotrain_compile.inspect(compiled).graph, "fused").values()
+    assert not isinstance(kernel, FusedKernel)
+
+
 def test_a_loop_that_does_not_round_once_is_found_out() -> None:
     settings = torch.optim.AdamW([torch.zeros(1)]).defaults
     dtypes = {"param": torch.bfloat16, "exp_avg": torch.bfloat16, "exp_avg_sq": torch.bfloat16}
