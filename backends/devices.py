@@ -21,6 +21,7 @@ from cotrain_compile.runtime.device import Device
 from cotrain_compile.runtime.emulated import EmulatedDevice
 from cotrain_compile.runtime.host.kernels import HostKernel
 from cotrain_compile.runtime.host.pieces import piecewise_tasks
+from cotrain_compile.runtime.process.cores import Cores
 
 _CPU = torch.device("cpu")
 
@@ -116,7 +117,7 @@ def runtime_for(
             problem.budgets,
             kernels,
             piecewise,
-            host_cores=options.host_cores,
+            host_cores=Cores.one_thread_each(options.host_cores),
             timed=options.timeline,
         )
     else:
@@ -125,7 +126,7 @@ def runtime_for(
             problem.budgets,
             kernels,
             piecewise,
-            host_cores=options.host_cores,
+            host_cores=Cores.one_thread_each(options.host_cores),
             throttle=options.throttle,
             poison=options.poison,
             network_s=problem.costs.network_s,

@@ -207,13 +207,15 @@ class CompiledStep(PlannedStep):
         self.step_ended(self._last.peak_bytes)
         return outputs
 
-    def rehearse(self, inputs: Sequence[Any]) -> None:
+    def rehearse(self, inputs: Sequence[Any], *, again: bool = False) -> None:
         """Run the step without writing anything: what it takes in memory, it takes now.
 
-        Random number state is put back. Raises what goes wrong, with all tensors as they were.
+        Done `again`, what the last rehearsal has left on the device counts, and what it took for a
+        while does not. Random number state is put back. Raises what goes wrong, with all tensors as
+        they were.
         """
         with self._alone():
-            unprofiled(partial(self._rehearse, inputs))
+            unprofiled(partial(self._rehearse, inputs, again=again))
 
     def measure_peak(self, inputs: Sequence[Any]) -> None:
         """Rehearse to the end whatever the device's budget is: `peak_bytes` is of the whole step.
@@ -244,11 +246,11 @@ class CompiledStep(PlannedStep):
         finally:
             self._is_running.release()
 
-    def _rehearse(self, inputs: Sequence[Any]) -> None:
+    def _rehearse(self, inputs: Sequence[Any], *, again: bool = False) -> None:
         device = self._device
         device.refuse_if_unusable()
         self.bring_home(inputs)
-        device.start_step()
+        device.start_step(again=again)
         try:
             self._count_inputs(inputs)
             # Only its type: `devices` says which accelerators there are.

@@ -65,6 +65,7 @@ class Case:
     low_precision: bool
     clipped: bool = False
     prefix: str = ""
+    fused: bool = False  # as the user's optimizer is made
 
 
 def cases(quick: bool) -> Iterator[Case]:
@@ -102,7 +103,7 @@ def traced_step(case: Case) -> StepGraph:
 
     def build() -> tuple[Callable[[Tensor], None], tuple[Tensor]]:
         model = case.make_model()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=case.fused)
 
         def step(x: Tensor) -> None:
             optimizer.zero_grad()

@@ -1,11 +1,12 @@
 """What do parts that stay in the cache save an update without a fused loop?
 
 AdamW on one tensor, in float32 and in bfloat16: the captured ops whole, the same ops in parts, and
-in float32 ATen's fused loop as well. They run in turn, round by round, in one process. In bfloat16
-there is no loop: it would round once where the ops round each time. Beside what they take stands
-what the planner predicts, with the rates that `calibrate` measures, here on the same threads. On
-one thread seconds are processor time, so that other work on the computer does not count. The C
-library keeps memory of results up to 32 MiB, as in a process that has trained for a while.
+ATen's fused loop. They run in turn, round by round, in one process. In bfloat16 the loop is for an
+optimizer with `fused=True`, as this one: it rounds once where the ops round each time. Beside what
+they take stands what the planner predicts, with the rates that `calibrate` measures, here on the
+same threads. On one thread seconds are processor time, so that other work on the computer does not
+count. The C library keeps memory of results up to 32 MiB, as in a process that has trained for a
+while.
 
     python -m bench.runtime.host_update_parts -o host_update_parts.json
 """
@@ -100,7 +101,7 @@ def measure(
     rows, columns = size
     make_model = partial(nn.Linear, columns, rows, bias=False, dtype=dtype)
     make_batch = partial(torch.randn, 8, columns, dtype=dtype)
-    case = Case("", make_model, make_batch, low_precision=False)
+    case = Case("", make_model, make_batch, low_precision=False, fused=True)
     step = placed_step(case)
     predicted = predicted_s(extract(traced_step(case)), machine)
     (chosen,) = host_kernels(step, "fused").values()

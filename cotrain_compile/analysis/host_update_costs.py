@@ -1,6 +1,7 @@
 """Host update costs: seconds of a parameter's update on the host, by what runs it.
 
-In: an update group and a machine. A fused loop passes over memory once, at the measured rate.
+In: an update group and a machine. A fused loop passes over memory once, at the measured rate, which
+is that of float32: it computes in that whatever it reads, so a narrow element takes as long.
 Captured ops go one after the other: each element that an op reads or writes takes its time, whether
 it has two bytes or four. Ops on whole tensors go through memory as well, and large results are made
 in fresh memory, which waits for the system's pages.
@@ -26,7 +27,7 @@ def host_update_s(
 ) -> float:
     """Seconds of an update of `group`; `captured` where no loop may take the place of its ops."""
     rates, launch_s = machine.host_update, machine.host.launch_s
-    loop_s = update_bytes(dataflow, group) / rates.bytes_per_s
+    loop_s = _widening(dataflow, group) * update_bytes(dataflow, group) / rates.bytes_per_s
     if group.has_loop and not captured:
         return launch_s + loop_s
     ops = [dataflow.ops[dataflow.position[name]] for name in group.ops]
@@ -49,6 +50,13 @@ def update_bytes(dataflow: Dataflow, group: UpdateGroup) -> int:
     read = {name for op in ops for name in op.reads} & touched_by_group
     written = {name for op in ops for name in op.writes} & touched_by_group
     return sum(dataflow.buffer[name].nbytes for names in (read, written) for name in names)
+
+
+def _widening(dataflow: Dataflow, group: UpdateGroup) -> float:
+    """How many times as many bytes the parameter would have in float32; at least 1."""
+    ops = (dataflow.ops[dataflow.position[name]] for name in group.ops)
+    widths = [_BYTES_OF.get(op.dtype, 4) for op in ops if group.param in op.writes]
+    return max(1.0, 4 / min(widths, default=4))
 
 
 def _owned(group: UpdateGroup) -> set[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -29,6 +29,7 @@ from cotrain_compile.runtime.lanes import Lane, Task
 from cotrain_compile.runtime.meter import Meter
 from cotrain_compile.runtime.network import ThrottledNetwork
 from cotrain_compile.runtime.ops import Launch, Runtime, running_on
+from cotrain_compile.runtime.process.cores import ANY_CORE, Cores
 
 # How often a task is looked at before it is given up.
 POLLS = 10
@@ -39,7 +40,7 @@ class Device(ABC, Runtime):
 
     `meter` counts the bytes of live tensors; on the device, `slack_bytes` more than a plan says may
     be taken. By task name, `kernels` has a host kernel for each region, `piecewise` what works in
-    pieces. Work on the host keeps to `host_cores`, if any; without `link_threads` no thread runs
+    pieces. Work on the host keeps to `host_cores`; without `link_threads` no thread runs
     copies. Times are perf_counter seconds; `origin_s` is when the step began. What kinds of devices
     differ in is how they allocate, start a copy and start work on the host.
     """
@@ -64,7 +65,7 @@ class Device(ABC, Runtime):
         kernels: Mapping[str, HostKernel],
         piecewise: Mapping[str, Piecewise],
         host_workers: int,
-        host_cores: Collection[int] = (),
+        host_cores: Cores = ANY_CORE,
         *,
         link_threads: bool = True,
     ) -> None:
@@ -89,8 +90,11 @@ class Device(ABC, Runtime):
                 "was to write; go on from the last checkpoint in a new process"
             )
 
-    def start_step(self) -> None:
-        """Begin a new step: what is in flight is of the step before, peaks count from here."""
+    def start_step(self, *, again: bool = False) -> None:
+        """Begin a new step: what is in flight is of the step before, peaks count from here.
+
+        `again`: it is the last one once more, and what that has left on the device is its own.
+        """
         self._previous, self._tasks = self._tasks, {}
         self.origin_s = time.perf_counter()
         if self.network is not None:

@@ -10,7 +10,7 @@ for them. `poison` can be left out to measure times.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -25,6 +25,7 @@ from cotrain_compile.runtime.lanes import Task
 from cotrain_compile.runtime.meter import Meter
 from cotrain_compile.runtime.network import ThrottledNetwork
 from cotrain_compile.runtime.ops import Launch
+from cotrain_compile.runtime.process.cores import ANY_CORE, Cores
 from cotrain_compile.runtime.throttled_link import ThrottledLink
 
 
@@ -38,7 +39,7 @@ class EmulatedDevice(Device):
         kernels: Mapping[str, HostKernel],
         piecewise: Mapping[str, Piecewise] | None = None,
         *,
-        host_cores: Collection[int] = (),
+        host_cores: Cores = ANY_CORE,
         throttle: bool = False,
         poison: bool = True,
         network_s: Mapping[str, float] | None = None,

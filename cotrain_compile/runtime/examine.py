@@ -21,7 +21,13 @@ from cotrain_compile import presets
 from cotrain_compile.disk_cache import VARIABLE, folder_of
 from cotrain_compile.runtime.cuda.pinned import available_host_bytes
 from cotrain_compile.runtime.cuda.setup import default_budget_bytes, machine_like
-from cotrain_compile.runtime.process.cores import usable_cores
+from cotrain_compile.runtime.process.cores import Cores, usable_cores
+from cotrain_compile.runtime.process.memory_nodes import (
+    as_ranges,
+    cores_beside,
+    memory_nodes,
+    node_of_card,
+)
 from cotrain_compile.units import format_bytes
 
 PACKAGE = "cotrain-compile"
@@ -108,11 +114,26 @@ def _cards() -> Iterator[Finding]:
         yield Finding(
             f"card {index}",
             f"{properties.name}, compute capability {properties.major}.{properties.minor}, "
-            f"{format_bytes(free)} of {format_bytes(total)} free, cuDNN {_cudnn()}",
+            f"{format_bytes(free)} of {format_bytes(total)} free, cuDNN {_cudnn()}"
+            + _place(node_of_card(properties)),
             used=f"{format_bytes(max(0, default_budget_bytes(free, total)))} as the budget where "
-            f"none is set; {machine.source}",
+            f"none is set; {machine.source}{_beside(cores_beside(properties))}",
             change="" if free > total / 2 else "another process has half of its memory or more",
         )
+
+
+def _place(node: int | None) -> str:
+    several = len(memory_nodes()) > 1
+    return "" if not several else ", on no known node" if node is None else f", on node {node}"
+
+
+def _beside(cores: Cores) -> str:
+    if not cores.numbers:
+        return ""
+    return (
+        f"; pinned memory and updates on the host keep to cores {as_ranges(cores.numbers)} on its "
+        f"node, with {cores.threads} threads, where host_cores names no others"
+    )
 
 
 def _no_card() -> Finding:
@@ -153,17 +174,17 @@ def _host_memory() -> Finding:
 
 def _cores() -> Finding:
     cores, allowed = usable_cores(), presets.cgroup_cores()
-    nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1
+    nodes = memory_nodes()
     told = f"{len(cores)} cores"
     told += f", of which a cgroup allows {allowed:g}" if allowed is not None else ""
-    told += f", {nodes} memory nodes (NUMA)" if nodes > 1 else ""
+    if len(nodes) > 1:
+        of_each = "; ".join(f"node {node}: {as_ranges(own)}" for node, own in nodes.items())
+        told += f", on {len(nodes)} memory nodes (NUMA; {of_each})"
     threads = torch.get_num_threads()
     most = min(len(cores), allowed or len(cores))
     change = ""
     if threads > most:
         change = f"torch uses {threads} threads: OMP_NUM_THREADS={int(most) or 1} before the start"
-    elif nodes > 1:
-        change = "host_cores on the card's own node makes updates on the host faster"
     return Finding("cores", told, used=f"{threads} threads of torch", change=change)
 
 

@@ -14,7 +14,7 @@ import time
 import traceback
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
 import torch
@@ -22,7 +22,7 @@ import torch
 from cotrain_compile.errors import StepFailed
 from cotrain_compile.plan import Span
 from cotrain_compile.runtime.course import WHOLE, Course, FollowedFailed
-from cotrain_compile.runtime.process.cores import bind_this_thread
+from cotrain_compile.runtime.process.cores import ANY_CORE, Cores, bind_this_thread
 
 # How long the end of the process waits for work in flight: no update takes longer.
 EXIT_LIMIT_S = 60.0
@@ -182,12 +182,12 @@ def without_frames(error: BaseException) -> BaseException:
 
 
 class Lane:
-    """A lane with `workers` threads, on `cores` alone where there are any.
+    """A lane with `workers` threads, on `cores` alone.
 
     They end when the lane is collected. One thread submits tasks and hands them over.
     """
 
-    def __init__(self, name: str, workers: int = 1, cores: Collection[int] = ()) -> None:
+    def __init__(self, name: str, workers: int = 1, cores: Cores = ANY_CORE) -> None:
         self.name = name
         self._queue: SimpleQueue[Sequence[Task] | None] = SimpleQueue()
         self._last: Task | None = None
@@ -241,7 +241,7 @@ def is_lane_thread() -> bool:
 
 
 def _start_thread(
-    queue: SimpleQueue[Sequence[Task] | None], name: str, cores: Collection[int], left: deque[Task]
+    queue: SimpleQueue[Sequence[Task] | None], name: str, cores: Cores, left: deque[Task]
 ) -> None:
     arguments = (queue, name, cores, left)
     thread = threading.Thread(target=_work_off, args=arguments, name=name, daemon=True)
@@ -250,13 +250,12 @@ def _start_thread(
 
 
 def _work_off(
-    queue: SimpleQueue[Sequence[Task] | None], name: str, cores: Collection[int], left: deque[Task]
+    queue: SimpleQueue[Sequence[Task] | None], name: str, cores: Cores, left: deque[Task]
 ) -> None:
     """Run the tasks that are `left`, and all that come; one is taken out when it has ended."""
     _this_thread.is_lane = True
     try:
-        if cores:
-            bind_this_thread(cores)
+        bind_this_thread(cores)
         # Grad mode is per thread and on by default: a write into a parameter would fail.
         with torch.no_grad():
             _run(left)

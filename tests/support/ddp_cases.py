@@ -198,8 +198,8 @@ def with_one_rank_out_of_memory(rank: int) -> tuple[int, bool, Any]:
     """What a rank planned for and whether it moves anything; the second one had too little."""
     rehearse, calls = CompiledStep.rehearse, itertools.count()
 
-    def rehearse_once(self: CompiledStep, inputs: Any) -> None:
-        rehearse(self, inputs)
+    def rehearse_once(self: CompiledStep, inputs: Any, *, again: bool = False) -> None:
+        rehearse(self, inputs, again=again)
         if rank == 1 and next(calls) == 0:
             raise OutOfDeviceMemory("for once there is too little", tier=Tier.DEVICE)
 

@@ -75,11 +75,15 @@ class ThreadCard:
         self.pins_left = -1  # how many calls of `pin` go well; below 0 all do
         self._last_error = 0
         self.peak = 0  # what its allocator says
+        # What first calls of kernels and libraries take beside that: to be tuned, and for good.
+        self.tuning_bytes = self.kept_bytes = 0
+        self._steps = 0
         self.bound: set[int] = set()  # threads that work for the card
         self._random = random.Random(seed)
         self._streams: list[ThreadStream] = []
 
     def start_step(self) -> None:
+        self._steps += 1
         for stream in self._streams:
             stream.copies = []
 
@@ -178,10 +182,10 @@ class ThreadCard:
         return any(start <= at < start + nbytes for start, nbytes in self.pinned.items())
 
     def allocated_bytes(self) -> int:
-        return 0
+        return self.kept_bytes if self._steps > 1 else 0
 
     def peak_bytes(self) -> int:
-        return self.peak
+        return self.peak + self.kept_bytes + (self.tuning_bytes if self._steps == 1 else 0)
 
     def reserved_peak_bytes(self) -> int:
         return self.peak

@@ -1,12 +1,16 @@
 """Forked: work that changes torch for good, done in a copy of this process that then ends.
 
 The copy has all that the caller has, as closures and modules; it hands back what the connections
-of `multiprocessing` can carry. Phases that it tells are told here.
+of `multiprocessing` can carry. Phases that it tells are told here. It ends with the caller,
+whatever ends that.
 """
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
+import os
+import signal
 import sys
 import warnings
 from collections.abc import Callable
@@ -20,6 +24,9 @@ from cotrain_compile.phases import is_listened, tell_phase, told_to
 
 T = TypeVar("T")
 
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+ORPHAN = 13  # exit code of a copy whose caller ended while it began
+
 
 @dataclass(frozen=True)
 class _Phase:
@@ -32,7 +39,7 @@ def in_a_copy(work: Callable[[], T]) -> T:
     """What `work()` returns or raises, in a copy of this process."""
     context = multiprocessing.get_context("fork")
     reads, writes = context.Pipe(duplex=False)
-    copy = context.Process(target=_tell, args=(work, writes))
+    copy = context.Process(target=_work_for, args=(os.getpid(), work, writes))
     sys.stdout.flush()
     sys.stderr.flush()
     with warnings.catch_warnings():
@@ -49,10 +56,31 @@ def in_a_copy(work: Callable[[], T]) -> T:
         raise CaptureError(
             f"the process that traces for a card ended with {copy.exitcode} and no message"
         ) from None
+    except BaseException:  # as Ctrl-C: nobody waits for the copy any more
+        copy.kill()
+        copy.join()
+        raise
     copy.join()
     if not words:
         return result  # type: ignore[no-any-return]
     raise result if isinstance(result, BaseException) else CaptureError(words)
+
+
+def _work_for(caller: int, work: Callable[[], Any], writes: Connection) -> None:
+    _end_with(caller)
+    _tell(work, writes)
+
+
+def _end_with(caller: int) -> None:
+    """Let this process be killed when `caller`, which has forked it, ends.
+
+    By a signal that no handler of the caller's, which it has a copy of, holds back. The kernel asks
+    for the thread that has forked, which waits for this process.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
+    if os.getppid() != caller:  # it ended before it was asked for
+        os._exit(ORPHAN)
 
 
 def _received(reads: Connection) -> Any:

@@ -16,6 +16,8 @@ import torch
 
 from cotrain_compile.errors import CotrainError, HostMemoryError
 from cotrain_compile.runtime.cuda.pinned import Event
+from cotrain_compile.runtime.process.cores import run_on
+from cotrain_compile.runtime.process.memory_nodes import cores_beside
 from cotrain_compile.units import format_bytes
 
 Stream = Any
@@ -104,11 +106,12 @@ _this_thread = threading.local()
 
 
 class CudaCard:
-    """A CUDA device."""
+    """A CUDA device; `cores_beside` are of its memory node, where there are several."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._compute = torch.cuda.current_stream(device)
+        self.cores_beside = cores_beside(torch.cuda.get_device_properties(device))
 
     def start_step(self) -> None:
         self._compute = torch.cuda.current_stream(self.device)
@@ -161,7 +164,9 @@ class CudaCard:
         torch.cuda.synchronize(self.device)
 
     def pin(self, row: torch.Tensor) -> None:
-        row.zero_()  # on all cores; the driver would bring the pages in one by one
+        # On all cores, or those of the card's memory node, where the pages then are; the driver
+        # would bring them in one by one.
+        run_on(self.cores_beside, row.zero_)
         with torch.cuda.device(self.device):
             register = torch.cuda.cudart().cudaHostRegister
             register_pinned(register, row.data_ptr(), row.nbytes, self._launch_a_kernel)

@@ -51,6 +51,7 @@ from cotrain_compile.runtime.host.kernels import HostKernel
 from cotrain_compile.runtime.lanes import Task
 from cotrain_compile.runtime.meter import Meter
 from cotrain_compile.runtime.ops import Launch
+from cotrain_compile.runtime.process.cores import ANY_CORE, Cores
 
 _UNLIMITED = 1 << 62
 # How often the end of a copy is asked for: as late as a blocking wait would wake up.
@@ -78,7 +79,7 @@ class CudaDevice(Device):
         piecewise: Mapping[str, Piecewise] | None = None,
         *,
         host_workers: int = 1,
-        host_cores: Collection[int] = (),
+        host_cores: Cores = ANY_CORE,
         timed: bool = False,
     ) -> None:
         meter = Meter({Tier.DEVICE: _UNLIMITED, Tier.HOST: host_budget_bytes})
@@ -96,12 +97,13 @@ class CudaDevice(Device):
         self._origin: Event | None = None
         self._before_bytes = self._others_bytes = 0
 
-    def start_step(self) -> None:
-        super().start_step()
+    def start_step(self, *, again: bool = False) -> None:
+        super().start_step(again=again)
         self._at_homes = []
         self._streams.start_step()
         self._card.start_step()
-        self._before_bytes = self._card.allocated_bytes()
+        if not again:
+            self._before_bytes = self._card.allocated_bytes()
         if self._timed:
             # Events and perf_counter then count from one moment.
             self._card.synchronize()

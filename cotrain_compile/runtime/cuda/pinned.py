@@ -5,6 +5,12 @@ mapping of its own, but for those that are asked for together: these share mappi
 gigabyte, since to pin each takes a call to the driver. When the last tensor on a slab dies, it goes
 back to the pool, with the events of the copies that may still be at work on it; who writes to it
 next has to let those pass.
+
+A process that is forked from this one has no copy of them: the kernel would copy pinned pages at
+once for each worker of a DataLoader, or, before Linux 5.12, at the next write of this process,
+which would go to another page than the card reads. Large ones are of huge pages where the kernel
+has some: to pin pages of 4 KiB takes tens of seconds for 100 GB.
+
 What pins a slab, and what an event is, is given; nothing here knows of CUDA.
 """
 
@@ -12,6 +18,7 @@ from __future__ import annotations
 
 import mmap
 import threading
+import warnings
 import weakref
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
@@ -28,6 +35,7 @@ from cotrain_compile.units import format_bytes
 # Slabs that are asked for together share mappings of this size, and begin at a multiple of this.
 MAPPING_BYTES = 2**30
 ALIGNMENT = 512
+HUGE_PAGE_BYTES = 2**21
 # Left to the rest of the computer, however little is free.
 RESERVE_BYTES = 2**30
 
@@ -212,6 +220,9 @@ class PinnedPool:
                 self.release()
             self._refuse_too_much(nbytes)
         memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        _advise(memory, mmap.MADV_DONTFORK, "is copied for each process that is forked")
+        if nbytes >= HUGE_PAGE_BYTES:
+            _advise(memory, mmap.MADV_HUGEPAGE, "is in pages of 4 KiB, which takes long to pin")
         self._pin(torch.frombuffer(memory, dtype=torch.uint8))
         self.held_bytes += nbytes
         mapping = Mapping(memory, nbytes, len(sizes))
@@ -227,6 +238,18 @@ class PinnedPool:
                 f"limit, less {format_bytes(RESERVE_BYTES)}); free host memory, raise the limit of "
                 "the container, or set host_memory_budget lower"
             )
+
+
+def _advise(memory: mmap.mmap, advice: int, without: str) -> None:
+    """Tell the kernel how `memory` is used; it works without, and then says what that means."""
+    try:
+        memory.madvise(advice)
+    except OSError as error:
+        warnings.warn(
+            f"cotrain: pinned host memory {without}: this kernel does not take the advice "
+            f"({error.strerror}); the step runs all the same",
+            stacklevel=2,
+        )
 
 
 def available_host_bytes() -> int:

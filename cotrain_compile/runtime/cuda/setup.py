@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -27,6 +27,7 @@ from cotrain_compile.runtime.cuda.card_rates import tier_of
 from cotrain_compile.runtime.cuda.device import CudaDevice
 from cotrain_compile.runtime.cuda.pinned import PinnedPool, available_host_bytes
 from cotrain_compile.runtime.host.kernels import HostKernel
+from cotrain_compile.runtime.process.cores import Cores
 from cotrain_compile.sizes import Size
 from cotrain_compile.units import format_bytes
 
@@ -184,18 +185,22 @@ def cuda_device(
     kernels: Mapping[str, HostKernel],
     piecewise: Mapping[str, Piecewise],
     *,
-    host_cores: Collection[int],
+    host_cores: Cores,
     timed: bool,
 ) -> CudaDevice:
-    """The runtime of one compiled step on `device`."""
+    """The runtime of one compiled step on `device`.
+
+    Where nobody says on which cores, the host works on those beside the card.
+    """
+    card = CudaCard(device)
     return CudaDevice(
-        CudaCard(device),
+        card,
         pool(device.index),
         budgets[Tier.HOST],
         kernels,
         piecewise,
         host_workers=machine.host_update.workers,
-        host_cores=host_cores,
+        host_cores=host_cores if host_cores.numbers else card.cores_beside,
         timed=timed,
     )
 

@@ -18,7 +18,7 @@ from torch import fx
 from cotrain_compile.dataflow import Role
 from cotrain_compile.graph import OptimizerRule, StepGraph, StepInput
 from cotrain_compile.machine import Tier
-from cotrain_compile.optimizer_loops import has_loop
+from cotrain_compile.optimizer_loops import NARROW, has_loop
 from cotrain_compile.runtime.course import WHOLE, Course
 from cotrain_compile.runtime.host.after_update import after_update
 from cotrain_compile.runtime.host.captured_kernels import CapturedKernel, chunked_kernel
@@ -34,13 +34,10 @@ from cotrain_compile.runtime.host.gradient_prologue import (
 from cotrain_compile.runtime.host.live_settings import live_settings, value_of, with_settings
 from cotrain_compile.runtime.host.match_update import match_update
 from cotrain_compile.runtime.host.speculation import speculative_kernels
-from cotrain_compile.runtime.host.trial import agree
+from cotrain_compile.runtime.host.trial import NEVER_NEGATIVE, agree, rounds_once
 from cotrain_compile.runtime.meter import Meter
 from cotrain_compile.runtime.metered import MeteredGraph
 from cotrain_compile.runtime.task_nodes import RegionCall, region_calls
-
-# States that are sums of squares.
-NEVER_NEGATIVE = frozenset({"exp_avg_sq", "max_exp_avg_sq", "sum"})
 
 
 class HostKernel(Protocol):
@@ -203,6 +200,9 @@ def _fused(
     after = after_update(region, match) if match is not None else None
     if match is None or after is None:
         return None
+    is_narrow = tensors["param"].meta["val"].dtype in NARROW
+    if is_narrow and match.skip is not None:
+        return None  # eager's own loop takes the scale off the gradient inside, and rounds once
     return FusedKernel(
         gradient_part(region, match.gradient),
         FUSED_LOOPS[rule.optimizer](rule.settings),
@@ -253,6 +253,11 @@ def _traits(value: torch.Tensor) -> object:
 
 
 def _passes_trial(region: fx.GraphModule, fused: FusedKernel) -> bool:
+    own = {name: _placeholder(region, place) for name, place in fused.positions.items()}
+    if own["param"].dtype in NARROW and not rounds_once(
+        fused.update, {name: value.dtype for name, value in own.items()}, fused.settings
+    ):
+        return False
     captured = CapturedKernel(MeteredGraph(region, Tier.HOST))
     # Settings are of the size they have, and not as they were when the step was traced.
     settings = {
@@ -269,3 +274,9 @@ def _passes_trial(region: fx.GraphModule, fused: FusedKernel) -> bool:
         never_negative=squares,
         skip=fused.skip,
     )
+
+
+def _placeholder(region: fx.GraphModule, position: int) -> torch.Tensor:
+    value = region.graph.find_nodes(op="placeholder")[position].meta["val"]
+    assert isinstance(value, torch.Tensor)
+    return value

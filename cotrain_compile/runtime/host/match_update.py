@@ -2,7 +2,8 @@
 
 In: a region, what its inputs are, and its optimizer's rule. Out: the gradient that the rule starts
 from, and which nodes hold the new parameter and states that it ends in, each the very function that
-the rule is (`terms`). The ops before the gradient and behind the new values are no part of the
+the rule is (`terms`), over the real numbers: in a narrow dtype only where eager rounds as the loop
+does (`optimizer_loops`). The ops before the gradient and behind the new values are no part of the
 update, and stay as they are captured. No match: some op between the two is not accounted for.
 
     %mul(%grad, %clip)  ->  before     %fma, %lerp, ...  ->  the update     %clamp_min  ->  behind
@@ -18,7 +19,7 @@ import torch
 from torch import fx
 
 from cotrain_compile.graph import OptimizerRule, writes
-from cotrain_compile.optimizer_loops import WIDE
+from cotrain_compile.optimizer_loops import WIDE, rounds_as_eager
 from cotrain_compile.runtime.host.region_terms import region_terms
 from cotrain_compile.runtime.host.terms import Term, Terms
 from cotrain_compile.runtime.host.update_rules import UPDATE_RULES, Given
@@ -53,7 +54,9 @@ def match_update(
     param = tensors.get("param")
     if rule.optimizer not in UPDATE_RULES or param is None:
         return None
-    if param.meta["val"].dtype not in WIDE or reads_what_is_overwritten(region.graph):
+    if not rounds_as_eager(rule, param.meta["val"].dtype):
+        return None
+    if reads_what_is_overwritten(region.graph):
         return None
     written = {to for _, to, _ in writes(region.graph)}
     if not written.issuperset(tensors.values()):

@@ -16,6 +16,8 @@ import torch
 from torch import fx
 
 from cotrain_compile.machine import Tier
+from cotrain_compile.optimizer_loops import NARROW
+from cotrain_compile.runtime.host.fused_loops import Update
 from cotrain_compile.runtime.meter import Meter
 
 # Largest difference allowed between a fused kernel and the captured ops, relative to the change
@@ -30,6 +32,8 @@ MAGNITUDES = (0.0, 1e-30, 1e-8, 1e-4, 1e-2, 1.0, 1e3, 1e8)
 UNUSUAL = (torch.inf, -torch.inf, torch.nan)
 # Of a large tensor one draw has all of them many times over.
 SEEDS, ENOUGH_ELEMENTS = 3, 1 << 12
+# States that are sums of squares.
+NEVER_NEGATIVE = frozenset({"exp_avg_sq", "max_exp_avg_sq", "sum"})
 
 Kernel = Callable[[Sequence[Any], Meter], None]
 
@@ -47,7 +51,8 @@ def agree(
     """Whether both kernels turn the same inputs into the same parameter and states.
 
     `param` is the parameter's position; by position, too, `fixed` has values that are not drawn,
-    and `never_negative` those that are sums of squares.
+    and `never_negative` those that are sums of squares. What is narrow is drawn in float32, where
+    both compute the same: how a loop rounds into less, `rounds_once` asks.
     """
     flags: tuple[bool | None, ...] = (None,) if skip is None else (True, False)
     values = [node.meta.get("val") for node in region.graph.find_nodes(op="placeholder")]
@@ -85,7 +90,38 @@ def _drawn(region: fx.GraphModule, seed: int, with_unusual: bool) -> Iterator[An
         if with_unusual and drawn.numel():
             at = torch.randint(drawn.numel(), (len(UNUSUAL),), generator=generator)
             drawn.view(-1)[at] = torch.tensor(UNUSUAL, dtype=torch.float64)
-        yield made.to(value.dtype).copy_(drawn)
+        yield made.to(_widened(value.dtype)).copy_(drawn)
+
+
+def _widened(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in NARROW else dtype
+
+
+def rounds_once(
+    update: Update, dtypes: Mapping[str, torch.dtype], settings: Mapping[str, Any]
+) -> bool:
+    """Whether `update` leaves in narrow tensors what it leaves in float32, rounded once.
+
+    `dtypes` are of the parameter and its states by name. As many elements as a loop does without
+    a rest, which it may round otherwise.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(name: str, dtype: torch.dtype) -> torch.Tensor:
+        if name == "step":
+            return torch.full((), 3.0, dtype=dtype)
+        values = torch.randn(ENOUGH_ELEMENTS, generator=generator)
+        return (values.square() if name in NEVER_NEGATIVE else values).to(dtype)
+
+    narrow = {name: drawn(name, dtype) for name, dtype in dtypes.items()}
+    gradient = drawn("gradient", dtypes["param"])
+    wide = {name: value.to(_widened(value.dtype), copy=True) for name, value in narrow.items()}
+    try:
+        update(narrow, gradient, settings)
+        update(wide, gradient.float(), settings)
+    except RuntimeError:
+        return False  # a torch whose loop takes no such tensors
+    return all(torch.equal(value, wide[name].to(value.dtype)) for name, value in narrow.items())
 
 
 def _agree_on(before: Sequence[Any], captured: Kernel, fused: Kernel, param: int) -> bool:

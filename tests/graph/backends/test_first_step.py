@@ -166,8 +166,8 @@ def test_a_card_that_has_less_than_planned_is_planned_for_with_what_it_had() -> 
     limit = int(0.8 * budget)
     rehearse = CompiledStep.rehearse
 
-    def on_a_small_card(self: CompiledStep, inputs: Any) -> None:
-        rehearse(self, inputs)
+    def on_a_small_card(self: CompiledStep, inputs: Any, *, again: bool = False) -> None:
+        rehearse(self, inputs, again=again)
         if self.peak_bytes[Tier.DEVICE] > limit:
             self._device.meter.peak_bytes[Tier.DEVICE] = limit - 1000
             raise torch.OutOfMemoryError("the card is full")
@@ -209,8 +209,8 @@ def test_a_step_that_every_plan_leaves_above_the_budget_is_refused_in_every_call
     before = training.tensors()
     rehearse = CompiledStep.rehearse
 
-    def on_a_large_card(self: CompiledStep, inputs: Any) -> None:
-        rehearse(self, inputs)
+    def on_a_large_card(self: CompiledStep, inputs: Any, *, again: bool = False) -> None:
+        rehearse(self, inputs, again=again)
         self._device.meter.peak_bytes[Tier.DEVICE] = self.allowed_bytes + 2048
 
     step = training.compiled(policy=policy, memory_budget=resident_peak_bytes())

@@ -33,9 +33,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def counting_rehearsals() -> Iterator[list[None]]:
     rehearse, found = CompiledStep.rehearse, list[None]()
 
-    def count(self: CompiledStep, inputs: Any) -> None:
+    def count(self: CompiledStep, inputs: Any, *, again: bool = False) -> None:
         found.append(None)
-        rehearse(self, inputs)
+        rehearse(self, inputs, again=again)
 
     with mock.patch.object(CompiledStep, "rehearse", count):
         yield found

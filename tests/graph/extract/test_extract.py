@@ -216,9 +216,20 @@ def test_under_autocast_the_narrow_gradient_is_what_leaves_the_backward() -> Non
         (torch.optim.AdamW, torch.float32, True),
         (functools.partial(torch.optim.SGD, momentum=0.9), torch.float32, True),
         (torch.optim.AdamW, torch.bfloat16, False),
+        (functools.partial(torch.optim.AdamW, fused=True), torch.bfloat16, True),
+        (functools.partial(torch.optim.AdamW, fused=True), torch.float16, False),
+        (functools.partial(torch.optim.SGD, fused=True), torch.bfloat16, False),
         (torch.optim.RMSprop, torch.float32, False),
     ],
-    ids=["AdamW", "SGD with momentum", "AdamW on bfloat16", "RMSprop"],
+    ids=[
+        "AdamW",
+        "SGD with momentum",
+        "AdamW on bfloat16",
+        "fused",
+        "fused float16",
+        "fused SGD",
+        "RMSprop",
+    ],
 )
 def test_an_update_says_whether_the_host_has_a_fused_loop_for_it(
     optimizer: Callable[..., torch.optim.Optimizer], dtype: torch.dtype, has_loop: bool

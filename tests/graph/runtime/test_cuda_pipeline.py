@@ -20,7 +20,7 @@ from cotrain_compile import compile_step as pipeline
 from cotrain_compile import files
 from cotrain_compile.backends import devices
 from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
-from cotrain_compile.errors import HostMemoryError, OptionError
+from cotrain_compile.errors import HostMemoryError, OptionError, OutOfDeviceMemory
 from cotrain_compile.machine import Machine, Tier
 from cotrain_compile.options import Options
 from cotrain_compile.placement.problem import Problem
@@ -162,13 +162,13 @@ def test_a_library_that_finds_no_memory_leads_to_a_smaller_plan(
     budgets: list[int] = []
     rehearse = CompiledStep.rehearse
 
-    def run_full(self: CompiledStep, inputs: Any) -> None:
+    def run_full(self: CompiledStep, inputs: Any, *, again: bool = False) -> None:
         budgets.append(self.problem.budgets[Tier.DEVICE])
         cuda.card.peak = 0
         if len(budgets) == 1:
             cuda.card.peak = self.predicted.peak_bytes[Tier.DEVICE] - 1000
             raise RuntimeError(said)
-        rehearse(self, inputs)
+        rehearse(self, inputs, again=again)
 
     torch._dynamo.reset()
     with (
@@ -179,6 +179,28 @@ def test_a_library_that_finds_no_memory_leads_to_a_smaller_plan(
     assert budgets[1] < budgets[0]
     for name, tensor in expected.tensors.items():
         assert torch.equal(found.tensors[name], tensor), name
+
+
+def test_what_kernels_take_to_be_tuned_in_their_first_call_is_no_overshoot(
+    cuda: ThreadCuda,
+) -> None:
+    cuda.card.tuning_bytes = 96 << 20  # as the L2 cache of an L40S
+    compiled: list[CompiledStep] = []
+    train(
+        CASES["mlp"],
+        OPTIMIZERS["sgd"],
+        cotrain(memory_budget="1MiB"),
+        lambda step: compiled.append(cotrain_compile.inspect(step)),
+        steps=1,
+    )
+    assert (compiled[0].rehearsed_device_bytes or 0) < 1 << 20
+    assert not any("a rehearsal took" in note for note in compiled[0].plan.notes)
+
+
+def test_what_libraries_keep_after_their_first_call_counts(cuda: ThreadCuda) -> None:
+    cuda.card.kept_bytes = 96 << 20
+    with pytest.raises(OutOfDeviceMemory, match=r"needs 96\.0 MiB on the device"):
+        train(CASES["mlp"], OPTIMIZERS["sgd"], cotrain(memory_budget="1MiB"))
 
 
 def test_other_errors_are_no_lack_of_memory() -> None:

@@ -20,7 +20,9 @@ from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.runtime.host import captured_kernels
 from cotrain_compile.runtime.host import gradient_prologue as gradient_part
 from cotrain_compile.runtime.host.captured_kernels import CapturedKernel
+from cotrain_compile.runtime.host.fused_loops import FUSED_LOOPS
 from cotrain_compile.runtime.host.kernels import FusedKernel, host_kernels
+from cotrain_compile.runtime.host.trial import rounds_once
 from cotrain_compile.runtime.meter import Meter
 from cotrain_compile.runtime.metered import MeteredGraph
 from cotrain_compile.runtime.task_nodes import region_calls
@@ -162,6 +164,73 @@ def test_captured_ops_in_parts_leave_the_same_bits(
     if dtype is torch.bfloat16 or optimizer != "AdamW":
         chosen = host_kernels(placed, "fused")["update.weight"]
         assert isinstance(chosen, captured_kernels.ChunkedKernel)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.AdamW])
+def test_a_fused_optimizer_of_narrow_weights_leaves_eagers_bits(
+    optimizer: type[torch.optim.Adam],
+) -> None:
+    """Eager's loop computes in float32 and rounds once; op by op each result is rounded."""
+
+    def trained(compile_with: Any, fused: bool) -> tuple[list[Tensor], Any]:
+        torch.manual_seed(0)
+        model = nn.Linear(16, 64, bias=False, dtype=torch.bfloat16)
+        made = optimizer(model.parameters(), lr=1e-2, weight_decay=0.1, fused=fused)
+
+        def step(x: Tensor) -> None:
+            made.zero_grad()
+            (model(x) * x.sum()).sum().backward()
+            made.step()
+
+        run = compile_with(step)
+        for _ in range(5):
+            run(torch.randn(4, 16, dtype=torch.bfloat16))
+        (state,) = made.state.values()
+        return [model.weight.detach(), state["exp_avg"], state["exp_avg_sq"]], run
+
+    compile_with = cotrain(policy="zero-offload", lowering="eager", verify=1)
+    found, compiled = trained(compile_with, fused=True)
+    (kernel,) = host_kernels(cotrain_compile.inspect(compiled).graph, "fused").values()
+    assert isinstance(kernel, FusedKernel)
+    expected, _ = trained(lambda step: step, fused=True)
+    assert all(map(torch.equal, found, expected))
+    op_by_op, compiled = trained(compile_with, fused=False)
+    (kernel,) = host_kernels(cotrain_compile.inspect(compiled).graph, "fused").values()
+    assert not isinstance(kernel, FusedKernel)
+    assert not torch.equal(op_by_op[0], expected[0])  # the two differ, so the test can fail
+
+
+def test_narrow_weights_under_a_scaler_are_updated_by_the_captured_ops() -> None:
+    """Eager's loop takes the scale off before it rounds; ours would find a rounded gradient."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8, bias=False, dtype=torch.bfloat16)
+    made = torch.optim.AdamW(model.parameters(), fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+
+    def step(x: Tensor) -> None:
+        made.zero_grad()
+        scaler.scale(model(x).square().mean()).backward()
+        scaler.step(made)
+        scaler.update()
+
+    compiled = cotrain(policy="zero-offload", lowering="eager")(step)
+    compiled(torch.randn(4, 8, dtype=torch.bfloat16))
+    (kernel,) = host_kernels(cotrain_compile.inspect(compiled).graph, "fused").values()
+    assert not isinstance(kernel, FusedKernel)
+
+
+def test_a_loop_that_does_not_round_once_is_found_out() -> None:
+    settings = torch.optim.AdamW([torch.zeros(1)]).defaults
+    dtypes = {"param": torch.bfloat16, "exp_avg": torch.bfloat16, "exp_avg_sq": torch.bfloat16}
+    dtypes["step"] = torch.float32
+    loop = FUSED_LOOPS[torch.optim.AdamW](settings)
+    assert rounds_once(loop, dtypes, settings)
+
+    def twice(tensors: Any, gradient: Tensor, now: Any) -> None:
+        loop(tensors, gradient, now)
+        tensors["param"].mul_(1.01).mul_(0.99)
+
+    assert not rounds_once(twice, dtypes, settings)
 
 
 def region_of(placed: StepGraph, task: str) -> str:

@@ -72,6 +72,19 @@ def test_an_adam_update_moves_seven_times_the_parameter() -> None:
     assert costs.seconds("w", Tier.HOST) == pytest.approx(2e-6 + 28_000 / 1e8)
 
 
+def test_a_loop_takes_as_long_for_a_narrow_element_as_for_one_of_float32() -> None:
+    wide = step()
+    narrow = replace(
+        wide,
+        ops=tuple(
+            replace(op, dtype="bfloat16", bytes_moved=op.bytes_moved // 2) for op in wide.ops
+        ),
+        buffers=tuple(replace(buffer, nbytes=buffer.nbytes // 2) for buffer in wide.buffers),
+    )
+    seconds = [roofline(one, MACHINE).seconds("w", Tier.HOST) for one in (wide, narrow)]
+    assert seconds[0] == pytest.approx(seconds[1])
+
+
 def test_an_update_without_a_fused_loop_takes_its_time_for_each_element_of_its_ops() -> None:
     """48000 bytes are 12000 elements in float32, and twice as many in bfloat16."""
     plain = step()

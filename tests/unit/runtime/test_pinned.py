@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import gc
+import mmap
+import os
+import re
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 import torch
@@ -107,6 +111,50 @@ def test_slabs_that_nobody_uses_make_room_for_one_of_another_size() -> None:
     assert pins.sizes == {kept.data_ptr(): 2**20, large.data_ptr(): 3 * 2**20}
     assert pool.held_bytes == 2**22
     assert reads.came  # its copy was waited for before the memory went
+
+
+def flags_of(address: int) -> set[str]:
+    """The flags of the mapping at `address` in this process; none where nothing is mapped."""
+    found: set[str] = set()
+    is_there = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if span := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            is_there = int(span[1], 16) <= address < int(span[2], 16)
+        elif is_there and line.startswith("VmFlags:"):
+            found.update(line.split()[1:])
+    return found
+
+
+def test_a_forked_process_has_no_pinned_memory_and_the_parent_keeps_it() -> None:
+    pool, _ = make_pool()
+    small, large = pool.empty(64), pool.empty(2**22)
+    own = torch.empty(2**22, dtype=torch.uint8)
+    large.fill_(7)
+    assert {"dc", "hg"} <= flags_of(large.data_ptr())
+    assert "dc" in flags_of(small.data_ptr())
+    reads, writes = os.pipe()
+    if os.fork() == 0:
+        gone = [not flags_of(row.data_ptr()) for row in (small, large, own)]
+        os.write(writes, bytes(gone))
+        os._exit(0)
+    told = os.read(reads, 8)
+    os.wait()
+    os.close(reads)
+    os.close(writes)
+    assert list(map(bool, told)) == [True, True, False]
+    assert int(large.min()) == 7
+
+
+def test_a_kernel_that_takes_no_advice_is_told_of_and_the_memory_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
+        monkeypatch.setattr(mmap, advice, 12345)
+    pool, _ = make_pool()
+    with pytest.warns(UserWarning, match="pinned host memory is") as told:
+        row = pool.empty(2**21)
+    assert len(told) == 2
+    assert int(row.fill_(3).min()) == 3
 
 
 def test_this_computer_has_host_memory_left_but_not_more_than_is_installed() -> None:
