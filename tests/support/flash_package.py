@@ -218,6 +218,29 @@ class _Dense(torch.autograd.Function):
         return (*grads, None, None, None)
 
 
+class _Together(torch.autograd.Function):
+    """Query, key and value in one tensor, whose gradient is written in three views of one."""
+
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, dropout_p: float, causal: bool) -> Tensor:
+        settings = (dropout_p, qkv.shape[-1] ** -0.5, causal, *_ALL, 0.0, None)
+        q, k, v = (qkv[:, :, number].detach() for number in range(3))
+        out, lse, _, state = torch.ops.flash_attn._flash_attn_forward(q, k, v, *settings, False)
+        ctx.save_for_backward(q, k, v, out, lse, state)
+        ctx.settings = (*settings, False)
+        return out  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        *saved, state = ctx.saved_tensors
+        batch, length, heads, width = saved[0].shape
+        grad = saved[0].new_empty((batch, length, 3, heads, width))
+        grads = (grad[:, :, number] for number in range(3))
+        given = (dout.contiguous(), *saved, *grads, *ctx.settings)
+        torch.ops.flash_attn._flash_attn_backward(*given, rng_state=state)
+        return grad, None, None
+
+
 class _Packed(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -271,9 +294,9 @@ def flash_attn_varlen_func(
     return _Packed.apply(q, k, v, cu_seqlens_q, cu_seqlens_k, *settings)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def flash_attn_qkvpacked_func(qkv: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def flash_attn_qkvpacked_func(qkv: Tensor, dropout_p: float = 0.0, causal: bool = False) -> Tensor:
     """The same of one tensor, (batch, positions, 3, heads, width)."""
-    return flash_attn_func(*qkv.unbind(2), *args, **kwargs)
+    return _Together.apply(qkv, dropout_p, causal)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def flash_attn_with_kvcache(*args: Any, **kwargs: Any) -> Tensor:
