@@ -105,7 +105,7 @@ def test_machines_lists_every_preset_with_its_rates_and_one_with_its_sources() -
     # Memory and GB/s, Tflop/s of bf16, fp16, fp8 and fp32, host, link both ways, update, ring.
     assert named["rtx4090"].split()[1:] == (
         [
-            "24.0",
+            "23.5",
             "GiB",
             "907",
             "120",
