@@ -107,7 +107,8 @@ def solve(
         "host_kernels": host_kernels,
         **({"lowering": lowering} if lowering else {}),
     }
-    asked = ask(list(dict.fromkeys(memory_budget or [None])), shared, output, (file, machine))
+    budgets: list[str | None] = [*dict.fromkeys(memory_budget or ())] or [None]
+    asked = ask(budgets, shared, output, (file, machine))
     keep_stdout_for(as_json, *(one.path for one in asked))
     target = with_changes(machine, device_memory, host_memory, link)
     with stages() as say:

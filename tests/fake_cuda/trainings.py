@@ -280,8 +280,10 @@ def llama_job(optimizer: str = "AdamW", checkpointed: str = "", attention: str =
     """A Hugging Face Llama in bfloat16 autocast, its layers in checkpoints of that kind, if any."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    by_package: dict[str, Any] = {}
     if attention == "flash_attention_2":
         install_flash_package()
+        by_package = {"attn_implementation": attention, "dtype": torch.bfloat16}
 
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -291,8 +293,7 @@ def llama_job(optimizer: str = "AdamW", checkpointed: str = "", attention: str =
         num_attention_heads=HEADS,
         num_key_value_heads=1,
         use_cache=False,
-        attn_implementation=attention,
-        dtype=torch.bfloat16 if attention == "flash_attention_2" else None,
+        **by_package,
     )
     with torch.device(CARD):
         model = LlamaForCausalLM(config)
@@ -328,19 +329,19 @@ def package_job(packed: bool) -> Job:
     optimizer = torch.optim.AdamW(params)
 
     def attention(x: Tensor) -> Tensor:
-        parts = inputs(x).unflatten(-1, (-1, head)).split([HEADS, 1, 1], -2)
+        q, k, v = inputs(x).unflatten(-1, (-1, head)).split([HEADS, 1, 1], -2)
         if not packed:
-            return flash_package.flash_attn_func(*parts, causal=True)
-        rows = (part.flatten(0, 1) for part in parts)
-        lengths = (starts, starts, TOKENS, TOKENS)
-        return flash_package.flash_attn_varlen_func(*rows, *lengths, causal=True).unflatten(
-            0, x.shape[:2]
+            return flash_package.flash_attn_func(q, k, v, causal=True)
+        q, k, v = (part.flatten(0, 1) for part in (q, k, v))
+        mixed = flash_package.flash_attn_varlen_func(
+            q, k, v, starts, starts, TOKENS, TOKENS, causal=True
         )
+        return mixed.unflatten(0, x.shape[:2])  # type: ignore[no-any-return]
 
     def step(x: Tensor) -> Tensor:
         optimizer.zero_grad()
         with torch.autocast(CARD, dtype=torch.bfloat16):
-            loss = output(attention(x).flatten(-2)).float().square().mean()
+            loss: Tensor = output(attention(x).flatten(-2)).float().square().mean()
         loss.backward()
         optimizer.step()
         return loss

@@ -210,7 +210,7 @@ class _Dense(torch.autograd.Function):
         return out  # type: ignore[no-any-return]
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         *saved, state = ctx.saved_tensors
         grads = [torch.empty_like(x) for x in saved[:3]]
         given = (dout.contiguous(), *saved, *grads, *ctx.settings)
@@ -231,7 +231,7 @@ class _Together(torch.autograd.Function):
         return out  # type: ignore[no-any-return]
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         *saved, state = ctx.saved_tensors
         batch, length, heads, width = saved[0].shape
         grad = saved[0].new_empty((batch, length, 3, heads, width))
@@ -253,7 +253,7 @@ class _Packed(torch.autograd.Function):
         return out  # type: ignore[no-any-return]
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, first, second, state = ctx.saved_tensors
         grads = [torch.empty_like(x) for x in (q, k, v)]
         given = (dout.contiguous(), q, k, v, out, lse, *grads, first, second, *ctx.settings)

@@ -18,7 +18,7 @@ class Weighed(torch.autograd.Function):
         return left * right
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         left, right = ctx.saved_tensors
         return 2 * grad * right, 3 * grad * left
 

@@ -25,7 +25,8 @@ LONGEST = SEQUENCES * TOKENS - 5
 
 
 def dense(parts: Tensor, **kwargs: Any) -> Tensor:
-    return flash_package.flash_attn_func(*parts.unbind(2), causal=True, **kwargs)
+    q, k, v = parts.unbind(2)
+    return flash_package.flash_attn_func(q, k, v, causal=True, **kwargs)
 
 
 def together(parts: Tensor, **kwargs: Any) -> Tensor:
@@ -34,11 +35,11 @@ def together(parts: Tensor, **kwargs: Any) -> Tensor:
 
 def packed(parts: Tensor, **kwargs: Any) -> Tensor:
     """Two sequences of unequal length; the starts of queries are those of keys."""
-    rows = (part.flatten(0, 1) for part in parts.unbind(2))
+    q, k, v = (part.flatten(0, 1) for part in parts.unbind(2))
     mixed = flash_package.flash_attn_varlen_func(
-        *rows, STARTS, STARTS, LONGEST, LONGEST, causal=True, **kwargs
+        q, k, v, STARTS, STARTS, LONGEST, LONGEST, causal=True, **kwargs
     )
-    return mixed.unflatten(0, (SEQUENCES, TOKENS))
+    return mixed.unflatten(0, (SEQUENCES, TOKENS))  # type: ignore[no-any-return]
 
 
 Attention = Callable[..., Tensor]
@@ -53,7 +54,7 @@ def training(attention: Attention, **kwargs: Any) -> tuple[Callable[..., Tensor]
     def step(x: Tensor) -> Tensor:
         optimizer.zero_grad()
         mixed = attention(inputs(x).unflatten(-1, (3, HEADS, HEAD)), **kwargs)
-        loss = output(mixed.flatten(2)).square().mean()
+        loss: Tensor = output(mixed.flatten(2)).square().mean()
         loss.backward()
         optimizer.step()
         return loss
@@ -65,7 +66,7 @@ def losses(attention: Attention, policy: str = "") -> list[float]:
     torch._dynamo.reset()
     step, args = training(attention)
     if policy:
-        options = {"policy": policy, "host_kernels": "captured", "quiet": True}
+        options: dict[str, Any] = {"policy": policy, "host_kernels": "captured", "quiet": True}
         step = torch.compile(step, backend="cotrain", options=options)
     return [step(*args).item() for _ in range(3)]
 
