@@ -40,6 +40,7 @@ def side_by_side(machine: Machine, count: int, *, together: float = 1.0) -> Mach
         shared_paths=tuple(paths),
         source=machine.source,
         rates=machine.rates,
+        compute_capability=machine.compute_capability,
     )
 
 
@@ -58,7 +59,7 @@ def seen_from(machine: Machine, device: str, *, crowded: bool = False) -> Machin
     update = next(p.update for p in machine.processors.values() if p.space == Tier.HOST)
     if update is None:
         raise ValueError(f"the host of machine {machine.name} says nothing of its updates")
-    return two_tier(
+    one = two_tier(
         name=f"{machine.name}, {device}",
         device=machine.tier(device),
         host=machine.tier(Tier.HOST),
@@ -72,6 +73,7 @@ def seen_from(machine: Machine, device: str, *, crowded: bool = False) -> Machin
         runs_ahead=works.runs_ahead,
         rates=machine.rates,
     )
+    return one.but(compute_capability=machine.compute_capability)
 
 
 def _duplex(machine: Machine, down: str, up: str) -> float:

@@ -93,6 +93,17 @@ def _twice(*names: str) -> BytesOf:
     return moved
 
 
+def _without(*names: str) -> BytesOf:
+    """All arguments and results once, but not what these arguments had before they are written."""
+
+    def moved(args: Bound, out: Any) -> Any:
+        results = out if isinstance(out, list | tuple) else [out]
+        read = [value for name, value in args.items() if name not in names]
+        return sum(nbytes_of(v) for v in (*read, *results) if isinstance(v, torch.Tensor))
+
+    return moved
+
+
 _LOOK_UPS = ("embedding", "index", "_unsafe_index", "index_select", "gather", "take")
 _SCATTERS = ("scatter", "index_put", "_unsafe_index_put", "index_copy", "index_fill")
 _ADDS = ("scatter_add", "scatter_reduce", "index_add", "index_reduce")
@@ -113,3 +124,13 @@ BYTES_OF: Mapping[str, BytesOf] = {
     **{f"aten::{name}": _twice("input") for name in _NORMS},
     **{f"aten::{name}": _twice("grad_out", "grad_output", "input") for name in _NORM_BACKWARDS},
 }
+
+# Ops of FlashAttention's package, by their own names, as in `op_flops`.
+_OF_PACKAGE: Mapping[str, BytesOf] = {
+    f"_flash_attn{kind}_backward": _without("dq", "dk", "dv") for kind in ("", "_varlen")
+}
+
+
+def bytes_formula(name: str) -> BytesOf | None:
+    """What counts the bytes that the op called `name` moves, where it is not each tensor once."""
+    return BYTES_OF.get(name) or _OF_PACKAGE.get(name.partition("::")[2])

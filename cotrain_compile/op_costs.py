@@ -18,8 +18,9 @@ from torch import fx
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
-from cotrain_compile.op_bytes import BYTES_OF, nbytes_of
-from cotrain_compile.op_flops import FLOPS_OF
+from cotrain_compile.op_bytes import bytes_formula, nbytes_of
+from cotrain_compile.op_calls import arguments_of, target_of
+from cotrain_compile.op_flops import flops_formula
 
 Bound = Mapping[str, Any]
 
@@ -35,18 +36,19 @@ class OpCost:
 
 def cost_of(node: fx.Node) -> OpCost:
     """What a call that writes something costs."""
-    name, args = op_name(node.target), _arguments(node)
-    out = node.meta.get("val")
-    bytes_of = BYTES_OF.get(name)
+    target, args = target_of(node), _arguments(node)
+    name, out = op_name(target), node.meta.get("val")
+    bytes_of = bytes_formula(name)
     moved = bytes_of(args, out) if bytes_of else _all_bytes(node)
-    flops_of = FLOPS_OF.get(name)
+    flops_of = flops_formula(name)
     if flops_of is not None:
         return OpCost(flops_of(args, out), moved)
-    formula = flop_registry.get(getattr(node.target, "overloadpacket", node.target))
+    formula = flop_registry.get(getattr(target, "overloadpacket", target))
     if formula is not None:
-        positional, named = tree_map(_value, (node.args, node.kwargs))
+        positional, named = (node.args, node.kwargs) if target is node.target else ((), args)
+        positional, named = tree_map(_value, (positional, named))
         return OpCost(formula(*positional, **named, out_val=out), moved)
-    return OpCost(0, moved, _is_limited_by_memory(node.target, name))
+    return OpCost(0, moved, _is_limited_by_memory(target, name))
 
 
 def op_name(target: Any) -> str:
@@ -93,11 +95,7 @@ def _is_limited_by_memory(target: Any, name: str) -> bool:
 
 def _arguments(node: fx.Node) -> Bound:
     """Values of the arguments, by the names of the schema."""
-    schema = getattr(node.target, "_schema", None)
-    names = [a.name for a in schema.arguments] if schema is not None else []
-    names += [str(index) for index in range(len(names), len(node.args))]
-    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    return {name: tree_map(_value, argument) for name, argument in given.items()}
+    return {name: tree_map(_value, argument) for name, argument in arguments_of(node).items()}
 
 
 def _all_bytes(node: fx.Node) -> Any:

@@ -111,11 +111,17 @@ def _shapes(args: Bound) -> tuple[Any, Any, Any]:
 
 
 def _kept(full: Any, args: Bound, query: Any, key: Any) -> Any:
-    """The share of `full` that a causal kernel computes: row i has i + 1 of all columns."""
+    """The share of `full` that a causal kernel computes: row i has i + 1 of all columns.
+
+    Where it sees a window of `left` columns behind its own, row i has no more than `left + 1`.
+    """
     rows, columns = query[2], key[2]
-    if args.get("is_causal") is True and statically_known_true(rows <= columns):
-        return full * (rows + 1) // (2 * columns)
-    return full
+    if args.get("is_causal") is not True or not statically_known_true(rows <= columns):
+        return full
+    seen, left = rows + 1, args.get("window_size_left")
+    if isinstance(left, int) and left >= 0 and statically_known_true(left < rows):
+        return full * ((left + 1) * (2 * rows - left)) // (2 * rows * columns)
+    return full * seen // (2 * columns)
 
 
 def _positions_first(flops_of: FlopsOf) -> FlopsOf:
@@ -133,9 +139,20 @@ def _positions_first(flops_of: FlopsOf) -> FlopsOf:
             turned = {n: _longest(args, n, offsets.shape[0] - 1) for n in names}
         causal = args.get("is_causal") is True or args.get("custom_mask_type") == 1
         grad = turned.pop("grad_out_", None)
-        return flops_of(
-            {**turned, **({"grad_out": grad} if grad is not None else {}), "is_causal": causal}, out
-        )
+        told = {"is_causal": causal, "window_size_left": args.get("window_size_left")}
+        return flops_of({**turned, **({"grad_out": grad} if grad is not None else {}), **told}, out)
+
+    return flops
+
+
+_SHORT = {"q": "query", "k": "key", "v": "value", "dout": "grad_out", "causal": "is_causal"}
+
+
+def _of_package(flops_of: FlopsOf) -> FlopsOf:
+    """For ops of FlashAttention's own package, whose arguments have short names."""
+
+    def flops(args: Bound, out: Any) -> Any:
+        return flops_of({_SHORT.get(name, name): value for name, value in args.items()}, out)
 
     return flops
 
@@ -186,6 +203,20 @@ _CONVOLUTIONS = (
     *("convolution", "_convolution", "convolution_overrideable", "cudnn_convolution"),
     *("_slow_conv2d_forward", "slow_conv3d_forward", "_conv_depthwise2d", "conv_depthwise3d"),
 )
+
+# Ops of FlashAttention's package, by their own names: its second and third version and the builds
+# that Hugging Face's kernels fetch have each a namespace of its own.
+_OF_PACKAGE: Mapping[str, FlopsOf] = {
+    f"_flash_attn{kind}_{way}": _of_package(_positions_first(flops_of))
+    for kind in ("", "_varlen")
+    for way, flops_of in (("forward", _attention), ("backward", _attention_backward))
+}
+
+
+def flops_formula(name: str) -> FlopsOf | None:
+    """What counts the flops of the op called `name`, as "aten::mm"; None where none here does."""
+    return FLOPS_OF.get(name) or _OF_PACKAGE.get(name.partition("::")[2])
+
 
 FLOPS_OF: Mapping[str, FlopsOf] = {
     **dict.fromkeys(("aten::_int_mm", "aten::_scaled_mm_v2"), _product),

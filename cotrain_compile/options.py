@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
+from cotrain_compile import default_budget
 from cotrain_compile.errors import OptionError, did_you_mean
 from cotrain_compile.machine import LARGEST, Machine, Tier
 from cotrain_compile.placement.policies import RULES
@@ -124,11 +125,14 @@ class Options:
         return self.lowering_on(device_type) == "inductor" if self.remat is None else self.remat
 
     def budgets(self, machine: Machine) -> dict[Tier, int]:
-        """Bytes allowed on each tier: what the user set, else the tier's capacity."""
-        whole = Size(fraction=1.0)
+        """Bytes allowed on each tier: what the user set, else what is planned for by default."""
+        device, host = self.memory_budget, self.host_memory_budget
+        all_of_it = Size(fraction=1.0)
         return {
-            Tier.DEVICE: (self.memory_budget or whole).of(machine.device.capacity_bytes),
-            Tier.HOST: (self.host_memory_budget or whole).of(machine.host.capacity_bytes),
+            Tier.DEVICE: device.of(machine.device.capacity_bytes)
+            if device
+            else default_budget.of_machine(machine),
+            Tier.HOST: (host or all_of_it).of(machine.host.capacity_bytes),
         }
 
 

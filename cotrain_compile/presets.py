@@ -1,8 +1,8 @@
 """Presets: machines that a step can be planned for without owning one. Names in, `Machine` out.
 
-The figures and their sources are rows of `preset_tables`. A name may be followed by what is
-otherwise: "rtx4090 host-memory=192GiB". A server of several cards ("8xh100") is what one of its
-ranks has of it: its card, an equal share of the host, and a network to the others.
+The figures and their sources are rows of `preset_cards` and `preset_tables`. A name may be followed
+by what is otherwise: "rtx4090 host-memory=192GiB". A server of several cards ("8xh100") is what one
+of its ranks has of it: its card, an equal share of the host, and a network to the others.
 
 An AdamW update with float32 gradient, parameter and two moments reads 4 x 4 bytes and writes
 3 x 4: 28 bytes per parameter. A bfloat16 gradient with a float32 master and a bfloat16 copy moves
@@ -19,14 +19,15 @@ from pathlib import Path
 
 from cotrain_compile.errors import OptionError, did_you_mean
 from cotrain_compile.machine import HostUpdate, Link, Machine, Network, Rates, TierSpec, two_tier
-from cotrain_compile.preset_tables import CARDS, HOSTS, SERVERS, Card, Host, Server
+from cotrain_compile.preset_cards import CARDS, Card
+from cotrain_compile.preset_tables import HOSTS, SERVERS, Host, Server
 from cotrain_compile.sizes import Size
 
 ADAMW_BYTES_PER_PARAMETER = 28
 THIS_MACHINE = "this-machine"
 
 _GB = 10**9
-_GIB = 2**30
+_MIB = 2**20
 _TERA = 10**12
 
 # A copy or kernel that does nothing still takes this long: CUDA launch and DMA set-up, as commonly
@@ -45,9 +46,9 @@ def _machine(card: Card, host: Host) -> Machine:
     """A GPU and its host. Updates and copies share the host's memory in proportion to demand."""
     update = host.adam * ADAMW_BYTES_PER_PARAMETER
     demand = update + host.up + host.down
-    return two_tier(
+    machine = two_tier(
         name=card.name,
-        device=TierSpec(round(card.gib * _GIB), card.memory * _GB, _rates(card), _LAUNCH_S),
+        device=TierSpec(card.mib * _MIB, card.memory * _GB, _rates(card), _LAUNCH_S),
         host=TierSpec(
             host.gb * _GB, host.memory * _GB, {"float32": host.tflops * _TERA}, _HOST_LAUNCH_S
         ),
@@ -57,13 +58,15 @@ def _machine(card: Card, host: Host) -> Machine:
             float(round(update * _GB)), slowdown_while_copying=max(1.0, demand / host.memory)
         ),
         duplex=1.8,
-        source=f"{card.source} {host.source} Slowdown while copying: update and both links over "
-        "the host's memory rate. Duplex, latencies and host flops: assumed; calibrate to replace "
-        "them.",
+        source=f"{card.source} Of memory {card.mib} MiB, as torch reports it; L2 {card.l2} MiB, "
+        f"compute capability {card.chip[0]}.{card.chip[1]}. {host.source} Slowdown while copying: "
+        "update and both links over the host's memory rate. Duplex, latencies and host flops: "
+        "assumed; calibrate to replace them.",
         issue_s=_ISSUE_S,
         runs_ahead=True,
         fuses_updates=True,
     )
+    return machine.but(compute_capability=card.chip)
 
 
 def _rates(card: Card) -> dict[str, float]:

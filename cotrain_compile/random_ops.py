@@ -14,6 +14,8 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
+from cotrain_compile.op_calls import arguments_of, target_of
+
 # Attention has torch's tag of random ops whatever its dropout is (2.11 to 2.15).
 _DROPOUT = "dropout_p"
 
@@ -48,10 +50,26 @@ def _generators(node: fx.Node) -> Iterator[str]:
         if _argument(node, _DROPOUT) != 0:
             yield _device(node)
         return
+    if _drops_untagged(node):
+        yield _device(node)
+        return
     for source in node.all_input_nodes:
         called = _called_graph(source)
         if called is not None:
             yield from generators_in(called)
+
+
+def _drops_untagged(node: fx.Node) -> bool:
+    """Whether it is an op of a package that drops out and has no tag, as FlashAttention's forward.
+
+    A backward, and what is run again, is given the state that the forward has drawn.
+    """
+    named = arguments_of(node) if isinstance(target_of(node), torch._ops.OpOverload) else {}
+    return (
+        not str(target_of(node)).startswith("aten.")
+        and named.get(_DROPOUT, 0) != 0
+        and named.get("rng_state") is None
+    )
 
 
 def _argument(node: fx.Node, name: str) -> Any:

@@ -10,6 +10,7 @@ from cotrain_compile import files, presets
 from cotrain_compile.cli.parameters import MachineName, StepFile
 from cotrain_compile.cli.terminal import Json, console, keep_stdout_for, print_json
 from cotrain_compile.dataflow import Dataflow
+from cotrain_compile.machine import Tier
 from cotrain_compile.options import Options
 
 
@@ -17,8 +18,12 @@ def analyze(
     file: StepFile,
     machine: MachineName = presets.THIS_MACHINE,
     memory_budget: Annotated[
-        str, typer.Option(help='Device memory to fit into: bytes, "20GiB" or "80%".')
-    ] = "100%",
+        str | None,
+        typer.Option(
+            help='Device memory to fit into: bytes, "20GiB" or "80%". '
+            "Default: what a card leaves to a step."
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Say what a step needs: its peak, what the host could take, reuse distances, largest sizes."""
@@ -27,9 +32,8 @@ def analyze(
 
     keep_stdout_for(as_json)
     target = presets.find(machine)
-    budget = Options.parse({"memory_budget": memory_budget}).memory_budget
-    assert budget is not None
-    budget_bytes = budget.of(target.device.capacity_bytes)
+    asked = {"memory_budget": memory_budget} if memory_budget else {}
+    budget_bytes = Options.parse(asked).budgets(target)[Tier.DEVICE]
     dataflow = files.load(file, Dataflow)
     if as_json:
         print_json(analysis_figures(dataflow, target, budget_bytes))

@@ -24,7 +24,10 @@ from cotrain_compile.plan import Plan
 
 @dataclass(frozen=True)
 class Asked:
-    """A budget in the words of who asks for it, the options with it, and where its plan goes."""
+    """A budget in the words of who asks for it, the options with it, and where its plan goes.
+
+    Where nobody asked for one it is called "default".
+    """
 
     budget: str
     options: Options
@@ -41,7 +44,10 @@ class Answered:
 
 
 def ask(
-    budgets: Sequence[str], shared: Mapping[str, Any], output: Path, reads: Sequence[str | Path]
+    budgets: Sequence[str | None],
+    shared: Mapping[str, Any],
+    output: Path,
+    reads: Sequence[str | Path],
 ) -> list[Asked]:
     """Each of `budgets`, all with the `shared` options; several plans go beside `output`.
 
@@ -52,9 +58,9 @@ def ask(
         raise OptionError("--output - takes one plan: give --memory-budget once, or a file")
     asked = [
         Asked(
-            budget,
-            Options.parse({**shared, "memory_budget": budget}),
-            _beside(output, budget) if several else output,
+            budget or "default",
+            Options.parse({**shared, "memory_budget": budget} if budget else shared),
+            _beside(output, budget) if several and budget else output,
         )
         for budget in budgets
     ]

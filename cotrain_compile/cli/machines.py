@@ -16,7 +16,7 @@ from cotrain_compile.units import format_bytes
 from cotrain_compile.viz.text.describe import describe_machine
 
 _DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float32")
-_ROW = "{:13}{:>10}{:>7}{:>7}{:>7}{:>7}{:>7}{:>10}{:>7}{:>5}{:>5}{:>8}{:>6}"
+_ROW = "{:15}{:>11}{:>6}{:>6}{:>6}{:>6}{:>6}{:>11}{:>6}{:>5}{:>5}{:>8}{:>6}"
 
 
 def machines(

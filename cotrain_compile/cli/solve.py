@@ -38,7 +38,8 @@ from cotrain_compile.viz.text.summary import candidates, comparison, summary
 MemoryBudgets = Annotated[
     list[str] | None,
     typer.Option(
-        help='Device memory to keep to: bytes, "20GiB" or "80%". Repeat it for several plans.'
+        help='Device memory to keep to: bytes, "20GiB" or "80%". Repeat it for several plans. '
+        "Default: what a card leaves to a step."
     ),
 ]
 HostBudget = Annotated[str, typer.Option(help="Host memory to keep to, given in the same way.")]
@@ -106,7 +107,8 @@ def solve(
         "host_kernels": host_kernels,
         **({"lowering": lowering} if lowering else {}),
     }
-    asked = ask(list(dict.fromkeys(memory_budget or ["100%"])), shared, output, (file, machine))
+    budgets: list[str | None] = [*dict.fromkeys(memory_budget or ())] or [None]
+    asked = ask(budgets, shared, output, (file, machine))
     keep_stdout_for(as_json, *(one.path for one in asked))
     target = with_changes(machine, device_memory, host_memory, link)
     with stages() as say:

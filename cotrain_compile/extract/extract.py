@@ -45,6 +45,7 @@ from cotrain_compile.extract.scratch import scratch_bytes
 from cotrain_compile.extract.updates import update_groups
 from cotrain_compile.graph import StepGraph, returns_argument_memory
 from cotrain_compile.op_bytes import nbytes_of
+from cotrain_compile.op_calls import target_of
 from cotrain_compile.op_costs import OpCost, computing_dtype, cost_of
 from cotrain_compile.random_ops import generators_of
 from cotrain_compile.user_lines import calling_line
@@ -244,7 +245,7 @@ class _Reader(_Namer):
         self.ops.append(
             Op(
                 name=node.name,
-                target=str(node.target),
+                target=str(target_of(node)),
                 phase=self.step.phases.get(node.name, Phase.FORWARD),
                 reads=reads,
                 writes=writes,

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import torch
 
-from cotrain_compile import presets
+from cotrain_compile import default_budget, presets
 from cotrain_compile.disk_cache import VARIABLE, folder_of
 from cotrain_compile.runtime.cuda.pinned import available_host_bytes
-from cotrain_compile.runtime.cuda.setup import default_budget_bytes, machine_like
+from cotrain_compile.runtime.cuda.setup import machine_like
 from cotrain_compile.runtime.process.cores import Cores, usable_cores
 from cotrain_compile.runtime.process.memory_nodes import (
     as_ranges,
@@ -111,13 +111,14 @@ def _cards() -> Iterator[Finding]:
         properties = torch.cuda.get_device_properties(device)
         free, total = torch.cuda.mem_get_info(device)
         machine = machine_like(properties)
+        budget_bytes = default_budget.of_what_is_free(free, total)
         yield Finding(
             f"card {index}",
             f"{properties.name}, compute capability {properties.major}.{properties.minor}, "
             f"{format_bytes(free)} of {format_bytes(total)} free, cuDNN {_cudnn()}"
             + _place(node_of_card(properties)),
-            used=f"{format_bytes(max(0, default_budget_bytes(free, total)))} as the budget where "
-            f"none is set; {machine.source}{_beside(cores_beside(properties))}",
+            used=f"{format_bytes(max(0, budget_bytes))} as the budget where none is set; "
+            f"{machine.source}{_beside(cores_beside(properties))}",
             change="" if free > total / 2 else "another process has half of its memory or more",
         )
 

@@ -36,11 +36,15 @@ from cotrain_compile.tracing import trace_graph
 from tests.fake_cuda.card import choose_attention, there
 from tests.fake_cuda.trainings import (
     CARD,
+    HEADS,
+    TOKENS,
+    WIDTH,
     Job,
     every_optimizer_job,
     flex_job,
     job,
     llama_job,
+    package_job,
     readme_job,
 )
 
@@ -51,6 +55,9 @@ ATTENTION_OPS = {
     "efficient": aten._scaled_dot_product_efficient_attention.default,
     "cudnn": aten._scaled_dot_product_cudnn_attention.default,
 }
+# With attention by FlashAttention's own package.
+PACKAGED = {"flash package": "", "flash package, packed": "_varlen"}
+LLAMA_PACKAGED = "llama, flash_attention_2"
 SHARE = 0.6  # of what the resident step needs, for "auto"
 
 
@@ -104,6 +111,8 @@ def _run(cell: Cell, step: StepGraph | Exception) -> Result:
     try:
         _look_at_trace(step, cell)
         dataflow = extract(step)
+        if cell.training in (*PACKAGED, LLAMA_PACKAGED):
+            _look_at_package(dataflow, PACKAGED.get(cell.training, ""))
         plan = planned(dataflow, cell)
         placed = run_passes(step, plan)
         host_kernels(placed, "fused")
@@ -128,8 +137,12 @@ def job_of(cell: Cell) -> Job:
         return readme_job()
     if cell.training == "flex":
         return flex_job()
+    if cell.training in PACKAGED:
+        return package_job(packed="packed" in cell.training)
     if cell.training == "llama":
         return llama_job(cell.optimizer, cell.checkpointed)
+    if cell.training == LLAMA_PACKAGED:
+        return llama_job(cell.optimizer, cell.checkpointed, "flash_attention_2")
     return job(
         cell.optimizer,
         cell.precision,
@@ -222,6 +235,24 @@ def _look_at_attention(step: StepGraph, cell: Cell) -> None:
     other = [node.name for node in products if node.meta["val"].dtype != expected]
     assert products, "no product of matrices"
     assert not other, f"not {expected}: {other}"
+
+
+def _look_at_package(dataflow: Dataflow, kind: str) -> None:
+    """Two causal sequences of `TOKENS`, heads that share a key: flops, and what the backward takes.
+
+    It sums the gradient of the query in float32, and has gradients of key and value for each head.
+    """
+    ops = {op.target: op for op in dataflow.ops if op.target.startswith("flash_attn.")}
+    forward = ops.pop(f"flash_attn._flash_attn{kind}_forward.default")
+    backward = ops.pop(f"flash_attn._flash_attn{kind}_backward.default")
+    assert not ops, f"also by {list(ops)}"
+    pairs = 2 * HEADS * TOKENS * (TOKENS + 1) // 2
+    assert forward.flops == 4 * pairs * (WIDTH // HEADS), forward.flops
+    assert backward.flops == 10 * pairs * (WIDTH // HEADS), backward.flops
+    (scratch,) = (b for b in dataflow.buffers if b.role is Role.WORKSPACE)
+    assert scratch.name in backward.writes
+    elements = 2 * TOKENS * WIDTH
+    assert scratch.nbytes == elements * 4 + 2 * elements * 2, scratch.nbytes
 
 
 def _look_at_segments(segments: Any) -> None:

@@ -6,8 +6,10 @@ Built under fake tensors on "cuda"; torch is imported here, so `card.load()` com
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -265,9 +267,23 @@ def readme_job() -> Job:
     return step, (torch.randn(8, 16, device=CARD), torch.randint(0, 4, (8,), device=CARD))
 
 
-def llama_job(optimizer: str = "AdamW", checkpointed: str = "") -> Job:
+def install_flash_package() -> None:
+    """From here on, this process finds a package called flash_attn."""
+    from transformers.utils import import_utils
+
+    sys.path.append(str(Path(__file__).parents[1] / "support" / "packages"))
+    import_utils._package_distribution_mapping.cache_clear()
+    import_utils.is_flash_attn_2_available.cache_clear()
+
+
+def llama_job(optimizer: str = "AdamW", checkpointed: str = "", attention: str = "sdpa") -> Job:
     """A Hugging Face Llama in bfloat16 autocast, its layers in checkpoints of that kind, if any."""
     from transformers import LlamaConfig, LlamaForCausalLM
+
+    by_package: dict[str, Any] = {}
+    if attention == "flash_attention_2":
+        install_flash_package()
+        by_package = {"attn_implementation": attention, "dtype": torch.bfloat16}
 
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -277,6 +293,7 @@ def llama_job(optimizer: str = "AdamW", checkpointed: str = "") -> Job:
         num_attention_heads=HEADS,
         num_key_value_heads=1,
         use_cache=False,
+        **by_package,
     )
     with torch.device(CARD):
         model = LlamaForCausalLM(config)
@@ -295,6 +312,41 @@ def llama_job(optimizer: str = "AdamW", checkpointed: str = "") -> Job:
         return loss  # type: ignore[no-any-return]
 
     return step, (tokens(), tokens())
+
+
+def package_job(packed: bool) -> Job:
+    """Attention by FlashAttention's own package, of two sequences in a row or one behind another.
+
+    Two heads share a key.
+    """
+    from tests.support import flash_package
+
+    head = WIDTH // HEADS
+    with torch.device(CARD):
+        inputs, output = nn.Linear(WIDTH, (HEADS + 2) * head), nn.Linear(WIDTH, WIDTH)
+        starts = torch.tensor([0, TOKENS, 2 * TOKENS], dtype=torch.int32)
+    params = [*inputs.parameters(), *output.parameters()]
+    optimizer = torch.optim.AdamW(params)
+
+    def attention(x: Tensor) -> Tensor:
+        q, k, v = inputs(x).unflatten(-1, (-1, head)).split([HEADS, 1, 1], -2)
+        if not packed:
+            return flash_package.flash_attn_func(q, k, v, causal=True)
+        q, k, v = (part.flatten(0, 1) for part in (q, k, v))
+        mixed = flash_package.flash_attn_varlen_func(
+            q, k, v, starts, starts, TOKENS, TOKENS, causal=True
+        )
+        return mixed.unflatten(0, x.shape[:2])  # type: ignore[no-any-return]
+
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        with torch.autocast(CARD, dtype=torch.bfloat16):
+            loss: Tensor = output(attention(x).flatten(-2)).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step, (torch.randn(2, TOKENS, WIDTH, device=CARD),)
 
 
 def flex_job() -> Job:

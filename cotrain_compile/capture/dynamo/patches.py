@@ -52,6 +52,7 @@ from cotrain_compile.capture.dynamo.numbers_of_ops import numbers_traced
 from cotrain_compile.capture.dynamo.optimizers import build_optimizer_variable, update_itself
 from cotrain_compile.capture.dynamo.own_errors import errors_noted
 from cotrain_compile.capture.dynamo.recompiles import reasons_noted
+from cotrain_compile.capture.dynamo.repeated_arguments import repeated_arguments_traced
 from cotrain_compile.capture.dynamo.rewritten import rewritten, rewritten_traced
 from cotrain_compile.capture.dynamo.scaling import scalers_traced, traced_instead
 from cotrain_compile.capture.dynamo.session import Session
@@ -99,6 +100,7 @@ def whole_step_tracing(session: Session) -> Iterator[None]:
             inference_mode_traced(),
             numbers_traced(),
             class_names_traced(),
+            repeated_arguments_traced(),
         ):
             stack.enter_context(mock.patch.object(owner, name, instead))
         stack.enter_context(scalers_traced())

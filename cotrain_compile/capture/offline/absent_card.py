@@ -19,7 +19,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import fields
 from pathlib import Path
@@ -41,48 +41,36 @@ from cotrain_compile.disk_cache import VARIABLE, is_only_ours, keep_at_most, pri
 from cotrain_compile.errors import OptionError
 from cotrain_compile.machine import Machine
 from cotrain_compile.phases import tell_phase
+from cotrain_compile.preset_cards import CARDS, Card
 
 SOURCE = Path(__file__).with_name("absent_card.cpp")
 HEADER = SOURCE.with_suffix(".h")
 FLAGS = ("-std=c++20", "-O1", "-shared", "-fPIC")
 MOST_BYTES = 16 << 20  # of 30 KiB for each torch
-MOST_BYTES = 16 << 20  # of 30 KiB for each torch
-MOST_BYTES = 16 << 20  # of 30 KiB for each torch
 ANY_CARD: Capability = (8, 0)
 
-# By a word in the name or the source of a machine that says none itself, the compute capability of
-# its card (NVIDIA's list of CUDA GPUs).
-_CAPABILITIES = {
-    "v100": (7, 0),
-    "3090": (8, 6),
-    "a6000": (8, 6),
-    "a100": (8, 0),
-    "4090": (8, 9),
-    "4080": (8, 9),
-    "l40": (8, 9),
-    "h100": (9, 0),
-    "h200": (9, 0),
-    "gh200": (9, 0),
-    "gb200": (10, 0),
-    "b200": (10, 0),
-    "5090": (12, 0),
-    "t4": (7, 5),
+# Cards that no preset is of, by a word in their name (NVIDIA's list of CUDA GPUs).
+_WITHOUT_PRESET: Mapping[str, Capability] = {
     "a30": (8, 0),
-    "a10": (8, 6),
     "a10g": (8, 6),
-    "a40": (8, 6),
-    "l4": (8, 9),
-    "l40s": (8, 9),
-    "h20": (9, 0),
+    "l40": (8, 9),
     "h800": (9, 0),
     "b300": (10, 3),
     "gb300": (10, 3),
-    "6000 ada": (8, 9),
-    "rtx pro 6000": (12, 0),
-    **dict.fromkeys(("a1000", "a2000", "a4000", "a5000", "3060", "3070", "3080"), (8, 6)),
-    **dict.fromkeys(("4060", "4070"), (8, 9)),
-    **dict.fromkeys(("5060", "5070", "5080"), (12, 0)),
+    **dict.fromkeys(("a1000", "a2000", "a4000", "a5000"), (8, 6)),
+    **dict.fromkeys(("5060", "5070"), (12, 0)),
 }
+
+
+def _chip(card: Card) -> str:
+    """Of the words of a card that which names its chip; of an RTX 6000, which several are, all."""
+    numbers = [word for word in card.words.lower().split() if re.search("[0-9]", word)]
+    return card.words.lower() if "6000" in numbers else numbers[0]
+
+
+# By a word in the name or the source of a machine that says none itself, the compute capability of
+# its card.
+_CAPABILITIES = {**_WITHOUT_PRESET, **{_chip(card): card.chip for card in CARDS}}
 
 
 def capability_of(text: str) -> Capability | None:

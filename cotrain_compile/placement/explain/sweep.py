@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from cotrain_compile import default_budget
 from cotrain_compile.analysis.liveness import liveness
 from cotrain_compile.dataflow import Dataflow, Job
 from cotrain_compile.errors import PlacementError
@@ -142,10 +143,10 @@ def device_budgets(
 ) -> tuple[int, ...]:
     """`count` device budgets worth trying: from the least that can do to what the step can use.
 
-    The largest is what the step takes with everything on the device, or what `machine` has. Raises
-    `PlacementError` where even all of that is too little.
+    The largest is what the step takes with everything on the device, or the default budget of
+    `machine`. Raises `PlacementError` where even all of that is too little.
     """
-    most = min(liveness(dataflow).peak_bytes, machine.device.capacity_bytes)
+    most = min(liveness(dataflow).peak_bytes, default_budget.of_machine(machine))
     budgets = {Tier.DEVICE: 1, Tier.HOST: host_budget_bytes}
     least = 1
     try:

@@ -7,7 +7,6 @@ memory that is free, and the device with one pool of pinned memory per process.
 from __future__ import annotations
 
 import os
-import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -16,11 +15,12 @@ from typing import Any
 
 import torch
 
-from cotrain_compile import presets
+from cotrain_compile import default_budget, presets
 from cotrain_compile.errors import OptionError, PlacementError
 from cotrain_compile.machine import Machine, Rates, Tier
 from cotrain_compile.options import Options
 from cotrain_compile.placement.simulate.reserved import Reserved
+from cotrain_compile.preset_cards import like_card
 from cotrain_compile.runtime.course import Piecewise
 from cotrain_compile.runtime.cuda.card import CudaCard
 from cotrain_compile.runtime.cuda.card_rates import tier_of
@@ -31,31 +31,8 @@ from cotrain_compile.runtime.process.cores import Cores
 from cotrain_compile.sizes import Size
 from cotrain_compile.units import format_bytes
 
-# Of the card's memory, for what no plan counts: libraries' workspaces and kernels, and pieces
-# between tensors that are too small to use.
-RESERVE_FRACTION = 0.05
-RESERVE_LEAST_BYTES = 2**29
-
-# A laptop's card has fewer units and less power than the one whose number it has.
-_OTHER_THAN_ITS_NAMESAKE = ("Laptop", "Max-Q", "Mobile", "NVL", "SUPER", "Ti")
-# Cards by words in their name. Of an unknown one the link of the first is assumed: the slowest.
-_KNOWN = (
-    (("3090",), "rtx3090"),
-    (("4080",), "rtx4080"),
-    (("4090",), "rtx4090"),
-    (("5090",), "rtx5090"),
-    (("RTX A6000",), "a6000"),
-    (("L40S",), "l40s"),
-    (("V100",), "v100-dgx2"),
-    (("A100", "40GB"), "a100-40"),
-    (("A100",), "a100-80"),
-    (("GH200",), "gh200"),
-    (("GB200",), "gb200"),
-    (("H200",), "h200"),
-    (("B200",), "b200"),
-    (("H100", "PCIe"), "h100-pcie"),
-    (("H100",), "h100"),
-)
+# Of a card that no preset is of, the link and the host of this one are assumed.
+_LINK_OF_UNKNOWN = "rtx3090"
 
 
 def cuda_machine(name: str, device: torch.device) -> Machine:
@@ -68,21 +45,14 @@ def cuda_machine(name: str, device: torch.device) -> Machine:
     return machine_like(torch.cuda.get_device_properties(device))
 
 
-def _names(card: str, word: str) -> bool:
-    """Whether `word` stands in the name of a card by itself: an RTX A1000 is no A100."""
-    return re.search(rf"(?<![A-Za-z0-9]){re.escape(word)}(?![A-Za-z0-9])", card) is not None
-
-
 def machine_like(properties: Any) -> Machine:
     """A machine with a card of these properties, and this computer's host memory.
 
     A card that no preset describes has the rates that its properties allow.
     """
     card = str(properties.name)
-    known = next((preset for words, preset in _KNOWN if all(_names(card, w) for w in words)), None)
-    if any(_names(card, word) for word in _OTHER_THAN_ITS_NAMESAKE):
-        known = None
-    like = presets.find(known or _KNOWN[0][1])
+    known = like_card(card, int(properties.total_memory))
+    like = presets.find(known.name if known else _LINK_OF_UNKNOWN)
     device = replace(like.device, capacity_bytes=int(properties.total_memory))
     told = f"rates of the preset {like.name}"
     if known is None:
@@ -120,7 +90,7 @@ def within_free_memory(options: Options, values: Sequence[Any], device: torch.de
         )
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     ours_bytes = free + cached + _storage_bytes(values, device.type)
-    device_bytes = default_budget_bytes(ours_bytes, total)
+    device_bytes = default_budget.of_what_is_free(ours_bytes, total)
     if options.memory_budget is not None:
         tell_if_not_free(options.memory_budget.of(total), ours_bytes)
     if options.memory_budget is None and device_bytes <= 0:
@@ -137,11 +107,6 @@ def within_free_memory(options: Options, values: Sequence[Any], device: torch.de
         memory_budget=options.memory_budget or Size(nbytes=device_bytes),
         host_memory_budget=options.host_memory_budget or Size(nbytes=max(1, host_bytes)),
     )
-
-
-def default_budget_bytes(ours_bytes: int, total_bytes: int) -> int:
-    """Of what a step may have of a card with `total_bytes`, what it is planned for by default."""
-    return ours_bytes - max(RESERVE_LEAST_BYTES, int(RESERVE_FRACTION * total_bytes))
 
 
 def tell_if_not_free(budget_bytes: int, ours_bytes: int) -> None:

@@ -94,7 +94,7 @@ def test_a_step_is_told_in_words(tmp_path: Path) -> None:
 def test_a_machine_is_told_in_words(tmp_path: Path) -> None:
     files.save(presets.find("rtx4090"), tmp_path / "machine.json")
     said = run("show", str(tmp_path / "machine.json"))
-    assert "24.0 GiB" in said
+    assert "23.5 GiB" in said
 
 
 def test_machines_lists_every_preset_with_its_rates_and_one_with_its_sources() -> None:
@@ -105,7 +105,7 @@ def test_machines_lists_every_preset_with_its_rates_and_one_with_its_sources() -
     # Memory and GB/s, Tflop/s of bf16, fp16, fp8 and fp32, host, link both ways, update, ring.
     assert named["rtx4090"].split()[1:] == (
         [
-            "24.0",
+            "23.5",
             "GiB",
             "907",
             "120",

@@ -250,6 +250,15 @@ A_CARD = SimpleNamespace(
         ("NVIDIA H100 PCIe", "h100-pcie"),
         ("NVIDIA A100-SXM4-40GB", "a100-40"),
         ("NVIDIA A100-SXM4-80GB", "a100-80"),
+        ("NVIDIA A100-PCIE-40GB", "a100-pcie-40"),
+        ("NVIDIA A100 80GB PCIe", "a100-pcie-80"),
+        ("Tesla V100-SXM2-16GB", "v100-16"),
+        ("Tesla T4", "t4"),
+        ("NVIDIA H20", "h20"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "rtx4090-laptop"),
+        ("NVIDIA GeForce RTX 3080 Ti", "rtx3080ti"),
+        ("NVIDIA RTX 6000 Ada Generation", "rtx6000-ada"),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "rtxpro6000"),
     ],
 )
 def test_a_card_gets_the_rates_of_the_preset_like_it_and_its_own_memory(
@@ -261,14 +270,25 @@ def test_a_card_gets_the_rates_of_the_preset_like_it_and_its_own_memory(
     assert "no preset" not in machine.source
 
 
+@pytest.mark.parametrize(("name", "mib"), [("rtx4060ti-8", 8188), ("rtx4060ti-16", 16380)])
+def test_of_cards_with_one_name_the_one_with_as_much_memory_is_taken(name: str, mib: int) -> None:
+    own = {"name": "NVIDIA GeForce RTX 4060 Ti", "total_memory": mib << 20}
+    machine = machine_like(SimpleNamespace(**{**vars(A_CARD), **own}))
+    assert f"rates of the preset {name};" in machine.source
+
+
 @pytest.mark.parametrize(
     "card",
     [
         "NVIDIA RTX A1000 6GB Laptop GPU",
-        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA GeForce RTX 3070 Ti Laptop GPU",
         "NVIDIA GeForce RTX 3090 Ti",
+        "NVIDIA GeForce RTX 4070 SUPER",
+        "NVIDIA GeForce RTX 4090 D",
         "NVIDIA H100 NVL",
-        "NVIDIA H20",
+        "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
+        "NVIDIA A10G",
+        "Quadro RTX 6000",
     ],
 )
 def test_a_card_is_not_taken_for_one_whose_name_is_in_its_own(card: str) -> None:

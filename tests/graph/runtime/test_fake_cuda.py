@@ -47,7 +47,10 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"precision": "bfloat16 autocast", "attention": "efficient"},
     {"precision": "float16 scaled", "attention": "cudnn"},
 )
-TRAININGS = ("readme", "every optimizer", "llama", "flex")
+TRAININGS = (
+    *("readme", "every optimizer", "llama", "flex"),
+    *("flash package", "flash package, packed", "llama, flash_attention_2"),
+)
 # What a checkpoint of the user's makes again has attention in it; with dropout that is kept.
 CHECKPOINTED: dict[str, dict[str, Any]] = {
     f"{precision}, {attention} in a {kind} checkpoint, {checkpoints}, dropout {dropout}": {
@@ -106,6 +109,8 @@ IN_EVERY_RUN = {
     ("readme", "streamed"),
     ("every optimizer", "zero-offload"),
     ("flex", "auto"),
+    ("flash package, packed", "zero-offload"),
+    ("llama, flash_attention_2", "auto"),
     ("float32", "zero-offload"),
     ("bfloat16 weights", "resident"),
     ("bfloat16 autocast", "auto"),

@@ -12,6 +12,7 @@ from cotrain_compile.errors import OptionError
 from cotrain_compile.files import load, save
 from cotrain_compile.machine import Machine
 from cotrain_compile.machine_devices import seen_from, side_by_side
+from cotrain_compile.preset_cards import CARDS, Card
 from cotrain_compile.presets import (
     ADAMW_BYTES_PER_PARAMETER,
     PRESETS,
@@ -28,8 +29,16 @@ from cotrain_compile.viz.text.describe import describe_machine
 
 DATA = Path(__file__).parents[2] / "data" / "zero_offload_tables.json"
 NAMES = {
-    *("v100-dgx2", "rtx3090", "rtx4080", "rtx4090", "rtx5090", "a6000", "l40s"),
-    *("a100-40", "a100-80", "h100-pcie", "h100", "h200", "gh200", "b200", "gb200"),
+    *("rtx3060", "rtx3070", "rtx3080", "rtx3080-12", "rtx3080ti", "rtx3090"),
+    *("rtx4060", "rtx4060ti-8", "rtx4060ti-16", "rtx4070", "rtx4070ti-super", "rtx4080", "rtx4090"),
+    *("rtx5070ti", "rtx5080", "rtx5090"),
+    *("rtx3060-laptop", "rtx3070-laptop", "rtx3080-laptop", "rtx4060-laptop", "rtx4070-laptop"),
+    *("rtx4080-laptop", "rtx4090-laptop", "rtx5090-laptop"),
+    *("a6000", "rtx6000-ada", "rtxpro6000"),
+    *("v100-16", "v100-32", "v100-dgx2", "v100-pcie-16", "v100-pcie-32"),
+    *("t4", "a10", "a40", "l4", "l40s"),
+    *("a100-40", "a100-80", "a100-pcie-40", "a100-pcie-80"),
+    *("h20", "h100-pcie", "h100", "h200", "gh200", "b200", "gb200"),
     *("8xrtx4090", "8xa100", "8xh100", "8xh200", "2xgh200"),
 }
 
@@ -50,6 +59,23 @@ def test_a_preset_says_where_each_kind_of_figure_comes_from(machine: Machine) ->
     ):
         assert any(word in source for word in words), words
     assert "data sheet" in source or "measured by" in source
+
+
+@pytest.mark.parametrize("card", CARDS, ids=lambda card: card.name)
+def test_a_card_has_the_memory_that_its_driver_reports(card: Card) -> None:
+    assert card.mib % 1024, "a driver keeps some of it"
+    assert PRESETS[card.name].device.capacity_bytes == card.mib << 20
+    assert PRESETS[card.name].compute_capability == card.chip
+
+
+def test_cards_of_one_chip_differ_by_their_power() -> None:
+    """By published steps: 300 W for AD102's cores at full rate make it a 4090; PCIe is no SXM."""
+    rates = {card.name: card.bfloat16 for card in CARDS}
+    assert rates["rtx6000-ada"] == pytest.approx(rates["rtx4090"], rel=0.05)
+    assert rates["rtx6000-ada"] < rates["l40s"] < 0.4 * 362
+    assert 1.2 < rates["a100-80"] / rates["a100-pcie-80"] < rates["a100-40"] / rates["a100-pcie-40"]
+    assert rates["a10"] < 0.6 * rates["a6000"]
+    assert rates["rtx4090-laptop"] < 0.5 * rates["rtx4090"]
 
 
 @pytest.mark.parametrize("machine", PRESETS.values(), ids=lambda machine: machine.name)

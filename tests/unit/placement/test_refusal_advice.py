@@ -69,4 +69,4 @@ def test_a_budget_above_what_the_device_has_is_noted() -> None:
     has = problem.machine.device.capacity_bytes
     assert solve(with_budget(problem, has), SolveSettings("resident")).notes == ()
     (note,) = solve(with_budget(problem, 2 * has), SolveSettings("resident")).notes
-    assert note == ("memory_budget is 48.0 GiB, above the 24.0 GiB that the device of rtx4090 has")
+    assert note == ("memory_budget is 47.0 GiB, above the 23.5 GiB that the device of rtx4090 has")

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from cotrain_compile import files
+from cotrain_compile import default_budget, files
 from cotrain_compile.cli.main import app
 from cotrain_compile.dataflow import Dataflow, Job, SizeExpressions
 from cotrain_compile.errors import OptionError, PlacementError
@@ -96,7 +96,8 @@ def test_budgets_go_from_the_least_to_all_that_can_be_used() -> None:
     assert len(budgets) == 5
     assert budgets[0] == least_bytes(problem)
     assert budgets[-1] == resident_bytes(problem)
-    small = MACHINE.but(device=replace(MACHINE.device, capacity_bytes=budgets[2]))
+    small = MACHINE.but(device=replace(MACHINE.device, capacity_bytes=2 * budgets[2]))
+    assert default_budget.of_machine(small) == budgets[2]
     assert device_budgets(STEP, small, PLENTY, 2) == (budgets[0], budgets[2])
 
 
