@@ -72,8 +72,8 @@ def test_another_step_of_the_same_code_is_told_too() -> None:
         torch._dynamo.reset()
         steps = [make(True) for _ in range(2)]
         for step in steps:
-            assert len(told_by(lambda step=step: [step(x) for _ in range(3)])) == 1, make.__name__
-        assert not told_by(lambda: [step(x) for step in steps], "always")
+            assert len(told_by(lambda step=step: [step(x) for _ in range(3)])) == 1
+        assert not told_by(lambda steps=steps: [step(x) for step in steps], "always")
 
 
 def test_another_step_of_the_same_code_that_does_not_break_is_compiled() -> None:
