@@ -24,8 +24,9 @@ _flags: dict[str, str] = {}
 def refuse_outputs(
     outputs: Mapping[str, Path | None], reads: Iterable[str | os.PathLike[str] | None] = ()
 ) -> None:
-    """Raise `OptionError` where an output, by its flag, cannot be written, or is read or written
-    otherwise; where it is what should be read and is not there, that is said. `reads` may also have names that are of no file, such as those of presets.
+    """Raise `OptionError` where an output, by its flag, cannot be written, is read or written
+    otherwise, or should be read and is not there. `reads` may also have names that are of no file,
+    such as those of presets.
     """
     named = [Path(name) for name in reads if name]
     read = [path for path in named if path.exists()]
