@@ -42,10 +42,12 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def cached_code(module: fx.GraphModule, inputs: Sequence[Any], make: Callable[[], Any]) -> Any:
+def cached_code(
+    module: fx.GraphModule, inputs: Sequence[Any], made_for: object, make: Callable[[], Any]
+) -> Any:
     """What `make` gives for `module` at its `inputs`, which are fake: loaded if it was kept.
 
-    It is called under the settings of Inductor, and within the tracing context, that hold for
+    `made_for` is what else the code depends on, and prints as. `make` is called under the settings of Inductor, and within the tracing context, that hold for
     `make`.
     """
     folder = private_folder("segments")  # it says which code runs
@@ -58,7 +60,7 @@ def cached_code(module: fx.GraphModule, inputs: Sequence[Any], make: Callable[[]
         return make()
     if found is None:  # what Inductor keeps no code of
         return make()
-    digest = hashlib.sha256(f"{found[0]} {package_digest()}".encode()).hexdigest()[:32]
+    digest = hashlib.sha256(f"{found[0]} {made_for} {package_digest()}".encode()).hexdigest()[:32]
     path = folder / digest
     code = _load(path, inputs, settings)
     if code is None:

@@ -24,12 +24,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from cotrain_compile.backends.inductor.code_cache import cached_code
 from cotrain_compile.backends.inductor.scatters import settings_for
+from cotrain_compile.capture.nodes.kernel_strides import strides_of_kernels
 from cotrain_compile.graph import returns_argument_memory
 from cotrain_compile.random_ops import is_random
 
 aten = torch.ops.aten
 
 Code = Callable[[list[Any]], Sequence[Any]]
+Strides = Sequence[tuple[int, ...]]
 
 # Records the calls of a kernel with their addresses, and these change: see decision 18.
 CUDA_GRAPHS = "triton.cudagraphs"
@@ -42,26 +44,38 @@ _TIES_RANDOM_OPS = hasattr(post_grad, "_chain_random_ops_for_ordering")
 
 
 def compile_graph(
-    module: fx.GraphModule, inputs: Sequence[Any], options: Mapping[str, Any]
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    options: Mapping[str, Any],
+    strides: Strides | None = None,
 ) -> Code:
     """Code for `module` at the sizes of `inputs`, which are fake tensors of one mode.
 
-    The code takes its inputs in a list, which it empties, and returns what `module` returns with
-    the same strides. `options` are settings of `torch._inductor.config`. Raises what Inductor does.
+    The code takes its inputs in a list, which it empties, and returns what `module` returns, with
+    these `strides`; without them, as its decomposition lays it out. `options` are settings of `torch._inductor.config`. Raises what Inductor does.
     """
     with (
         config.patch({**DEFAULTS, **options}),
         torch.no_grad(),
         tracing(TracingContext(fake_mode_of(inputs))),
     ):
-        code: Code = cached_code(module, inputs, lambda: _prepare_and_compile(module, inputs))
+        code: Code = cached_code(
+            module, inputs, strides, lambda: _prepare_and_compile(module, inputs, strides)
+        )
     return code
 
 
-def _prepare_and_compile(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-    with fake_mode_of(inputs):
+@strides_of_kernels()  # what Inductor does not compile itself, it calls in ATen
+def _prepare_and_compile(
+    module: fx.GraphModule, inputs: Sequence[Any], strides: Strides | None
+) -> Any:
+    mode = fake_mode_of(inputs)
+    with mode:
         decomposed = make_fx(module, decomposition_table=select_decomp_table())(*inputs)
     scale_before_adding(decomposed.graph)
+    if strides is not None:
+        with mode:
+            _lay_out_results(decomposed.graph, strides)
     decomposed.recompile()  # Inductor's cache looks at the source, not at the graph
     joint_graph_passes(decomposed)
     output = next(iter(decomposed.graph.find_nodes(op="output")))
@@ -69,6 +83,31 @@ def _prepare_and_compile(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
     output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
     with config.patch(settings_for(decomposed.graph)):
         return compile_fx_inner(decomposed, list(inputs))
+
+
+def _lay_out_results(graph: fx.Graph, strides: Strides) -> None:
+    """Copy each result that does not lie in memory by its `strides` into memory that does.
+
+    A decomposition may lay out a result in another way than the op that stands in the trace.
+    """
+    output = next(iter(graph.find_nodes(op="output")))
+    with graph.inserting_before(output):
+        results = [_laid_out(graph, *pair) for pair in zip(output.args[0], strides, strict=True)]
+    output.args = (tuple(results),)
+
+
+def _laid_out(graph: fx.Graph, result: fx.Node, strides: tuple[int, ...]) -> fx.Node:
+    value = result.meta["val"]
+    if all(n < 2 or a == b for n, a, b in zip(value.shape, value.stride(), strides, strict=True)):
+        return result
+    kwargs = {"dtype": value.dtype, "device": value.device}
+    memory = graph.call_function(
+        aten.empty_strided.default, (list(value.shape), list(strides)), kwargs
+    )
+    memory.meta["val"] = torch.empty_strided(value.shape, strides, **kwargs)
+    laid_out = graph.call_function(aten.copy.default, (memory, result))
+    laid_out.meta["val"] = memory.meta["val"]
+    return laid_out
 
 
 def scale_before_adding(graph: fx.Graph) -> None:

@@ -107,7 +107,7 @@ def _compile(equal: Sequence[Segment], settings: Settings) -> Code:
     """The code of `equal` segments."""
     segment = equal[0]
     try:
-        return compile_graph(segment.module, segment.inputs, settings)
+        return compile_graph(segment.module, segment.inputs, settings, segment.strides)
     except Exception as error:
         if (own := raised_by_handler(error)) is not None:
             raise own from None

@@ -31,22 +31,23 @@ Sizes = Mapping[str, int]
 class Segment:
     """One stretch as a graph: `ops` by name, `inputs` as fake tensors of the sizes to compile for.
 
-    `written` are the positions of the inputs that it writes, `stack_trace` is where in the user's
-    code its first op comes from.
+    `strides` are those that others read its results with, `written` are the positions of the inputs
+    that it writes, `stack_trace` is where in the user's code its first op comes from.
     """
 
     name: str
     module: fx.GraphModule
     inputs: tuple[Any, ...]
+    strides: tuple[tuple[int, ...], ...]
     written: tuple[int, ...]
     ops: tuple[str, ...]
     stack_trace: str
 
     @property
     def key(self) -> str:
-        """Equal for segments that compile to the same code: ops, constants, what comes in."""
+        """Equal for segments that compile to the same code: what comes in and goes out."""
         shapes = [f"{v.dtype} {tuple(v.shape)} {v.stride()} {v.device}" for v in self.inputs]
-        return "\n".join([*shapes, str(self.module.graph)])
+        return "\n".join([*shapes, str(self.strides), str(self.module.graph)])
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,6 +121,7 @@ class _Joiner:
             stretch.name,
             module,
             tuple(concrete(node.meta["val"], self._sizes, self._mode) for node in builder.inputs),
+            tuple(_strides(result.meta["val"], self._sizes) for result in results),
             tuple(position for position, n in enumerate(builder.inputs) if n in builder.written),
             tuple(op.name for op in stretch.ops),
             stretch.ops[0].stack_trace or "",
@@ -232,10 +234,13 @@ def _uses(node: fx.Node) -> Iterator[fx.Node]:
 
 def concrete(value: torch.Tensor, sizes: Sizes, mode: Any) -> torch.Tensor:
     """A fake tensor like `value`, with numbers for its dynamic dimensions."""
-    lengths = [concrete_size(size, sizes) for size in value.shape]
-    strides = [concrete_size(stride, sizes) for stride in value.stride()]
+    lengths, strides = [concrete_size(n, sizes) for n in value.shape], _strides(value, sizes)
     with mode:
         return torch.empty_strided(lengths, strides, dtype=value.dtype, device=value.device)
+
+
+def _strides(value: torch.Tensor, sizes: Sizes) -> tuple[int, ...]:
+    return tuple(concrete_size(stride, sizes) for stride in value.stride())
 
 
 def concrete_size(size: Any, sizes: Sizes) -> int:

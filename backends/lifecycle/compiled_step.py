@@ -22,6 +22,7 @@ from cotrain_compile.backends.inductor.lower import LoweredStep
 from cotrain_compile.backends.inductor.program import SegmentedProgram
 from cotrain_compile.backends.lifecycle.deferred import Tail, wait_for_tails
 from cotrain_compile.backends.lifecycle.notebook import facts_of, html_table
+from cotrain_compile.backends.lifecycle.one_home import refuse_two_homes
 from cotrain_compile.backends.lifecycle.partial_update import GO_ON, few
 from cotrain_compile.backends.lifecycle.workspace import beyond_plan
 from cotrain_compile.dataflow import PERSISTENT_ROLES, Role
@@ -267,6 +268,7 @@ class CompiledStep(PlannedStep):
     def bring_home(self, inputs: Sequence[Any]) -> None:
         """Move the step's parameters, states and buffers to where the plan has their homes."""
         tensors = [(p, tier) for p, tier in self._homed if isinstance(inputs[p], torch.Tensor)]
+        refuse_two_homes((self.graph.inputs[p].name, inputs[p], tier) for p, tier in tensors)
         self._device.bring_home([(inputs[position], tier) for position, tier in tensors])
         self._at = [position for position, _ in tensors]
         self._left_at = self._addresses(inputs)

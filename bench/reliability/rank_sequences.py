@@ -72,7 +72,7 @@ def found_by(started: Ranks, sequence: RankSequence) -> Played:
         started.stop()
         return Played(str(error)[-600:])
     wrong = [found for found in of_ranks if found.wrong]
-    if wrong:
+    if wrong or of_ranks[0].is_over:
         started.stop()
     return (wrong or of_ranks)[0]
 

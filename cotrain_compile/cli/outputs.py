@@ -24,13 +24,18 @@ _flags: dict[str, str] = {}
 def refuse_outputs(
     outputs: Mapping[str, Path | None], reads: Iterable[str | os.PathLike[str] | None] = ()
 ) -> None:
-    """Raise `OptionError` where an output, by its flag, cannot be written, or is read or written
-    otherwise. `reads` may also have names that are of no file, such as those of presets.
+    """Raise `OptionError` where an output, by its flag, cannot be written, is read or written
+    otherwise, or should be read and is not there. `reads` may also have names that are of no file,
+    such as those of presets.
     """
-    read = [Path(name) for name in reads if name and os.path.exists(name)]
+    named = [Path(name) for name in reads if name]
+    read = [path for path in named if path.exists()]
+    absent = [path for path in named if path.suffix and path not in read]  # not a preset's name
     asked = {flag: path for flag, path in outputs.items() if path is not None}
     written: dict[str, Path] = {}
     for flag, path in asked.items():
+        if any(_are_one(path, other) for other in absent):
+            raise OptionError(f"{path} is not there, and this command reads it")
         _flags[str(path)] = flag
         files.refuse_unwritable(path, flag)
         if any(_are_one(path, other) for other in read):

@@ -16,7 +16,7 @@ import datetime
 import hashlib
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import CodeType
@@ -28,7 +28,13 @@ from torch import fx
 
 from cotrain_compile.collectives import group_name_of, is_collective
 from cotrain_compile.dataflow import Role
-from cotrain_compile.distribute.meet import LONGEST, SAME_BATCHES, Meeting, meeting_of
+from cotrain_compile.distribute.meet import (
+    AFTER_EXCHANGE,
+    LONGEST,
+    SAME_BATCHES,
+    Meeting,
+    meeting_of,
+)
 from cotrain_compile.distribute.replicas import Digests, Ranks, first_apart, same_on
 from cotrain_compile.distribute.same_numbers import (
     by_rank,
@@ -78,7 +84,7 @@ class _Compiled:
     """What a rank says of the step that it has compiled, for all to compare.
 
     `updates` and `losses` are digests of its numbers, `same_on` has the ranks with the same
-    parameters, `check_every` after how many steps they are compared. `read` has the settings that
+    parameters, `check_every` after how many steps they are compared. `read` has the numbers that
     are inputs: what has changed on this rank once, and is a constant before.
     """
 
@@ -141,7 +147,7 @@ class Together:
             numbers.of_losses,
             same_on(step, dist.get_rank(), ranks, lambda name: frozenset(_members(name))),
             check_every,
-            tuple(item.name for item in step.inputs if item.role is Role.HYPERPARAMETER),
+            tuple(_numbers_read(step)),
         )
         found: list[_Compiled] = self._exchange(own, "compiles")
         self.plans_alike = len({each.fingerprint for each in found}) == 1
@@ -251,7 +257,7 @@ class Together:
             return
         if self._meeting.exchanges == 0:
             left_at = self._meeting.left_at
-            after = "" if left_at is None else f", after a step that failed at exchange {left_at}"
+            after = "" if left_at is None else f", {AFTER_EXCHANGE} {left_at}"
             line = partial(user_line, collective.stack_trace)
             compares = "" if self._digests is None else ", and compares parameters"
             same_values = self._meeting.meet(
@@ -337,6 +343,15 @@ def tell_of_refusal(code: CodeType, error: Exception) -> None:
     together = _of_steps.get(code, ALONE)
     if dist.is_available() and dist.is_initialized():
         together.failed(error)
+
+
+def _numbers_read(step: StepGraph) -> Iterator[str]:
+    """Inputs that may be numbers of Python's: settings of an optimizer, and what has no shape."""
+    for item, node in zip(step.inputs, step.nodes, strict=False):
+        value = node.meta.get("val")
+        is_single = isinstance(value, torch.Tensor) and not value.dim()
+        if item.role is Role.HYPERPARAMETER or (item.role is Role.BATCH and is_single):
+            yield item.name
 
 
 def _read_apart(found: Sequence[Sequence[str]]) -> list[str]:

@@ -38,6 +38,12 @@ SAME_BATCHES = (
     "Run the same code on every rank, on batches of one shape: leave a smaller last batch out "
     "(DataLoader with drop_last=True), or pad the last batch to it"
 )
+# What a rank adds to what it does, where its last step failed between two exchanges.
+AFTER_EXCHANGE = "after a step that failed at exchange"
+LEFT_APART = (
+    "A step that failed has left them at different exchanges, of which the others wait for one: "
+    "start all ranks again from a checkpoint"
+)
 
 
 class Meeting:
@@ -154,9 +160,10 @@ class Meeting:
                 f"{'; '.join(failed)}. So no rank goes on, and nothing was exchanged at this "
                 "point; correct that error, or let every rank leave the same batch out"
             )
+        way_on = LEFT_APART if any(AFTER_EXCHANGE in text for text in each) else SAME_BATCHES
         raise RanksApart(
             "the ranks are about to do different things and would wait for each other for ever: "
-            f"{'; '.join(each)}. {SAME_BATCHES}"
+            f"{'; '.join(each)}. {way_on}"
         )
 
     def _what_each_does(self, told: str) -> list[str]:

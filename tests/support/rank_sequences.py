@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import cotrain_compile
+from cotrain_compile.distribute.meet import LEFT_APART
 from cotrain_compile.errors import CotrainError
 
 SHARED = {
@@ -70,9 +71,13 @@ class RankSequence:
 
 @dataclass
 class Played:
-    """What is wrong ("" where nothing is), and how often calls ended in which way."""
+    """What is wrong ("" where nothing is), and how often calls ended in which way.
+
+    `is_over` says that the ranks were told to start again: their group is left in between.
+    """
 
     wrong: str = ""
+    is_over: bool = False
     ends: Counter[str] = field(default_factory=Counter)
 
 
@@ -97,6 +102,7 @@ def played(rank: int, sequence: RankSequence) -> Played:
             wrong = player.play(act)
             if wrong:
                 player.found.wrong = f"{act}: {wrong}"
+            if wrong or player.found.is_over:
                 break
     return player.found
 
@@ -121,11 +127,12 @@ class _Player:
     def __init__(self, rank: int, sequence: RankSequence) -> None:
         self.rank, self.count = rank, dist.get_world_size()
         self.found = Played()
-        self.is_replica = sequence.shared == "ddp"
         torch.manual_seed(0)
         self.twin = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.0), nn.GELU(), nn.Linear(8, 4))
         self.net = copy.deepcopy(self.twin)
         self.model: Any = SHARED[sequence.shared](self.net)  # type: ignore[operator]
+        # `shard` leaves whole what the ranks cannot have equal parts of.
+        self.is_replica = all(map(_is_whole, self.model.parameters()))
         made = OPTIMIZERS[sequence.optimizer]
         self.optimizer = made(self.model.parameters(), lr=0.01, weight_decay=0.1)
         self.twin_optimizer = made(self.twin.parameters(), lr=0.01, weight_decay=0.1)
@@ -252,6 +259,9 @@ class _Player:
             ends = _of_all(self._call(rows))
             self._note(ends)
         self.told = may_be_told and all(end and end[0] == "RanksApart" for end in ends)
+        if all(end and end[0] == "RanksApart" and LEFT_APART in end[2] for end in ends):
+            self.found.is_over = True
+            return ""
         if any(ends):
             return "" if self.told else f"after {what}: {ends}"
         own = _whole(self.model.state_dict())
@@ -275,7 +285,7 @@ class _Player:
         try:
             self.run(x, torch.full_like(y, 99) if bad else y)
         except Exception as error:
-            told = str(error).partition("\n")[0][:900]
+            told = str(error).partition("\n")[0][:2000]
             return type(error).__name__, isinstance(error, CotrainError), told
         return None
 
@@ -334,8 +344,10 @@ class _Player:
         with torch.no_grad():
             pairs = zip(self.model.parameters(), self.twin.parameters(), strict=True)
             for param, twin in pairs:
-                param.copy_(twin)
-        self._load_optimizer(self.optimizer, self.twin_optimizer.state_dict())
+                _local(param).copy_(twin)
+                state, of_twin = self.optimizer.state[param], self.twin_optimizer.state[twin]
+                for name, value in of_twin.items():
+                    _local(state[name]).copy_(value)
 
     def _undo(self, undo: Any) -> None:
         if undo is not None:
@@ -351,6 +363,12 @@ def _batch(number: int, rank: int, rows: int) -> tuple[Tensor, Tensor]:
 def _local(value: Any) -> Tensor:
     local: Tensor = value.to_local() if isinstance(value, DTensor) else value
     return local.detach()
+
+
+def _is_whole(value: Any) -> bool:
+    """Whether every rank has all of it."""
+    is_parted = isinstance(value, DTensor)
+    return not is_parted or all(place.is_replicate() for place in value.placements)
 
 
 def _full(value: Any) -> Any:

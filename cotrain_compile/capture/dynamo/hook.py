@@ -30,17 +30,20 @@ import torch._dynamo
 import torch._dynamo.convert_frame as convert_frame
 from torch._dynamo import config, trace_rules
 from torch._dynamo.exc import FailOnRecompileLimitHit, ShortenTraceback, UserError
-from torch._dynamo.types import (  # type: ignore[attr-defined]
-    ConvertFrameReturn,
-    FrameAction,
-    FrameExecStrategy,
-)
+from torch._dynamo.types import ConvertFrameReturn
 
 from cotrain_compile.capture.counts import calls_counted
 from cotrain_compile.capture.dynamo.ambient import why_passed_over, why_refused
 from cotrain_compile.capture.dynamo.compute_device import chosen_device, seen_on_compute_device
 from cotrain_compile.capture.dynamo.data_sizes import size_behind
 from cotrain_compile.capture.dynamo.diagnose import diagnose
+from cotrain_compile.capture.dynamo.left_to_eager import (
+    called_step,
+    in_eager,
+    is_left,
+    leave_call,
+    leave_for_good,
+)
 from cotrain_compile.capture.dynamo.patches import whole_step_tracing
 from cotrain_compile.capture.dynamo.session import FrameObjects, Session, active
 from cotrain_compile.capture.dynamo.ways_on import way_on_of
@@ -131,15 +134,23 @@ def _refuse_to_pass_over(
     original = wrapper.__call__
 
     @functools.wraps(original)
-    def compile_or_skip(self: Any, frame: Any, *args: Any) -> ConvertFrameReturn:
-        options = is_ours(getattr(self._torchdynamo_orig_backend, _COMPILER, None))
-        why = None if options is None or config.disable else why_passed_over()
-        if options is None or why is None or trace_rules.check(frame.f_code, frame=frame):
-            return original(self, frame, *args)
-        error = CaptureError(f"{_where(frame.f_code)}: {why}. Nothing was updated.")
-        failed(frame.f_code, error)
+    def compile_or_skip(
+        self: Any, frame: Any, cache_entry: Any, frame_state: Any, *args: Any
+    ) -> ConvertFrameReturn:
+        compiler_fn = getattr(self._torchdynamo_orig_backend, _COMPILER, None)
+        options = is_ours(compiler_fn)
+        if options is None or config.disable or trace_rules.check(frame.f_code, frame=frame):
+            return original(self, frame, cache_entry, frame_state, *args)
+        code, objects = frame.f_code, frame_objects(frame.f_code, frame.closure)
+        step = called_step(code, compiler_fn, objects, frame.f_locals)
+        if is_left(frame_state, step):
+            return in_eager()
+        if (why := why_passed_over()) is None:
+            return original(self, frame, cache_entry, frame_state, *args)
+        error = CaptureError(f"{_where(code)}: {why}. Nothing was updated.")
+        failed(code, error)
         if check(options).on_break == "warn":
-            return _in_eager(error)
+            return leave_call(frame_state, step, error)
         raise _Refused(error)
 
     instead: Any = compile_or_skip
@@ -165,8 +176,9 @@ def _trace_step(
 ) -> ConvertFrameReturn:
     code, device = frame["code"], chosen_device(options.device)
     session = Session(options, code, frame_objects(code, frame["closure"]), device)
+    reason = why_refused()
     try:
-        if reason := why_refused():
+        if reason is not None:
             raise session.refuse(f"{_where(code)}: {reason}. Nothing was updated.")
         with (
             active(session),
@@ -202,7 +214,10 @@ def _trace_step(
         if known is None:
             raise
         if isinstance(known, CaptureError) and warns:
-            return _in_eager(known)
+            values = frame["locals"]
+            step = called_step(code, frame["compiler_fn"], session.frame_objects, values)
+            leave = leave_for_good if reason is None else leave_call
+            return leave(frame["frame_state"], step, known)
         raise known from error
     except BaseException:
         session.undo()
@@ -219,13 +234,6 @@ def _size_from_data(error: Exception, session: Session) -> CaptureError | None:
         return None
     symbols = re.findall(r"\bu\d+\b", str(error).partition("\n")[0])
     return size_behind(symbols, session.graph)
-
-
-def _in_eager(why: CaptureError) -> ConvertFrameReturn:
-    warnings.warn(f"cotrain: the step runs in eager, without a budget. {why}", stacklevel=3)
-    return ConvertFrameReturn(
-        frame_exec_strategy=FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
-    )
 
 
 def _too_many_graphs(session: Session) -> CaptureError | None:

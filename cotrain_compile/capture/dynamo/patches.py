@@ -112,9 +112,7 @@ def whole_step_tracing(session: Session) -> Iterator[None]:
         stack.enter_context(settings_traced(session.function))
         stack.enter_context(leaves_traced(session.leaves_made, session.copied_data))
         stack.enter_context(in_place_traced())
-        # What Inductor compiles has the strides that fake tensors say.
-        if session.options.lowering_on("cpu") == "eager":
-            stack.enter_context(strides_of_kernels())
+        stack.enter_context(strides_of_kernels())
         yield
 
 

@@ -1,5 +1,6 @@
 """Kernel strides: results lie in memory as the kernels of the CPU make them, also in the trace.
 
+What Inductor compiles lays its results out as the trace says; what it calls in ATen does not.
 In: a call in fake tensors and what fake tensors make of it. Out: the same values, whose strides are
 those of the kernel. A trace decides by strides whether a `view` shows memory or has to copy it, and
 so do the user's own lines; corrected afterwards, they would have decided otherwise. So this is done
@@ -8,7 +9,7 @@ of training over inputs in many layouts. There are three kinds:
 
 - `_PLAIN`: the kernel makes a contiguous result, whatever it is given.
 - `_AS_SUGGESTED`: the result is contiguous, or channels last where an argument is.
-- `_AS_SUMS`: the kernel lays the result out as the sum of its first two arguments.
+- `_AS_SUMS`: the kernel lays the result out as the sum of two arguments.
 
 Private torch API used: `FakeTensorMode.dispatch`, `torch._prims_common.suggest_memory_format`.
 Reason: a fake kernel of torch's own cannot be registered again. Tried on torch 2.13.0.
@@ -50,22 +51,32 @@ _AS_SUGGESTED: Mapping[object, int] = {
     aten._batch_norm_no_update.default: 0,
     aten.native_batch_norm_backward.default: 1,
     aten.batch_norm_backward.default: 1,
+    aten.reflection_pad3d.default: 0,
+    aten.replication_pad3d.default: 0,
+    aten.reflection_pad2d_backward.default: 1,
+    aten.reflection_pad3d_backward.default: 1,
     aten.replication_pad2d_backward.default: 1,
+    aten.replication_pad3d_backward.default: 1,
     aten.channel_shuffle.default: 0,
     aten.max_unpool2d.default: 0,
 }
-_AS_SUMS = {
-    aten.copysign.Tensor,
-    aten.div.Tensor_mode,
-    aten.elu_backward.default,
-    aten.floor_divide.default,
-    aten.hardsigmoid_backward.default,
-    aten.hardswish_backward.default,
-    aten.hardtanh_backward.default,
-    aten.logit_backward.default,
-    aten.native_dropout_backward.default,
-    aten.softplus_backward.default,
+# By the positions of the two arguments.
+_AS_SUMS: Mapping[object, tuple[int, int]] = {
+    aten.copysign.Tensor: (0, 1),
+    aten.div.Tensor_mode: (0, 1),
+    aten.elu_backward.default: (0, 1),
+    aten.floor_divide.default: (0, 1),
+    aten.hardsigmoid_backward.default: (0, 1),
+    aten.hardswish_backward.default: (0, 1),
+    aten.hardtanh_backward.default: (0, 1),
+    aten.logit_backward.default: (0, 1),
+    aten.native_dropout_backward.default: (0, 1),
+    aten.softplus_backward.default: (0, 1),
+    aten.xlogy.Tensor: (0, 1),
+    # In training; else it is a leaky ReLU's, whose fake kernel does as the kernel does.
+    aten.rrelu_with_noise_backward.default: (2, 0),
 }
+_LEAKY = aten.rrelu_with_noise_backward.default  # its sixth argument: whether in training
 _DIFFERENT = {*_PLAIN, *_AS_SUGGESTED, *_AS_SUMS}
 
 
@@ -95,7 +106,10 @@ def _as_kernels_do(func: Any, args: Sequence[Any], value: Any) -> Any:
     if any(leaf.device.type != "cpu" for leaf in _tensors(value)):
         return value
     if func in _AS_SUMS:
-        return _laid_out(value, torch.add(*args[:2]).stride())
+        if func is _LEAKY and not args[5]:
+            return value
+        first, second = (args[position] for position in _AS_SUMS[func])
+        return _laid_out(value, torch.add(first, second).stride())
     if func in _PLAIN:
         several = value if isinstance(value, tuple) else (value,)
         made = [

@@ -176,7 +176,7 @@ def test_deeper_models_have_more_segments_but_no_more_kinds() -> None:
 def test_segments_of_one_kind_share_their_code() -> None:
     compiled: list[str] = []
 
-    def count(module: Any, inputs: Any, settings: Any) -> Any:
+    def count(module: Any, inputs: Any, settings: Any, strides: Any) -> Any:
         compiled.append(str(module.graph))
         return lambda arguments: ()
 
@@ -198,10 +198,10 @@ def test_code_compiled_before_comes_from_the_cache_on_disk() -> None:
 
 
 def test_a_failure_of_inductor_names_the_lines_and_the_way_on() -> None:
-    def fail_on_gelu(module: Any, inputs: Any, settings: Any) -> Any:
+    def fail_on_gelu(module: Any, inputs: Any, settings: Any, strides: Any) -> Any:
         if "gelu_backward" in str(module.graph):
             raise NotImplementedError("no lowering for gelu_backward")
-        return compile_graph(module, inputs, settings)
+        return compile_graph(module, inputs, settings, strides)
 
     with mock.patch.object(lowering, "compile_graph", fail_on_gelu):
         with pytest.raises(LoweringError) as refusal:

@@ -36,7 +36,9 @@ from tests.support.steps import CASES, OPTIMIZERS, Step, cotrain, make_step
 class Interpreted:
     """Runs a segment's graph as it is, and empties the list of inputs as compiled code does."""
 
-    def __init__(self, module: fx.GraphModule, inputs: Sequence[Any], settings: Any) -> None:
+    def __init__(
+        self, module: fx.GraphModule, inputs: Sequence[Any], settings: Any, strides: Any
+    ) -> None:
         self.module = module
         shown = module.graph.find_nodes(op="placeholder")
         assert len(shown) == len(inputs)

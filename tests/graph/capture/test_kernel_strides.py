@@ -127,6 +127,12 @@ NORMS: dict[str, tuple[Op, int]] = {
     "power of a number": (lambda x: 2.0**x, 2),
     "rounded quotient": (lambda x: x + torch.div(x, torch.tensor(2.0), rounding_mode="floor"), 2),
     "replicated edges": (lambda x: F.pad(x, (1, 1, 1, 1), mode="replicate"), 4),
+    "reflected edges of images": (lambda x: F.pad(x, (1, 1, 1, 1), mode="reflect"), 4),
+    "reflected edges of volumes": (lambda x: F.pad(x, (1,) * 6, mode="reflect"), 5),
+    "replicated edges of volumes": (lambda x: F.pad(x, (1,) * 6, mode="replicate"), 5),
+    "random leaks": (lambda x: F.rrelu(x, training=True), 2),
+    "leaks": (lambda x: F.rrelu(x, training=False), 2),
+    "product with a logarithm": (lambda x: torch.xlogy(x, x.detach() ** 2), 2),
 }
 OTHERS: dict[str, tuple[Op, int]] = {
     "group norm": (group_norm, 4),

@@ -10,15 +10,33 @@ from tests.support.ranks import Ranks
 # A part that one rank edits is its own; a setting is not, nor is a replica.
 SHARDED = RankSequence("shard", "sgd", (Act("call"), Act("edit", 0), Act("weight_decay", 1)))
 REPLICAS = RankSequence("ddp", "sgd", (Act("call"), Act("edit", 1), Act("bad index", 0)))
+# A number that one rank alone has changed is an input there, and is told with the way on.
+NUMBER = RankSequence("fully_shard", "adamw", (Act("call"), Act("scale", 1), Act("load")))
+# One rank waits for an exchange that the other has not come to.
+BETWEEN = RankSequence("shard", "sgd", (Act("call"), Act("bad index", 0), Act("call")))
 
 
-def check(ranks: Ranks, sequence: RankSequence) -> None:
-    assert [found.wrong for found in ranks.run(played, sequence)] == [""] * ranks.count
+def check(ranks: Ranks, sequence: RankSequence) -> bool:
+    """Whether the ranks were told to start again, and are stopped."""
+    of_ranks = ranks.run(played, sequence)
+    assert [found.wrong for found in of_ranks] == [""] * ranks.count
+    is_over: bool = of_ranks[0].is_over
+    if is_over:
+        ranks.stop()
+    return is_over
 
 
 @pytest.mark.parametrize("sequence", [SHARDED, REPLICAS], ids=["shard", "ddp"])
 def test_all_ranks_train_or_all_are_told(two_ranks: Ranks, sequence: RankSequence) -> None:
     check(two_ranks, sequence)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("sequence", "is_over"), [(NUMBER, False), (BETWEEN, True)])
+def test_the_way_on_is_the_one_that_helps(
+    two_ranks: Ranks, sequence: RankSequence, is_over: bool
+) -> None:
+    assert check(two_ranks, sequence) is is_over
 
 
 @pytest.mark.long

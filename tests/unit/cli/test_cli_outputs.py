@@ -72,6 +72,21 @@ def test_what_is_read_is_not_written_over(
     assert (folder / name).read_bytes() == before
 
 
+@pytest.mark.parametrize("name", ["absent.json", "nowhere/absent.json"])
+@pytest.mark.parametrize("command", ["solve READ -o READ --machine rtx4090", "graph READ -o READ"])
+def test_what_should_be_read_and_is_absent_is_not_blamed_on_the_output(
+    command: str,
+    name: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    said = error_of(monkeypatch, capsys, *command.replace("READ", name).split())
+    assert f"{name} is not there, and this command reads it" in said
+    assert "--output" not in said
+    assert not (folder / name).exists()
+
+
 def test_a_sweep_is_not_written_over_its_step(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,0 +1,29 @@
+"""One home: tensors that share memory lie on one tier, whatever a plan made for them apart says.
+
+In: the tensors of a call, each with the tier of its home. Out: a refusal where tensors that were
+apart when the step was planned have become parts of one, and their homes are on both tiers: the
+memory can be on one alone, and the plan's figures would not be what the step takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from cotrain_compile.errors import CaptureError
+from cotrain_compile.machine import Tier
+
+
+def refuse_two_homes(homed: Iterable[tuple[str, torch.Tensor, Tier]]) -> None:
+    """Raise `CaptureError` where tensors with homes on both tiers share memory; by their names."""
+    first: dict[int, tuple[str, Tier]] = {}
+    for name, tensor, tier in homed:
+        other, its_tier = first.setdefault(tensor.untyped_storage()._cdata, (name, tier))
+        if its_tier is not tier:
+            raise CaptureError(
+                f"{other} and {name} share memory, which they did not when the step was planned: "
+                f"the home of one is on the {its_tier.value}, of the other on the {tier.value}. "
+                "Give each its own (p.data = p.data.clone()), or call torch._dynamo.reset() to "
+                "have the step planned for tensors that share memory. Nothing was updated"
+            )
