@@ -63,13 +63,18 @@ def pins_left(count: int) -> None:
 
 
 @contextmanager
-def delays(most_us: int, seed: int = 0) -> Iterator[None]:
-    """Within it, a third of all copies and ops come up to so much late."""
-    _runtime().stub_card_delays(ctypes.c_int64(most_us), ctypes.c_uint32(seed))
+def delays(*, copies_us: int = 0, ops_us: int = 0, seed: int = 0) -> Iterator[None]:
+    """Within it, a third of all copies and of all ops come up to so much late."""
+
+    def late(copies_us: int, ops_us: int) -> None:
+        most = ctypes.c_int64(copies_us), ctypes.c_int64(ops_us)
+        _runtime().stub_card_delays(*most, ctypes.c_uint32(seed))
+
+    late(copies_us, ops_us)
     try:
         yield
     finally:
-        _runtime().stub_card_delays(ctypes.c_int64(0), ctypes.c_uint32(0))
+        late(0, 0)
 
 
 @contextmanager

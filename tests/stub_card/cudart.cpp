@@ -116,7 +116,7 @@ void move_bytes(void* to, const void* from, size_t bytes, Kind to_kind, Kind fro
     fault("a copy of " + std::to_string(bytes) + " bytes whose memory is gone when it begins");
     return;
   }
-  if (int64_t delay = next_delay_us()) {
+  if (int64_t delay = next_delay_us(&Settings::copies_late_us)) {
     std::memset(to, 0xFF, bytes);  // whoever reads it now sees it
     sleep_us(delay);
   }
@@ -159,9 +159,10 @@ void stub_card_total(size_t bytes) {
   std::lock_guard<std::mutex> lock(mutex);
   settings.total_bytes = bytes;
 }
-void stub_card_delays(int64_t most_us, uint32_t seed) {
+void stub_card_delays(int64_t copies_us, int64_t ops_us, uint32_t seed) {
   std::lock_guard<std::mutex> lock(mutex);
-  settings.most_delay_us = most_us;
+  settings.copies_late_us = copies_us;
+  settings.ops_late_us = ops_us;
   random_numbers.seed(seed);
 }
 void stub_card_pins_left(int64_t count) {
@@ -169,7 +170,7 @@ void stub_card_pins_left(int64_t count) {
   settings.pins_left = count;
 }
 void stub_card_fault(const char* text) { fault(text); }
-int64_t stub_card_delay_us() { return next_delay_us(); }
+int64_t stub_card_op_delay_us() { return next_delay_us(&Settings::ops_late_us); }
 
 // Each fault, and each kernel that did nothing, since it was last asked: a line each.
 const char* stub_card_faults() {

@@ -13,14 +13,16 @@
 #include <c10/cuda/CUDAStream.h>
 #include <torch/library.h>
 
+#include <chrono>
 #include <functional>
 #include <set>
 #include <string>
+#include <thread>
 #include <vector>
 
 extern "C" {
 void stub_card_fault(const char* text);
-int64_t stub_card_delay_us();
+int64_t stub_card_op_delay_us();
 }
 
 namespace {
@@ -94,9 +96,7 @@ at::Generator cpu_generator(const std::optional<at::Generator>& given) {
 void to_the_cpu(const OperatorHandle& op, Stack& stack) {
   auto& arguments = op.schema().arguments();
   for (size_t i = 0; i < arguments.size(); ++i) {
-    auto& type = *arguments[i].type();
-    bool draws = type.isSubtypeOf(*c10::OptionalType::create(c10::GeneratorType::get()));
-    if (draws && type.kind() != c10::TypeKind::NoneType) {
+    if (arguments[i].type()->isSubtypeOf(*c10::OptionalType::create(c10::GeneratorType::get()))) {
       auto given = stack[i].isNone() ? std::nullopt : std::optional<at::Generator>(stack[i].toGenerator());
       stack[i] = cpu_generator(given);
     } else if (stack[i].isDevice()) {
@@ -125,7 +125,7 @@ struct Launch {
 
 void run(void* data) {
   std::unique_ptr<Launch> launch(static_cast<Launch*>(data));
-  if (int64_t delay = stub_card_delay_us()) std::this_thread::sleep_for(std::chrono::microseconds(delay));
+  if (int64_t delay = stub_card_op_delay_us()) std::this_thread::sleep_for(std::chrono::microseconds(delay));
   at::NoGradGuard no_grad;
   at::AutoDispatchBelowADInplaceOrView below;
   try {

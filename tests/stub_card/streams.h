@@ -28,7 +28,8 @@ inline double now_s() {
 // What a test chooses.
 struct Settings {
   size_t total_bytes = size_t(2) << 30;
-  int64_t most_delay_us = 0;  // a third of all work begins up to so much late
+  // A third of all copies and of all ops begin up to so much late.
+  int64_t copies_late_us = 0, ops_late_us = 0;
   int64_t pins_left = -1;     // how many calls that pin memory go well; below 0 all do
 };
 
@@ -42,10 +43,10 @@ inline void fault(const std::string& text) {
   faults.push_back(text);
 }
 
-inline int64_t next_delay_us() {
+inline int64_t next_delay_us(int64_t Settings::*most_us) {
   std::lock_guard<std::mutex> lock(mutex);
-  if (settings.most_delay_us == 0 || random_numbers() % 3 != 0) return 0;
-  return int64_t(random_numbers() % uint64_t(settings.most_delay_us));
+  if (settings.*most_us == 0 || random_numbers() % 3 != 0) return 0;
+  return int64_t(random_numbers() % uint64_t(settings.*most_us));
 }
 
 // Memory.
