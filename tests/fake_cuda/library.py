@@ -42,7 +42,8 @@ def library() -> Path:
 
 def built(name: str, told: Sequence[str], build: Callable[[Path], None]) -> Path:
     """What `build(target)` makes for this torch and compiler of all in `told`, made but once."""
-    assert (found := compiler()) is not None
+    found = compiler()
+    assert found is not None
     version = importlib.metadata.version("torch")
     key = hashlib.sha256("\n".join((*told, version, found)).encode()).hexdigest()[:16]
     folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "cotrain-tests" / key
@@ -58,7 +59,8 @@ def built(name: str, told: Sequence[str], build: Callable[[Path], None]) -> Path
 
 def compile_to(target: Path, sources: Sequence[Path], *flags: str) -> None:
     """Compile beside `target` and rename: a build that is cut short leaves nothing."""
-    assert (found := compiler()) is not None
+    found = compiler()
+    assert found is not None
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         made = Path(folder) / target.name
         command = [found, *FLAGS, *map(str, sources), "-o", str(made), *flags]

@@ -63,12 +63,12 @@ def pins_left(count: int) -> None:
 
 
 @contextmanager
-def delays(*, copies_us: int = 0, ops_us: int = 0, seed: int = 0) -> Iterator[None]:
-    """Within it, a third of all copies and of all ops come up to so much late."""
+def delays(*, copies_us: int = 0, ops_us: int = 0, every: int = 3, seed: int = 0) -> Iterator[None]:
+    """Within it, one of `every` copies and ops, by chance, comes up to so much late."""
 
     def late(copies_us: int, ops_us: int) -> None:
         most = ctypes.c_int64(copies_us), ctypes.c_int64(ops_us)
-        _runtime().stub_card_delays(*most, ctypes.c_uint32(seed))
+        _runtime().stub_card_delays(*most, ctypes.c_uint32(every), ctypes.c_uint32(seed))
 
     late(copies_us, ops_us)
     try:

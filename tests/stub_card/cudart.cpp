@@ -159,10 +159,11 @@ void stub_card_total(size_t bytes) {
   std::lock_guard<std::mutex> lock(mutex);
   settings.total_bytes = bytes;
 }
-void stub_card_delays(int64_t copies_us, int64_t ops_us, uint32_t seed) {
+void stub_card_delays(int64_t copies_us, int64_t ops_us, uint32_t every, uint32_t seed) {
   std::lock_guard<std::mutex> lock(mutex);
   settings.copies_late_us = copies_us;
   settings.ops_late_us = ops_us;
+  settings.late_every = every;
   random_numbers.seed(seed);
 }
 void stub_card_pins_left(int64_t count) {

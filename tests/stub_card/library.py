@@ -44,7 +44,9 @@ def _called() -> set[tuple[str, str]]:
     """Functions of runtime and driver that torch links, each with the library it is looked for."""
     found: set[tuple[str, str]] = set()
     for path in (torch_folder() / "lib").glob("*.so"):
-        said = subprocess.run(["nm", "-D", "--undefined-only", path], capture_output=True, text=True)
+        said = subprocess.run(
+            ["nm", "-D", "--undefined-only", path], capture_output=True, text=True
+        )
         found.update(_CALLED.findall(said.stdout))
     return found
 
@@ -92,4 +94,6 @@ def _not_supported(names: list[str]) -> str:
 
 def _build_kernels(target: Path) -> None:
     linked = torch_flags("torch_cuda", "c10_cuda")
-    compile_to(target, [KERNELS], *_headers(), *linked, f"-L{runtime().parent}", f"-l:{runtime().name}")
+    compile_to(
+        target, [KERNELS], *_headers(), *linked, f"-L{runtime().parent}", f"-l:{runtime().name}"
+    )

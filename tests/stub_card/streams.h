@@ -28,8 +28,9 @@ inline double now_s() {
 // What a test chooses.
 struct Settings {
   size_t total_bytes = size_t(2) << 30;
-  // A third of all copies and of all ops begin up to so much late.
+  // One of `late_every` copies and ops begins up to so much late.
   int64_t copies_late_us = 0, ops_late_us = 0;
+  uint32_t late_every = 3;
   int64_t pins_left = -1;     // how many calls that pin memory go well; below 0 all do
 };
 
@@ -45,7 +46,7 @@ inline void fault(const std::string& text) {
 
 inline int64_t next_delay_us(int64_t Settings::*most_us) {
   std::lock_guard<std::mutex> lock(mutex);
-  if (settings.*most_us == 0 || random_numbers() % 3 != 0) return 0;
+  if (settings.*most_us == 0 || random_numbers() % settings.late_every != 0) return 0;
   return int64_t(random_numbers() % uint64_t(settings.*most_us));
 }
 

@@ -21,7 +21,6 @@ from cotrain_compile.machine import Tier
 from cotrain_compile.plan import Lane
 from cotrain_compile.runtime.cuda import device as cuda
 from cotrain_compile.runtime.cuda.card import CudaCard
-from cotrain_compile.runtime.cuda.pinned import PinnedPool, Slab
 from cotrain_compile.runtime.cuda.setup import pool
 from tests.gpu.cuda_training import CudaTraining
 from tests.stub_card import card
@@ -146,14 +145,17 @@ LEFT_OUT: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str, str]] 
 }
 
 
+VERY_LATE = {"ops": {"ops_us": 10 * LATE_US}, "copies": {"copies_us": 50 * LATE_US, "every": 1}}
+
+
 @pytest.mark.parametrize(
-    ("wait", "placed"), [(name, policy) for name, (_, policy, _) in LEFT_OUT.items()], indirect=["placed"]
+    ("wait", "placed"),
+    [(name, policy) for name, (_, policy, _) in LEFT_OUT.items()],
+    indirect=["placed"],
 )
-def test_a_wait_that_is_left_out_shows(
-    placed: Training, expected: list[Tensor], wait: str
-) -> None:
+def test_a_wait_that_is_left_out_shows(placed: Training, expected: list[Tensor], wait: str) -> None:
     left_out, _, late = LEFT_OUT[wait]
-    with left_out(), card.delays(**{f"{late}_us": 10 * LATE_US}):
+    with left_out(), card.delays(**VERY_LATE[late]):
         found = placed.run_again()
         torch.cuda.synchronize()
     with pytest.raises(AssertionError):
@@ -242,6 +244,7 @@ def test_a_pin_that_fails_leaves_no_error_for_the_next_kernel() -> None:
     assert not row.is_pinned()
     with pytest.raises(RuntimeError, match="registered memory region"):
         pinning.unpin(row)
+    assert torch.ones(1, device="cuda").item() == 1
 
 
 def test_a_card_with_less_memory_than_the_budget_says_is_planned_for_again() -> None:
@@ -285,5 +288,5 @@ def test_a_timed_step_has_a_span_for_every_task() -> None:
     measured = placed.inspected.measured
     assert measured is not None
     assert {task.name for task in placed.inspected.plan.tasks} <= {s.name for s in measured.spans}
-    assert all(measured.lane(lane) for lane in Lane)
+    assert len(measured.lane(Lane.DEVICE)) > 20
     assert all(span.end_s >= span.start_s for span in measured.spans)
