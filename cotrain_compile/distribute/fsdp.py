@@ -6,7 +6,7 @@ the hooks, and what of a set-up it cannot do. The model is not changed: it still
 
 Private torch API used: `FSDPState`, `FSDPParamGroup` and `FSDPParam` (`torch.distributed.fsdp.
 _fully_shard`), their policies and flags. Reason: nothing public says how a model was sharded.
-Tried on torch 2.13.0.
+Tried on torch 2.13.0, 2.14.1 and 2.15.0.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def gatherings(state: FSDPState) -> dict[int, Gathering]:
     """How the parameters of `state` are gathered, by the id of what rests."""
     found = {}
     for group in state._fsdp_param_groups:
-        policy = group.mp_policy
         for held in group.fsdp_params:
+            policy = held.mp_policy
             own = held.sharded_param.dtype
             low = policy.param_dtype if own.is_floating_point else None
             found[id(held.sharded_param)] = Gathering(low, policy.reduce_dtype or low)
@@ -118,7 +118,8 @@ def _why_state_refused(state: FSDPState) -> str | None:
                 "gradient is, and a captured step takes the mean over all ranks; leave them out, "
                 "and scale the loss in place of the gradient"
             )
-        if torch.float16 in (group.mp_policy.param_dtype, group.mp_policy.reduce_dtype):
+        policies = [held.mp_policy for held in group.fsdp_params]
+        if any(torch.float16 in (each.param_dtype, each.reduce_dtype) for each in policies):
             return (
                 "MixedPrecisionPolicy reduces gradients in float16, whose sums may overflow; use "
                 "torch.bfloat16, or torch.autocast in the step"

@@ -18,14 +18,16 @@ WIDTH = 1024
 CUDA = "cuda"
 
 
-def make_wide() -> nn.Module:
-    """Six layers of 4 MiB of weights each, with dropout."""
-    layers = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.1)) for _ in range(6))
-    return nn.Sequential(*layers)
+def make_wide(width: int = WIDTH, layers: int = 6) -> nn.Module:
+    """Layers with dropout, of 4 MiB of weights each if nothing else is said."""
+    of_one = (
+        nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Dropout(0.1)) for _ in range(layers)
+    )
+    return nn.Sequential(*of_one)
 
 
-def wide_batch(rows: int) -> tuple[Tensor, Tensor]:
-    return torch.randn(rows, WIDTH), torch.randn(rows, WIDTH)
+def wide_batch(rows: int, width: int = WIDTH) -> tuple[Tensor, Tensor]:
+    return torch.randn(rows, width), torch.randn(rows, width)
 
 
 class CudaTraining:
@@ -35,13 +37,20 @@ class CudaTraining:
     """
 
     def __init__(
-        self, name: str = "wide", *, built_on: str = CUDA, rows: int = 512, **options: Any
+        self,
+        name: str = "wide",
+        *,
+        built_on: str = CUDA,
+        rows: int = 512,
+        width: int = WIDTH,
+        layers: int = 6,
+        **options: Any,
     ) -> None:
         torch._dynamo.reset()
         torch.manual_seed(SEED)
-        self.name, self.rows = name, rows
-        make = make_wide if name == "wide" else CASES[name].make_model
-        self.model = make().train().to(built_on)
+        self.name, self.rows, self.width = name, rows, width
+        made = make_wide(width, layers) if name == "wide" else CASES[name].make_model()
+        self.model = made.train().to(built_on)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, foreach=False)
         self.compiled: Callable[..., Tensor] = torch.compile(
             self.eager, backend="cotrain", options=options
@@ -62,7 +71,7 @@ class CudaTraining:
 
     def batch(self, rows: int | None = None) -> tuple[Tensor, ...]:
         wide = self.name == "wide"
-        made = wide_batch(rows or self.rows) if wide else CASES[self.name].make_batch()
+        made = wide_batch(rows or self.rows, self.width) if wide else CASES[self.name].make_batch()
         return tuple(tensor.to(CUDA) for tensor in made)
 
     def run(self, step: Callable[..., Tensor] | None = None, steps: int = 4) -> list[Tensor]:

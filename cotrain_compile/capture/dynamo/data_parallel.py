@@ -27,6 +27,7 @@ from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch.fx.traceback import annotate, preserve_node_meta
 from torch.nn.parallel import DistributedDataParallel
 
+from cotrain_compile.capture.dynamo.attributes import attribute_of
 from cotrain_compile.capture.dynamo.gradient_hooks import can_be_traced
 from cotrain_compile.capture.dynamo.session import Session
 from cotrain_compile.capture.nodes.phases import PHASE_ANNOTATION
@@ -56,7 +57,7 @@ def forward_traced(session: Session, tx: Any, func: Any, args: list[Any]) -> tup
     if why is not None:
         _refuse(session, why)
     seen = _seen_by(session, tx).setdefault(id(module), instead.seen_first(module))
-    wanted = args[0].var_getattr(tx, "require_backward_grad_sync").as_python_constant()
+    wanted = attribute_of(args[0], tx, "require_backward_grad_sync").as_python_constant()
     if torch.is_grad_enabled():
         seen.synchronises = bool(wanted)
     told = [ConstantVariable.create(seen.group_name), ConstantVariable.create(seen.ranks)]
@@ -126,7 +127,7 @@ def _take_means(session: Session, tx: Any, seen: instead.SeenDdp) -> None:
     told = [ConstantVariable.create(seen.group_name), ConstantVariable.create(seen.ranks)]
     take_mean: Any = instead.take_mean
     for leaf in seen.added_to.values():
-        if not leaf.var_getattr(tx, "grad").is_tensor():
+        if not attribute_of(leaf, tx, "grad").is_tensor():
             _refuse(session, _TAKEN_BY_A_HOOK)
         with preserve_node_meta(), annotate({PHASE_ANNOTATION: "mean"}):
             UserFunctionVariable(take_mean).call_function(tx, [leaf, *told], {})

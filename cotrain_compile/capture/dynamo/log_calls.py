@@ -27,6 +27,7 @@ from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.functions import SkipFunctionVariable
 from torch._dynamo.variables.misc import LoggingLoggerVariable
 
+from cotrain_compile.capture.dynamo.attributes import LOOK_UP
 from cotrain_compile.capture.dynamo.own_errors import exception_of
 
 Patch = tuple[Any, str, Any]
@@ -72,10 +73,8 @@ def log_calls_traced(said: Said) -> Iterator[Patch]:
     """What is replaced so that a trace says what a step logs and warns of."""
     logged = _logged(said, LoggingLoggerVariable.call_method)
     yield LoggingLoggerVariable, "call_method", logged
-    # Attribute look-up is the first up to torch 2.14, the second from 2.15 on.
-    for name in ("var_getattr", "tp_getattro_impl"):
-        if hasattr(LoggingLoggerVariable, name):
-            yield LoggingLoggerVariable, name, _asked(getattr(LoggingLoggerVariable, name))
+    asked = _asked(getattr(LoggingLoggerVariable, LOOK_UP))
+    yield LoggingLoggerVariable, LOOK_UP, asked
     called = _called(said, SkipFunctionVariable.call_function)
     yield SkipFunctionVariable, "call_function", called
 

@@ -66,7 +66,7 @@ class CapturedOptimizer(UserDefinedObjectVariable):
     value: torch.optim.Optimizer
     _nonvar_fields = {"session", *UserDefinedObjectVariable._nonvar_fields}  # noqa: RUF012
 
-    # Attribute look-up is `var_getattr` up to torch 2.14 and `tp_getattro_impl` from 2.15 on.
+    # Attribute look-up is `attributes.LOOK_UP` says which a torch calls.
     def var_getattr(self, tx: Any, name: str) -> VariableTracker:
         return CapturedMethod(self, name) if name in _METHODS else super().var_getattr(tx, name)
 

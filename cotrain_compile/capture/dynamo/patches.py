@@ -4,7 +4,7 @@ Stock Dynamo never sees a whole training step (`docs/decisions/0001-whole-step-c
 
 Private torch API used: `config.trace_autograd_ops`, `variables.builder.OptimizerVariable`,
 `OutputGraph._validate_outputs_safe_for_autograd_nodes` and
-`._check_requires_grad_intermediate_outputs`, `TensorVariable.var_getattr`,
+`._check_requires_grad_intermediate_outputs`, look-up of attributes,
 `SymNodeVariable.nb_true_divide_impl` (2.13 alone),
 `InliningInstructionTranslator.inline_call`, `guards.is_from_optimizer_source` and
 `guards.match_on_id_for_tensor`, `OutputGraph.remove_tensorify_specialized_graphargs`,
@@ -39,6 +39,7 @@ from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch._inductor import config as inductor_config
 
 from cotrain_compile.capture.dynamo.ambient import ambient_guarded
+from cotrain_compile.capture.dynamo.attributes import LOOK_UP
 from cotrain_compile.capture.dynamo.bounded_deques import deques_bounded
 from cotrain_compile.capture.dynamo.causal_masks import known_in_trace, not_exporting
 from cotrain_compile.capture.dynamo.class_names import class_names_traced
@@ -175,10 +176,7 @@ def _of_this_torch() -> Iterator[Patch]:
     # that the step has made a leaf of; `to_aten` detaches such outputs instead.
     for name in _CHECKS_OF_OUTPUTS & vars(OutputGraph).keys():
         yield OutputGraph, name, lambda *_: None
-    # Up to torch 2.14 it is the first, from 2.15 on the second.
-    for name in ("var_getattr", "tp_getattro_impl"):
-        if name in vars(TensorVariable):
-            yield TensorVariable, name, _attribute_as_traced(vars(TensorVariable)[name])
+    yield TensorVariable, LOOK_UP, _attribute_as_traced(vars(TensorVariable)[LOOK_UP])
     if hasattr(builder, _IS_CONSTANT):
         yield builder, _IS_CONSTANT, whole_numbers_traced(getattr(builder, _IS_CONSTANT))
     if hasattr(SymNodeVariable, _DIVIDE):

@@ -40,7 +40,7 @@ def is_wrapper(optimizer: torch.optim.Optimizer) -> bool:
 class WrappedOptimizer(UserDefinedObjectVariable):
     """Such a wrapper in the trace: what it is, but for the methods of `_instead`."""
 
-    # Attribute look-up is `var_getattr` up to torch 2.14 and `tp_getattro_impl` from 2.15 on.
+    # Attribute look-up is `attributes.LOOK_UP` says which a torch calls.
     def var_getattr(self, tx: Any, name: str) -> VariableTracker:
         return self._instead(name) or super().var_getattr(tx, name)
 

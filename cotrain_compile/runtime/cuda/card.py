@@ -177,7 +177,10 @@ class CudaCard:
 
     def unpin(self, row: torch.Tensor) -> None:
         with torch.cuda.device(self.device):
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(row.data_ptr()))
+            code = torch.cuda.cudart().cudaHostUnregister(row.data_ptr())
+            if int(code) != 0:
+                clear_error(self._launch_a_kernel)
+            torch.cuda.check_error(code)
 
     def allocated_bytes(self) -> int:
         return self._memory("allocated_bytes", "current")
@@ -214,13 +217,11 @@ def register_pinned(
 ) -> None:
     """Pin memory with `register`, the runtime's `cudaHostRegister`.
 
-    One that fails leaves its error behind, and the launch of the next kernel would raise it, in
-    code that has nothing to do with it: `clear()` launches one. Raises `HostMemoryError`.
+    `clear` is as of `clear_error`. Raises `HostMemoryError`.
     """
     code = int(register(address, nbytes, _PORTABLE))
     if code != 0:
-        with suppress(RuntimeError):
-            clear()
+        clear_error(clear)
         locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         limit = "none" if locked == resource.RLIM_INFINITY else format_bytes(locked)
         raise HostMemoryError(
@@ -228,3 +229,13 @@ def register_pinned(
             f"limit on locked memory, ulimit -l: {limit}); raise that limit, free host memory, or "
             "set host_memory_budget lower"
         )
+
+
+def clear_error(launch: Callable[[], object]) -> None:
+    """After a call of ours that failed: `launch()` launches a kernel.
+
+    Such a call leaves its error behind, and the launch of the next kernel would raise it, in code
+    that has nothing to do with it.
+    """
+    with suppress(RuntimeError):
+        launch()
