@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from cotrain_compile.cluster.strategy import Answer, Published, Strategy
+from cotrain_compile.cluster.model.strategy import Answer, Strategy
 from cotrain_compile.plan import Timeline
 from cotrain_compile.units import format_bytes, format_seconds
 from cotrain_compile.viz.specification import Bar, Panel, Specification, bars_of
@@ -52,23 +52,13 @@ def verdict(strategy: Strategy, found: Answer) -> str:
 
 
 def details(strategy: Strategy) -> Iterator[str]:
-    """What was chosen, how to run it where it may fit, and its authors' schedule."""
+    """What was chosen, and how to run it where it may fit."""
     rests = f"{format_bytes(strategy.host_bytes)} on hosts" if strategy.host_bytes else ""
     chosen = "; ".join(filter(None, (strategy.setting, rests)))
     if chosen:
         yield chosen
     if strategy.step_s is not None and strategy.fits is not False:
         yield f"run: {strategy.run}"
-    if strategy.published:
-        yield _as_published(strategy.published)
-
-
-def _as_published(plan: Published) -> str:
-    peak = format_bytes(max(plan.peak_bytes))
-    return (
-        f"its authors' schedule, which nothing here runs: {plan.setting}, "
-        f"{format_seconds(plan.step_s)}, {peak}"
-    )
 
 
 def specify_strategies(found: Answer) -> Specification:

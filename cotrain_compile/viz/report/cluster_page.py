@@ -17,8 +17,8 @@ from bokeh.resources import Resources
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from cotrain_compile.cluster.profiles import LayerProfile
-from cotrain_compile.cluster.strategy import Answer, Strategy
+from cotrain_compile.cluster.model.profiles import LayerProfile
+from cotrain_compile.cluster.model.strategy import Answer, Strategy
 from cotrain_compile.files import write_whole
 from cotrain_compile.units import format_bytes, format_seconds
 from cotrain_compile.viz.kinds import COLOURS, css_property, palettes_css

@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 
 from cotrain_compile import files
 from cotrain_compile.cli.main import app
-from cotrain_compile.cluster.profiles import per_sample
-from cotrain_compile.cluster.stage_plan import StagePlan
-from cotrain_compile.cluster.strategy import Answer, Strategy
+from cotrain_compile.cluster.model.profiles import per_sample
+from cotrain_compile.cluster.model.stage_plan import StagePlan
+from cotrain_compile.cluster.model.strategy import Answer, Strategy
 from cotrain_compile.errors import FormatError, OptionError
 from cotrain_compile.plan import Plan
 from cotrain_compile.viz.report.cluster_page import Row, cuts, widths

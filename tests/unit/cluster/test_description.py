@@ -8,16 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from cotrain_compile.cluster.cluster_presets import CLUSTERS, find_cluster, preset
-from cotrain_compile.cluster.description import (
+from cotrain_compile.cluster.model.description import (
     Cluster,
     Devices,
     MachineGroup,
     Place,
     Switch,
-    rank_machine,
-    whole_machine,
 )
+from cotrain_compile.cluster.model.machines import rank_machine, whole_machine
+from cotrain_compile.cluster.sources.cluster_presets import CLUSTERS, find_cluster, preset
 from cotrain_compile.errors import FormatError, OptionError
 from cotrain_compile.files import from_json, load, save, to_json
 from cotrain_compile.machine import HostUpdate, Network, TierSpec
