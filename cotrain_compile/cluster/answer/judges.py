@@ -1,8 +1,8 @@
-"""Strategy judges: each planner of the cluster, its plan as a `Strategy`.
+"""Judges: each planner of the cluster, its plan as a `RankedStrategy`.
 
-In: a `Question`. Out: a `Strategy`, or an error that says why there is none: `PlacementError` where
-nothing fits, `OptionError` where profile or cluster do not let it be judged. A planner may leave
-devices idle: it is asked for the first 1, 2, ... of them, and the fastest answer counts.
+In: a `Question`. Out: a `RankedStrategy`, or an error that says why there is none: `PlacementError`
+where nothing fits, `OptionError` where profile or cluster do not let it be judged. A planner may
+leave devices idle: it is asked for the first 1, 2, ... of them, and the fastest answer counts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from cotrain_compile.cluster.data_parallel.data_parallel import (
 from cotrain_compile.cluster.helpers.helper_verdict import judge_helpers
 from cotrain_compile.cluster.model.description import Cluster, MachineGroup, first_devices
 from cotrain_compile.cluster.model.stage_plan import StagePlan
-from cotrain_compile.cluster.model.strategy import NOT_RUN, Question, Strategy
+from cotrain_compile.cluster.model.strategy import NOT_RUN, Question, RankedStrategy
 from cotrain_compile.cluster.pipeline.cuts import PipelineOrder
 from cotrain_compile.cluster.pipeline.devices import devices_of
 from cotrain_compile.cluster.pipeline.pipeline import plan_pipeline
@@ -39,21 +39,21 @@ COMPILED = 'its step compiled with backend="cotrain"'
 _SAVED = "the answer that -o saves"
 
 
-def replicate(question: Question, name: str) -> Strategy:
+def judge_replicate(question: Question, name: str) -> RankedStrategy:
     """All parameters on every device."""
     plan = plan_data_parallel(question.profile, question.cluster, question.samples)
     script = f"{launch(question.cluster, plan.devices)}: the model in DistributedDataParallel"
     return _data_parallel(question, name, plan, f"{script}, {COMPILED}")
 
 
-def shard(question: Question, name: str) -> Strategy:
+def judge_shard(question: Question, name: str) -> RankedStrategy:
     """A part of parameters, gradients and states on each device."""
     plan = plan_data_parallel(question.profile, question.cluster, question.samples, SHARD)
     script = f"{launch(question.cluster, plan.devices)}: the layers and the model in fully_shard"
     return _data_parallel(question, name, plan, f"{script}, {COMPILED}")
 
 
-def byteps(question: Question, name: str) -> Strategy:
+def judge_byteps(question: Question, name: str) -> RankedStrategy:
     """`replicate` whose gradients CPU machines sum too; two or more machines with devices."""
     cluster, samples = question.cluster, question.samples
     profile = question.profile.on(cluster.kinds)
@@ -90,7 +90,9 @@ def byteps(question: Question, name: str) -> Strategy:
     return replace(found, setting=setting, traffic=traffic)
 
 
-def _data_parallel(question: Question, name: str, plan: DataParallelPlan, run: str) -> Strategy:
+def _data_parallel(
+    question: Question, name: str, plan: DataParallelPlan, run: str
+) -> RankedStrategy:
     devices, replicas, moved = plan.devices, plan.replicas, plan.step.moved_bytes
     machines = plan.cluster.device_machines
     across = machines if machines > 1 else 0
@@ -101,8 +103,8 @@ def _data_parallel(question: Question, name: str, plan: DataParallelPlan, run: s
         "devices to host": devices * ceil(moved[Does.STORE]),
     }
     setting = _micro_batches(replicas.micro_batches, replicas.micro_batch, plan.recompute)
-    if replicas.gathering in SHARD and devices > 1:
-        setting += f", parameters {replicas.gathering}"
+    if replicas.sharding in SHARD and devices > 1:
+        setting += f", parameters {replicas.sharding}"
         setting += " in each" * (replicas.micro_batches > 1)
     on_host = replicas.residence.in_words(len(replicas.units))
     one = "one unit at a time, nothing ahead" if replicas.ahead == 1 else ""
@@ -111,7 +113,7 @@ def _data_parallel(question: Question, name: str, plan: DataParallelPlan, run: s
     return replace(found, host_bytes=devices * plan.host_bytes)
 
 
-def burst(question: Question, name: str) -> Strategy:
+def judge_burst(question: Question, name: str) -> RankedStrategy:
     """A width for each layer."""
     plan = plan_burst(question.profile, question.cluster, question.samples)
     widths = Counter(plan.widths.values())
@@ -132,7 +134,7 @@ def _all_alike(
     traffic: Mapping[str, int],
     setting: str,
     run: str,
-) -> Strategy:
+) -> RankedStrategy:
     """All devices hold what the fullest one holds, if anybody knows that."""
     capacities = question.cluster.capacities_bytes[: plan.devices]
     peak, missing = plan.peak_bytes, plan.missing_bytes
@@ -144,7 +146,7 @@ def _all_alike(
     return replace(found, reason=_missing(missing), fits=not missing)
 
 
-def pipeline(question: Question, name: str) -> Strategy:
+def judge_pipeline(question: Question, name: str) -> RankedStrategy:
     """Stages of consecutive layers, by GPipe or 1F1B."""
     order = PipelineOrder(name.removeprefix("pipeline-"))
     profile, samples = question.profile, question.samples
@@ -178,7 +180,7 @@ def _pipeline(name: str) -> str:
     return f'the model and {_SAVED} in cotrain_compile.pipeline, with strategy="{name}"'
 
 
-def harmony_dp(question: Question, name: str) -> Strategy:
+def judge_harmony_dp(question: Question, name: str) -> RankedStrategy:
     """Packs that come to each device of one machine for all micro-batches of its share."""
     plan, group = replicas_by_layer(question)
     n, count = plan.devices, plan.micro_batches
@@ -205,7 +207,7 @@ def _packs_in_words(plan: SwappedReplicas) -> str:
     return f"{packs} forward, {backward} backward, the last with its forward"
 
 
-def harmony_pp(question: Question, name: str) -> Strategy:
+def judge_harmony_pp(question: Question, name: str) -> RankedStrategy:
     """Packs as stages that come to the devices of one machine by turns."""
     plan, group = stages_by_turns(question)
     setting = f"{_micro_batches(plan.micro_batches, plan.micro_batch, recompute=True)}; "
@@ -240,7 +242,7 @@ def _of_machine(
     copies: int,
     setting: str,
     run: str,
-) -> Strategy:
+) -> RankedStrategy:
     """The host has so many copies of the model, and so many devices do the same."""
     moved = plan.step.moved_bytes
     traffic = {
@@ -264,12 +266,12 @@ def _strategy(
     capacities_bytes: tuple[int, ...],
     setting: str,
     run: str,
-) -> Strategy:
+) -> RankedStrategy:
     """One that fits, of a step that was simulated."""
     samples_per_s = question.samples / step.seconds if step.seconds else None
     busiest, busiest_s = step.busiest
     tokens = question.profile.tokens_per_sample
-    return Strategy(
+    return RankedStrategy(
         name,
         step.seconds,
         min(step.bound_s, step.seconds),

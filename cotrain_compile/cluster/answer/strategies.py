@@ -1,8 +1,8 @@
 """Strategies: one answer for a model on a cluster, all ways to train it in the order of their time.
 
 In: a `LayerProfile`, a `Cluster`, the samples of a step. Out: an `Answer`: of every strategy that
-was asked for a `Strategy`, those that fit first, the fastest in front. One that cannot be judged is
-in it with the reason. Nothing is run. No torch.
+was asked for a `RankedStrategy`, those that fit first, the fastest in front. One that cannot be
+judged is in it with the reason. Nothing is run. No torch.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from cotrain_compile.cluster.answer import judges
 from cotrain_compile.cluster.answer.memory_limit import memory_of, parts_missing
 from cotrain_compile.cluster.model.description import Cluster
 from cotrain_compile.cluster.model.profiles import LayerProfile
-from cotrain_compile.cluster.model.strategy import Answer, Question, Strategy
+from cotrain_compile.cluster.model.strategy import Answer, Question, RankedStrategy
 from cotrain_compile.errors import OptionError, PlacementError, did_you_mean
 from cotrain_compile.units import format_seconds
 
-_JUDGES: dict[str, Callable[[Question, str], Strategy]] = {
-    "replicate": judges.replicate,
-    "shard": judges.shard,
-    "pipeline-gpipe": judges.pipeline,
-    "pipeline-1f1b": judges.pipeline,
-    "harmony-dp": judges.harmony_dp,
-    "harmony-pp": judges.harmony_pp,
-    "burst": judges.burst,
-    "byteps": judges.byteps,
+_JUDGES: dict[str, Callable[[Question, str], RankedStrategy]] = {
+    "replicate": judges.judge_replicate,
+    "shard": judges.judge_shard,
+    "pipeline-gpipe": judges.judge_pipeline,
+    "pipeline-1f1b": judges.judge_pipeline,
+    "harmony-dp": judges.judge_harmony_dp,
+    "harmony-pp": judges.judge_harmony_pp,
+    "burst": judges.judge_burst,
+    "byteps": judges.judge_byteps,
 }
 STRATEGIES = tuple(_JUDGES)
 
@@ -77,27 +77,27 @@ def answer(
     return Answer(profile.name, cluster.name, samples, told, tuple(assumed), memory)
 
 
-def _judged(question: Question, name: str) -> Strategy:
+def _judged(question: Question, name: str) -> RankedStrategy:
     try:
         found = _JUDGES[name](question, name)
     except PlacementError as error:
-        found = Strategy(name, fits=False, reason=str(error))
+        found = RankedStrategy(name, fits=False, reason=str(error))
     except OptionError as error:
-        return Strategy(name, reason=str(error))
+        return RankedStrategy(name, reason=str(error))
     if found.fits is False:
         reasons = (found.reason, parts_missing(question, name))
         found = replace(found, reason="; ".join(filter(None, reasons)))
     return found
 
 
-def _rank(strategy: Strategy) -> tuple[int, float]:
+def _rank(strategy: RankedStrategy) -> tuple[int, float]:
     """Those that can be run first; then what does not fit, then what cannot be judged."""
     if strategy.step_s is not None:
         return (1 if strategy.fits is False else 0), strategy.step_s
     return (2 if strategy.fits is False else 3), 0.0
 
 
-def _why(strategy: Strategy, best: Strategy) -> str:
+def _why(strategy: RankedStrategy, best: RankedStrategy) -> str:
     """Why it is behind the best."""
     if strategy.step_s is None or strategy.fits is False:
         return strategy.reason

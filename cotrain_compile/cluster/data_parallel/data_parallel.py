@@ -21,17 +21,17 @@ from functools import cached_property
 from itertools import product
 from math import ceil
 
-from cotrain_compile.cluster.data_parallel.step import Gathering, Replicas, data_parallel_step
+from cotrain_compile.cluster.data_parallel.step import Replicas, Sharding, data_parallel_step
 from cotrain_compile.cluster.model.description import Cluster, first_devices
 from cotrain_compile.cluster.model.machines import machines_by_kind
 from cotrain_compile.cluster.model.profiles import LayerProfile
 from cotrain_compile.cluster.model.units import knows_peaks, units_of, ways_of
 from cotrain_compile.cluster.steps.rank_memory import RankMemory, WorkingMemory
-from cotrain_compile.cluster.steps.residence import ON_DEVICE, Demand, Residence
+from cotrain_compile.cluster.steps.residence import ON_DEVICE, RankDemand, Residence
 from cotrain_compile.cluster.steps.stage_step import EXCHANGES, Rank, Ring, StageStep
 from cotrain_compile.errors import OptionError
 
-SHARD = (Gathering.ONCE, Gathering.AGAIN)
+SHARD = (Sharding.ONCE, Sharding.AGAIN)
 
 
 class _Layers:
@@ -82,19 +82,19 @@ class DataParallelPlan:
         return times * self.replicas.micro_batches * compute_s
 
     @cached_property
-    def demand(self) -> Demand | None:
+    def demand(self) -> RankDemand | None:
         """What it takes, and what devices and hosts have; None where nobody knows peaks."""
         replicas = self.replicas
         working = self.layers.working(replicas.micro_batch)
         if working is None:
             return None
-        streamed = replicas.gathering is Gathering.AGAIN
+        streamed = replicas.sharding is Sharding.AGAIN
         memory = RankMemory(
             working, replicas.parts, streamed, replicas.micro_batches, replicas.ahead
         )
-        return Demand(
+        return RankDemand(
             len(replicas.units),
-            replicas.gathering is not Gathering.ONCE,
+            replicas.sharding is not Sharding.ONCE,
             memory.peak_bytes,
             memory.host_bytes,
             min(self.cluster.capacities_bytes),
@@ -144,7 +144,7 @@ def plan_data_parallel(
     profile: LayerProfile,
     cluster: Cluster,
     samples: int,
-    gatherings: tuple[Gathering, ...] = (Gathering.REPLICATE,),
+    shardings: tuple[Sharding, ...] = (Sharding.REPLICATE,),
     *,
     counts: Sequence[int] = (),
     sums_of: SumsOf | None = None,
@@ -157,7 +157,7 @@ def plan_data_parallel(
         OptionError: there are no samples, or none of `counts` shares them evenly.
     """
     counts = counts or range(1, len(cluster.devices) + 1)
-    choices = list(_choices(profile, cluster, samples, gatherings, counts, sums_of))
+    choices = list(_choices(profile, cluster, samples, shardings, counts, sums_of))
     if not choices:
         raise OptionError(
             f"{samples} samples are not shared evenly by {', '.join(map(str, counts))} devices; "
@@ -193,7 +193,7 @@ def _choices(
     profile: LayerProfile,
     cluster: Cluster,
     samples: int,
-    gatherings: tuple[Gathering, ...],
+    shardings: tuple[Sharding, ...],
     counts: Sequence[int],
     sums_of: SumsOf | None,
 ) -> Iterator[DataParallelPlan]:
@@ -207,8 +207,8 @@ def _choices(
         ranks = tuple(_ranks(part, profile))
         sum_s = sums_of(part) if sums_of and part.ring else None
         ring = Ring(part.ring, count, sum_s) if part.ring else None
-        for each, gathering, layers in product(_sizes(ways, share), gatherings, ways):
-            replicas = Replicas(layers.units, each, share // each, ranks, ring, gathering)
+        for each, sharding, layers in product(_sizes(ways, share), shardings, ways):
+            replicas = Replicas(layers.units, each, share // each, ranks, ring, sharding)
             yield DataParallelPlan(layers, part, replicas)
 
 

@@ -26,7 +26,7 @@ from cotrain_compile.cluster.steps.residence import ON_DEVICE, Residence
 from cotrain_compile.cluster.steps.stage_step import Does, Rank, Ring, StageStep, StageTask
 
 
-class Gathering(StrEnum):
+class Sharding(StrEnum):
     """What becomes of parameters: REPLICATE keeps them whole; ONCE and AGAIN are of `shard`, and
     say whether what the forward of a micro-batch gathers stays for its backward."""
 
@@ -47,13 +47,13 @@ class Replicas:
     micro_batches: int
     ranks: tuple[Rank, ...]
     ring: Ring | None
-    gathering: Gathering = Gathering.REPLICATE
+    sharding: Sharding = Sharding.REPLICATE
     residence: Residence = ON_DEVICE
     ahead: int = 2
 
     @property
     def sharded(self) -> bool:
-        return self.ring is not None and self.gathering is not Gathering.REPLICATE
+        return self.ring is not None and self.sharding is not Sharding.REPLICATE
 
     @property
     def parts(self) -> int:
@@ -123,7 +123,7 @@ class _Tasks:
             before = arrived = [f"weights for {turn}"]
             yield StageTask(before[0], Does.FETCH, unit.param_bytes / of.parts, ended)
         if wanted and of.sharded:
-            waits = before if i or of.gathering is Gathering.AGAIN else []
+            waits = before if i or of.sharding is Sharding.AGAIN else []
             arrived = [f"gather for {turn}"]
             yield StageTask(arrived[0], Does.GATHER, unit.param_bytes, waits)
         if kind == "backward" and number < of.residence.kept:
@@ -136,7 +136,7 @@ class _Tasks:
     def _wanted(self, place: int) -> bool:
         """Whether parameters come for that turn, where they come at all."""
         units = len(self.of.units)
-        if self.of.gathering is Gathering.ONCE:
+        if self.of.sharding is Sharding.ONCE:
             return self.turns[place][0] == "forward"
         return place % (2 * units) != units  # what the last unit's forward has is used at once
 

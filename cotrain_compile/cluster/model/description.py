@@ -128,7 +128,7 @@ class MachineGroup:
 
 
 @dataclass(frozen=True)
-class Place:
+class DevicePlace:
     """Where a device is: the number of its group, of its machine there, and in the machine."""
 
     group: int
@@ -155,15 +155,15 @@ class Cluster:
             raise ValueError(f"groups {without} need a nic: the cluster has several machines")
 
     @cached_property
-    def devices(self) -> tuple[Place, ...]:
+    def devices(self) -> tuple[DevicePlace, ...]:
         """All devices, machine by machine."""
         return tuple(self._places())
 
-    def _places(self) -> Iterator[Place]:
+    def _places(self) -> Iterator[DevicePlace]:
         for g, group in enumerate(self.groups):
             for machine in range(group.count):
                 for device in range(group.device_count):
-                    yield Place(g, machine, device)
+                    yield DevicePlace(g, machine, device)
 
     @property
     def capacities_bytes(self) -> tuple[int, ...]:

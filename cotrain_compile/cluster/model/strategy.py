@@ -92,7 +92,7 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Strategy:
+class RankedStrategy:
     """What a step takes. Seconds are None, and `devices` 0, where `reason` says why.
 
     `bound_s` is what no timing of the same works can beat. `peak_bytes` is by device, None where
@@ -136,7 +136,7 @@ class Answer:
     profile: str
     cluster: str
     samples: int
-    strategies: tuple[Strategy, ...]
+    strategies: tuple[RankedStrategy, ...]
     assumed: tuple[str, ...] = ()
     memory: Memory | None = None
 
@@ -146,7 +146,7 @@ class Answer:
             raise ValueError(f"an answer has one or more strategies, each once, not {names}")
 
     @property
-    def best(self) -> Strategy | None:
+    def best(self) -> RankedStrategy | None:
         """The fastest of those that fit or may fit; None where there is none."""
         first = self.strategies[0]
         return None if first.step_s is None or first.fits is False else first

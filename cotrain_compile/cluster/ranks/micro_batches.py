@@ -20,7 +20,7 @@ def in_micro_batches(step: Dataflow, count: int) -> Dataflow:
     """`step` for so many micro-batches of its batch; `step` itself for one."""
     if count == 1:
         return step
-    made = [_Copy(step, i) for i in range(count)]
+    made = [_MicroBatch(step, i) for i in range(count)]
     last = made[-1]
     ops = [op for copy in made for op in copy.ops(copy is last)]
     updates = tuple(
@@ -39,7 +39,7 @@ def in_micro_batches(step: Dataflow, count: int) -> Dataflow:
     )
 
 
-class _Copy:
+class _MicroBatch:
     """The ops of one micro-batch, by names of its own."""
 
     def __init__(self, step: Dataflow, number: int) -> None:
@@ -93,7 +93,7 @@ class _Copy:
         return Op(f"add.{made}", "add", maker.phase, reads, (made,), bytes_moved=nbytes)
 
 
-def _buffers(step: Dataflow, copies: list[_Copy]) -> Iterator[Buffer]:
+def _buffers(step: Dataflow, copies: list[_MicroBatch]) -> Iterator[Buffer]:
     for buffer in step.buffers:
         named = [copy.own[buffer.name] for copy in copies if buffer.name in copy.own]
         for name in named or [buffer.name]:

@@ -49,7 +49,7 @@ ON_DEVICE = Residence()
 
 
 @dataclass(frozen=True)
-class Demand:
+class RankDemand:
     """What a choice takes of a device and of a rank's host, and what these have.
 
     Of `units` units; parameters may be offloaded where they are `streamed` anyway.

@@ -164,8 +164,9 @@ class StageStep:
 
     @property
     def busiest(self) -> tuple[str, float]:
-        """The lane that has most to do, and its seconds."""
-        return max(self.lanes_s.items(), key=lambda lane: lane[1])
+        """The first of the lanes that have most to do, and its seconds."""
+        most_s = max(self.lanes_s.values())
+        return next(each for each in self.lanes_s.items() if each[1] >= most_s * ROUNDING)
 
     @cached_property
     def seconds(self) -> float:

@@ -31,7 +31,7 @@ class WidthPlan:
 
 def plan_widths(problem: WidthProblem) -> WidthPlan:
     """The widths with the least step time; among equals few device-seconds."""
-    ends = _Search(problem).along(problem.items, {0: _Path(0.0, 0.0)}, problem.devices, False)
+    ends = _WidthSearch(problem).along(problem.items, {0: _Path(0.0, 0.0)}, problem.devices, False)
     best = min(ends.values(), key=_cost)
     widths, beside = {}, []
     for choice, is_beside in best.choices():
@@ -94,7 +94,7 @@ def _cost(path: _Path) -> tuple[float, float]:
     return path.seconds, path.device_s
 
 
-class _Search:
+class _WidthSearch:
     """The dynamic program for one problem; what lies between two layers is searched once."""
 
     def __init__(self, problem: WidthProblem) -> None:

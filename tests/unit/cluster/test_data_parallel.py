@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from cotrain_compile.cluster.data_parallel.data_parallel import SHARD, plan_data_parallel
-from cotrain_compile.cluster.data_parallel.step import Gathering
+from cotrain_compile.cluster.data_parallel.step import Sharding
 from cotrain_compile.cluster.model.description import first_devices
 from cotrain_compile.cluster.model.profiles import per_sample
 from cotrain_compile.cluster.model.units import BUCKET_BYTES
@@ -33,7 +33,7 @@ def test_sums_of_gradients_run_beside_the_backward_and_the_last_behind_it() -> N
 
 
 def test_parameters_gathered_again_come_while_the_device_computes() -> None:
-    plan = plan_data_parallel(MODEL, a_box(2, RATE), 2, (Gathering.AGAIN,))
+    plan = plan_data_parallel(MODEL, a_box(2, RATE), 2, (Sharding.AGAIN,))
     # Gathers end at 1.5 and 3 s, the forwards at 2.5 and 4; the last layer's parameters stay, the
     # first one's come again until 5.5. Backwards end at 6 and 8, the last scatter at 9.5 s.
     assert plan.step.seconds == pytest.approx(9.5)
@@ -42,12 +42,12 @@ def test_parameters_gathered_again_come_while_the_device_computes() -> None:
 
 
 def test_parameters_gathered_once_cross_the_network_once_a_micro_batch() -> None:
-    plan = plan_data_parallel(MODEL, a_box(2, RATE), 4, (Gathering.ONCE,))
+    plan = plan_data_parallel(MODEL, a_box(2, RATE), 4, (Sharding.ONCE,))
     assert (plan.replicas.micro_batches, plan.sent_bytes) == (1, 2 * BUCKET_BYTES)
     assert plan.peak_bytes == REST // 2 + 2 * 2 * BUCKET_BYTES + 2 * (60 + 40 + 10)
     # With room for one sample and one gradient at a time: two gathers of both layers, two scatters.
     box = a_box(2, RATE, plan.peak_bytes - 110 - BUCKET_BYTES, host=SMALL_HOST)
-    smaller = plan_data_parallel(MODEL, box, 4, (Gathering.ONCE,))
+    smaller = plan_data_parallel(MODEL, box, 4, (Sharding.ONCE,))
     assert (smaller.replicas.micro_batches, smaller.sent_bytes) == (2, 4 * BUCKET_BYTES)
     gathers = [span for span in smaller.step.timeline.spans if span.name.startswith("gather")]
     assert len(gathers) == 4

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cotrain_compile.cluster.data_parallel.data_parallel import SHARD, plan_data_parallel
-from cotrain_compile.cluster.data_parallel.step import Gathering, Replicas, data_parallel_step
+from cotrain_compile.cluster.data_parallel.step import Replicas, Sharding, data_parallel_step
 from cotrain_compile.cluster.model.machines import beside_copies, machines_by_kind
 from cotrain_compile.cluster.model.profiles import per_sample
 from cotrain_compile.cluster.model.units import BUCKET_BYTES, units_of
 from cotrain_compile.cluster.steps.rank_memory import RankMemory, WorkingMemory
-from cotrain_compile.cluster.steps.residence import ON_DEVICE, Demand, Residence, ladder
+from cotrain_compile.cluster.steps.residence import ON_DEVICE, RankDemand, Residence, ladder
 from cotrain_compile.cluster.steps.stage_step import Does, Rank, Ring
 from cotrain_compile.machine import HostUpdate, Link, Network
 from cotrain_compile.plan import Timeline
@@ -51,7 +51,7 @@ def held_bytes(step: Replicas, timeline: Timeline, working: WorkingMemory) -> in
         for turn in (forward, backward):
             hold(working.beside[number], spans[turn].start_s, spans[turn].end_s)
             until_s = spans[turn].end_s
-            if turn == forward and (number == last or step.gathering is Gathering.ONCE):
+            if turn == forward and (number == last or step.sharding is Sharding.ONCE):
                 until_s = spans[backward].end_s
             if f"weights for {turn}" in spans:
                 hold(unit.param_bytes / parts, spans[f"weights for {turn}"].start_s, until_s)
@@ -85,8 +85,8 @@ def steps(draw: st.DrawFn) -> tuple[Replicas, WorkingMemory]:
     profile = a_model([BUCKET_BYTES * size for size in params], per_sample(KEPT))
     seconds = st.floats(0.1, 9.0)
     rate = BUCKET_BYTES / draw(seconds)
-    gathering = draw(st.sampled_from(Gathering))
-    whole = 2 if gathering is Gathering.ONCE else 3
+    sharding = draw(st.sampled_from(Sharding))
+    whole = 2 if sharding is Sharding.ONCE else 3
     residence = ladder(draw(st.integers(0, whole * count)), count)
     up, down = (Link(BUCKET_BYTES / draw(seconds)) for _ in range(2))
     host = replace(HOST, bytes_per_s=BUCKET_BYTES / draw(seconds))
@@ -97,7 +97,7 @@ def steps(draw: st.DrawFn) -> tuple[Replicas, WorkingMemory]:
         draw(st.integers(1, 3)),
         (Rank(machine.but(h2d=up, d2h=down), "small"),),
         draw(st.sampled_from((None, Ring(Network(rate), 2), Ring(Network(rate), 3)))),
-        gathering,
+        sharding,
         residence=replace(residence, kept=draw(st.integers(0, count - 1))),
         ahead=draw(st.sampled_from((1, 2))),
     )
@@ -110,7 +110,7 @@ def test_no_timing_passes_the_peak(drawn: tuple[Replicas, WorkingMemory]) -> Non
     step, working = drawn
     made = data_parallel_step(step)
     assert len(step.units) == len(working.profile.layers)
-    streamed = step.gathering is Gathering.AGAIN
+    streamed = step.sharding is Sharding.AGAIN
     memory = RankMemory(working, step.parts, streamed, step.micro_batches, step.ahead)
     peak = memory.peak_bytes(step.residence)
     assert held_bytes(step, made.timeline, working) <= peak
@@ -143,12 +143,12 @@ def test_bytes_are_those_that_have_to_move(drawn: tuple[Replicas, WorkingMemory]
 def test_as_little_is_offloaded_as_makes_the_rest_fit() -> None:
     units = 5
 
-    def room(capacity: int, host: int = 10**9, *, streamed: bool = True) -> Demand:
+    def room(capacity: int, host: int = 10**9, *, streamed: bool = True) -> RankDemand:
         def peak(on_host: Residence) -> int:
             lighter = 4 * on_host.states + 3 * on_host.gradients + 2 * on_host.params
             return 100 - lighter - on_host.kept
 
-        return Demand(units, streamed, peak, lambda own: 9 * own.states, capacity, host)
+        return RankDemand(units, streamed, peak, lambda own: 9 * own.states, capacity, host)
 
     assert room(100).fitting() == [ON_DEVICE]
     found = room(90).fitting()
