@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from cotrain_compile.cluster.answer import judges
 from cotrain_compile.cluster.answer.memory_limit import memory_of, parts_missing
-from cotrain_compile.cluster.model.description import Cluster
+from cotrain_compile.cluster.model.description import Cluster, fastest_first
 from cotrain_compile.cluster.model.profiles import LayerProfile
 from cotrain_compile.cluster.model.strategy import Answer, Question, RankedStrategy
 from cotrain_compile.errors import OptionError, PlacementError, did_you_mean
@@ -63,12 +63,15 @@ def answer(
         )
     if samples < 1:
         raise OptionError(f"a step has at least one sample, not {samples}")
-    question = Question(profile, cluster, samples)
+    question = Question(profile, fastest_first(cluster), samples)
     judged = [_judged(question, name) for name in dict.fromkeys(strategies)]
     ranked = sorted(judged, key=_rank)
     best = ranked[0]
     told = tuple(one if one is best else replace(one, loses=_why(one, best)) for one in ranked)
     assumed = [*profile.assumed, HOSTS]
+    if question.cluster != cluster:
+        names = ", ".join(group.name for group in question.cluster.groups if group.devices)
+        assumed.append(f"Ranks are counted from the fastest group of machines on: {names}.")
     if len(set(cluster.kinds) - profile.slowness.keys()) > 1:
         assumed.append(AS_FAST)
     if any(layer.backward_peak_bytes and not layer.kept_bytes for layer in profile.layers):

@@ -205,6 +205,27 @@ class Cluster:
         )
 
 
+def fastest_first(cluster: Cluster) -> Cluster:
+    """The same groups, the fastest devices in front and CPU machines last, whatever their order.
+
+    Strategies take the first devices; what they find does not depend on the order in a file.
+    """
+    return replace(cluster, groups=tuple(sorted(cluster.groups, key=_by_speed)))
+
+
+def _by_speed(group: MachineGroup) -> tuple[bool, float, float, int, str]:
+    """By the slowest of its devices: what that computes, its memory's rate, and its memory."""
+    slowest = min(
+        (
+            (max(one.flops_per_s.values()), one.bytes_per_s, one.capacity_bytes)
+            for one in (machine.device for machine in group.each)
+        ),
+        default=(0.0, 0.0, 0),
+    )
+    flops_per_s, bytes_per_s, capacity_bytes = slowest
+    return not group.devices, -flops_per_s, -bytes_per_s, -capacity_bytes, group.name
+
+
 def first_devices(cluster: Cluster, count: int) -> Cluster:
     """The first `count` devices, machine by machine, and all CPU machines.
 

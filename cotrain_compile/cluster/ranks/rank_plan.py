@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import Any
 
 from cotrain_compile.analysis.symbolic import at
-from cotrain_compile.cluster.model.description import Cluster, first_devices
+from cotrain_compile.cluster.model.description import Cluster, fastest_first, first_devices
 from cotrain_compile.cluster.model.machines import rank_machine
 from cotrain_compile.cluster.model.strategy import Answer
 from cotrain_compile.cluster.ranks.gradient_types import with_typed_gradients
@@ -140,7 +140,8 @@ def plan_rank(
     symbols: Sequence[str] = (),
     settings: SolveSettings | None = None,
 ) -> RankPlan:
-    """The rank with the smallest device, of the first `devices` that share the samples evenly.
+    """The rank with the smallest device, of the first `devices` that share the samples evenly, the
+    fastest in front.
 
     It is tried in micro-batches of all sizes that share its samples evenly, the largest first,
     until one needs no plan, for smaller ones only exchange more; the fastest counts.
@@ -190,7 +191,7 @@ class _Rank:
 
     @cached_property
     def machine(self) -> Machine:
-        part = first_devices(self.cluster, self.devices)
+        part = first_devices(fastest_first(self.cluster), self.devices)
         group, device = min(
             {(place.group, place.device) for place in part.devices},
             key=lambda place: part.groups[place[0]].each[place[1]].device.capacity_bytes,

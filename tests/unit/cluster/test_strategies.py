@@ -21,6 +21,7 @@ from cotrain_compile.cluster.sources.profile_files import read_profile
 from cotrain_compile.errors import OptionError
 from cotrain_compile.machine import TierSpec
 from tests.support.clusters import SMALL_HOST, a_box, a_device, a_mixed_box, a_model, some_machines
+from tests.support.examples import examples
 
 DATA = Path(__file__).parents[2] / "data"
 SMALL = BUCKET_BYTES // 2
@@ -91,6 +92,25 @@ def test_more_devices_or_bandwidth_never_make_the_best_slower(
             assert other.best
             assert other.best.step_s is not None
             assert other.best.step_s <= best.step_s * (1 + 1e-9)
+
+
+@examples(8)
+@given(model=models(), order=st.permutations(range(3)), samples=st.sampled_from((4, 6)))
+def test_the_order_of_groups_in_a_file_changes_no_figure(
+    model: LayerProfile, order: list[int], samples: int
+) -> None:
+    """Two kinds of cards, and machines without any."""
+    small, large = (some_machines(2, SMALL * 50, room * SMALL).groups[0] for room in (8, 20))
+    cpu = some_machines(1, SMALL * 50).groups[1]
+    groups = (replace(small, name="small"), replace(large, name="large"), cpu)
+    told = ("replicate", "shard", "pipeline-1f1b", "harmony-dp", "burst")
+    in_file, other = (
+        answer(model, Cluster("mixed", tuple(groups[i] for i in places)), samples, told)
+        for places in (range(3), order)
+    )
+    assert other.strategies == in_file.strategies
+    counted = "Ranks are counted from the fastest group of machines on: large, small."
+    assert counted in in_file.assumed
 
 
 @pytest.mark.parametrize("order", ["gpipe", "1f1b"])
