@@ -28,8 +28,6 @@ from cotrain_compile.plan import Timeline
 
 # Adding to what rests on the host reads both and writes one of them.
 _ADD_TOUCHES = 3
-
-
 # A bound of a plan is a sum in another order than the simulator's.
 ROUNDING = 1 - 1e-9
 
@@ -196,12 +194,12 @@ class StageStep:
     @cached_property
     def moved_bytes(self) -> Mapping[Does, float]:
         """What is copied and sent: of what every rank does, by each of them."""
-        moved: defaultdict[Does, float] = defaultdict(float)
+        moved = dict.fromkeys((Does.FETCH, Does.STORE, Does.SEND, *EXCHANGES), 0.0)
         for task in self.tasks:
-            amount = task.amount
             if self.ring and task.does in EXCHANGES:
-                amount = self.ring.sent_bytes(task.does, amount)
-            moved[task.does] += amount
+                moved[task.does] += self.ring.sent_bytes(task.does, task.amount)
+            elif task.does in moved:
+                moved[task.does] += task.amount
         return moved
 
 

@@ -70,7 +70,7 @@ class SwappedReplicas:
         step = self._of(())
         seconds = self.costs.update_s(self.backward[0])
         for visit in self._visits():
-            seconds += sum(map(step.task_s, (*visit.before, *visit.behind)))
+            seconds += sum(map(step.task_s, (visit.weights, *visit.behind)))
             seconds += self.micro_batches * sum(map(step.task_s, visit.turn))
         return seconds * ROUNDING
 
@@ -127,8 +127,8 @@ class SwappedReplicas:
         update = StageTask(f"update {layers}", Does.COMPUTE, update_s, lane=f"{_LANE}/host")
         return _Visit(f"backward {layers}", self._weights(pack), turn, behind, update)
 
-    def _weights(self, pack: Pack) -> list[StageTask]:
-        return [StageTask("weights", Does.FETCH, self.costs.weight_bytes(pack))]
+    def _weights(self, pack: Pack) -> StageTask:
+        return StageTask("weights", Does.FETCH, self.costs.weight_bytes(pack))
 
     def _compute(self, name: str, pack: Pack) -> StageTask:
         return StageTask(name, Does.COMPUTE, self.costs.forward_s(self.micro_batch, pack))
@@ -138,18 +138,17 @@ class SwappedReplicas:
 
 
 class _Visit(NamedTuple):
-    """A pack on the device: what is before its micro-batches, of each, and behind them."""
+    """A pack on the device: its weights, what is done of each micro-batch, and behind them."""
 
     name: str
-    before: Sequence[StageTask]
+    weights: StageTask
     turn: Sequence[StageTask]
     behind: Sequence[StageTask] = ()
     update: StageTask | None = None
 
     def tasks(self, micro_batches: int) -> Iterator[StageTask]:
         """All but the update, one after the other."""
-        for task in self.before:
-            yield task._replace(name=f"{self.name}: {task.name}")
+        yield self.weights._replace(name=f"{self.name}: {self.weights.name}")
         for i in range(micro_batches):
             for task in self.turn:
                 yield task._replace(name=f"{self.name}: {task.name}, micro-batch {i}")
