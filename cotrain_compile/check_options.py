@@ -11,7 +11,7 @@ from typing import Any
 from cotrain_compile import presets
 from cotrain_compile.analysis.costs import CostTable
 from cotrain_compile.capture.dynamo.compute_device import chosen_device
-from cotrain_compile.cluster.strategy import Answer
+from cotrain_compile.cluster.model.strategy import Answer
 from cotrain_compile.errors import OptionError
 from cotrain_compile.files import kind_of, load
 from cotrain_compile.options import Options, as_option_error

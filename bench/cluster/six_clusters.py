@@ -25,12 +25,12 @@ from pathlib import Path
 from typing import Any
 
 from bench.report import write_report
-from cotrain_compile.cluster.cluster_presets import find_cluster
-from cotrain_compile.cluster.profiles import LayerProfile
-from cotrain_compile.cluster.repeated_layers import with_layers
-from cotrain_compile.cluster.step_on_cluster import profile_on_cluster
-from cotrain_compile.cluster.strategies import answer
-from cotrain_compile.cluster.strategy import Question
+from cotrain_compile.cluster.answer.strategies import answer
+from cotrain_compile.cluster.model.profiles import LayerProfile
+from cotrain_compile.cluster.model.strategy import Question
+from cotrain_compile.cluster.sources.cluster_presets import find_cluster
+from cotrain_compile.cluster.sources.repeated_layers import with_layers
+from cotrain_compile.cluster.sources.step_on_cluster import profile_on_cluster
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.files import load, save
 from cotrain_compile.tracing import trace
@@ -163,10 +163,10 @@ def table(result: Mapping[str, Any]) -> str:
     told = (
         "`useful` is the part of the devices' time in which they compute what a step computes "
         "once, by the roofline: without layers that run again, exchanges and waiting. Behind the "
-        "best are those that fit, by their step as a multiple of its step, Harmony's as it runs "
-        "here and as published; in brackets what does not fit, with what is missing where it is "
-        "known. Where nothing fits, it says whether anything could. Why each loses, its setting "
-        "and its traffic are in the JSON. Seconds to solve are the processor's, of one thread."
+        "best are those that fit, by their step as a multiple of its step; in brackets what does "
+        "not fit, with what is missing where it is known. Where nothing fits, it says whether "
+        "anything could. Why each loses, its setting and its traffic are in the JSON. Seconds to "
+        "solve are the processor's, of one thread."
     )
     return "\n".join([*lines, "", told, ""])
 
@@ -212,15 +212,7 @@ def _short(setting: str) -> str:
 
 
 def _behind(one: Mapping[str, Any], best_s: float | None) -> str:
-    """A strategy beside the best, and in its authors' schedule where that is another one."""
-    published = one.get("published")
-    told = _as_run(one, best_s)
-    if not published or best_s is None:
-        return told
-    return f"{told or one['name']}, as published {published['step_s'] / best_s:.2f}"
-
-
-def _as_run(one: Mapping[str, Any], best_s: float | None) -> str:
+    """A strategy beside the best."""
     if one["fits"] is False:
         least = one["reason"].partition(" on the ")[0]
         return f"({one['name']}: {least})" if least.startswith("needs") else f"({one['name']})"

@@ -31,9 +31,9 @@ from bench.runtime.slow_model import (
     profile,
     slow_in_eager,
 )
-from cotrain_compile.cluster.cpu_helpers import share
-from cotrain_compile.cluster.width_problem import WidthProblem
-from cotrain_compile.cluster.width_timeline import width_timeline
+from cotrain_compile.cluster.helpers.cpu_helpers import share
+from cotrain_compile.cluster.widths.burst import width_timeline
+from cotrain_compile.cluster.widths.width_problem import WidthProblem
 from cotrain_compile.distribute.cpu_helpers import ROUNDS, HelpedExchange
 from cotrain_compile.machine import Network
 

@@ -36,14 +36,12 @@ from bench.runtime.slow_model import (
     slowed,
 )
 from cotrain_compile import files, presets
-from cotrain_compile.cluster import pipeline as resident_stages
-from cotrain_compile.cluster import stages_in_turn, turn_works
-from cotrain_compile.cluster.harmony_lanes import Server
-from cotrain_compile.cluster.harmony_packs import Pack, PackCosts
-from cotrain_compile.cluster.pipeline_works import Draft, Swapped
-from cotrain_compile.cluster.stage_away import StageAway
-from cotrain_compile.cluster.stage_plan import StagePlan
-from cotrain_compile.cluster.stages import PipelineOrder, Stages
+from cotrain_compile.cluster.model.stage_plan import StagePlan
+from cotrain_compile.cluster.pipeline.cuts import PipelineOrder
+from cotrain_compile.cluster.pipeline.step import Stage, StagesInOrder, pipeline_step
+from cotrain_compile.cluster.steps.stage_step import Does, Rank
+from cotrain_compile.cluster.swapped.packs import Pack, PackCosts
+from cotrain_compile.cluster.swapped.turn_step import StagesInTurn
 from cotrain_compile.machine import Link, Network, Tier
 from cotrain_compile.pipelining.budgets import beside_swapped
 from cotrain_compile.pipelining.turns import Turns
@@ -53,6 +51,8 @@ RANKS, MICRO_BATCHES = 2, 8
 HOP_BYTES = ROWS * ROW_BYTES
 LINK = Link(7e6, 250e-6)
 BUDGET_BYTES = 3_000_000
+# Turns take what they are made to take: of the planner's machine only links and network count.
+ANY_MACHINE = presets.find("rtx4090")
 
 
 @dataclass(frozen=True)
@@ -221,22 +221,13 @@ def _resident(
     The last stage's turn is a forward with all that follows.
     """
     (forward_s, backward_s), (whole_s,) = turn_s
-    draft = Draft(
+    stages = StagesInOrder(
+        [Rank(ANY_MACHINE.but(network=hop), f"device{rank}") for rank in range(RANKS)],
+        [Stage(forward_s, backward_s, HOP_BYTES), Stage(whole_s, 0.0)],
         PipelineOrder(case.schedule.lower()),
-        Stages(("stage0", "stage1"), (0, 1, 2), (0, 0)),
-        ROWS,
         MICRO_BATCHES,
-        True,
-        (forward_s, whole_s),
-        (backward_s, 0.0),
-        (0.0, 0.0),
-        (hop.latency_s + HOP_BYTES / hop.bytes_per_s,),
-        (StageAway(),) * RANKS,
-        (Swapped(),) * RANKS,
-        host_bytes=0,
     )
-    plan = resident_stages.simulated(profile(LAYERS // case.stages), draft)
-    return plan.step_s, {"sent": [plan.hop_bytes[0] // 2] * RANKS}
+    return pipeline_step(stages).seconds, {"sent": [MICRO_BATCHES * HOP_BYTES] * RANKS}
 
 
 def _swapped(case: Case, hop: Network) -> tuple[float, dict[str, list[int]]]:
@@ -244,21 +235,17 @@ def _swapped(case: Case, hop: Network) -> tuple[float, dict[str, list[int]]]:
     costs = PackCosts(profile(LAYERS // case.stages))
     stage_bytes = costs.layers[0].param_bytes
     copies = 2 * LAYERS // 4  # weight and bias of each layer
-    server = Server(
-        RANKS,
-        swap_bytes_per_s=1e18,
-        link_bytes_per_s=1 / (1 / LINK.bytes_per_s + copies * LINK.latency_s / stage_bytes),
-        peer_bytes_per_s=1 / (1 / hop.bytes_per_s + hop.latency_s / HOP_BYTES),
-    )
+    link = Link(1 / (1 / LINK.bytes_per_s + copies * LINK.latency_s / stage_bytes))
+    peers = Network(1 / (1 / hop.bytes_per_s + hop.latency_s / HOP_BYTES))
+    machine = ANY_MACHINE.but(h2d=link, d2h=link, network=peers)
     packs = tuple(Pack(k, k + 1) for k in range(4))
-    draft = turn_works.Draft(costs, server, packs, ROWS, MICRO_BATCHES, case.ahead)
-    plan = stages_in_turn.simulated(draft)
+    plan = StagesInTurn(costs, machine, RANKS, packs, ROWS, MICRO_BATCHES, case.ahead)
     planned = {
         "sent": [3 * MICRO_BATCHES * HOP_BYTES] * RANKS,
         "fetched": [3 * stage_bytes] * RANKS,
         "home": [2 * stage_bytes] * RANKS,
     }
-    links = ("between devices of a machine", "host to devices", "devices to host")
-    for (name, of_ranks), link in zip(planned.items(), links, strict=True):
-        assert sum(of_ranks) == plan.moved_bytes[link], name
-    return plan.step_s, planned
+    ways = (Does.SEND, Does.FETCH, Does.STORE)
+    for (name, of_ranks), way in zip(planned.items(), ways, strict=True):
+        assert sum(of_ranks) == plan.step.moved_bytes[way], name
+    return plan.step.seconds, planned

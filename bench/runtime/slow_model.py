@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from cotrain_compile.cluster.profiles import (
+from cotrain_compile.cluster.model.profiles import (
     BATCH,
     Layer,
     LayerProfile,

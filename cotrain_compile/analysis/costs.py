@@ -83,10 +83,11 @@ def _network_s(dataflow: Dataflow, machine: Machine) -> dict[str, float]:
     exchanges = {op.name: op.collective for op in dataflow.ops if op.collective is not None}
     if network is None:
         return {}
-    return {name: _exchange_s(exchange, network) for name, exchange in exchanges.items()}
+    return {name: exchange_s(exchange, network) for name, exchange in exchanges.items()}
 
 
-def _exchange_s(exchange: Collective, network: Network) -> float:
+def exchange_s(exchange: Collective, network: Network) -> float:
+    """Seconds of an exchange, as a ring of the ranks does it."""
     ring_s = exchange.rounds * network.latency_s + exchange.wire_bytes / network.bytes_per_s
     return ring_s * (network.scatter if exchange.kind.startswith("reduce_scatter") else 1.0)
 

@@ -14,17 +14,17 @@ from rich.table import Table
 from cotrain_compile import files
 from cotrain_compile.cli.outputs import refuse_outputs
 from cotrain_compile.cli.terminal import Json, console, keep_stdout_for, print_json
-from cotrain_compile.cluster.cluster_presets import find_cluster
-from cotrain_compile.cluster.description import Cluster
-from cotrain_compile.cluster.profile_files import read_profile
-from cotrain_compile.cluster.profiles import LayerProfile
-from cotrain_compile.cluster.strategy import Answer
+from cotrain_compile.cluster.model.description import Cluster
+from cotrain_compile.cluster.model.profiles import LayerProfile
+from cotrain_compile.cluster.model.strategy import Answer
+from cotrain_compile.cluster.sources.cluster_presets import find_cluster
+from cotrain_compile.cluster.sources.profile_files import read_profile
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import OptionError
 from cotrain_compile.viz.strategies import HOW_TO_READ, cells, details, headings, title, verdict
 
 if TYPE_CHECKING:
-    from cotrain_compile.cluster.rank_plan import NoRankPlan, RankPlan
+    from cotrain_compile.cluster.ranks.rank_plan import NoRankPlan, RankPlan
 
 # Where nobody knows how wide a terminal is; a figure and its unit stay on a line.
 _WIDTH = 100
@@ -64,7 +64,7 @@ def cluster(
     ] = None,
 ) -> None:
     """Rank the ways to train a model on a cluster; nothing is run."""
-    from cotrain_compile.cluster.strategies import STRATEGIES, answer
+    from cotrain_compile.cluster.answer.strategies import STRATEGIES, answer
 
     asked = {"--output": output, "--page": page, "--rank-plan": rank_plan}
     keep_stdout_for(as_json, *asked.values())
@@ -108,7 +108,7 @@ def _read(
     """A profile as it is, or a step with that of its layers on the devices of the cluster."""
     if files.kind_of(file) != "dataflow":
         return None, read_profile(file)
-    from cotrain_compile.cluster.step_on_cluster import profile_on_cluster
+    from cotrain_compile.cluster.sources.step_on_cluster import profile_on_cluster
 
     step = files.load(file, Dataflow)
     return step, profile_on_cluster(
@@ -119,7 +119,7 @@ def _read(
 def _planned(
     step: Dataflow, target: Cluster, found: Answer, symbols: Sequence[str]
 ) -> RankPlan | NoRankPlan:
-    from cotrain_compile.cluster.rank_plan import plan_answered_rank
+    from cotrain_compile.cluster.ranks.rank_plan import plan_answered_rank
 
     return plan_answered_rank(found, step, target, symbols)
 

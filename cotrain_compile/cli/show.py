@@ -14,7 +14,7 @@ from cotrain_compile.cli.figures import plan_figures, step_figures, timeline_fig
 from cotrain_compile.cli.outputs import refuse_outputs, with_those_beside
 from cotrain_compile.cli.reading import PlanMachine, Profile, Step, read_problem, step_beside
 from cotrain_compile.cli.terminal import Json, console, keep_stdout_for, print_json
-from cotrain_compile.cluster.strategy import Answer
+from cotrain_compile.cluster.model.strategy import Answer
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import FormatError, OptionError
 from cotrain_compile.machine import Machine

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from cotrain_compile import files
-from cotrain_compile.cluster.strategy import Answer
+from cotrain_compile.cluster.model.strategy import Answer
 from cotrain_compile.distribute.meet import first_line, meeting_of
 from cotrain_compile.errors import CotrainError, DistributeError, ExchangeFailed, OptionError
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from cotrain_compile import presets
-from cotrain_compile.cluster.stage_plan import StagePlan
+from cotrain_compile.cluster.model.stage_plan import StagePlan
 from cotrain_compile.compiled import inspect
 from cotrain_compile.dataflow import Role
 from cotrain_compile.errors import DistributeError, OptionError, PlacementError

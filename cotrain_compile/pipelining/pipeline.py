@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 from cotrain_compile import files
-from cotrain_compile.cluster.stage_plan import StagePlan
-from cotrain_compile.cluster.strategy import Answer
+from cotrain_compile.cluster.model.stage_plan import StagePlan
+from cotrain_compile.cluster.model.strategy import Answer
 from cotrain_compile.errors import DistributeError, OptionError
 from cotrain_compile.pipelining.cut import cut, keep, try_out
 from cotrain_compile.pipelining.memory import StageMemory, stage_memory

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from cotrain_compile.cluster.strategy import Answer, Published, Strategy
+from cotrain_compile.cluster.model.strategy import Answer, RankedStrategy
 from cotrain_compile.plan import Timeline
 from cotrain_compile.units import format_bytes, format_seconds
 from cotrain_compile.viz.specification import Bar, Panel, Specification, bars_of
@@ -18,7 +18,7 @@ def headings(found: Answer) -> tuple[str, ...]:
     return ("step", "at least", "peak", "devices", "traffic", rate, "fits")
 
 
-def cells(strategy: Strategy) -> Iterator[str]:
+def cells(strategy: RankedStrategy) -> Iterator[str]:
     """The name of a strategy, then what `headings` say."""
     yield strategy.name
     for seconds in (strategy.step_s, strategy.bound_s):
@@ -43,7 +43,7 @@ def title(found: Answer) -> str:
     return f"{found.profile} on {found.cluster}, {found.samples} samples a step"
 
 
-def verdict(strategy: Strategy, found: Answer) -> str:
+def verdict(strategy: RankedStrategy, found: Answer) -> str:
     """That it is the best, or why another one is."""
     why = strategy.loses or ("the best" if strategy is found.best else strategy.reason)
     if strategy.step_s is not None and strategy.reason and strategy.reason not in why:
@@ -51,24 +51,14 @@ def verdict(strategy: Strategy, found: Answer) -> str:
     return why
 
 
-def details(strategy: Strategy) -> Iterator[str]:
-    """What was chosen, how to run it where it may fit, and its authors' schedule."""
+def details(strategy: RankedStrategy) -> Iterator[str]:
+    """What was chosen, and how to run it where it may fit."""
     rests = f"{format_bytes(strategy.host_bytes)} on hosts" if strategy.host_bytes else ""
     chosen = "; ".join(filter(None, (strategy.setting, rests)))
     if chosen:
         yield chosen
     if strategy.step_s is not None and strategy.fits is not False:
         yield f"run: {strategy.run}"
-    if strategy.published:
-        yield _as_published(strategy.published)
-
-
-def _as_published(plan: Published) -> str:
-    peak = format_bytes(max(plan.peak_bytes))
-    return (
-        f"its authors' schedule, which nothing here runs: {plan.setting}, "
-        f"{format_seconds(plan.step_s)}, {peak}"
-    )
 
 
 def specify_strategies(found: Answer) -> Specification:
@@ -77,7 +67,7 @@ def specify_strategies(found: Answer) -> Specification:
     return Specification(title(found), tuple(panels), {})
 
 
-def _panel(strategy: Strategy, timeline: Timeline) -> Panel:
+def _panel(strategy: RankedStrategy, timeline: Timeline) -> Panel:
     lanes = sorted({str(span.lane) for span in timeline.spans}, key=_place)
     return Panel(
         title=strategy.name,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from cotrain_compile.cluster.description import Cluster, Devices, MachineGroup
-from cotrain_compile.cluster.profiles import (
+from cotrain_compile.cluster.model.description import Cluster, Devices, MachineGroup
+from cotrain_compile.cluster.model.profiles import (
     BATCH,
     BySamples,
     Layer,
@@ -15,7 +15,7 @@ from cotrain_compile.cluster.profiles import (
     constant,
     per_sample,
 )
-from cotrain_compile.machine import HostUpdate, Link, Network, TierSpec, two_tier
+from cotrain_compile.machine import HostUpdate, Link, Machine, Network, TierSpec, two_tier
 
 HOST = TierSpec(10**15, 1e18, {"float32": 1e15})
 UPDATE = HostUpdate(1e18)
@@ -28,6 +28,21 @@ def a_device(capacity_bytes: int = 10**15, link_bytes_per_s: float = 1e18) -> De
     device = TierSpec(capacity_bytes, 1e18, {"float32": 1e15})
     update = HostUpdate(1e18)
     return Devices(two_tier("small", device, HOST, h2d=link, d2h=link, host_update=update), 1)
+
+
+def a_machine(
+    capacity_bytes: int = 10**15,
+    bytes_per_s: float = 1e18,
+    network: Network | None = None,
+    *,
+    host: TierSpec = HOST,
+    update: HostUpdate = UPDATE,
+) -> Machine:
+    """What a rank has: its device, whose memory takes no time, and its share of the host."""
+    link = Link(bytes_per_s)
+    return a_device(capacity_bytes).one.but(
+        h2d=link, d2h=link, network=network, host=host, host_update=update
+    )
 
 
 def a_box(

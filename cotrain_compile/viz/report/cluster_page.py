@@ -17,8 +17,8 @@ from bokeh.resources import Resources
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from cotrain_compile.cluster.profiles import LayerProfile
-from cotrain_compile.cluster.strategy import Answer, Strategy
+from cotrain_compile.cluster.model.profiles import LayerProfile
+from cotrain_compile.cluster.model.strategy import Answer, RankedStrategy
 from cotrain_compile.files import write_whole
 from cotrain_compile.units import format_bytes, format_seconds
 from cotrain_compile.viz.kinds import COLOURS, css_property, palettes_css
@@ -91,7 +91,7 @@ def _pictures(found: Answer, layers: Sequence[str]) -> Mapping[str, tuple[Row, .
     return {name: rows for name, rows in drawn.items() if rows}
 
 
-def cuts(strategy: Strategy, layers: Sequence[str]) -> Iterator[Row]:
+def cuts(strategy: RankedStrategy, layers: Sequence[str]) -> Iterator[Row]:
     """A row for each stage: its layers, and its peak against what its device has."""
     if strategy.stages is None or strategy.peak_bytes is None:
         return
@@ -105,7 +105,7 @@ def cuts(strategy: Strategy, layers: Sequence[str]) -> Iterator[Row]:
         yield Row(f"stage {stage}", drawn, says, 100 * peak / capacity)
 
 
-def widths(strategy: Strategy, layers: Sequence[str]) -> Iterator[Row]:
+def widths(strategy: RankedStrategy, layers: Sequence[str]) -> Iterator[Row]:
     """A row for each width that occurs, the widest first: the layers that have it."""
     if not strategy.widths:
         return

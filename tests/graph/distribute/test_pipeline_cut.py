@@ -12,8 +12,8 @@ from torch import nn
 import cotrain_compile
 from cotrain_compile import files
 from cotrain_compile.check_options import check_options
-from cotrain_compile.cluster.stage_plan import StagePlan
-from cotrain_compile.cluster.strategy import Answer, Strategy
+from cotrain_compile.cluster.model.stage_plan import StagePlan
+from cotrain_compile.cluster.model.strategy import Answer, RankedStrategy
 from cotrain_compile.errors import DistributeError, OptionError, PlacementError
 from cotrain_compile.pipelining.budgets import turn_budgets
 from cotrain_compile.pipelining.cut import cut, keep, try_out
@@ -131,8 +131,10 @@ def test_a_plan_has_micro_batches() -> None:
 def test_a_saved_answer_has_the_stages_of_its_fastest_pipeline(tmp_path: Path) -> None:
     path = tmp_path / "answer.json"
     stages = StagePlan("1f1b", ("layers.1",), 4, 2)
-    other = Strategy("shard")
-    files.save(Answer("net", "box", 8, (other, Strategy("pipeline-1f1b", stages=stages))), path)
+    other = RankedStrategy("shard")
+    files.save(
+        Answer("net", "box", 8, (other, RankedStrategy("pipeline-1f1b", stages=stages))), path
+    )
     assert read_plan(path) == read_plan(path, "pipeline-1f1b") == stages
     with pytest.raises(OptionError, match="no pipeline 'harmony-pp'; it has pipeline-1f1b"):
         read_plan(path, "harmony-pp")
@@ -143,7 +145,7 @@ def test_a_saved_answer_has_the_stages_of_its_fastest_pipeline(tmp_path: Path) -
 
 def test_a_plan_of_ranks_is_no_plan_of_a_step(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    best = Strategy("shard", step_s=1.0, fits=True, run="torchrun train.py: in fully_shard")
+    best = RankedStrategy("shard", step_s=1.0, fits=True, run="torchrun train.py: in fully_shard")
     files.save(Answer("net", "box", 8, (best,)), path)
     with pytest.raises(OptionError, match=r"its best is shard: torchrun train\.py: in fully_shard"):
         check_options({"plan": str(path)})

@@ -16,9 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 import cotrain_compile
 from cotrain_compile.analysis.costs import roofline
 from cotrain_compile.analysis.liveness import liveness
-from cotrain_compile.cluster.gradient_types import with_typed_gradients
-from cotrain_compile.cluster.micro_batches import in_micro_batches
-from cotrain_compile.cluster.rank_step import replica_step, shard_step
+from cotrain_compile.cluster.ranks.gradient_types import with_typed_gradients
+from cotrain_compile.cluster.ranks.micro_batches import in_micro_batches
+from cotrain_compile.cluster.ranks.rank_step import replica_step, shard_step
 from cotrain_compile.dataflow import Dataflow, Role
 from cotrain_compile.presets import find
 from cotrain_compile.tracing import trace

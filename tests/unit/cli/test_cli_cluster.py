@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 
 from cotrain_compile import files
 from cotrain_compile.cli.main import app
-from cotrain_compile.cluster.profiles import per_sample
-from cotrain_compile.cluster.stage_plan import StagePlan
-from cotrain_compile.cluster.strategy import Answer, Strategy
+from cotrain_compile.cluster.model.profiles import per_sample
+from cotrain_compile.cluster.model.stage_plan import StagePlan
+from cotrain_compile.cluster.model.strategy import Answer, RankedStrategy
 from cotrain_compile.errors import FormatError, OptionError
 from cotrain_compile.plan import Plan
 from cotrain_compile.viz.report.cluster_page import Row, cuts, widths
@@ -87,12 +87,14 @@ def test_why_nothing_fits_is_in_words_on_the_page_and_in_json(
 def test_cuts_and_widths_are_drawn_over_the_layers() -> None:
     layers = ("a", "b", "c", "d")
     plan = StagePlan("gpipe", ("b",), 2, 1)
-    cut = Strategy("pipeline-gpipe", peak_bytes=(5, 9), stages=plan, capacities_bytes=(10, 12))
+    cut = RankedStrategy(
+        "pipeline-gpipe", peak_bytes=(5, 9), stages=plan, capacities_bytes=(10, 12)
+    )
     assert list(cuts(cut, layers)) == [
         Row("stage 0", ((0, 25, "a"),), "5 B of 10 B", 50),
         Row("stage 1", ((25, 75, "b to d"),), "9 B of 12 B", 75),
     ]
-    wide = Strategy("burst", widths={"a": 2, "b": 1, "c": 2, "d": 2})
+    wide = RankedStrategy("burst", widths={"a": 2, "b": 1, "c": 2, "d": 2})
     assert list(widths(wide, layers)) == [
         Row("2 devices", ((0, 25, "a"), (50, 50, "c to d")), "3 layers"),
         Row("1 device", ((25, 25, "b"),), "1 layer"),

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from cotrain_compile.cluster.cluster_presets import find_cluster
-from cotrain_compile.cluster.data_parallel import SHARD, plan_data_parallel
-from cotrain_compile.cluster.data_parallel_works import Gathering
-from cotrain_compile.cluster.profiles import per_sample
-from cotrain_compile.cluster.subsets import first_devices
-from cotrain_compile.cluster.units import BUCKET_BYTES
+from cotrain_compile.cluster.data_parallel.data_parallel import SHARD, plan_data_parallel
+from cotrain_compile.cluster.data_parallel.step import Sharding
+from cotrain_compile.cluster.model.description import first_devices
+from cotrain_compile.cluster.model.profiles import per_sample
+from cotrain_compile.cluster.model.units import BUCKET_BYTES
+from cotrain_compile.cluster.sources.cluster_presets import find_cluster
 from cotrain_compile.errors import OptionError
 from tests.support.clusters import SMALL_HOST, a_box, a_model
 
@@ -23,33 +23,33 @@ REST = 8 * BUCKET_BYTES  # parameters, gradients and twice that in states
 
 def test_sums_of_gradients_run_beside_the_backward_and_the_last_behind_it() -> None:
     plan = plan_data_parallel(MODEL, a_box(2, RATE), 2)
-    assert (plan.devices, plan.micro_batch, plan.recompute) == (2, 1, False)
+    assert (plan.devices, plan.replicas.micro_batch, plan.recompute) == (2, 1, False)
     # Forwards to 2 s, backwards to 4 and 6 s, sums of 3 s from 4 s on.
-    assert plan.step_s == pytest.approx(4 + 3 + 3)
-    assert plan.bound_s == pytest.approx(6)
+    assert plan.step.seconds == pytest.approx(4 + 3 + 3)
+    assert plan.step.bound_s == pytest.approx(6)
     assert plan.sent_bytes == 2 * BUCKET_BYTES
     # 30 kept by each layer, 40 while the last one runs, and the gradient that it sends on.
     assert plan.peak_bytes == REST + 60 + 40 + 10
 
 
 def test_parameters_gathered_again_come_while_the_device_computes() -> None:
-    plan = plan_data_parallel(MODEL, a_box(2, RATE), 2, (Gathering.AGAIN,))
+    plan = plan_data_parallel(MODEL, a_box(2, RATE), 2, (Sharding.AGAIN,))
     # Gathers end at 1.5 and 3 s, the forwards at 2.5 and 4; the last layer's parameters stay, the
     # first one's come again until 5.5. Backwards end at 6 and 8, the last scatter at 9.5 s.
-    assert plan.step_s == pytest.approx(9.5)
+    assert plan.step.seconds == pytest.approx(9.5)
     assert plan.sent_bytes == round((3 + 2) / 2 * BUCKET_BYTES)
     assert plan.peak_bytes == REST // 2 + 2 * 2 * BUCKET_BYTES + 60 + 40 + 10
 
 
 def test_parameters_gathered_once_cross_the_network_once_a_micro_batch() -> None:
-    plan = plan_data_parallel(MODEL, a_box(2, RATE), 4, (Gathering.ONCE,))
-    assert (plan.micro_batches, plan.sent_bytes) == (1, 2 * BUCKET_BYTES)
+    plan = plan_data_parallel(MODEL, a_box(2, RATE), 4, (Sharding.ONCE,))
+    assert (plan.replicas.micro_batches, plan.sent_bytes) == (1, 2 * BUCKET_BYTES)
     assert plan.peak_bytes == REST // 2 + 2 * 2 * BUCKET_BYTES + 2 * (60 + 40 + 10)
     # With room for one sample and one gradient at a time: two gathers of both layers, two scatters.
     box = a_box(2, RATE, plan.peak_bytes - 110 - BUCKET_BYTES, host=SMALL_HOST)
-    smaller = plan_data_parallel(MODEL, box, 4, (Gathering.ONCE,))
-    assert (smaller.micro_batches, smaller.sent_bytes) == (2, 4 * BUCKET_BYTES)
-    gathers = [span for span in smaller.timeline.spans if span.name.startswith("gather")]
+    smaller = plan_data_parallel(MODEL, box, 4, (Sharding.ONCE,))
+    assert (smaller.replicas.micro_batches, smaller.sent_bytes) == (2, 4 * BUCKET_BYTES)
+    gathers = [span for span in smaller.step.timeline.spans if span.name.startswith("gather")]
     assert len(gathers) == 4
 
 
@@ -63,7 +63,7 @@ def test_micro_batches_and_layers_that_run_again_are_for_memory() -> None:
         box = a_box(1, 1e18, REST + room, host=SMALL_HOST)
         plan = plan_data_parallel(MODEL, box, 4)
         assert plan.missing_bytes == max(0, 100 - room)
-        return plan.micro_batch, plan.recompute
+        return plan.replicas.micro_batch, plan.recompute
 
     assert settings(4 * 110) == (4, False)
     assert settings(4 * 110 - 1) == (2, False)
@@ -83,7 +83,7 @@ def test_a_profile_without_peaks_has_a_time_and_no_peak() -> None:
         MODEL, layers=tuple(replace(layer, backward_peak_bytes=None) for layer in MODEL.layers)
     )
     plan = plan_data_parallel(blind, a_box(2, RATE), 4)
-    assert (plan.peak_bytes, plan.micro_batches) == (None, 1)
+    assert (plan.peak_bytes, plan.replicas.micro_batches) == (None, 1)
 
 
 def test_samples_that_cannot_be_shared_are_refused() -> None:

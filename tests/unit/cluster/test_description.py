@@ -8,16 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from cotrain_compile.cluster.cluster_presets import CLUSTERS, find_cluster, preset
-from cotrain_compile.cluster.description import (
+from cotrain_compile.cluster.model.description import (
     Cluster,
+    DevicePlace,
     Devices,
     MachineGroup,
-    Place,
     Switch,
-    rank_machine,
-    whole_machine,
 )
+from cotrain_compile.cluster.model.machines import rank_machine, whole_machine
+from cotrain_compile.cluster.sources.cluster_presets import CLUSTERS, find_cluster, preset
 from cotrain_compile.errors import FormatError, OptionError
 from cotrain_compile.files import from_json, load, save, to_json
 from cotrain_compile.machine import HostUpdate, Network, TierSpec
@@ -74,7 +73,7 @@ def test_the_promised_clusters_have_their_devices() -> None:
     assert (helped.device_machines, helped.cpu_machines) == (32, 16)
     gib = [nbytes >> 30 for nbytes in preset("4xrtx4090-4xa6000").capacities_bytes]
     assert gib == [23] * 4 + [47] * 4
-    assert preset("2x8xa100").devices[9] == Place(0, 1, 1)
+    assert preset("2x8xa100").devices[9] == DevicePlace(0, 1, 1)
 
 
 def test_devices_below_one_switch_share_its_way_to_the_host() -> None:

@@ -8,19 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cotrain_compile.cluster.cluster_presets import find_cluster
-from cotrain_compile.cluster.host_share import HostShare
-from cotrain_compile.cluster.pipeline import (
-    PipelinePlan,
-    drafts_of,
-    fastest_pipeline,
-    layer_peaks,
-    plan_pipeline,
-    simulated,
-)
-from cotrain_compile.cluster.pipeline_devices import PipelineDevices, devices_of
-from cotrain_compile.cluster.profile_files import read_profile
-from cotrain_compile.cluster.profiles import (
+from cotrain_compile.cluster.model.profiles import (
     BATCH,
     Layer,
     LayerProfile,
@@ -28,10 +16,20 @@ from cotrain_compile.cluster.profiles import (
     constant,
     per_sample,
 )
-from cotrain_compile.cluster.stage_away import StageAway
-from cotrain_compile.cluster.stages import PipelineOrder
+from cotrain_compile.cluster.pipeline.cuts import PipelineOrder
+from cotrain_compile.cluster.pipeline.devices import PipelineDevices, devices_of
+from cotrain_compile.cluster.pipeline.pipeline import (
+    PipelinePlan,
+    layer_peaks,
+    plan_pipeline,
+    plans_of,
+)
+from cotrain_compile.cluster.sources.cluster_presets import find_cluster
+from cotrain_compile.cluster.sources.profile_files import read_profile
+from cotrain_compile.cluster.steps.residence import Residence
 from cotrain_compile.errors import OptionError, PlacementError
-from cotrain_compile.machine import Link, Network
+from cotrain_compile.machine import HostUpdate, Machine, Network
+from tests.support.clusters import HOST, a_machine
 
 BERT_LARGE = Path(__file__).parents[2] / "data" / "harmony_bert_large.json"
 
@@ -59,32 +57,27 @@ MODEL = LayerProfile(
 
 
 def a_row(
-    count: int, capacity_bytes: int, hop_s: float = 0.0, host: HostShare | None = None
+    count: int, capacity_bytes: int, hop_s: float = 0.0, host: Machine | None = None
 ) -> PipelineDevices:
-    """Devices of one machine, with that share of their host."""
-    hop = Network(1e15, hop_s)
-    return PipelineDevices(
-        (capacity_bytes,) * count,
-        (1e15,) * count,
-        (hop,) * (count - 1),
-        hosts=(host,) * count if host else (),
-        machines=((0, 0),) * count if host else (),
-    )
+    """Devices of one machine, each a rank with what `host` has beside its device."""
+    device = replace((host or a_machine()).device, capacity_bytes=capacity_bytes)
+    machine = (host or a_machine()).but(device=device, network=Network(1e15, hop_s))
+    return PipelineDevices((machine,) * count, hosts=((0, 0),) * count if host else ())
 
 
-def a_host(capacity_bytes: int, bytes_per_s: float) -> HostShare:
-    link = Link(bytes_per_s)
-    return HostShare(capacity_bytes, link, link, bytes_per_s, bytes_per_s)
+def a_host(capacity_bytes: int, bytes_per_s: float) -> Machine:
+    host = replace(HOST, capacity_bytes=capacity_bytes, bytes_per_s=bytes_per_s)
+    return a_machine(bytes_per_s=bytes_per_s, host=host, update=HostUpdate(bytes_per_s))
 
 
 def most_kept(plan: PipelinePlan, stage: int) -> int:
     """Of how many micro-batches a stage has on its device what it keeps, by the timeline."""
-    spans = {span.name: span for span in plan.timeline.spans}
+    spans = {span.name: span for span in plan.step.timeline.spans}
     changes: list[tuple[float, int]] = []
     for i in range(plan.micro_batches):
         begun_s = spans[f"forward {i} of stage {stage}"].start_s
         done_s = spans[f"backward {i} of stage {stage}"].end_s
-        if plan.away[stage].kept:
+        if plan.residence[stage].kept:
             changes += [(begun_s, 1), (spans[f"kept {i} of stage {stage}"].end_s, -1)]
             begun_s = spans[f"kept {i} back to stage {stage}"].start_s
         changes += [(begun_s, 1), (done_s, -1)]
@@ -95,53 +88,52 @@ def most_kept(plan: PipelinePlan, stage: int) -> int:
 def test_a_step_takes_a_turn_for_each_micro_batch_and_each_further_stage(
     order: PipelineOrder,
 ) -> None:
-    plan = plan_pipeline(MODEL, a_row(3, 10_000), order, 8)
+    plan = plan_pipeline(MODEL, [a_row(3, 10_000)], order, 8)
     assert (plan.micro_batch, plan.micro_batches, plan.recompute) == (1, 8, False)
-    assert plan.stages.split_points == ("layers.2", "layers.4")
-    assert plan.step_s == pytest.approx((8 + 3 - 1) * 2 * (1 + 2))
+    assert plan.cut.split_points == ("layers.2", "layers.4")
+    assert plan.step.seconds == pytest.approx((8 + 3 - 1) * 2 * (1 + 2))
     assert plan.hop_bytes == (2 * 8 * 10, 2 * 8 * 10)
 
 
 def test_a_hop_delays_the_first_micro_batch_only() -> None:
-    plan = plan_pipeline(MODEL, a_row(2, 10_000, hop_s=0.5), PipelineOrder.GPIPE, 6)
+    plan = plan_pipeline(MODEL, [a_row(2, 10_000, hop_s=0.5)], PipelineOrder.GPIPE, 6)
     # There and back once; the other micro-batches are sent while stages compute.
-    assert plan.step_s == pytest.approx((6 + 2 - 1) * 3 * (1 + 2) + 2 * 0.5)
+    assert plan.step.seconds == pytest.approx((6 + 2 - 1) * 3 * (1 + 2) + 2 * 0.5)
 
 
 def test_peaks_hold_what_rests_what_is_in_flight_and_the_layer_at_work() -> None:
     row = a_row(3, 10_000)
-    alternating = plan_pipeline(MODEL, row, PipelineOrder.ONE_F_ONE_B, 8)
+    alternating = plan_pipeline(MODEL, [row], PipelineOrder.ONE_F_ONE_B, 8)
     # Two layers rest with 40 each and keep 30 for each in flight; the backward takes
     # 70 - 10 - 10 - 30 beside them, and the gradient of its output 10.
-    assert alternating.peak_bytes == (80 + 3 * 60 + 30, 80 + 2 * 60 + 30, 80 + 60 + 30)
-    gpipe = plan_pipeline(MODEL, row, PipelineOrder.GPIPE, 8)
-    assert gpipe.peak_bytes == (80 + 8 * 60 + 30,) * 3
+    assert alternating.cut.peak_bytes == (80 + 3 * 60 + 30, 80 + 2 * 60 + 30, 80 + 60 + 30)
+    gpipe = plan_pipeline(MODEL, [row], PipelineOrder.GPIPE, 8)
+    assert gpipe.cut.peak_bytes == (80 + 8 * 60 + 30,) * 3
 
 
 def test_layers_run_again_where_what_they_keep_does_not_fit() -> None:
-    plan = plan_pipeline(MODEL, a_row(3, 400), PipelineOrder.GPIPE, 8)
+    plan = plan_pipeline(MODEL, [a_row(3, 400)], PipelineOrder.GPIPE, 8)
     assert plan.recompute
-    assert max(plan.peak_bytes) <= 400
-    assert plan.step_s == pytest.approx((8 + 3 - 1) * 2 * (1 + 1 + 2))
+    assert max(plan.cut.peak_bytes) <= 400
+    assert plan.step.seconds == pytest.approx((8 + 3 - 1) * 2 * (1 + 1 + 2))
     # 1F1B holds fewer at once, and nothing has to run again.
-    assert not plan_pipeline(MODEL, a_row(3, 400), PipelineOrder.ONE_F_ONE_B, 8).recompute
+    assert not plan_pipeline(MODEL, [a_row(3, 400)], PipelineOrder.ONE_F_ONE_B, 8).recompute
 
 
 def test_the_search_misses_nothing_by_its_bounds_and_knows_slower_devices() -> None:
     rows = [replace(a_row(n, 10**6, 0.25), kinds=("slow", "fast", "fast")[:n]) for n in (3, 2, 1)]
     model = replace(MODEL, slowness={"slow": 3.0, "fast": 1.0})
     for order in PipelineOrder:
-        best = fastest_pipeline(model, rows, order, 8)
-        drafts = drafts_of(model, rows, order, 8)
-        assert len(drafts) > 20
-        plans = [simulated(model, draft) for draft in drafts]
-        assert best.step_s == min(plan.step_s for plan in plans)
-        assert all(d.bound_s <= plan.step_s for d, plan in zip(drafts, plans, strict=True))
+        best = plan_pipeline(model, rows, order, 8)
+        plans = list(plans_of(model, rows, order, 8))
+        assert len(plans) > 20
+        assert best.step.seconds == min(plan.step.seconds for plan in plans)
+        assert all(plan.least_s <= plan.step.seconds for plan in plans)
         # The slow device has the smallest stage.
-        first, *others = [b - a for a, b in pairwise(best.stages.bounds)]
+        first, *others = [b - a for a, b in pairwise(best.cut.bounds)]
         assert first < max(others)
-        alike = plan_pipeline(replace(model, slowness={}), rows[0], order, 8)
-        assert alike.step_s < best.step_s < 3 * alike.step_s
+        alike = plan_pipeline(replace(model, slowness={}), rows[:1], order, 8)
+        assert alike.step.seconds < best.step.seconds < 3 * alike.step.seconds
 
 
 @pytest.mark.parametrize("seconds", [0.01, 0.5, 3.0])
@@ -158,67 +150,68 @@ def test_what_does_not_fit_rests_on_the_host_and_no_timing_passes_the_peak(
     for capacity, states in cases:
         row = a_row(3, capacity, host=host)
         plans = [
-            simulated(MODEL, draft)
-            for draft in drafts_of(MODEL, [row], order, 8)
-            if not draft.recompute and draft.each == 1
+            plan
+            for plan in plans_of(MODEL, [row], order, 8)
+            if not plan.recompute and plan.micro_batch == 1
         ]
         assert plans
         for plan in plans:
-            assert plan.bound_s <= plan.step_s
-            for stage, (away, peak) in enumerate(zip(plan.away, plan.peak_bytes, strict=True)):
+            assert plan.step.bound_s <= plan.step.seconds
+            pairs = zip(plan.residence, plan.cut.peak_bytes, strict=True)
+            for stage, (residence, peak) in enumerate(pairs):
                 assert peak <= row.capacity_bytes[stage]
-                layers = plan.stages.bounds[stage + 1] - plan.stages.bounds[stage]
-                rests = 40 * layers - 20 * away.states
+                layers = plan.cut.bounds[stage + 1] - plan.cut.bounds[stage]
+                rests = 40 * layers - 20 * residence.states
                 assert rests + most_kept(plan, stage) * 30 * layers + 30 <= peak
-        assert any(each.states for plan in plans for each in plan.away) >= states
+        assert any(each.states for plan in plans for each in plan.residence) >= states
 
 
 def test_states_on_the_host_are_updated_behind_the_last_backward_by_hand() -> None:
     # Six layers rest with 240, keep 180 and take 30; without one layer's states it fits.
     row = a_row(1, 240 - 20 + 180 + 30, host=a_host(1000, 100.0))
-    plan = plan_pipeline(MODEL, row, PipelineOrder.GPIPE, 1)
-    assert plan.away == (StageAway(states=1),)
+    plan = plan_pipeline(MODEL, [row], PipelineOrder.GPIPE, 1)
+    assert plan.residence == (Residence(states=1),)
     # Forward 6, backward 12; gradients of 10 down, 2 * 30 + 10 touched, parameters of 10 up.
-    assert plan.step_s == pytest.approx(18 + 0.1 + 0.7 + 0.1)
+    assert plan.step.seconds == pytest.approx(18 + 0.1 + 0.7 + 0.1)
     assert plan.swapped_bytes == (10, 10)
     assert plan.host_bytes == 40
     with pytest.raises(PlacementError, match="take hosts with more memory"):
-        plan_pipeline(MODEL, a_row(3, 150, host=a_host(9, 1.0)), PipelineOrder.GPIPE, 1)
+        plan_pipeline(MODEL, [a_row(3, 150, host=a_host(9, 1.0))], PipelineOrder.GPIPE, 1)
 
 
 def test_bert_large_on_small_cards_is_within_its_bound_and_its_peaks() -> None:
     profile = read_profile(BERT_LARGE)
     cards = devices_of(find_cluster("4xgtx1080ti"))
     for order in PipelineOrder:
-        plan = plan_pipeline(profile, cards, order, 32)
+        plan = plan_pipeline(profile, [cards], order, 32)
         assert plan.recompute  # what layers keep was not measured
-        assert plan.bound_s <= plan.step_s
+        assert plan.step.bound_s <= plan.step.seconds
         assert all(
             peak <= capacity
-            for peak, capacity in zip(plan.peak_bytes, cards.capacity_bytes, strict=True)
+            for peak, capacity in zip(plan.cut.peak_bytes, cards.capacity_bytes, strict=True)
         )
-        slower = replace(cards, hops=tuple(Network(h.bytes_per_s / 8) for h in cards.hops))
-        assert plan_pipeline(profile, slower, order, 32).step_s >= plan.step_s
+        hop = Network(min(m.network.bytes_per_s for m in cards.machines if m.network) / 8)
+        slower = replace(cards, machines=tuple(m.but(network=hop) for m in cards.machines))
+        assert plan_pipeline(profile, [slower], order, 32).step.seconds >= plan.step.seconds
 
 
 def test_machines_of_a_cluster_are_joined_by_their_network_cards() -> None:
     cluster = find_cluster("2x8xa100")
-    hops = devices_of(cluster).hops
+    hops = [machine.network for machine in devices_of(cluster).machines[:-1]]
     nic, peers = cluster.groups[0].nic, cluster.groups[0].peers
     assert nic
     assert peers
-    assert [hop.bytes_per_s for hop in hops] == [peers.bytes_per_s] * 7 + [nic.bytes_per_s] + [
-        peers.bytes_per_s
-    ] * 7
+    within = [peers.bytes_per_s] * 7
+    assert [hop.bytes_per_s for hop in hops if hop] == [*within, nic.bytes_per_s, *within]
 
 
 def test_what_cannot_be_a_pipeline_is_refused() -> None:
     with pytest.raises(PlacementError, match="needs 100 B more on the fullest device"):
-        plan_pipeline(MODEL, a_row(3, 100), PipelineOrder.ONE_F_ONE_B, 8)
+        plan_pipeline(MODEL, [a_row(3, 100)], PipelineOrder.ONE_F_ONE_B, 8)
     with pytest.raises(OptionError, match="at least one sample"):
-        plan_pipeline(MODEL, a_row(3, 100), PipelineOrder.GPIPE, 0)
-    with pytest.raises(OptionError, match="one hop fewer"):
-        PipelineDevices((1, 1), (1.0, 1.0), ())
+        plan_pipeline(MODEL, [a_row(3, 100)], PipelineOrder.GPIPE, 0)
+    with pytest.raises(OptionError, match="each with a network to the next"):
+        PipelineDevices((a_machine(),) * 2)
     head = replace(MODEL.layers[-1], reads=(*MODEL.layers[-1].reads, Read(BATCH, constant(1))))
     with pytest.raises(OptionError, match="small has branches"):
         layer_peaks(replace(MODEL, layers=(*MODEL.layers[:-1], head)), 1, recompute=True)

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cotrain_compile.cluster.profile_files import TOGETHER, parse_profile, read_profile
-from cotrain_compile.cluster.profiles import (
+from cotrain_compile.cluster.model.profiles import (
     BATCH,
     BySamples,
     Layer,
@@ -22,6 +21,7 @@ from cotrain_compile.cluster.profiles import (
     constant,
     per_sample,
 )
+from cotrain_compile.cluster.sources.profile_files import TOGETHER, parse_profile, read_profile
 from cotrain_compile.errors import FormatError, OptionError
 from cotrain_compile.files import load, save
 from tests.support.examples import examples

@@ -11,21 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cotrain_compile.cluster.cluster_presets import find_cluster
-from cotrain_compile.cluster.description import Cluster
-from cotrain_compile.cluster.harmony import plan_harmony
-from cotrain_compile.cluster.harmony_server import server_of
-from cotrain_compile.cluster.harmony_tasks import Layout
-from cotrain_compile.cluster.profile_files import read_profile
-from cotrain_compile.cluster.profiles import BATCH, LayerProfile, Read, per_sample
-from cotrain_compile.cluster.strategies import STRATEGIES, answer
-from cotrain_compile.cluster.strategy import Answer
-from cotrain_compile.cluster.subsets import first_of_machine
-from cotrain_compile.cluster.units import BUCKET_BYTES
+from cotrain_compile.cluster.answer.strategies import STRATEGIES, answer
+from cotrain_compile.cluster.model.description import Cluster
+from cotrain_compile.cluster.model.profiles import BATCH, LayerProfile, Read, per_sample
+from cotrain_compile.cluster.model.strategy import Answer
+from cotrain_compile.cluster.model.units import BUCKET_BYTES
+from cotrain_compile.cluster.sources.cluster_presets import find_cluster
+from cotrain_compile.cluster.sources.profile_files import read_profile
 from cotrain_compile.errors import OptionError
 from cotrain_compile.machine import TierSpec
-from cotrain_compile.viz.strategies import details
 from tests.support.clusters import SMALL_HOST, a_box, a_device, a_mixed_box, a_model, some_machines
+from tests.support.examples import examples
 
 DATA = Path(__file__).parents[2] / "data"
 SMALL = BUCKET_BYTES // 2
@@ -98,6 +94,25 @@ def test_more_devices_or_bandwidth_never_make_the_best_slower(
             assert other.best.step_s <= best.step_s * (1 + 1e-9)
 
 
+@examples(8)
+@given(model=models(), order=st.permutations(range(3)), samples=st.sampled_from((4, 6)))
+def test_the_order_of_groups_in_a_file_changes_no_figure(
+    model: LayerProfile, order: list[int], samples: int
+) -> None:
+    """Two kinds of cards, and machines without any."""
+    small, large = (some_machines(2, SMALL * 50, room * SMALL).groups[0] for room in (8, 20))
+    cpu = some_machines(1, SMALL * 50).groups[1]
+    groups = (replace(small, name="small"), replace(large, name="large"), cpu)
+    told = ("replicate", "shard", "pipeline-1f1b", "harmony-dp", "burst")
+    in_file, other = (
+        answer(model, Cluster("mixed", tuple(groups[i] for i in places)), samples, told)
+        for places in (range(3), order)
+    )
+    assert other.strategies == in_file.strategies
+    counted = "Ranks are counted from the fastest group of machines on: large, small."
+    assert counted in in_file.assumed
+
+
 @pytest.mark.parametrize("order", ["gpipe", "1f1b"])
 def test_a_stage_that_only_the_larger_card_holds_is_there(order: str) -> None:
     """Parameters, gradients and states of the second layer take 8, of the first one 4."""
@@ -122,21 +137,6 @@ def test_bert_large_on_small_cards_has_every_strategy_but_one() -> None:
     assert found.best.loses == ""
     assert "torchrun --nproc-per-node 4" in found.best.run
     assert all(one.loses for one in found.strategies[1:])
-
-
-@pytest.mark.parametrize("layout", Layout)
-def test_beside_harmony_as_it_runs_stands_its_authors_schedule(layout: Layout) -> None:
-    cluster, profile = find_cluster("4xgtx1080ti"), read_profile(DATA / "harmony_bert_large.json")
-    (found,) = answer(profile, cluster, 32, (layout.value,)).strategies
-    (group,) = cluster.groups
-    servers = [server_of(first_of_machine(group, count)) for count in range(1, 5)]
-    plans = [plan_harmony(profile, server, layout, 32) for server in servers]
-    fastest = min(plans, key=lambda plan: plan.step_s)
-    assert found.published is not None
-    assert found.published.step_s == fastest.step_s
-    assert found.published.peak_bytes == fastest.peak_bytes
-    assert found.step_s != fastest.step_s
-    assert any(f"nothing here runs: {found.published.setting}" in line for line in details(found))
 
 
 def test_what_a_profile_does_not_know_is_said_and_not_left_out() -> None:

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from cotrain_compile.cluster.profiles import BATCH
-from cotrain_compile.cluster.traced_profile import profile_of_step, sample_symbols
+from cotrain_compile.cluster.model.profiles import BATCH
+from cotrain_compile.cluster.sources.traced_profile import profile_of_step, sample_symbols
 from cotrain_compile.dataflow import (
     Buffer,
     Dataflow,

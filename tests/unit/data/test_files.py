@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from cotrain_compile.cluster.profile_files import read_profile
+from cotrain_compile.cluster.sources.profile_files import read_profile
 from cotrain_compile.dataflow import (
     MOST_BYTES,
     Buffer,

@@ -1,0 +1,1 @@
+"""Answer: all strategies for a model on a cluster, judged and ranked."""

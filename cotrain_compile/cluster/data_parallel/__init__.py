@@ -1,0 +1,1 @@
+"""Data parallel: replicas, and shards of parameters, gradients and states."""

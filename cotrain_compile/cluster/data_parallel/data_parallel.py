@@ -1,0 +1,225 @@
+"""Data parallelism: every device has all layers and works on its share of the samples.
+
+In: a `LayerProfile`, a `Cluster`, the samples of a step. Out: a `DataParallelPlan`: how many of the
+devices share the samples, in which micro-batches, whether layers run again for the backward, what
+rests on the host, and from these the step, and the peak of a device.
+
+`replicate` sums gradients over all devices once they are there, and every device updates all.
+`shard` leaves each device a part of parameters, gradients and states: parameters are gathered
+for each micro-batch, once or again for its backward, and gradients scattered after each backward.
+Of N devices each sends in a ring 2 (N-1) / N of the bytes that are summed, and (N-1) / N of what is
+gathered or scattered. Consecutive layers are exchanged together, `BUCKET_BYTES` or more at once.
+Exchanges wait for the slowest kind of device; updates go by the rate of their memory. Where a
+choice does not fit, as little as makes it fit rests on the rank's share of its host (`residence`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+from math import ceil
+
+from cotrain_compile.cluster.data_parallel.step import Replicas, Sharding, data_parallel_step
+from cotrain_compile.cluster.model.description import Cluster, first_devices
+from cotrain_compile.cluster.model.machines import machines_by_kind
+from cotrain_compile.cluster.model.profiles import LayerProfile
+from cotrain_compile.cluster.model.units import knows_peaks, units_of, ways_of
+from cotrain_compile.cluster.steps.rank_memory import RankMemory, WorkingMemory
+from cotrain_compile.cluster.steps.residence import ON_DEVICE, RankDemand, Residence
+from cotrain_compile.cluster.steps.stage_step import EXCHANGES, Rank, Ring, StageStep
+from cotrain_compile.errors import OptionError
+
+SHARD = (Sharding.ONCE, Sharding.AGAIN)
+
+
+class _Layers:
+    """The layers as they are, or run again; what they take is worked out once for each size."""
+
+    def __init__(self, profile: LayerProfile, recompute: bool) -> None:
+        self.profile, self.recompute = profile, recompute
+        self.units = units_of(profile)
+        self.knows_peaks = knows_peaks(profile)
+        self._working: dict[int, WorkingMemory] = {}
+
+    def compute_s(self, samples: int) -> float:
+        return sum(layer.compute_s(samples) for layer in self.profile.layers)
+
+    def working(self, samples: int) -> WorkingMemory | None:
+        """None where nobody knows peaks."""
+        if not self.knows_peaks:
+            return None
+        new = WorkingMemory(self.profile, samples)
+        return self._working.setdefault(samples, new)
+
+
+@dataclass(frozen=True)
+class DataParallelPlan:
+    """How samples are shared by all devices of `cluster`, and what of a rank rests on its host."""
+
+    layers: _Layers
+    cluster: Cluster
+    replicas: Replicas
+
+    @property
+    def devices(self) -> int:
+        return len(self.cluster.devices)
+
+    @property
+    def recompute(self) -> bool:
+        return self.layers.recompute
+
+    @cached_property
+    def step(self) -> StageStep:
+        return data_parallel_step(self.replicas)
+
+    @property
+    def least_s(self) -> float:
+        """Computing alone, on the slowest kind of device."""
+        times = max(rank.slowness for rank in self.replicas.ranks)
+        compute_s = self.layers.compute_s(self.replicas.micro_batch)
+        return times * self.replicas.micro_batches * compute_s
+
+    @cached_property
+    def demand(self) -> RankDemand | None:
+        """What it takes, and what devices and hosts have; None where nobody knows peaks."""
+        replicas = self.replicas
+        working = self.layers.working(replicas.micro_batch)
+        if working is None:
+            return None
+        streamed = replicas.sharding is Sharding.AGAIN
+        memory = RankMemory(
+            working, replicas.parts, streamed, replicas.micro_batches, replicas.ahead
+        )
+        return RankDemand(
+            len(replicas.units),
+            replicas.sharding is not Sharding.ONCE,
+            memory.peak_bytes,
+            memory.host_bytes,
+            min(self.cluster.capacities_bytes),
+            min(rank.machine.host.capacity_bytes for rank in replicas.ranks),
+        )
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """Of each device, None where the profile knows no peaks."""
+        return self.demand.peak_bytes(self.replicas.residence) if self.demand else None
+
+    @property
+    def missing_bytes(self) -> int:
+        """What the smallest device has too little."""
+        return self.demand.missing_bytes(self.replicas.residence) if self.demand else 0
+
+    @property
+    def host_bytes(self) -> int:
+        """What rests on the host, of each rank."""
+        return self.demand.host_bytes(self.replicas.residence) if self.demand else 0
+
+    @property
+    def sent_bytes(self) -> int:
+        """What each device sends to the next."""
+        return ceil(sum(self.step.moved_bytes[does] for does in EXCHANGES))
+
+    def but(self, residence: Residence) -> DataParallelPlan:
+        """The same with so much on the host."""
+        return replace(self, replicas=replace(self.replicas, residence=residence))
+
+    @property
+    def one_at_a_time(self) -> DataParallelPlan:
+        """The same with one unit whole at once: slower, and in less memory."""
+        return replace(self, replicas=replace(self.replicas, ahead=1))
+
+    def fitting(self) -> list[DataParallelPlan]:
+        """The same with as little on the host as fits, in every way to choose it."""
+        found = self.demand.fitting() if self.demand else [ON_DEVICE]
+        return [self.but(residence) for residence in found]
+
+
+# What an exchange of gradients takes in place of a ring's, by the cluster it is in.
+SumsOf = Callable[[Cluster], Callable[[float], float]]
+
+
+def plan_data_parallel(
+    profile: LayerProfile,
+    cluster: Cluster,
+    samples: int,
+    shardings: tuple[Sharding, ...] = (Sharding.REPLICATE,),
+    *,
+    counts: Sequence[int] = (),
+    sums_of: SumsOf | None = None,
+) -> DataParallelPlan:
+    """The fastest of all that fit: so many of the first devices as share the samples evenly (any
+    number, or one of `counts`), sizes of micro-batches that divide a share, with and without layers
+    that run again, with as little on the host as fits. Where none fits, the nearest to it.
+
+    Raises:
+        OptionError: there are no samples, or none of `counts` shares them evenly.
+    """
+    counts = counts or range(1, len(cluster.devices) + 1)
+    choices = list(_choices(profile, cluster, samples, shardings, counts, sums_of))
+    if not choices:
+        raise OptionError(
+            f"{samples} samples are not shared evenly by {', '.join(map(str, counts))} devices; "
+            "take another number of samples"
+        )
+    choices.sort(key=lambda choice: (choice.least_s, choice.replicas.micro_batches))
+    best: DataParallelPlan | None = None
+    for choice in choices:
+        if best and choice.least_s >= best.step.seconds:
+            break
+        plans = choice.fitting()
+        if [plan.replicas.residence for plan in plans] != [ON_DEVICE]:
+            plans += choice.one_at_a_time.fitting()
+        for plan in plans:
+            if best is None or _is_faster(plan, best):
+                best = plan
+    return best or _nearest([choice.one_at_a_time for choice in choices])
+
+
+def _is_faster(plan: DataParallelPlan, best: DataParallelPlan) -> bool:
+    """What has a lane as busy as the best one takes is not simulated."""
+    least_s = max(plan.step.lanes_s.values())
+    return least_s < best.step.seconds and plan.step.seconds < best.step.seconds
+
+
+def _nearest(choices: Sequence[DataParallelPlan]) -> DataParallelPlan:
+    """The plan that has least missing, where none fits."""
+    plans = [choice.but(choice.demand.nearest()) for choice in choices if choice.demand]
+    return min(plans, key=lambda plan: plan.missing_bytes)
+
+
+def _choices(
+    profile: LayerProfile,
+    cluster: Cluster,
+    samples: int,
+    shardings: tuple[Sharding, ...],
+    counts: Sequence[int],
+    sums_of: SumsOf | None,
+) -> Iterator[DataParallelPlan]:
+    if samples < 1:
+        raise OptionError(f"a step has at least one sample, not {samples}")
+    ways = [_Layers(way, recompute) for way, recompute in ways_of(profile)]
+    for count in counts:
+        if samples % count:
+            continue
+        part, share = first_devices(cluster, count), samples // count
+        ranks = tuple(_ranks(part, profile))
+        sum_s = sums_of(part) if sums_of and part.ring else None
+        ring = Ring(part.ring, count, sum_s) if part.ring else None
+        for each, sharding, layers in product(_sizes(ways, share), shardings, ways):
+            replicas = Replicas(layers.units, each, share // each, ranks, ring, sharding)
+            yield DataParallelPlan(layers, part, replicas)
+
+
+def _ranks(part: Cluster, profile: LayerProfile) -> Iterator[Rank]:
+    """One for each kind of device."""
+    for kind, machine in machines_by_kind(part).items():
+        yield Rank(machine, f"compute {kind}", profile.times_slower([kind]), f" on {kind}")
+
+
+def _sizes(ways: Sequence[_Layers], share: int) -> list[int]:
+    """Micro-batches are for memory: where no peaks are known there is one."""
+    if not any(layers.knows_peaks for layers in ways):
+        return [share]
+    return [each for each in range(1, share + 1) if share % each == 0]

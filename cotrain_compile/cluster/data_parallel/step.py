@@ -1,0 +1,189 @@
+"""Data-parallel step: what computes, is exchanged, is copied and is updated in a step.
+
+In: units of layers, micro-batches, what becomes of parameters, what rests on hosts, the ring, and a
+rank for each kind of device. Out: a `StageStep`. All devices of a kind do the same; each kind
+computes, copies both ways and has its part of the host at once. One lane more is the network, where
+exchanges take turns and wait for all kinds.
+
+A turn is a forward or backward of a unit. Where parameters come to it, from the host, from the
+ring or from one through the other, they come once the turn before the last has ended (`ahead` 2),
+so that those of two turns are whole, or the last one (1); the last unit's stay from forward to
+backward. Where all stay, those of the first micro-batch come as soon as the ring is free. Where
+gradients leave after a backward, the next but one, or the next, waits until they have. What a unit
+keeps and is offloaded goes to the host behind its forward, which the next forward but one waits
+for, and comes back as parameters do. The update of a unit waits for all gradients, as one that
+clips them does. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from cotrain_compile.cluster.model.units import Unit
+from cotrain_compile.cluster.steps.residence import ON_DEVICE, Residence
+from cotrain_compile.cluster.steps.stage_step import Does, Rank, Ring, StageStep, StageTask
+
+
+class Sharding(StrEnum):
+    """What becomes of parameters: REPLICATE keeps them whole; ONCE and AGAIN are of `shard`, and
+    say whether what the forward of a micro-batch gathers stays for its backward."""
+
+    REPLICATE = "replicate"
+    ONCE = "gathered once"
+    AGAIN = "gathered again"
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """Ranks that have all units, or a part of each; `ring` is None where there is one device.
+
+    Of so many turns parameters are whole, and gradients leave, at once: `ahead` is 2 or 1.
+    """
+
+    units: tuple[Unit, ...]
+    micro_batch: int
+    micro_batches: int
+    ranks: tuple[Rank, ...]
+    ring: Ring | None
+    sharding: Sharding = Sharding.REPLICATE
+    residence: Residence = ON_DEVICE
+    ahead: int = 2
+
+    @property
+    def sharded(self) -> bool:
+        return self.ring is not None and self.sharding is not Sharding.REPLICATE
+
+    @property
+    def parts(self) -> int:
+        """In how many parts a layer rests."""
+        return self.ring.ranks if self.ring and self.sharded else 1
+
+
+def data_parallel_step(replicas: Replicas) -> StageStep:
+    """All that they do."""
+    return StageStep(replicas.ranks, tuple(_Tasks(replicas).all()), replicas.ring)
+
+
+_Turn = tuple[str, int, int]  # forward or backward, the micro-batch, the unit's number
+
+
+class _Tasks:
+    """The tasks of a step so far: what turns wait for."""
+
+    def __init__(self, replicas: Replicas) -> None:
+        self.of = replicas
+        self.turns = list(_turns(replicas))
+        self.arrived: dict[int, list[str]] = {}  # by turn, what it begins with
+        self.left: list[str] = []  # of each backward whose gradients leave
+        self.summed: list[str] = []  # what an update waits for
+        self.stored: dict[int, str] = {}  # where what a unit keeps has gone
+        self.home: dict[int, str] = {}  # where the last gradients of a unit have
+
+    def all(self) -> Iterator[StageTask]:
+        ahead = self.of.ahead
+        for place in range(min(ahead, len(self.turns))):
+            yield from self._bring(place)
+        for place, (kind, i, number) in enumerate(self.turns):
+            yield self._compute(place)
+            if kind == "forward" and number < self.of.residence.kept:
+                yield self._keep(place)
+            if place + ahead < len(self.turns):
+                yield from self._bring(place + ahead)
+            if kind == "backward" and self.of.units[number].grad_bytes:
+                yield from self._leave(self._name(place), i, number)
+        yield from self._update()
+
+    def _name(self, place: int) -> str:
+        kind, i, number = self.turns[place]
+        return f"{kind} {i} of {self.of.units[number].name}"
+
+    def _compute(self, place: int) -> StageTask:
+        kind, _, number = self.turns[place]
+        unit, samples = self.of.units[number], self.of.micro_batch
+        after = [*self.arrived[place]]
+        if kind == "forward":
+            seconds = unit.forward_s(samples)
+            after += [self.stored[number - 2]] if number - 2 in self.stored else []
+        else:
+            seconds = unit.backward_s(samples)
+            after += self.left[-self.of.ahead :][:1] if len(self.left) >= self.of.ahead else []
+        return StageTask(self._name(place), Does.COMPUTE, seconds, after)
+
+    def _bring(self, place: int) -> Iterator[StageTask]:
+        """What comes for a turn before it begins: parameters, and what its forward has kept."""
+        of, turn = self.of, self._name(place)
+        kind, i, number = self.turns[place]
+        unit = of.units[number]
+        ended = [self._name(place - of.ahead)] if place >= of.ahead else []
+        before, arrived = ended, list[str]()
+        wanted = self._wanted(place)
+        if wanted and number < of.residence.params:
+            before = arrived = [f"weights for {turn}"]
+            yield StageTask(before[0], Does.FETCH, unit.param_bytes / of.parts, ended)
+        if wanted and of.sharded:
+            waits = before if i or of.sharding is Sharding.AGAIN else []
+            arrived = [f"gather for {turn}"]
+            yield StageTask(arrived[0], Does.GATHER, unit.param_bytes, waits)
+        if kind == "backward" and number < of.residence.kept:
+            kept = f"kept for {turn}"
+            after = [self.stored[number], *ended]
+            yield StageTask(kept, Does.FETCH, unit.kept_bytes(of.micro_batch), after)
+            arrived = [*arrived, kept]
+        self.arrived[place] = arrived
+
+    def _wanted(self, place: int) -> bool:
+        """Whether parameters come for that turn, where they come at all."""
+        units = len(self.of.units)
+        if self.of.sharding is Sharding.ONCE:
+            return self.turns[place][0] == "forward"
+        return place % (2 * units) != units  # what the last unit's forward has is used at once
+
+    def _keep(self, place: int) -> StageTask:
+        number, name = self.turns[place][2], self._name(place)
+        kept = self.of.units[number].kept_bytes(self.of.micro_batch)
+        self.stored[number] = f"kept by {name}"
+        return StageTask(self.stored[number], Does.STORE, kept, [name])
+
+    def _leave(self, name: str, i: int, number: int) -> Iterator[StageTask]:
+        """What becomes of gradients after a backward: they are exchanged, and go to the host."""
+        of, nbytes = self.of, self.of.units[number].grad_bytes
+        last, offloaded = i == of.micro_batches - 1, number < of.residence.gradients
+        ready = name
+        if of.ring and (of.sharded or offloaded or last):
+            does = Does.SCATTER if of.sharded else Does.SUM
+            ready = f"{'scatter' if of.sharded else 'sum'} after {name}"
+            yield StageTask(ready, does, nbytes, [name])
+        if offloaded or (last and number < of.residence.states):
+            home = self.home[number] = f"gradients after {name}"
+            yield StageTask(home, Does.STORE, nbytes / of.parts, [ready])
+            ready = home
+        if offloaded and i:
+            added = self.home[number] = f"adding after {name}"
+            yield StageTask(added, Does.ADD, nbytes / of.parts, [ready])
+        if of.sharded or offloaded:
+            self.left.append(ready)
+        if last or of.sharded:
+            self.summed.append(self.home.get(number, ready))
+
+    def _update(self) -> Iterator[StageTask]:
+        """On the device what rests there; the rest on the host, in the order of its coming."""
+        units, residence, parts = self.of.units, self.of.residence, self.of.parts
+        touched = sum(unit.touched_bytes for unit in units[residence.states :]) / parts
+        yield StageTask("update", Does.UPDATE, touched, self.summed)
+        for number in reversed(range(residence.states)):
+            unit = units[number]
+            if not unit.grad_bytes:
+                continue
+            name = f"update of {unit.name}"
+            yield StageTask(name, Does.HOST_UPDATE, unit.touched_bytes / parts, self.summed)
+            if number >= residence.params:
+                back = f"weights after {name}"
+                yield StageTask(back, Does.FETCH, unit.param_bytes / parts, [name])
+
+
+def _turns(replicas: Replicas) -> Iterator[_Turn]:
+    for i in range(replicas.micro_batches):
+        yield from (("forward", i, number) for number in range(len(replicas.units)))
+        yield from (("backward", i, number) for number in reversed(range(len(replicas.units))))

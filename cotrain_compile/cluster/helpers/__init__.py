@@ -1,0 +1,1 @@
+"""Helpers: machines without devices that sum the gradients of the others."""

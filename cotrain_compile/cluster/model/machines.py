@@ -1,0 +1,204 @@
+"""Cluster machines: what one machine of a group is, and each of its ranks, as a `Machine`.
+
+In: a `MachineGroup` or a `Cluster`. Out: one machine with all its spaces, links and shared paths; a
+machine of one device and its host for each rank, with what that has while all are busy. A rank has
+an equal share of its host: of memory, of its rate, of updates, and of the way to it. No torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from cotrain_compile.cluster.model.description import Cluster, MachineGroup
+from cotrain_compile.errors import OptionError
+from cotrain_compile.machine import (
+    HostUpdate,
+    Link,
+    Machine,
+    Network,
+    SharedPath,
+    Space,
+    Tier,
+    TierSpec,
+)
+from cotrain_compile.machine_devices import seen_from
+
+
+def whole_machine(group: MachineGroup, *, peers: bool = True) -> Machine:
+    """One machine of the group with all of its devices, in the words of `Machine`.
+
+    Device i is space and processor "device<i>" with links "d2h<i>" and "h2d<i>"; "p2p<i>to<j>" goes
+    between devices where `peers` are asked for and joined by more than the host's memory. Links
+    share the path of their device, of their switch and of the host's memory.
+    """
+    if not group.devices:
+        raise OptionError(f"group {group.name} has no devices; ask for one that has")
+    spaces, processors, links = {}, {}, {}
+    paths: list[SharedPath] = []
+    for i, one in enumerate(group.each):
+        name = f"device{i}"
+        spaces[name] = Space(one.device.capacity_bytes)
+        processors[name] = replace(one.processors[Tier.DEVICE], space=name)
+        links[f"d2h{i}"] = replace(one.d2h, source=name)
+        links[f"h2d{i}"] = replace(one.h2d, target=name)
+        paths.append(SharedPath((f"d2h{i}", f"h2d{i}"), one.duplex))
+    host_rate = max(link.bytes_per_s for link in links.values())
+    if len(group.each) > 1:
+        paths.append(_path(tuple(links), group.host.bytes_per_s / host_rate))
+    to_peers = _peer_links(group) if peers and group.peers else {}
+    for name, (i, j) in to_peers.items():
+        assert group.peers is not None
+        rate, latency_s = group.peers.bytes_per_s, group.peers.latency_s
+        links[name] = replace(
+            group.each[i].d2h,
+            bytes_per_s=rate,
+            latency_s=latency_s,
+            source=f"device{i}",
+            target=f"device{j}",
+        )
+    paths += _switch_paths(group, to_peers) + _port_paths(group, to_peers)
+    spaces[Tier.HOST.value] = Space(group.host.capacity_bytes)
+    processors[Tier.HOST.value] = replace(
+        group.each[0].processors[Tier.HOST],
+        bytes_per_s=group.host.bytes_per_s,
+        flops_per_s=group.host.flops_per_s,
+        launch_s=group.host.launch_s,
+        update=group.host_update,
+    )
+    return Machine(group.name, spaces, processors, links, tuple(paths), group.source)
+
+
+def rank_machine(group: MachineGroup, device: int = 0) -> Machine:
+    """What the rank on that device has while all of its machine are busy: a machine of one device.
+
+    Its host is an equal share; its links have what is left while every device copies to and from
+    the host; its network is that of the machine's devices, or the network card.
+    """
+    n = group.device_count
+    seen = seen_from(whole_machine(group, peers=False), f"device{device}", crowded=n > 1)
+    host, update = group.host, group.host_update
+    rates = {dtype: rate / n for dtype, rate in host.flops_per_s.items()}
+    shared = replace(
+        host,
+        capacity_bytes=host.capacity_bytes // n,
+        bytes_per_s=host.bytes_per_s / n,
+        flops_per_s=rates,
+    )
+    network = group.peers or group.nic
+    return seen.but(
+        name=f"{group.name}, device {device}",
+        host=shared,
+        host_update=replace(update, bytes_per_s=update.bytes_per_s / n),
+        network=network,
+    )
+
+
+def machines_by_kind(cluster: Cluster) -> dict[str, Machine]:
+    """What a rank on each kind of device has, by the name of the kind's machine.
+
+    Where a kind is in several places, the less of all, figure by figure.
+    """
+    found: dict[str, Machine] = {}
+    for group in cluster.groups:
+        for device, kind in enumerate(group.kinds):
+            own = rank_machine(group, device)
+            found[kind] = _slower(own, found[kind]) if kind in found else own
+    return found
+
+
+def beside_copies(update: HostUpdate) -> float:
+    """The rate of updates while a link is busy, which they are slowed by."""
+    return update.bytes_per_s / update.slowdown_while_copying
+
+
+def swapping_machine(group: MachineGroup) -> Machine:
+    """What each device of a machine has where all swap in one direction at a time.
+
+    Its smallest device is that of all. Copies in both directions share the host's memory, half of
+    its rate for each, and each direction the switches; latencies count in none.
+
+    Raises:
+        OptionError: the machines have no devices.
+    """
+    if not group.devices:
+        raise OptionError(f"machines of {group.name} have no devices; plan for those that have")
+    links = [min(one.h2d.bytes_per_s, one.d2h.bytes_per_s) for one in group.each]
+    slowest = min(links)
+    together = min(_to_host(group, links), group.host.bytes_per_s / 2)
+    link = Link(min(slowest, together / group.device_count))
+    smallest = min(group.each, key=lambda one: one.device.capacity_bytes)
+    peers = Network(group.peers.bytes_per_s if group.peers else slowest)
+    return smallest.but(h2d=link, d2h=link, duplex=2.0, network=peers)
+
+
+def _to_host(group: MachineGroup, links: list[float]) -> float:
+    """What all devices reach together in one direction, through their switches."""
+    below = {device for switch in group.switches for device in switch.devices}
+    direct = sum(rate for device, rate in enumerate(links) if device not in below)
+    return direct + sum(
+        min(switch.up_bytes_per_s, sum(links[device] for device in switch.devices))
+        for switch in group.switches
+    )
+
+
+def _slower(one: Machine, other: Machine) -> Machine:
+    update = min(one.host_update, other.host_update, key=beside_copies)
+    return one.but(
+        device=_less(one.device, other.device),
+        host=_less(one.host, other.host),
+        h2d=_slower_link(one.h2d, other.h2d),
+        d2h=_slower_link(one.d2h, other.d2h),
+        host_update=update,
+    )
+
+
+def _less(one: TierSpec, other: TierSpec) -> TierSpec:
+    return replace(
+        one,
+        capacity_bytes=min(one.capacity_bytes, other.capacity_bytes),
+        bytes_per_s=min(one.bytes_per_s, other.bytes_per_s),
+    )
+
+
+def _slower_link(one: Link, other: Link) -> Link:
+    rate = min(one.bytes_per_s, other.bytes_per_s)
+    return replace(one, bytes_per_s=rate, latency_s=max(one.latency_s, other.latency_s))
+
+
+def _peer_links(group: MachineGroup) -> dict[str, tuple[int, int]]:
+    if group.peer_path == "host":
+        return {}
+    every = range(group.device_count)
+    return {f"p2p{i}to{j}": (i, j) for i in every for j in every if i != j}
+
+
+def _switch_paths(group: MachineGroup, to_peers: dict[str, tuple[int, int]]) -> list[SharedPath]:
+    """What goes up through a switch shares its way, and so does what comes down."""
+    paths = []
+    crosses = to_peers if group.peer_path == "switch" else {}
+    for switch in group.switches:
+        below = set(switch.devices)
+        rate = max((group.each[i].d2h.bytes_per_s for i in below), default=0.0)
+        up = [f"d2h{i}" for i in switch.devices]
+        down = [f"h2d{i}" for i in switch.devices]
+        up += [name for name, (i, j) in crosses.items() if i in below and j not in below]
+        down += [name for name, (i, j) in crosses.items() if j in below and i not in below]
+        for links in (up, down):
+            if len(links) > 1:
+                paths.append(_path(tuple(links), switch.up_bytes_per_s / rate))
+    return paths
+
+
+def _port_paths(group: MachineGroup, to_peers: dict[str, tuple[int, int]]) -> list[SharedPath]:
+    """A device sends to one peer at full rate or to several at a part of it; so it receives."""
+    every = range(group.device_count)
+    ports = [
+        tuple(name for name, ends in to_peers.items() if ends[side] == device)
+        for side in (0, 1)
+        for device in every
+    ]
+    return [SharedPath(port, 1.0) for port in ports if len(port) > 1]
+
+
+def _path(links: tuple[str, ...], together: float) -> SharedPath:
+    return SharedPath(links, min(max(together, 1.0), float(len(links))))

@@ -1,0 +1,1 @@
+"""Pipeline: a chain of layers cut into stages, one on each device."""

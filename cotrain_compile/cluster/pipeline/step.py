@@ -1,0 +1,181 @@
+"""Pipeline step: what stages compute, send on, bring to their hosts and update in a step.
+
+In: `Stage`s, one on each rank, and micro-batches in an order. Out: a `StageStep`, and seconds that
+this order takes at least, before any task is made. No torch.
+
+A stage runs its micro-batches in the order of GPipe (all forwards, then all backwards) or of 1F1B
+(as many forwards as stages follow, then a backward and a forward in turn). What goes from stage to
+stage is sent while they compute. Where what a stage keeps is offloaded, it goes to the host behind
+its forward, which the next forward but one waits for, and comes back behind the turn before the
+last, so that no more than `stage_residence.HELD` micro-batches are on the device. Each stage
+updates at its end, on the device what rests there, and on the host, layer by layer, what rests
+there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from cotrain_compile.cluster.model.profiles import Layer
+from cotrain_compile.cluster.pipeline.cuts import PipelineOrder
+from cotrain_compile.cluster.steps.stage_step import ROUNDING, Does, Rank, StageStep, StageTask
+
+
+class Stage(NamedTuple):
+    """Consecutive layers: seconds of a micro-batch, by the profile, and bytes.
+
+    So many go to the next stage, and as many come back as a gradient. An update on the device
+    touches `touched_bytes`. What is `kept_bytes` of a micro-batch goes to the host and comes back;
+    the host updates the layers `hosted`.
+    """
+
+    forward_s: float
+    backward_s: float
+    sent_bytes: float = 0.0
+    touched_bytes: float = 0.0
+    kept_bytes: float = 0.0
+    hosted: Sequence[Layer] = ()
+
+
+@dataclass(frozen=True)
+class StagesInOrder:
+    """Stages, each on the rank of its number, that run so many micro-batches."""
+
+    ranks: Sequence[Rank]
+    stages: Sequence[Stage]
+    order: PipelineOrder
+    micro_batches: int
+
+    def least_s(self) -> float:
+        """No step takes less: a stage with all its micro-batches, and the way there and back.
+
+        A stage begins when its first micro-batch has passed those before it, which are still to be
+        passed when its last one is done. Until then it is busy as long as it computes all
+        micro-batches; or it waits for one to come back, as often as it may begin another only then.
+        """
+        each = list(zip(self.ranks, self.stages, strict=True))
+        backward_s = [rank.seconds(Does.COMPUTE, stage.backward_s) for rank, stage in each]
+        both_s = [
+            rank.seconds(Does.COMPUTE, stage.forward_s) + own_s
+            for (rank, stage), own_s in zip(each, backward_s, strict=True)
+        ]
+        around_s = [2 * rank.seconds(Does.SEND, stage.sent_bytes) for rank, stage in each[:-1]]
+        updates_s = [_updates_s(rank, stage) for rank, stage in each]
+        passed_s, longest_s = 0.0, 0.0
+        back_s = sum(both_s) + sum(around_s)
+        for number, own_s in enumerate(both_s):
+            ahead = self.order.in_flight(self.micro_batches, len(both_s), number)
+            rounds, more = divmod(self.micro_batches - 1, ahead)
+            waiting_s = (rounds + 1) * back_s + more * backward_s[number]
+            ends_s = max(updates_s[number], updates_s[0] if number else 0.0)
+            stays_s = max(self.micro_batches * own_s, waiting_s)
+            longest_s = max(longest_s, passed_s + stays_s + ends_s)
+            if number < len(around_s):
+                passed_s += own_s + around_s[number]
+                back_s -= own_s + around_s[number]
+        return longest_s * ROUNDING
+
+
+def _updates_s(rank: Rank, stage: Stage) -> float:
+    """What the updates take at least, behind the last backward: on the device or beside it."""
+    return max(
+        rank.seconds(Does.UPDATE, stage.touched_bytes),
+        sum(rank.seconds(Does.STORE, layer.grad_bytes) for layer in stage.hosted),
+        sum(rank.seconds(Does.HOST_UPDATE, layer.touched_bytes) for layer in stage.hosted),
+        sum(rank.seconds(Does.FETCH, layer.param_bytes) for layer in stage.hosted),
+    )
+
+
+def pipeline_step(stages: StagesInOrder) -> StageStep:
+    """All tasks of a step, stage by stage."""
+    numbers = range(len(stages.stages))
+    return StageStep(
+        tuple(stages.ranks),
+        tuple(task for number in numbers for task in _tasks(stages, number)),
+    )
+
+
+class _Turn(NamedTuple):
+    """A forward or backward of a micro-batch."""
+
+    kind: str
+    i: int
+
+    def at(self, stage: int) -> str:
+        """The name of its task."""
+        return f"{self.kind} {self.i} of stage {stage}"
+
+
+def _tasks(of: StagesInOrder, number: int) -> Iterator[StageTask]:
+    turns = list(_turns(of.order, of.micro_batches, len(of.stages) - number))
+    forwards = 0  # among the turns before the one before
+    for place, turn in enumerate(turns):
+        before = turns[place - 2] if place >= 2 else None
+        forwards += before is not None and before.kind == "forward"
+        if turn.kind == "forward":
+            yield from _forward(of, number, turn)
+        else:
+            yield from _backward(of, number, turn, before, forwards)
+    yield from _updates(of.stages[number], number, turns[-1].at(number))
+
+
+def _forward(of: StagesInOrder, number: int, turn: _Turn) -> Iterator[StageTask]:
+    stage, i, name = of.stages[number], turn.i, turn.at(number)
+    after = [f"activations {i} over hop {number - 1}"] if number else []
+    if stage.kept_bytes and i >= 2:
+        after.append(f"kept {i - 2} of stage {number}")
+    yield StageTask(name, Does.COMPUTE, stage.forward_s, after, number)
+    if number < len(of.stages) - 1:
+        yield _hop(of, f"activations {i}", number, name)
+    if stage.kept_bytes:
+        kept = f"kept {i} of stage {number}"
+        yield StageTask(kept, Does.STORE, stage.kept_bytes, [name], number)
+
+
+def _backward(
+    of: StagesInOrder, number: int, turn: _Turn, before: _Turn | None, forwards: int
+) -> Iterator[StageTask]:
+    """`before` is the turn before the last, up to which there were so many forwards.
+
+    What was kept comes back behind that turn, and when of these forwards all but the last are
+    stored: then there are that one, the turn that follows, and the one that comes.
+    """
+    stage, i = of.stages[number], turn.i
+    after = [_Turn("forward", i).at(number)]
+    after += [f"gradients {i} over hop {number}"] if number < len(of.stages) - 1 else []
+    if stage.kept_bytes:
+        waits = [f"kept {i} of stage {number}"]
+        waits += [before.at(number)] if before else []
+        waits += [f"kept {forwards - 2} of stage {number}"] if forwards >= 2 else []
+        after.append(f"kept {i} back to stage {number}")
+        yield StageTask(after[-1], Does.FETCH, stage.kept_bytes, waits, number)
+    yield StageTask(turn.at(number), Does.COMPUTE, stage.backward_s, after, number)
+    if number:
+        yield _hop(of, f"gradients {i}", number - 1, turn.at(number))
+
+
+def _hop(of: StagesInOrder, what: str, hop: int, made: str) -> StageTask:
+    lane = f"{what.partition(' ')[0]} over hop {hop}"
+    name = f"{what} over hop {hop}"
+    return StageTask(name, Does.SEND, of.stages[hop].sent_bytes, [made], hop, lane)
+
+
+def _updates(stage: Stage, number: int, last: str) -> Iterator[StageTask]:
+    yield StageTask(f"update of stage {number}", Does.UPDATE, stage.touched_bytes, (), number)
+    for layer in stage.hosted:
+        down, update = f"gradients of {layer.name}", f"update of {layer.name}"
+        yield StageTask(down, Does.STORE, layer.grad_bytes, [last], number)
+        yield StageTask(update, Does.HOST_UPDATE, layer.touched_bytes, [down], number)
+        yield StageTask(f"weights of {layer.name}", Does.FETCH, layer.param_bytes, [update], number)
+
+
+def _turns(order: PipelineOrder, micro_batches: int, stages: int) -> Iterator[_Turn]:
+    """In which order a stage with so many stages from it on runs its micro-batches."""
+    ahead = order.in_flight(micro_batches, stages, 0)
+    yield from (_Turn("forward", i) for i in range(ahead))
+    for i in range(micro_batches):
+        yield _Turn("backward", i)
+        if ahead + i < micro_batches:
+            yield _Turn("forward", ahead + i)

@@ -1,0 +1,1 @@
+"""Ranks: the step of one rank, made of a traced step, and planned tensor by tensor."""

@@ -1,0 +1,1 @@
+"""Sources: where clusters and layer profiles come from: presets, files, traced steps."""

@@ -1,0 +1,156 @@
+"""Rank memory: what a rank that has all layers, or a part of each, holds on its device and host.
+
+In: a profile, the samples of a micro-batch, in how many parts layers are split, and
+what rests on the host. Out: bytes that are never passed, however long works take. No torch.
+
+    rests      of N parts: what stays of parameters, gradients and states, / N; all buffers
+    whole      parameters that are gathered or fetched: all, or those of two neighbouring units, or
+               of one at a time
+    leaving    gradients of as many units that are scattered or go to the host
+    kept       until the backward of a layer, by it and all layers before it; of those offloaded, by
+               its unit and the one before
+    working    of a layer: its peak beyond its parameters, gradients and what it keeps, and the
+               gradients of all outputs that it makes or that wait for the layers before it
+
+The largest sum over all layers is the peak. Nothing is gathered or scattered where N is 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+from math import ceil
+
+from cotrain_compile.cluster.model.profiles import BATCH, LayerProfile
+from cotrain_compile.cluster.model.units import Unit, units_of
+from cotrain_compile.cluster.steps.residence import Residence
+
+
+@dataclass(frozen=True)
+class WorkingMemory:
+    """What layers keep and take at work on a micro-batch of `samples`, parameters apart."""
+
+    profile: LayerProfile
+    samples: int
+
+    @cached_property
+    def units(self) -> tuple[Unit, ...]:
+        return units_of(self.profile)
+
+    def most_bytes(self, offloaded: int) -> float:
+        """At the fullest layer, where what the first `offloaded` units keep is on the host.
+
+        A unit that computes has its own, and that of the unit before: it leaves still, or comes.
+        """
+        kept = [unit.kept_bytes(self.samples) for unit in self.units]
+        most = resting = 0.0
+        working = iter(self.beside)
+        for i, unit in enumerate(self.units):
+            before = kept[i - 1] if 0 < i <= offloaded else 0.0
+            for held in accumulate(layer.kept(self.samples) for layer in unit.layers):
+                own = kept[i] if i < offloaded else resting + held
+                most = max(most, before + own + next(working))
+            resting += kept[i] if i >= offloaded else 0.0
+        return most
+
+    @cached_property
+    def beside(self) -> list[float]:
+        """Of each layer what its backward takes beside what rests and is kept."""
+        out = _output_bytes(self.profile, self.samples)
+        last = {
+            name: max((self.profile.index[reader] for reader in readers), default=-1)
+            for name, readers in self.profile.readers.items()
+        }
+        beside = []
+        for i, layer in enumerate(self.profile.layers):
+            waiting = [out[j.name] for j in self.profile.layers[: i + 1] if last[j.name] >= i]
+            held = layer.param_bytes + layer.buffer_bytes + layer.kept(self.samples)
+            peak = layer.backward_peak(self.samples) - layer.grad_bytes
+            if layer.forward_peak_bytes:
+                peak = max(peak, layer.forward_peak(self.samples))
+            beside.append(max(0.0, peak - held) + sum(waiting))
+        return beside
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Of layers in `parts`, in a step of so many micro-batches.
+
+    `streamed`: a split parameter is whole around its use alone, else from forward to backward.
+    `ahead` is 2 or 1: as many units are whole, or leave, at once.
+    """
+
+    working: WorkingMemory
+    parts: int
+    streamed: bool
+    micro_batches: int = 1
+    ahead: int = 2
+
+    def peak_bytes(self, residence: Residence) -> int:
+        """Of the device."""
+        units = self.working.units
+        rests = (
+            sum(unit.state_bytes for unit in units[residence.states :])
+            + sum(unit.grad_bytes for unit in units[residence.gradients :])
+            + sum(unit.param_bytes for unit in units[residence.params :])
+        )
+        buffers = sum(layer.buffer_bytes for layer in self.working.profile.layers)
+        passing = self._whole_bytes(residence.params) + self._leaving_bytes(residence.gradients)
+        return (
+            ceil(rests / self.parts)
+            + buffers
+            + ceil(passing)
+            + ceil(self.working.most_bytes(residence.kept))
+        )
+
+    def host_bytes(self, residence: Residence) -> int:
+        """Of the rank's host: all of the units that it updates, with gradients that come to be
+        added to those that rest there, and what is kept there."""
+        units = self.working.units
+        updated = sum(unit.resting_bytes for unit in units[: residence.states])
+        coming = 2 * max([unit.grad_bytes for unit in units[: residence.gradients]], default=0)
+        kept = sum(unit.kept_bytes(self.working.samples) for unit in units[: residence.kept])
+        return ceil((updated + coming) / self.parts + kept)
+
+    def _whole_bytes(self, offloaded: int) -> float:
+        """Gathered parameters, and those that come from the host, at most.
+
+        Behind the first unit's backward its forward of the next micro-batch may come.
+        """
+        split = self.parts > 1
+        params = [
+            unit.param_bytes * (split + (i < offloaded) / self.parts)
+            for i, unit in enumerate(self.working.units)
+        ]
+        if split and not self.streamed:
+            twice = self.micro_batches > 1 and self.ahead > 1
+            return max(sum(params), 2 * params[0] if twice else 0)
+        if self.ahead == 1:
+            return max(params)
+        return max([2 * params[0], *map(sum, pairwise(params))])
+
+    def _leaving_bytes(self, offloaded: int) -> float:
+        """Gradients that are not yet scattered, or not yet on the host, at most.
+
+        Behind the first backward of them that of the last in the next micro-batch may come.
+        """
+        split = self.parts > 1
+        grads = [
+            unit.grad_bytes * (split + (i < offloaded) / self.parts)
+            for i, unit in enumerate(self.working.units)
+            if unit.grad_bytes and (split or i < offloaded)
+        ]
+        if not grads or self.ahead == 1:
+            return max(grads, default=0.0)
+        around = grads[0] + (grads[-1] if self.micro_batches > 1 else 0.0)
+        return max([around, *map(sum, pairwise(grads))])
+
+
+def _output_bytes(profile: LayerProfile, samples: int) -> dict[str, float]:
+    """What each layer gives to those that read it; the most of what they say."""
+    out = dict.fromkeys((BATCH, *profile.index), 0.0)
+    for layer in profile.layers:
+        for read in layer.reads:
+            out[read.source] = max(out[read.source], read.nbytes.at(samples))
+    return out

@@ -1,0 +1,1 @@
+"""Widths: on how many devices each layer of a model runs."""

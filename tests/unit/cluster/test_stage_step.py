@@ -1,0 +1,86 @@
+"""Stage steps: each task takes what its rank's machine says, and kinds of devices wait for all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+
+from cotrain_compile.cluster.steps.stage_step import (
+    Does,
+    Rank,
+    Ring,
+    StageStep,
+    StageTask,
+    fastest,
+)
+from cotrain_compile.machine import HostUpdate, Link, Network
+from tests.support.clusters import HOST, a_machine
+
+# Copies take 2 s and a byte in 0.1; the host's memory has 30 bytes a second, updates half of 10.
+MACHINE = a_machine(
+    network=Network(5.0, 1.0), host=replace(HOST, bytes_per_s=30.0), update=HostUpdate(10.0, 1, 2.0)
+).but(h2d=Link(10.0, 2.0), d2h=Link(10.0, 2.0))
+
+
+@pytest.mark.parametrize(
+    ("does", "seconds"),
+    [
+        (Does.COMPUTE, 3 * 20),  # as many times slower as the profile says of its kind
+        (Does.UPDATE, 20 / MACHINE.device.bytes_per_s),
+        (Does.FETCH, 2 + 2),
+        (Does.STORE, 2 + 2),
+        (Does.ADD, 3 * 20 / 30),
+        (Does.HOST_UPDATE, 20 / 5),
+        (Does.SEND, 1 + 4),
+    ],
+)
+def test_a_task_takes_what_the_machine_of_its_rank_says(does: Does, seconds: float) -> None:
+    rank = Rank(MACHINE, "device0", slowness=3.0)
+    assert rank.seconds(does, 20) == pytest.approx(seconds)
+    assert rank.seconds(does, 0) == 0.0
+
+
+def test_an_exchange_takes_a_round_for_each_rank_but_one_and_a_sum_twice_as_many() -> None:
+    ring = Ring(Network(5.0, 1.0), 4)
+    assert ring.seconds(Does.GATHER, 20) == ring.seconds(Does.SCATTER, 20) == 3 * (1 + 1)
+    assert ring.seconds(Does.SUM, 20) == 6 * (1 + 1)
+    assert ring.sent_bytes(Does.SUM, 20) == 30
+    assert replace(ring, sum_s=lambda nbytes: nbytes).seconds(Does.SUM, 20) == 20
+
+
+def test_every_kind_does_what_all_do_and_an_exchange_waits_for_the_slowest() -> None:
+    kinds = (Rank(MACHINE, "fast", said=" on fast"), Rank(MACHINE, "slow", 2.0, " on slow"))
+    tasks = (
+        StageTask("forward", Does.COMPUTE, 5.0),
+        StageTask("kept", Does.STORE, 20, ["forward"]),
+        StageTask("sum", Does.SUM, 20, ["forward"]),
+        StageTask("rest", Does.COMPUTE, 1.0, ["sum"], rank=0),
+    )
+    step = StageStep(kinds, tasks, Ring(Network(5.0, 1.0), 2))
+    ends = {span.name: span.end_s for span in step.timeline.spans}
+    assert (ends["forward on fast"], ends["forward on slow"]) == (5, 10)
+    assert (ends["kept on fast"], ends["kept on slow"]) == (14, 14)  # what all wait for is of all
+    assert (ends["sum"], ends["rest on fast"]) == (10 + 2 * 3, 17)
+    assert step.seconds == step.bound_s == 17
+    assert step.busiest == ("slow", 10)
+    moved = {does: nbytes for does, nbytes in step.moved_bytes.items() if nbytes}
+    assert moved == {Does.STORE: 20, Does.SUM: 20}
+
+
+@dataclass(frozen=True)
+class _Choice:
+    least_s: float
+    took_s: float | None
+
+    @property
+    def step(self) -> StageStep:
+        assert self.took_s is not None, "it is ruled out by what it takes at least"
+        task = StageTask("all", Does.COMPUTE, self.took_s)
+        return StageStep((Rank(MACHINE, "device0"),), (task,))
+
+
+def test_what_a_bound_rules_out_is_not_simulated() -> None:
+    choices = [_Choice(4.0, None), _Choice(2.0, 4.0), _Choice(1.0, 5.0), _Choice(3.0, 4.0)]
+    assert fastest(choices) is choices[1]
+    assert fastest(list[_Choice]()) is None
