@@ -311,3 +311,24 @@ def experts() -> Job:
         return loss + 0.01 * even  # type: ignore[no-any-return]
 
     return fit(model, loss_of, (tokens(),))
+
+
+@named("Mixtral with checkpoints")
+def mixtral() -> Job:
+    """Hugging Face's experts, balanced by its own loss, for which its first call sets hooks."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        **SIZES,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        output_router_logits=True,
+    )
+    config._experts_implementation = "batched_mm"
+    with torch.device(CARD):
+        model = MixtralForCausalLM(config)
+    model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[no-untyped-call]
+    batch = (tokens(), tokens())
+    with torch.no_grad():
+        own_loss(model.train(), *batch)
+    return fit(model, own_loss, batch)

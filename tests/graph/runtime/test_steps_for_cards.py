@@ -33,6 +33,7 @@ STEPS = (
     "a packed batch by its lengths",
     "LoRA over a base of 8 bits",
     "a mixture of experts with checkpoints",
+    "Mixtral with checkpoints",
 )
 CELLS = tuple(itertools.product(STEPS, MACHINES, POLICIES))
 IN_EVERY_RUN = {
