@@ -27,7 +27,10 @@ from cotrain_compile.graph import StepGraph, writes
 from cotrain_compile.machine import Tier
 from cotrain_compile.passes import run_passes
 from cotrain_compile.placement.check.check import check
+from cotrain_compile.placement.policies import streamed
 from cotrain_compile.placement.problem import Problem, formulate
+from cotrain_compile.placement.recompute.rewrite import recomputable
+from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.placement.search.solve import SolveSettings, solve
 from cotrain_compile.plan import Plan
 from cotrain_compile.presets import find
@@ -58,6 +61,7 @@ ATTENTION_OPS = {
 # With attention by FlashAttention's own package.
 PACKAGED = {"flash package": "", "flash package, packed": "_varlen"}
 LLAMA_PACKAGED = "llama, flash_attention_2"
+AGAIN = "streamed, all made again"  # all values that can be, beside what `streamed` says
 SHARE = 0.6  # of what the resident step needs, for "auto"
 
 
@@ -74,12 +78,13 @@ class Cell:
     checkpointed: str = ""  # by a checkpoint of torch's of that kind
     checkpoints: str = "respect"
     dropout: float = 0.0  # of attention
+    machine: str = "h100"
 
     @property
     def name(self) -> str:
         again = [f"{self.checkpointed} checkpoint", self.checkpoints] if self.checkpointed else []
         if self.training != "matrix":
-            return ", ".join((self.training, *again, self.policy))
+            return ", ".join((self.training, self.machine, *again, self.policy))
         batches = f"{self.micro_batches} micro-batches"
         told = (self.optimizer, self.precision, self.attention, batches, *again, self.policy)
         return ", ".join((*told, f"dropout {self.dropout}") if self.dropout else told)
@@ -102,10 +107,11 @@ def run(cells: Sequence[Cell]) -> Iterator[Result]:
     for training, same in itertools.groupby(cells, lambda c: replace(c, attention="", policy="")):
         asked = list(same)
         traces = traced(training, list(dict.fromkeys(cell.attention for cell in asked)))
-        yield from (_run(cell, traces[cell.attention]) for cell in asked)
+        yield from (run_cell(cell, traces[cell.attention]) for cell in asked)
 
 
-def _run(cell: Cell, step: StepGraph | Exception) -> Result:
+def run_cell(cell: Cell, step: StepGraph | Exception) -> Result:
+    """Plan the step, rewrite it, cut it, and look at what there is after each."""
     if isinstance(step, Exception):
         return Result(cell.name, _told(step))
     try:
@@ -179,13 +185,20 @@ def traced(cell: Cell, kernels: Sequence[str]) -> Mapping[str, StepGraph | Excep
 
 
 def planned(dataflow: Dataflow, cell: Cell) -> Plan:
-    """A plan for an H100, or for `SHARE` of what the step needs on one, or the least it can do."""
-    machine = find("h100")
+    """A plan for the machine, or for `SHARE` of what the step needs, or the least it can do."""
+    machine = find(cell.machine)
     plenty = dict.fromkeys(Tier, 1 << 40)
     problem = formulate(dataflow, machine, plenty)
     # To look for what can be made again takes longest: it is done for one kernel of attention.
     again = cell.training != "matrix" or cell.attention == "efficient"
     settings = SolveSettings(policy=cell.policy, time_limit_s=2.0, recompute=again)
+    if cell.policy == AGAIN:
+        names = tuple(sorted(recomputable(dataflow)))
+        assert names, "nothing can be made again"
+        placement = replace(streamed(dataflow), recomputed=names)
+        found = schedule(problem, placement)
+        check(problem, found)
+        return found
     if cell.policy == "auto":
         whole = solve(problem, SolveSettings(policy="resident")).predicted.peak_bytes[Tier.DEVICE]
         tight = problem.with_budget(Tier.DEVICE, int(SHARE * whole))
@@ -209,7 +222,12 @@ def _look_at_trace(step: StepGraph, cell: Cell) -> None:
     values = {item.name: node.meta["val"] for node, item in zip(nodes, step.inputs, strict=True)}
     elsewhere = [n for n, v in values.items() if _is_tensor(v) and v.device.type != CARD]
     assert not elsewhere, f"not on the card: {elsewhere}"
-    params = {item.node for item in step.inputs if item.role is Role.PARAM}
+    params = {
+        item.node
+        for item in step.inputs
+        if item.role is Role.PARAM and (item.name in step.rules or cell.training == "matrix")
+    }
+    assert params, "nothing is trained"
     written = {destination.name for _, destination, _ in writes(step.module.graph)}
     assert params <= written, f"not updated: {sorted(params - written)}"
     if cell.training in ("matrix", "llama"):

@@ -42,6 +42,7 @@ from cotrain_compile.capture.dynamo.ambient import ambient_guarded
 from cotrain_compile.capture.dynamo.attributes import LOOK_UP
 from cotrain_compile.capture.dynamo.bounded_deques import deques_bounded
 from cotrain_compile.capture.dynamo.causal_masks import known_in_trace, not_exporting
+from cotrain_compile.capture.dynamo.checkpoint_effects import checkpoint_effects_traced
 from cotrain_compile.capture.dynamo.class_names import class_names_traced
 from cotrain_compile.capture.dynamo.data_parallel import forward_traced, means_traced
 from cotrain_compile.capture.dynamo.gradient_hooks import backward_traced
@@ -102,6 +103,7 @@ def whole_step_tracing(session: Session) -> Iterator[None]:
             numbers_traced(),
             class_names_traced(),
             repeated_arguments_traced(),
+            checkpoint_effects_traced(session),
         ):
             stack.enter_context(mock.patch.object(owner, name, instead))
         stack.enter_context(scalers_traced())

@@ -151,6 +151,12 @@ _WORDS = (
         "from the model's logits",
     ),
     (
+        ("Unsafe side effect",),
+        "return from the checkpointed function what it keeps elsewhere, and keep it behind the "
+        "checkpoint; a list or dictionary that the step makes may be filled in one with "
+        "use_reentrant=False",
+    ),
+    (
         ("requires_grad_",),
         "freeze and unfreeze between steps, outside the step; where it keeps the gradients of one "
         "loss from a model, say which ones to compute instead: "

@@ -7,14 +7,12 @@ before torch, so the steps run in a process of their own, the same one for all s
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,12 +32,11 @@ from cotrain_compile.capture.offline.card_attention import (
 )
 from cotrain_compile.capture.offline.forked import in_a_copy
 from cotrain_compile.errors import CaptureError, OptionError
-from tests.fake_cuda.library import compiler, library
+from tests.fake_cuda.library import compiler
+from tests.fake_cuda.processes import ENVIRONMENT, ROOT, results_of
 from tests.fake_cuda.trainings import CHECKPOINTS, readme_job
 
-ROOT = Path(__file__).parents[3]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
-POLICIES = ("resident", "zero-offload", "streamed", "auto")
+POLICIES = ("resident", "zero-offload", "streamed", "auto", "streamed, all made again")
 # Every precision, every kernel of attention, and both ways to accumulate.
 KINDS: tuple[dict[str, Any], ...] = (
     {"precision": "float32", "attention": "math", "micro_batches": 2},
@@ -77,22 +74,6 @@ CHECKPOINTED: dict[str, dict[str, Any]] = {
 H100, NEW = (9, 0), 91900  # a compute capability, a version of cuDNN
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler")
-
-
-def results_of(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What came of each cell, in one process that has the fake card."""
-    library()  # a failure to build it is told here
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.fake_cuda"],
-        input=json.dumps(cells),
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=ENVIRONMENT,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    lines = [line for line in run.stdout.splitlines() if line.startswith("RESULT ")]
-    return [json.loads(line.removeprefix("RESULT ")) for line in lines]
 
 
 CELLS: dict[tuple[str, str], dict[str, Any]] = {
