@@ -31,6 +31,7 @@ from cotrain_compile.placement.residency import (
     host_bytes,
     instances,
 )
+from cotrain_compile.placement.schedule.bundles import alone, bundled
 from cotrain_compile.placement.schedule.exchanges_ahead import with_exchanges_ahead
 from cotrain_compile.placement.schedule.find_moves import moves_of
 from cotrain_compile.placement.schedule.list_scheduler import EAGER, ListScheduler, Tactics
@@ -38,8 +39,16 @@ from cotrain_compile.placement.schedule.memory_ledger import DoesNotFit
 from cotrain_compile.placement.schedule.moves import Moves
 from cotrain_compile.placement.schedule.refuse import refuse_device, refuse_host
 from cotrain_compile.placement.schedule.settle import calls_s, settled
-from cotrain_compile.placement.simulate.predict import predict, step_s
+from cotrain_compile.placement.simulate.predict import predict, starts_of, step_s
 from cotrain_compile.plan import MovedOps, Placement, Plan, Task, Transfer
+
+# How many ops later than by itself a task of a bundle may be issued, tried in turn; None: any.
+REACHES = (None, 256, 32, 0)
+# What Python takes to start a task on this computer, where no calibration says it
+# (`bench/runtime/overhead.py`).
+START_S = 10e-6
+# The same sums in another order differ by so much of a step.
+ROUNDING = 1e-9
 
 # Updates of a layer are at one place.
 BY_LAYER = Tactics(by_layer=True)
@@ -107,6 +116,7 @@ def finished(problem: Problem, draft: Draft, *, compiled: bool | None = False) -
     settles = problem.machine.fuses_updates if compiled is None else compiled
     if settles:
         draft = min(_as_compiled(problem, draft), key=partial(_cost_s, problem))
+    draft = _in_bundles(problem, draft)
     return Plan(
         fingerprint=problem.dataflow.fingerprint,
         machine=problem.machine.name,
@@ -117,6 +127,35 @@ def finished(problem: Problem, draft: Draft, *, compiled: bool | None = False) -
         moved=draft.moved,
         rates=problem.machine.rates,
     )
+
+
+def _in_bundles(problem: Problem, found: Draft) -> Draft:
+    """`found` with small tasks in bundles, where a step takes no longer so."""
+    program = device_program(problem.dataflow, found.placement, found.moved)
+    tasks = alone(found.tasks)
+    best, workers = found, problem.machine.host_update.workers
+    limit_s = _started_s(problem, found.step_s, tasks) * (1 + ROUNDING)
+    for reach in REACHES if program.ops else ():
+        joined = bundled(program, tasks, program.end if reach is None else reach)
+        if joined is None:
+            continue
+        needed = host_bytes(program, found.placement, joined, workers)
+        seconds = step_s(problem, found.placement, joined, found.moved)
+        takes_s = _started_s(problem, seconds, joined)
+        if needed <= problem.budgets[Tier.HOST] and takes_s <= limit_s:
+            best, limit_s = replace(found, tasks=tuple(joined), step_s=seconds), takes_s
+    return best
+
+
+def _started_s(problem: Problem, seconds: float, tasks: Sequence[Task]) -> float:
+    """What a step of `seconds` takes with what Python takes for its tasks where that is not told.
+
+    A device that runs ahead waits for Python no longer than the simulation says. Any other waits
+    for each task, whether or not somebody has measured how long.
+    """
+    if problem.machine.runs_ahead or problem.machine.issue_s:
+        return seconds
+    return seconds + START_S * starts_of(tasks)
 
 
 def _as_compiled(problem: Problem, found: Draft) -> Iterator[Draft]:

@@ -16,7 +16,7 @@ from torch import fx
 
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.runtime.course import Piecewise
-from cotrain_compile.runtime.host.kernels import FusedKernel, HostKernel
+from cotrain_compile.runtime.host.fused_kernel import FusedKernel, HostKernel
 from cotrain_compile.runtime.host.speculation import Confirm, Guess
 from cotrain_compile.runtime.task_nodes import Offload, Prefetch, RegionCall, region_calls, view_of
 

@@ -20,7 +20,8 @@ from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.runtime.host import captured_kernels
 from cotrain_compile.runtime.host import gradient_prologue as gradient_part
 from cotrain_compile.runtime.host.captured_kernels import CapturedKernel
-from cotrain_compile.runtime.host.kernels import FusedKernel, host_kernels
+from cotrain_compile.runtime.host.fused_kernel import FusedKernel
+from cotrain_compile.runtime.host.kernels import host_kernels
 from cotrain_compile.runtime.meter import Meter
 from cotrain_compile.runtime.metered import MeteredGraph
 from cotrain_compile.runtime.task_nodes import region_calls

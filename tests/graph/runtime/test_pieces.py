@@ -27,7 +27,8 @@ from cotrain_compile.runtime.cuda.pinned import PinnedPool
 from cotrain_compile.runtime.device import Device
 from cotrain_compile.runtime.emulated import EmulatedDevice
 from cotrain_compile.runtime.host import pieces
-from cotrain_compile.runtime.host.kernels import HostKernel, host_kernels
+from cotrain_compile.runtime.host.fused_kernel import HostKernel
+from cotrain_compile.runtime.host.kernels import host_kernels
 from cotrain_compile.runtime.lanes import Lane
 from tests.support.captured_steps import captured
 from tests.support.faults import LINK_IS_DOWN, failing_call
