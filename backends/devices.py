@@ -19,7 +19,7 @@ from cotrain_compile.runtime.calibrate.first_use import measured_machine
 from cotrain_compile.runtime.cuda.setup import cuda_device, cuda_machine
 from cotrain_compile.runtime.device import Device
 from cotrain_compile.runtime.emulated import EmulatedDevice
-from cotrain_compile.runtime.host.kernels import HostKernel
+from cotrain_compile.runtime.host.fused_kernel import HostKernel
 from cotrain_compile.runtime.host.pieces import piecewise_tasks
 from cotrain_compile.runtime.process.cores import Cores
 

@@ -97,6 +97,10 @@ class Transfer:
 
     Between two ops things happen in this order: all but fresh prefetches is issued, offloads are
     waited for, fresh prefetches are issued (and take their memory), the rest is waited for.
+
+    Tasks with the same `bundle`, the name of the first of them, are carried out as one: they are
+    neighbours among the tasks of a plan, of one kind, issued and waited for at the same places, and
+    begin when all that any of them comes after is done. "" is a task by itself.
     """
 
     name: str
@@ -109,6 +113,7 @@ class Transfer:
     destination: str = ""
     carried: bool = False
     after_previous: tuple[str, ...] = ()
+    bundle: str = ""
     kind: Literal["transfer"] = "transfer"
 
     @property
@@ -162,6 +167,7 @@ class HostRegion:
     after_previous: tuple[str, ...] = ()
     guesses: tuple[str, ...] = ()
     confirms: str = ""
+    bundle: str = ""
     kind: Literal["host_region"] = "host_region"
 
     @property
@@ -181,6 +187,17 @@ class HostRegion:
 
 # Closed: who has to know the kind matches on it to the end (`assert_never`).
 Task = Transfer | HostRegion
+
+
+def carried_out(tasks: Sequence[Task]) -> list[list[Task]]:
+    """`tasks` in their order, each by itself or with all of its bundle: what is started at once."""
+    found: list[list[Task]] = []
+    for task in tasks:
+        if task.bundle and found and found[-1][0].bundle == task.bundle:
+            found[-1].append(task)
+        else:
+            found.append([task])
+    return found
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any, assert_never
 
 import torch
@@ -18,7 +19,7 @@ from cotrain_compile.collectives import awaited_by, is_collective
 from cotrain_compile.dataflow import PERSISTENT_ROLES, Role
 from cotrain_compile.graph import StepGraph, returns_argument_memory, writes
 from cotrain_compile.runtime.bound_ops import Bound, Values, bound
-from cotrain_compile.runtime.carry_out import Carry, carrying_out
+from cotrain_compile.runtime.carry_out import Carry, carrying_out, carrying_out_together
 from cotrain_compile.runtime.metered import last_uses
 from cotrain_compile.runtime.task_nodes import (
     HostCast,
@@ -28,6 +29,7 @@ from cotrain_compile.runtime.task_nodes import (
     TaskNode,
     Wait,
     WaitPrevious,
+    start_of,
     view_of,
 )
 
@@ -85,7 +87,8 @@ class Call:
     `last_readers` has the node that takes out each of several results last, `takes` the node whose
     result at an index nobody takes out after this one; `done_with` are the values that nobody needs
     after it. `exchanges` says whether it begins an exchange between ranks, `awaits` which one it
-    waits for. With `rows` it runs several updates in lock step, up to its node.
+    waits for. With `rows` it runs several updates in lock step, up to its node; the nodes
+    `together` are the bundle that it starts, of which its node is the last.
     """
 
     node: fx.Node
@@ -104,11 +107,12 @@ class Call:
     awaits: fx.Node | None
     is_plain: bool
     rows: Sequence[Row] = ()
+    together: Sequence[fx.Node] = ()
 
     @property
     def nodes(self) -> Sequence[fx.Node]:
         """All that it runs."""
-        return [node for row in self.rows for node in row.nodes] or [self.node]
+        return [node for row in self.rows for node in row.nodes] or self.together or [self.node]
 
 
 def _traced_bytes(node: fx.Node) -> int:
@@ -123,11 +127,12 @@ def calls_of(placed: StepGraph, more_writes: Mapping[fx.Node, Sequence[Write]]) 
     graph = placed.module.graph
     readers, done_with = _last_readers(graph), last_uses(graph)
     calls: list[Call] = []
-    alongside = False
+    alongside, idle = False, dict[fx.Node, bool]()
     for node in graph.nodes:
         if node.op in ("placeholder", "get_attr", "output") or _is_item_of_a_segment(node):
             continue
         view, is_segment = view_of(node), node.op == "call_module"
+        idle[node] = alongside
         shows_argument = node.target is operator.getitem or returns_argument_memory(node)
         last_readers = {} if is_segment else readers.get(node, {})
         takes, exchanges, awaits = _takes(node, readers), is_collective(node), awaited_by(node)
@@ -157,7 +162,34 @@ def calls_of(placed: StepGraph, more_writes: Mapping[fx.Node, Sequence[Write]]) 
             )
         )
         alongside = _leaves_idle(view, alongside)
-    return calls
+    return list(_in_bundles(calls, idle))
+
+
+def _in_bundles(calls: Sequence[Call], idle: Mapping[fx.Node, bool]) -> Iterator[Call]:
+    """`calls` with those of each bundle that stand side by side as one.
+
+    `idle` says where the device has been given nothing since the copy that was started last.
+    """
+    for (bundle, _), group in groupby(calls, lambda call: _bundle_of(call.node)):
+        members = list(group)
+        if not bundle or len(members) == 1:
+            yield from members
+            continue
+        nodes = [call.node for call in members]
+        views = [view for view in map(view_of, nodes) if view is not None]
+        yield replace(
+            members[-1],
+            carry=carrying_out_together(nodes, views, alongside=idle[nodes[0]]),
+            writes=[write for call in members for write in call.writes],
+            done_with=[value for call in members for value in call.done_with],
+            together=nodes,
+        )
+
+
+def _bundle_of(node: fx.Node) -> tuple[str, object]:
+    """Its name, "" where there is none, and the kind of task."""
+    start = start_of(node)
+    return (start.launch.bundle, node.target) if start is not None else ("", None)
 
 
 def _no_op(values: Values) -> None:

@@ -161,6 +161,9 @@ class EagerProgram:
         if call.carry is not None:
             result = call.carry(self._runtime, self.env.__getitem__)
             self.ended = len(self.written)
+            if call.together:
+                self.env.update(zip(call.together, result, strict=True))
+                return result[-1]
             return result
         if call.exchanges and not self._rehearses:
             self._before_exchange(call.node)

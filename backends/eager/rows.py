@@ -13,7 +13,7 @@ from typing import Any
 from torch import fx
 
 from cotrain_compile.backends.eager.calls import COPY, Call, Column, Row
-from cotrain_compile.backends.eager.list_ops import list_op
+from cotrain_compile.runtime.list_ops import list_op
 
 
 def rows_of(updates: Sequence[Sequence[Call]]) -> list[Row]:

@@ -47,15 +47,16 @@ def cached_code(
 ) -> Any:
     """What `make` gives for `module` at its `inputs`, which are fake: loaded if it was kept.
 
-    `made_for` is what else the code depends on, and prints as. `make` is called under the settings of Inductor, and within the tracing context, that hold for
-    `make`.
+    `made_for` is what else the code depends on, and prints as. `make` is called under the settings
+    of Inductor, and within the tracing context, that hold for `make`.
     """
     folder = private_folder("segments")  # it says which code runs
     if folder is None or not config.fx_graph_cache or config.force_disable_caches:
         return make()
     settings = {**SETTINGS, "cudagraphs": BoxedBool(False)}
     try:
-        found, _ = FxGraphCache.prepare_key(module, inputs, settings, (), False)  # type: ignore[arg-type]
+        found, _ = FxGraphCache.prepare_key(module, inputs, settings, (), False)  # type:
+        ignore[arg - type]
     except (AttributeError, TypeError):  # another torch
         return make()
     if found is None:  # what Inductor keeps no code of

@@ -52,7 +52,8 @@ def compile_graph(
     """Code for `module` at the sizes of `inputs`, which are fake tensors of one mode.
 
     The code takes its inputs in a list, which it empties, and returns what `module` returns, with
-    these `strides`; without them, as its decomposition lays it out. `options` are settings of `torch._inductor.config`. Raises what Inductor does.
+    these `strides`; without them, as its decomposition lays it out. `options` are settings of
+    `torch._inductor.config`. Raises what Inductor does.
     """
     with (
         config.patch({**DEFAULTS, **options}),

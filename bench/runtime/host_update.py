@@ -38,7 +38,8 @@ from cotrain_compile.passes import run_passes
 from cotrain_compile.placement.policies import zero_offload
 from cotrain_compile.placement.problem import formulate
 from cotrain_compile.placement.schedule.schedule import schedule
-from cotrain_compile.runtime.host.kernels import FusedKernel, HostKernel, host_kernels
+from cotrain_compile.runtime.host.fused_kernel import FusedKernel, HostKernel
+from cotrain_compile.runtime.host.kernels import host_kernels
 from cotrain_compile.runtime.lanes import Lane
 from cotrain_compile.runtime.meter import Meter
 from cotrain_compile.runtime.task_nodes import RegionCall, region_calls

@@ -45,7 +45,8 @@ from cotrain_compile.runtime.host.captured_kernels import (
     ChunkedKernel,
     chunked_kernel,
 )
-from cotrain_compile.runtime.host.kernels import FusedKernel, HostKernel, host_kernels
+from cotrain_compile.runtime.host.fused_kernel import FusedKernel, HostKernel
+from cotrain_compile.runtime.host.kernels import host_kernels
 from cotrain_compile.runtime.meter import Meter
 from cotrain_compile.runtime.metered import MeteredGraph
 

@@ -19,7 +19,15 @@ from typing import assert_never
 from cotrain_compile.dataflow import Buffer, Dataflow, Op, Role, UpdateGroup
 from cotrain_compile.guesses import second_bytes
 from cotrain_compile.machine import Tier
-from cotrain_compile.plan import HostRegion, MovedOps, Placement, Task, Transfer, UpdateMode
+from cotrain_compile.plan import (
+    HostRegion,
+    MovedOps,
+    Placement,
+    Task,
+    Transfer,
+    UpdateMode,
+    carried_out,
+)
 
 # About as many flops take a device as long as moving one byte.
 FLOPS_A_BYTE = 128
@@ -263,8 +271,15 @@ def host_bytes(
                     second += second_bytes(dataflow, dataflow.update[task.param])
             case _:
                 assert_never(task)
-    inside = heapq.nlargest(workers, (made_by(dataflow, group) for group in program.host_groups))
+    inside = heapq.nlargest(workers, _inside_bytes(program, tasks))
     return homes + copies + second + sum(inside)
+
+
+def _inside_bytes(program: DeviceProgram, tasks: Sequence[Task]) -> Iterator[int]:
+    """The most that the values inside each update take, of a bundle those inside all of them."""
+    made = {group.param: made_by(program.dataflow, group) for group in program.host_groups}
+    for members in carried_out([task for task in tasks if isinstance(task, HostRegion)]):
+        yield sum(made.get(task.param, 0) for task in members if isinstance(task, HostRegion))
 
 
 def _read_by_carried(dataflow: Dataflow, tasks: Sequence[Task]) -> Iterator[str]:

@@ -13,7 +13,7 @@ from typing import Any, assert_never
 import torch
 from torch import fx
 
-from cotrain_compile.runtime.ops import Launch, Runtime
+from cotrain_compile.runtime.ops import Bundle, Launch, Runtime, name_of_bundle
 from cotrain_compile.runtime.task_nodes import (
     HostCast,
     Offload,
@@ -52,6 +52,66 @@ def carrying_out(node: fx.Node, view: TaskNode, *, alongside: bool) -> Carry:
             return _prefetch(view, _launch(node, view, alongside))
         case _:
             assert_never(view)
+
+
+def carrying_out_together(
+    nodes: Sequence[fx.Node], views: Sequence[TaskNode], *, alongside: bool
+) -> Carry:
+    """What carries out `nodes`, which are a bundle, as one task; it returns their values."""
+    match views[0]:
+        case Offload() | Prefetch():
+            return _copies(nodes, views, alongside)
+        case RegionCall():
+            calls = [view for view in views if isinstance(view, RegionCall)]
+            together = bundle_of(
+                [replace(v.launch, small=_is_small(n)) for n, v in zip(nodes, calls, strict=True)]
+            )
+            return _region_launches(calls, together)
+        case _:
+            raise AssertionError(f"{nodes[0]} is of a kind that comes in no bundles")
+
+
+def bundle_of(members: Sequence[Launch]) -> Bundle:
+    """All `members` at once: as small as the largest of them, after all that they come after."""
+    launch = Launch(
+        name_of_bundle(members),
+        tuple(dict.fromkeys(name for member in members for name in member.after)),
+        tuple(dict.fromkeys(name for member in members for name in member.after_previous)),
+        members[0].bundle,
+        alongside=members[0].alongside,
+        small=all(member.small for member in members),
+    )
+    return Bundle(launch, members)
+
+
+def _copies(nodes: Sequence[fx.Node], views: Sequence[TaskNode], alongside: bool) -> Carry:
+    copies = [view for view in views if isinstance(view, Offload | Prefetch)]
+    launches = [
+        _launch(node, view, alongside or number > 0)
+        for number, (node, view) in enumerate(zip(nodes, copies, strict=True))
+    ]
+    together, sources = bundle_of(launches), [view.source for view in copies]
+    over = [view.destination for view in copies if view.destination is not None]
+    if not over:
+        return lambda runtime, value: runtime.offload_all([*map(value, sources)], together)
+    down, nothing = isinstance(copies[0], Offload), [None] * len(copies)
+
+    def copy(runtime: Runtime, value: Value) -> Any:
+        runtime.copy_all_into([*map(value, over)], [*map(value, sources)], together, down=down)
+        return nothing
+
+    return copy
+
+
+def _region_launches(calls: Sequence[RegionCall], together: Bundle) -> Carry:
+    regions, nothing = [call.region for call in calls], [None] * len(calls)
+
+    def launch_regions(runtime: Runtime, value: Value) -> Any:
+        given = [[value(v) if isinstance(v, fx.Node) else v for v in call.inputs] for call in calls]
+        runtime.run_regions([*map(value, regions)], given, together)
+        return nothing
+
+    return launch_regions
 
 
 def _launch(node: fx.Node, view: Offload | Prefetch, alongside: bool) -> Launch:

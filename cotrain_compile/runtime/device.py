@@ -23,12 +23,12 @@ from cotrain_compile.plan import Lane as LaneName
 from cotrain_compile.plan import Span
 from cotrain_compile.runtime.course import WHOLE, Course, Piecewise
 from cotrain_compile.runtime.held import Held
-from cotrain_compile.runtime.host.kernels import HostKernel
+from cotrain_compile.runtime.host.fused_kernel import HostKernel
 from cotrain_compile.runtime.host.speculation import Confirm, Gate
 from cotrain_compile.runtime.lanes import Lane, Task
 from cotrain_compile.runtime.meter import Meter
 from cotrain_compile.runtime.network import ThrottledNetwork
-from cotrain_compile.runtime.ops import Launch, Runtime, running_on
+from cotrain_compile.runtime.ops import Bundle, Launch, Runtime, running_on
 from cotrain_compile.runtime.process.cores import ANY_CORE, Cores
 
 # How often a task is looked at before it is given up.
@@ -110,7 +110,7 @@ class Device(ABC, Runtime):
         self._held.hand_over()
 
     def wait(self, tasks: Sequence[str]) -> None:
-        awaited = [self._tasks[name] for name in tasks]
+        awaited = [*dict.fromkeys(self._tasks[name] for name in tasks)]
         if not all(task.done.is_set() for task in awaited):
             last = self._held.hand_over_for(awaited)
             if last is not None:
@@ -213,6 +213,53 @@ class Device(ABC, Runtime):
         kernel, course = self._kernels[launch.task], self._course(launch)
         self._start_work(partial(kernel, inputs, self.meter, course), launch, course)
 
+    def offload_all(self, sources: Sequence[torch.Tensor], bundle: Bundle) -> list[torch.Tensor]:
+        made = [
+            self._new_copy(Tier.HOST, source, launch)
+            for source, launch in zip(sources, bundle.members, strict=True)
+        ]
+        copied, rows, shown = zip(*made, strict=True)
+        self._start_copies(LaneName.D2H, copied, rows, bundle)
+        return [*shown]
+
+    def copy_all_into(
+        self,
+        destinations: Sequence[torch.Tensor],
+        sources: Sequence[torch.Tensor],
+        bundle: Bundle,
+        *,
+        down: bool,
+    ) -> None:
+        lane = LaneName.D2H if down else LaneName.H2D
+        self._start_copies(lane, destinations, sources, bundle)
+
+    def run_regions(
+        self,
+        regions: Sequence[fx.GraphModule],
+        inputs: Sequence[Sequence[Any]],
+        bundle: Bundle,
+    ) -> None:
+        kernel = self._kernels[bundle.launch.task]
+        self._start_work(partial(kernel, inputs, self.meter), bundle.launch, WHOLE)
+        self._note_members(bundle)
+
+    def _note_members(self, bundle: Bundle) -> None:
+        """The task of `bundle` is that of each member."""
+        task = self._tasks.pop(bundle.launch.task)
+        task.members = names = [launch.task for launch in bundle.members]
+        self._tasks.update(dict.fromkeys(names, task))
+
+    def _start_copies(
+        self,
+        lane: LaneName,
+        destinations: Sequence[torch.Tensor],
+        sources: Sequence[torch.Tensor],
+        bundle: Bundle,
+    ) -> None:
+        """Start all copies of `bundle` on a lane of the link, here one after the other."""
+        for destination, source, launch in zip(destinations, sources, bundle.members, strict=True):
+            self._start_copy(lane, destination, source, launch)
+
     def skip(self, launch: Launch) -> None:
         """Note a task that does nothing but come after others."""
         self._submit(LaneName.HOST, launch, _nothing, self._comes_after(launch, WHOLE), WHOLE)
@@ -277,15 +324,23 @@ class Device(ABC, Runtime):
         self, lane: LaneName, tier: Tier, source: torch.Tensor, launch: Launch
     ) -> torch.Tensor:
         """A new tensor on `tier` that gets the whole storage of `source`, so that any view fits."""
+        copied, row, shown = self._new_copy(tier, source, launch)
+        self._start_copy(lane, copied, row, launch)
+        return shown
+
+    def _new_copy(
+        self, tier: Tier, source: torch.Tensor, launch: Launch
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """A new tensor, what of `source` is copied there, and what then shows the same of it."""
         is_whole = source.is_contiguous() and source.untyped_storage().nbytes() == source.nbytes
         row = source if is_whole else whole_storage(source)
         copied = self._allocate(tier, row, row.dtype)
         if self.counts_device or tier is Tier.HOST:
             self.meter.track(copied, tier, launch.task)
-        self._start_copy(lane, copied, row, launch)
         if is_whole:
-            return copied
-        return copied.as_strided(source.size(), source.stride(), source.storage_offset())
+            return copied, row, copied
+        view = copied.as_strided(source.size(), source.stride(), source.storage_offset())
+        return copied, row, view
 
     def _course(self, launch: Launch) -> Course:
         """How a task of this step goes along; what it follows has been started."""
@@ -321,7 +376,8 @@ class Device(ABC, Runtime):
         if not launch.after and not launch.after_previous:
             return ()
         previous = [self._previous[t] for t in launch.after_previous if t in self._previous]
-        return [*previous, *[self._tasks[task] for task in launch.after if task != course.follows]]
+        ours = [self._tasks[task] for task in launch.after if task != course.follows]
+        return [*dict.fromkeys((*previous, *ours))]
 
 
 @contextmanager
@@ -359,6 +415,31 @@ class _Rehearsal(Runtime):
 
     def run_region(self, region: fx.GraphModule, inputs: Sequence[Any], launch: Launch) -> None:
         self._device.skip(launch)
+
+    def offload_all(self, sources: Sequence[torch.Tensor], bundle: Bundle) -> list[torch.Tensor]:
+        return self._device.offload_all(sources, bundle)
+
+    def copy_all_into(
+        self,
+        destinations: Sequence[torch.Tensor],
+        sources: Sequence[torch.Tensor],
+        bundle: Bundle,
+        *,
+        down: bool,
+    ) -> None:
+        self._skip_all(bundle)
+
+    def run_regions(
+        self,
+        regions: Sequence[fx.GraphModule],
+        inputs: Sequence[Sequence[Any]],
+        bundle: Bundle,
+    ) -> None:
+        self._skip_all(bundle)
+
+    def _skip_all(self, bundle: Bundle) -> None:
+        for launch in bundle.members:
+            self._device.skip(launch)
 
     def wait(self, tasks: Sequence[str]) -> None:
         self._device.wait(tasks)

@@ -20,11 +20,12 @@ from cotrain_compile.plan import Lane as LaneName
 from cotrain_compile.plan import Span
 from cotrain_compile.runtime.course import WHOLE, Course, Piecewise
 from cotrain_compile.runtime.device import Device
-from cotrain_compile.runtime.host.kernels import HostKernel
+from cotrain_compile.runtime.host.fused_kernel import HostKernel
 from cotrain_compile.runtime.lanes import Task
+from cotrain_compile.runtime.list_ops import copy_all
 from cotrain_compile.runtime.meter import Meter
 from cotrain_compile.runtime.network import ThrottledNetwork
-from cotrain_compile.runtime.ops import Launch
+from cotrain_compile.runtime.ops import Bundle, Launch
 from cotrain_compile.runtime.process.cores import ANY_CORE, Cores
 from cotrain_compile.runtime.throttled_link import ThrottledLink
 
@@ -67,10 +68,10 @@ class EmulatedDevice(Device):
         Times count from its start; what goes on after the step is cut at the present.
         """
         now_s, origin_s = time.perf_counter(), self.origin_s
-        tasks = [*self._previous.values(), *self._tasks.values()]
+        tasks = dict.fromkeys([*self._previous.values(), *self._tasks.values()])
 
         def spans() -> list[Span]:
-            ran = [span for t in tasks if (span := t.span(origin_s, now_s)) is not None]
+            ran = [span for task in tasks for span in task.spans(origin_s, now_s)]
             return [span for span in ran if span.end_s > 0]
 
         return spans
@@ -95,6 +96,18 @@ class EmulatedDevice(Device):
             self._copy_along, course, lane, destination, source, time.perf_counter(), after
         )
         self._submit(lane, launch, copy, after, course)
+
+    def _start_copies(
+        self,
+        lane: LaneName,
+        destinations: Sequence[torch.Tensor],
+        sources: Sequence[torch.Tensor],
+        bundle: Bundle,
+    ) -> None:
+        after = self._comes_after(bundle.launch, WHOLE)
+        copy = partial(self._copy_all, lane, destinations, sources, time.perf_counter(), after)
+        self._submit(lane, bundle.launch, copy, after, WHOLE)
+        self._note_members(bundle)
 
     def _start_work(
         self,
@@ -122,14 +135,36 @@ class EmulatedDevice(Device):
         for to, piece in course.slices(destination, source):
             self._copy(lane, to, piece, time.perf_counter())
 
+    def _copy_all(
+        self,
+        lane: LaneName,
+        destinations: Sequence[torch.Tensor],
+        sources: Sequence[torch.Tensor],
+        issued_s: float,
+        after: Sequence[Task],
+    ) -> None:
+        for destination in destinations:
+            self._poison(destination)
+        if self._machine is None:
+            copy_all(destinations, sources)
+            return
+        ready_s = max([issued_s, *[task.end_s for task in after]])
+        for number, (destination, source) in enumerate(zip(destinations, sources, strict=True)):
+            self._copy(lane, destination, source, ready_s, copies=int(not number))
+
     def _copy(
-        self, lane: LaneName, destination: torch.Tensor, source: torch.Tensor, ready_s: float
+        self,
+        lane: LaneName,
+        destination: torch.Tensor,
+        source: torch.Tensor,
+        ready_s: float,
+        copies: int = 1,
     ) -> None:
         machine = self._machine
         if machine is None:
             destination.copy_(source)
             return
-        link_s = machine.copy_s(source.nbytes, *machine.links[lane].ends)
+        link_s = machine.copy_s(source.nbytes, *machine.links[lane].ends, copies=copies)
         copying_s = 2 * source.nbytes / self._host_bytes_per_s
         self._links[lane].carry(lambda: destination.copy_(source), ready_s, link_s, copying_s)
 

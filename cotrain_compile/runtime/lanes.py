@@ -82,6 +82,7 @@ class Task:
         self.after: Sequence[Task] = after
         self._then: list[Callable[[], None]] | None = None  # made for the first
         self.course = course
+        self.members: Sequence[str] = ()  # of a bundle, by name
 
     def when_done(self, call: Callable[[], None]) -> None:
         """`call()` when the task has ended, on the thread that ends it, or now where it has.
@@ -172,6 +173,22 @@ class Task:
         end_s = min(self.end_s, now_s) if self.done.is_set() else now_s
         start_s = min(self.start_s + self.course.waited_s, end_s)
         return Span(self.lane, self.name, max(0.0, start_s - origin_s), end_s - origin_s)
+
+    def spans(self, origin_s: float, now_s: float) -> list[Span]:
+        """As `span`; the members of a bundle share its time evenly."""
+        whole = self.span(origin_s, now_s)
+        if whole is None or not self.members:
+            return [] if whole is None else [whole]
+        each_s = (whole.end_s - whole.start_s) / len(self.members)
+        return [
+            Span(
+                whole.lane,
+                name,
+                whole.start_s + number * each_s,
+                whole.start_s + (number + 1) * each_s,
+            )
+            for number, name in enumerate(self.members)
+        ]
 
 
 def without_frames(error: BaseException) -> BaseException:

@@ -24,6 +24,7 @@ class MeteredGraph:
 
     def __init__(self, module: fx.GraphModule, tier: Tier) -> None:
         graph = module.graph
+        self.graph = graph
         self._tier = tier
         self._inputs = graph.find_nodes(op="placeholder")
         self._constants = {

@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 _library = torch.library.Library("cotrain", "DEF")
-_TASK = "str task, str[] after, str[]? after_previous=None"
+_TASK = 'str task, str[] after, str[]? after_previous=None, str bundle=""'
 _library.define(f"offload(Tensor source, {_TASK}) -> Tensor")
 _library.define(f"offload_into(Tensor(a!) destination, Tensor source, {_TASK}) -> ()")
 _library.define(f"prefetch(Tensor source, {_TASK}) -> Tensor")
@@ -36,15 +36,29 @@ class Launch:
 
     Of a copy, `alongside` says that the device has been given nothing since the copy that was
     started last, `more` that the next task is a copy in the same direction. A task that is `small`
-    takes no longer than it takes to start it.
+    takes no longer than it takes to start it. `bundle` is as of a plan's task.
     """
 
     task: str
     after: Sequence[str] = ()
     after_previous: Sequence[str] = ()
+    bundle: str = ""
     alongside: bool = False
     more: bool = False
     small: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """The start of several tasks as one: `launch` is that of all, `members` have their own."""
+
+    launch: Launch
+    members: Sequence[Launch]
+
+
+def name_of_bundle(members: Sequence[Launch]) -> str:
+    """What the task is called that carries out all `members`."""
+    return f"{members[0].task} and {len(members) - 1} more"
 
 
 class Runtime(Protocol):
@@ -76,6 +90,30 @@ class Runtime(Protocol):
         """Start `region` on the host with `inputs`, some of which it writes."""
         ...
 
+    def offload_all(self, sources: Sequence[torch.Tensor], bundle: Bundle) -> list[torch.Tensor]:
+        """As `offload`, of all `sources` in one task."""
+        ...
+
+    def copy_all_into(
+        self,
+        destinations: Sequence[torch.Tensor],
+        sources: Sequence[torch.Tensor],
+        bundle: Bundle,
+        *,
+        down: bool,
+    ) -> None:
+        """As `offload_into`, or where it is not `down` `prefetch_into`, of all in one task."""
+        ...
+
+    def run_regions(
+        self,
+        regions: Sequence[fx.GraphModule],
+        inputs: Sequence[Sequence[Any]],
+        bundle: Bundle,
+    ) -> None:
+        """As `run_region`, of all `regions` in one task."""
+        ...
+
     def wait(self, tasks: Sequence[str]) -> None:
         """Return when `tasks` are done; raise what failed in them."""
         ...
@@ -104,9 +142,10 @@ def host_region(
     after: Sequence[str],
     inputs: Sequence[Any],
     after_previous: Sequence[str] = (),
+    bundle: str = "",
 ) -> None:
     """Graph node: the update of one parameter, on the host."""
-    _current.get().run_region(region, inputs, Launch(task, after, after_previous))
+    _current.get().run_region(region, inputs, Launch(task, after, after_previous, bundle))
 
 
 def _by_the_runtime(name: str, operands: int) -> Callable[..., Any]:

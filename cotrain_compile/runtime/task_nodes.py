@@ -199,7 +199,7 @@ def rewrite(node: fx.Node, view: TaskNode) -> None:
 
 def launch_of(task: Task) -> Launch:
     """How the node of a plan's `task` starts it."""
-    return Launch(task.name, task.after, task.after_previous)
+    return Launch(task.name, task.after, task.after_previous, task.bundle)
 
 
 def _copy_of(node: fx.Node, *, over: bool) -> tuple[fx.Node, Launch, fx.Node | None]:
@@ -212,13 +212,17 @@ def _copy_arguments(view: Offload | Prefetch) -> tuple[Any, ...]:
     return *over, view.source, *_launch_arguments(view.launch)
 
 
-def _launch(task: str, after: Sequence[str], previous: Sequence[str] | None = None) -> Launch:
-    return Launch(task, tuple(after), tuple(previous or ()))
+def _launch(
+    task: str, after: Sequence[str], previous: Sequence[str] | None = None, bundle: str = ""
+) -> Launch:
+    return Launch(task, tuple(after), tuple(previous or ()), bundle)
 
 
 def _launch_arguments(launch: Launch) -> tuple[Any, ...]:
-    previous = (list(launch.after_previous),) if launch.after_previous else ()
-    return launch.task, list(launch.after), *previous
+    more: tuple[Any, ...] = (list(launch.after_previous),) if launch.after_previous else ()
+    if launch.bundle:
+        more = (list(launch.after_previous), launch.bundle)
+    return launch.task, list(launch.after), *more
 
 
 def _arguments(node: fx.Node) -> tuple[Any, ...]:

@@ -100,7 +100,7 @@ class _Replay:
         self.used_by: dict[str, list[Copy]] = {task.name: [] for task in plan.tasks}
         self.on_device: list[Copy] = []
         self.on_host: list[Copy] = []
-        self.inside: list[int] = []  # the most that each region holds for itself
+        self.inside: dict[str, int] = {}  # the most that each region or bundle holds for itself
         # By the region that has guessed: what it has overwritten, with the values before.
         self.speculated: dict[str, list[tuple[Copy, str]]] = {}
         self.before: dict[str, frozenset[str]] = {}  # what each issued task comes after
@@ -152,7 +152,7 @@ class _Replay:
         self._end()
         device, tick = peak(self.on_device, self.end_tick)
         host, host_tick = peak(self.on_host, self.end_tick)
-        inside = sum(heapq.nlargest(self.host_workers, self.inside))
+        inside = sum(heapq.nlargest(self.host_workers, self.inside.values()))
         return {
             Tier.DEVICE: Peak(device, self._where(tick)),
             Tier.HOST: Peak(host + inside, self._where(host_tick)),
@@ -336,7 +336,8 @@ class _Replay:
                     self._writes(region, copy, op.name)
             most = max(most, sum(copy.nbytes for copy in own.values()))
             own = {name: copy for name, copy in own.items() if last_use[name] is not op}
-        self.inside.append(most)
+        at_once = region.bundle or region.name  # named after its first member
+        self.inside[at_once] = self.inside.get(at_once, 0) + most
         if region.guesses:
             self._guessed(region, before)
 

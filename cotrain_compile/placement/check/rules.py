@@ -99,6 +99,7 @@ def check_tasks(dataflow: Dataflow, plan: Plan) -> None:
     require(len(set(names)) == len(names), "two tasks share a name")
     _check_updates(dataflow, plan)
     _check_carried(plan)
+    _check_bundles(dataflow, plan)
     for region in plan.host_regions:
         if region.makes:
             _check_cast(dataflow, plan.placement, region)
@@ -167,6 +168,56 @@ def _check_carried(plan: Plan) -> None:
     for task in plan.tasks:
         unknown = sorted(set(task.after_previous) - carried)
         require(not unknown, f"{task.name} comes after {unknown[:3]}, which no step carries over")
+
+
+def _check_bundles(dataflow: Dataflow, plan: Plan) -> None:
+    """A bundle can be carried out as one task: see `Transfer`."""
+    ended: set[str] = set()
+    before: Task | None = None
+    members: set[str] = set()
+    for task in plan.tasks:
+        if before is None or task.bundle != before.bundle or not task.bundle:
+            ended.add(before.bundle if before is not None else "")
+            members = set()
+            require(
+                not task.bundle or (task.bundle == task.name and task.bundle not in ended),
+                f"{task.name} is in bundle {task.bundle}, but not beside its other members",
+            )
+        else:
+            require(
+                _together(task) == _together(before),
+                f"{task.name} and {before.name} are one bundle, but not of one kind, or not issued "
+                "and waited for together",
+            )
+            require(
+                members.isdisjoint(task.after),
+                f"{task.name} comes after a task that it is in one bundle with",
+            )
+        require(
+            not task.bundle or _may_be_in_a_bundle(dataflow, task),
+            f"{task.name} is in a bundle, where only whole copies over something or down to the "
+            "host, and updates on the host that no step guesses or carries over, may be",
+        )
+        members.add(task.name)
+        before = task
+
+
+def _together(task: Task) -> tuple[object, ...]:
+    """What the members of a bundle have in common."""
+    how = (task.direction, bool(task.destination)) if isinstance(task, Transfer) else ()
+    return task.kind, task.issue_after, task.wait_before, *how
+
+
+def _may_be_in_a_bundle(dataflow: Dataflow, task: Task) -> bool:
+    if task.carried or task.after_previous:
+        return False
+    match task:
+        case Transfer():
+            return not task.is_fetch and not dataflow.buffer[task.buffer].param
+        case HostRegion():
+            return not (task.makes or task.guesses or task.confirms)
+        case _:
+            assert_never(task)
 
 
 def _may_be_carried(task: Task) -> bool:

@@ -13,7 +13,7 @@ paints itself into a corner: what fits when everything moves at the last moment,
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,6 +26,7 @@ from cotrain_compile.machine import Tier
 from cotrain_compile.placement.placed import PlacedStep, place
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.residency import DeviceProgram
+from cotrain_compile.placement.schedule.bundles import alone, bundled
 from cotrain_compile.placement.schedule.exchanges_ahead import with_exchanges_ahead
 from cotrain_compile.placement.schedule.find_moves import moves_of
 from cotrain_compile.placement.schedule.list_scheduler import EAGER, ListScheduler, Tactics
@@ -33,8 +34,16 @@ from cotrain_compile.placement.schedule.memory_ledger import DoesNotFit
 from cotrain_compile.placement.schedule.moves import Moves
 from cotrain_compile.placement.schedule.refuse import refuse_device, refuse_host
 from cotrain_compile.placement.schedule.settle import calls_s, settled
-from cotrain_compile.placement.simulate.predict import predict, step_s
+from cotrain_compile.placement.simulate.predict import predict, starts_of, step_s
 from cotrain_compile.plan import MovedOps, Placement, Plan, Task, Transfer
+
+# How many ops later than by itself a task of a bundle may be issued, tried in turn; None: any.
+REACHES = (None, 256, 32, 0)
+# What Python takes to start a task on this computer, where no calibration says it
+# (`bench/runtime/overhead.py`).
+START_S = 10e-6
+# The same sums in another order differ by so much of a step.
+ROUNDING = 1e-9
 
 # Updates of a layer are at one place.
 BY_LAYER = Tactics(by_layer=True)
@@ -99,6 +108,7 @@ def finished(problem: Problem, draft: Draft, *, compiled: bool | None = False) -
     settles = problem.machine.fuses_updates if compiled is None else compiled
     if settles:
         draft = min(_as_compiled(problem, draft), key=partial(_cost_s, problem))
+    draft = _in_bundles(problem, draft)
     return Plan(
         fingerprint=problem.dataflow.fingerprint,
         machine=problem.machine.name,
@@ -109,6 +119,35 @@ def finished(problem: Problem, draft: Draft, *, compiled: bool | None = False) -
         moved=draft.moved,
         rates=problem.machine.rates,
     )
+
+
+def _in_bundles(problem: Problem, found: Draft) -> Draft:
+    """`found` with small tasks in bundles, where a step takes no longer so."""
+    tasks = alone(found.tasks)
+    placed = place(problem, found.placement, tasks, found.moved)
+    program, best = placed.program, found
+    limit_s = _started_s(problem, found.step_s, tasks) * (1 + ROUNDING)
+    for reach in REACHES if program.ops else ():
+        joined = bundled(program, tasks, program.end if reach is None else reach)
+        if joined is None:
+            continue
+        in_bundles = replace(placed, tasks=tuple(joined))
+        seconds = step_s(in_bundles)
+        takes_s = _started_s(problem, seconds, joined)
+        if in_bundles.host_bytes <= problem.budgets[Tier.HOST] and takes_s <= limit_s:
+            best, limit_s = replace(found, tasks=in_bundles.tasks, step_s=seconds), takes_s
+    return best
+
+
+def _started_s(problem: Problem, seconds: float, tasks: Sequence[Task]) -> float:
+    """What a step of `seconds` takes with what Python takes for its tasks where that is not told.
+
+    A device that runs ahead waits for Python no longer than the simulation says. Any other waits
+    for each task, whether or not somebody has measured how long.
+    """
+    if problem.machine.runs_ahead or problem.machine.issue_s:
+        return seconds
+    return seconds + START_S * starts_of(tasks)
 
 
 def _as_compiled(problem: Problem, found: Draft) -> Iterator[Draft]:

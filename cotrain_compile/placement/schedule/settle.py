@@ -39,7 +39,7 @@ def settled(placed: PlacedStep) -> list[Task]:
     limit: dict[str, int] = {}
     for task in reversed(tasks):
         before = program.issue_slot(task)
-        latest = min(_latest(program, task), limit.get(task.name, program.end - 1))
+        latest = min(latest_issue(program, task), limit.get(task.name, program.end - 1))
         end = ends[bisect_left(ends, before)] if before <= ends[-1] else before
         slot = issued[task.name] = max(before, min(end, latest))
         for name in task.after:
@@ -57,7 +57,7 @@ def _layer_ends(program: DeviceProgram) -> list[int]:
     return [*ends, program.end - 1]
 
 
-def _latest(program: DeviceProgram, task: Task) -> int:
+def latest_issue(program: DeviceProgram, task: Task) -> int:
     """The last slot after which `task` may be issued: right before its wait, or its next write."""
     latest = program.end - 1 if task.carried else program.wait_slot(task) - 1
     before = program.issue_slot(task)

@@ -16,7 +16,7 @@ from cotrain_compile.placement.milp.solvers import Solution, pick
 from cotrain_compile.placement.placed import place_plan
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.simulate.outcomes import outcomes
-from cotrain_compile.placement.simulate.predict import issuing_s
+from cotrain_compile.placement.simulate.predict import issuing_s, starts_of
 from cotrain_compile.plan import Plan, SolveReport
 from cotrain_compile.units import format_bytes, format_seconds
 
@@ -145,7 +145,7 @@ def note_on_loops(problem: Problem, plan: Plan) -> tuple[str, ...]:
 
 def note_on_issuing(problem: Problem, plan: Plan) -> tuple[str, ...]:
     """What Python takes to start the tasks, and how much of it the device waits for."""
-    python_s = problem.machine.issue_s * len(plan.tasks)
+    python_s = problem.machine.issue_s * starts_of(plan.tasks)
     if not python_s:
         return ()
     held_s = issuing_s(place_plan(problem, plan))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import assert_never
+from itertools import pairwise
+from typing import Any, assert_never
 
 from cotrain_compile.dataflow import Op
 from cotrain_compile.machine import Machine, Tier
@@ -26,8 +26,13 @@ from cotrain_compile.plan import (
     Task,
     Timeline,
     Transfer,
+    carried_out,
     exchange_of,
 )
+
+# What starting a task takes for each further member of a bundle, of a task by itself
+# (`bench/runtime/issue_cost.py`).
+MEMBER = 0.25
 
 
 def step_s(placed: PlacedStep) -> float:
@@ -98,7 +103,8 @@ def task_s(problem: Problem, task: Task) -> float:
     """Seconds of a task by itself; what was done on guesses is right."""
     match task:
         case Transfer():
-            return problem.machine.copy_s(task.nbytes, *task.ends)
+            is_first = task.bundle in ("", task.name)  # the link is asked once for a bundle
+            return problem.machine.copy_s(task.nbytes, *task.ends, copies=int(is_first))
         case HostRegion():
             if task.makes:
                 return problem.host_cast_s(task.ops)
@@ -129,7 +135,7 @@ def works_of(
         if task.is_offload:
             freeing.setdefault(task.wait_before, []).append(task.name)
     following = _following(program)
-    held_s = held_up_s(problem, program, Counter(following[task.issue_after] for task in tasks))
+    held_s = held_up_s(problem, program, _starts(following, tasks))
     works = [
         Work(
             op.name,
@@ -144,11 +150,13 @@ def works_of(
         if op.name in problem.costs.network_s:
             seconds = problem.costs.network_s[op.name]
             works.append(Work(exchange_of(op.name), Lane.NETWORK, seconds, (op.name,)))
+    ahead = _ahead_in_bundles(tasks)
     for task in tasks:
         begins = () if task.issue_after is None else (task.issue_after,)
         # A fetched copy takes its memory after what is freed before the same op.
         freed = freeing.get(following[task.issue_after], ()) if task.is_fetch else ()
-        after = tuple(dict.fromkeys((*begins, *task.after, *freed)))
+        own = ahead.get(task.name, task.after)
+        after = tuple(dict.fromkeys((*begins, *own, *freed)))
         seconds = seconds_of(problem, task)
         works.append(Work(task.name, task.lane, seconds, after, task.after_previous))
     return works
@@ -156,13 +164,26 @@ def works_of(
 
 def issuing_s(placed: PlacedStep) -> float:
     """Seconds of a step in which the device waits for Python to start tasks, at most."""
-    following = _following(placed.program)
-    issued = Counter(following[task.issue_after] for task in placed.tasks)
-    return sum(held_up_s(placed.problem, placed.program, issued).values())
+    starts = _starts(_following(placed.program), placed.tasks)
+    return sum(held_up_s(placed.problem, placed.program, starts).values())
+
+
+def starts_of(tasks: Sequence[Task]) -> float:
+    """How many tasks Python starts in the time that it takes to start these."""
+    return sum(1 + (len(unit) - 1) * MEMBER for unit in carried_out(tasks))
+
+
+def _starts(following: Mapping[str | None, str | None], tasks: Sequence[Task]) -> dict[Any, float]:
+    """The same by the op before which they are started."""
+    starts: dict[Any, float] = {}
+    for unit in carried_out(tasks):
+        before = following[unit[0].issue_after]
+        starts[before] = starts.get(before, 0.0) + starts_of(unit)
+    return starts
 
 
 def held_up_s(
-    problem: Problem, program: DeviceProgram, issued: Mapping[str | None, int]
+    problem: Problem, program: DeviceProgram, issued: Mapping[str | None, float]
 ) -> dict[str, float]:
     """For how long each op is held up because `issued` tasks are started right before it.
 
@@ -180,6 +201,19 @@ def held_up_s(
             device_s += held_s[op.name]
         device_s += problem.costs.device_s[op.name]
     return held_s
+
+
+def _ahead_in_bundles(tasks: Sequence[Task]) -> dict[str, tuple[str, ...]]:
+    """What each member of a bundle comes after: the first after all that any does, then in turn.
+
+    One worker does them; a member that is waited for is waited for with all behind it.
+    """
+    found: dict[str, tuple[str, ...]] = {}
+    for unit in carried_out(tasks):
+        if len(unit) > 1:
+            found[unit[0].name] = tuple(dict.fromkeys(n for task in unit for n in task.after))
+            found |= {task.name: (before.name,) for before, task in pairwise(unit)}
+    return found
 
 
 def _awaited(problem: Problem, op: Op) -> tuple[str, ...]:

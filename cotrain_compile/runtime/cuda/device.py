@@ -47,10 +47,10 @@ from cotrain_compile.runtime.cuda.copy_streams import CopyStreams, last_on_each_
 from cotrain_compile.runtime.cuda.issued import IssuedCopy, LateCopy
 from cotrain_compile.runtime.cuda.pinned import Event, PinnedPool
 from cotrain_compile.runtime.device import Device
-from cotrain_compile.runtime.host.kernels import HostKernel
+from cotrain_compile.runtime.host.fused_kernel import HostKernel
 from cotrain_compile.runtime.lanes import Task
 from cotrain_compile.runtime.meter import Meter
-from cotrain_compile.runtime.ops import Launch
+from cotrain_compile.runtime.ops import Bundle, Launch
 from cotrain_compile.runtime.process.cores import ANY_CORE, Cores
 
 _UNLIMITED = 1 << 62
@@ -162,9 +162,15 @@ class CudaDevice(Device):
             self._end_of_copy("the copy of a gradient to the host", event)
 
     def run_region(self, region: fx.GraphModule, inputs: Sequence[Any], launch: Launch) -> None:
-        # A hyper-parameter or constant may live on the device; it is a few bytes.
-        at_hand = [v.cpu() if isinstance(v, torch.Tensor) and not v.is_cpu else v for v in inputs]
-        super().run_region(region, at_hand, launch)
+        super().run_region(region, _at_hand(inputs), launch)
+
+    def run_regions(
+        self,
+        regions: Sequence[fx.GraphModule],
+        inputs: Sequence[Sequence[Any]],
+        bundle: Bundle,
+    ) -> None:
+        super().run_regions(regions, [*map(_at_hand, inputs)], bundle)
 
     def wait(self, tasks: Sequence[str]) -> None:
         self._streams.give_batch()
@@ -202,10 +208,10 @@ class CudaDevice(Device):
         def spans() -> list[Span]:
             ran = [task for task in tasks if task.ran and task.end_s <= now_s]
             copies = [t for t in ran if isinstance(t, IssuedCopy) and t.start is not None]
-            updates = [t.span(origin_s, t.end_s) for t in ran if not isinstance(t, IssuedCopy)]
+            updates = [t for t in dict.fromkeys(ran) if not isinstance(t, IssuedCopy)]
             if timed:
                 card.synchronize()  # what goes on under the next step has to have come, too
-            return [span for span in updates if span is not None] + [
+            return [span for t in updates for span in t.spans(origin_s, t.end_s)] + [
                 Span(t.lane, t.name, seconds(t.start), seconds(t.end)) for t in copies if t.start
             ]
 
@@ -288,11 +294,16 @@ class CudaDevice(Device):
 
     def _known(self, launch: Launch) -> list[Task]:
         """What `launch` comes after, of this step and of the one before."""
-        ours = [self._tasks[task] for task in launch.after]
+        ours = [*dict.fromkeys(self._tasks[task] for task in launch.after)]
         if launch.after_previous:
             previous = self._previous
             ours += [previous[task] for task in launch.after_previous if task in previous]
         return ours
+
+
+def _at_hand(inputs: Sequence[Any]) -> list[Any]:
+    """`inputs` on the host: a hyper-parameter or constant may live on the device, a few bytes."""
+    return [v.cpu() if isinstance(v, torch.Tensor) and not v.is_cpu else v for v in inputs]
 
 
 def _ends(tasks: Iterable[Task]) -> list[Event]:

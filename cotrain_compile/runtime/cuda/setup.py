@@ -26,7 +26,7 @@ from cotrain_compile.runtime.cuda.card import CudaCard
 from cotrain_compile.runtime.cuda.card_rates import tier_of
 from cotrain_compile.runtime.cuda.device import CudaDevice
 from cotrain_compile.runtime.cuda.pinned import PinnedPool, available_host_bytes
-from cotrain_compile.runtime.host.kernels import HostKernel
+from cotrain_compile.runtime.host.fused_kernel import HostKernel
 from cotrain_compile.runtime.process.cores import Cores
 from cotrain_compile.sizes import Size
 from cotrain_compile.units import format_bytes

@@ -1,4 +1,4 @@
-"""ATen's fused optimizer loops on the CPU, one parameter at a time.
+"""ATen's fused optimizer loops on the CPU, for one parameter or several at once.
 
 Private torch API used: `torch._fused_adam_`, `torch._fused_adamw_`, `torch._fused_sgd_`,
 `torch._fused_adagrad_`. Reason: `torch.optim` reaches them only through whole optimizers. Tried on
@@ -7,16 +7,17 @@ torch 2.11.0, 2.13.0 and 2.15.0.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 Settings = Mapping[str, Any]
 
-# Updates the tensors ("param" and states by name) in place, from a gradient and the settings of the
-# step at hand: only floats may differ from those that the update was made for.
-Update = Callable[[Mapping[str, torch.Tensor], torch.Tensor, Settings], None]
+# Updates the tensors of each parameter ("param" and states by name) in place, from its gradient and
+# the settings of the step at hand: only floats may differ from those that the update was made for.
+Tensors = Sequence[Mapping[str, torch.Tensor]]
+Update = Callable[[Tensors, Sequence[torch.Tensor], Settings], None]
 
 
 def _adam(settings: Settings) -> Update:
@@ -24,15 +25,16 @@ def _adam(settings: Settings) -> Update:
     decoupled = settings.get("decoupled_weight_decay", False)
     loop = torch._fused_adamw_ if decoupled else torch._fused_adam_
 
-    def update(t: Mapping[str, torch.Tensor], gradient: torch.Tensor, now: Settings) -> None:
-        t["step"].add_(1)
+    def update(of: Tensors, gradients: Sequence[torch.Tensor], now: Settings) -> None:
+        for t in of:
+            t["step"].add_(1)
         loop(
-            [t["param"]],
-            [gradient],
-            [t["exp_avg"]],
-            [t["exp_avg_sq"]],
-            [t["max_exp_avg_sq"]] if amsgrad else [],
-            [t["step"]],
+            [t["param"] for t in of],
+            list(gradients),
+            [t["exp_avg"] for t in of],
+            [t["exp_avg_sq"] for t in of],
+            [t["max_exp_avg_sq"] for t in of] if amsgrad else [],
+            [t["step"] for t in of],
             lr=now["lr"],
             beta1=now["betas"][0],
             beta2=now["betas"][1],
@@ -48,11 +50,11 @@ def _adam(settings: Settings) -> Update:
 def _sgd(settings: Settings) -> Update:
     momentum = settings["momentum"]
 
-    def update(t: Mapping[str, torch.Tensor], gradient: torch.Tensor, now: Settings) -> None:
+    def update(of: Tensors, gradients: Sequence[torch.Tensor], now: Settings) -> None:
         torch._fused_sgd_(
-            [t["param"]],
-            [gradient],
-            [t["momentum_buffer"]] if momentum else [],
+            [t["param"] for t in of],
+            list(gradients),
+            [t["momentum_buffer"] for t in of] if momentum else [],
             weight_decay=now["weight_decay"],
             momentum=now["momentum"],
             lr=now["lr"],
@@ -67,13 +69,14 @@ def _sgd(settings: Settings) -> Update:
 
 def _adagrad(_: Settings) -> Update:
 
-    def update(t: Mapping[str, torch.Tensor], gradient: torch.Tensor, now: Settings) -> None:
-        t["step"].add_(1)
+    def update(of: Tensors, gradients: Sequence[torch.Tensor], now: Settings) -> None:
+        for t in of:
+            t["step"].add_(1)
         torch._fused_adagrad_(
-            [t["param"]],
-            [gradient],
-            [t["sum"]],
-            [t["step"]],
+            [t["param"] for t in of],
+            list(gradients),
+            [t["sum"] for t in of],
+            [t["step"] for t in of],
             lr=now["lr"],
             lr_decay=now["lr_decay"],
             weight_decay=now["weight_decay"],

@@ -157,6 +157,8 @@ def graph_of(
     """`ops` of `root` alone, from `inputs` to `results`; those that nobody needs are left out."""
     graph = fx.Graph()
     values = {node: graph.placeholder(node.name) for node in inputs}
+    for node in inputs:
+        values[node].meta = dict(node.meta)
     for node in ops:
         values[node] = graph.node_copy(node, values.__getitem__)
     graph.output(tuple(values[node] for node in results))

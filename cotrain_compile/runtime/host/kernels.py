@@ -8,9 +8,7 @@ captured. Else the captured ops, in parts that stay in the cache if they can (`c
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import fx
@@ -19,106 +17,24 @@ from cotrain_compile.dataflow import Role
 from cotrain_compile.graph import OptimizerRule, StepGraph, StepInput
 from cotrain_compile.machine import Tier
 from cotrain_compile.optimizer_loops import NARROW, has_loop
-from cotrain_compile.runtime.course import WHOLE, Course
 from cotrain_compile.runtime.host.after_update import after_update
 from cotrain_compile.runtime.host.captured_kernels import CapturedKernel, chunked_kernel
-from cotrain_compile.runtime.host.fused_loops import FUSED_LOOPS, Update
-from cotrain_compile.runtime.host.gradient_prologue import (
-    GradientPart,
-    cache_rows,
-    gradient_part,
-    has_ops,
-    in_pieces,
-    is_one_piece,
-)
-from cotrain_compile.runtime.host.live_settings import live_settings, value_of, with_settings
+from cotrain_compile.runtime.host.fused_kernel import FusedKernel, HostKernel
+from cotrain_compile.runtime.host.fused_loops import FUSED_LOOPS
+from cotrain_compile.runtime.host.gradient_prologue import gradient_part, has_ops
+from cotrain_compile.runtime.host.live_settings import live_settings, value_of
 from cotrain_compile.runtime.host.match_update import match_update
 from cotrain_compile.runtime.host.speculation import speculative_kernels
 from cotrain_compile.runtime.host.trial import NEVER_NEGATIVE, agree, rounds_once
-from cotrain_compile.runtime.meter import Meter
+from cotrain_compile.runtime.host.update_bundles import bundle_kernels
 from cotrain_compile.runtime.metered import MeteredGraph
 from cotrain_compile.runtime.task_nodes import RegionCall, region_calls
-
-
-class HostKernel(Protocol):
-    """Updates one parameter and its states in place, from host tensors, along a `course`."""
-
-    def __call__(self, inputs: Sequence[Any], meter: Meter, course: Course = WHOLE, /) -> None: ...
-
-
-@dataclass(frozen=True)
-class FusedKernel:
-    """Runs what happens to the gradient before the optimizer, a fused loop, and what comes after.
-
-    The loop goes piece by piece, unless the gradient is ready as it is. `positions` says at which
-    input the parameter ("param") and each state are; `settings` are the optimizer's, `live` those
-    of them that are inputs (`lr`, `betas.0`, ...), with their positions; `skip` is the input that
-    says whether the loop is left out, `after` the ops behind it, None where there are none.
-    """
-
-    gradient: GradientPart
-    update: Update
-    positions: Mapping[str, int]
-    settings: Mapping[str, Any]
-    live: Mapping[str, int]
-    skip: int | None = None
-    after: MeteredGraph | None = None
-
-    def __call__(self, inputs: Sequence[Any], meter: Meter, course: Course = WHOLE) -> None:
-        if self.skip is None or not bool(inputs[self.skip]):
-            self._update(inputs, meter, course)
-        if self.after is not None:
-            self.after(inputs, meter)
-
-    def _update(self, inputs: Sequence[Any], meter: Meter, course: Course) -> None:
-        source, *small = self.gradient.begin(inputs, meter)
-        tensors = {name: inputs[position] for name, position in self.positions.items()}
-        live = {name: float(inputs[position]) for name, position in self.live.items()}
-        settings = with_settings(self.settings, live) if live else self.settings
-        if course is WHOLE and is_one_piece(source):
-            self._update_piece(tensors, source, small, settings, meter)
-            return
-        rows = course.piecewise.rows if course.piecewise is not None else _all_rows(source)
-        parts = zip(course.pieces(), in_pieces(tensors, source, rows), strict=False)
-        for _, (part, part_source) in parts:
-            for piece, piece_source in self._pieces(part, part_source):
-                self._update_piece(piece, piece_source, small, settings, meter)
-
-    def _update_piece(
-        self,
-        piece: Mapping[str, torch.Tensor],
-        source: torch.Tensor,
-        small: Sequence[Any],
-        settings: Mapping[str, Any],
-        meter: Meter,
-    ) -> None:
-        (gradient,) = self.gradient.finish((source, *small), meter)
-        self.update(piece, _laid_out_as(piece["param"], gradient), settings)
-
-    def _pieces(
-        self, tensors: Mapping[str, torch.Tensor], source: torch.Tensor
-    ) -> Iterable[tuple[Mapping[str, torch.Tensor], torch.Tensor]]:
-        is_ready = not self.gradient.ops and source.is_contiguous()
-        in_order = all(tensor.is_contiguous() for tensor in tensors.values())
-        rows = cache_rows(source) if in_order and not is_ready else _all_rows(source)
-        return in_pieces(tensors, source, rows)
-
-
-def _all_rows(source: torch.Tensor) -> int:
-    return source.shape[0] if source.dim() else 1
-
-
-def _laid_out_as(param: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """`gradient` with the strides of `param`: the loops go through memory in order."""
-    if param.is_contiguous() or gradient.stride() == param.stride():
-        return gradient.contiguous() if param.is_contiguous() else gradient
-    return torch.empty_like(param).copy_(gradient)
 
 
 def host_kernels(
     placed: StepGraph, choice: str, guesses_below: float = math.inf
 ) -> dict[str, HostKernel]:
-    """A kernel for every host region of `placed`, by task name.
+    """A kernel for every host region of `placed`, by task name, and for every bundle of them.
 
     `choice` is "fused" (as the module says) or "captured" (the captured ops as they are). What is
     to be done on guesses is, while less than `guesses_below` of the steps of late prove them wrong.
@@ -131,6 +47,7 @@ def host_kernels(
         if choice == "fused":
             found = _fast(region, _described_inputs(region, placed), placed, checked) or found
         kernels[call.launch.task] = found
+    kernels |= bundle_kernels(placed, kernels)
     return {**kernels, **speculative_kernels(placed, kernels, guesses_below)}
 
 
@@ -205,6 +122,7 @@ def _fused(
         return None  # eager's own loop takes the scale off the gradient inside, and rounds once
     return FusedKernel(
         gradient_part(region, match.gradient),
+        rule.optimizer,
         FUSED_LOOPS[rule.optimizer](rule.settings),
         positions,
         rule.settings,

@@ -16,7 +16,7 @@ from torch import fx
 
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.runtime.course import Piecewise
-from cotrain_compile.runtime.host.kernels import FusedKernel, HostKernel
+from cotrain_compile.runtime.host.fused_kernel import FusedKernel, HostKernel
 from cotrain_compile.runtime.host.speculation import Confirm, Guess
 from cotrain_compile.runtime.task_nodes import Offload, Prefetch, RegionCall, region_calls, view_of
 
@@ -33,6 +33,8 @@ def piecewise_tasks(placed: StepGraph, kernels: Mapping[str, HostKernel]) -> dic
         kernel, confirms = _updating(kernels[name])
         if not isinstance(kernel, FusedKernel) or kernel.after is not None:
             continue  # what runs behind the loop needs all of it
+        if call.launch.bundle:
+            continue  # one of many small ones, which go as a whole
         param = inputs[kernel.positions["param"]]
         states = [inputs[position].meta["val"] for position in kernel.positions.values()]
         how = _piecewise(param.meta["val"])
@@ -82,7 +84,9 @@ def _copied_gradient(call: RegionCall, kernel: FusedKernel, param: fx.Node) -> s
         return ""
     gradient = call.inputs[kernel.gradient.shown]
     match view_of(gradient):
-        case Offload(destination=None, launch=launch) if launch.task in call.launch.after:
+        case Offload(destination=None, launch=launch) if (
+            launch.task in call.launch.after and not launch.bundle
+        ):
             is_alike = _is_copied_alike(gradient.meta["val"], param.meta["val"])
             return launch.task if is_alike else ""
         case _:
@@ -98,6 +102,9 @@ def _ways_back(param: fx.Node, update: str) -> Iterator[str]:
     for user in param.users:
         match view_of(user):
             case Prefetch(source=source, launch=launch, destination=fx.Node() as old) if (
-                source is param and update in launch.after and _is_whole(old.meta["val"])
+                source is param
+                and update in launch.after
+                and not launch.bundle
+                and _is_whole(old.meta["val"])
             ):
                 yield launch.task

@@ -27,7 +27,8 @@ from cotrain_compile.graph import StepGraph
 from cotrain_compile.passes import run_passes
 from cotrain_compile.plan import Plan
 from cotrain_compile.runtime.emulated import EmulatedDevice
-from cotrain_compile.runtime.host.kernels import HostKernel, host_kernels
+from cotrain_compile.runtime.host.fused_kernel import HostKernel
+from cotrain_compile.runtime.host.kernels import host_kernels
 from cotrain_compile.runtime.ops import Launch
 from cotrain_compile.runtime.task_nodes import region_calls
 from tests.support.steps import (

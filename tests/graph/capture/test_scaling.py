@@ -17,7 +17,8 @@ import cotrain_compile
 from cotrain_compile.plan import UpdateMode
 from cotrain_compile.runtime.host import kernels as kernels
 from cotrain_compile.runtime.host.captured_kernels import CapturedKernel
-from cotrain_compile.runtime.host.kernels import FusedKernel, host_kernels
+from cotrain_compile.runtime.host.fused_kernel import FusedKernel
+from cotrain_compile.runtime.host.kernels import host_kernels
 from cotrain_compile.runtime.host.match_update import Match, match_update
 from tests.support.captured_steps import make_two_layers
 from tests.support.loops import EACH_POLICY

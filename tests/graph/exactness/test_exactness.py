@@ -14,7 +14,8 @@ from _pytest.mark import ParameterSet
 
 import cotrain_compile
 from cotrain_compile.errors import PlacementError
-from cotrain_compile.runtime.host.kernels import FusedKernel, host_kernels
+from cotrain_compile.runtime.host.fused_kernel import FusedKernel
+from cotrain_compile.runtime.host.kernels import host_kernels
 from tests.support.closeness import assert_near
 from tests.support.loops import graphs
 from tests.support.steps import (

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, fx, nn
 
 import cotrain_compile
-from cotrain_compile.backends.eager import list_ops, lock_step
+from cotrain_compile.backends.eager import lock_step
 from cotrain_compile.backends.eager.calls import Row
-from cotrain_compile.backends.eager.list_ops import list_op
+from cotrain_compile.runtime import list_ops
 from cotrain_compile.runtime.bound_ops import bound
+from cotrain_compile.runtime.list_ops import list_op
 from tests.graph.exactness.test_exactness import assert_bitwise_equal
 from tests.support.steps import OPTIMIZERS, Case, Step, check_peak, cotrain, train, train_unplaced
 

@@ -20,7 +20,7 @@ from cotrain_compile.placement.check.replay import replay
 from cotrain_compile.placement.placed import place_plan
 from cotrain_compile.plan import Span, UpdateMode
 from cotrain_compile.presets import find
-from cotrain_compile.runtime.host.kernels import HostKernel
+from cotrain_compile.runtime.host.fused_kernel import HostKernel
 from cotrain_compile.runtime.lanes import Task
 from cotrain_compile.runtime.ops import cotrain as ops
 from cotrain_compile.runtime.task_nodes import task_name

@@ -30,7 +30,7 @@ from cotrain_compile.runtime.cuda.card import is_out_of_memory
 from cotrain_compile.runtime.cuda.device import CudaDevice
 from cotrain_compile.runtime.cuda.pinned import PinnedPool
 from cotrain_compile.runtime.cuda.setup import in_pieces, machine_like, tell_if_not_free
-from cotrain_compile.runtime.host.kernels import HostKernel
+from cotrain_compile.runtime.host.fused_kernel import HostKernel
 from tests.graph.gradients.test_gradients_between_calls import (
     CALLS,
     MICRO_BATCHES,

@@ -20,8 +20,9 @@ from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.runtime.host import captured_kernels
 from cotrain_compile.runtime.host import gradient_prologue as gradient_part
 from cotrain_compile.runtime.host.captured_kernels import CapturedKernel
+from cotrain_compile.runtime.host.fused_kernel import FusedKernel
 from cotrain_compile.runtime.host.fused_loops import FUSED_LOOPS
-from cotrain_compile.runtime.host.kernels import FusedKernel, host_kernels
+from cotrain_compile.runtime.host.kernels import host_kernels
 from cotrain_compile.runtime.host.trial import rounds_once
 from cotrain_compile.runtime.meter import Meter
 from cotrain_compile.runtime.metered import MeteredGraph

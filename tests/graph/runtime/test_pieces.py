@@ -17,6 +17,7 @@ from cotrain_compile.errors import StepFailed
 from cotrain_compile.machine import Link, Tier
 from cotrain_compile.passes import run_passes
 from cotrain_compile.placement.policies import zero_offload
+from cotrain_compile.placement.schedule import bundles
 from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.plan import Lane as LaneName
 from cotrain_compile.plan import Plan, Transfer
@@ -27,7 +28,8 @@ from cotrain_compile.runtime.cuda.pinned import PinnedPool
 from cotrain_compile.runtime.device import Device
 from cotrain_compile.runtime.emulated import EmulatedDevice
 from cotrain_compile.runtime.host import pieces
-from cotrain_compile.runtime.host.kernels import HostKernel, host_kernels
+from cotrain_compile.runtime.host.fused_kernel import HostKernel
+from cotrain_compile.runtime.host.kernels import host_kernels
 from cotrain_compile.runtime.lanes import Lane
 from tests.support.captured_steps import captured
 from tests.support.faults import LINK_IS_DOWN, failing_call
@@ -42,6 +44,8 @@ TRAININGS = ("clipped", "unclipped", "autocast-unclipped")
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pieces, "PIECE_BYTES", 256)
+    # What is in pieces is large, and never in a bundle.
+    monkeypatch.setattr(bundles, "FEWEST", 1 << 30)
 
 
 def host_plan(name: str) -> Plan:

@@ -14,7 +14,7 @@ import torch
 
 from cotrain_compile.errors import StepFailed
 from cotrain_compile.runtime.device import POLLS
-from cotrain_compile.runtime.host.kernels import HostKernel
+from cotrain_compile.runtime.host.fused_kernel import HostKernel
 from cotrain_compile.runtime.lanes import Lane, Task
 from tests.graph.runtime.test_cuda_runtime import Placed, streamed_plan
 from tests.support.captured_steps import captured, differences

@@ -15,7 +15,8 @@ from torch import Tensor
 import cotrain_compile
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.machine import Tier
-from cotrain_compile.runtime.host.kernels import FusedKernel, HostKernel, host_kernels
+from cotrain_compile.runtime.host.fused_kernel import FusedKernel, HostKernel
+from cotrain_compile.runtime.host.kernels import host_kernels
 from cotrain_compile.runtime.meter import Meter
 from cotrain_compile.runtime.task_nodes import region_calls
 from tests.support.examples import examples

@@ -18,7 +18,8 @@ from cotrain_compile.capture.aten import float_inputs
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.runtime.host import kernels as kernels
 from cotrain_compile.runtime.host.captured_kernels import CapturedKernel
-from cotrain_compile.runtime.host.kernels import FusedKernel, host_kernels
+from cotrain_compile.runtime.host.fused_kernel import FusedKernel
+from cotrain_compile.runtime.host.kernels import host_kernels
 from tests.support.captured_steps import make_two_layers
 from tests.support.steps import (
     OPTIMIZERS,

@@ -74,6 +74,11 @@ _OF_TENSORS: Mapping[str, ListOp] = {
 _WHOLE_PRECISION = (torch.float32, torch.float64)
 
 
+def copy_all(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy each of `sources` over its destination."""
+    torch._foreach_copy_(list(destinations), list(sources))
+
+
 def list_op(nodes: Sequence[fx.Node]) -> ListOp:
     """What `nodes` compute of their arguments; of copies the tensors that they write over."""
     first, target = nodes[0], str(nodes[0].target)

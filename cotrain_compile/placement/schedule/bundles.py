@@ -1,0 +1,191 @@
+"""Bundles: small tasks that are carried out as one, so that Python starts one in place of many.
+
+In: the tasks of a plan. Out: the same, those that may be joined with one `bundle`: copies of one
+direction, or updates on the host. A bundle is issued where the last of its members was, and waited
+for where the first of them was. So its members are joined as far as each may be issued that late
+(`settle.latest_issue`), also by those that come after it.
+
+No tier holds more on the device, as for `settle`; on the host the values inside the updates of a
+bundle are there at once (`residency.host_bytes`). What it costs is time, which a simulation tells:
+a copy begins later, and what comes after a member comes after all of them.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import assert_never
+
+from cotrain_compile.dataflow import Dataflow
+from cotrain_compile.placement.residency import DeviceProgram
+from cotrain_compile.placement.schedule.settle import latest_issue
+from cotrain_compile.plan import HostRegion, Task, Transfer
+
+# What takes less than to start a task: the time of so many bytes, on any link or host.
+SMALL_BYTES = 64 << 10
+# Together they take so little that no other task waits for them for long.
+MOST_BYTES = 1 << 20
+# Fewer save too little to be told apart from others.
+FEWEST = 8
+
+
+@dataclass(frozen=True)
+class _Window:
+    """A task by its number, the slots after which it may be issued, and the slot of its wait."""
+
+    number: int
+    first: int
+    last: int
+    wait: int
+    nbytes: int
+
+
+def bundled(program: DeviceProgram, tasks: Sequence[Task], reach: int) -> list[Task] | None:
+    """`tasks` in bundles, in their new order of issue; None where nothing may be joined.
+
+    No task is issued more than `reach` ops later than it was.
+    """
+    windows = _windows(program, tasks, reach)
+    kinds: dict[object, list[_Window]] = {}
+    for window in windows:
+        if (kind := _kind(program.dataflow, tasks[window.number])) is not None:
+            kinds.setdefault(kind, []).append(window)
+    groups = [group for kind in kinds.values() for group in _groups(kind) if len(group) >= FEWEST]
+    if not groups:
+        return None
+    return _ordered(program, tasks, windows, groups)
+
+
+def _kind(dataflow: Dataflow, task: Task) -> object | None:
+    """Equal for tasks that may be joined; None for one that goes by itself."""
+    if task.carried or task.after_previous or _nbytes(dataflow, task) > SMALL_BYTES:
+        return None
+    match task:
+        case Transfer():
+            # What is fetched takes its memory where it is issued; what is kept is the user's.
+            is_kept = bool(dataflow.buffer[task.buffer].param)
+            return None if task.is_fetch or is_kept else (task.direction, bool(task.destination))
+        case HostRegion():
+            return None if task.makes or task.guesses or task.confirms else "update"
+        case _:
+            assert_never(task)
+
+
+def _nbytes(dataflow: Dataflow, task: Task) -> int:
+    """Of a copy, or of the largest value that an update touches or makes."""
+    match task:
+        case Transfer():
+            return task.nbytes
+        case HostRegion():
+            ops = [dataflow.ops[dataflow.position[name]] for name in task.ops]
+            names = {name for op in ops for name in (*op.reads, *op.writes)}
+            return max(dataflow.buffer[name].nbytes for name in names)
+        case _:
+            assert_never(task)
+
+
+def _windows(program: DeviceProgram, tasks: Sequence[Task], reach: int) -> list[_Window]:
+    last: dict[str, int] = {}
+    for task in reversed(tasks):
+        own = min(latest_issue(program, task), program.issue_slot(task) + reach)
+        last[task.name] = min(own, last.get(task.name, program.end - 1))
+        for name in task.after:
+            last[name] = min(last.get(name, program.end - 1), last[task.name])
+    return [
+        _Window(
+            number,
+            program.issue_slot(task),
+            max(last[task.name], program.issue_slot(task)),
+            program.wait_slot(task),
+            _nbytes(program.dataflow, task),
+        )
+        for number, task in enumerate(tasks)
+    ]
+
+
+def _groups(windows: Sequence[_Window]) -> list[list[_Window]]:
+    """Those that have a slot in common, in their order; no more than `MOST_BYTES` together."""
+    found: list[list[_Window]] = []
+    last = nbytes = 0
+    for window in windows:
+        nbytes += window.nbytes
+        if found and window.first <= last and nbytes <= MOST_BYTES:
+            found[-1].append(window)
+            last = min(last, window.last)
+        else:
+            found.append([window])
+            last, nbytes = window.last, window.nbytes
+    return found
+
+
+def _ordered(
+    program: DeviceProgram,
+    tasks: Sequence[Task],
+    windows: Sequence[_Window],
+    groups: Sequence[Sequence[_Window]],
+) -> list[Task] | None:
+    """`tasks` with these `groups` as bundles; None where one would be issued too late for it.
+
+    A task follows what it comes after, so one bundle may push others back.
+    """
+    of = {window.number: group for group in groups for window in group}
+    units = [*groups, *([w] for w in windows if w.number not in of)]
+    unit_of = {w.number: place for place, unit in enumerate(units) for w in unit}
+    number_of = {task.name: number for number, task in enumerate(tasks)}
+    before: list[set[int]] = [
+        {unit_of[number_of[name]] for w in unit for name in tasks[w.number].after} for unit in units
+    ]
+    issued = [max(w.first for w in unit) for unit in units]
+    order = _in_order(issued, [max(w.number for w in unit) for unit in units], before)
+    if len(order) < len(units) or any(issued[p] > w.last for p in order for w in units[p]):
+        return None
+    found: list[Task] = []
+    for place in order:
+        unit = sorted(units[place], key=lambda w: w.number)
+        found += _joined(program, [tasks[w.number] for w in unit], unit, issued[place])
+    return found
+
+
+def _in_order(issued: list[int], numbers: Sequence[int], before: Sequence[set[int]]) -> list[int]:
+    """The places of units in their order of issue: behind what they come after, else as they were.
+
+    `issued` has the slot of each, which may become a later one. Units that wait for each other are
+    left out.
+    """
+    behind: list[list[int]] = [[] for _ in before]
+    left = [len(places) for places in before]
+    for place, earlier in enumerate(before):
+        for other in earlier:
+            behind[other].append(place)
+    ready = [(issued[p], numbers[p], p) for p in range(len(before)) if not left[p]]
+    heapq.heapify(ready)
+    order, slot = list[int](), -1
+    while ready:
+        _, _, place = heapq.heappop(ready)
+        slot = issued[place] = max(slot, issued[place])
+        order.append(place)
+        for other in behind[place]:
+            left[other] -= 1
+            if not left[other]:
+                heapq.heappush(ready, (max(issued[other], slot), numbers[other], other))
+    return order
+
+
+def _joined(
+    program: DeviceProgram, tasks: Sequence[Task], unit: Sequence[_Window], slot: int
+) -> list[Task]:
+    """The tasks of a unit, issued after the op in `slot`."""
+    issue = program.ops[slot].name if slot >= 0 else None
+    if len(tasks) == 1:
+        return [replace(tasks[0], issue_after=issue)]
+    wait = min(w.wait for w in unit)
+    before = program.ops[wait].name if wait < program.end else None
+    return [
+        replace(task, issue_after=issue, wait_before=before, bundle=tasks[0].name) for task in tasks
+    ]
+
+
+def alone(tasks: Sequence[Task]) -> list[Task]:
+    """`tasks`, each by itself."""
+    return [replace(task, bundle="") if task.bundle else task for task in tasks]
