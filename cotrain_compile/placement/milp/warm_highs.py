@@ -11,6 +11,7 @@ from typing import Any
 
 from cotrain_compile.placement.milp.highs_process import solve_elsewhere
 from cotrain_compile.placement.milp.linear import pulp
+from cotrain_compile.placement.work import Allowance, SolverWork
 
 
 class WarmHighs(pulp.HiGHS):  # type: ignore[misc]
@@ -21,6 +22,7 @@ class WarmHighs(pulp.HiGHS):  # type: ignore[misc]
     """
 
     start: Sequence[tuple[int, float]] = ()
+    work: Allowance
 
     def createAndConfigureSolver(self, lp: Any) -> None:  # noqa: N802 (pulp's name)
         """Nothing: the options go to the process with the program."""
@@ -60,14 +62,18 @@ class WarmHighs(pulp.HiGHS):  # type: ignore[misc]
         lp.solverModel = model
 
     def callSolver(self, lp: Any) -> None:  # noqa: N802 (pulp's name)
+        model, meter = lp.solverModel, self.work.meter
         options = {
             "mip_rel_gap": self.gapRel,
             "threads": self.threads,
-            "time_limit": self.timeLimit,
+            "time_limit": meter.guard_s,
             **self.optionsDict,
         }
+        sizes = SolverWork(len(model.a_matrix_.value_), model.num_row_)
         lp.solverModel = solve_elsewhere(
-            lp.solverModel,
+            model,
             {name: value for name, value in options.items() if value is not None},
+            sizes.limits(self.work.left),
             self.start,
         )
+        meter.charge(sizes.units(lp.solverModel.done))

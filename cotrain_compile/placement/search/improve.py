@@ -57,5 +57,5 @@ def let_small_rest(attempts: Attempts) -> None:
 
 
 def _has_time_for_one(attempts: Attempts) -> bool:
-    """Whether one more schedule is there in time, and the timeline of the plan after it."""
-    return attempts.deadline.left_s > 2 * attempts.draft_s
+    """Whether there is work for one more schedule, and the timeline of the plan after it."""
+    return attempts.work.left > 2 * attempts.draft_units

@@ -27,8 +27,7 @@ from cotrain_compile.placement.policies import RULES
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.schedule.schedule import Draft, draft, finished
 from cotrain_compile.placement.search.attempts import Attempts, Progress
-from cotrain_compile.placement.search.climb_levels import climb_levels
-from cotrain_compile.placement.search.deadline import Deadline
+from cotrain_compile.placement.search.climb_levels import climb_by_program, climb_quickly
 from cotrain_compile.placement.search.guessing import hedged
 from cotrain_compile.placement.search.improve import fetch_late, let_small_rest
 from cotrain_compile.placement.search.infeasible import floor_bytes, refuse, refuse_rule
@@ -46,17 +45,20 @@ from cotrain_compile.placement.search.variants import (
     fastest_of,
     promising,
 )
+from cotrain_compile.placement.work import Allowance, Meter
 from cotrain_compile.plan import Placement, Plan
 
 # Shares of the updates of `coarse` that `auto` tries as well.
 FRACTIONS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
-# Of the time for a plan, what is for the relaxation, and for the search among values to be made
+# Of the work for a plan, what is for the relaxation, and for the search among values to be made
 # again.
 LEVELS_SHARE = 0.7
+# And before that, what is for all that needs no program.
+QUICK_SHARE = 0.35
 # Parts of the device's memory that plans are looked for in besides.
 LESS = (0.9, 0.8)
-# Of what is left, how long to wait for the bound before the programs: it may spare them.
-BOUND_SHARE = 0.2
+# What the bound may take, beside all that the search itself does.
+BOUND_SHARE = 0.5
 # Policies that look at everything that can be decided: how far they are from the best is certified.
 CERTIFIED = ("auto", "ilp", "greedy")
 
@@ -80,9 +82,9 @@ def solve(
     settings, told = settings or SolveSettings(), progress or (lambda stage: None)
     problem = replace(problem, speculates=settings.speculate and not settings.hedged)
 
-    def climb(ordered: Problem, until: Deadline, plans: Sequence[Plan]) -> Plan:
+    def climb(ordered: Problem, work: Allowance, plans: Sequence[Plan]) -> Plan:
         own = space if ordered.dataflow is problem.dataflow else None
-        return _Search(ordered, settings, told, own, until).run(plans)
+        return _Search(ordered, settings, told, own, work).run(plans)
 
     return best_order(problem, settings, incumbents, climb)
 
@@ -94,9 +96,9 @@ class _Search(Attempts):
         settings: SolveSettings,
         progress: Progress,
         space: DecisionSpace | None,
-        deadline: Deadline,
+        work: Allowance,
     ) -> None:
-        super().__init__(problem, settings, progress, space, deadline)
+        super().__init__(problem, settings, progress, space, work)
         self.bound: Beside[float] | None = None
         self.claim_s = 0.0  # what no levels take less than; 0 where nobody has looked
 
@@ -104,7 +106,7 @@ class _Search(Attempts):
     def levels(self) -> Levels:
         """What can be made again."""
         self.progress("looking for what can be made again")
-        return Levels(self.problem)
+        return Levels(self.problem, self.meter)
 
     def run(self, incumbents: Sequence[Plan]) -> Plan:
         policy = self.settings.policy
@@ -127,7 +129,7 @@ class _Search(Attempts):
         return certified_bound_s(
             replace(self.problem, speculates=settings.speculate),
             settings.solver,
-            time_limit_s=self.deadline.left_s,
+            work=Allowance(Meter(self.meter.guard_s), BOUND_SHARE * settings.work_limit),
             seed=settings.seed,
             cyclic=settings.overlap_steps,
             recompute=settings.recompute,
@@ -139,21 +141,34 @@ class _Search(Attempts):
         self._follow_rules(self.step)
         if "coarse" in self.found.drafts:  # the fraction that needs least
             self._sweep_fractions()
-        self.until = self.deadline.part(LEVELS_SHARE)
+        self._reuse(incumbents)
+        self.until = self.work.part(QUICK_SHARE)
         if self.settings.recompute:
-            self.claim_s = climb_levels(self, self.levels)
+            climb_quickly(self, self.levels)
             best = fastest_of(self.variants, self.found.fastest_s)
-            if best is not self.step and self.is_slower_than(NEAR * self.claim_s):
+            if best is not self.step:
                 self._follow_rules(best)
         else:
+            self.try_greedy(self.step)
+        self._improve_fastest()
+        self.until = self.work
+        if not self.is_slower_than((1.0 + self.settings.gap) * self._certified_s()):
+            return
+        self._ask_programs()
+        self._improve_fastest()
+
+    def _ask_programs(self) -> None:
+        """What programs decide, from the rough to the exact."""
+        self.until = self.work.part(LEVELS_SHARE)
+        if self.settings.recompute:
+            self.claim_s = climb_by_program(self, self.levels)
+        else:
             self.relax(self.step)
-        self.until = self.deadline
+        self.until = self.work
         if self._may_gain_by_greedy():
             self.try_greedy(self.step)
         self._aim_lower()
         self._solve_programs()
-        self._reuse(incumbents)
-        self._improve_fastest()
 
     def _may_gain_by_greedy(self) -> bool:
         """Whether the greedy may be faster than what is found for the step as it is, in time."""
@@ -191,18 +206,19 @@ class _Search(Attempts):
             hopeful = []  # nor has any other level a better plan
         self.solution = None if hopeful else fastest_of(self.variants, self.found.fastest_s).relaxed
         for number, variant in enumerate(hopeful):
-            self.until = self.deadline.part(1.0 / (len(hopeful) - number))
+            self.until = self.work.part(1.0 / (len(hopeful) - number))
             self.programs(variant)
-        self.until = self.deadline
+        self.until = self.work
 
     def _certified_s(self) -> float:
-        """The certified bound, 0 where it is not there in its time. It began with the search."""
-        return (self.bound.result(BOUND_SHARE * self.left_s) or 0.0) if self.bound else 0.0
+        """The certified bound, 0 where there is none. It began with the search.
+
+        It is waited for: what the search does next is not to hang on which of them is quicker.
+        """
+        return (self.bound.result(self.meter.guard_s) or 0.0) if self.bound else 0.0
 
     def _improve_fastest(self) -> None:
         """The fastest plan with moves up late, and with what is small at rest."""
-        if not self.is_slower_than((1.0 + self.settings.gap) * self._certified_s()):
-            return
         fetch_late(self)
         let_small_rest(self)
 
@@ -224,7 +240,7 @@ class _Search(Attempts):
                 self.try_greedy(self.step)
         elif kind.startswith("autotm-"):
             variant = kind.removeprefix("autotm-")
-            limit_s, seed = self.deadline.left_s, self.settings.seed
+            limit_s, seed = self.meter.guard_s, self.settings.seed
             found = autotm(self.problem, variant, time_limit_s=limit_s, seed=seed)  # type: ignore[arg-type]
             self.found.keep(policy, draft(self.problem, found.placement))
         else:
@@ -299,7 +315,7 @@ class _Search(Attempts):
         self.progress("simulating the plan")
         name, plan = self._fastest_sound()
         self.progress("certifying the bound")
-        bound_s = self.bound.result_by(self.deadline.left_s) if self.bound else 0.0
+        bound_s = self.bound.result_by(self.meter.guard_s) if self.bound else 0.0
         settings = self.settings
         report = report_of(
             self.problem,
@@ -307,7 +323,7 @@ class _Search(Attempts):
             self.solution,
             solver=settings.solver,
             seed=settings.seed,
-            seconds=self.deadline.elapsed_s,
+            seconds=self.meter.elapsed_s,
             bound_s=bound_s,
             rounds=self.rounds,
             simulated_s={name: found.step_s for name, found in self.found.drafts.items()},
