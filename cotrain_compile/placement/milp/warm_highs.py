@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from math import inf
 from typing import Any
 
 from cotrain_compile.placement.milp.highs_process import solve_elsewhere
 from cotrain_compile.placement.milp.linear import pulp
-from cotrain_compile.placement.work import Allowance, SolverWork
+from cotrain_compile.placement.work import Allowance, Meter, SolverWork
 
 
 class WarmHighs(pulp.HiGHS):  # type: ignore[misc]
@@ -22,7 +23,7 @@ class WarmHighs(pulp.HiGHS):  # type: ignore[misc]
     """
 
     start: Sequence[tuple[int, float]] = ()
-    work: Allowance
+    work: Allowance | None = None  # as much as there is time for
 
     def createAndConfigureSolver(self, lp: Any) -> None:  # noqa: N802 (pulp's name)
         """Nothing: the options go to the process with the program."""
@@ -62,7 +63,8 @@ class WarmHighs(pulp.HiGHS):  # type: ignore[misc]
         lp.solverModel = model
 
     def callSolver(self, lp: Any) -> None:  # noqa: N802 (pulp's name)
-        model, meter = lp.solverModel, self.work.meter
+        work = self.work or Allowance(Meter(self.timeLimit), inf)
+        model, meter = lp.solverModel, work.meter
         options = {
             "mip_rel_gap": self.gapRel,
             "threads": self.threads,
@@ -73,7 +75,7 @@ class WarmHighs(pulp.HiGHS):  # type: ignore[misc]
         lp.solverModel = solve_elsewhere(
             model,
             {name: value for name, value in options.items() if value is not None},
-            sizes.limits(self.work.left),
+            sizes.limits(work.left),
             self.start,
         )
         meter.charge(sizes.units(lp.solverModel.done))

@@ -76,7 +76,7 @@ class Attempts:
     """What was tried so far for `problem`.
 
     `step` is the problem as it is, `variants` are all that were tried, `solution` is the one that
-    belongs to the fastest plan. All ends when `work` is spent, what is being done now when `until` is.
+    belongs to the fastest plan. All ends when `work` is spent, what is being done now with `until`.
     """
 
     def __init__(

@@ -24,10 +24,13 @@ def climb_quickly(attempts: Attempts, levels: Levels) -> None:
         if attempts.is_late:
             return
         attempts.try_level(level)
+    if attempts.is_late:
+        return
     attempts.try_greedy(attempts.step, TACTICS[:1])
     _climb_uniform(attempts, levels, levels.guess())
     for users in levels.dissolved():
-        attempts.try_level(users)
+        if not attempts.is_late:
+            attempts.try_level(users)
     _cut_replays(attempts, levels)
 
 

@@ -20,8 +20,8 @@ from cotrain_compile.placement.search.settings import SolveSettings
 from cotrain_compile.placement.work import Allowance, Meter
 from cotrain_compile.plan import Plan
 
-# How to plan a problem in the order of its ops with so much work, with plans of that order for smaller
-# budgets.
+# How to plan a problem in the order of its ops, with so much work, and with plans of that order for
+# smaller budgets.
 Climb = Callable[[Problem, Allowance, Sequence[Plan]], Plan]
 
 

@@ -29,12 +29,12 @@ from cotrain_compile.placement.schedule.schedule import Draft, draft, finished
 from cotrain_compile.placement.search.attempts import Attempts, Progress
 from cotrain_compile.placement.search.climb_levels import climb_by_program, climb_quickly
 from cotrain_compile.placement.search.guessing import hedged
-from cotrain_compile.placement.search.improve import fetch_late, let_small_rest
+from cotrain_compile.placement.search.improve import fetch_late, let_small_rest, share_updates
 from cotrain_compile.placement.search.infeasible import floor_bytes, refuse, refuse_rule
 from cotrain_compile.placement.search.least import Least
 from cotrain_compile.placement.search.orders import best_order
 from cotrain_compile.placement.search.settings import SolveSettings
-from cotrain_compile.placement.search.solve_report import note_on_time, notes_of, report_of
+from cotrain_compile.placement.search.solve_report import note_on_limit, notes_of, report_of
 from cotrain_compile.placement.search.unsound import sound
 from cotrain_compile.placement.search.variants import (
     FAR,
@@ -219,6 +219,7 @@ class _Search(Attempts):
 
     def _improve_fastest(self) -> None:
         """The fastest plan with moves up late, and with what is small at rest."""
+        share_updates(self)
         fetch_late(self)
         let_small_rest(self)
 
@@ -265,14 +266,21 @@ class _Search(Attempts):
                 return
 
     @property
-    def ran_out_of_time(self) -> bool:
+    def ran_out(self) -> bool:
         """Whether a longer search would have tried more."""
         return self.was_late or self.solver.was_cut_short
 
+    @property
+    def limit_in_words(self) -> str:
+        """The option that ended the search: what it has done, or the clock before that."""
+        if self.meter.guard_hit:
+            return f"time_limit ({self.settings.time_limit_s:g} s)"
+        return f"work_limit ({self.settings.work_limit:g})"
+
     def _refuse(self) -> NoReturn:
         # Before the least is looked for, which has no time of the search's.
-        ran_out_s = self.settings.time_limit_s if self.ran_out_of_time else None
-        refuse(self.problem, self._least, self.failure, ran_out_s=ran_out_s)
+        limit = self.limit_in_words if self.ran_out else ""
+        refuse(self.problem, self._least, self.failure, limit=limit)
 
     def _follow(self, placement: Placement) -> Draft:
         """Schedule what a simple rule says; its refusal says what `auto` would need."""
@@ -311,7 +319,7 @@ class _Search(Attempts):
             self._keep_least()
         if not self.found.drafts:
             self._refuse()
-        ran_out_of_time = self.ran_out_of_time
+        ran_out = self.ran_out
         self.progress("simulating the plan")
         name, plan = self._fastest_sound()
         self.progress("certifying the bound")
@@ -330,8 +338,8 @@ class _Search(Attempts):
         )
         asked, solver = settings.policy, settings.solver
         notes = notes_of(self.problem, plan, name, self.solution, asked=asked, solver=solver)
-        if ran_out_of_time and report.gap > FAR - 1.0:
-            notes = (*notes, note_on_time(settings.time_limit_s, report.gap))
+        if ran_out and report.gap > FAR - 1.0:
+            notes = (*notes, note_on_limit(self.limit_in_words, report.gap))
         return replace(plan, report=report, notes=notes)
 
     def _fastest_sound(self) -> tuple[str, Plan]:
