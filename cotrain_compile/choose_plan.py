@@ -86,6 +86,7 @@ def solve_settings(options: Options, compiled: bool | None = None) -> SolveSetti
     return SolveSettings(
         policy=options.policy,
         solver=options.solver,
+        work_limit=options.work_limit,
         time_limit_s=options.time_limit,
         gap=options.gap,
         seed=options.seed,

@@ -38,7 +38,8 @@ class Keywords(TypedDict, total=False):
     plan: str | PathLike[str]  # a file with the plan to use
     plan_cache: bool  # keep plans on disk for the next process
     solver: Solver
-    time_limit: float  # seconds until there is a plan
+    work_limit: float  # what a search may do, in about seconds of one core
+    time_limit: float  # seconds until there is a plan, whatever is done
     gap: float  # a fraction: as near to the bound counts as solved
     seed: int  # of the solver
     overlap_steps: bool  # updates on the host may go on under the next step

@@ -42,9 +42,10 @@ class Options:
     Budgets of None mean the capacity of the tier. `device` of None means where the model lives,
     `lowering` and `remat` of None what `lowering_on` and `remat_on` say. `plan` is the path of a
     saved plan, used in place of `policy`; with `plan_cache` plans are kept on disk for the next
-    process. `time_limit` is in seconds, `gap` a fraction, `verify` and `check_replicas` in steps;
-    `live` is seconds between lines, `watchdog_s` seconds of a copy or an update, None for none. No
-    `host_cores` leaves the host's threads unbound.
+    process. `work_limit` is in units of about a second of one core, `time_limit` in seconds, `gap`
+    a fraction, `verify` and `check_replicas` in steps; `live` is seconds between lines,
+    `watchdog_s` seconds of a copy or an update, None for none. No `host_cores` leaves the host's
+    threads unbound.
     """
 
     memory_budget: Size | None = None
@@ -55,7 +56,8 @@ class Options:
     plan: str | None = None
     plan_cache: bool = True
     solver: str = "highs"
-    time_limit: float = 20.0
+    work_limit: float = 20.0
+    time_limit: float = 300.0
     gap: float = 0.005
     seed: int = 0
     overlap_steps: bool = False
@@ -172,6 +174,12 @@ def _flag(value: object) -> bool:
     return value
 
 
+def _units(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= LARGEST:
+        raise ValueError("a number above 0: about seconds of one core")
+    return float(value)
+
+
 def _seconds(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= LARGEST:
         raise ValueError("a number of seconds above 0")
@@ -268,6 +276,7 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
     "plan": _text,
     "plan_cache": _flag,
     "solver": _one_of(Solver),
+    "work_limit": _units,
     "time_limit": _seconds,
     "gap": _fraction,
     "seed": _seed,

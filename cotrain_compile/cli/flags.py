@@ -11,7 +11,7 @@ import re
 FLAGS = (
     *("checkpoints", "device", "gap", "host_kernels", "host_memory_budget", "lowering", "machine"),
     *("memory_budget", "micro_batch_order", "overlap_steps", "policy", "recompute", "seed"),
-    *("solver", "speculate", "time_limit"),
+    *("solver", "speculate", "time_limit", "work_limit"),
 )
 _ANY = "|".join(FLAGS)
 # A name of one word is an ordinary word, too, if nothing says that it is an option.

@@ -38,7 +38,16 @@ Policy = Annotated[
     str,
     typer.Option(help=f"One of {', '.join(options.POLICIES)}, or fraction:F with F from 0 to 1."),
 ]
-TimeLimit = Annotated[float, typer.Option(help="Seconds to search for each plan.")]
+WorkLimit = Annotated[
+    float,
+    typer.Option(
+        help="How much to search for each plan: a unit is about a second of one core, and the same "
+        "everywhere."
+    ),
+]
+TimeLimit = Annotated[
+    float, typer.Option(help="Seconds after which a search ends, however far it has come.")
+]
 Gap = Annotated[
     float, typer.Option(help="Stop when a plan is this close to the best possible: 0.005 is 0.5 %.")
 ]

@@ -26,6 +26,7 @@ from cotrain_compile.cli.parameters import (
     StepFile,
     StepRanks,
     TimeLimit,
+    WorkLimit,
     with_changes,
 )
 from cotrain_compile.cli.stages import stages
@@ -80,7 +81,8 @@ def solve(
     ranks: StepRanks = None,
     policy: Policy = "auto",
     solver: Solver = "highs",
-    time_limit: TimeLimit = 20.0,
+    work_limit: WorkLimit = 20.0,
+    time_limit: TimeLimit = 300.0,
     gap: Gap = 0.005,
     seed: Seed = 0,
     overlap_steps: OverlapSteps = False,
@@ -97,6 +99,7 @@ def solve(
         "host_memory_budget": host_memory_budget,
         "policy": policy,
         "solver": solver,
+        "work_limit": work_limit,
         "time_limit": time_limit,
         "gap": gap,
         "seed": seed,

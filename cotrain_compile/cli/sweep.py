@@ -23,6 +23,7 @@ from cotrain_compile.cli.parameters import (
     Recompute,
     StepFile,
     TimeLimit,
+    WorkLimit,
     with_changes,
 )
 from cotrain_compile.cli.terminal import Json, console, keep_stdout_for, say_doing
@@ -63,7 +64,8 @@ def sweep(
     link: LinkRate = None,
     size: Sizes = None,
     policy: Policy = "auto",
-    time_limit: TimeLimit = 20.0,
+    work_limit: WorkLimit = 20.0,
+    time_limit: TimeLimit = 300.0,
     gap: Gap = 0.005,
     recompute: Recompute = "auto",
     micro_batch_order: MicroBatchOrder = "auto",
@@ -81,6 +83,7 @@ def sweep(
     options = Options.parse(
         {
             "policy": policy,
+            "work_limit": work_limit,
             "time_limit": time_limit,
             "gap": gap,
             "recompute": recompute,

@@ -91,7 +91,7 @@ def note(points: Sequence[Point]) -> str:
     if not early:
         return ""
     return (
-        f"The solver stopped at its time limit for {early} of {len(points)} points, hollow in the "
+        f"The solver stopped at its limit for {early} of {len(points)} points, hollow in the "
         "picture: a longer --time-limit may find faster plans there."
     )
 
@@ -207,7 +207,7 @@ def _draw(axes: Axes, points: Sequence[Point], symbol: str | None) -> None:
         if regime in seen
     ]
     if any(point.stopped_early for point in fitting):
-        said = "hollow: stopped at its time limit"
+        said = "hollow: stopped at its limit"
         handles.append(Line2D([], [], color=_INK, marker="o", mfc="none", linestyle="", label=said))
     if name := bound_name(fitting):
         handles.append(Line2D([], [], color=_INK, linestyle=":", label=name))

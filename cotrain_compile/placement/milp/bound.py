@@ -15,6 +15,7 @@ from cotrain_compile.placement.milp.model import MIB
 from cotrain_compile.placement.milp.program import Program
 from cotrain_compile.placement.milp.solvers import solve_program
 from cotrain_compile.placement.problem import Problem
+from cotrain_compile.placement.work import PER_ENTRY_OF_PROGRAM, PER_OP_OF_SPACE, Allowance
 
 # The bound is stated to a tenth of a percent, however roughly a plan is looked for.
 GAP = 1e-3
@@ -24,7 +25,7 @@ def certified_bound_s(
     problem: Problem,
     solver: str,
     *,
-    time_limit_s: float,
+    work: Allowance,
     seed: int,
     cyclic: bool,
     recompute: bool = False,
@@ -32,7 +33,7 @@ def certified_bound_s(
     """The optimum of the relaxed program in seconds; `cyclic` where steps overlap.
 
     With `recompute` it holds for plans that make forward values again, each at most once.
-    Where time runs out, or there is no solver, the solver's bound so far, and at the least what
+    Where `work` runs out, or there is no solver, the solver's bound so far, and at the least what
     the device alone has to compute, with the exchanges that it waits for.
     """
     # What is made again, and exchanges that begin early, change which ops run between which.
@@ -51,7 +52,9 @@ def certified_bound_s(
         )
     except OptionError:  # pulp cannot be imported
         return only_there_s
-    solution = solve_program(relaxed, solver, time_limit_s=time_limit_s, gap=GAP, seed=seed)
+    work.meter.charge(PER_OP_OF_SPACE * len(space.problem.dataflow.ops))
+    work.meter.charge(PER_ENTRY_OF_PROGRAM * relaxed.entries)
+    solution = solve_program(relaxed, solver, work=work, gap=GAP, seed=seed)
     if not isfinite(solution.bound_s):
         return only_there_s
     # Ops that go along with an exchange may run in other buckets than where the program has them.

@@ -42,6 +42,11 @@ class Answer:
         text: str = self._found["status_text"]
         return text
 
+    @property
+    def done(self) -> Mapping[str, int]:
+        """How many pivots, steps of a barrier and checks of a tree it took."""
+        return {name: self._found[name] for name in ("pivots", "barrier_steps", "checks")}
+
     def getObjectiveValue(self) -> float:  # noqa: N802
         objective: float = self._found["objective"]
         return objective
@@ -55,15 +60,20 @@ class Answer:
 
 
 def solve_elsewhere(
-    model: Any, options: Mapping[str, float | int | str], start: Sequence[tuple[int, float]] = ()
+    model: Any,
+    options: Mapping[str, float | int | str],
+    limits: Mapping[str, int],
+    start: Sequence[tuple[int, float]] = (),
 ) -> Answer:
     """HiGHS' answer for `model`, a `HighsLp`, given what some columns can be together.
 
-    Raises RuntimeError where HiGHS fails, or is ended by a `Stop`.
+    `limits` are how many "pivots" and "barrier_steps" a program may take, or one with whole columns
+    "checks". Raises RuntimeError where HiGHS fails, or is ended by a `Stop`.
     """
     matrix = model.a_matrix_
     program = {
         "options": dict(options),
+        **limits,
         "offset": model.offset_,
         "col_cost": np.asarray(model.col_cost_, dtype=np.float64),
         "col_lower": np.asarray(model.col_lower_, dtype=np.float64),

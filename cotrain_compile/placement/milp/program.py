@@ -70,3 +70,8 @@ class Program:
         price = 0.0 if is_bound else 1.0 / min(model.down_rate, model.up_rate)
         self.model = model.pulp
         self.model += self.step + price * (MOVING_PRICE * moved + beyond)
+
+    @property
+    def entries(self) -> int:
+        """How many coefficients its rows have."""
+        return sum(map(len, self.model._constraints.values()))

@@ -1,4 +1,4 @@
-"""Solvers: a `Program` through pulp, by HiGHS or CBC, in limited time and repeatably."""
+"""Solvers: a `Program` through pulp, by HiGHS or CBC, with limited work and repeatably."""
 
 from __future__ import annotations
 
@@ -13,20 +13,23 @@ from cotrain_compile.errors import OptionError
 from cotrain_compile.placement.decisions.decisions import Decisions
 from cotrain_compile.placement.milp.linear import pulp
 from cotrain_compile.placement.milp.program import Program
+from cotrain_compile.placement.work import Allowance
 
 # One thread: with more, HiGHS may return another of several equally good plans each time.
 THREADS = 1
-# The part of a time limit for what a relaxation leaves undecided, where any good solution will do.
+# The part of the work for what a relaxation leaves undecided, where any good solution will do.
 ROUNDING = 0.4
 # The status of a program that was left at its bound.
 NOT_BETTER = "no better than what is known"
+# The status of one that has spent its work.
+WORK_LIMIT = "work limit reached"
 
 
 @dataclass(frozen=True)
 class Limits:
     """How far to solve a program; one that is rounded only where it may be below `known_ms`."""
 
-    time_s: float
+    work: Allowance
     gap: float
     seed: int
     known_ms: float
@@ -57,9 +60,9 @@ class Solution:
 
     @property
     def is_cut_short(self) -> bool:
-        """Whether more time may give what is missing: there is no solution, and none is ruled out.
+        """Whether more work may give what is missing: there is no solution, and none is ruled out.
 
-        A solver that failed was not short of time.
+        A solver that failed was not short of work.
         """
         return self.decisions is None and not self.is_infeasible and not self.failure
 
@@ -88,19 +91,19 @@ def solve_program(
     program: Program,
     solver: str,
     *,
-    time_limit_s: float,
+    work: Allowance,
     gap: float,
     seed: int,
     known_s: float = inf,
 ) -> Solution:
-    """Solve `program` to within `gap`, a fraction, or as far as it gets in `time_limit_s`.
+    """Solve `program` to within `gap`, a fraction, or as far as it gets with `work`.
 
     One that is rounded is left at its bound where its relaxation is above `known_s`: what is known
     is as fast. Also where there is no solver, and whatever happens in it: then the solution has a
     `failure`.
     """
     began = time.monotonic()
-    limits = Limits(time_limit_s, gap, seed, 1e3 * known_s)
+    limits = Limits(work, gap, seed, 1e3 * known_s)
     try:
         status, bound_ms = _SOLVE[pick(solver)](program, limits)
     except Exception as error:  # foreign code: pulp, numpy, a library, another program
@@ -150,13 +153,12 @@ def _highs(program: Program, limits: Limits) -> tuple[str, float]:
 
     The relaxation says what no solution takes less than, whatever comes of the rest.
     """
-    began = time.monotonic()
     choices = [v for v in program.model.variables() if v.cat == pulp.LpInteger]
     known: dict[str, float] = {}
     least_ms = 0.0
     if choices:
         share = 0.4 if program.is_whole else 0.8
-        rounding = replace(limits, time_s=share * limits.time_s)
+        rounding = replace(limits, work=limits.work.part(share))
         known, least_ms = _round(program, choices, rounding)
         if program.model.status == pulp.LpStatusInfeasible and not known:
             return "infeasible", 0.0
@@ -164,9 +166,11 @@ def _highs(program: Program, limits: Limits) -> tuple[str, float]:
             return NOT_BETTER, least_ms
         if program.is_rounding and known:
             return "rounded", least_ms
-    left_s = max(0.1, limits.time_s - (time.monotonic() - began))
-    highs = _run_highs(program, replace(limits, time_s=left_s), known)
+    if not limits.work.left:
+        return WORK_LIMIT, least_ms
+    highs = _run_highs(program, limits, known)
     status = str(highs.modelStatusToString(highs.getModelStatus())).lower()
+    status = WORK_LIMIT if status == "iteration limit reached" else status
     if choices:
         # Stopped early, HiGHS may have no bound but minus infinity.
         return status, max(least_ms, float(highs.getInfo().mip_dual_bound))
@@ -195,10 +199,12 @@ def _round(
         return {v.name: float(value) for v, value in decided}, least_ms
     if program.is_rounding and least_ms > limits.known_ms:
         return {}, least_ms
+    if not limits.work.left:
+        return {}, least_ms
     for variable, value in decided:
         variable.bounds(value, value)
-    left_s = ROUNDING * limits.time_s if program.is_rounding else limits.time_s
-    _run_highs(program, replace(limits, time_s=left_s), {})
+    work = limits.work.part(ROUNDING) if program.is_rounding else limits.work
+    _run_highs(program, replace(limits, work=work), {})
     found = program.model.sol_status in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible)
     program.model.status = pulp.LpStatusNotSolved  # what is left may well be infeasible
     values = {v.name: float(round(v.value())) for v in choices} if found else {}
@@ -216,11 +222,11 @@ def _run_highs(
     solver = WarmHighs(
         mip=whole,
         msg=False,
-        timeLimit=limits.time_s,
         gapRel=limits.gap,
         threads=THREADS,
         random_seed=limits.seed,
     )
+    solver.work = limits.work
     if known:
         column = {variable.name: index for index, variable in enumerate(program.model.variables())}
         solver.start = [(column[name], value) for name, value in known.items()]
@@ -233,8 +239,11 @@ def _cbc_solve(program: Program, limits: Limits) -> tuple[str, float]:
     from cotrain_compile.placement.milp.cbc_process import Cbc
 
     options = [f"randomCbcSeed {limits.seed}"]
-    solver = _cbc(Cbc, timeLimit=limits.time_s, gapRel=limits.gap, options=options)
+    limit_s = min(limits.work.left, limits.work.meter.guard_s)  # CBC counts no work
+    began = time.monotonic()
+    solver = _cbc(Cbc, timeLimit=limit_s, gapRel=limits.gap, options=options)
     program.model.solve(solver)
+    limits.work.meter.charge(time.monotonic() - began)
     status = str(pulp.LpStatus[program.model.status]).lower()
     if program.model.sol_status == pulp.LpSolutionIntegerFeasible:
         return "time limit reached", 0.0  # pulp does not pass on the bound it had reached

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from math import inf
 from typing import Any
 
 from cotrain_compile.placement.milp.highs_process import solve_elsewhere
 from cotrain_compile.placement.milp.linear import pulp
+from cotrain_compile.placement.work import Allowance, Meter, SolverWork
 
 
 class WarmHighs(pulp.HiGHS):  # type: ignore[misc]
@@ -21,6 +23,7 @@ class WarmHighs(pulp.HiGHS):  # type: ignore[misc]
     """
 
     start: Sequence[tuple[int, float]] = ()
+    work: Allowance | None = None  # as much as there is time for
 
     def createAndConfigureSolver(self, lp: Any) -> None:  # noqa: N802 (pulp's name)
         """Nothing: the options go to the process with the program."""
@@ -60,14 +63,19 @@ class WarmHighs(pulp.HiGHS):  # type: ignore[misc]
         lp.solverModel = model
 
     def callSolver(self, lp: Any) -> None:  # noqa: N802 (pulp's name)
+        work = self.work or Allowance(Meter(self.timeLimit), inf)
+        model, meter = lp.solverModel, work.meter
         options = {
             "mip_rel_gap": self.gapRel,
             "threads": self.threads,
-            "time_limit": self.timeLimit,
+            "time_limit": meter.guard_s,
             **self.optionsDict,
         }
+        sizes = SolverWork(len(model.a_matrix_.value_), model.num_row_)
         lp.solverModel = solve_elsewhere(
-            lp.solverModel,
+            model,
             {name: value for name, value in options.items() if value is not None},
+            sizes.limits(work.left),
             self.start,
         )
+        meter.charge(sizes.units(lp.solverModel.done))

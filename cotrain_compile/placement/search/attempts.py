@@ -7,7 +7,6 @@ ways are tried, and in which order, is for `solve`.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -22,13 +21,20 @@ from cotrain_compile.placement.schedule.find_moves import moves_of
 from cotrain_compile.placement.schedule.list_scheduler import EAGER, Tactics
 from cotrain_compile.placement.schedule.moves import Moves
 from cotrain_compile.placement.schedule.schedule import Draft, draft
-from cotrain_compile.placement.search.deadline import Deadline
 from cotrain_compile.placement.search.found import Found
 from cotrain_compile.placement.search.greedy import greedy
 from cotrain_compile.placement.search.programs import Programs
 from cotrain_compile.placement.search.repair import repaired
 from cotrain_compile.placement.search.settings import SolveSettings
 from cotrain_compile.placement.search.variants import FAR, Variant
+from cotrain_compile.placement.work import (
+    PER_CELL_OF_GREEDY,
+    PER_OP_OF_DRAFT,
+    PER_OP_OF_MOVES,
+    PER_TASK_OF_DRAFT,
+    Allowance,
+    Meter,
+)
 from cotrain_compile.plan import Placement
 
 # A program is solved again with less memory where whole tensors need more than its fluids.
@@ -43,17 +49,17 @@ REPAIRS = 3
 TRUST = 1.03
 # A relaxation that claims so much more than a plan takes leads to no faster one.
 AS_FAST = 1.005
-# What a solution is followed by takes about so many times what the longest schedule has taken: its
+# What a solution is followed by takes about so many times what the dearest schedule has taken: its
 # own schedules, those of the fastest plan in other ways, and its timeline.
 FOLLOWING = 4
-# Of the time for levels, how much is for the program that proposes them: near the least memory it
-# may take longer to find out that there is nothing to propose than to try them.
+# Of the work for levels, how much is for the program that proposes them: near the least memory it
+# may take more to find out that there is nothing to propose than to try them.
 PROPOSAL_SHARE = 0.4
 # Of what is left, how much is for the next round of a program.
 ROUND_SHARE = 0.6
-# Of the time for a program, what is for the one of many steps.
+# Of the work for a program, what is for the one of many steps.
 CYCLIC_SHARE = 0.3
-# A part of the search that has less than this share of its time left begins nothing large.
+# A part of the search that has less than this share of its work left begins nothing large.
 LATE_SHARE = 0.1
 
 Progress = Callable[[str], None]
@@ -70,7 +76,7 @@ class Attempts:
     """What was tried so far for `problem`.
 
     `step` is the problem as it is, `variants` are all that were tried, `solution` is the one that
-    belongs to the fastest plan. All ends by the `deadline`, what is being done now by `until`.
+    belongs to the fastest plan. All ends when `work` is spent, what is being done now with `until`.
     """
 
     def __init__(
@@ -79,39 +85,40 @@ class Attempts:
         settings: SolveSettings,
         progress: Progress,
         space: DecisionSpace | None,
-        deadline: Deadline | None = None,
+        work: Allowance | None = None,
     ) -> None:
         self.problem, self.settings, self.progress = problem, settings, progress
-        self.step = Variant(problem, given=space, progress=progress)
+        self.work = work or Allowance(Meter(settings.time_limit_s), settings.work_limit)
+        self.meter = self.work.meter
+        self.step = Variant(problem, given=space, progress=progress, meter=self.meter)
         self.variants = [self.step]
         self.found = Found(problem, settings.overlap_steps)
         self.solution: Solution | None = None
         self.rounds = 0
-        self.deadline = deadline or Deadline(settings.time_limit_s)
-        self.until = self.deadline
-        self.draft_s = 0.0  # what the longest schedule has taken
-        self.is_cut_short = False  # some program of a single step, by its time
-        self.was_late = False  # something was left out, or was to be, for want of time
+        self.until = self.work
+        self.draft_units = 0.0  # what the dearest schedule has taken
+        self.is_cut_short = False  # some program of a single step, for want of work
+        self.was_late = False  # something was left out, or was to be, for want of work
         self.solver = Programs(settings, self._begin_program)
 
     @property
-    def left_s(self) -> float:
-        """Seconds left for what is being done now, and what follows is still in time."""
-        following_s = FOLLOWING * self.draft_s
-        return max(0.0, min(self.until.left_s, self.deadline.left_s - following_s))
+    def left(self) -> float:
+        """Units left for what is being done now, so that some are there for what follows."""
+        return max(0.0, min(self.until.left, self.work.left - FOLLOWING * self.draft_units))
 
     @property
     def is_late(self) -> bool:
-        """Whether hardly any time is left for what is being done now. Who asks leaves out more."""
-        late = self.left_s <= LATE_SHARE * self.until.seconds
+        """Whether hardly any work is left for what is being done now. Who asks leaves out more."""
+        late = self.left <= LATE_SHARE * self.until.units
         self.was_late |= late
         return late
 
-    def _begin_program(self, whole: bool) -> float:
-        """Say that a program is being solved; returns the seconds for it."""
+    def _begin_program(self, whole: bool) -> Allowance:
+        """Say that a program is being solved; returns the work for it."""
         self.progress(f"solving the integer program (round {self.rounds})")
         # There may be another round; cut short, what is rounded says nothing.
-        return (ROUND_SHARE if whole else 1.0) * self.left_s
+        share = ROUND_SHARE if whole else 1.0
+        return Allowance(self.meter, share * self.left, self.meter.spent)
 
     @property
     def failure(self) -> str:
@@ -123,20 +130,22 @@ class Attempts:
         fastest = self.found.fastest
         return fastest is None or fastest.step_s > seconds or self.settings.overlap_steps
 
-    def try_level(self, level: Variant) -> bool:
-        """Try what decides quickly; returns whether nothing has to move.
+    def try_level(self, level: Variant, *, by_program: bool = False) -> bool:
+        """Try it as it is, and by the greedy; returns whether nothing has to move.
 
-        Of two levels that make the same values again the second has the solution of the first.
+        Or `by_program`: by the relaxation, which has looked further ahead, and by the greedy where
+        that does not fit. Of two levels that make the same values again the first is tried.
         """
         same = (each for each in self.variants if each.recomputed == level.recomputed)
-        if (before := next(same, None)) is not None:
-            level.relaxed = before.relaxed
+        if (before := next(same, None)) is None:
+            self.variants.append(level)
+            if self.attempt(level, "resident"):
+                return True
+        elif not by_program or before.relaxed is not None:
             return False
-        self.variants.append(level)
-        if self.attempt(level, "resident"):
-            return True
-        is_rounded = self.solver.has_solutions and self.relax(level)
-        if not is_rounded and not self.is_hopeless(level):
+        variant = before or level
+        is_rounded = by_program and self.solver.has_solutions and self.relax(variant)
+        if not (before or is_rounded or self.is_hopeless(level)):
             self.try_greedy(level, TACTICS[:1])
         return False
 
@@ -233,11 +242,14 @@ class Attempts:
         self, problem: Problem, placement: Placement, moves: Moves, tactics: Tactics = EAGER
     ) -> Draft:
         """The schedule of a placement; notes what such a thing takes. Raises as `draft` does."""
-        began = time.monotonic()
+        units = PER_OP_OF_DRAFT * len(problem.dataflow.ops)
         try:
-            return draft(problem, placement, tactics=tactics, moves=moves)
+            found = draft(problem, placement, tactics=tactics, moves=moves)
+            units += PER_TASK_OF_DRAFT * len(found.tasks)
+            return found
         finally:
-            self.draft_s = max(self.draft_s, time.monotonic() - began)
+            self.meter.charge(units)
+            self.draft_units = max(self.draft_units, units)
 
     def try_greedy(self, variant: Variant, tactics: Sequence[Tactics] = TACTICS) -> None:
         """Aim lower by what was missing until it fits; at last with everything away that can be."""
@@ -245,7 +257,10 @@ class Attempts:
         targets: dict[Tier, float] = dict(self.problem.budgets)
         before: Decisions | None = None
         for _ in range(GREEDY_ROUNDS):
-            decisions = greedy(variant.space, targets[Tier.DEVICE], targets[Tier.HOST])
+            space = variant.space
+            decisions = greedy(space, targets[Tier.DEVICE], targets[Tier.HOST])
+            cells = sum(map(len, space.effects)) * len(space.checkpoints)
+            self.meter.charge(PER_CELL_OF_GREEDY * cells)
             if decisions == before:
                 break
             before = decisions
@@ -272,6 +287,7 @@ class Attempts:
         """
         self.progress(f"scheduling {name}")
         problem, missing = variant.problem, None
+        self.meter.charge(PER_OP_OF_MOVES * len(problem.dataflow.ops))
         target, moves = problem.budgets[Tier.DEVICE], moves_of(problem, placement)
         for _ in range(REPAIRS):
             short = max(moves.slot_bytes) - target

@@ -1,7 +1,8 @@
 """Climb levels: the step with more and more of its values made again, as long as that helps.
 
 In: the attempts at a step, and its levels. Out: what fits is found there, and what no levels take
-less than.
+less than. First come those that need no program: each takes a greedy and a schedule or two. Then
+those that a program proposes.
 """
 
 from __future__ import annotations
@@ -10,22 +11,34 @@ import math
 
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.search.attempts import TACTICS, Attempts
-from cotrain_compile.placement.search.variants import FAR, NEAR, Cut, Levels
+from cotrain_compile.placement.search.variants import NEAR, Cut, Levels
 
 # Where replays of layers need more than this part of the device they are tried in parts; so many
 # cuts are tried near one that is found.
 ROOMY, NEARBY = 0.8, 4
 
 
-def climb_levels(attempts: Attempts, levels: Levels) -> float:
-    """Try what fits with values made again, and levels that a program proposes.
+def climb_quickly(attempts: Attempts, levels: Levels) -> None:
+    """Try what is decided without a program: levels that fit as they are, then by the greedy."""
+    for level in levels.that_fit(attempts.problem.budgets[Tier.DEVICE]):
+        if attempts.is_late:
+            return
+        attempts.try_level(level)
+    if attempts.is_late:
+        return
+    attempts.try_greedy(attempts.step, TACTICS[:1])
+    _climb_uniform(attempts, levels, levels.guess())
+    for users in levels.dissolved():
+        if not attempts.is_late:
+            attempts.try_level(users)
+    _cut_replays(attempts, levels)
+
+
+def climb_by_program(attempts: Attempts, levels: Levels) -> float:
+    """Try levels that a program proposes, each with what its relaxation decides.
 
     Returns the seconds that no levels take less than, 0 where nobody knows.
     """
-    for level in levels.that_fit(attempts.problem.budgets[Tier.DEVICE]):
-        if attempts.is_late:
-            return 0.0
-        attempts.try_level(level)
     claim_s = 0.0
     proposed = attempts.propose_levels(levels.regions)
     if proposed is not None and proposed.decisions is not None:
@@ -34,15 +47,10 @@ def climb_levels(attempts: Attempts, levels: Levels) -> float:
         for level in levels.near(proposed.decisions.levels):
             if attempts.is_late or not attempts.is_slower_than(NEAR * claim_s):
                 break
-            attempts.try_level(level)
+            attempts.try_level(level, by_program=True)
     # The step as it is counts as a level: where a plan is as fast as any, it has no faster one.
     if attempts.solver.has_solutions and attempts.is_slower_than(NEAR * claim_s):
         attempts.relax(attempts.step)
-    if attempts.is_slower_than(FAR * claim_s):
-        _cut_replays(attempts, levels)
-        _climb_uniform(attempts, levels, levels.guess())
-    for users in levels.dissolved():
-        attempts.try_level(users)
     return claim_s
 
 

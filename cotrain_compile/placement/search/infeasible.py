@@ -33,14 +33,12 @@ def floor_bytes(problem: Problem) -> int:
     return max((sum(dataflow.buffer[b].nbytes for b in each) for each in touched), default=0)
 
 
-def refuse(
-    problem: Problem, least: Least, failure: str = "", *, ran_out_s: float | None = None
-) -> NoReturn:
+def refuse(problem: Problem, least: Least, failure: str = "", *, limit: str = "") -> NoReturn:
     """Raise `PlacementError` with the `least` device (or host) budget that would do.
 
-    Raises `PlanError` where the budgets would do: time was too short, or the solver failed, and
-    `failure` says how. Where the search had no more than `ran_out_s`, and would have tried more, it
-    does not know what is needed on the host: other plans may need less there.
+    Raises `PlanError` where the budgets would do: the search was too short, or the solver failed,
+    and `failure` says how. Where a `limit` ended the search, in words that begin with the option,
+    it does not know what is needed on the host: other plans may need less there.
     """
     budget = problem.budgets[Tier.DEVICE]
     if least.nbytes > budget:
@@ -63,16 +61,16 @@ def refuse(
         )
     if needed <= host:
         raise PlanError(
-            "the solver found no plan in its time limit, though there is one; give it more time "
-            "(time_limit), or use policy 'auto', which falls back on simpler ways"
+            "the solver found no plan within its limit, though there is one; give it more "
+            "(work_limit), or use policy 'auto', which falls back on simpler ways"
         )
     within = (
         f"within memory_budget {format_budget(budget)} and host_memory_budget {format_budget(host)}"
     )
-    if ran_out_s is not None:
+    if limit:
         raise PlacementError(
-            f"the search ran out of its time (time_limit {ran_out_s:g} s) before it found a plan "
-            f"{within}: there may be one. Raise time_limit; where that finds none either, raise "
+            f"the search ended at its {limit} before it found a plan {within}: there may be one. "
+            f"Raise {limit.split()[0]}; where that finds none either, raise "
             "host_memory_budget or memory_budget, or make the batch or the sequence smaller",
             shortfall_bytes=needed - host,
             tier=Tier.HOST,

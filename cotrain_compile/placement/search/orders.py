@@ -16,13 +16,13 @@ from cotrain_compile.errors import PlacementError
 from cotrain_compile.placement.order.by_layer import pack_sizes
 from cotrain_compile.placement.order.micro_batches import OrderIsKept
 from cotrain_compile.placement.problem import Problem
-from cotrain_compile.placement.search.deadline import Deadline
 from cotrain_compile.placement.search.settings import SolveSettings
+from cotrain_compile.placement.work import Allowance, Meter
 from cotrain_compile.plan import Plan
 
-# How to plan a problem in the order of its ops in time, with plans of that order for smaller
-# budgets.
-Climb = Callable[[Problem, Deadline, Sequence[Plan]], Plan]
+# How to plan a problem in the order of its ops, with so much work, and with plans of that order for
+# smaller budgets.
+Climb = Callable[[Problem, Allowance, Sequence[Plan]], Plan]
 
 
 def best_order(
@@ -33,14 +33,14 @@ def best_order(
     A note says where micro-batches were to run by layer and cannot. Raises the `PlacementError` of
     the order that lacks least where none fits.
     """
-    deadline = Deadline(settings.time_limit_s)
+    work = Allowance(Meter(settings.time_limit_s), settings.work_limit)
     sizes, kept = _sizes(problem, settings)
     found: dict[int, Plan] = {}
     refusals: list[PlacementError] = []
     for number, size in enumerate(_in_turn(problem, sizes, settings, found)):
-        if found and not deadline.left_s:
+        if found and not work.left:
             break
-        until = deadline.part(1.0 / (1 + len(sizes) - number))  # for those that may follow
+        until = work.part(1.0 / (1 + len(sizes) - number))  # for those that may follow
         own = [_within(plan, 0) for plan in incumbents if plan.placement.layers_per_pack == size]
         try:
             found[size] = _within(climb(_ordered(problem, size), until, own), size)

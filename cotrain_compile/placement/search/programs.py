@@ -1,4 +1,4 @@
-"""Programs: the integer programs of a search, each built for a space and solved in its time.
+"""Programs: the integer programs of a search, each built for a space and solved with its work.
 
 In: a space of decisions, and what each tier may take. Out: what the solver came back with. A space
 whose careful program has no solution is not tried again with less memory.
@@ -15,29 +15,30 @@ from cotrain_compile.machine import Tier
 from cotrain_compile.placement.decisions.decisions import DecisionSpace
 from cotrain_compile.placement.milp.model import MIB
 from cotrain_compile.placement.milp.program import Program
-from cotrain_compile.placement.milp.solvers import Solution, failed, solve_program
+from cotrain_compile.placement.milp.solvers import WORK_LIMIT, Solution, failed, solve_program
 from cotrain_compile.placement.search.greedy import least_bytes
 from cotrain_compile.placement.search.settings import SolveSettings
+from cotrain_compile.placement.work import PER_ENTRY_OF_PROGRAM, Allowance
 
 # What takes more than this part of the device is not split and rounded: it would not fit.
 LARGE = 1 / 100
 # So much more than its buckets need at the least a loose program has: step counters, and whole
 # tensors where it would have parts. What then does not fit is repaired.
 NEED = 1.003
-# What becomes of a program that is left no time.
-NO_TIME = Solution("time limit reached", None, math.inf, math.inf, 0.0, 0.0)
+# What becomes of a program for which no work is left.
+NO_WORK = Solution(WORK_LIMIT, None, math.inf, math.inf, 0.0, 0.0)
 
 
 class Programs:
-    """Solves programs as `settings` say, each in the seconds that `begin` has for it.
+    """Solves programs as `settings` say, each with the work that `begin` has for it.
 
     `begin` is told whether the program is a whole one. `has_solutions` says whether the careful
     program of some level may have one: where that of all levels has none, it takes longer to find
     that out for each of them than the greedy takes. `was_cut_short` says whether some program was
-    not solved for want of time.
+    not solved for want of work.
     """
 
-    def __init__(self, settings: SolveSettings, begin: Callable[[bool], float]) -> None:
+    def __init__(self, settings: SolveSettings, begin: Callable[[bool], Allowance]) -> None:
         self.settings, self.begin = settings, begin
         self.has_solutions = True
         self.was_cut_short = False
@@ -81,23 +82,26 @@ class Programs:
         return self._run(partial(build, need_mib=need_bytes / MIB), whole, math.inf)
 
     def _run(self, build: Callable[[], Program], whole: bool, known_s: float) -> Solution:
-        """Build a program and solve it in its time; note where that was too short."""
-        solution = self._run_in_time(build, whole, known_s)
-        self.was_cut_short |= solution.is_cut_short or "time" in solution.status
+        """Build a program and solve it with its work; note where that was too little."""
+        solution = self._run_within(build, whole, known_s)
+        self.was_cut_short |= solution.is_cut_short or "limit" in solution.status
         return solution
 
-    def _run_in_time(self, build: Callable[[], Program], whole: bool, known_s: float) -> Solution:
-        time_limit_s = self.begin(whole)
-        if not time_limit_s:
-            return NO_TIME
+    def _run_within(self, build: Callable[[], Program], whole: bool, known_s: float) -> Solution:
+        work = self.begin(whole)
+        if not work.left:
+            return NO_WORK
         try:
             program = build()
         except OptionError as absent:  # pulp cannot be imported
             return failed(absent)
+        work.meter.charge(PER_ENTRY_OF_PROGRAM * program.entries)
+        if not work.left:
+            return NO_WORK
         return solve_program(
             program,
             self.settings.solver,
-            time_limit_s=time_limit_s,
+            work=work,
             gap=self.settings.gap,
             seed=self.settings.seed,
             known_s=known_s,

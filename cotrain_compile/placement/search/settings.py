@@ -9,7 +9,9 @@ from dataclasses import dataclass
 class SolveSettings:
     """How to look for a plan.
 
-    `time_limit_s` is for the whole search: what has begun when it ends is finished, nothing else.
+    `work_limit` is for the whole search, in units of about a second of one core: what it leads to
+    is the same on every computer. `time_limit_s` by the clock only guards it: what has begun when
+    it ends is finished, nothing else.
     `gap` is the relative gap at which a program counts as solved. With `overlap_steps` each
     placement is also tried with updates on the host that go on in the next step, with `speculate`
     with updates there that begin on guesses: while the search goes on, so that the plan counts on
@@ -21,7 +23,8 @@ class SolveSettings:
 
     policy: str = "auto"
     solver: str = "highs"
-    time_limit_s: float = 20.0
+    work_limit: float = 20.0
+    time_limit_s: float = 300.0
     gap: float = 0.005
     seed: int = 0
     overlap_steps: bool = False

@@ -27,15 +27,14 @@ from cotrain_compile.placement.policies import RULES
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.schedule.schedule import Draft, draft, finished
 from cotrain_compile.placement.search.attempts import Attempts, Progress
-from cotrain_compile.placement.search.climb_levels import climb_levels
-from cotrain_compile.placement.search.deadline import Deadline
+from cotrain_compile.placement.search.climb_levels import climb_by_program, climb_quickly
 from cotrain_compile.placement.search.guessing import hedged
-from cotrain_compile.placement.search.improve import fetch_late, let_small_rest
+from cotrain_compile.placement.search.improve import fetch_late, let_small_rest, share_updates
 from cotrain_compile.placement.search.infeasible import floor_bytes, refuse, refuse_rule
 from cotrain_compile.placement.search.least import Least
 from cotrain_compile.placement.search.orders import best_order
 from cotrain_compile.placement.search.settings import SolveSettings
-from cotrain_compile.placement.search.solve_report import note_on_time, notes_of, report_of
+from cotrain_compile.placement.search.solve_report import note_on_limit, notes_of, report_of
 from cotrain_compile.placement.search.unsound import sound
 from cotrain_compile.placement.search.variants import (
     FAR,
@@ -46,17 +45,20 @@ from cotrain_compile.placement.search.variants import (
     fastest_of,
     promising,
 )
+from cotrain_compile.placement.work import Allowance, Meter
 from cotrain_compile.plan import Placement, Plan
 
 # Shares of the updates of `coarse` that `auto` tries as well.
 FRACTIONS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
-# Of the time for a plan, what is for the relaxation, and for the search among values to be made
+# Of the work for a plan, what is for the relaxation, and for the search among values to be made
 # again.
 LEVELS_SHARE = 0.7
+# And before that, what is for all that needs no program.
+QUICK_SHARE = 0.35
 # Parts of the device's memory that plans are looked for in besides.
 LESS = (0.9, 0.8)
-# Of what is left, how long to wait for the bound before the programs: it may spare them.
-BOUND_SHARE = 0.2
+# What the bound may take, beside all that the search itself does.
+BOUND_SHARE = 0.5
 # Policies that look at everything that can be decided: how far they are from the best is certified.
 CERTIFIED = ("auto", "ilp", "greedy")
 
@@ -80,9 +82,9 @@ def solve(
     settings, told = settings or SolveSettings(), progress or (lambda stage: None)
     problem = replace(problem, speculates=settings.speculate and not settings.hedged)
 
-    def climb(ordered: Problem, until: Deadline, plans: Sequence[Plan]) -> Plan:
+    def climb(ordered: Problem, work: Allowance, plans: Sequence[Plan]) -> Plan:
         own = space if ordered.dataflow is problem.dataflow else None
-        return _Search(ordered, settings, told, own, until).run(plans)
+        return _Search(ordered, settings, told, own, work).run(plans)
 
     return best_order(problem, settings, incumbents, climb)
 
@@ -94,9 +96,9 @@ class _Search(Attempts):
         settings: SolveSettings,
         progress: Progress,
         space: DecisionSpace | None,
-        deadline: Deadline,
+        work: Allowance,
     ) -> None:
-        super().__init__(problem, settings, progress, space, deadline)
+        super().__init__(problem, settings, progress, space, work)
         self.bound: Beside[float] | None = None
         self.claim_s = 0.0  # what no levels take less than; 0 where nobody has looked
 
@@ -104,7 +106,7 @@ class _Search(Attempts):
     def levels(self) -> Levels:
         """What can be made again."""
         self.progress("looking for what can be made again")
-        return Levels(self.problem)
+        return Levels(self.problem, self.meter)
 
     def run(self, incumbents: Sequence[Plan]) -> Plan:
         policy = self.settings.policy
@@ -127,7 +129,7 @@ class _Search(Attempts):
         return certified_bound_s(
             replace(self.problem, speculates=settings.speculate),
             settings.solver,
-            time_limit_s=self.deadline.left_s,
+            work=Allowance(Meter(self.meter.guard_s), BOUND_SHARE * settings.work_limit),
             seed=settings.seed,
             cyclic=settings.overlap_steps,
             recompute=settings.recompute,
@@ -139,21 +141,34 @@ class _Search(Attempts):
         self._follow_rules(self.step)
         if "coarse" in self.found.drafts:  # the fraction that needs least
             self._sweep_fractions()
-        self.until = self.deadline.part(LEVELS_SHARE)
+        self._reuse(incumbents)
+        self.until = self.work.part(QUICK_SHARE)
         if self.settings.recompute:
-            self.claim_s = climb_levels(self, self.levels)
+            climb_quickly(self, self.levels)
             best = fastest_of(self.variants, self.found.fastest_s)
-            if best is not self.step and self.is_slower_than(NEAR * self.claim_s):
+            if best is not self.step:
                 self._follow_rules(best)
         else:
+            self.try_greedy(self.step)
+        self._improve_fastest()
+        self.until = self.work
+        if not self.is_slower_than((1.0 + self.settings.gap) * self._certified_s()):
+            return
+        self._ask_programs()
+        self._improve_fastest()
+
+    def _ask_programs(self) -> None:
+        """What programs decide, from the rough to the exact."""
+        self.until = self.work.part(LEVELS_SHARE)
+        if self.settings.recompute:
+            self.claim_s = climb_by_program(self, self.levels)
+        else:
             self.relax(self.step)
-        self.until = self.deadline
+        self.until = self.work
         if self._may_gain_by_greedy():
             self.try_greedy(self.step)
         self._aim_lower()
         self._solve_programs()
-        self._reuse(incumbents)
-        self._improve_fastest()
 
     def _may_gain_by_greedy(self) -> bool:
         """Whether the greedy may be faster than what is found for the step as it is, in time."""
@@ -191,18 +206,20 @@ class _Search(Attempts):
             hopeful = []  # nor has any other level a better plan
         self.solution = None if hopeful else fastest_of(self.variants, self.found.fastest_s).relaxed
         for number, variant in enumerate(hopeful):
-            self.until = self.deadline.part(1.0 / (len(hopeful) - number))
+            self.until = self.work.part(1.0 / (len(hopeful) - number))
             self.programs(variant)
-        self.until = self.deadline
+        self.until = self.work
 
     def _certified_s(self) -> float:
-        """The certified bound, 0 where it is not there in its time. It began with the search."""
-        return (self.bound.result(BOUND_SHARE * self.left_s) or 0.0) if self.bound else 0.0
+        """The certified bound, 0 where there is none. It began with the search.
+
+        It is waited for: what the search does next is not to hang on which of them is quicker.
+        """
+        return (self.bound.result(self.meter.guard_s) or 0.0) if self.bound else 0.0
 
     def _improve_fastest(self) -> None:
         """The fastest plan with moves up late, and with what is small at rest."""
-        if not self.is_slower_than((1.0 + self.settings.gap) * self._certified_s()):
-            return
+        share_updates(self)
         fetch_late(self)
         let_small_rest(self)
 
@@ -224,7 +241,7 @@ class _Search(Attempts):
                 self.try_greedy(self.step)
         elif kind.startswith("autotm-"):
             variant = kind.removeprefix("autotm-")
-            limit_s, seed = self.deadline.left_s, self.settings.seed
+            limit_s, seed = self.meter.guard_s, self.settings.seed
             found = autotm(self.problem, variant, time_limit_s=limit_s, seed=seed)  # type: ignore[arg-type]
             self.found.keep(policy, draft(self.problem, found.placement))
         else:
@@ -249,14 +266,21 @@ class _Search(Attempts):
                 return
 
     @property
-    def ran_out_of_time(self) -> bool:
+    def ran_out(self) -> bool:
         """Whether a longer search would have tried more."""
         return self.was_late or self.solver.was_cut_short
 
+    @property
+    def limit_in_words(self) -> str:
+        """The option that ended the search: what it has done, or the clock before that."""
+        if self.meter.guard_hit:
+            return f"time_limit ({self.settings.time_limit_s:g} s)"
+        return f"work_limit ({self.settings.work_limit:g})"
+
     def _refuse(self) -> NoReturn:
         # Before the least is looked for, which has no time of the search's.
-        ran_out_s = self.settings.time_limit_s if self.ran_out_of_time else None
-        refuse(self.problem, self._least, self.failure, ran_out_s=ran_out_s)
+        limit = self.limit_in_words if self.ran_out else ""
+        refuse(self.problem, self._least, self.failure, limit=limit)
 
     def _follow(self, placement: Placement) -> Draft:
         """Schedule what a simple rule says; its refusal says what `auto` would need."""
@@ -295,11 +319,11 @@ class _Search(Attempts):
             self._keep_least()
         if not self.found.drafts:
             self._refuse()
-        ran_out_of_time = self.ran_out_of_time
+        ran_out = self.ran_out
         self.progress("simulating the plan")
         name, plan = self._fastest_sound()
         self.progress("certifying the bound")
-        bound_s = self.bound.result_by(self.deadline.left_s) if self.bound else 0.0
+        bound_s = self.bound.result_by(self.meter.guard_s) if self.bound else 0.0
         settings = self.settings
         report = report_of(
             self.problem,
@@ -307,15 +331,15 @@ class _Search(Attempts):
             self.solution,
             solver=settings.solver,
             seed=settings.seed,
-            seconds=self.deadline.elapsed_s,
+            seconds=self.meter.elapsed_s,
             bound_s=bound_s,
             rounds=self.rounds,
             simulated_s={name: found.step_s for name, found in self.found.drafts.items()},
         )
         asked, solver = settings.policy, settings.solver
         notes = notes_of(self.problem, plan, name, self.solution, asked=asked, solver=solver)
-        if ran_out_of_time and report.gap > FAR - 1.0:
-            notes = (*notes, note_on_time(settings.time_limit_s, report.gap))
+        if ran_out and report.gap > FAR - 1.0:
+            notes = (*notes, note_on_limit(self.limit_in_words, report.gap))
         return replace(plan, report=report, notes=notes)
 
     def _fastest_sound(self) -> tuple[str, Plan]:

@@ -167,16 +167,20 @@ def notes_on(name: str, solution: Solution | None, *, asked: str, solver: str) -
         notes.append(f"nothing that {asked} decided fits in the budget; the plan is that of {name}")
     if pick(solver) != solver:
         notes.append(f"the solver {solver} is not installed; {pick(solver)} has taken its place")
-    if "time" in solution.status:
-        notes.append(f"the solver stopped at its time limit; the plan is that of {name}")
+    if "limit" in solution.status:
+        notes.append(f"the solver stopped at its limit; the plan is that of {name}")
     return tuple(notes)
 
 
-def note_on_time(time_limit_s: float, gap: float) -> str:
-    """The way on where time ran out and the plan is `gap`, a fraction, above its bound."""
+def note_on_limit(limit: str, gap: float) -> str:
+    """The way on where `limit` ended the search and the plan is `gap`, a fraction, above its bound.
+
+    It begins with the name of an option.
+    """
+    name = limit.split()[0]
     return (
-        f"the search ran out of its time (time_limit {time_limit_s:g} s), and the plan is "
-        f"{gap:.0%} above the bound: a longer time_limit may find a faster one"
+        f"the search ended at its {limit}, and the plan is {gap:.0%} above the bound: a larger "
+        f"{name} may find a faster one"
     )
 
 

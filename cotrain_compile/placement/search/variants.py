@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import takewhile, zip_longest
 
@@ -29,6 +29,7 @@ from cotrain_compile.placement.recompute.levels import (
 )
 from cotrain_compile.placement.recompute.rewrite import recomputable
 from cotrain_compile.placement.search.least import Least, least_of
+from cotrain_compile.placement.work import PER_OP_OF_LEAST, PER_OP_OF_SPACE, Meter
 from cotrain_compile.plan import Placement
 
 # A program that claims so much more than a plan takes has no plan that is faster.
@@ -51,7 +52,7 @@ class Variant:
     `problem` is of that step, `suffix` follows the name of a policy that is tried on it; both say
     nothing of recomputation for the step as it is. A `given` space is used in place of a new one,
     and `progress` told where that is looked for. `relaxed` is the solution of the program's linear
-    relaxation, None where nobody has looked.
+    relaxation, None where nobody has looked. What is looked for is charged to the `meter`.
     """
 
     problem: Problem
@@ -59,6 +60,7 @@ class Variant:
     given: DecisionSpace | None = None
     progress: Callable[[str], None] = lambda stage: None
     relaxed: Solution | None = None
+    meter: Meter = field(default_factory=Meter)
 
     @property
     def recomputed(self) -> tuple[str, ...]:
@@ -76,20 +78,25 @@ class Variant:
         if self.given is not None:
             return replace(self.given, problem=self.problem)
         self.progress("looking for what can be decided")
-        return decision_space(self.problem)
+        return self._counted(decision_space(self.problem))
 
     def with_levels(self, regions: Sequence[RegionLevels]) -> DecisionSpace:
         """What can be decided where each of `regions` may be at any of its levels, too."""
-        return decision_space(self.problem, regions=regions)
+        return self._counted(decision_space(self.problem, regions=regions))
 
     @cached_property
     def peak_space(self) -> DecisionSpace:
         """The same with memory known exactly at the peaks, for the relaxed program."""
-        return decision_space(self.problem, at_peaks=True)
+        return self._counted(decision_space(self.problem, at_peaks=True))
+
+    def _counted(self, space: DecisionSpace) -> DecisionSpace:
+        self.meter.charge(PER_OP_OF_SPACE * len(self.problem.dataflow.ops))
+        return space
 
     @cached_property
     def least(self) -> Least:
         """The plan that needs least of the device."""
+        self.meter.charge(PER_OP_OF_LEAST * len(self.problem.dataflow.ops))
         return least_of(self.problem)
 
     def by_rule(self, name: str) -> Placement:
@@ -142,8 +149,10 @@ class Levels:
     One level gathers parameters again for the backward, and so do those above it.
     """
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, meter: Meter | None = None) -> None:
         self._problem, dataflow = problem, problem.dataflow
+        self._meter = meter or Meter()
+        self._meter.charge(PER_OP_OF_LEAST * len(dataflow.ops))
         self._may = recomputable(dataflow)
         found = find_levels(dataflow, problem.costs.device_s, self._may)
         self.regions = found.regions
@@ -245,7 +254,8 @@ class Levels:
 
     def _variant(self, recomputed: Collection[str], name: str) -> Variant:
         names = tuple(b.name for b in self._problem.dataflow.buffers if b.name in recomputed)
-        return Variant(self._problem.recomputing(names), f"+recompute:{name}")
+        problem = self._problem.recomputing(names)
+        return Variant(problem, f"+recompute:{name}", meter=self._meter)
 
     def guess(self) -> float | None:
         """The level that makes again what takes less time than its way over the link and back.

@@ -161,7 +161,7 @@ def test_a_point_at_which_the_solver_stopped_early_is_hollow_and_told() -> None:
     filled = [line.get_markerfacecolor() for line in axes.lines if line.get_marker() == "^"]
     assert [colour == "none" for colour in filled] == [False, True]
     assert figure.get_suptitle().startswith("Net, batch 4 × 8, on m (rates not measured), ")
-    assert note(found.points).startswith("The solver stopped at its time limit for 1 of 2 points")
+    assert note(found.points).startswith("The solver stopped at its limit for 1 of 2 points")
     headings, rows = sweep_table(found)
     assert "sizes" not in headings
     assert [row[headings.index("solver")] for row in rows] == ["", "time limit"]

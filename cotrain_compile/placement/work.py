@@ -1,0 +1,105 @@
+"""Work: what a search has spent, counted in what it has done, and not by a clock.
+
+Each part of a search says what it has done: a draft of so many ops and tasks, so many pivots of a
+program of so many entries. That is the same on every computer and beside any load, and so is what
+the search does next, and with it the plan. One unit is about a second of one core of the computer
+that the prices below were measured on (a Xeon of 2.1 GHz). A clock guards all of it: when
+`time_limit_s` has passed nothing more begins, and the plan says so.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+# Units for each of what there is so much of, measured with ResNet-50, ViT-L and Llama 7B.
+PER_OP_OF_SPACE = 3e-5  # what can be decided
+PER_OP_OF_LEAST = 5e-5  # and what needs least of the device
+PER_OP_OF_MOVES = 1e-5
+PER_OP_OF_DRAFT, PER_TASK_OF_DRAFT = 1.5e-5, 1e-4
+PER_CELL_OF_GREEDY = 4e-7  # a cell is a strategy at a moment at which memory is checked
+PER_ENTRY_OF_PROGRAM = 1e-5  # building it, and its way to the solver
+# An entry is a coefficient of a program; there are a few of each row. A check of a tree comes after
+# a round of cuts, a heuristic or a node.
+PER_ENTRY_AND_PIVOT = 2.5e-9
+PER_ENTRY_AND_BARRIER_STEP = 5e-7
+PER_ENTRY_AND_CHECK = 5e-6
+# HiGHS counts in 32 bits.
+MOST = 2**31 - 1
+
+
+class Meter:
+    """Counts the units that are spent; `guard_hit` says that the clock has ended it before."""
+
+    def __init__(self, time_limit_s: float = math.inf) -> None:
+        self.spent = 0.0
+        self.guard_hit = False
+        self._began_s, self._time_limit_s = time.monotonic(), time_limit_s
+
+    def charge(self, units: float) -> None:
+        """So much was done."""
+        self.spent += units
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds by the clock since it began."""
+        return time.monotonic() - self._began_s
+
+    @property
+    def guard_s(self) -> float:
+        """Seconds by the clock until nothing more may begin; 0 when they have passed."""
+        left_s = max(0.0, self._time_limit_s - self.elapsed_s)
+        self.guard_hit |= not left_s
+        return left_s
+
+
+@dataclass(frozen=True)
+class Allowance:
+    """`units` to spend of a `meter`, from where it stood at `since` on."""
+
+    meter: Meter
+    units: float
+    since: float = 0.0
+
+    @property
+    def left(self) -> float:
+        """Units that are left; 0 where they are spent, or time is up."""
+        if not self.meter.guard_s:
+            return 0.0
+        return max(0.0, self.units - (self.meter.spent - self.since))
+
+    def part(self, share: float) -> Allowance:
+        """`share` of what is left, from now on."""
+        return Allowance(self.meter, share * self.left, self.meter.spent)
+
+
+@dataclass(frozen=True)
+class SolverWork:
+    """What a program of so many `entries` and `rows` takes of a solver."""
+
+    entries: int
+    rows: int
+
+    def limits(self, units: float) -> dict[str, int]:
+        """How many pivots, steps of a barrier and checks of a tree `units` are worth.
+
+        The simplex method is left to the barrier when it has made a pivot for every other row: then
+        it mostly needs many more.
+        """
+        of_each = units / max(1, self.entries)
+        pivots = of_each / PER_ENTRY_AND_PIVOT
+        first = min(pivots, self.rows / 2 + 1000)
+        steps = (pivots - first) * PER_ENTRY_AND_PIVOT / PER_ENTRY_AND_BARRIER_STEP
+        checks = of_each / PER_ENTRY_AND_CHECK
+        found = {"pivots": first, "barrier_steps": steps, "checks": checks}
+        return {name: int(min(number, MOST)) for name, number in found.items()}
+
+    def units(self, done: Mapping[str, int]) -> float:
+        """What it has taken."""
+        return self.entries * (
+            PER_ENTRY_AND_PIVOT * done["pivots"]
+            + PER_ENTRY_AND_BARRIER_STEP * done["barrier_steps"]
+            + PER_ENTRY_AND_CHECK * done["checks"]
+        )
