@@ -172,7 +172,7 @@ def planned(dataflow: Dataflow, cell: Cell) -> Plan:
     problem = formulate(dataflow, machine, plenty)
     # To look for what can be made again takes longest: it is done for one kernel of attention.
     again = cell.training != "matrix" or cell.attention == "efficient"
-    settings = SolveSettings(policy=cell.policy, time_limit_s=2.0, recompute=again)
+    settings = SolveSettings(policy=cell.policy, work_limit=2.0, recompute=again)
     if cell.policy == "auto":
         whole = solve(problem, SolveSettings(policy="resident")).predicted.peak_bytes[Tier.DEVICE]
         tight = problem.with_budget(Tier.DEVICE, int(SHARE * whole))
