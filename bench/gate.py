@@ -127,7 +127,7 @@ def solved(question: Question, dataflow: Dataflow) -> Values:
     """Ratios and counts of the plan of `auto` for a step, and of the program behind it."""
     problem = problem_of(question, dataflow)
     # No limit that a busy computer could reach: what is found must not depend on it.
-    plan = solve(problem, SolveSettings(time_limit_s=600.0, recompute=question.recompute))
+    plan = solve(problem, SolveSettings(work_limit=600.0, recompute=question.recompute))
     report = plan.report
     assert report is not None
     assert report.objective_s is not None

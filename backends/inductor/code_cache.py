@@ -55,8 +55,7 @@ def cached_code(
         return make()
     settings = {**SETTINGS, "cudagraphs": BoxedBool(False)}
     try:
-        found, _ = FxGraphCache.prepare_key(module, inputs, settings, (), False)  # type:
-        ignore[arg - type]
+        found, _ = FxGraphCache.prepare_key(module, inputs, settings, (), False)  # type: ignore[arg-type]
     except (AttributeError, TypeError):  # another torch
         return make()
     if found is None:  # what Inductor keeps no code of

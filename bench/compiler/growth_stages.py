@@ -187,7 +187,7 @@ def _placed(timed: Stages, step: StepGraph) -> tuple[dict[str, Any], SegmentedSt
     whole = timed("cut into segments", lambda: lower.segments_of(step, placed, dataflow))
     _updated_on_the_host(timed, step, problem)
     planned_bytes = _most_bytes()
-    settings = SolveSettings(time_limit_s=TIME_LIMIT_S)
+    settings = SolveSettings(work_limit=TIME_LIMIT_S)
     solved = timed("solve, with integer programs", lambda: solve(problem, settings))
     resident = lower.segments_of(step, step, dataflow)
     found = {

@@ -242,7 +242,7 @@ class Placer:
             memory_budget=MemorySize(nbytes=budget_bytes) if budget_bytes else None,
             timeline=timed,
             poison=False,
-            time_limit=10.0 if self.suite.quick else 20.0,
+            work_limit=10.0 if self.suite.quick else 20.0,
         )
         if self.suite.device == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
@@ -259,7 +259,7 @@ class Placer:
         budgets = options.budgets(self.machine)
         allowed = formulate(self.dataflow, self.machine, budgets, self.profile)
         problem = allowed if limit is None else allowed.with_budget(Tier.DEVICE, limit)
-        settings = SolveSettings(policy=options.policy, time_limit_s=options.time_limit)
+        settings = SolveSettings(policy=options.policy, work_limit=options.work_limit)
         plan = solve(problem, settings)
         check(problem, plan)
         placed = run_passes(self.step, plan)

@@ -222,12 +222,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("-o", "--output", type=Path, required=True)
     parser.add_argument("--machine", action="append", help="preset or machine.json")
     parser.add_argument("--host-memory", default="1TiB", help="budget on the host, or a share")
-    parser.add_argument("--time-limit", type=float, default=SolveSettings.time_limit_s)
+    parser.add_argument("--work-limit", type=float, default=SolveSettings.work_limit)
     parser.add_argument("--merge", action="store_true", help="keep the output's other rows")
     parser.add_argument("--quick", action="store_true", help="two budgets on one machine")
     given = parser.parse_args(arguments)
     names = given.machine or (MACHINES[:1] if given.quick else MACHINES)
-    settings = SolveSettings(time_limit_s=given.time_limit)
+    settings = SolveSettings(work_limit=given.work_limit)
     # A file is wide enough for every column, whatever the terminal's default.
     console = Console(width=None if sys.stdout.isatty() else 120)
     results = rows_of(given.output) if given.merge else []

@@ -199,14 +199,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", action="append", help="as the table names it; else all")
     parser.add_argument("--steps", type=Path, help="folder in which traced steps are kept")
     parser.add_argument("--host-memory", default=HOST_MEMORY, help="budget on the host")
-    parser.add_argument("--time-limit", type=float, default=SolveSettings.time_limit_s)
+    parser.add_argument("--work-limit", type=float, default=SolveSettings.work_limit)
     given = parser.parse_args(arguments)
-    settings = SolveSettings(time_limit_s=given.time_limit)
+    settings = SolveSettings(work_limit=given.work_limit)
     shapes = [shape for shape in SHAPES if not given.model or shape.model in given.model]
     steps = [step(shape, given.steps) for shape in shapes]
     result: dict[str, Any] = {
         "host_budget": given.host_memory,
-        "time_limit_s": given.time_limit,
+        "work_limit": given.work_limit,
         "rows": [],
         "largest": [],
     }

@@ -323,7 +323,7 @@ def main() -> None:
     parser.add_argument("--merge", action="store_true", help="keep the output's other rows")
     parser.add_argument("--auto", action="store_true", help="keep its other columns, too")
     parser.add_argument("--minutes", type=float, default=math.inf, help="when to end at the latest")
-    parser.add_argument("--time-limit", type=float, default=LIMIT_S, help="seconds for a plan")
+    parser.add_argument("--work-limit", type=float, default=LIMIT_S, help="seconds for a plan")
     asked = parser.parse_args()
     began, planned_cells, beside = time.monotonic(), list[Any](), list[Any]()
     kept: Mapping[str, Any] = {}
@@ -331,7 +331,7 @@ def main() -> None:
     if asked.merge and asked.output.exists():
         kept = json.loads(asked.output.read_text())["result"]
         others = runs_before(asked.output)
-    settings = SolveSettings(time_limit_s=asked.time_limit)
+    settings = SolveSettings(work_limit=asked.work_limit)
     found_before = {
         (row["model"], row["machine"], row["budget_bytes"]): row["steps_s"]
         for row in kept.get("cells", ())

@@ -229,7 +229,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", action="append", help="as the table has it")
     parser.add_argument("--server", action="append")
     parser.add_argument("--steps", type=Path, help="folder for traced steps")
-    parser.add_argument("--time-limit", type=float, default=SolveSettings.time_limit_s)
+    parser.add_argument("--work-limit", type=float, default=SolveSettings.work_limit)
     given = parser.parse_args(arguments)
     rows = json.loads(given.output.read_text())["result"]["rows"] if given.output.exists() else []
     known = {(each["model"], each["server"]) for each in rows}
@@ -240,7 +240,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if model.name in (given.model or [m.name for m in MODELS])
         and (model.name, server) not in known
     ]
-    settings = SolveSettings(time_limit_s=given.time_limit)
+    settings = SolveSettings(work_limit=given.work_limit)
     for model, server in left[: given.rows]:
         rows.append(asdict(row(model, server, settings, given.steps)))
         write_report(given.output, (__doc__ or "").splitlines()[0], {"rows": rows})

@@ -93,7 +93,7 @@ def rows(
     dataflow: Dataflow,
     machines: Sequence[str],
     recomputes: Sequence[bool],
-    time_limit_s: float,
+    work_limit: float,
     given: Mapping[tuple[object, ...], int],
     kept: Mapping[tuple[object, ...], Row],
 ) -> Iterator[Row]:
@@ -106,7 +106,7 @@ def rows(
             dataflow, presets.find(machine), {Tier.DEVICE: 0, Tier.HOST: HOST_BYTES}
         )
         for recompute in recomputes:
-            settings = SolveSettings(time_limit_s=time_limit_s, recompute=recompute)
+            settings = SolveSettings(work_limit=work_limit, recompute=recompute)
             least = 0 if given else least_bytes(problem, settings)
             for share in SHARES:
                 place = (model, machine, recompute, share)
@@ -215,7 +215,7 @@ def main() -> None:
     only = parser.add_mutually_exclusive_group()
     only.add_argument("--without", action="store_true", help="rows without values made again")
     only.add_argument("--again", action="store_true", help="rows with values made again")
-    parser.add_argument("--time-limit", type=float, default=SolveSettings.time_limit_s)
+    parser.add_argument("--work-limit", type=float, default=SolveSettings.work_limit)
     asked = parser.parse_args()
     before = rows_of(asked.budgets) if asked.budgets else []
     given: dict[tuple[object, ...], int] = {
@@ -232,11 +232,11 @@ def main() -> None:
             continue
         dataflow = traced(model, asked.steps)
         machines = asked.machine or MACHINES
-        for each in rows(model, dataflow, machines, recomputes, asked.time_limit, given, kept):
+        for each in rows(model, dataflow, machines, recomputes, asked.work_limit, given, kept):
             found.append(each)
             print(each, each.gap, flush=True)
             result = {
-                "time_limit_s": asked.time_limit,
+                "work_limit": asked.work_limit,
                 "summary": summary(found),
                 "rows": [asdict(r) | {"gap": r.gap} for r in found],
                 "before": [asdict(r) | {"gap": r.gap} for r in before],

@@ -88,7 +88,7 @@ def compare(machine: Machine, folder: Path) -> Iterator[dict[str, Any]]:
                 "profile": str(costs_path),
                 "machine": str(path),
                 "throttle": True,
-                "time_limit": LIMIT_S,
+                "work_limit": LIMIT_S,
             },
         )
     timelines = run_in_turn(steps, REPEATS)

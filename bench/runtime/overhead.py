@@ -87,7 +87,7 @@ def new_side(options: dict[str, Any] | None) -> Side:
 
     if options is None:
         return Side(lambda: step(characters))
-    shared = {"quiet": True, "poison": False, "time_limit": 5.0}
+    shared = {"quiet": True, "poison": False, "work_limit": 5.0}
     compiled = torch.compile(step, backend="cotrain", options=shared | options)
     compiled(characters)
     return Side(lambda: compiled(characters), cotrain_compile.inspect(compiled))

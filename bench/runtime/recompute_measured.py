@@ -109,7 +109,7 @@ def compare(machine: Machine, folder: Path) -> Iterator[dict[str, Any]]:
         save(profile(steps, run_in_turn(steps, PROFILE_REPEATS)), costs_path)
         budget_bytes = bytes_at_level(steps["", "resident"]())
         options = {"profile": str(costs_path), "memory_budget": budget_bytes, **throttled}
-        options["time_limit"] = LIMIT_S
+        options["work_limit"] = LIMIT_S
         steps["slow", "auto"] = compile_step(build, options)
         timelines = run_in_turn(steps, REPEATS)
         tight = steps["slow", "auto"]()

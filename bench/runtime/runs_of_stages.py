@@ -81,7 +81,7 @@ class Case:
 
 
 RESIDENT = {"policy": "resident"}
-TIGHT = {"memory_budget": BUDGET_BYTES, "time_limit": 2.0}
+TIGHT = {"memory_budget": BUDGET_BYTES, "work_limit": 2.0}
 CASES = (
     Case("GPipe", "GPipe", (4,), RESIDENT),
     Case("1F1B", "1F1B", (4,), RESIDENT),

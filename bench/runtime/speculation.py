@@ -91,7 +91,7 @@ def simulated(steps: Callable[[str], Dataflow]) -> Iterator[dict[str, Any]]:
             # What one way has found the others that allow it know, as on a busy machine no two runs
             # of a solver are the same.
             known = tuple(plans.values())
-            settings = SolveSettings(policy, time_limit_s=TIME_LIMIT_S, **allowed)
+            settings = SolveSettings(policy, work_limit=TIME_LIMIT_S, **allowed)
             plans[way] = solve(problem, settings, incumbents=known)
             check(problem, plans[way])
         plan = plans["speculates"]

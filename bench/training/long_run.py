@@ -139,7 +139,7 @@ def main() -> None:
     arguments = parser.parse_args()
     resident = all_resident_bytes()
     budget = int(SHARE * resident)
-    options = {"memory_budget": budget, "time_limit": 10.0}
+    options = {"memory_budget": budget, "work_limit": 10.0}
     eager, _ = train(lambda step: step)
     ours, training = train(lambda step: torch.compile(step, backend="cotrain", options=options))
     compiled = cotrain_compile.inspect(training.step)

@@ -191,7 +191,7 @@ def planned(dataflow: Dataflow, cell: Cell) -> Plan:
     problem = formulate(dataflow, machine, plenty)
     # To look for what can be made again takes longest: it is done for one kernel of attention.
     again = cell.training != "matrix" or cell.attention == "efficient"
-    settings = SolveSettings(policy=cell.policy, time_limit_s=2.0, recompute=again)
+    settings = SolveSettings(policy=cell.policy, work_limit=2.0, recompute=again)
     if cell.policy == AGAIN:
         names = tuple(sorted(recomputable(dataflow)))
         assert names, "nothing can be made again"

@@ -133,7 +133,7 @@ def train(case: Case, rank: int, options: dict[str, Any] | None = None) -> Ran:
     optimizer = _optimizer(case, model)
     step = make_step(case, model, optimizer)
     if options is not None:
-        asked: dict[str, Any] = {"quiet": True, "time_limit": 1.0, **options}
+        asked: dict[str, Any] = {"quiet": True, "work_limit": 1.0, **options}
         step = torch.compile(step, backend="cotrain", options=asked)
     losses = [step(*batch) for batch in batches(case, rank)]
     found = {name: value.clone() for name, value in model.state_dict().items()}

@@ -150,7 +150,7 @@ def trained(**options: Any) -> tuple[Run, Tensor, CompiledStep]:
         seen.append(cotrain_compile.inspect(step))
 
     torch._dynamo.reset()
-    exact = cotrain(host_kernels="captured", time_limit=20.0, **options)
+    exact = cotrain(host_kernels="captured", work_limit=20.0, **options)
     run = train(HUGGING_FACE, OPTIMIZERS["sgd"], exact, after, steps=3)
     return run, torch.get_rng_state(), seen[-1]
 

@@ -32,6 +32,7 @@ from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.placement.search.attempts import Attempts
 from cotrain_compile.placement.search.solve import SolveSettings, solve
 from cotrain_compile.placement.search.variants import Levels
+from cotrain_compile.placement.work import Allowance, Meter
 from cotrain_compile.plan import Plan
 from cotrain_compile.presets import find
 from cotrain_compile.tracing import trace, trace_graph
@@ -113,7 +114,9 @@ def test_the_device_works_beside_gathers_and_scatters(problem: Problem, kind: st
     assert max(beside) == UNDER_WAY
     assert sum(map(bool, beside)) >= LAYERS - 2
     assert plan.predicted.makespan_s < at_once(problem).predicted.makespan_s
-    bound_s = certified_bound_s(problem, "highs", time_limit_s=30.0, seed=0, cyclic=False)
+    bound_s = certified_bound_s(
+        problem, "highs", work=Allowance(Meter(), 30.0), seed=0, cyclic=False
+    )
     assert 0 < bound_s <= plan.predicted.makespan_s * (1 + 1e-6)
 
 
@@ -143,10 +146,10 @@ def test_only_what_fits_is_under_way_early(problem: Problem) -> None:
 def test_the_planner_gathers_again_where_memory_is_short(problem: Problem) -> None:
     budget = int(1.05 * peak(gathering_again(problem)))
     asked = problem.with_budget(Tier.DEVICE, budget)
-    plan = solve(asked, SolveSettings(time_limit_s=60.0))
+    plan = solve(asked, SolveSettings(work_limit=60.0))
     assert set(plan.placement.recomputed) & set(gathered(problem.dataflow))
     bound_s = certified_bound_s(
-        asked, "highs", time_limit_s=30.0, seed=0, cyclic=False, recompute=True
+        asked, "highs", work=Allowance(Meter(), 30.0), seed=0, cyclic=False, recompute=True
     )
     assert 0 < bound_s <= plan.predicted.makespan_s * (1 + 1e-6)
 
@@ -154,7 +157,7 @@ def test_the_planner_gathers_again_where_memory_is_short(problem: Problem) -> No
 def test_no_level_that_gathers_again_in_all_layers_is_faster(problem: Problem) -> None:
     """Where something has to move as well: levels of regions alone, which gather once, are slow."""
     asked = problem.with_budget(Tier.DEVICE, int(0.8 * peak(gathering_again(problem))))
-    settings, levels = SolveSettings(time_limit_s=60.0), Levels(asked)
+    settings, levels = SolveSettings(work_limit=60.0), Levels(asked)
     tried = Attempts(asked, settings, lambda stage: None, None)
     for number in range(1, levels.count + 1):
         tried.try_level(levels.variant(number))
@@ -172,7 +175,7 @@ def test_the_bound_has_the_network_of_what_must_be_gathered_again(problem: Probl
     tight = replace(slow, budgets={Tier.DEVICE: budget, Tier.HOST: 0})
     space = decision_space(tight, at_peaks=True, everything=True, recompute=True)
     program = Program(space, budget / MIB, 0.0, relaxed=True)
-    solution = solve_program(program, "highs", time_limit_s=30.0, gap=1e-3, seed=0)
+    solution = solve_program(program, "highs", work=Allowance(Meter(), 30.0), gap=1e-3, seed=0)
     twice_s = min(network_s[op.name] for op in again.values())
     assert solution.bound_s >= sum(network_s.values()) + twice_s
 

@@ -21,6 +21,7 @@ from cotrain_compile.placement.problem import formulate
 from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.placement.search.solve import SolveSettings, solve
 from cotrain_compile.placement.search.variants import Levels
+from cotrain_compile.placement.work import Allowance, Meter
 from cotrain_compile.presets import find
 from cotrain_compile.units import format_bytes
 from cotrain_compile.viz.text.diff import describe_diff
@@ -56,7 +57,7 @@ def test_a_step_makes_values_again_and_is_that_of_eager(tmp_path: Path) -> None:
     machine = slow_link(tmp_path)
     whole, resident = train_with(policy="resident")
     budget = int(SHARE * resident.plan.predicted.peak_bytes[Tier.DEVICE])
-    asked = {"memory_budget": budget, "machine": machine, "time_limit": 60.0}
+    asked = {"memory_budget": budget, "machine": machine, "work_limit": 60.0}
     run, compiled = train_with(**asked, verify=1, dump=str(tmp_path / "dump"))
     plan, step = compiled.plan, compiled.problem.dataflow
     assert plan.placement.recomputed
@@ -87,7 +88,7 @@ def test_with_recomputation_no_plan_is_slower_nor_below_the_bound() -> None:
     step = files.load(GPT, Dataflow)
     roomy = formulate(step, find("rtx4090"), dict.fromkeys(Tier, 1 << 50))
     problem = with_budget(roomy, resident_bytes(roomy) // 2)
-    plans = [solve(problem, SolveSettings(time_limit_s=60, recompute=on)) for on in (False, True)]
+    plans = [solve(problem, SolveSettings(work_limit=60, recompute=on)) for on in (False, True)]
     for plan in plans:
         check(problem, plan)
     off, on = plans
@@ -111,8 +112,8 @@ def test_every_level_is_a_plan_above_the_bound_for_its_budget(number: int) -> No
     tight = with_budget(roomy, least)
     check(tight, schedule(tight, plan.placement))
     bound_s = certified_bound_s(
-        tight, "highs", time_limit_s=20, seed=0, cyclic=False, recompute=True
+        tight, "highs", work=Allowance(Meter(), 20), seed=0, cyclic=False, recompute=True
     )
     assert 0 < bound_s <= plan.predicted.makespan_s
-    without_s = certified_bound_s(tight, "highs", time_limit_s=20, seed=0, cyclic=False)
+    without_s = certified_bound_s(tight, "highs", work=Allowance(Meter(), 20), seed=0, cyclic=False)
     assert bound_s <= without_s * (1 + 1e-9)

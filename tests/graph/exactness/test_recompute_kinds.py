@@ -205,7 +205,7 @@ def test_a_step_that_makes_values_again_is_that_of_everything_kept(
     kind = KINDS[name]
     expected, resident = trained(kind, policy="resident")
     tight = smallest(resident)
-    found, steps = trained(kind, machine=slow_link(tmp_path), time_limit=20.0, **tight)
+    found, steps = trained(kind, machine=slow_link(tmp_path), work_limit=20.0, **tight)
     assert all(step.plan.placement.recomputed for step in steps)
     if not kind.rounding:  # compiled segments are measured as a whole
         assert not untold_ops(steps[-1])
@@ -239,10 +239,10 @@ def test_a_profile_of_a_step_that_makes_values_again_plans_it_once_more(tmp_path
     kind, machine = KINDS["accumulating"], slow_link(tmp_path)
     expected, resident = trained(kind, policy="resident")
     tight = smallest(resident)
-    _, steps = trained(kind, machine=machine, time_limit=20.0, **tight)
+    _, steps = trained(kind, machine=machine, work_limit=20.0, **tight)
     assert steps[-1].measured is not None
     files.save(measured_costs([steps[-1].measured], steps[-1].plan), tmp_path / "profile.json")
     profile = str(tmp_path / "profile.json")
-    found, planned = trained(kind, machine=machine, time_limit=20.0, profile=profile, **tight)
+    found, planned = trained(kind, machine=machine, work_limit=20.0, profile=profile, **tight)
     assert planned[-1].plan.placement.recomputed
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

@@ -231,7 +231,7 @@ def _options(rng: random.Random) -> dict[str, Any]:
     options = {name: rng.choice(values) for name, values in choices.items()}
     if options["lowering"] == "inductor":
         options["verify"] = 0
-    return {**options, "time_limit": 2.0, "quiet": True}
+    return {**options, "work_limit": 2.0, "quiet": True}
 
 
 # Simpler programs.

@@ -223,7 +223,7 @@ def _compiled(step: Step, options: dict[str, Any]) -> Step:
 
 
 def _options(setup: Setup) -> dict[str, Any]:
-    options = {"quiet": True, "time_limit": 1.0, **setup.options}
+    options = {"quiet": True, "work_limit": 1.0, **setup.options}
     if setup.device_share is not None:
         peak = resident_peak(setup.norm, setup.optimizer, setup.written)
         options["memory_budget"] = int(setup.device_share * peak)

@@ -270,7 +270,8 @@ def test_options_and_solver_have_the_same_defaults() -> None:
         settings.solver,
         settings.seed,
     )
-    assert (options.time_limit, options.gap) == (settings.time_limit_s, settings.gap)
+    asked = (options.work_limit, options.time_limit, options.gap)
+    assert asked == (settings.work_limit, settings.time_limit_s, settings.gap)
 
 
 def test_the_summary_tells_modes_and_what_leaves() -> None:

@@ -16,6 +16,7 @@ from cotrain_compile.placement.milp.program import Program
 from cotrain_compile.placement.milp.solvers import solve_program
 from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.search.solve import SolveSettings, solve
+from cotrain_compile.placement.work import Allowance, Meter
 from cotrain_compile.plan import Lane, Transfer
 from cotrain_compile.presets import find
 from tests.support.dataflows import chain
@@ -99,7 +100,7 @@ def test_an_exchange_runs_beside_the_device_until_it_is_awaited(
 @pytest.mark.parametrize("beside_s", [0.1, 1.0])
 def test_the_bound_knows_what_waits_for_the_network(beside_s: float) -> None:
     asked = problem(beside_s, Network(1e9, 0.01))
-    report = solve(asked, SolveSettings(time_limit_s=5.0)).report
+    report = solve(asked, SolveSettings(work_limit=5.0)).report
     assert report is not None
     assert report.lower_bound_s == pytest.approx(min(report.simulated_s.values()), rel=2e-3)
 
@@ -113,7 +114,7 @@ def test_a_bucket_of_the_step_takes_the_exchanges_that_it_waits_for() -> None:
     device_s = sum(space.seconds)
     assert space.network.chain_s == pytest.approx(network_s + device_s, rel=1e-6)
     program = Program(space, 1 << 14, 1 << 14, relaxed=True)
-    solution = solve_program(program, "highs", time_limit_s=10.0, gap=1e-3, seed=0)
+    solution = solve_program(program, "highs", work=Allowance(Meter(), 10.0), gap=1e-3, seed=0)
     assert solution.bound_s >= (network_s + device_s) * (1 - 1e-3)
 
 

@@ -176,7 +176,7 @@ def test_an_error_in_the_search_does_not_wait_for_the_bound(
     monkeypatch.setattr(highs_process, "_processes", highs_process._Processes())
     monkeypatch.setattr("cotrain_compile.placement.search.solve._Search._best", fail)
     with pytest.raises(KeyboardInterrupt):
-        solve(PROBLEM, SolveSettings("greedy", time_limit_s=600))
+        solve(PROBLEM, SolveSettings("greedy", work_limit=600))
     wait_for("HiGHS has ended", lambda: not any(map(is_running, asleep(folder))))
 
 
@@ -185,7 +185,7 @@ def test_a_process_that_ended_while_it_had_nothing_to_do_is_replaced() -> None:
     process.kill()
     process.wait()
     highs_process._processes.give_back(process)
-    plan = solve(PROBLEM, SolveSettings("ilp", time_limit_s=5.0))
+    plan = solve(PROBLEM, SolveSettings("ilp", work_limit=5.0))
     assert plan.notes == ()
 
 
@@ -195,5 +195,5 @@ def test_a_process_that_dies_at_work_is_a_solver_that_failed(
     (tmp_path / "worker.py").write_text("import os; os.read(0, 1); os._exit(9)")
     monkeypatch.setattr(highs_worker, "__file__", str(tmp_path / "worker.py"))
     monkeypatch.setattr(highs_process, "_processes", highs_process._Processes())
-    (note,) = solve(PROBLEM, SolveSettings("auto", time_limit_s=5.0)).notes
+    (note,) = solve(PROBLEM, SolveSettings("auto", work_limit=5.0)).notes
     assert "the solver highs failed (RuntimeError: HiGHS' process ended with status" in note

@@ -27,7 +27,7 @@ PRESETS = ("rtx4090", "h100", "gh200")
 @given(problems(most=2))
 @examples(6)
 def test_at_the_least_there_is_a_plan_and_a_byte_below_none(problem: Problem) -> None:
-    settings = SolveSettings(time_limit_s=1)
+    settings = SolveSettings(work_limit=1)
     with pytest.raises(PlacementError) as refusal:
         solve(with_budget(problem, 0), settings)
     least = refusal.value.shortfall_bytes

@@ -18,7 +18,7 @@ def test_a_budget_by_itself_has_a_faster_plan_than_a_smaller_one() -> None:
     dataflow = STEPS["recurrent"](4, MIB, 2 * MIB)
     free = formulate(dataflow, find("rtx4090"), dict.fromkeys(Tier, PLENTY))
     least, most = least_of(free).nbytes, resident_bytes(free)
-    settings = SolveSettings(time_limit_s=2, recompute=False)
+    settings = SolveSettings(work_limit=2, recompute=False)
     smaller, larger = (
         solve(with_budget(free, least + int(share * (most - least))), settings)
         for share in (0.2, 0.35)
@@ -32,7 +32,7 @@ def test_at_the_least_updates_stay_on_the_device_where_that_is_faster() -> None:
     free = formulate(dataflow, find("rtx4090"), dict.fromkeys(Tier, PLENTY))
     least = least_of(free)
     tight = with_budget(free, least.nbytes)
-    plan = solve(tight, SolveSettings(time_limit_s=2, recompute=False))
+    plan = solve(tight, SolveSettings(work_limit=2, recompute=False))
     everything_away = schedule(tight, least.placement)
     assert UpdateMode.STREAMED in plan.placement.updates.values()
     assert plan.predicted.makespan_s < 0.75 * everything_away.predicted.makespan_s

@@ -150,7 +150,7 @@ def in_larger(step: Dataflow) -> Dataflow:
 
 
 def solved(problem: Problem, order: str, *, recompute: bool = True) -> Plan:
-    settings = SolveSettings(time_limit_s=5.0, micro_batch_order=order, recompute=recompute)
+    settings = SolveSettings(work_limit=5.0, micro_batch_order=order, recompute=recompute)
     plan = solve(problem, settings)
     check(problem, plan)
     return plan

@@ -81,6 +81,7 @@ def test_all_that_a_plan_is_found_from_is_told_apart(problem: Problem) -> None:
     changed: dict[str, Any] = {
         "policy": "ilp",
         "solver": "cbc",
+        "work_limit": 1.0,
         "time_limit_s": 1.0,
         "gap": 0.1,
         "seed": 1,

@@ -29,6 +29,7 @@ from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.recompute.rewrite import recomputable
 from cotrain_compile.placement.schedule.schedule import Draft, draft, schedule
 from cotrain_compile.placement.search.solve import SolveSettings, solve
+from cotrain_compile.placement.work import Allowance, Meter
 from cotrain_compile.plan import Placement, Plan
 from tests.support.blocks import in_modules
 from tests.support.examples import examples
@@ -73,7 +74,7 @@ def best_of(problem: Problem, placements: Iterable[Placement]) -> Plan | None:
 
 def bound_s(problem: Problem, *, recompute: bool = True) -> float:
     return certified_bound_s(
-        problem, "highs", time_limit_s=60, seed=0, cyclic=False, recompute=recompute
+        problem, "highs", work=Allowance(Meter(), 60), seed=0, cyclic=False, recompute=recompute
     )
 
 
@@ -208,7 +209,7 @@ def test_what_is_found_is_the_best_of_all_plans(link: float) -> None:
     problem = between(two_blocks(), with_link(link * GB_PER_S), 0.3)
     best = best_of(problem, every_placement(problem))
     assert best is not None
-    found = solve(problem, SolveSettings(time_limit_s=10))
+    found = solve(problem, SolveSettings(work_limit=10))
     assert bound_s(problem) <= step_s(best) * (1 + 1e-6)
     assert best.placement.recomputed
     assert bound_s(problem, recompute=False) > step_s(best) or link > 1
@@ -223,7 +224,7 @@ def made_again_bytes(problem: Problem) -> int:
     space = decision_space(problem, at_peaks=True, everything=True, recompute=True)
     budgets_mib = [problem.budgets[tier] / BYTES_PER_MIB for tier in (Tier.DEVICE, Tier.HOST)]
     program = Program(space, *budgets_mib, relaxed=True)
-    solution = solve_program(program, "highs", time_limit_s=60, gap=0, seed=0)
+    solution = solve_program(program, "highs", work=Allowance(Meter(), 60), gap=0, seed=0)
     assert solution.decisions is not None
     names = space.placement("bound", solution.decisions).recomputed
     return sum(problem.dataflow.buffer[name].nbytes for name in names)

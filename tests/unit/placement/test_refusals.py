@@ -39,7 +39,7 @@ def test_a_rule_that_does_not_fit_points_to_auto_with_what_that_needs(
     assert format_bytes(least) in str(refusal.value)
     # Following it works.
     enough = with_budget(problem, max(least, problem.budgets[Tier.DEVICE]))
-    check(enough, solve(enough, SolveSettings(time_limit_s=1)))
+    check(enough, solve(enough, SolveSettings(work_limit=1)))
 
 
 def test_a_rule_short_of_host_memory_points_to_auto_which_needs_less() -> None:
@@ -49,7 +49,7 @@ def test_a_rule_short_of_host_memory_points_to_auto_which_needs_less() -> None:
     scarce = with_budget(problem, problem.budgets[Tier.DEVICE], host_bytes)
     with pytest.raises(PlacementError, match=r"raise host_memory_budget, or use policy='auto'"):
         solve(scarce, SolveSettings("streamed"))
-    check(scarce, solve(scarce, SolveSettings(time_limit_s=1)))
+    check(scarce, solve(scarce, SolveSettings(work_limit=1)))
 
 
 def test_a_refusal_says_what_is_needed_where_and_what_to_do() -> None:

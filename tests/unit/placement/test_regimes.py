@@ -65,7 +65,7 @@ def best_plan(on: Machine, bytes_per_param: float) -> Plan:
     """The program's own plan for the large model: no other rule has a say."""
     device_bytes = int(bytes_per_param * LAYERS * PARAMS)
     problem = formulate(LARGE_MODEL, on, {Tier.DEVICE: device_bytes, Tier.HOST: PLENTY})
-    plan = solve(problem, SolveSettings("ilp", time_limit_s=UNHURRIED_S))
+    plan = solve(problem, SolveSettings("ilp", work_limit=UNHURRIED_S))
     check(problem, plan)
     return plan
 
@@ -208,7 +208,7 @@ def own_plan(harmony: dict[str, Any], microbatch: str) -> tuple[Plan, int, float
     best = step_s.index(min(step_s))
     device_bytes = schedule(free, fine(free, best)).predicted.peak_bytes[Tier.DEVICE]
     problem = with_budget(free, device_bytes)
-    plan = solve(problem, SolveSettings("ilp", gap=1e-4, time_limit_s=UNHURRIED_S))
+    plan = solve(problem, SolveSettings("ilp", gap=1e-4, work_limit=UNHURRIED_S))
     check(problem, plan)
     return plan, best, min(step_s)
 

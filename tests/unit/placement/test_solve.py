@@ -116,7 +116,7 @@ def test_more_memory_is_never_slower_when_solved_again(
         if fits(problem, device_bytes):
             break
         again = with_budget(problem, device_bytes)
-        plan = solve(again, SolveSettings(time_limit_s=4), incumbents=plans)
+        plan = solve(again, SolveSettings(work_limit=4), incumbents=plans)
         check(again, plan)
         if plans:
             assert plan.predicted.makespan_s <= plans[-1].predicted.makespan_s * ROUNDING
@@ -160,7 +160,7 @@ def test_what_a_program_decides_is_a_plan_wherever_there_is_one(
 ) -> None:
     """Where nothing it decides fits in the least budget, the plan is another's, and says so."""
     least = with_budget(problem, least_bytes(problem))
-    plan = solve(least, SolveSettings(policy, solver=solver, time_limit_s=30))
+    plan = solve(least, SolveSettings(policy, solver=solver, work_limit=30))
     check(least, plan)
     told = f"nothing that {policy} decided fits in the budget; the plan is that of greedy"
     assert plan.placement.policy == ("greedy" if told in plan.notes else policy)
@@ -175,7 +175,7 @@ def test_a_host_that_is_too_small_leaves_more_on_the_device(
     everything = with_budget(problem, resident_bytes(problem))
     host_bytes = int(share * problem.dataflow.total_bytes(*PERSISTENT_ROLES))
     small = everything.with_budget(Tier.HOST, host_bytes)
-    check(small, solve(small, SolveSettings(policy, time_limit_s=30)))
+    check(small, solve(small, SolveSettings(policy, work_limit=30)))
 
 
 def test_the_least_budget_is_that_of_every_cut_of_the_step() -> None:
@@ -221,7 +221,7 @@ def test_every_kind_of_step_is_solved_and_reported(name: str) -> None:
     """Also in the least memory there is, where the careful program is loose."""
     for share in (0.0, 0.6):
         problem = problem_of(STEPS[name], share)
-        plan = solve(problem, SolveSettings(time_limit_s=1))
+        plan = solve(problem, SolveSettings(work_limit=1))
         check(problem, plan)
         report = report_of(plan)
         step_s = plan.predicted.makespan_s
@@ -247,7 +247,7 @@ def test_a_named_policy_gives_its_own_plan_or_says_why_not(name: str, policy: st
             solve(problem, SolveSettings(policy))
         assert refusal.value.shortfall_bytes > 0
         return
-    plan = solve(problem, SolveSettings(policy, time_limit_s=1))
+    plan = solve(problem, SolveSettings(policy, work_limit=1))
     check(problem, plan)
     assert policy in ("auto", plan.placement.policy)
     simulated_s = report_of(plan).simulated_s[plan.placement.policy]

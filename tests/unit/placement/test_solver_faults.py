@@ -20,12 +20,13 @@ from cotrain_compile.placement.milp.program import Program
 from cotrain_compile.placement.milp.solvers import Solution, solve_program
 from cotrain_compile.placement.milp.warm_highs import WarmHighs
 from cotrain_compile.placement.search.solve import SolveSettings, solve
+from cotrain_compile.placement.work import Allowance, Meter
 from cotrain_compile.plan import Plan
 from tests.support.dataflows import mixed_precision_step
 from tests.unit.placement.test_solve import problem_of
 
 PROBLEM = problem_of(mixed_precision_step(3, params=500_000), 0.5)
-SETTINGS = SolveSettings("auto", time_limit_s=10.0)
+SETTINGS = SolveSettings("auto", work_limit=10.0)
 
 
 def sound(plan: Plan) -> Plan:
@@ -67,7 +68,9 @@ def rounding(*, relaxed: bool = False) -> Program:
 
 
 def solved(program: Program, known_s: float = math.inf) -> Solution:
-    return solve_program(program, "highs", time_limit_s=10.0, gap=0.0, seed=0, known_s=known_s)
+    return solve_program(
+        program, "highs", work=Allowance(Meter(), 10.0), gap=0.0, seed=0, known_s=known_s
+    )
 
 
 def test_a_relaxation_is_not_rounded_where_something_as_fast_is_known() -> None:
@@ -149,32 +152,33 @@ def test_a_solver_that_fails_costs_no_plan(
 def test_the_program_alone_says_that_its_solver_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     fails_with(monkeypatch, RuntimeError("HiGHS returned kError"))
     with pytest.raises(PlanError, match=r"solver failed \(RuntimeError: HiGHS .* policy 'auto'"):
-        solve(PROBLEM, SolveSettings("ilp", time_limit_s=1.0))
+        solve(PROBLEM, SolveSettings("ilp", work_limit=1.0))
 
 
-def test_the_program_alone_says_that_its_time_was_too_short(
+def test_the_program_alone_says_that_its_work_was_too_little(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def stopped(program: Program, solver: str, *, time_limit_s: float, **_: object) -> Solution:
-        time.sleep(time_limit_s)
-        return Solution("time limit reached", None, math.inf, math.inf, 0.0, time_limit_s)
+    def stopped(program: Program, solver: str, *, work: Allowance, **_: object) -> Solution:
+        work.meter.charge(work.left)
+        return Solution("work limit reached", None, math.inf, math.inf, 0.0, 0.0)
 
     monkeypatch.setattr("cotrain_compile.placement.search.programs.solve_program", stopped)
-    with pytest.raises(PlanError, match=r"no plan in its time limit.*time_limit.*policy 'auto'"):
-        solve(PROBLEM, SolveSettings("ilp", time_limit_s=0.3))
+    with pytest.raises(PlanError, match=r"no plan within its limit.*work_limit.*policy 'auto'"):
+        solve(PROBLEM, SolveSettings("ilp", work_limit=0.3))
 
 
 @pytest.mark.parametrize("policy", ["ilp", "lp-round"])
-def test_a_program_that_rules_plans_out_late_is_not_short_of_time(
+def test_a_program_that_rules_plans_out_late_is_not_short_of_work(
     monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:
-    """More time would not help it: there is the greedy's plan, and the plan says so."""
+    """More work would not help it: there is the greedy's plan, and the plan says so."""
 
-    def ruled_out(program: Program, solver: str, *, time_limit_s: float, **_: object) -> Solution:
-        return Solution("infeasible", None, math.inf, math.inf, 0.0, time_limit_s)
+    def ruled_out(program: Program, solver: str, *, work: Allowance, **_: object) -> Solution:
+        work.meter.charge(work.left)
+        return Solution("infeasible", None, math.inf, math.inf, 0.0, 0.0)
 
     monkeypatch.setattr("cotrain_compile.placement.search.programs.solve_program", ruled_out)
-    (note,) = sound(solve(PROBLEM, SolveSettings(policy, time_limit_s=1.0))).notes
+    (note,) = sound(solve(PROBLEM, SolveSettings(policy, work_limit=1.0))).notes
     assert note == f"nothing that {policy} decided fits in the budget; the plan is that of greedy"
 
 
@@ -192,11 +196,11 @@ def test_a_search_takes_as_long_as_its_bound(monkeypatch: pytest.MonkeyPatch) ->
 def test_ctrl_c_ends_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
     fails_with(monkeypatch, KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
-        solve(PROBLEM, SolveSettings("ilp", time_limit_s=1.0))
+        solve(PROBLEM, SolveSettings("ilp", work_limit=1.0))
 
 
-def test_with_hardly_any_time_there_is_a_plan() -> None:
-    plan = sound(solve(PROBLEM, SolveSettings("auto", time_limit_s=1e-6)))
+def test_with_hardly_any_work_there_is_a_plan() -> None:
+    plan = sound(solve(PROBLEM, SolveSettings("auto", work_limit=1e-6)))
     assert plan.report is not None
     assert plan.report.simulated_s
 
@@ -218,7 +222,7 @@ def test_highs_without_a_bound_of_its_own_has_that_of_its_relaxation(
 
     run = solvers._run_highs
     monkeypatch.setattr(solvers, "_run_highs", lambda *a, **k: Stopped(run(*a, **k)))
-    plan = sound(solve(PROBLEM, SolveSettings("auto", time_limit_s=60.0)))
+    plan = sound(solve(PROBLEM, SolveSettings("auto", work_limit=60.0)))
     assert plan.report is not None
     assert plan.report.objective_s is not None
     bound_s = plan.report.bound_s

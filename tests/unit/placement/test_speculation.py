@@ -44,7 +44,7 @@ def problem_of(dataflow: Dataflow, host_bytes: int = PLENTY) -> Problem:
 def solved(
     problem: Problem, policy: str = "coarse", *, speculate: bool = True, hedged: bool = False
 ) -> Plan:
-    settings = SolveSettings(policy, speculate=speculate, hedged=hedged, time_limit_s=5.0)
+    settings = SolveSettings(policy, speculate=speculate, hedged=hedged, work_limit=5.0)
     plan = solve(problem, settings)
     check(problem, plan)
     return plan
@@ -141,7 +141,7 @@ def test_a_hedged_search_takes_of_a_known_plan_what_does_not_count_on_guesses() 
     problem = plenty.with_budget(Tier.DEVICE, solved(plenty).predicted.peak_bytes[Tier.DEVICE])
     known = solved(problem)
     assert known.speculations
-    settings = SolveSettings("auto", speculate=True, hedged=True, time_limit_s=2.0)
+    settings = SolveSettings("auto", speculate=True, hedged=True, work_limit=2.0)
     plan = solve(problem, settings, incumbents=(known,))
     check(problem, plan)
     assert outcomes(problem, plan).held_back_s <= outcomes(problem, known).held_back_s * ROUNDING

@@ -95,7 +95,7 @@ def check_all(problem: Problem, policy: str) -> None:
 
         patch.setattr(Found, "_keep", noting)
         try:
-            check(problem, solve(problem, SolveSettings(policy, time_limit_s=2)))
+            check(problem, solve(problem, SolveSettings(policy, work_limit=2)))
         except PlacementError:
             pass
         except PlanError as error:  # of the program alone, on a computer that is busy

@@ -70,7 +70,7 @@ def test_the_program_has_room_for_a_workspace_too() -> None:
     used = on_device(dataflow)
     peak = max(range(len(dataflow.ops)), key=used.__getitem__)
     known = replace(problem, dataflow=dataflow.with_workspace({dataflow.ops[peak].name: 1 << 20}))
-    plan = solve(with_budget(known, budget), SolveSettings(policy="ilp", time_limit_s=5))
+    plan = solve(with_budget(known, budget), SolveSettings(policy="ilp", work_limit=5))
     check(known, plan)
     assert plan.predicted.peak_bytes[Tier.DEVICE] <= budget < max(on_device(known.dataflow))
 
