@@ -248,7 +248,7 @@ def test_a_pin_that_fails_leaves_no_error_for_the_next_kernel() -> None:
 
 
 def test_a_card_with_less_memory_than_the_budget_says_is_planned_for_again() -> None:
-    settings = {"rows": 2048, "width": 256}
+    settings: dict[str, Any] = {"rows": 2048, "width": 256}
     whole = Training(policy="resident", **settings)
     expected = whole.run()
     peak = whole.inspected.predicted.peak_bytes[Tier.DEVICE]

@@ -28,6 +28,7 @@ from cotrain_compile.dataflow import Dataflow, SizeExpressions
 from cotrain_compile.errors import OptionError, PlacementError
 from cotrain_compile.machine import Machine, Tier
 from cotrain_compile.placement.check.check import check
+from cotrain_compile.placement.placed import place_plan
 from cotrain_compile.placement.problem import formulate
 from cotrain_compile.placement.search.settings import SolveSettings
 from cotrain_compile.placement.search.solve import solve
@@ -217,7 +218,7 @@ class _Rank:
         problem = formulate(self.sized(micro_batches), machine, budgets)
         plan = solve(problem, settings)
         check(problem, plan)
-        timeline = predict(problem, plan.placement, plan.tasks, plan.moved)
+        timeline = predict(place_plan(problem, plan))
         return RankPlan(
             plan,
             self.strategy,

@@ -117,8 +117,8 @@ def rounds_once(
     gradient = drawn("gradient", dtypes["param"])
     wide = {name: value.to(_widened(value.dtype), copy=True) for name, value in narrow.items()}
     try:
-        update(narrow, gradient, settings)
-        update(wide, gradient.float(), settings)
+        update([narrow], [gradient], settings)
+        update([wide], [gradient.float()], settings)
     except RuntimeError:
         return False  # a torch whose loop takes no such tensors
     return all(torch.equal(value, wide[name].to(value.dtype)) for name, value in narrow.items())

@@ -227,9 +227,9 @@ def test_a_loop_that_does_not_round_once_is_found_out() -> None:
     loop = FUSED_LOOPS[torch.optim.AdamW](settings)
     assert rounds_once(loop, dtypes, settings)
 
-    def twice(tensors: Any, gradient: Tensor, now: Any) -> None:
-        loop(tensors, gradient, now)
-        tensors["param"].mul_(1.01).mul_(0.99)
+    def twice(of: Any, gradients: Any, now: Any) -> None:
+        loop(of, gradients, now)
+        of[0]["param"].mul_(1.01).mul_(0.99)
 
     assert not rounds_once(twice, dtypes, settings)
 

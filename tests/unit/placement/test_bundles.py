@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from cotrain_compile.errors import PlanError
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.check.check import check, peaks_of
+from cotrain_compile.placement.placed import place_plan
 from cotrain_compile.placement.policies import rule
 from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.residency import device_program
@@ -79,7 +81,7 @@ def test_bundles_leave_a_plan_sound_and_its_peaks_known(
         joined = bundled(program, alone(plan.tasks), reach)
     if joined is None:
         return
-    predicted = predict(problem, plan.placement, joined, plan.moved)
+    predicted = predict(replace(place_plan(problem, plan), tasks=tuple(joined)))
     found = replace(plan, tasks=tuple(joined), predicted=predicted)
     check(problem, found)
     peaks = peaks_of(dataflow, found, problem.machine.host_update.workers)
@@ -97,7 +99,7 @@ def test_what_is_inside_the_updates_of_a_bundle_is_there_at_once() -> None:
     assert inside[0] >= inside[1]
 
 
-def broken(plan: Plan, name: str, **changes: object) -> Plan:
+def broken(plan: Plan, name: str, **changes: Any) -> Plan:
     return replace(
         plan, tasks=tuple(replace(t, **changes) if t.name == name else t for t in plan.tasks)
     )
