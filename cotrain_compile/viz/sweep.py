@@ -74,7 +74,7 @@ def sweep_rows(sweep: Sweep) -> Iterator[tuple[str, ...]]:
             f"{point.step_s / bound_s - 1:.1%}" if bound_s else "",
             REGIMES[point.regime],
             format_bytes(point.traffic_bytes),
-            "time limit" if point.stopped_early else "",
+            "limit" if point.stopped_early else "",
         )
 
 

@@ -29,7 +29,7 @@ from cotrain_compile.passes import run_passes
 from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.policies import streamed
 from cotrain_compile.placement.problem import Problem, formulate
-from cotrain_compile.placement.recompute.rewrite import recomputable
+from cotrain_compile.placement.recompute.rewrite import recomputable, recomputed_ops
 from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.placement.search.solve import SolveSettings, solve
 from cotrain_compile.plan import Plan
@@ -100,6 +100,7 @@ class Result:
     ops: int = 0
     tasks: int = 0
     segments: int = 0
+    again: int = 0  # ops of the placed graph that run a second time
 
 
 def run(cells: Sequence[Cell]) -> Iterator[Result]:
@@ -126,7 +127,9 @@ def run_cell(cell: Cell, step: StepGraph | Exception) -> Result:
         _look_at_segments(cut.segments)
     except Exception as error:
         return Result(cell.name, _told(error))
-    counts = (len(dataflow.ops), len(plan.tasks), len(cut.segments))
+    copies = set(recomputed_ops(dataflow, plan.placement.recomputed).values())
+    again = sum(node.name in copies for node in placed.module.graph.nodes)
+    counts = (len(dataflow.ops), len(plan.tasks), len(cut.segments), again)
     return Result(cell.name, "", step.fingerprint, *counts)
 
 

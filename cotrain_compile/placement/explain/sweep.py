@@ -43,7 +43,7 @@ class Point:
     device and `traffic_bytes` both ways are those of its plan; None and 0 where nothing fits. Then
     `shortfall_bytes` are missing on `shortfall_tier`, and `refusal` says what would help. `regime`
     is `FITS`, the lane the step hangs on, or "". With `unknown_ops` the bound is not certified.
-    Where the solver `stopped_early`, at its time limit, there may be a faster plan. `rates` say
+    Where the solver `stopped_early`, at its limit, there may be a faster plan. `rates` say
     where those of the machine come from.
     """
 
@@ -111,7 +111,7 @@ def point_of(case: Case, problem: Problem, plan: Plan) -> Point:
         peak_bytes=plan.predicted.peak_bytes[Tier.DEVICE],
         traffic_bytes=plan.bytes_moved("offload") + plan.bytes_moved("prefetch"),
         unknown_ops=len(problem.unknown_ops),
-        stopped_early=plan.report is not None and "time" in plan.report.status,
+        stopped_early=plan.report is not None and "limit" in plan.report.status,
     )
 
 

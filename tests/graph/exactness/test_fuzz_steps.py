@@ -175,7 +175,7 @@ def test_a_nudged_parameter_is_its_own_neighbour() -> None:
 
 @pytest.mark.usefixtures("one_thread", "watchdog")
 def test_only_the_program_alone_may_say_that_its_time_was_too_short() -> None:
-    late = PlanError("the solver found no plan in its time limit, though there is one")
+    late = PlanError("the solver found no plan within its limit, though there is one")
     for policy in ("ilp", "lp-round"):
         assert checked_refusal(late, {"policy": policy}).startswith("PlanError")
     for error, policy in ((late, "auto"), (PlanError("unsound plan"), "ilp")):

@@ -188,7 +188,7 @@ def is_late(error: PlanError, options: Mapping[str, Any]) -> bool:
     return options.get("policy") in (
         "ilp",
         "lp-round",
-    ) and "found no plan in its time limit" in str(error)
+    ) and "found no plan within its limit" in str(error)
 
 
 def has_no_smaller_plan(error: OutOfDeviceMemory) -> bool:

@@ -164,7 +164,7 @@ def test_a_point_at_which_the_solver_stopped_early_is_hollow_and_told() -> None:
     assert note(found.points).startswith("The solver stopped at its limit for 1 of 2 points")
     headings, rows = sweep_table(found)
     assert "sizes" not in headings
-    assert [row[headings.index("solver")] for row in rows] == ["", "time limit"]
+    assert [row[headings.index("solver")] for row in rows] == ["", "limit"]
     assert note((slower,)) == ""
 
 
