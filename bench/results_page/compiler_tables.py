@@ -94,8 +94,8 @@ def issue_cost(result: Result) -> str:
         markdown(("plan", *names.values()), rows)
         + (
             "\nProcessor time of Python, on a card that computes nothing and whose calls take what "
-            "they are priced at. Where two figures stand, the first is of the code before updates of "
-            "a layer ran at one place and small states stayed on the device.\n"
+            "they are priced at. Where two figures stand, the first is of the code before updates "
+            "of a layer ran at one place and small states stayed on the device.\n"
         )
         + _starts(result["starts"])
     )
@@ -116,8 +116,8 @@ def _starts(result: Result) -> str:
         + markdown(("small tasks", *names.values()), rows)
         + (
             "\nProcessor time of all threads on the emulated device, with other programs on the "
-            "machine: the share says more than microseconds. Once comes mostly a thread that is woken "
-            "up.\n"
+            "machine: the share says more than microseconds. Once comes mostly a thread that is "
+            "woken up.\n"
         )
     )
 

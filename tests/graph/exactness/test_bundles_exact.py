@@ -59,7 +59,7 @@ class Training:
 
     def _step(self, x: Tensor) -> Tensor:
         self.optimizer.zero_grad()
-        loss = self.model(x).square().mean()
+        loss: Tensor = self.model(x).square().mean()
         loss.backward()
         if self.clip is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
