@@ -95,6 +95,7 @@ SECTIONS = (
     Section("The first step", "compile_seconds", compiler_tables.compile_seconds),
     Section("What a placed step costs", "overhead", compiler_tables.overhead),
     Section("What a task costs on a card", "issue_cost", compiler_tables.issue_cost),
+    Section("Many small updates on the host", "small_updates", compiler_tables.small_updates),
     Section("Small steps against torch.compile", "small_step", compiler_tables.small_step),
     Section("On a card", "gpu_suite", tables.gpu_suite),
     Section("For a card, without one", "fake_cuda_matrix", compiler_tables.fake_cuda_matrix),

@@ -90,10 +90,58 @@ def issue_cost(result: Result) -> str:
     for plan, now in result["after"].items():
         before = result["before"].get(plan, {})
         rows.append((plan, *(_from_to(before.get(name), now[name]) for name in names)))
-    return markdown(("plan", *names.values()), rows) + (
-        "\nProcessor time of Python, on a card that computes nothing and whose calls take what "
-        "they are priced at. Where two figures stand, the first is of the code before updates of "
-        "a layer ran at one place and small states stayed on the device.\n"
+    return (
+        markdown(("plan", *names.values()), rows)
+        + (
+            "\nProcessor time of Python, on a card that computes nothing and whose calls take what "
+            "they are priced at. Where two figures stand, the first is of the code before updates "
+            "of a layer ran at one place and small states stayed on the device.\n"
+        )
+        + _starts(result["starts"])
+    )
+
+
+def _starts(result: Result) -> str:
+    """What small tasks take on the emulated device, by themselves and in bundles."""
+    names = {
+        "us_alone": "µs by itself",
+        "us_member": "µs in a bundle",
+        "member": "share",
+        "us_first": "µs once, by themselves",
+        "us_first_in_bundle": "µs once, in a bundle",
+    }
+    rows = [(kind, *(f"{now[name]:.2f}" for name in names)) for kind, now in result.items()]
+    return (
+        "\n"
+        + markdown(("small tasks", *names.values()), rows)
+        + (
+            "\nProcessor time of all threads on the emulated device, with other programs on the "
+            "machine: the share says more than microseconds. Once comes mostly a thread that is "
+            "woken up.\n"
+        )
+    )
+
+
+def small_updates(result: Result) -> str:
+    """Milliseconds a step and multiples of eager's, in bundles and one by one."""
+    rows = [
+        (
+            step,
+            side,
+            f"{now['ms']:.1f}",
+            f"{now['of_eager']:.2f}",
+            f"{now['of_eager_least']:.2f} to {now['of_eager_most']:.2f}",
+            *(f"{now[key]:,}" if key in now else "-" for key in ("tasks", "starts")),
+        )
+        for step, sides in result.items()
+        if step != "lowering"
+        for side, now in sides.items()
+    ]
+    return markdown(
+        ("trained", "side", "ms a step", "of eager's", "from, to", "tasks", "starts"), rows
+    ) + (
+        "\nProcessor time of all threads, with other programs on the machine. Medians of rounds, "
+        "each a multiple of eager's in the same round.\n"
     )
 
 

@@ -4,7 +4,8 @@ A GPT of 6 layers is placed as for a card and run by the CUDA runtime on a card 
 nothing: its streams and events are numbers, each call to CUDA takes as long as `PRICES_S` says (the
 driver's calls, as published measurements have them), compiled segments return empty memory and host
 kernels return at once. What a step then takes is Python, on the step's own thread and on the
-threads of the lanes, which share one interpreter with it.
+threads of the lanes, which share one interpreter with it. What it takes to start small tasks, by
+themselves and in bundles, is measured on the emulated device (`starts`).
 
     python -m bench.runtime.issue_cost -o bench/results/issue_cost.json
 
@@ -33,6 +34,7 @@ from torch import Tensor, fx
 
 from bench.gpu.model import Size, Training
 from bench.report import write_report
+from bench.runtime import starts
 from cotrain_compile.backends.inductor.lower import LoweredStep, segments_of
 from cotrain_compile.backends.inductor.segments import SegmentedStep
 from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
@@ -57,8 +59,10 @@ POLICIES = ("resident", "streamed", "zero-offload", "coarse")
 # The least of many single steps: other programs on the machine lengthen most of them.
 ROUNDS = 60
 STUB_CALLS = 20
-COLUMNS = ("tasks", "segments", "kinds", "card_calls", "us_per_task", "us_per_segment", "us_fixed")
-COLUMNS += ("us_per_step", "planned_us")
+COLUMNS = (
+    *("tasks", "segments", "kinds", "card_calls"),
+    *("us_per_task", "us_per_segment", "us_fixed", "us_per_step", "planned_us"),
+)
 # Seconds on the calling thread, from measurements that have been published: an event recorded, a
 # stream made to wait for one, a copy given to a stream through `Tensor.copy_`.
 PRICES_S = {"record": 1.2e-6, "hold": 0.7e-6, "copy": 5.0e-6}
@@ -323,8 +327,11 @@ def main() -> None:
     found = {policy: measured(policy, PRICES_S) for policy in POLICIES}
     before = json.loads(arguments.before.read_text())["result"]["after"] if arguments.before else {}
     console.print(_table(found, before))
+    small = starts.measured()
+    for name, row in small.items():
+        console.print(name, row)
     if arguments.o:
-        result = {"prices_s": PRICES_S, "before": before, "after": found}
+        result = {"prices_s": PRICES_S, "before": before, "after": found, "starts": small}
         write_report(arguments.o, __doc__.splitlines()[0], result)
 
 

@@ -39,9 +39,9 @@ from cotrain_compile.plan import MovedOps, Placement, Plan, Task, Transfer
 
 # How many ops later than by itself a task of a bundle may be issued, tried in turn; None: any.
 REACHES = (None, 256, 32, 0)
-# What Python takes to start a task on this computer, where no calibration says it
-# (`bench/runtime/overhead.py`).
-START_S = 10e-6
+# What Python takes to start a small task on the emulated device, where no calibration says it: the
+# mean of copies down, copies up and updates (`python -m bench.runtime.issue_cost`).
+START_S = 12e-6
 # The same sums in another order differ by so much of a step.
 ROUNDING = 1e-9
 
