@@ -75,7 +75,7 @@ TESTS = {
         then=(f"{GRAPH}/runtime/test_host_kernels.py", f"{GRAPH}/updates/test_hyperparameters.py"),
     ),
     "host": Modules(
-        ("runtime/host/[!f]*.py",),  # all but the fused loops
+        ("runtime/host/[!f]*.py", "runtime/host/fused_kernel.py"),  # all but the fused loops
         (f"{GRAPH}/runtime/test_host_kernels.py", f"{GRAPH}/runtime/test_pieces.py"),
         ("torch", "torch._dynamo"),
         then=(f"{GRAPH}/updates",),

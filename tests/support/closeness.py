@@ -7,6 +7,7 @@ where each tensor is near, else an `AssertionError` that names the one that is n
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -32,6 +33,12 @@ def magnitude(a: Tensor) -> float:
     """The largest element that is a number, without its sign; 0 where there is none."""
     finite = a.detach().double()[a.isfinite()]
     return float(finite.abs().max()) if finite.numel() else 0.0
+
+
+def relative_gap(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """The largest `gap` of all tensors, each relative to the `magnitude` of its expected one."""
+    assert found.keys() == expected.keys()
+    return max(_relative(gap(value, found[name]), value) for name, value in expected.items())
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -68,6 +75,13 @@ def assert_near(found: Any, expected: Any, relative: float, smallest: float = 0.
         assert apart <= max(relative * size, smallest), (
             f"{keystr(path)} is {apart:.2g} apart, its largest element is {size:.2g}"
         )
+
+
+def _relative(apart: float, expected: Tensor) -> float:
+    if not apart:
+        return 0.0
+    largest = magnitude(expected)
+    return apart / largest if largest else math.inf
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -129,5 +129,5 @@ def _of_placed(placed: Trained, resident: Trained, budget: int) -> str:
 
 
 def _apart(found: Trained, expected: Trained, most: float) -> str:
-    by = furthest(found, expected)  # no number where one of them is none
-    return "" if by <= most else f"parameters differ by {by:.1e}"
+    by = furthest(found, expected)
+    return "" if by <= most else f"parameters differ by {by:.1e} of their largest element"

@@ -96,6 +96,16 @@ def test_updates_on_the_host_take_the_gradient_of_their_parameter_of_one_flat_bu
     torch.testing.assert_close(trained(True), trained(False), rtol=1e-12, atol=1e-15)
 
 
+def test_parameters_that_become_parts_of_one_vector_are_refused_before_a_write() -> None:
+    """In a plan for parameters apart, the vector would be on the device whole: out of memory there,
+    behind the norm that has counted its batch."""
+    options = {"plan_cache": False, "policy": "auto"}
+    setup = Setup("batch", "plain SGD", "returns much", 0.0, options, device_share=0.85)
+    outcome = run(Sequence(setup, (("call", 42), ("set_data_in_one_storage", 16), ("call", 44))))
+    (refused,) = outcome.refused
+    assert refused.startswith("call: CaptureError: first.weight and norm.bias share memory")
+
+
 def test_what_eager_refuses_in_a_backward_is_told_with_the_users_line() -> None:
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -64,6 +64,16 @@ def call_that_fails(training: Training, rng: random.Random) -> Any:
 
 
 @action
+def call_that_fails_late(training: Training, rng: random.Random) -> Any:
+    """After its backward, before it updates."""
+    training.fails_late = True
+    try:
+        return training.call("train", *training.batch())
+    finally:
+        training.fails_late = False
+
+
+@action
 def call_in_a_thread(training: Training, rng: random.Random) -> Any:
     """As `call`, in another thread: random numbers come from the one generator of the CPU."""
     returned: list[Any] = []

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 import cotrain_compile
 from cotrain_compile.errors import CotrainError
 from cotrain_compile.machine import Tier
+from tests.support.closeness import gap, magnitude
 from tests.support.fuzz.fuzz_compare import Broken
 from tests.support.sequences.actions import ACTIONS
 from tests.support.sequences.sequence import Sequence
@@ -186,14 +187,7 @@ class _Pair:
 
 def distance(a: Tensor, b: Tensor) -> float:
     """The largest difference of two elements, relative to the largest element of `a`."""
-    a, b = a.double(), b.double()
-    differ = (a != b) & ~(a.isnan() & b.isnan())
-    if not differ.any():
-        return 0.0
-    if not (a[differ].isfinite() & b[differ].isfinite()).all():
-        return float("inf")
-    largest = max(float(a[a.isfinite()].abs().max()), FLOOR)
-    return float((a - b)[differ].abs().max()) / largest
+    return gap(a, b) / max(magnitude(a), FLOOR)
 
 
 def _outcome(act: Callable[[], Any]) -> tuple[Any, Exception | None]:

@@ -63,6 +63,16 @@ def schedule(training: Training, rng: random.Random) -> None:
 
 
 @action
+def schedule_rate_tensor(training: Training, rng: random.Random) -> None:
+    """A scheduler that writes the rate in place, as into a tensor of a capturable optimizer."""
+    for group in training.optimizer.param_groups:
+        group["lr"] = torch.as_tensor(float(group["lr"]), dtype=torch.float64)
+    training.scheduler = torch.optim.lr_scheduler.ExponentialLR(training.optimizer, 0.9)
+    training.optimizer._opt_called = True
+    training.scheduler.step()
+
+
+@action
 def clear_gradients(training: Training, rng: random.Random) -> None:
     kind = rng.choice(["model", "optimizer", "zeros", "one"])
     if kind == "model":

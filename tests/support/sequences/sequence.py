@@ -15,6 +15,7 @@ from tests.support.sequences.actions import ACTIONS, WEIGHTS
 from tests.support.sequences.twin import NORMS, OPTIMIZERS, WRITTEN, Setup
 
 LENGTH = 14
+INDUCTOR_SHARE = 0.15  # these take several times as long
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ def _setup(rng: random.Random) -> Setup:
     if written == "clipped":
         options["speculate"] = rng.choice(["off", "on"])
     is_tight = policy == "auto" and rng.random() < 0.8
-    return Setup(
+    setup = Setup(
         norm=rng.choice(list(NORMS)),
         optimizer=rng.choice(list(OPTIMIZERS)),
         written=written,
@@ -66,6 +67,20 @@ def _setup(rng: random.Random) -> Setup:
         options=options,
         device_share=rng.choice([0.6, 0.7, 0.85]) if is_tight else None,
     )
+    return _lowered_and_remade(setup, rng)
+
+
+def _lowered_and_remade(setup: Setup, rng: random.Random) -> Setup:
+    """Some are compiled, of which few fit below what they take resident; some make values again."""
+    options = dict(setup.options)
+    if rng.random() < 0.3:
+        options["recompute"] = rng.choice(["exact", "off"])
+    if rng.random() < 0.3:
+        options["remat"] = False
+    if rng.random() < INDUCTOR_SHARE:
+        options["lowering"] = "inductor"
+        return replace(setup, options=options, device_share=None)
+    return replace(setup, options=options)
 
 
 def shrunk(sequence: Sequence) -> Iterator[Sequence]:

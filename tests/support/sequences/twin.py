@@ -107,6 +107,7 @@ class Training:
     default_dtype: torch.dtype = torch.float32
     random_state: Tensor = field(default_factory=torch.get_rng_state)
     calls_compiled: bool = False
+    fails_late: bool = False
     kept: list[Tensor] = field(default_factory=list)
 
     def rebuilt(self) -> None:
@@ -216,6 +217,8 @@ def make_steps(training: Training) -> dict[str, Step]:
         loss.backward()
         if written == "two micro-batches":
             loss_of(x.flip(0), y).backward()
+        if training.fails_late:
+            raise ValueError("the user's own code says no to these gradients")
         if written == "clipped":
             nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
