@@ -4,6 +4,7 @@
 # make audit   looks for known vulnerabilities in what is installed
 # make lowest  unit tests with the lowest versions of all that is needed
 # make long    every test, the long ones too, with more hypothesis examples
+# make golden  write all golden texts again: then read the git diff
 # make docs    build the documentation in build/site; any warning, as for a broken link, is an error
 # make results write the tables and figures of the documentation from bench/results
 
@@ -17,7 +18,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-torch-$(TORCH)
 
-.PHONY: test long demo demo-ranks docs results lint types audit lowest check install clean
+.PHONY: test long golden demo demo-ranks docs results lint types audit lowest check install clean
 
 # Files of tests are shared out over the cores.
 test: install
@@ -25,6 +26,10 @@ test: install
 
 long: install
 	$(BIN)/pytest -n auto --dist loadfile -m "long or not long" --hypothesis-profile=long
+
+# Texts of tests/golden, and the outputs on two pages of the documentation.
+golden: install
+	$(BIN)/pytest -q --update-golden -k "golden or program_text or twenty_minutes"
 
 demo: install
 	$(BIN)/cotrain-compile demo
