@@ -4,7 +4,8 @@
 # make audit   looks for known vulnerabilities in what is installed
 # make lowest  unit tests with the lowest versions of all that is needed
 # make long    every test, the long ones too, with more hypothesis examples
-# make stub-card the CUDA runtime on a card of threads, with a CUDA build of torch in build/cuda (several GB)
+# make stub-card  the CUDA runtime on a card of threads, with a CUDA build of torch (several GB)
+# make golden  write all golden texts again: then read the git diff
 # make docs    build the documentation in build/site; any warning, as for a broken link, is an error
 # make results write the tables and figures of the documentation from bench/results
 
@@ -18,7 +19,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-torch-$(TORCH)
 
-.PHONY: test long stub-card demo demo-ranks docs results lint types audit lowest check install clean
+.PHONY: test long golden stub-card demo demo-ranks docs results lint types audit lowest check install clean
 
 # Files of tests are shared out over the cores.
 test: install
@@ -31,6 +32,10 @@ long: install
 stub-card:
 	$(MAKE) install VENV=build/cuda TORCH_INDEX=
 	build/cuda/bin/python -m pytest -p tests.stub_card.plugin tests/stub_card -m long
+
+# Texts of tests/golden, and the outputs on two pages of the documentation.
+golden: install
+	$(BIN)/pytest -q --update-golden -k "golden or program_text or twenty_minutes"
 
 demo: install
 	$(BIN)/cotrain-compile demo

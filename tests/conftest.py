@@ -70,6 +70,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--update-golden") and os.environ.get("CI"):
+        raise pytest.UsageError(
+            "--update-golden writes what it should compare, so CI refuses it: renew the texts on "
+            "your own machine, and commit them with the change that they show"
+        )
     # Workers share the cores, as do the processes that they start; torch reads it when it loads.
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))

@@ -10,12 +10,10 @@ from __future__ import annotations
 import difflib
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import fields
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from cotrain_compile.extract.extract import extract
 from cotrain_compile.graph import StepGraph
@@ -24,11 +22,13 @@ from cotrain_compile.passes import run_passes
 from cotrain_compile.placement.policies import rule
 from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.schedule.schedule import schedule
-from cotrain_compile.plan import MovedOps, Plan, Task
+from cotrain_compile.plan import Plan
 from cotrain_compile.presets import find
 from cotrain_compile.tracing import trace_graph
 from tests.support.dataflow_text import text
+from tests.support.plan_text import lines as task_lines
 from tests.support.plans.random_plans import last_moment_plan
+from tests.support.step_text import lines
 
 Golden = Callable[[str, str], None]
 
@@ -78,26 +78,6 @@ PLANS: dict[str, Callable[[], Plan]] = {
 }
 
 
-def lines(step: StepGraph) -> list[str]:
-    """One line a node: its name, its op, what it is called with."""
-    return [f"{node.name} = {_call(node)}" for node in step.nodes]
-
-
-def _call(node: fx.Node) -> str:
-    if node.op == "placeholder":
-        return "input"
-    arguments = [*map(_shown, node.args), *(f"{k}={_shown(v)}" for k, v in node.kwargs.items())]
-    target: Any = node.target
-    name = "return" if node.op == "output" else getattr(target, "__name__", str(target))
-    return f"{name}({', '.join(arguments)})"
-
-
-def _shown(argument: object) -> str:
-    if isinstance(argument, (list, tuple)):
-        return f"[{', '.join(map(_shown, argument))}]"
-    return argument.name if isinstance(argument, fx.Node) else str(argument)
-
-
 def changes(plan: Plan) -> Iterator[tuple[str, str]]:
     """What each pass that does anything changes, by its name."""
     found: list[tuple[str, str]] = []
@@ -129,10 +109,4 @@ def test_what_each_pass_changes(name: str, golden: Golden) -> None:
 @pytest.mark.parametrize("name", PLANS)
 def test_the_tasks_of_a_plan(name: str, golden: Golden) -> None:
     plan = PLANS[name]()
-    golden(f"{name}.plan.txt", "\n".join(map(_said, (*plan.moved, *plan.tasks))) + "\n")
-
-
-def _said(part: MovedOps | Task) -> str:
-    """The fields that say something, in one line."""
-    said = {f.name: getattr(part, f.name) for f in fields(part) if f.name != "kind"}
-    return ", ".join(f"{name}={value}" for name, value in said.items() if value)
+    golden(f"{name}.plan.txt", "\n".join(task_lines(plan.tasks, plan.moved)) + "\n")
