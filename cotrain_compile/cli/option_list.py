@@ -8,7 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from cotrain_compile.cli.terminal import Json, console, keep_stdout_for, print_json
-from cotrain_compile.option_keywords import options_schema
+from cotrain_compile.options.keywords import options_schema
 
 
 def options(as_json: Json = False) -> None:

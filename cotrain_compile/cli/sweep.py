@@ -121,8 +121,8 @@ def _readable(file: Path, dataflow: Dataflow, folder: Path) -> Path:
 
 def _solved(file: Path, cases: Sequence[Case], options: Options, jobs: int) -> Iterator[Tried]:
     """What comes of `cases`, as it comes; a bar meanwhile."""
-    from cotrain_compile.choose_plan import solve_settings
     from cotrain_compile.cli.sweep_cases import in_parallel
+    from cotrain_compile.entry.choose_plan import solve_settings
 
     hidden = not console.is_terminal or console.quiet
     with Progress(console=console, transient=True, disable=hidden) as bar:

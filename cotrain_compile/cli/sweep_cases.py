@@ -20,7 +20,7 @@ from cotrain_compile.options import Options
 from cotrain_compile.placement.explain.carry import Tried, carried, with_plans_of_slower_machines
 from cotrain_compile.placement.explain.sweep import Case, Sweep, device_budgets, try_case
 from cotrain_compile.placement.search.settings import SolveSettings
-from cotrain_compile.sizes import Size
+from cotrain_compile.support.sizes import Size
 
 
 def swept(dataflow: Dataflow, found: Sequence[Tried]) -> Sweep:

@@ -70,7 +70,7 @@ def trace(
     A FUNCTION returns the step and a tuple of its arguments. For a configuration the step is the
     usual one: next-token loss, gradients clipped to a norm of 1, then the optimizer.
     """
-    from cotrain_compile.tracing import trace as capture
+    from cotrain_compile.entry.tracing import trace as capture
     from cotrain_compile.viz.text.phase_line import phase_line
 
     refuse_outputs({"--output": output}, (job.rpartition(":")[0], job, machine))
@@ -102,7 +102,7 @@ def _build(
 ) -> Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]:
     """What builds the step of `job`, as its kind is."""
     if not is_file_job(job):
-        from cotrain_compile.config_job import config_job
+        from cotrain_compile.jobs.config_job import config_job
 
         return config_job(
             job,

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import torch
 
-from cotrain_compile import default_budget, presets
-from cotrain_compile.disk_cache import VARIABLE, folder_of
+from cotrain_compile import presets
+from cotrain_compile.machine import default_budget
 from cotrain_compile.runtime.cuda.pinned import available_host_bytes
 from cotrain_compile.runtime.cuda.setup import machine_like
 from cotrain_compile.runtime.process.cores import Cores, usable_cores
@@ -28,7 +28,8 @@ from cotrain_compile.runtime.process.memory_nodes import (
     memory_nodes,
     node_of_card,
 )
-from cotrain_compile.units import format_bytes
+from cotrain_compile.support.disk_cache import VARIABLE, folder_of
+from cotrain_compile.support.units import format_bytes
 
 PACKAGE = "cotrain-compile"
 LOW_DISK_BYTES = 2**30

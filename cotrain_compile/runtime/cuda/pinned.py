@@ -30,7 +30,7 @@ import torch
 
 from cotrain_compile import presets
 from cotrain_compile.errors import HostMemoryError
-from cotrain_compile.units import format_bytes
+from cotrain_compile.support.units import format_bytes
 
 # Slabs that are asked for together share mappings of this size, and begin at a multiple of this.
 MAPPING_BYTES = 2**30

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from cotrain_compile import default_budget, presets
+from cotrain_compile import presets
 from cotrain_compile.errors import OptionError, PlacementError
-from cotrain_compile.machine import Machine, Rates, Tier
+from cotrain_compile.machine import Machine, Rates, Tier, default_budget
 from cotrain_compile.options import Options
 from cotrain_compile.placement.simulate.reserved import Reserved
-from cotrain_compile.preset_cards import like_card
+from cotrain_compile.presets.cards import like_card
 from cotrain_compile.runtime.course import Piecewise
 from cotrain_compile.runtime.cuda.card import CudaCard
 from cotrain_compile.runtime.cuda.card_rates import tier_of
@@ -28,8 +28,8 @@ from cotrain_compile.runtime.cuda.device import CudaDevice
 from cotrain_compile.runtime.cuda.pinned import PinnedPool, available_host_bytes
 from cotrain_compile.runtime.host.fused_kernel import HostKernel
 from cotrain_compile.runtime.process.cores import Cores
-from cotrain_compile.sizes import Size
-from cotrain_compile.units import format_bytes
+from cotrain_compile.support.sizes import Size
+from cotrain_compile.support.units import format_bytes
 
 # Of a card that no preset is of, the link and the host of this one are assumed.
 _LINK_OF_UNKNOWN = "rtx3090"

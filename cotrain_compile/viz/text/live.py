@@ -19,7 +19,7 @@ from cotrain_compile.errors import OptionError
 from cotrain_compile.machine import Tier
 from cotrain_compile.options import LIVE_S, Options
 from cotrain_compile.plan import Plan
-from cotrain_compile.units import format_bytes, format_seconds
+from cotrain_compile.support.units import format_bytes, format_seconds
 from cotrain_compile.viz.text.narrate import verbosity
 
 VARIABLE = "COTRAIN_LIVE"

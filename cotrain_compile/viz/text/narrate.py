@@ -26,7 +26,7 @@ from cotrain_compile.options import Options
 from cotrain_compile.placement.explain.alternatives import every_strategy
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.plan import Plan, Transfer
-from cotrain_compile.units import format_bytes, format_seconds, printable
+from cotrain_compile.support.units import format_bytes, format_seconds, printable
 from cotrain_compile.viz.kinds import lane_titles
 from cotrain_compile.viz.text.log import LOG, on_a_terminal, say
 from cotrain_compile.viz.text.summary import order_words, recompute_words, search_words

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from cotrain_compile.options import Options
-from cotrain_compile.phases import is_listened, tell_phase, told_to
+from cotrain_compile.support.phases import is_listened, tell_phase, told_to
 from cotrain_compile.viz.text.log import LOG, above_bars
 from cotrain_compile.viz.text.narrate import verbosity
 from cotrain_compile.viz.text.terminal import PlainConsole

@@ -11,8 +11,7 @@ import pytest
 from cotrain_compile.errors import OptionError
 from cotrain_compile.files import load, save
 from cotrain_compile.machine import Machine
-from cotrain_compile.machine_devices import seen_from, side_by_side
-from cotrain_compile.preset_cards import CARDS, Card
+from cotrain_compile.machine.devices import seen_from, side_by_side
 from cotrain_compile.presets import (
     ADAMW_BYTES_PER_PARAMETER,
     PRESETS,
@@ -25,6 +24,7 @@ from cotrain_compile.presets import (
     usable_memory_bytes,
     with_changes,
 )
+from cotrain_compile.presets.cards import CARDS, Card
 from cotrain_compile.viz.text.describe import describe_machine
 
 DATA = Path(__file__).parents[2] / "data" / "zero_offload_tables.json"

@@ -9,11 +9,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
-from cotrain_compile import default_budget
 from cotrain_compile.errors import OptionError, did_you_mean
-from cotrain_compile.machine import LARGEST, Machine, Tier
+from cotrain_compile.machine import LARGEST, Machine, Tier, default_budget
 from cotrain_compile.placement.policies import RULES
-from cotrain_compile.sizes import Size
+from cotrain_compile.support.sizes import Size
 
 # What a choice may be: the one list of it, for what checks and for what is typed.
 Device = Literal["cpu", "cuda"]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 
-from cotrain_compile.machine_parts import (
+from cotrain_compile.machine.parts import (
     LARGEST,
     UNDISTURBED,
     Contention,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from cotrain_compile.dataflow import Dataflow, differ_in_updates_alone
+from cotrain_compile.entry.plan_cache import cached
 from cotrain_compile.errors import PlanError
 from cotrain_compile.machine import Tier
 from cotrain_compile.options import Options, as_option_error
@@ -19,8 +20,7 @@ from cotrain_compile.placement.search.rest_on_host import rest_on_host
 from cotrain_compile.placement.search.reuse_placement import reuse_placement
 from cotrain_compile.placement.search.solve import SolveSettings, solve
 from cotrain_compile.plan import Placement, Plan
-from cotrain_compile.plan_cache import cached
-from cotrain_compile.units import format_bytes
+from cotrain_compile.support.units import format_bytes
 from cotrain_compile.viz.text.describe import describe_differences
 
 _ANEW = "homes, updates and what is away are the plan's, and copies are scheduled anew"

@@ -19,9 +19,9 @@ from pathlib import Path
 
 from cotrain_compile.errors import OptionError, did_you_mean
 from cotrain_compile.machine import HostUpdate, Link, Machine, Network, Rates, TierSpec, two_tier
-from cotrain_compile.preset_cards import CARDS, Card
-from cotrain_compile.preset_tables import HOSTS, SERVERS, Host, Server
-from cotrain_compile.sizes import Size
+from cotrain_compile.presets.cards import CARDS, Card
+from cotrain_compile.presets.tables import HOSTS, SERVERS, Host, Server
+from cotrain_compile.support.sizes import Size
 
 ADAMW_BYTES_PER_PARAMETER = 28
 THIS_MACHINE = "this-machine"

@@ -14,10 +14,10 @@ from typing import Any, ParamSpec, TypeVar, Unpack, get_type_hints, overload
 import torch
 from torch import nn
 
-from cotrain_compile.compile_step import cotrain
+from cotrain_compile.entry.compile_step import cotrain
 from cotrain_compile.errors import CotrainError, OptionError
-from cotrain_compile.option_keywords import Keywords
 from cotrain_compile.options import Options
+from cotrain_compile.options.keywords import Keywords
 
 P = ParamSpec("P")
 R = TypeVar("R")
