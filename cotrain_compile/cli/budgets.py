@@ -112,7 +112,7 @@ def _found(
         own = replace(problem, budgets=one.options.budgets(machine))
         stage = str(one.path)
         say(stage)
-        settings = solve_settings(one.options)
+        settings = solve_settings(one.options, one.options.compiled)
         doing = partial(say, stage)
         try:
             plan = solve(own, settings, progress=doing, incumbents=tuple(tighter), space=space)

@@ -124,10 +124,11 @@ def _solved(file: Path, cases: Sequence[Case], options: Options, jobs: int) -> I
     from cotrain_compile.cli.sweep_cases import in_parallel
     from cotrain_compile.entry.choose_plan import solve_settings
 
+    settings = solve_settings(options, options.compiled)
     hidden = not console.is_terminal or console.quiet
     with Progress(console=console, transient=True, disable=hidden) as bar:
         task = bar.add_task("solving", total=len(cases))
-        for done, tried in enumerate(in_parallel(file, cases, solve_settings(options), jobs), 1):
+        for done, tried in enumerate(in_parallel(file, cases, settings, jobs), 1):
             yield tried
             bar.advance(task)
             say_doing(f"solved {done} of {len(cases)}")

@@ -48,6 +48,7 @@ from cotrain_compile.extract.extract import extract
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.machine import Tier
 from cotrain_compile.options import Options, as_option_error
+from cotrain_compile.options.parts import LoweringOptions, PlanningOptions
 from cotrain_compile.passes import run_passes
 from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.problem import Problem, formulate
@@ -228,7 +229,7 @@ def compile_step(
     return CompiledStep(problem, plan, placed, device, lowered, together)
 
 
-def _guesses_below(problem: Problem, plan: Plan, options: Options) -> float:
+def _guesses_below(problem: Problem, plan: Plan, options: PlanningOptions) -> float:
     """The share of wrong guesses below which updates on guesses run, where there are any."""
     adapts = bool(plan.speculations) and options.speculate == "auto"
     return outcomes(problem, plan).pays_below if adapts else math.inf
@@ -274,11 +275,11 @@ def _lowered(
     return lower(step, placed, dataflow, settings, options.eager_segments, apart)
 
 
-def _is_compiled(step: StepGraph, options: Options) -> bool:
+def _is_compiled(step: StepGraph, options: LoweringOptions) -> bool:
     return options.lowering_on(compute_device_of(step).type) != "eager"
 
 
-def _profile(options: Options) -> CostTable | None:
+def _profile(options: PlanningOptions) -> CostTable | None:
     return None if options.profile is None else load_profile(options.profile)
 
 
