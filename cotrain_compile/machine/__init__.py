@@ -43,7 +43,7 @@ __all__ = [
     "two_tier",
 ]
 
-# 2: any number of spaces, processors and links; `machine_files` reads what came before.
+# 2: any number of spaces, processors and links; `machine.files` reads what came before.
 FORMAT_VERSION = 2
 
 

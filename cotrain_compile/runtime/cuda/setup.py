@@ -28,6 +28,7 @@ from cotrain_compile.runtime.cuda.device import CudaDevice
 from cotrain_compile.runtime.cuda.pinned import PinnedPool, available_host_bytes
 from cotrain_compile.runtime.host.fused_kernel import HostKernel
 from cotrain_compile.runtime.process.cores import Cores
+from cotrain_compile.support import limits
 from cotrain_compile.support.sizes import Size
 from cotrain_compile.support.units import format_bytes
 
@@ -70,7 +71,7 @@ def machine_like(properties: Any) -> Machine:
     return like.but(
         name=presets.THIS_MACHINE,
         device=device,
-        host=replace(like.host, capacity_bytes=presets.usable_memory_bytes()),
+        host=replace(like.host, capacity_bytes=limits.usable_memory_bytes()),
         source=f"{card}: capacities as found, {told}; run `cotrain-compile calibrate "
         "--device cuda` for measured ones",
         rates=Rates.GUESSED,
