@@ -13,7 +13,7 @@ from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
 from cotrain_compile.errors import ON_META, OptionError
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.machine import Machine, Tier
-from cotrain_compile.options import Options
+from cotrain_compile.options.parts import LoweringOptions, PlanningOptions, RunningOptions
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.runtime.calibrate.first_use import measured_machine
 from cotrain_compile.runtime.cuda.setup import cuda_device, cuda_machine
@@ -36,7 +36,7 @@ def runs_on_cuda(step: StepGraph) -> bool:
     return compute_device_of(step).type == "cuda"
 
 
-def refuse_other_devices(step: StepGraph, options: Options) -> None:
+def refuse_other_devices(step: StepGraph, options: LoweringOptions) -> None:
     """Raise `OptionError` unless the step runs on the CPU or on one CUDA device, as asked for."""
     found = sorted(str(device) for device in _traced_devices(step) if device != _CPU)
     if "meta" in found:
@@ -53,7 +53,7 @@ def refuse_other_devices(step: StepGraph, options: Options) -> None:
         )
 
 
-def tell_of_unused_card(step: StepGraph, options: Options) -> None:
+def tell_of_unused_card(step: StepGraph, options: LoweringOptions) -> None:
     """Warn where a step runs on the emulated device though there is a card, and nobody asked."""
     if options.device is None and torch.cuda.is_available() and not runs_on_cuda(step):
         warnings.warn(
@@ -90,7 +90,7 @@ def refuse_gradients_of_hosted(
         )
 
 
-def machine_for(step: StepGraph, options: Options) -> Machine:
+def machine_for(step: StepGraph, options: PlanningOptions) -> Machine:
     """The machine that `options` name; "this-machine" is the one that the step runs on.
 
     That is measured when it is first met, or else guessed at: see `first_use`.
@@ -105,7 +105,7 @@ def machine_for(step: StepGraph, options: Options) -> Machine:
 
 
 def runtime_for(
-    placed: StepGraph, problem: Problem, kernels: Mapping[str, HostKernel], options: Options
+    placed: StepGraph, problem: Problem, kernels: Mapping[str, HostKernel], options: RunningOptions
 ) -> Device:
     """The device that carries out the tasks of `placed`, of which `problem` has the costs."""
     device: Device

@@ -29,6 +29,7 @@ from cotrain_compile import presets
 from cotrain_compile.backends.inductor.lower import segments_of
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.demo.model import CharacterGPT, Shape
+from cotrain_compile.entry.tracing import trace_graph
 from cotrain_compile.extract.extract import extract
 from cotrain_compile.files import load, save
 from cotrain_compile.graph import StepGraph
@@ -37,7 +38,6 @@ from cotrain_compile.placement.policies import resident
 from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.placement.search.solve import SolveSettings, solve
-from cotrain_compile.tracing import trace_graph
 
 ROOT = Path(__file__).parents[1]
 EXPECTED = ROOT / "bench" / "gate.json"

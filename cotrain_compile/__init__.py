@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cotrain_compile import errors
-    from cotrain_compile.compiled import inspect, report, synchronize
     from cotrain_compile.distribute.burst import burst
     from cotrain_compile.distribute.cpu_helpers import cpu_helpers
     from cotrain_compile.distribute.shard import shard
+    from cotrain_compile.entry.compiled import inspect, report, synchronize
+    from cotrain_compile.entry.step_scalars import scalars
+    from cotrain_compile.entry.tracing import trace
+    from cotrain_compile.entry.typed_compile import compile
     from cotrain_compile.options import Options
     from cotrain_compile.pipelining.pipeline import pipeline
-    from cotrain_compile.step_scalars import scalars
-    from cotrain_compile.tracing import trace
-    from cotrain_compile.typed_compile import compile
 
 __all__ = [
     "Options",
@@ -47,15 +47,15 @@ __version__ = "0.1.0"
 _HOMES = {
     "Options": "options",
     "burst": "distribute.burst",
-    "compile": "typed_compile",
+    "compile": "entry.typed_compile",
     "cpu_helpers": "distribute.cpu_helpers",
-    "inspect": "compiled",
+    "inspect": "entry.compiled",
     "pipeline": "pipelining.pipeline",
-    "report": "compiled",
-    "scalars": "step_scalars",
+    "report": "entry.compiled",
+    "scalars": "entry.step_scalars",
     "shard": "distribute.shard",
-    "synchronize": "compiled",
-    "trace": "tracing",
+    "synchronize": "entry.compiled",
+    "trace": "entry.tracing",
 }
 
 

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable
 
 from cotrain_compile.machine import Tier
-from cotrain_compile.units import printable
+from cotrain_compile.support.units import printable
 
 ON_META = (
     "there they have no values to train. model.to_empty(device=...) gives them memory; then load a "

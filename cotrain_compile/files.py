@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from pydantic_core import ErrorDetails, PydanticSerializationError
 
 from cotrain_compile.errors import FormatError, OptionError
-from cotrain_compile.machine_files import Machine1
+from cotrain_compile.machine.files import Machine1
 
 T = TypeVar("T")
 

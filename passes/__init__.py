@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import zip_longest
 
-from cotrain_compile.collectives import is_collective
-from cotrain_compile.collector import collector_off
 from cotrain_compile.errors import PlanError
 from cotrain_compile.graph import StepGraph
+from cotrain_compile.graph.collectives import is_collective
+from cotrain_compile.graph.random_ops import is_random
 from cotrain_compile.passes.insert_transfers import insert_transfers
 from cotrain_compile.passes.insert_waits import insert_waits
 from cotrain_compile.passes.move_ops import move_ops
@@ -22,7 +22,7 @@ from cotrain_compile.passes.run_by_layer import run_by_layer
 from cotrain_compile.passes.use_fetched_copies import use_fetched_copies
 from cotrain_compile.placement.recompute.rewrite import again_name
 from cotrain_compile.plan import Plan
-from cotrain_compile.random_ops import is_random
+from cotrain_compile.support.collector import collector_off
 
 Pass = Callable[[StepGraph, Plan], StepGraph]
 Observer = Callable[[str, StepGraph, StepGraph], None]

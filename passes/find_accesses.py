@@ -20,12 +20,12 @@ import torch
 from torch import fx
 
 from cotrain_compile.analysis.races import Event, Race, find_race
-from cotrain_compile.collectives import group_name_of, is_collective, is_wait
 from cotrain_compile.graph import StepGraph, writes
+from cotrain_compile.graph.collectives import group_name_of, is_collective, is_wait
+from cotrain_compile.graph.random_ops import generators_in, generators_of
 from cotrain_compile.machine import Tier
 from cotrain_compile.passes.views import COPY, viewed
 from cotrain_compile.plan import Lane
-from cotrain_compile.random_ops import generators_in, generators_of
 from cotrain_compile.runtime.task_nodes import (
     HostCast,
     Offload,

@@ -17,11 +17,11 @@ from itertools import pairwise
 from torch import fx
 
 from cotrain_compile.capture.nodes.copies import Copier
-from cotrain_compile.collectives import is_wait
 from cotrain_compile.dataflow import Phase
 from cotrain_compile.errors import PlanError
 from cotrain_compile.extract.extract import buffer_names
 from cotrain_compile.graph import StepGraph
+from cotrain_compile.graph.collectives import is_wait
 from cotrain_compile.passes.views import viewed
 from cotrain_compile.placement.recompute.rewrite import again_name
 from cotrain_compile.plan import Plan

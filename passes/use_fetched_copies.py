@@ -20,8 +20,8 @@ from typing import assert_never
 import torch
 from torch import fx
 
-from cotrain_compile.collectives import is_wait
 from cotrain_compile.graph import StepGraph, shape
+from cotrain_compile.graph.collectives import is_wait
 from cotrain_compile.machine import Tier
 from cotrain_compile.passes.views import COPY, storage, viewed, written_by
 from cotrain_compile.plan import Plan

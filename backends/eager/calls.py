@@ -15,9 +15,9 @@ from typing import Any, assert_never
 import torch
 from torch import fx
 
-from cotrain_compile.collectives import awaited_by, is_collective
 from cotrain_compile.dataflow import PERSISTENT_ROLES, Role
 from cotrain_compile.graph import StepGraph, returns_argument_memory, writes
+from cotrain_compile.graph.collectives import awaited_by, is_collective
 from cotrain_compile.runtime.bound_ops import Bound, Values, bound
 from cotrain_compile.runtime.carry_out import Carry, carrying_out, carrying_out_together
 from cotrain_compile.runtime.metered import last_uses

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from torch import fx
 
-from cotrain_compile.collectives import is_collective, is_wait, kind_of
 from cotrain_compile.distribute.meet import first_line
 from cotrain_compile.errors import CotrainError, ExchangeFailed
-from cotrain_compile.user_lines import user_line
+from cotrain_compile.graph.collectives import is_collective, is_wait, kind_of
+from cotrain_compile.graph.user_lines import user_line
 
 GO_ON = (
     "Another rank has failed or died, hangs, or takes longer than the timeout of the process "

@@ -17,8 +17,8 @@ from cotrain_compile.backends.eager.exchanges import exchange_failed
 from cotrain_compile.backends.eager.lock_step import in_lock_step
 from cotrain_compile.backends.eager.room import Room
 from cotrain_compile.capture.nodes.storages import is_view
-from cotrain_compile.collectives import stand_in
 from cotrain_compile.graph import StepGraph, returned_values
+from cotrain_compile.graph.collectives import stand_in
 from cotrain_compile.machine import Tier
 from cotrain_compile.plan import Lane, Span, exchange_of
 from cotrain_compile.runtime.device import Device

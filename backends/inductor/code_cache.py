@@ -24,8 +24,8 @@ from torch._inductor.codecache import FxGraphCache
 from torch._inductor.output_code import CompiledFxGraph, CompiledFxGraphConstants
 from torch._inductor.utils import BoxedBool
 
-from cotrain_compile.disk_cache import keep_at_most, package_digest, private_folder
 from cotrain_compile.files import write_whole
+from cotrain_compile.support.disk_cache import keep_at_most, package_digest, private_folder
 
 MOST_BYTES = 4 << 20  # of 50 bytes a segment
 # As `compile_fx_inner` completes them for a graph of its own.

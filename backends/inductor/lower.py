@@ -25,12 +25,12 @@ from cotrain_compile.backends.inductor.compile_graph import (
 )
 from cotrain_compile.backends.inductor.partition import partition, sink_into_updates
 from cotrain_compile.backends.inductor.segments import Segment, SegmentedStep, segmented
-from cotrain_compile.collector import collector_off
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import LoweringError, OptionError
 from cotrain_compile.graph import StepGraph
-from cotrain_compile.phases import tell_phase
-from cotrain_compile.raised_by_handler import raised_by_handler
+from cotrain_compile.support.collector import collector_off
+from cotrain_compile.support.phases import tell_phase
+from cotrain_compile.support.raised_by_handler import raised_by_handler
 
 Settings = Mapping[str, Any]
 

@@ -16,8 +16,8 @@ import torch
 from torch import fx
 
 from cotrain_compile.backends.inductor.scatters import ends_a_segment
-from cotrain_compile.collectives import is_collective, is_wait
 from cotrain_compile.dataflow import Dataflow
+from cotrain_compile.graph.collectives import is_collective, is_wait
 from cotrain_compile.passes.views import COPY, viewed
 from cotrain_compile.runtime.ops import TASKS
 

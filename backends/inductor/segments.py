@@ -19,7 +19,7 @@ from torch import fx
 
 from cotrain_compile.backends.inductor.partition import Stretch, base_of, is_shown
 from cotrain_compile.graph import StepGraph, shape
-from cotrain_compile.lazy_module import graph_module
+from cotrain_compile.graph.lazy_module import graph_module
 from cotrain_compile.passes.views import COPY
 
 aten = torch.ops.aten

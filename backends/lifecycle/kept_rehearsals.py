@@ -26,10 +26,10 @@ from torch._ops import HigherOrderOperator, OpOverload
 from cotrain_compile.backends.inductor.code_cache import key_of
 from cotrain_compile.backends.inductor.lower import LoweredStep
 from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
-from cotrain_compile.disk_cache import folder_of, keep_at_most, package_digest
 from cotrain_compile.files import parsed, write_whole
 from cotrain_compile.machine import Tier
 from cotrain_compile.runtime.ops import TASKS
+from cotrain_compile.support.disk_cache import folder_of, keep_at_most, package_digest
 
 MOST_BYTES = 1 << 20  # of 50 bytes a step
 _OF_TORCH = frozenset({"aten", "prims", "cotrain"})

@@ -7,7 +7,7 @@ from html import escape
 
 from cotrain_compile.machine import Tier
 from cotrain_compile.plan import Plan
-from cotrain_compile.units import format_bytes, format_seconds
+from cotrain_compile.support.units import format_bytes, format_seconds
 
 
 def facts_of(plan: Plan) -> list[tuple[str, str]]:

@@ -33,7 +33,7 @@ from cotrain_compile.errors import OutOfDeviceMemory, PlacementError
 from cotrain_compile.machine import Tier
 from cotrain_compile.runtime.allocations import is_profiled
 from cotrain_compile.runtime.cuda.card import is_out_of_memory
-from cotrain_compile.units import format_bytes
+from cotrain_compile.support.units import format_bytes
 
 ROUNDS = 3
 # The part of a plan that a new round takes off at least, if what is left is enough: where a card's

@@ -32,7 +32,7 @@ from cotrain_compile.errors import VerifyError
 from cotrain_compile.extract.extract import buffer_names
 from cotrain_compile.graph import StepGraph, writes
 from cotrain_compile.machine import Tier
-from cotrain_compile.options import Options
+from cotrain_compile.options.parts import LoweringOptions
 from cotrain_compile.passes.find_accesses import find_race_in
 from cotrain_compile.plan import HostRegion, Plan, Task, Transfer
 from cotrain_compile.runtime.host.trial import TOLERANCE
@@ -56,7 +56,7 @@ class Result:
 class VerifiedStep:
     """Runs a step; its first `options.verify` steps are compared with the reference."""
 
-    def __init__(self, run: Rehearsed, step: StepGraph, options: Options) -> None:
+    def __init__(self, run: Rehearsed, step: StepGraph, options: LoweringOptions) -> None:
         self._run = run
         self._step = step
         self._options = options
@@ -131,7 +131,7 @@ def refuse_race(placed: StepGraph) -> None:
         )
 
 
-def _results(step: StepGraph, plan: Plan, options: Options) -> Iterator[Result]:
+def _results(step: StepGraph, plan: Plan, options: LoweringOptions) -> Iterator[Result]:
     """All that a step leaves: outputs, and inputs that persist, written or not."""
     graph = step.module.graph
     rounded = _rounded(step, plan) if options.host_kernels == "fused" else set()

@@ -32,9 +32,9 @@ from cotrain_compile.cluster.sources.cluster_presets import find_cluster
 from cotrain_compile.cluster.sources.repeated_layers import with_layers
 from cotrain_compile.cluster.sources.step_on_cluster import profile_on_cluster
 from cotrain_compile.dataflow import Dataflow
+from cotrain_compile.entry.tracing import trace
 from cotrain_compile.files import load, save
-from cotrain_compile.tracing import trace
-from cotrain_compile.units import format_bytes, format_seconds
+from cotrain_compile.support.units import format_bytes, format_seconds
 
 EXAMPLES = Path("docs/examples")
 LAYERS, BATCH, LENGTH, SAMPLES = 4, 4, 2048, 256

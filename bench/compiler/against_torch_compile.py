@@ -33,9 +33,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 import cotrain_compile
 from bench.report import write_report
 from cotrain_compile.backends.inductor.lower import segments_of
+from cotrain_compile.entry.tracing import trace_graph
 from cotrain_compile.extract.extract import extract
 from cotrain_compile.runtime.allocations import most_allocated
-from cotrain_compile.tracing import trace_graph
 
 Step = Callable[[Tensor], Tensor]
 BATCH, LENGTH = 2, 256

@@ -34,8 +34,8 @@ from cotrain_compile.analysis.liveness import liveness
 from cotrain_compile.analysis.reuse import reuse_distances
 from cotrain_compile.backends.inductor import lower
 from cotrain_compile.backends.inductor.segments import SegmentedStep
-from cotrain_compile.collector import collector_off
 from cotrain_compile.demo.model import CharacterGPT, Shape
+from cotrain_compile.entry.tracing import trace_graph
 from cotrain_compile.errors import PlacementError
 from cotrain_compile.extract.extract import extract
 from cotrain_compile.graph import StepGraph
@@ -56,7 +56,7 @@ from cotrain_compile.placement.simulate.predict import predict_steady_state
 from cotrain_compile.plan import Plan
 from cotrain_compile.runtime.host.kernels import host_kernels
 from cotrain_compile.runtime.ops import TASKS
-from cotrain_compile.tracing import trace_graph
+from cotrain_compile.support.collector import collector_off
 
 BUDGET_SHARE = 0.5
 """What the device may take of the peak with everything resident."""

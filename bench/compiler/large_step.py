@@ -20,13 +20,13 @@ from cotrain_compile.analysis.critical_path import critical_path
 from cotrain_compile.analysis.cut import offload_cuts
 from cotrain_compile.analysis.liveness import liveness
 from cotrain_compile.analysis.reuse import reuse_distances
+from cotrain_compile.entry.tracing import trace_graph
 from cotrain_compile.extract.extract import extract
 from cotrain_compile.jobs import load_job
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.policies import rule
 from cotrain_compile.placement.problem import formulate
 from cotrain_compile.placement.schedule.schedule import schedule
-from cotrain_compile.tracing import trace_graph
 
 JOB = "docs/examples/llama.py:llama_7b"
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from cotrain_compile.dataflow import Dataflow
+from cotrain_compile.entry.tracing import trace
 from cotrain_compile.files import load, save
 from cotrain_compile.jobs import load_job
-from cotrain_compile.tracing import trace
 
 EXAMPLES = Path("docs/examples")
 

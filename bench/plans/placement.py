@@ -29,6 +29,7 @@ from bench.plans.targets import Row, summary
 from bench.report import runs_before, write_report
 from cotrain_compile import presets
 from cotrain_compile.dataflow import Dataflow
+from cotrain_compile.entry.tracing import trace
 from cotrain_compile.errors import PlacementError
 from cotrain_compile.files import load
 from cotrain_compile.jobs import load_job
@@ -43,9 +44,8 @@ from cotrain_compile.placement.schedule.schedule import shortfall_bytes
 from cotrain_compile.placement.search.greedy import least_memory
 from cotrain_compile.placement.search.solve import SolveSettings, solve
 from cotrain_compile.plan import Placement, Plan
-from cotrain_compile.sizes import Size
-from cotrain_compile.tracing import trace
-from cotrain_compile.units import format_bytes, format_seconds
+from cotrain_compile.support.sizes import Size
+from cotrain_compile.support.units import format_bytes, format_seconds
 
 STEPS = (
     "docs/examples/gpt2.py:gpt2_124m",

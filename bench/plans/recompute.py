@@ -35,6 +35,7 @@ from bench.plans.stopwatch import stopwatch
 from bench.report import runs_before, write_report
 from cotrain_compile import presets
 from cotrain_compile.dataflow import Dataflow
+from cotrain_compile.entry.tracing import trace
 from cotrain_compile.errors import PlacementError, PlanError
 from cotrain_compile.files import load, save
 from cotrain_compile.jobs import load_job
@@ -50,8 +51,7 @@ from cotrain_compile.placement.search.attempts import Attempts
 from cotrain_compile.placement.search.solve import SolveSettings, solve
 from cotrain_compile.placement.search.variants import Levels
 from cotrain_compile.plan import Lane, Plan
-from cotrain_compile.sizes import Size
-from cotrain_compile.tracing import trace
+from cotrain_compile.support.sizes import Size
 
 HOST_BYTES = 1 << 40
 # Steps by the name of their shape, with the machines and the budgets to plan for.

@@ -33,6 +33,7 @@ import cotrain_compile
 from bench.report import write_report
 from cotrain_compile import presets
 from cotrain_compile.dataflow import Dataflow
+from cotrain_compile.entry.tracing import trace
 from cotrain_compile.errors import PlacementError
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.check.check import check
@@ -42,8 +43,7 @@ from cotrain_compile.placement.recompute.gather_again import gathered
 from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.placement.search.solve import SolveSettings, solve
 from cotrain_compile.plan import Placement, Plan
-from cotrain_compile.tracing import trace
-from cotrain_compile.units import format_bytes, format_seconds
+from cotrain_compile.support.units import format_bytes, format_seconds
 
 EXAMPLES = Path("docs/examples")
 SERVERS = ("8xrtx4090", "8xa100", "8xh100", "2xgh200")

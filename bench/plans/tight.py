@@ -30,7 +30,7 @@ from cotrain_compile.machine import Tier
 from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.search.solve import SolveSettings, solve
-from cotrain_compile.units import format_bytes, format_seconds
+from cotrain_compile.support.units import format_bytes, format_seconds
 
 STEPS = ("ViT-L, 128 × 224²", "GPT-2 124M, 8 × 1024", "Llama 1B, 2 × 2048", "U-Net, 16 × 512²")
 MACHINES = ("rtx4090", "h100")

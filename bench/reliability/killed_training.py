@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 # What is loaded once for all processes, which are forked from one that has.
-import cotrain_compile.compile_step
+import cotrain_compile.entry.compile_step
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "plain_loop.py"
 SAVE_EVERY = 5

@@ -27,7 +27,7 @@ from bench.runtime.own_network import HUB, take_card
 from bench.runtime.rank_bench import RankBench, measured_hop, start
 from bench.runtime.runs_of_exchanges import HELPERS, WIDTHS, WORKERS
 from bench.runtime.slow_model import LAYER_BYTES, LAYERS
-from cotrain_compile.units import format_bytes, format_seconds
+from cotrain_compile.support.units import format_bytes, format_seconds
 
 WARM_UP = 1
 

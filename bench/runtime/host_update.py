@@ -31,6 +31,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from bench.report import write_report
 from cotrain_compile import presets
+from cotrain_compile.entry.tracing import trace_graph
 from cotrain_compile.extract.extract import extract
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.machine import Tier
@@ -43,7 +44,6 @@ from cotrain_compile.runtime.host.kernels import host_kernels
 from cotrain_compile.runtime.lanes import Lane
 from cotrain_compile.runtime.meter import Meter
 from cotrain_compile.runtime.task_nodes import RegionCall, region_calls
-from cotrain_compile.tracing import trace_graph
 
 Work = Callable[[], None]
 

@@ -44,7 +44,7 @@ from cotrain_compile.placement.search.solve import SolveSettings, solve
 from cotrain_compile.plan import Plan
 from cotrain_compile.runtime.calibrate.calibrate import calibrate
 from cotrain_compile.runtime.calibrate.link_bench import Sizes
-from cotrain_compile.units import format_bytes, format_seconds
+from cotrain_compile.support.units import format_bytes, format_seconds
 
 BYTES_PER_S, LIMIT_S, REPEATS, MICRO_BATCHES = 1e8, 60.0, 10, 8
 # Of the machine only the links count, which are set here: every op and update has a measured time.

@@ -38,6 +38,7 @@ from bench.runtime.simulated_vs_measured import (
 from cotrain_compile.analysis.costs import CostTable
 from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
 from cotrain_compile.dataflow import Dataflow
+from cotrain_compile.entry.tracing import trace
 from cotrain_compile.files import load, save
 from cotrain_compile.jobs import load_job
 from cotrain_compile.machine import Link, Machine, Tier
@@ -48,7 +49,6 @@ from cotrain_compile.placement.simulate.predict import predict
 from cotrain_compile.plan import Plan
 from cotrain_compile.presets import find
 from cotrain_compile.runtime.calibrate.calibrate import calibrate
-from cotrain_compile.tracing import trace
 
 JOB = "docs/examples/llama.py:llama_1b"
 GIB = 1 << 30

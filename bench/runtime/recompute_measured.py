@@ -45,7 +45,7 @@ from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.placement.search.variants import Levels
 from cotrain_compile.runtime.calibrate.calibrate import calibrate
 from cotrain_compile.runtime.calibrate.link_bench import Sizes
-from cotrain_compile.units import format_bytes, format_seconds
+from cotrain_compile.support.units import format_bytes, format_seconds
 
 # So slow that what is made again is sooner there than what comes back over the link.
 SLOW_BYTES_PER_S = 1e7

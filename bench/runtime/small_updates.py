@@ -27,9 +27,9 @@ from torch import Tensor, nn
 import cotrain_compile
 from bench.report import write_report
 from cotrain_compile.demo.model import CharacterGPT, Shape
-from cotrain_compile.disk_cache import VARIABLE
 from cotrain_compile.placement.schedule import schedule
 from cotrain_compile.plan import carried_out
+from cotrain_compile.support.disk_cache import VARIABLE
 
 SHAPE = Shape(characters=16, context=8, width=8, layers=24, heads=2)
 RANK = 4

@@ -42,6 +42,7 @@ from bench.runtime.simulated_vs_measured import (
     run_in_turn,
 )
 from cotrain_compile.dataflow import Dataflow
+from cotrain_compile.entry.tracing import trace
 from cotrain_compile.files import load, save
 from cotrain_compile.jobs import load_job
 from cotrain_compile.machine import Link, Tier
@@ -52,8 +53,7 @@ from cotrain_compile.placement.simulate.outcomes import outcomes
 from cotrain_compile.plan import Plan
 from cotrain_compile.presets import find
 from cotrain_compile.runtime.calibrate.calibrate import calibrate
-from cotrain_compile.tracing import trace
-from cotrain_compile.units import format_seconds
+from cotrain_compile.support.units import format_seconds
 
 JOB = "docs/examples/llama.py:{}"
 GIB = 1 << 30

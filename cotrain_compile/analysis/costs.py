@@ -16,7 +16,7 @@ from cotrain_compile.dataflow import Collective, Dataflow, Op, UpdateGroup
 from cotrain_compile.errors import PlanError
 from cotrain_compile.machine import LARGEST, Machine, Network, Tier, TierSpec
 from cotrain_compile.plan import Lane, Plan, Timeline
-from cotrain_compile.units import format_bytes
+from cotrain_compile.support.units import format_bytes
 
 FORMAT_VERSION = 1
 

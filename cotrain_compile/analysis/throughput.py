@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.machine import Machine
-from cotrain_compile.units import format_seconds
+from cotrain_compile.support.units import format_seconds
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch import fx
 from torch._dynamo.output_graph import SubgraphTracer
 from torch.fx.experimental.symbolic_shapes import PropagateUnbackedSymInts
 
-from cotrain_compile.phases import is_listened, tell_phase
+from cotrain_compile.support.phases import is_listened, tell_phase
 
 EVERY = 100  # calls between two counts
 _RUNS = 2

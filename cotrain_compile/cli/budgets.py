@@ -96,7 +96,7 @@ def _found(
     dataflow: Dataflow, machine: Machine, asked: Sequence[Asked], say: SayStage
 ) -> Iterator[tuple[Asked, Plan | PlacementError]]:
     """From tight to roomy: what fits less memory is worth looking at with more."""
-    from cotrain_compile.choose_plan import solve_settings
+    from cotrain_compile.entry.choose_plan import solve_settings
     from cotrain_compile.placement.check.check import check
     from cotrain_compile.placement.decisions.find_decisions import decision_space
     from cotrain_compile.placement.problem import formulate
@@ -112,7 +112,7 @@ def _found(
         own = replace(problem, budgets=one.options.budgets(machine))
         stage = str(one.path)
         say(stage)
-        settings = solve_settings(one.options)
+        settings = solve_settings(one.options, one.options.compiled)
         doing = partial(say, stage)
         try:
             plan = solve(own, settings, progress=doing, incumbents=tuple(tighter), space=space)

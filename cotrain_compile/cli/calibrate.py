@@ -8,16 +8,17 @@ from typing import Annotated
 import typer
 from rich.progress import Progress
 
-from cotrain_compile import files, options
+from cotrain_compile import files
 from cotrain_compile.cli.outputs import refuse_outputs
 from cotrain_compile.cli.terminal import Json, console, keep_stdout_for, say_doing
+from cotrain_compile.options import parts
 from cotrain_compile.viz.text.describe import describe_machine
 
 
 def calibrate(
     output: Annotated[Path, typer.Option("--output", "-o", help="The machine.json to write.")],
     device: Annotated[
-        options.Device, typer.Option(help="The device to measure; cpu is the emulated one.")
+        parts.Device, typer.Option(help="The device to measure; cpu is the emulated one.")
     ] = "cpu",
     as_json: Json = False,
 ) -> None:

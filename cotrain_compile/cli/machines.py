@@ -12,7 +12,7 @@ from cotrain_compile import files, presets
 from cotrain_compile.cli.parameters import DeviceMemory, HostMemory, LinkRate, with_changes
 from cotrain_compile.cli.terminal import Json, console
 from cotrain_compile.machine import Machine
-from cotrain_compile.units import format_bytes
+from cotrain_compile.support.units import format_bytes
 from cotrain_compile.viz.text.describe import describe_machine
 
 _DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float32")

@@ -8,7 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from cotrain_compile.cli.terminal import Json, console, keep_stdout_for, print_json
-from cotrain_compile.option_keywords import options_schema
+from cotrain_compile.options.keywords import options_schema
 
 
 def options(as_json: Json = False) -> None:
@@ -18,12 +18,13 @@ def options(as_json: Json = False) -> None:
     if as_json:
         print_json(schema)
         return
-    table = Table("option", "may be", "default", box=None, pad_edge=False)
+    table = Table("option", "may be", "default", "what it is for", box=None, pad_edge=False)
     for name, told in schema["properties"].items():
         default = told["default"]
-        table.add_row(name, _may_be(told), "" if default in (None, []) else str(default))
+        shown = "" if default in (None, []) else str(default)
+        table.add_row(name, _may_be(told), shown, told["description"])
     console.print(table, soft_wrap=False)
-    console.print("The documentation's page Options says what each does.")
+    console.print("The documentation's page Options says more of each.")
 
 
 def _may_be(told: Mapping[str, Any]) -> str:

@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
-from cotrain_compile import options, presets
+from cotrain_compile import presets
 from cotrain_compile.machine import Machine
+from cotrain_compile.options import parsers, parts
 
 StepFile = Annotated[
     Path, typer.Argument(help="A step.json, written by `trace` or by the option dump.")
@@ -36,7 +37,7 @@ StepRanks = Annotated[
 
 Policy = Annotated[
     str,
-    typer.Option(help=f"One of {', '.join(options.POLICIES)}, or fraction:F with F from 0 to 1."),
+    typer.Option(help=f"One of {', '.join(parsers.POLICIES)}, or fraction:F with F from 0 to 1."),
 ]
 WorkLimit = Annotated[
     float,
@@ -52,11 +53,11 @@ Gap = Annotated[
     float, typer.Option(help="Stop when a plan is this close to the best possible: 0.005 is 0.5 %.")
 ]
 Recompute = Annotated[
-    options.Recompute,
+    parts.Recompute,
     typer.Option(help="Whether the plan may recompute activations; exact: with the same bits."),
 ]
 MicroBatchOrder = Annotated[
-    options.MicroBatchOrder,
+    parts.MicroBatchOrder,
     typer.Option(help="Whether micro-batches run one after another, or layer by layer."),
 ]
 

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from cotrain_compile import files, options, presets
+from cotrain_compile import files, presets
 from cotrain_compile.cli.budgets import Answered, answers, ask
 from cotrain_compile.cli.figures import solved_figures
 from cotrain_compile.cli.flags import as_flags
@@ -33,6 +33,7 @@ from cotrain_compile.cli.stages import stages
 from cotrain_compile.cli.terminal import Json, console, keep_stdout_for, print_json
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import PlacementError
+from cotrain_compile.options import parts
 from cotrain_compile.plan import Plan
 from cotrain_compile.viz.text.summary import candidates, comparison, summary
 
@@ -44,22 +45,22 @@ MemoryBudgets = Annotated[
     ),
 ]
 HostBudget = Annotated[str, typer.Option(help="Host memory to keep to, given in the same way.")]
-Solver = Annotated[options.Solver, typer.Option(help="The solver of the integer program.")]
+Solver = Annotated[parts.Solver, typer.Option(help="The solver of the integer program.")]
 Seed = Annotated[int, typer.Option(help="Seed of the solver.")]
 OverlapSteps = Annotated[
     bool,
     typer.Option("--overlap-steps", help="Let host updates run on while the next step begins."),
 ]
 Speculate = Annotated[
-    options.Speculate,
+    parts.Speculate,
     typer.Option(help="Whether host updates begin before the gradient norm is known."),
 ]
 Lowering = Annotated[
-    options.Lowering | None,
+    parts.Lowering | None,
     typer.Option(help="How ops will run: it decides what they cost; default: as a preset says."),
 ]
 HostKernels = Annotated[
-    options.HostKernels,
+    parts.HostKernels,
     typer.Option(help="How updates run on the host: in one fused loop, or op by op as captured."),
 ]
 Tokens = Annotated[

@@ -121,13 +121,14 @@ def _readable(file: Path, dataflow: Dataflow, folder: Path) -> Path:
 
 def _solved(file: Path, cases: Sequence[Case], options: Options, jobs: int) -> Iterator[Tried]:
     """What comes of `cases`, as it comes; a bar meanwhile."""
-    from cotrain_compile.choose_plan import solve_settings
     from cotrain_compile.cli.sweep_cases import in_parallel
+    from cotrain_compile.entry.choose_plan import solve_settings
 
+    settings = solve_settings(options, options.compiled)
     hidden = not console.is_terminal or console.quiet
     with Progress(console=console, transient=True, disable=hidden) as bar:
         task = bar.add_task("solving", total=len(cases))
-        for done, tried in enumerate(in_parallel(file, cases, solve_settings(options), jobs), 1):
+        for done, tried in enumerate(in_parallel(file, cases, settings, jobs), 1):
             yield tried
             bar.advance(task)
             say_doing(f"solved {done} of {len(cases)}")

@@ -17,10 +17,11 @@ from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import OptionError
 from cotrain_compile.machine import Machine, Tier
 from cotrain_compile.options import Options
+from cotrain_compile.options.parts import PlanningOptions
 from cotrain_compile.placement.explain.carry import Tried, carried, with_plans_of_slower_machines
 from cotrain_compile.placement.explain.sweep import Case, Sweep, device_budgets, try_case
 from cotrain_compile.placement.search.settings import SolveSettings
-from cotrain_compile.sizes import Size
+from cotrain_compile.support.sizes import Size
 
 
 def swept(dataflow: Dataflow, found: Sequence[Tried]) -> Sweep:
@@ -33,7 +34,7 @@ def swept(dataflow: Dataflow, found: Sequence[Tried]) -> Sweep:
 def cases_of(
     dataflow: Dataflow,
     machine: Machine,
-    options: Options,
+    options: PlanningOptions,
     asked: Sequence[str] | None,
     count: int,
     sizes: Sequence[tuple[str, Sequence[int]]],

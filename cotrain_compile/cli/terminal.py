@@ -15,7 +15,7 @@ import pydantic_core
 import typer
 
 from cotrain_compile.files import STANDARD
-from cotrain_compile.phases import also_told_to
+from cotrain_compile.support.phases import also_told_to
 from cotrain_compile.viz.text.terminal import PlainConsole
 
 console = PlainConsole()

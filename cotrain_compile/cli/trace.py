@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from cotrain_compile import files, options
+from cotrain_compile import files
 from cotrain_compile.cli.figures import step_figures
 from cotrain_compile.cli.outputs import refuse_outputs
 from cotrain_compile.cli.terminal import (
@@ -20,7 +20,7 @@ from cotrain_compile.cli.terminal import (
 )
 from cotrain_compile.errors import OptionError
 from cotrain_compile.jobs import OptimizerName, Precision, is_file_job, load_job
-from cotrain_compile.options import Options
+from cotrain_compile.options import Options, parts
 from cotrain_compile.viz.text.describe import describe_step
 
 
@@ -53,13 +53,13 @@ def trace(
         bool, typer.Option(help="Keep batch and lengths as symbols, to plan for other sizes.")
     ] = False,
     device: Annotated[
-        options.Device | None, typer.Option(help="Trace as on this device; cuda needs no GPU here.")
+        parts.Device | None, typer.Option(help="Trace as on this device; cuda needs no GPU here.")
     ] = None,
     machine: Annotated[
         str | None, typer.Option(help="Trace as on the GPU of this preset or machine.json.")
     ] = None,
     checkpoints: Annotated[
-        options.Checkpoints,
+        parts.Checkpoints,
         typer.Option(help="Keep to torch.utils.checkpoint, or let the plan decide."),
     ] = "respect",
     ranks: Annotated[int, typer.Option(min=1, help="Trace as the first of so many ranks.")] = 1,
@@ -70,7 +70,7 @@ def trace(
     A FUNCTION returns the step and a tuple of its arguments. For a configuration the step is the
     usual one: next-token loss, gradients clipped to a norm of 1, then the optimizer.
     """
-    from cotrain_compile.tracing import trace as capture
+    from cotrain_compile.entry.tracing import trace as capture
     from cotrain_compile.viz.text.phase_line import phase_line
 
     refuse_outputs({"--output": output}, (job.rpartition(":")[0], job, machine))
@@ -102,7 +102,7 @@ def _build(
 ) -> Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]:
     """What builds the step of `job`, as its kind is."""
     if not is_file_job(job):
-        from cotrain_compile.config_job import config_job
+        from cotrain_compile.jobs.config_job import config_job
 
         return config_job(
             job,

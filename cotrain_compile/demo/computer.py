@@ -16,11 +16,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from cotrain_compile import files, presets
+from cotrain_compile import files
 from cotrain_compile.machine import Link, Machine
 from cotrain_compile.runtime.calibrate.calibrate import calibrate
 from cotrain_compile.runtime.calibrate.first_use import QUICK
 from cotrain_compile.runtime.calibrate.network_bench import ranks_here
+from cotrain_compile.support import limits
 
 # Such that a step of the demo takes longer to move all that it could than to compute.
 FLOPS_PER_LINK_BYTE = 800
@@ -32,7 +33,7 @@ LATENCY_S = 250e-6
 def device_and_host() -> Iterator[None]:
     """Within it half of the cores of this rank are the device, so that the host has the others."""
     before = torch.get_num_threads()
-    torch.set_num_threads(max(1, presets.usable_cores() // ranks_here() // 2))
+    torch.set_num_threads(max(1, limits.usable_core_count() // ranks_here() // 2))
     try:
         yield
     finally:

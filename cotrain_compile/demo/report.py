@@ -20,7 +20,7 @@ from cotrain_compile.machine import Tier
 from cotrain_compile.placement.policies import RULES
 from cotrain_compile.placement.search.settings import SolveSettings
 from cotrain_compile.placement.search.solve import solve
-from cotrain_compile.units import format_bytes, format_seconds
+from cotrain_compile.support.units import format_bytes, format_seconds
 from cotrain_compile.viz.perfetto import save_trace
 from cotrain_compile.viz.report.page import write_report
 from cotrain_compile.viz.specification import specify

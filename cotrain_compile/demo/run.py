@@ -46,7 +46,7 @@ from cotrain_compile.errors import OptionError, StepFailed
 from cotrain_compile.machine import Tier
 from cotrain_compile.plan import Timeline
 from cotrain_compile.runtime.calibrate.network_bench import ranks_of_torchrun
-from cotrain_compile.units import format_bytes, format_rate, format_seconds
+from cotrain_compile.support.units import format_bytes, format_rate, format_seconds
 
 INTERRUPTED = 130  # what a shell reports for a process ended by Ctrl-C
 

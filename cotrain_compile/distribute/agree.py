@@ -26,7 +26,6 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-from cotrain_compile.collectives import group_name_of, is_collective
 from cotrain_compile.dataflow import Role
 from cotrain_compile.distribute.meet import (
     AFTER_EXCHANGE,
@@ -49,9 +48,10 @@ from cotrain_compile.distribute.same_numbers import (
 from cotrain_compile.errors import CotrainError, DistributeError, PlacementError, RanksApart
 from cotrain_compile.files import from_json, to_json
 from cotrain_compile.graph import StepGraph
+from cotrain_compile.graph.collectives import group_name_of, is_collective
+from cotrain_compile.graph.user_lines import user_line
 from cotrain_compile.machine import Tier
 from cotrain_compile.plan import Plan
-from cotrain_compile.user_lines import user_line
 
 _WOULD_DIFFER = "the ranks would update with different numbers, and their parameters would differ"
 _SAME_SETTINGS = (

@@ -7,8 +7,8 @@ from types import CodeType
 
 import torch.distributed as dist
 
-from cotrain_compile.collectives import is_collective
 from cotrain_compile.graph import StepGraph
+from cotrain_compile.graph.collectives import is_collective
 
 
 def count_of_ranks() -> int:

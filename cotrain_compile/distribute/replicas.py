@@ -17,11 +17,11 @@ from functools import reduce
 import torch
 from torch import fx
 
-from cotrain_compile.collectives import group_name_of, is_collective, kind_of
 from cotrain_compile.dataflow import Role
 from cotrain_compile.distribute.same_numbers import is_number
 from cotrain_compile.graph import StepGraph, writes
-from cotrain_compile.random_ops import is_random
+from cotrain_compile.graph.collectives import group_name_of, is_collective, kind_of
+from cotrain_compile.graph.random_ops import is_random
 
 Ranks = frozenset[int]
 

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from cotrain_compile.collectives import is_collective
 from cotrain_compile.dataflow import Phase, Role
 from cotrain_compile.graph import StepGraph, writes
-from cotrain_compile.user_lines import user_line
+from cotrain_compile.graph.collectives import is_collective
+from cotrain_compile.graph.user_lines import user_line
 
 _UPDATED = (Role.PARAM, Role.OPTIMIZER_STATE)
 # What schemas call arguments whose whole numbers are sizes, dimensions or offsets.

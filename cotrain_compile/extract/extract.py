@@ -17,16 +17,6 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from cotrain_compile.capture.nodes.storages import storage_key
-from cotrain_compile.collectives import (
-    all_ranks,
-    awaited_by,
-    copies_its_input,
-    group_name_of,
-    is_collective,
-    is_wait,
-    kind_of,
-    ranks_in,
-)
 from cotrain_compile.dataflow import (
     Buffer,
     Checkpoints,
@@ -41,14 +31,24 @@ from cotrain_compile.errors import ExtractError
 from cotrain_compile.extract.gradients import gradients_kept
 from cotrain_compile.extract.job import job_of
 from cotrain_compile.extract.notes import masked_attention
+from cotrain_compile.extract.op_bytes import nbytes_of
+from cotrain_compile.extract.op_costs import OpCost, computing_dtype, cost_of
 from cotrain_compile.extract.scratch import scratch_bytes
 from cotrain_compile.extract.updates import update_groups
 from cotrain_compile.graph import StepGraph, returns_argument_memory
-from cotrain_compile.op_bytes import nbytes_of
-from cotrain_compile.op_calls import target_of
-from cotrain_compile.op_costs import OpCost, computing_dtype, cost_of
-from cotrain_compile.random_ops import generators_of
-from cotrain_compile.user_lines import calling_line
+from cotrain_compile.graph.collectives import (
+    all_ranks,
+    awaited_by,
+    copies_its_input,
+    group_name_of,
+    is_collective,
+    is_wait,
+    kind_of,
+    ranks_in,
+)
+from cotrain_compile.graph.op_calls import target_of
+from cotrain_compile.graph.random_ops import generators_of
+from cotrain_compile.graph.user_lines import calling_line
 
 
 def extract(step: StepGraph) -> Dataflow:

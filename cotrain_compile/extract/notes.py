@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from cotrain_compile.graph import StepGraph
-from cotrain_compile.units import format_bytes
+from cotrain_compile.support.units import format_bytes
 
 # What the fused kernels of `scaled_dot_product_attention` call a mask that is added to the scores.
 _MASKS = ("attn_mask", "attn_bias")

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from cotrain_compile.op_calls import arguments_of, target_of
-from cotrain_compile.op_costs import op_name
+from cotrain_compile.extract.op_costs import op_name
+from cotrain_compile.graph.op_calls import arguments_of, target_of
 
 _aten = torch.ops.aten
 _SUMS_IN_FLOAT32 = {

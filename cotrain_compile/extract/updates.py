@@ -18,11 +18,11 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from cotrain_compile.collectives import is_collective, is_wait
 from cotrain_compile.dataflow import Phase, Role, UpdateGroup
+from cotrain_compile.extract.optimizer_loops import has_loop
 from cotrain_compile.graph import StepGraph, writes
-from cotrain_compile.optimizer_loops import has_loop
-from cotrain_compile.random_ops import is_random
+from cotrain_compile.graph.collectives import is_collective, is_wait
+from cotrain_compile.graph.random_ops import is_random
 
 aten = torch.ops.aten
 

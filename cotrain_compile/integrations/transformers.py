@@ -26,10 +26,10 @@ from transformers import (
     TrainingArguments,
 )
 
-from cotrain_compile.compiled import newest
+from cotrain_compile.entry.compiled import newest
+from cotrain_compile.entry.step_scalars import scalars
 from cotrain_compile.errors import OptionError
 from cotrain_compile.integrations.trackers import PREFIX
-from cotrain_compile.step_scalars import scalars
 
 # Kinds of Accelerate's distributed training whose wrappers run forward, backward or update.
 _OWN_THE_STEP = ("FSDP", "DEEPSPEED", "MEGATRON_LM")

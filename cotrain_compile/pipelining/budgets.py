@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from cotrain_compile.errors import PlacementError
-from cotrain_compile.units import format_bytes
+from cotrain_compile.support.units import format_bytes
 
 # States of the optimizers that take most, Adam and its like, have so many times the parameters.
 STATES_PER_PARAM = 2

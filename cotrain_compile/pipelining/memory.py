@@ -13,15 +13,15 @@ import torch
 
 from cotrain_compile import presets
 from cotrain_compile.cluster.model.stage_plan import StagePlan
-from cotrain_compile.compiled import inspect
 from cotrain_compile.dataflow import Role
+from cotrain_compile.entry.compiled import inspect
 from cotrain_compile.errors import DistributeError, OptionError, PlacementError
 from cotrain_compile.machine import Tier
 from cotrain_compile.options import Options
 from cotrain_compile.pipelining.budgets import TurnBudgets, beside_swapped, turn_budgets
 from cotrain_compile.pipelining.cut import Part
 from cotrain_compile.pipelining.swapped import Swapped
-from cotrain_compile.sizes import Size
+from cotrain_compile.support.sizes import Size
 
 
 class StageMemory:

@@ -17,8 +17,7 @@ from pathlib import Path
 
 import torch
 
-from cotrain_compile import default_budget, presets
-from cotrain_compile.disk_cache import VARIABLE, folder_of
+from cotrain_compile.machine import default_budget
 from cotrain_compile.runtime.cuda.pinned import available_host_bytes
 from cotrain_compile.runtime.cuda.setup import machine_like
 from cotrain_compile.runtime.process.cores import Cores, usable_cores
@@ -28,7 +27,9 @@ from cotrain_compile.runtime.process.memory_nodes import (
     memory_nodes,
     node_of_card,
 )
-from cotrain_compile.units import format_bytes
+from cotrain_compile.support import limits
+from cotrain_compile.support.disk_cache import VARIABLE, folder_of
+from cotrain_compile.support.units import format_bytes
 
 PACKAGE = "cotrain-compile"
 LOW_DISK_BYTES = 2**30
@@ -160,7 +161,7 @@ def _cudnn() -> str:
 
 
 def _host_memory() -> Finding:
-    installed, usable = presets.installed_memory_bytes(), presets.usable_memory_bytes()
+    installed, usable = limits.installed_memory_bytes(), limits.usable_memory_bytes()
     available = max(0, available_host_bytes())
     within = "" if usable == installed else f", a cgroup allows {format_bytes(usable)}"
     return Finding(
@@ -174,7 +175,7 @@ def _host_memory() -> Finding:
 
 
 def _cores() -> Finding:
-    cores, allowed = usable_cores(), presets.cgroup_cores()
+    cores, allowed = usable_cores(), limits.cgroup_cores()
     nodes = memory_nodes()
     told = f"{len(cores)} cores"
     told += f", of which a cgroup allows {allowed:g}" if allowed is not None else ""

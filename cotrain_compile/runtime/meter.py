@@ -19,7 +19,7 @@ import torch.distributed
 
 from cotrain_compile.errors import OutOfDeviceMemory
 from cotrain_compile.machine import Tier
-from cotrain_compile.units import format_bytes
+from cotrain_compile.support.units import format_bytes
 
 # How long the thread of a process group may hold what it has exchanged.
 _LET_GO_S = 1.0

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from cotrain_compile.cluster.model.strategy import Answer, RankedStrategy
 from cotrain_compile.plan import Timeline
-from cotrain_compile.units import format_bytes, format_seconds
+from cotrain_compile.support.units import format_bytes, format_seconds
 from cotrain_compile.viz.specification import Bar, Panel, Specification, bars_of
 
 

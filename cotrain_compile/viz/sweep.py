@@ -18,7 +18,7 @@ from matplotlib.lines import Line2D
 from cotrain_compile.files import write_whole
 from cotrain_compile.placement.explain.sweep import FITS, Point, Sweep
 from cotrain_compile.plan import Lane
-from cotrain_compile.units import format_bytes, format_seconds
+from cotrain_compile.support.units import format_bytes, format_seconds
 from cotrain_compile.viz.kinds import COLOURS, palettes_css
 from cotrain_compile.viz.specification import job_words
 

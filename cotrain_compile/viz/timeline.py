@@ -17,7 +17,7 @@ from matplotlib.ticker import FuncFormatter, MultipleLocator
 
 from cotrain_compile.files import write_whole
 from cotrain_compile.machine import Tier
-from cotrain_compile.units import format_bytes, format_seconds
+from cotrain_compile.support.units import format_bytes, format_seconds
 from cotrain_compile.viz.kinds import COLOURS, MEMORY_KINDS
 from cotrain_compile.viz.memory import Curve
 from cotrain_compile.viz.specification import Panel, Specification

@@ -16,8 +16,8 @@ from dataclasses import asdict, replace
 import torch
 
 from cotrain_compile.capture.offline.absent_card import absent_card, card_for
+from cotrain_compile.entry.tracing import trace_graph
 from cotrain_compile.graph import StepGraph
-from cotrain_compile.tracing import trace_graph
 from tests.fake_cuda import steps_of_images, steps_of_text
 from tests.fake_cuda.cells import Cell, Result, run_cell
 from tests.fake_cuda.steps import STEPS

@@ -21,6 +21,7 @@ from cotrain_compile.backends.inductor.lower import segments_of
 from cotrain_compile.capture.aten.aot import to_aten
 from cotrain_compile.capture.offline.only_trace import Traced
 from cotrain_compile.dataflow import Dataflow, Phase, Role
+from cotrain_compile.entry.tracing import trace_graph
 from cotrain_compile.errors import PlacementError
 from cotrain_compile.extract.extract import extract
 from cotrain_compile.graph import StepGraph, writes
@@ -35,7 +36,6 @@ from cotrain_compile.placement.search.solve import SolveSettings, solve
 from cotrain_compile.plan import Plan
 from cotrain_compile.presets import find
 from cotrain_compile.runtime.host.kernels import host_kernels
-from cotrain_compile.tracing import trace_graph
 from tests.fake_cuda.card import choose_attention, there
 from tests.fake_cuda.trainings import (
     CARD,

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import cotrain_compile
 from cotrain_compile.capture.aten import bucket_exchanges
-from cotrain_compile.collectives import is_collective
+from cotrain_compile.graph.collectives import is_collective
 from cotrain_compile.plan import Timeline
 
 WIDTH, STEPS = 24, 2

@@ -23,8 +23,8 @@ from torch.utils.checkpoint import checkpoint
 
 import cotrain_compile
 from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
-from cotrain_compile.collectives import is_collective
 from cotrain_compile.errors import OutOfDeviceMemory
+from cotrain_compile.graph.collectives import is_collective
 from cotrain_compile.machine import Tier
 from tests.support.closeness import assert_near
 

@@ -31,13 +31,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import cotrain_compile
-from cotrain_compile import compile_step as compiling
 from cotrain_compile.backends.eager.program import EagerProgram
 from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
 from cotrain_compile.backends.lifecycle.rehearsal import Rehearsed
-from cotrain_compile.collectives import is_collective, is_wait
+from cotrain_compile.entry import compile_step as compiling
 from cotrain_compile.errors import CotrainError, OutOfDeviceMemory
 from cotrain_compile.extract.extract import extract
+from cotrain_compile.graph.collectives import is_collective, is_wait
 from cotrain_compile.machine import Tier
 from tests.support.faults_of_plans import PLANS, Point, train_by_plan
 from tests.support.ranks import free_port

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from accelerate.state import AcceleratorState
 from transformers import Trainer
 
-from cotrain_compile.collectives import is_collective
-from cotrain_compile.compiled import newest
+from cotrain_compile.entry.compiled import newest
+from cotrain_compile.graph.collectives import is_collective
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 PLACED = {"policy": "zero-offload", "quiet": True}

@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import cotrain_compile
-from cotrain_compile import compile_step as compiling
 from cotrain_compile.capture.aten import bucket_exchanges
-from cotrain_compile.collectives import is_collective
+from cotrain_compile.entry import compile_step as compiling
+from cotrain_compile.graph.collectives import is_collective
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.policies import resident
 from cotrain_compile.placement.problem import Problem

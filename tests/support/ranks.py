@@ -69,7 +69,9 @@ class Ranks:
     def _start(self) -> None:
         # A server imports torch once; ranks are forks of it, without the state of this process.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.support.ranks", "cotrain_compile.compile_step"])
+        context.set_forkserver_preload(
+            ["tests.support.ranks", "cotrain_compile.entry.compile_step"]
+        )
         port = free_port()
         for rank in range(self.count):
             mine, theirs = context.Pipe()

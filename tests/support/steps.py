@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import cotrain_compile
-from cotrain_compile import compile_step as pipeline
+from cotrain_compile.entry import compile_step as pipeline
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.machine import Tier
 from cotrain_compile.options import Options

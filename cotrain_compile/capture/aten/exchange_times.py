@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import fx
 
 from cotrain_compile.capture.nodes.exchanges import exchanges_in, put_wait
-from cotrain_compile.collectives import copies_its_input, is_collective
+from cotrain_compile.graph.collectives import copies_its_input, is_collective
 
 # So many exchanges are under way at most: what they make and nobody reads yet takes memory, and an
 # update on the host, or on the way there, begins behind the wait.

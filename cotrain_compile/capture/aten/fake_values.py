@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from cotrain_compile.capture.nodes.refake import traced_again
 from cotrain_compile.capture.nodes.storages import is_view
-from cotrain_compile.collectives import is_wait
+from cotrain_compile.graph.collectives import is_wait
 
 aten = torch.ops.aten
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from cotrain_compile.random_ops import is_random
+from cotrain_compile.graph.random_ops import is_random
 
 aten = torch.ops.aten
 

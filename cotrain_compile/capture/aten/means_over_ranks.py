@@ -11,7 +11,7 @@ from torch import fx
 
 from cotrain_compile.capture.nodes.phases import PHASE_ANNOTATION
 from cotrain_compile.capture.nodes.storages import read_instead
-from cotrain_compile.collectives import group_name_of, is_wait
+from cotrain_compile.graph.collectives import group_name_of, is_wait
 
 aten = torch.ops.aten
 _ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default

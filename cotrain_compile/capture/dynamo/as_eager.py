@@ -20,7 +20,7 @@ from torch import fx
 
 from cotrain_compile.capture.dynamo.repeated_writes import repeat_writes_of_checkpoints
 from cotrain_compile.errors import CaptureError
-from cotrain_compile.user_lines import user_line
+from cotrain_compile.graph.user_lines import user_line
 
 _APPLY = "autograd_function_apply"
 _ENTER, _EXIT = "_enter_autocast", "_exit_autocast"

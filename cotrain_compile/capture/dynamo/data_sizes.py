@@ -18,7 +18,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from cotrain_compile.errors import CaptureError
-from cotrain_compile.user_lines import user_line
+from cotrain_compile.graph.user_lines import user_line
 
 # What raises for a singular matrix, with the name in torch.linalg of the one that does not, without
 # its `_ex`. A function of the user's may have any of these names, so torch's are told by identity.

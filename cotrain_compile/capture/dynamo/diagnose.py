@@ -13,7 +13,7 @@ import torch._dynamo.exc as exc
 
 from cotrain_compile.capture.dynamo.ways_on import way_on
 from cotrain_compile.errors import ON_META, CaptureError, CotrainError, OptionError
-from cotrain_compile.user_lines import first_line, in_library, in_package
+from cotrain_compile.graph.user_lines import first_line, in_library, in_package
 
 # How alike two sentences are, of 1, where the second says no more than the first.
 _ALIKE = 0.9

@@ -47,10 +47,10 @@ from cotrain_compile.capture.dynamo.left_to_eager import (
 from cotrain_compile.capture.dynamo.patches import whole_step_tracing
 from cotrain_compile.capture.dynamo.session import FrameObjects, Session, active
 from cotrain_compile.capture.dynamo.ways_on import way_on_of
-from cotrain_compile.collector import collector_off
 from cotrain_compile.errors import CaptureError, CotrainError
 from cotrain_compile.options import Options
-from cotrain_compile.raised_by_handler import raised_by_handler
+from cotrain_compile.support.collector import collector_off
+from cotrain_compile.support.raised_by_handler import raised_by_handler
 
 _TORCH_DISTRIBUTED = os.path.join(os.path.dirname(torch.__file__), "distributed") + os.sep
 _COMPILER = "_torchdynamo_orig_backend"  # what a frame's converter calls its compiler function

@@ -25,7 +25,7 @@ import torch
 from torch import fx
 
 from cotrain_compile.errors import CaptureError
-from cotrain_compile.user_lines import user_line
+from cotrain_compile.graph.user_lines import user_line
 
 _NORMS = ("batch_norm", "instance_norm")
 # What has autograd keep values, so that the second run, which ends at the last of them, reaches it.

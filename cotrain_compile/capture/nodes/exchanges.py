@@ -14,8 +14,8 @@ import torch
 from torch import fx
 
 from cotrain_compile.capture.nodes.storages import is_view, storage_key
-from cotrain_compile.collectives import is_collective, is_wait
 from cotrain_compile.graph import writes
+from cotrain_compile.graph.collectives import is_collective, is_wait
 
 aten = torch.ops.aten
 

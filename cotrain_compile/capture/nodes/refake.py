@@ -13,7 +13,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, disable_fake_tensor_cache
 from torch.utils._pytree import tree_leaves, tree_map
 
-from cotrain_compile.collectives import is_wait
+from cotrain_compile.graph.collectives import is_wait
 
 
 def traced_again(node: fx.Node) -> Any:

@@ -37,11 +37,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cotrain_compile import presets
 from cotrain_compile.capture.offline.card_attention import Call, Capability, kernel_of, usual_order
-from cotrain_compile.disk_cache import VARIABLE, is_only_ours, keep_at_most, private_folder
 from cotrain_compile.errors import OptionError
 from cotrain_compile.machine import Machine
-from cotrain_compile.phases import tell_phase
-from cotrain_compile.preset_cards import CARDS, Card
+from cotrain_compile.presets.cards import CARDS, Card
+from cotrain_compile.support.disk_cache import VARIABLE, is_only_ours, keep_at_most, private_folder
+from cotrain_compile.support.phases import tell_phase
 
 SOURCE = Path(__file__).with_name("absent_card.cpp")
 HEADER = SOURCE.with_suffix(".h")

@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
 from cotrain_compile.errors import CaptureError
-from cotrain_compile.phases import is_listened, tell_phase, told_to
+from cotrain_compile.support.phases import is_listened, tell_phase, told_to
 
 T = TypeVar("T")
 

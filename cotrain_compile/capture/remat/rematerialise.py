@@ -17,9 +17,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from cotrain_compile.capture.nodes.copies import Copier
 from cotrain_compile.capture.nodes.phases import phases
-from cotrain_compile.collectives import is_collective, is_wait
 from cotrain_compile.dataflow import Checkpoints, Phase
-from cotrain_compile.random_ops import is_random
+from cotrain_compile.graph.collectives import is_collective, is_wait
+from cotrain_compile.graph.random_ops import is_random
 
 RECOMPUTE = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 

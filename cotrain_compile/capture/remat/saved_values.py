@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from cotrain_compile.capture.nodes.phases import phases
 from cotrain_compile.capture.remat.rematerialise import is_drawn
 from cotrain_compile.dataflow import Phase
-from cotrain_compile.random_ops import has_random_tag
+from cotrain_compile.graph.random_ops import has_random_tag
 
 COPY = torch.ops.aten.copy_.default
 

@@ -17,7 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from cotrain_compile.capture.dynamo.session import Session
 from cotrain_compile.errors import CaptureError
 from cotrain_compile.graph import StepGraph, writes
-from cotrain_compile.user_lines import first_line
+from cotrain_compile.graph.user_lines import first_line
 
 # By parameter, the functions of which some graph has dropped its gradient.
 _dropped_by = WeakTensorKeyDictionary()

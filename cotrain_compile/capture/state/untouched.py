@@ -15,7 +15,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from cotrain_compile.errors import HostMemoryError
-from cotrain_compile.units import format_bytes
+from cotrain_compile.support.units import format_bytes
 
 MAKE_ZEROS = frozenset(
     {

@@ -31,7 +31,7 @@ from cotrain_compile.cluster.swapped.one_machine import replicas_by_layer, stage
 from cotrain_compile.cluster.swapped.replicas import SwappedReplicas
 from cotrain_compile.cluster.swapped.turn_step import StagesInTurn
 from cotrain_compile.cluster.widths.burst import BurstPlan, plan_burst
-from cotrain_compile.units import format_bytes
+from cotrain_compile.support.units import format_bytes
 
 NO_PEAKS = "the profile knows no peaks, so nobody knows whether it fits"
 TO_HOSTS = ("host to devices", "devices to host")

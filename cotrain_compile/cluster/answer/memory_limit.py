@@ -14,7 +14,7 @@ from cotrain_compile.cluster.model.description import first_devices
 from cotrain_compile.cluster.model.machines import machines_by_kind
 from cotrain_compile.cluster.model.profiles import Layer
 from cotrain_compile.cluster.model.strategy import Memory, Question
-from cotrain_compile.units import format_bytes
+from cotrain_compile.support.units import format_bytes
 
 _BY_TENSOR = (
     "that is by whole layers: --rank-plan says of a traced step whether tensor by tensor fits"

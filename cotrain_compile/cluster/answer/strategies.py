@@ -16,7 +16,7 @@ from cotrain_compile.cluster.model.description import Cluster, fastest_first
 from cotrain_compile.cluster.model.profiles import LayerProfile
 from cotrain_compile.cluster.model.strategy import Answer, Question, RankedStrategy
 from cotrain_compile.errors import OptionError, PlacementError, did_you_mean
-from cotrain_compile.units import format_seconds
+from cotrain_compile.support.units import format_seconds
 
 _JUDGES: dict[str, Callable[[Question, str], RankedStrategy]] = {
     "replicate": judges.judge_replicate,

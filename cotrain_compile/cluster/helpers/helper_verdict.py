@@ -14,7 +14,7 @@ from cotrain_compile.cluster.model.description import Cluster, MachineGroup
 from cotrain_compile.cluster.model.profiles import LayerProfile
 from cotrain_compile.errors import OptionError
 from cotrain_compile.presets import ADAMW_BYTES_PER_PARAMETER
-from cotrain_compile.units import format_seconds
+from cotrain_compile.support.units import format_seconds
 
 # Helpers that gain less are not worth their machines.
 LEAST_GAIN = 1.02

@@ -21,7 +21,7 @@ from cotrain_compile.machine import (
     Tier,
     TierSpec,
 )
-from cotrain_compile.machine_devices import seen_from
+from cotrain_compile.machine.devices import seen_from
 
 
 def whole_machine(group: MachineGroup, *, peers: bool = True) -> Machine:

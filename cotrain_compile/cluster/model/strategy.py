@@ -10,7 +10,7 @@ from cotrain_compile.cluster.model.description import Cluster
 from cotrain_compile.cluster.model.profiles import LayerProfile
 from cotrain_compile.cluster.model.stage_plan import StagePlan
 from cotrain_compile.plan import Timeline
-from cotrain_compile.units import format_bytes
+from cotrain_compile.support.units import format_bytes
 
 FORMAT_VERSION = 1
 

@@ -38,7 +38,7 @@ from cotrain_compile.cluster.pipeline.step import Stage, StagesInOrder, pipeline
 from cotrain_compile.cluster.steps.residence import ON_DEVICE, Residence
 from cotrain_compile.cluster.steps.stage_step import Does, StageStep, fastest
 from cotrain_compile.errors import OptionError, PlacementError
-from cotrain_compile.units import format_bytes
+from cotrain_compile.support.units import format_bytes
 
 
 @dataclass(frozen=True)

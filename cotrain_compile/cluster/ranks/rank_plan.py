@@ -34,7 +34,7 @@ from cotrain_compile.placement.search.settings import SolveSettings
 from cotrain_compile.placement.search.solve import solve
 from cotrain_compile.placement.simulate.predict import predict
 from cotrain_compile.plan import Plan
-from cotrain_compile.units import format_bytes, format_seconds
+from cotrain_compile.support.units import format_bytes, format_seconds
 
 REPLICATE, SHARD = "replicate", "shard"
 PLANNED = (REPLICATE, SHARD)

@@ -1,6 +1,6 @@
 """Cluster presets: clusters to plan for without owning one. A name in, a `Cluster` out.
 
-Cards, hosts and servers are rows of `preset_tables`; what is added here is how they are joined. A
+Cards, hosts and servers are rows of `presets.tables`; what is added here is how they are joined. A
 name may be followed by changes: "8xv100 machines=4 network=25GB". No torch.
 """
 
@@ -15,9 +15,9 @@ from cotrain_compile.cluster.model.description import Cluster, Devices, MachineG
 from cotrain_compile.errors import OptionError, did_you_mean
 from cotrain_compile.files import load
 from cotrain_compile.machine import HostUpdate, Link, Machine, Network, TierSpec, two_tier
-from cotrain_compile.preset_tables import HOSTS, SERVERS, Host, Server
 from cotrain_compile.presets import ADAMW_BYTES_PER_PARAMETER
-from cotrain_compile.sizes import Size
+from cotrain_compile.presets.tables import HOSTS, SERVERS, Host, Server
+from cotrain_compile.support.sizes import Size
 
 _GB = 10**9
 _GIB = 2**30
@@ -42,7 +42,7 @@ def _host(row: Server | Host) -> tuple[TierSpec, HostUpdate]:
 
 
 def _server(name: str) -> MachineGroup:
-    """A server of `preset_tables`, whose cards exchange through the host's memory."""
+    """A server of `presets.tables`, whose cards exchange through the host's memory."""
     row = _SERVERS[name]
     host, update = _host(row)
     return MachineGroup(

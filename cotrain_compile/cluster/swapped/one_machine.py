@@ -20,7 +20,7 @@ from cotrain_compile.cluster.swapped.stages_in_turn import plan_stages_in_turn
 from cotrain_compile.cluster.swapped.turn_step import StagesInTurn
 from cotrain_compile.errors import CotrainError, OptionError, PlacementError
 from cotrain_compile.machine import Machine
-from cotrain_compile.units import format_bytes
+from cotrain_compile.support.units import format_bytes
 
 P = TypeVar("P", bound=Candidate)
 

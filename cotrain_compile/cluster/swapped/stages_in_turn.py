@@ -29,7 +29,7 @@ from cotrain_compile.cluster.swapped.packs import Pack, PackCosts, Packs, cut_at
 from cotrain_compile.cluster.swapped.turn_step import StagesInTurn
 from cotrain_compile.errors import CotrainError, OptionError, PlacementError
 from cotrain_compile.machine import Machine
-from cotrain_compile.units import format_bytes
+from cotrain_compile.support.units import format_bytes
 
 
 def plan_stages_in_turn(

@@ -40,7 +40,7 @@ from cotrain_compile.placement.milp.solvers import pick
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.residency import HOST_MODES
 from cotrain_compile.plan import Lane, Placement, UpdateMode
-from cotrain_compile.units import format_budget, format_bytes, format_exactly
+from cotrain_compile.support.units import format_budget, format_bytes, format_exactly
 
 MAX_TENSORS = 400
 # Added to the objective, of the seconds of work beside a slot: nothing moves without a reason.

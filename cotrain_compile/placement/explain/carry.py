@@ -12,7 +12,7 @@ from itertools import accumulate
 
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.machine import Tier
-from cotrain_compile.machine_speed import is_nowhere_slower
+from cotrain_compile.machine.speed import is_nowhere_slower
 from cotrain_compile.placement.explain.sweep import FITS, Case, Point, point_of, problem_of
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.schedule.schedule import Draft, finished

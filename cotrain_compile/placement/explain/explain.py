@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from cotrain_compile.analysis.reuse import reuse_distances
-from cotrain_compile.collector import collector_off
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.explain.alternatives import Alternative, alternatives, current
 from cotrain_compile.placement.explain.sensitivity import Limits, limits
 from cotrain_compile.placement.explain.slack import slacks
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.plan import Lane, Plan
-from cotrain_compile.units import format_bytes, format_seconds
+from cotrain_compile.support.collector import collector_off
+from cotrain_compile.support.units import format_bytes, format_seconds
 
 LANES: Mapping[str, str] = {
     Lane.DEVICE: "device work",

@@ -9,16 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from cotrain_compile import default_budget
 from cotrain_compile.analysis.liveness import liveness
 from cotrain_compile.dataflow import Dataflow, Job
 from cotrain_compile.errors import PlacementError
-from cotrain_compile.machine import Machine, Rates, Tier
+from cotrain_compile.machine import Machine, Rates, Tier, default_budget
 from cotrain_compile.placement.explain.sensitivity import limits
 from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.search.solve import SolveSettings, solve
 from cotrain_compile.plan import Plan
-from cotrain_compile.units import format_bytes
+from cotrain_compile.support.units import format_bytes
 
 FORMAT_VERSION = 2
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from cotrain_compile.dataflow import PERSISTENT_ROLES, Buffer, Op, Role
 from cotrain_compile.placement.schedule.moves import Moves
-from cotrain_compile.units import format_bytes
+from cotrain_compile.support.units import format_bytes
 
 ACTIVATIONS, GRADIENTS = "activations", Role.GRADIENT.value
 # With less than this share of the peak, activations are not worth a change.

@@ -10,7 +10,7 @@ from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.schedule.moves import Moves
 from cotrain_compile.placement.schedule.peak import Peak, peak_of
 from cotrain_compile.plan import Placement
-from cotrain_compile.units import format_budget, format_bytes, format_exactly
+from cotrain_compile.support.units import format_budget, format_bytes, format_exactly
 
 
 def refuse_device(

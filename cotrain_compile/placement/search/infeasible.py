@@ -16,7 +16,7 @@ from cotrain_compile.placement.schedule.refuse import refuse_device
 from cotrain_compile.placement.schedule.schedule import draft, shortfall_bytes
 from cotrain_compile.placement.search.least import Least
 from cotrain_compile.plan import Placement
-from cotrain_compile.units import format_budget, format_bytes, format_exactly
+from cotrain_compile.support.units import format_budget, format_bytes, format_exactly
 
 
 def floor_bytes(problem: Problem) -> int:

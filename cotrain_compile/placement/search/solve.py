@@ -16,7 +16,6 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import NoReturn
 
-from cotrain_compile.collector import collector_off
 from cotrain_compile.errors import PlacementError, PlanError
 from cotrain_compile.machine import Rates, Tier
 from cotrain_compile.placement.autotm.autotm import autotm
@@ -47,6 +46,7 @@ from cotrain_compile.placement.search.variants import (
 )
 from cotrain_compile.placement.work import Allowance, Meter
 from cotrain_compile.plan import Placement, Plan
+from cotrain_compile.support.collector import collector_off
 
 # Shares of the updates of `coarse` that `auto` tries as well.
 FRACTIONS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)

@@ -18,7 +18,7 @@ from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.simulate.outcomes import outcomes
 from cotrain_compile.placement.simulate.predict import issuing_s, starts_of
 from cotrain_compile.plan import Plan, SolveReport
-from cotrain_compile.units import format_bytes, format_seconds
+from cotrain_compile.support.units import format_bytes, format_seconds
 
 
 def report_of(

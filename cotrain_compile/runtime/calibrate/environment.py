@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from cotrain_compile import presets
+from cotrain_compile.support import limits
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,9 @@ def read_environment() -> Environment:
     return Environment(
         omp_num_threads=os.environ.get("OMP_NUM_THREADS"),
         machine_cores=os.cpu_count() or 1,
-        usable_cores=presets.usable_cores(),
-        installed_memory_bytes=presets.installed_memory_bytes(),
-        memory_limit_bytes=presets.cgroup_memory_limit_bytes(),
+        usable_cores=limits.usable_core_count(),
+        installed_memory_bytes=limits.installed_memory_bytes(),
+        memory_limit_bytes=limits.cgroup_memory_limit_bytes(),
         locked_memory_limit_bytes=None if locked == resource.RLIM_INFINITY else locked,
         numa_nodes=max(1, len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))),
         cuda=torch.cuda.is_available(),

@@ -23,13 +23,14 @@ from pathlib import Path
 import torch
 
 from cotrain_compile import files, presets
-from cotrain_compile.disk_cache import folder_of, keep_at_most, package_digest
 from cotrain_compile.distribute.ranks import count_of_ranks
 from cotrain_compile.errors import FormatError
 from cotrain_compile.machine import Machine, Rates
-from cotrain_compile.phases import is_listened, tell_phase
 from cotrain_compile.runtime.calibrate.calibrate import calibrate
 from cotrain_compile.runtime.calibrate.link_bench import Sizes
+from cotrain_compile.support import limits
+from cotrain_compile.support.disk_cache import folder_of, keep_at_most, package_digest
+from cotrain_compile.support.phases import is_listened, tell_phase
 
 # Beyond the caches of any processor, and few enough repeats to take a second or two.
 QUICK = Sizes(copy_bytes=2**26, matmul_side=1024, updated_parameters=2**23, repeats=3)
@@ -91,8 +92,8 @@ def _digest(device: torch.device) -> str:
         str(device),
         card,
         platform.node(),
-        str(presets.usable_cores()),
-        str(presets.usable_memory_bytes()),
+        str(limits.usable_core_count()),
+        str(limits.usable_memory_bytes()),
         str(torch.get_num_threads()),
         str(os.environ.get("CUDA_VISIBLE_DEVICES")),
         torch.__version__,

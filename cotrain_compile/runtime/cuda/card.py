@@ -18,7 +18,7 @@ from cotrain_compile.errors import CotrainError, HostMemoryError
 from cotrain_compile.runtime.cuda.pinned import Event
 from cotrain_compile.runtime.process.cores import run_on
 from cotrain_compile.runtime.process.memory_nodes import cores_beside
-from cotrain_compile.units import format_bytes
+from cotrain_compile.support.units import format_bytes
 
 Stream = Any
 

@@ -28,9 +28,9 @@ from typing import Protocol
 
 import torch
 
-from cotrain_compile import presets
 from cotrain_compile.errors import HostMemoryError
-from cotrain_compile.units import format_bytes
+from cotrain_compile.support import limits
+from cotrain_compile.support.units import format_bytes
 
 # Slabs that are asked for together share mappings of this size, and begin at a multiple of this.
 MAPPING_BYTES = 2**30
@@ -255,7 +255,7 @@ def _advise(memory: mmap.mmap, advice: int, without: str) -> None:
 def available_host_bytes() -> int:
     """Bytes of host memory that this process may still take, within the cgroup's limit."""
     free = _free_memory_bytes()
-    limit = presets.cgroup_memory_limit_bytes()
+    limit = limits.cgroup_memory_limit_bytes()
     if limit is not None:
         free = min(free, limit - _cgroup_used_bytes())
     return free - RESERVE_BYTES

@@ -11,16 +11,16 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from cotrain_compile import default_budget, presets
+from cotrain_compile import presets
 from cotrain_compile.errors import OptionError, PlacementError
-from cotrain_compile.machine import Machine, Rates, Tier
-from cotrain_compile.options import Options
+from cotrain_compile.machine import Machine, Rates, Tier, default_budget
+from cotrain_compile.options.parts import PlanningOptions
 from cotrain_compile.placement.simulate.reserved import Reserved
-from cotrain_compile.preset_cards import like_card
+from cotrain_compile.presets.cards import like_card
 from cotrain_compile.runtime.course import Piecewise
 from cotrain_compile.runtime.cuda.card import CudaCard
 from cotrain_compile.runtime.cuda.card_rates import tier_of
@@ -28,8 +28,11 @@ from cotrain_compile.runtime.cuda.device import CudaDevice
 from cotrain_compile.runtime.cuda.pinned import PinnedPool, available_host_bytes
 from cotrain_compile.runtime.host.fused_kernel import HostKernel
 from cotrain_compile.runtime.process.cores import Cores
-from cotrain_compile.sizes import Size
-from cotrain_compile.units import format_bytes
+from cotrain_compile.support import limits
+from cotrain_compile.support.sizes import Size
+from cotrain_compile.support.units import format_bytes
+
+Planned = TypeVar("Planned", bound=PlanningOptions)
 
 # Of a card that no preset is of, the link and the host of this one are assumed.
 _LINK_OF_UNKNOWN = "rtx3090"
@@ -68,7 +71,7 @@ def machine_like(properties: Any) -> Machine:
     return like.but(
         name=presets.THIS_MACHINE,
         device=device,
-        host=replace(like.host, capacity_bytes=presets.usable_memory_bytes()),
+        host=replace(like.host, capacity_bytes=limits.usable_memory_bytes()),
         source=f"{card}: capacities as found, {told}; run `cotrain-compile calibrate "
         "--device cuda` for measured ones",
         rates=Rates.GUESSED,
@@ -76,7 +79,7 @@ def machine_like(properties: Any) -> Machine:
     )
 
 
-def within_free_memory(options: Options, values: Sequence[Any], device: torch.device) -> Options:
+def within_free_memory(options: Planned, values: Sequence[Any], device: torch.device) -> Planned:
     """`options` with budgets of what is free on both tiers, where the user set none.
 
     What the step's own tensors `values` take already is theirs to use. Raises `PlacementError`

@@ -14,9 +14,9 @@ import torch
 from torch import fx
 
 from cotrain_compile.dataflow import Role
+from cotrain_compile.extract.optimizer_loops import NARROW, has_loop
 from cotrain_compile.graph import OptimizerRule, StepGraph, StepInput
 from cotrain_compile.machine import Tier
-from cotrain_compile.optimizer_loops import NARROW, has_loop
 from cotrain_compile.runtime.host.after_update import after_update
 from cotrain_compile.runtime.host.captured_kernels import CapturedKernel, chunked_kernel
 from cotrain_compile.runtime.host.fused_kernel import FusedKernel, HostKernel

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from cotrain_compile.extract.optimizer_loops import WIDE, rounds_as_eager
 from cotrain_compile.graph import OptimizerRule, writes
-from cotrain_compile.optimizer_loops import WIDE, rounds_as_eager
 from cotrain_compile.runtime.host.region_terms import region_terms
 from cotrain_compile.runtime.host.terms import Term, Terms
 from cotrain_compile.runtime.host.update_rules import UPDATE_RULES, Given

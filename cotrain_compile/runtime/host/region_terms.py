@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from cotrain_compile.optimizer_loops import WIDE
+from cotrain_compile.extract.optimizer_loops import WIDE
 from cotrain_compile.runtime.host.terms import Term, Terms
 
 aten = torch.ops.aten

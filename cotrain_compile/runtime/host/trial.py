@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from cotrain_compile.extract.optimizer_loops import NARROW
 from cotrain_compile.machine import Tier
-from cotrain_compile.optimizer_loops import NARROW
 from cotrain_compile.runtime.host.fused_loops import Update
 from cotrain_compile.runtime.meter import Meter
 

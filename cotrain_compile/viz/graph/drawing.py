@@ -11,7 +11,7 @@ from pathlib import Path
 from cotrain_compile.errors import OptionError
 from cotrain_compile.files import write_whole
 from cotrain_compile.machine import Tier
-from cotrain_compile.units import format_bytes
+from cotrain_compile.support.units import format_bytes
 from cotrain_compile.viz.graph.picture import Arrow, Box, Kind, Picture
 from cotrain_compile.viz.kinds import COLOURS
 

@@ -28,7 +28,7 @@ from bokeh.models.renderers import GlyphRenderer
 from bokeh.plotting import figure
 
 from cotrain_compile.machine import Tier
-from cotrain_compile.units import format_bytes, format_seconds
+from cotrain_compile.support.units import format_bytes, format_seconds
 from cotrain_compile.viz.kinds import COLOURS, DARK, MEMORY_KINDS
 from cotrain_compile.viz.memory import Curve
 from cotrain_compile.viz.report.bars import merged

@@ -20,7 +20,7 @@ from markupsafe import Markup
 from cotrain_compile.cluster.model.profiles import LayerProfile
 from cotrain_compile.cluster.model.strategy import Answer, RankedStrategy
 from cotrain_compile.files import write_whole
-from cotrain_compile.units import format_bytes, format_seconds
+from cotrain_compile.support.units import format_bytes, format_seconds
 from cotrain_compile.viz.kinds import COLOURS, css_property, palettes_css
 from cotrain_compile.viz.report.charts import lanes_chart, time_axis
 from cotrain_compile.viz.strategies import (

@@ -16,7 +16,7 @@ from cotrain_compile.files import write_whole
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.plan import Plan, Timeline
-from cotrain_compile.units import format_bytes, format_seconds
+from cotrain_compile.support.units import format_bytes, format_seconds
 from cotrain_compile.viz.kinds import COLOURS, MEMORY_KINDS, css_property, palettes_css
 from cotrain_compile.viz.report import facts
 from cotrain_compile.viz.report.charts import lanes_chart, memory_chart, time_axis

@@ -12,7 +12,7 @@ from cotrain_compile.placement.explain.alternatives import every_strategy
 from cotrain_compile.placement.explain.slack import slacks
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.plan import Plan, UpdateMode
-from cotrain_compile.units import format_seconds
+from cotrain_compile.support.units import format_seconds
 from cotrain_compile.viz.names import folded
 
 

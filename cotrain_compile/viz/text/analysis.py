@@ -13,7 +13,7 @@ from cotrain_compile.analysis.symbolic import largest
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import PlacementError
 from cotrain_compile.machine import Machine
-from cotrain_compile.units import format_bytes, format_seconds
+from cotrain_compile.support.units import format_bytes, format_seconds
 
 SHOWN = 5
 

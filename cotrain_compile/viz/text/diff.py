@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.machine import Rates, Tier
 from cotrain_compile.plan import Plan
-from cotrain_compile.units import format_bytes, format_seconds
+from cotrain_compile.support.units import format_bytes, format_seconds
 
 # So many names are said of each change.
 NAMED = 4

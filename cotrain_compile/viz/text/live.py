@@ -17,9 +17,10 @@ from typing import TextIO
 
 from cotrain_compile.errors import OptionError
 from cotrain_compile.machine import Tier
-from cotrain_compile.options import LIVE_S, Options
+from cotrain_compile.options.parsers import LIVE_S
+from cotrain_compile.options.parts import OutputOptions
 from cotrain_compile.plan import Plan
-from cotrain_compile.units import format_bytes, format_seconds
+from cotrain_compile.support.units import format_bytes, format_seconds
 from cotrain_compile.viz.text.narrate import verbosity
 
 VARIABLE = "COTRAIN_LIVE"
@@ -29,7 +30,7 @@ REWRITE_S = 0.25
 STEPS = 20
 
 
-def live_interval_s(options: Options) -> float | None:
+def live_interval_s(options: OutputOptions) -> float | None:
     """Seconds between plain lines; None for no line, as where nothing else is said either.
 
     Raises `OptionError` when the environment says anything but 0 or 1.
@@ -42,7 +43,7 @@ def live_interval_s(options: Options) -> float | None:
     return options.live or (LIVE_S if asked else None)
 
 
-def live_line(training: Hashable, options: Options) -> LiveLine | None:
+def live_line(training: Hashable, options: OutputOptions) -> LiveLine | None:
     """The line that `training` has already, where it was compiled before, else a new one.
 
     None where `options` want none. Raises as `live_interval_s`.

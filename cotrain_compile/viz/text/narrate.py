@@ -22,11 +22,11 @@ from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import OptionError
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.machine import Tier
-from cotrain_compile.options import Options
+from cotrain_compile.options.parts import OutputOptions
 from cotrain_compile.placement.explain.alternatives import every_strategy
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.plan import Plan, Transfer
-from cotrain_compile.units import format_bytes, format_seconds, printable
+from cotrain_compile.support.units import format_bytes, format_seconds, printable
 from cotrain_compile.viz.kinds import lane_titles
 from cotrain_compile.viz.text.log import LOG, on_a_terminal, say
 from cotrain_compile.viz.text.summary import order_words, recompute_words, search_words
@@ -36,7 +36,7 @@ SUMMARY, PARAMETERS, PASSES, TASKS = 1, 2, 3, 4
 _BAR = 24
 
 
-def verbosity(options: Options) -> int:
+def verbosity(options: OutputOptions) -> int:
     """How much to say, 0 to 4; raises `OptionError` when the environment says anything else."""
     asked = os.environ.get(VARIABLE)
     if asked is None:

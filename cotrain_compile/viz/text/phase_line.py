@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from cotrain_compile.options import Options
-from cotrain_compile.phases import is_listened, tell_phase, told_to
+from cotrain_compile.options.parts import OutputOptions
+from cotrain_compile.support.phases import is_listened, tell_phase, told_to
 from cotrain_compile.viz.text.log import LOG, above_bars
 from cotrain_compile.viz.text.narrate import verbosity
 from cotrain_compile.viz.text.terminal import PlainConsole
@@ -25,7 +25,9 @@ EVERY_S = 10.0
 
 
 @contextmanager
-def phase_line(options: Options, phase: str, console: Console | None = None) -> Iterator[None]:
+def phase_line(
+    options: OutputOptions, phase: str, console: Console | None = None
+) -> Iterator[None]:
     """Show `phase`, and those told inside, each with the seconds since it began.
 
     Where stderr is no terminal the logger is told every `EVERY_S` seconds; nothing is shown where

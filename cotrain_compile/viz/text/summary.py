@@ -13,7 +13,7 @@ from cotrain_compile.placement.placed import place_dataflow
 from cotrain_compile.placement.recompute.rewrite import again_name, recomputed_ops
 from cotrain_compile.placement.simulate.reserved import Reserved, reserved
 from cotrain_compile.plan import HostRegion, Lane, Plan, SolveReport, Transfer, UpdateMode
-from cotrain_compile.units import format_bytes, format_seconds
+from cotrain_compile.support.units import format_bytes, format_seconds
 
 
 def summary(plan: Plan, dataflow: Dataflow | None = None, *, ranked: bool = True) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from cotrain_compile.units import printable
+from cotrain_compile.support.units import printable
 
 
 class PlainConsole(Console):

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 import cotrain_compile
-from cotrain_compile import compile_step as pipeline
 from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
 from cotrain_compile.backends.lifecycle.rehearsal import LEAST_STEP
+from cotrain_compile.entry import compile_step as pipeline
 from cotrain_compile.errors import OutOfDeviceMemory, PlacementError
 from cotrain_compile.machine import Tier
 from cotrain_compile.runtime.meter import Meter

@@ -25,6 +25,7 @@ from cotrain_compile.backends.inductor import lower as lowering
 from cotrain_compile.backends.inductor.compile_graph import compile_graph
 from cotrain_compile.backends.inductor.lower import lower, segments_of
 from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
+from cotrain_compile.entry.tracing import trace_graph
 from cotrain_compile.errors import LoweringError, OptionError, OutOfDeviceMemory, StepFailed
 from cotrain_compile.extract.extract import extract
 from cotrain_compile.graph import StepGraph
@@ -34,7 +35,6 @@ from cotrain_compile.placement.recompute.rewrite import recomputable
 from cotrain_compile.plan import Plan
 from cotrain_compile.runtime.emulated import EmulatedDevice
 from cotrain_compile.runtime.host.kernels import host_kernels
-from cotrain_compile.tracing import trace_graph
 from tests.support.captured_steps import captured, reference
 from tests.support.plans.random_plans import random_plan
 from tests.support.steps import CASES, OPTIMIZERS, Case, Step, cotrain, make_step, train

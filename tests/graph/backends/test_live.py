@@ -17,8 +17,9 @@ import torch
 import cotrain_compile
 from cotrain_compile.errors import OptionError
 from cotrain_compile.machine import Tier
-from cotrain_compile.options import LIVE_S, Options
-from cotrain_compile.units import format_bytes, format_seconds
+from cotrain_compile.options import Options
+from cotrain_compile.options.parsers import LIVE_S
+from cotrain_compile.support.units import format_bytes, format_seconds
 from cotrain_compile.viz.text.live import LiveLine, live_interval_s
 from tests.graph.viz.test_narrate import compiled
 from tests.unit.viz.test_report import MEASURED, PLAN

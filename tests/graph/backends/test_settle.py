@@ -11,13 +11,14 @@ from torch import Tensor
 from torch.nn import functional as F
 from typer.testing import CliRunner
 
-from cotrain_compile import compile_step as pipeline
 from cotrain_compile import files
 from cotrain_compile.backends.inductor.lower import segments_of
 from cotrain_compile.cli.main import app
 from cotrain_compile.cli.reading import read_problem
-from cotrain_compile.compile_step import compile_step
 from cotrain_compile.demo.model import CharacterGPT, Shape
+from cotrain_compile.entry import compile_step as pipeline
+from cotrain_compile.entry.compile_step import compile_step
+from cotrain_compile.entry.tracing import trace_graph
 from cotrain_compile.extract.extract import extract
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.options import Options
@@ -28,7 +29,6 @@ from cotrain_compile.placement.saved import load_plan
 from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.plan import Lane, Plan
 from cotrain_compile.presets import find
-from cotrain_compile.tracing import trace_graph
 from tests.support.captured_steps import captured
 
 CARD = "rtx4090"

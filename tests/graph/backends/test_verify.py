@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from cotrain_compile import compile_step as pipeline
 from cotrain_compile.backends import devices
 from cotrain_compile.backends.verify import verify
 from cotrain_compile.backends.verify.reference import (
@@ -22,6 +21,7 @@ from cotrain_compile.backends.verify.reference import (
     on,
     run_reference,
 )
+from cotrain_compile.entry import compile_step as pipeline
 from cotrain_compile.errors import OptionError, VerifyError
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.passes import run_passes

@@ -11,8 +11,8 @@ import pytest
 from bench import gate
 from bench.gate import EXPECTED, JOBS, QUESTIONS, advice, complaints, update
 from cotrain_compile.dataflow import Dataflow
+from cotrain_compile.entry.tracing import trace_graph
 from cotrain_compile.files import load
-from cotrain_compile.tracing import trace_graph
 
 
 def document() -> dict[str, Any]:

@@ -18,10 +18,10 @@ from transformers import (
 )
 
 from cotrain_compile.capture.dynamo.causal_masks import counts_up
-from cotrain_compile.compiled import inspect
+from cotrain_compile.entry.compiled import inspect
+from cotrain_compile.entry.tracing import trace_graph
 from cotrain_compile.extract.notes import masked_attention
 from cotrain_compile.graph import StepGraph
-from cotrain_compile.tracing import trace_graph
 
 LENGTH = 12
 SHAPE: dict[str, Any] = {

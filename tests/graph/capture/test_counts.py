@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from cotrain_compile.capture import counts
 from cotrain_compile.capture.offline.forked import in_a_copy
-from cotrain_compile.phases import is_listened, tell_phase, told_to
-from cotrain_compile.tracing import trace
+from cotrain_compile.entry.tracing import trace
+from cotrain_compile.support.phases import is_listened, tell_phase, told_to
 
 
 def build() -> tuple[Callable[..., Any], tuple[Any, ...]]:

@@ -17,9 +17,9 @@ import cotrain_compile
 from cotrain_compile import files
 from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
 from cotrain_compile.dataflow import Checkpoints, Dataflow, Op, Phase, Role
+from cotrain_compile.entry.tracing import trace
 from cotrain_compile.errors import OptionError
 from cotrain_compile.machine import Tier
-from cotrain_compile.tracing import trace
 from cotrain_compile.viz.text.summary import summary
 from tests.graph.capture.test_rematerialise import (
     ROWS,

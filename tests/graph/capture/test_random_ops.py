@@ -22,6 +22,7 @@ from cotrain_compile.dataflow import Role
 from cotrain_compile.errors import PlanError
 from cotrain_compile.extract.extract import extract
 from cotrain_compile.graph import StepGraph
+from cotrain_compile.graph.random_ops import generators_of, is_random
 from cotrain_compile.machine import Tier
 from cotrain_compile.options import Options
 from cotrain_compile.passes import run_passes
@@ -31,7 +32,6 @@ from cotrain_compile.placement.problem import formulate
 from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.plan import Plan
 from cotrain_compile.presets import find
-from cotrain_compile.random_ops import generators_of, is_random
 from cotrain_compile.runtime.ops import host_region
 from tests.support.steps import compiling_with
 

@@ -19,10 +19,10 @@ from torch.utils.checkpoint import (
 import cotrain_compile
 from cotrain_compile.capture.nodes.storages import storage_key
 from cotrain_compile.dataflow import Phase
+from cotrain_compile.entry.tracing import trace_graph
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.machine import Tier
 from cotrain_compile.runtime.allocations import most_allocated
-from cotrain_compile.tracing import trace_graph
 from tests.graph.exactness.test_exactness import assert_bitwise_equal
 from tests.support.captured_steps import TRAININGS, captured
 from tests.support.steps import CASES, OPTIMIZERS, Step, cotrain, train_placed, train_unplaced

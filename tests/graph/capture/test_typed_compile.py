@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import cotrain_compile
 from cotrain_compile.errors import OptionError
-from cotrain_compile.option_keywords import Keywords, options_schema
-from cotrain_compile.options import Options
+from cotrain_compile.options import TABLE, Options
+from cotrain_compile.options.keywords import Keywords, options_schema
 from tests.support.steps import Step, cotrain
 
 TYPES = get_type_hints(Keywords)
@@ -24,6 +24,7 @@ TYPES = get_type_hints(Keywords)
 
 def test_the_keywords_are_the_options() -> None:
     assert list(TYPES) == [item.name for item in fields(Options)]
+    assert {name: option.given for name, option in TABLE.items()} == TYPES
     shown = inspect.signature(cotrain_compile.compile).parameters
     assert list(shown) == ["step", "dynamic", *TYPES]
     assert all(shown[item.name].default == item.default for item in fields(Options))
@@ -46,6 +47,7 @@ def test_the_schema_has_the_options_their_choices_and_defaults() -> None:
     for item in fields(Options):
         told = schema["properties"][item.name]
         default = item.default
+        assert told["description"] == TABLE[item.name].words
         assert told["default"] == (list(default) if isinstance(default, tuple) else default)
         if get_origin(TYPES[item.name]) is Literal:
             assert tuple(told["enum"]) == get_args(TYPES[item.name])

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cotrain_compile.user_lines import calling_line, in_library, in_package
+from cotrain_compile.graph.user_lines import calling_line, in_library, in_package
 
 
 def test_torch_is_a_library_where_it_is_not_where_packages_are_installed(

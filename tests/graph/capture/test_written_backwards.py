@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from cotrain_compile.dataflow import Phase
+from cotrain_compile.entry.tracing import trace_graph
 from cotrain_compile.extract.extract import extract
 from cotrain_compile.placement.recompute.rewrite import recomputable
-from cotrain_compile.tracing import trace_graph
 
 
 class Sine(torch.autograd.Function):

@@ -23,7 +23,7 @@ from cotrain_compile.demo.text import batch, standard_library
 from cotrain_compile.errors import OptionError
 from cotrain_compile.placement.policies import RULES
 from cotrain_compile.plan import Plan
-from cotrain_compile.units import format_seconds
+from cotrain_compile.support.units import format_seconds
 
 SMALL = Shape(context=16, width=32, layers=1, heads=2)
 

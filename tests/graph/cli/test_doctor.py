@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from cotrain_compile.cli.main import app
 from cotrain_compile.runtime import examine as module
 from cotrain_compile.runtime.examine import Finding, examine
-from cotrain_compile.units import format_bytes
+from cotrain_compile.support.units import format_bytes
 
 
 def findings() -> dict[str, Finding]:

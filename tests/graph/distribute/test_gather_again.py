@@ -11,6 +11,7 @@ import pytest
 
 from cotrain_compile.capture.aten import bucket_exchanges
 from cotrain_compile.distribute.pretend import pretended
+from cotrain_compile.entry.tracing import trace, trace_graph
 from cotrain_compile.errors import PlanError
 from cotrain_compile.extract.extract import extract
 from cotrain_compile.machine import Tier
@@ -35,7 +36,6 @@ from cotrain_compile.placement.search.variants import Levels
 from cotrain_compile.placement.work import Allowance, Meter
 from cotrain_compile.plan import Plan
 from cotrain_compile.presets import find
-from cotrain_compile.tracing import trace, trace_graph
 from cotrain_compile.viz.text.summary import summary
 from tests.support.closeness import relative_gap
 from tests.support.gathering_ranks import (

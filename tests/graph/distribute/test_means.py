@@ -16,15 +16,15 @@ import cotrain_compile
 from cotrain_compile.backends.inductor.lower import segments_of
 from cotrain_compile.capture.aten import bucket_exchanges
 from cotrain_compile.capture.aten.exchange_times import MOST_UNDER_WAY
-from cotrain_compile.collectives import is_collective, is_wait
 from cotrain_compile.dataflow import Collective, Role
+from cotrain_compile.entry.tracing import trace
 from cotrain_compile.errors import CaptureError
+from cotrain_compile.graph.collectives import is_collective, is_wait
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.problem import formulate
 from cotrain_compile.placement.search.solve import SolveSettings, solve
 from cotrain_compile.plan import Lane
 from cotrain_compile.presets import find
-from cotrain_compile.tracing import trace
 from tests.support.fake_ranks import ranks
 
 ALL_REDUCE = "_c10d_functional.all_reduce.default"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from cotrain_compile.dataflow import Dataflow, Role
-from cotrain_compile.tracing import trace
+from cotrain_compile.entry.tracing import trace
 from tests.support import flash_package
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")

@@ -14,7 +14,7 @@ from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import PlanError
 from cotrain_compile.machine import Tier
-from cotrain_compile.machine_parts import Link
+from cotrain_compile.machine.parts import Link
 from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.milp.bound import certified_bound_s
 from cotrain_compile.placement.problem import formulate
@@ -23,7 +23,7 @@ from cotrain_compile.placement.search.solve import SolveSettings, solve
 from cotrain_compile.placement.search.variants import Levels
 from cotrain_compile.placement.work import Allowance, Meter
 from cotrain_compile.presets import find
-from cotrain_compile.units import format_bytes
+from cotrain_compile.support.units import format_bytes
 from cotrain_compile.viz.text.diff import describe_diff
 from cotrain_compile.viz.text.summary import summary
 from tests.support.random_problems import resident_bytes, with_budget

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import flop_registry
 
-from cotrain_compile.op_costs import OpCost, computing_dtype, cost_of, op_name
+from cotrain_compile.extract.op_costs import OpCost, computing_dtype, cost_of, op_name
 from tests.support.blur import blur
 
 aten = torch.ops.aten

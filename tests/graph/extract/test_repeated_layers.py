@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from cotrain_compile.cluster.model.profiles import LayerProfile, per_sample
 from cotrain_compile.cluster.sources.repeated_layers import with_layers
 from cotrain_compile.cluster.sources.traced_profile import profile_of_step
+from cotrain_compile.entry.tracing import trace
 from cotrain_compile.errors import OptionError
 from cotrain_compile.presets import find
-from cotrain_compile.tracing import trace
 
 
 class Block(nn.Module):

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cotrain_compile.dataflow import Dataflow
+from cotrain_compile.entry.tracing import trace_graph
 from cotrain_compile.extract import scratch as extract_scratch
 from cotrain_compile.extract.extract import extract
 from cotrain_compile.machine import Tier
@@ -20,7 +21,6 @@ from cotrain_compile.placement.policies import resident
 from cotrain_compile.placement.problem import formulate
 from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.presets import find
-from cotrain_compile.tracing import trace_graph
 
 ROWS, HEADS, LENGTH, WIDTH = 2, 2, 64, 8
 ON_THE_HOST = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default

@@ -12,11 +12,11 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 from cotrain_compile.analysis.costs import roofline, with_measured
 from cotrain_compile.dataflow import Dataflow
+from cotrain_compile.entry.tracing import trace
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.problem import formulate
 from cotrain_compile.placement.search.solve import solve
 from cotrain_compile.presets import find
-from cotrain_compile.tracing import trace
 from cotrain_compile.viz.text.describe import describe_step
 from cotrain_compile.viz.text.summary import summary
 from tests.support.blur import blur

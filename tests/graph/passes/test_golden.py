@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from cotrain_compile.entry.tracing import trace_graph
 from cotrain_compile.extract.extract import extract
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.options import Options
@@ -24,7 +25,6 @@ from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.plan import Plan
 from cotrain_compile.presets import find
-from cotrain_compile.tracing import trace_graph
 from tests.support.dataflow_text import text
 from tests.support.plan_text import lines as task_lines
 from tests.support.plans.random_plans import last_moment_plan

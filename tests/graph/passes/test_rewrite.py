@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 import cotrain_compile
+from cotrain_compile.entry.tracing import trace_graph
 from cotrain_compile.extract.extract import extract
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.options import Options
@@ -25,7 +26,6 @@ from cotrain_compile.plan import Plan
 from cotrain_compile.presets import find
 from cotrain_compile.runtime.ops import cotrain as ops
 from cotrain_compile.runtime.ops import host_region
-from cotrain_compile.tracing import trace_graph
 from tests.support.captured_steps import captured
 from tests.support.delays import PATIENCE_S, tasks_held_back
 from tests.support.plans.random_plans import last_moment_plan

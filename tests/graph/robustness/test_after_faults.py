@@ -20,9 +20,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from cotrain_compile import compiled as compiled_steps
 from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
 from cotrain_compile.dataflow import Phase
+from cotrain_compile.entry import compiled as compiled_steps
 from cotrain_compile.errors import OutOfDeviceMemory, StepFailed
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.policies import resident

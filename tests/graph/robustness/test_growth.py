@@ -12,6 +12,7 @@ from torch import nn
 
 from cotrain_compile.backends.inductor.lower import segments_of
 from cotrain_compile.dataflow import Dataflow
+from cotrain_compile.entry.tracing import trace_graph
 from cotrain_compile.extract.extract import extract
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.machine import Tier
@@ -20,7 +21,6 @@ from cotrain_compile.placement.policies import rule
 from cotrain_compile.placement.problem import formulate
 from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.presets import find
-from cotrain_compile.tracing import trace_graph
 from tests.support.call_counts import calls_in, growing_faster
 
 SMALL, LARGE = 8, 32

@@ -67,7 +67,7 @@ def test_cores_are_a_list_of_numbers(wrong: object) -> None:
 def test_a_core_that_is_not_ours_is_refused() -> None:
     ours = frozenset({0, 1})
     with (
-        mock.patch("cotrain_compile.options.os.sched_getaffinity", return_value=set(ours)),
+        mock.patch("cotrain_compile.options.parsers.os.sched_getaffinity", return_value=set(ours)),
         pytest.raises(OptionError, match=r"of the cores of this process \(0, 1\)"),
     ):
         Options.parse({"host_cores": [1, 2]})

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 import cotrain_compile
-from cotrain_compile import compile_step as pipeline
 from cotrain_compile import files
 from cotrain_compile.backends import devices
 from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
+from cotrain_compile.entry import compile_step as pipeline
 from cotrain_compile.errors import HostMemoryError, OptionError, OutOfDeviceMemory
 from cotrain_compile.machine import Machine, Tier
 from cotrain_compile.options import Options

@@ -15,12 +15,12 @@ import cotrain_compile
 from cotrain_compile import files
 from cotrain_compile.cli.reading import read_problem
 from cotrain_compile.machine import Machine, Rates
-from cotrain_compile.phases import told_to
 from cotrain_compile.placement.saved import load_plan
 from cotrain_compile.presets import THIS_MACHINE, find
 from cotrain_compile.runtime.calibrate import first_use
 from cotrain_compile.runtime.calibrate.calibrate import Calibration
 from cotrain_compile.runtime.calibrate.link_bench import Sizes
+from cotrain_compile.support.phases import told_to
 from tests.support.captured_steps import make_two_layers
 from tests.support.steps import OPTIMIZERS, cotrain, cross_entropy, make_step, vectors
 

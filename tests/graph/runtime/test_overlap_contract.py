@@ -22,7 +22,7 @@ from torch._dynamo.utils import counters
 import cotrain_compile
 from cotrain_compile import files
 from cotrain_compile.backends.lifecycle.deferred import Tail
-from cotrain_compile.choose_plan import saved_plan
+from cotrain_compile.entry.choose_plan import saved_plan
 from cotrain_compile.errors import PlanError, StepFailed
 from cotrain_compile.options import Options
 from tests.support.held_back import (

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from cotrain_compile.backends.eager.calls import Call
 from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
 from cotrain_compile.backends.lifecycle.deferred import wait_for_tails
+from cotrain_compile.entry.step_scalars import scalars
 from cotrain_compile.machine import Machine, Tier
 from cotrain_compile.passes import run_passes
 from cotrain_compile.passes.find_accesses import find_race_in
@@ -34,7 +35,6 @@ from cotrain_compile.runtime.cuda.device import CudaDevice
 from cotrain_compile.runtime.cuda.pinned import PinnedPool
 from cotrain_compile.runtime.host.kernels import host_kernels
 from cotrain_compile.runtime.host.speculation import Confirm, Speculation
-from cotrain_compile.step_scalars import scalars
 from tests.support.captured_steps import (
     Captured,
     Training,

@@ -22,7 +22,7 @@ import cotrain_compile
 from cotrain_compile.errors import OptionError
 from cotrain_compile.options import Options
 from cotrain_compile.plan import Plan
-from cotrain_compile.units import format_bytes, format_seconds
+from cotrain_compile.support.units import format_bytes, format_seconds
 from cotrain_compile.viz.text.log import LOG
 from cotrain_compile.viz.text.narrate import (
     Narrator,

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from cotrain_compile.options import POLICIES
+from cotrain_compile.options.parsers import POLICIES
 from tests.support.fuzz.fuzz_edits import GRADIENT_EDITS, PARAMETER_EDITS, UPDATES
 from tests.support.fuzz.fuzz_layers import AGAIN, LAYERS
 from tests.support.fuzz.fuzz_layouts import LAYOUTS

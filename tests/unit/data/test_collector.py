@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from cotrain_compile.collector import collector_off
+from cotrain_compile.support.collector import collector_off
 
 
 @pytest.fixture(autouse=True)

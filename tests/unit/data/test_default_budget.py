@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cotrain_compile import default_budget
-from cotrain_compile.machine import Tier
+from cotrain_compile.machine import Tier, default_budget
 from cotrain_compile.options import Options
 from cotrain_compile.presets import PRESETS, find
 

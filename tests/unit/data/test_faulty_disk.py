@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from cotrain_compile import files
+from cotrain_compile.entry.plan_cache import cached
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.search.solve import SolveSettings, solve
 from cotrain_compile.plan import Plan
-from cotrain_compile.plan_cache import cached
 from cotrain_compile.presets import find
 from cotrain_compile.viz.perfetto import save_trace
 from cotrain_compile.viz.specification import specify

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cotrain_compile.disk_cache import is_only_ours
+from cotrain_compile.support.disk_cache import is_only_ours
 
 
 @pytest.mark.parametrize("mode", [0o720, 0o702])

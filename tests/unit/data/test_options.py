@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cotrain_compile.errors import OptionError
-from cotrain_compile.options import POLICIES, Options
-from cotrain_compile.sizes import Size
+from cotrain_compile.options import Options
+from cotrain_compile.options.parsers import POLICIES
+from cotrain_compile.support.sizes import Size
 
 GIB = 2**30
 

@@ -11,19 +11,21 @@ import pytest
 from cotrain_compile.errors import OptionError
 from cotrain_compile.files import load, save
 from cotrain_compile.machine import Machine
-from cotrain_compile.machine_devices import seen_from, side_by_side
-from cotrain_compile.preset_cards import CARDS, Card
+from cotrain_compile.machine.devices import seen_from, side_by_side
 from cotrain_compile.presets import (
     ADAMW_BYTES_PER_PARAMETER,
     PRESETS,
-    cgroup_cores,
-    cgroup_memory_limit_bytes,
     find,
     refuse_other_ranks,
     this_machine,
-    usable_cores,
-    usable_memory_bytes,
     with_changes,
+)
+from cotrain_compile.presets.cards import CARDS, Card
+from cotrain_compile.support.limits import (
+    cgroup_cores,
+    cgroup_memory_limit_bytes,
+    usable_core_count,
+    usable_memory_bytes,
 )
 from cotrain_compile.viz.text.describe import describe_machine
 
@@ -182,7 +184,7 @@ def test_this_machine_stays_within_what_the_process_may_use() -> None:
     machine = find("this-machine")
     assert machine == this_machine()
     assert machine.device.capacity_bytes + machine.host.capacity_bytes <= usable_memory_bytes()
-    assert usable_cores() >= 1
+    assert usable_core_count() >= 1
     assert "nothing measured" in machine.source
 
 

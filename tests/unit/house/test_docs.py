@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from dataclasses import fields
 from pathlib import Path
+from typing import Literal, get_args, get_origin
 
 import pytest
 
 from bench.reliability.page import RENAMED
 from cotrain_compile import errors
-from cotrain_compile.options import Options
+from cotrain_compile.options import TABLE
 from cotrain_compile.passes import PASSES
 
 ROOT = Path(__file__).parents[3]
@@ -63,12 +63,22 @@ def test_every_list_of_passes_is_whole_and_in_order() -> None:
 
 
 def test_every_option_is_documented_with_its_default() -> None:
-    rows = re.findall(r"^\| `(\w+)` \| (.+?) \|", read("docs/options.md"), flags=re.MULTILINE)
-    documented = dict(rows)
-    for option in fields(Options):
-        assert option.name in documented
+    table = read("docs/options.md").partition("| option |")[2].partition("\n\n")[0]
+    documented = dict(re.findall(r"^\| `(\w+)` \| (.+?) \|", table, flags=re.MULTILINE))
+    assert sorted(documented) == sorted(TABLE)
+    for option in TABLE.values():
         if option.default is not None:
             assert str(option.default) in documented[option.name]
+
+
+def test_every_choice_of_an_option_is_documented() -> None:
+    """What is a choice in the table of options is the same list on the page, and no other is."""
+    rows = re.findall(
+        r'^\| `(\w+)` \| .+? \| ((?:`"[\w-]+"`(?:, )?)+) \|', read("docs/options.md"), re.MULTILINE
+    )
+    documented = {name: tuple(re.findall(r'"([\w-]+)"', listed)) for name, listed in rows}
+    choices = {o.name: get_args(o.given) for o in TABLE.values() if get_origin(o.given) is Literal}
+    assert documented == choices
 
 
 def test_every_error_is_documented() -> None:

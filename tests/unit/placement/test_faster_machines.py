@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cotrain_compile.machine import Machine, Network, Tier
-from cotrain_compile.machine_devices import side_by_side
-from cotrain_compile.machine_speed import is_nowhere_slower
+from cotrain_compile.machine.devices import side_by_side
+from cotrain_compile.machine.speed import is_nowhere_slower
 from cotrain_compile.placement.explain.carry import Tried, carried, with_plans_of_slower_machines
 from cotrain_compile.placement.explain.sweep import FITS, Case, problem_of, try_case
 from cotrain_compile.placement.placed import place_plan

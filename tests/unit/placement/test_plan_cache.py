@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from cotrain_compile import plan_cache
 from cotrain_compile.dataflow import Job
+from cotrain_compile.entry import plan_cache
+from cotrain_compile.entry.plan_cache import cached, digest_of
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.problem import Problem, formulate
@@ -19,7 +20,6 @@ from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.placement.search.least import least_of
 from cotrain_compile.placement.search.solve import SolveSettings, solve
 from cotrain_compile.plan import Plan
-from cotrain_compile.plan_cache import cached, digest_of
 from cotrain_compile.presets import find
 from tests.support.blocks import blocks
 

@@ -15,7 +15,7 @@ from cotrain_compile.placement.check.replay import replay
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.search.infeasible import floor_bytes
 from cotrain_compile.placement.search.solve import CERTIFIED, SolveSettings, solve
-from cotrain_compile.units import format_bytes
+from cotrain_compile.support.units import format_bytes
 from tests.support.examples import examples
 from tests.support.random_problems import least_bytes, problems, resident_bytes, with_budget
 from tests.unit.placement.test_solve import STEPS, problem_of

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 
 from cotrain_compile import files
-from cotrain_compile.choose_plan import saved_plan
 from cotrain_compile.dataflow import Dataflow
+from cotrain_compile.entry.choose_plan import saved_plan
 from cotrain_compile.errors import PlacementError, PlanError
 from cotrain_compile.guesses import guesses_of, second_bytes
 from cotrain_compile.machine import Tier

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from cotrain_compile import default_budget, files
+from cotrain_compile import files
 from cotrain_compile.cli.main import app
 from cotrain_compile.dataflow import Dataflow, Job, SizeExpressions
 from cotrain_compile.errors import OptionError, PlacementError
-from cotrain_compile.machine import Tier
+from cotrain_compile.machine import Tier, default_budget
 from cotrain_compile.placement.explain.carry import carried
 from cotrain_compile.placement.explain.sweep import (
     FITS,

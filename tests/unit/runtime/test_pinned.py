@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from cotrain_compile.errors import HostMemoryError
 from cotrain_compile.runtime.cuda.pinned import PinnedPool, available_host_bytes
+from cotrain_compile.support import limits
 
 
 @dataclass(eq=False)
@@ -158,9 +159,8 @@ def test_a_kernel_that_takes_no_advice_is_told_of_and_the_memory_is_there(
 
 
 def test_this_computer_has_host_memory_left_but_not_more_than_is_installed() -> None:
-    from cotrain_compile import presets
 
-    assert available_host_bytes() < presets.usable_memory_bytes()
+    assert available_host_bytes() < limits.usable_memory_bytes()
 
 
 sizes = st.sampled_from([16, 64, 4096, 5000])

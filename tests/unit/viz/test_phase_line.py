@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from cotrain_compile.options import Options
-from cotrain_compile.phases import is_listened, tell_phase
+from cotrain_compile.support.phases import is_listened, tell_phase
 from cotrain_compile.viz.text.log import LOG
 from cotrain_compile.viz.text.phase_line import phase_line
 

@@ -24,7 +24,7 @@ from cotrain_compile.placement.search.solve import solve
 from cotrain_compile.placement.simulate.reserved import reserved
 from cotrain_compile.plan import Lane, Timeline
 from cotrain_compile.presets import find
-from cotrain_compile.units import format_bytes, format_seconds
+from cotrain_compile.support.units import format_bytes, format_seconds
 from cotrain_compile.viz.kinds import COLOURS, DARK
 from cotrain_compile.viz.layers import layer, layers
 from cotrain_compile.viz.memory import memory_kinds, planned_curve

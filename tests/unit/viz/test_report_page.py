@@ -17,7 +17,7 @@ from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.search.solve import SolveSettings, solve
 from cotrain_compile.plan import Lane
 from cotrain_compile.presets import find
-from cotrain_compile.units import format_seconds
+from cotrain_compile.support.units import format_seconds
 from cotrain_compile.viz.report.charts import time_axis
 from cotrain_compile.viz.report.page import write_report
 from cotrain_compile.viz.specification import bars_of

@@ -81,7 +81,7 @@ def package_digest() -> str:
     """Of this package, as its source is here: what another one found may be found otherwise."""
     source = hashlib.sha256()
     # In a checkout some folders of the package are links, which `Path.rglob` passes by.
-    for folder, _, names in sorted(os.walk(Path(__file__).parent, followlinks=True)):
+    for folder, _, names in sorted(os.walk(Path(__file__).parents[1], followlinks=True)):
         for name in sorted(names):
             if name.endswith(".py"):
                 source.update(Path(folder, name).read_bytes())

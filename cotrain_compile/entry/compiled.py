@@ -22,7 +22,7 @@ from cotrain_compile.errors import CotrainError
 from cotrain_compile.files import write_whole
 from cotrain_compile.options import Options
 from cotrain_compile.plan import Placement
-from cotrain_compile.units import format_bytes
+from cotrain_compile.support.units import format_bytes
 from cotrain_compile.viz.text.live import LiveLine
 
 

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import fields
-from typing import Any, ParamSpec, TypeVar, Unpack, get_type_hints, overload
+from typing import Any, ParamSpec, TypeVar, Unpack, overload
 
 import torch
 from torch import nn
 
-from cotrain_compile.compile_step import cotrain
+from cotrain_compile.entry.compile_step import cotrain
 from cotrain_compile.errors import CotrainError, OptionError
-from cotrain_compile.option_keywords import Keywords
-from cotrain_compile.options import Options
+from cotrain_compile.options import TABLE
+from cotrain_compile.options.keywords import Keywords
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -65,15 +64,14 @@ def _described(value: object) -> str:
 def _signature() -> inspect.Signature:
     """That of `compile`, with the options spelled out for `help` and notebooks."""
     given = [p for p in inspect.signature(compile).parameters.values() if p.name != "options"]
-    types = get_type_hints(Keywords)
     options = [
         inspect.Parameter(
-            item.name,
+            name,
             inspect.Parameter.KEYWORD_ONLY,
-            default=item.default,
-            annotation=types[item.name],
+            default=option.default,
+            annotation=option.given if option.default is not None else option.given | None,
         )
-        for item in fields(Options)
+        for name, option in TABLE.items()
     ]
     return inspect.Signature([*given, *options], return_annotation=Callable)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
-from cotrain_compile.compiled import inspect
+from cotrain_compile.entry.compiled import inspect
 from cotrain_compile.machine import Tier
 
 

@@ -18,9 +18,9 @@ from torch import fx
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
-from cotrain_compile.op_bytes import bytes_formula, nbytes_of
-from cotrain_compile.op_calls import arguments_of, target_of
-from cotrain_compile.op_flops import flops_formula
+from cotrain_compile.extract.op_bytes import bytes_formula, nbytes_of
+from cotrain_compile.extract.op_flops import flops_formula
+from cotrain_compile.graph.op_calls import arguments_of, target_of
 
 Bound = Mapping[str, Any]
 

@@ -16,7 +16,7 @@ from functools import lru_cache
 from types import CodeType
 
 # What a trace runs in place of a user's call; the demo is a user of the rest.
-_HERE = os.path.dirname(os.path.abspath(__file__))
+_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _OURS = tuple(os.path.join(_HERE, folder) + os.sep for folder in ("capture", "distribute"))
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 # How Python prints a frame of a stack, with the line of code below it.

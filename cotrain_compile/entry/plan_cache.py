@@ -18,7 +18,6 @@ from importlib.metadata import version
 from pathlib import Path
 
 from cotrain_compile import files
-from cotrain_compile.disk_cache import folder_of, keep_at_most, package_digest
 from cotrain_compile.errors import FormatError, PlacementError, PlanError
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.check.check import check
@@ -26,7 +25,8 @@ from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.saved import load_plan
 from cotrain_compile.placement.search.solve import SolveSettings
 from cotrain_compile.plan import Plan
-from cotrain_compile.units import format_bytes, format_seconds
+from cotrain_compile.support.disk_cache import folder_of, keep_at_most, package_digest
+from cotrain_compile.support.units import format_bytes, format_seconds
 
 MOST_BYTES = 256 << 20
 # What is free differs a little from run to run. With so much more a plan is hardly faster.

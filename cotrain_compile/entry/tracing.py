@@ -18,15 +18,15 @@ from cotrain_compile.capture.offline.known_values import KnownValues
 from cotrain_compile.capture.offline.offline import offline
 from cotrain_compile.capture.offline.only_trace import only_traced
 from cotrain_compile.capture.offline.skip_initialisation import skip_initialisation
-from cotrain_compile.compile_step import cotrain
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.distribute.pretend import pretended
+from cotrain_compile.entry.compile_step import cotrain
 from cotrain_compile.errors import CaptureError
 from cotrain_compile.extract.extract import extract
 from cotrain_compile.files import from_json, to_json
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.machine import Machine
-from cotrain_compile.phases import tell_phase
+from cotrain_compile.support.phases import tell_phase
 
 Build = Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]
 

@@ -1,6 +1,6 @@
 """Presets: machines that a step can be planned for without owning one. Names in, `Machine` out.
 
-The figures and their sources are rows of `preset_cards` and `preset_tables`. A name may be followed
+The figures and their sources are rows of `cards` and `tables`. A name may be followed
 by what is otherwise: "rtx4090 host-memory=192GiB". A server of several cards ("8xh100") is what one
 of its ranks has of it: its card, an equal share of the host, and a network to the others.
 
@@ -15,13 +15,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from cotrain_compile.errors import OptionError, did_you_mean
 from cotrain_compile.machine import HostUpdate, Link, Machine, Network, Rates, TierSpec, two_tier
-from cotrain_compile.preset_cards import CARDS, Card
-from cotrain_compile.preset_tables import HOSTS, SERVERS, Host, Server
-from cotrain_compile.sizes import Size
+from cotrain_compile.presets.cards import CARDS, Card
+from cotrain_compile.presets.tables import HOSTS, SERVERS, Host, Server
+from cotrain_compile.support.limits import usable_core_count, usable_memory_bytes
+from cotrain_compile.support.sizes import Size
 
 ADAMW_BYTES_PER_PARAMETER = 28
 THIS_MACHINE = "this-machine"
@@ -212,7 +212,7 @@ def this_machine() -> Machine:
     Host and device share the cores and split the memory. Rates are what one core of any recent
     server does at least; `cotrain-compile calibrate` replaces them with measured ones.
     """
-    cores, memory_bytes = usable_cores(), usable_memory_bytes()
+    cores, memory_bytes = usable_core_count(), usable_memory_bytes()
     half = TierSpec(
         capacity_bytes=memory_bytes // 2,
         bytes_per_s=min(5 * _GB * cores, 50 * _GB),
@@ -232,49 +232,3 @@ def this_machine() -> Machine:
         "nothing measured; run `cotrain-compile calibrate` for measured figures",
         rates=Rates.GUESSED,
     )
-
-
-def usable_cores() -> int:
-    """Cores this process may run on: its affinity, cut by the cgroup's CPU quota."""
-    allowed = len(os.sched_getaffinity(0))
-    quota = cgroup_cores()
-    return allowed if quota is None else max(1, min(allowed, int(quota)))
-
-
-def usable_memory_bytes() -> int:
-    """Memory of this computer, or the cgroup's limit where that is lower."""
-    limit = cgroup_memory_limit_bytes()
-    return installed_memory_bytes() if limit is None else min(installed_memory_bytes(), limit)
-
-
-def installed_memory_bytes() -> int:
-    """MemTotal of /proc/meminfo."""
-    with open("/proc/meminfo") as lines:
-        kib = next(line.split()[1] for line in lines if line.startswith("MemTotal:"))
-    return int(kib) * 1024
-
-
-def cgroup_memory_limit_bytes(root: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """The lowest memory limit that a cgroup (version 2 or 1) sets; None if it sets none."""
-    found = [
-        int(text)
-        for name in ("memory.max", "memory/memory.limit_in_bytes")
-        if (text := _text(root / name)).isdigit()
-    ]
-    # Version 1 writes "no limit" as the largest multiple of a page that fits 63 bits.
-    limits = [limit for limit in found if limit < 2**62]
-    return min(limits, default=None)
-
-
-def cgroup_cores(root: Path = Path("/sys/fs/cgroup")) -> float | None:
-    """The CPU quota of the cgroup (version 2 or 1) in cores; None if there is none."""
-    quota, _, period = _text(root / "cpu.max").partition(" ")
-    if not period:
-        quota = _text(root / "cpu/cpu.cfs_quota_us")
-        period = _text(root / "cpu/cpu.cfs_period_us")
-    return int(quota) / int(period) if quota.isdigit() and period.isdigit() else None
-
-
-def _text(path: Path) -> str:
-    """A small system file, "" where this computer has none of that name."""
-    return path.read_text().strip() if path.is_file() else ""

@@ -19,9 +19,9 @@ import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
-from cotrain_compile.collectives import is_wait
 from cotrain_compile.dataflow import Checkpoints, Phase, Role
-from cotrain_compile.lazy_module import graph_module
+from cotrain_compile.graph.collectives import is_wait
+from cotrain_compile.graph.lazy_module import graph_module
 
 _CARD = re.compile(r"device\(type='cuda', index=\d+\)")
 # Return their argument's memory though their schemas do not say so.

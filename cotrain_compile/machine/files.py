@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cotrain_compile.machine import Machine, two_tier
-from cotrain_compile.machine_parts import HostUpdate, Link, TierSpec
+from cotrain_compile.machine.parts import HostUpdate, Link, TierSpec
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Preset tables: hosts and servers as rows of figures with their sources. No torch.
 
 Rates are achieved, not advertised. What no one has published a measurement of is the data sheet's
-figure times a fraction, which the source of the row names. The cards are in `preset_cards`.
+figure times a fraction, which the source of the row names. The cards are in `presets.cards`.
 """
 
 from __future__ import annotations

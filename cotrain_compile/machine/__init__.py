@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 
-from cotrain_compile.machine_parts import (
+from cotrain_compile.machine.parts import (
     LARGEST,
     UNDISTURBED,
     Contention,
@@ -43,7 +43,7 @@ __all__ = [
     "two_tier",
 ]
 
-# 2: any number of spaces, processors and links; `machine_files` reads what came before.
+# 2: any number of spaces, processors and links; `machine.files` reads what came before.
 FORMAT_VERSION = 2
 
 

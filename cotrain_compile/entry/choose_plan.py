@@ -10,17 +10,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from cotrain_compile.dataflow import Dataflow, differ_in_updates_alone
+from cotrain_compile.entry.plan_cache import cached
 from cotrain_compile.errors import PlanError
 from cotrain_compile.machine import Tier
-from cotrain_compile.options import Options, as_option_error
+from cotrain_compile.options import as_option_error
+from cotrain_compile.options.parts import PlanningOptions
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.saved import load_plan
 from cotrain_compile.placement.search.rest_on_host import rest_on_host
 from cotrain_compile.placement.search.reuse_placement import reuse_placement
 from cotrain_compile.placement.search.solve import SolveSettings, solve
 from cotrain_compile.plan import Placement, Plan
-from cotrain_compile.plan_cache import cached
-from cotrain_compile.units import format_bytes
+from cotrain_compile.support.units import format_bytes
 from cotrain_compile.viz.text.describe import describe_differences
 
 _ANEW = "homes, updates and what is away are the plan's, and copies are scheduled anew"
@@ -28,7 +29,7 @@ _ANEW = "homes, updates and what is away are the plan's, and copies are schedule
 
 def plan_for(
     problem: Problem,
-    options: Options,
+    options: PlanningOptions,
     compiled: bool | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Plan:
@@ -52,7 +53,7 @@ def plan_for(
 
 
 def plan_as_before(
-    problem: Problem, options: Options, before: Placement, *, compiled: bool
+    problem: Problem, options: PlanningOptions, before: Placement, *, compiled: bool
 ) -> Plan | None:
     """A plan with the placement that the training ran with `before`; None where none is to be had.
 
@@ -75,14 +76,12 @@ def plan_as_before(
     return replace(plan, notes=(*plan.notes, told))
 
 
-def solve_settings(options: Options, compiled: bool | None = None) -> SolveSettings:
+def solve_settings(options: PlanningOptions, compiled: bool | None = None) -> SolveSettings:
     """What `options` say of how to look for a plan.
 
-    `compiled` says whether the ops will run as compiled code. None, where no step is at hand: as
-    the option `lowering` says, else as the machine's device does.
+    `compiled` says whether the ops will run as compiled code; None, where no step is at hand: as
+    on the machine's device.
     """
-    if compiled is None and options.lowering is not None:
-        compiled = options.lowering == "inductor"
     return SolveSettings(
         policy=options.policy,
         solver=options.solver,
@@ -99,7 +98,9 @@ def solve_settings(options: Options, compiled: bool | None = None) -> SolveSetti
     )
 
 
-def saved_plan(path: str, problem: Problem, options: Options, compiled: bool | None = None) -> Plan:
+def saved_plan(
+    path: str, problem: Problem, options: PlanningOptions, compiled: bool | None = None
+) -> Plan:
     """The plan saved at `path`, made for the step of `problem`, on whichever machine.
 
     Where only what optimizers compute is another, as with another learning rate or one that is an
@@ -164,7 +165,7 @@ def _refuse_another_step(path: str, plan: Plan, dataflow: Dataflow) -> None:
         )
 
 
-def _refuse_more_memory(path: str, plan: Plan, problem: Problem, options: Options) -> None:
+def _refuse_more_memory(path: str, plan: Plan, problem: Problem, options: PlanningOptions) -> None:
     asked = {
         Tier.DEVICE: ("memory_budget", options.memory_budget),
         Tier.HOST: ("host_memory_budget", options.host_memory_budget),

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from cotrain_compile.op_calls import arguments_of, target_of
+from cotrain_compile.graph.op_calls import arguments_of, target_of
 
 # Attention has torch's tag of random ops whatever its dropout is (2.11 to 2.15).
 _DROPOUT = "dropout_p"

@@ -1,0 +1,1 @@
+"""Support: what every room may use and what knows none of them: units, sizes, phases, caches."""
