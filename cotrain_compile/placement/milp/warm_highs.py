@@ -63,7 +63,7 @@ class WarmHighs(pulp.HiGHS):  # type: ignore[misc]
         lp.solverModel = model
 
     def callSolver(self, lp: Any) -> None:  # noqa: N802 (pulp's name)
-        work = self.work or Allowance(Meter(self.timeLimit), inf)
+        work = self.work or Allowance(Meter(self.timeLimit or inf), inf)
         model, meter = lp.solverModel, work.meter
         options = {
             "mip_rel_gap": self.gapRel,
