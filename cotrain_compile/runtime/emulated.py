@@ -150,7 +150,7 @@ class EmulatedDevice(Device):
             return
         ready_s = max([issued_s, *[task.end_s for task in after]])
         for number, (destination, source) in enumerate(zip(destinations, sources, strict=True)):
-            self._copy(lane, destination, source, ready_s, copies=int(not number))
+            self._copy(lane, destination, source, ready_s, int(not number))
 
     def _copy(
         self,

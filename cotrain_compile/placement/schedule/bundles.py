@@ -46,6 +46,9 @@ def bundled(program: DeviceProgram, tasks: Sequence[Task], reach: int) -> list[T
 
     No task is issued more than `reach` ops later than it was.
     """
+    # An update on guesses is not to wait for a bundle, nor come behind what it goes ahead of.
+    if any(isinstance(task, HostRegion) and task.guesses for task in tasks):
+        return None
     windows = _windows(program, tasks, reach)
     kinds: dict[object, list[_Window]] = {}
     for window in windows:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 import cotrain_compile
 from cotrain_compile.capture.aten import float_inputs
 from cotrain_compile.graph import StepGraph
-from cotrain_compile.runtime.host import kernels as kernels
+from cotrain_compile.runtime.host import fused_kernel
 from cotrain_compile.runtime.host.captured_kernels import CapturedKernel
 from cotrain_compile.runtime.host.fused_kernel import FusedKernel
 from cotrain_compile.runtime.host.kernels import host_kernels
@@ -189,7 +189,7 @@ def test_fused_loops_take_settings_that_are_inputs(optimizer: str) -> None:
 
 
 def test_a_fused_loop_with_old_settings_fails_its_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "with_settings", lambda settings, live: settings)
+    monkeypatch.setattr(fused_kernel, "with_settings", lambda settings, live: settings)
     assert kernels_with_changed_settings("sgd") == {CapturedKernel}
 
 
