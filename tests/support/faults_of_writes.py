@@ -72,9 +72,11 @@ def failing(
             rows[site.row] = replace(row, compute=work_fails.of(row.compute))
             calls[site.call] = replace(call, rows=rows)
         return mock.patch.object(program, "_calls", calls)
-    if site.task in device._kernels:
-        kernel = work_fails.of(device._kernels[site.task])
-        return mock.patch.object(device, "_kernels", {**device._kernels, site.task: kernel})
+    own = {task.name: task.bundle for task in compiled.plan.tasks}.get(site.task, "")
+    for name in device._kernels:
+        if name == site.task or (own and name.startswith(f"{own} and ")):  # all of its bundle
+            kernel = work_fails.of(device._kernels[name])
+            return mock.patch.object(device, "_kernels", {**device._kernels, name: kernel})
     return _failing_copy(device, site.task, work_fails)
 
 
@@ -87,7 +89,17 @@ def _failing_copy(device: Any, task: str, work_fails: _Failing) -> Iterator[None
         with mock.patch.object(device, "_copy_along", along):
             start(lane, destination, source, launch)
 
-    with mock.patch.object(device, "_start_copy", start_copy):
+    start_all, copy_all = device._start_copies, device._copy_all
+
+    def start_copies(lane: Any, destinations: Any, sources: Any, bundle: Any) -> None:
+        is_in = task in [launch.task for launch in bundle.members]
+        with mock.patch.object(device, "_copy_all", work_fails.of(copy_all) if is_in else copy_all):
+            start_all(lane, destinations, sources, bundle)
+
+    with (
+        mock.patch.object(device, "_start_copy", start_copy),
+        mock.patch.object(device, "_start_copies", start_copies),
+    ):
         yield
 
 

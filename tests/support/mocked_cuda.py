@@ -42,6 +42,7 @@ class MockedCuda:
             "Stream": lambda _: MockedStream(self),
             "Event": lambda **how: MockedEvent(self, **how),
             "current_stream": lambda _: self.current,
+            "get_device_properties": lambda _: SimpleNamespace(),
             "set_stream": self._set_stream,
             "stream": self._on,
             "current_device": lambda: self.device_at_hand,
