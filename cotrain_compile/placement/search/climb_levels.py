@@ -26,12 +26,11 @@ def climb_quickly(attempts: Attempts, levels: Levels) -> None:
         attempts.try_level(level)
     if attempts.is_late:
         return
-    attempts.try_greedy(attempts.step, TACTICS[:1])
-    _climb_uniform(attempts, levels, levels.guess())
     for users in levels.dissolved():
-        if not attempts.is_late:
-            attempts.try_level(users)
+        attempts.try_level(users)
+    attempts.try_greedy(attempts.step, TACTICS[:1])
     _cut_replays(attempts, levels)
+    _climb_uniform(attempts, levels, levels.guess())
 
 
 def climb_by_program(attempts: Attempts, levels: Levels) -> float:
