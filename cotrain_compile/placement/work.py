@@ -77,24 +77,19 @@ class Allowance:
 
 @dataclass(frozen=True)
 class SolverWork:
-    """What a program of so many `entries` and `rows` takes of a solver."""
+    """What a program of so many `entries` takes of a solver."""
 
     entries: int
-    rows: int
 
     def limits(self, units: float) -> dict[str, int]:
-        """How many pivots, steps of a barrier and checks of a tree `units` are worth.
-
-        The simplex method is left to the barrier when it has made a pivot for every other row: then
-        it mostly needs many more.
-        """
+        """How many pivots, steps of a barrier or checks of a tree `units` are worth."""
         of_each = units / max(1, self.entries)
-        pivots = of_each / PER_ENTRY_AND_PIVOT
-        first = min(pivots, self.rows / 2 + 1000)
-        steps = (pivots - first) * PER_ENTRY_AND_PIVOT / PER_ENTRY_AND_BARRIER_STEP
-        checks = of_each / PER_ENTRY_AND_CHECK
-        found = {"pivots": first, "barrier_steps": steps, "checks": checks}
-        return {name: int(min(number, MOST)) for name, number in found.items()}
+        prices = {
+            "pivots": PER_ENTRY_AND_PIVOT,
+            "barrier_steps": PER_ENTRY_AND_BARRIER_STEP,
+            "checks": PER_ENTRY_AND_CHECK,
+        }
+        return {name: int(min(of_each / price, MOST)) for name, price in prices.items()}
 
     def units(self, done: Mapping[str, int]) -> float:
         """What it has taken."""

@@ -71,7 +71,7 @@ class WarmHighs(pulp.HiGHS):  # type: ignore[misc]
             "time_limit": meter.guard_s,
             **self.optionsDict,
         }
-        sizes = SolverWork(len(model.a_matrix_.value_), model.num_row_)
+        sizes = SolverWork(len(model.a_matrix_.value_))
         lp.solverModel = solve_elsewhere(
             model,
             {name: value for name, value in options.items() if value is not None},
