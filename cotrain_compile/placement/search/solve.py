@@ -54,7 +54,7 @@ FRACTIONS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 # again.
 LEVELS_SHARE = 0.7
 # And before that, what is for all that needs no program.
-QUICK_SHARE = 0.35
+QUICK_SHARE = 0.2
 # Parts of the device's memory that plans are looked for in besides.
 LESS = (0.9, 0.8)
 # What the bound may take, beside all that the search itself does.
