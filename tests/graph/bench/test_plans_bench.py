@@ -26,7 +26,7 @@ def result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(bench.plans.plans, "SHAPES", (TINY,))
     output = tmp_path / "plans.json"
     where = ["--steps", str(tmp_path), "-o", str(output)]
-    main([*where, "--machine", "rtx4090", "--time-limit", "2", "--pictures", str(tmp_path)])
+    main([*where, "--machine", "rtx4090", "--work-limit", "2", "--pictures", str(tmp_path)])
     assert (tmp_path / "plans-rtx4090.png").read_bytes().startswith(b"\x89PNG")
     found: dict[str, Any] = json.loads(output.read_text())["result"]
     return found
