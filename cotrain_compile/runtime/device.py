@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,7 +27,7 @@ from cotrain_compile.runtime.host.speculation import Confirm, Gate
 from cotrain_compile.runtime.lanes import Lane, Task
 from cotrain_compile.runtime.meter import Meter
 from cotrain_compile.runtime.network import ThrottledNetwork
-from cotrain_compile.runtime.ops import Bundle, Launch, Runtime, running_on
+from cotrain_compile.runtime.ops import Bundle, Launch, Runtime
 from cotrain_compile.runtime.process.cores import ANY_CORE, Cores
 
 # How often a task is looked at before it is given up.
@@ -378,74 +377,6 @@ class Device(ABC, Runtime):
         previous = [self._previous[t] for t in launch.after_previous if t in self._previous]
         ours = [self._tasks[task] for task in launch.after if task != course.follows]
         return [*dict.fromkeys((*previous, *ours))]
-
-
-@contextmanager
-def rehearsing(device: Device) -> Iterator[None]:
-    """Within it, this package's ops run on `device` but write nothing that the user holds.
-
-    Memory is taken and freed, and copies into fresh tensors run, as in the step itself.
-    """
-    with running_on(_Rehearsal(device)):
-        yield
-
-
-class _Rehearsal(Runtime):
-    """Starts what writes to nothing that was there before; of the rest, notes that it came."""
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-
-    def offload(self, source: torch.Tensor, launch: Launch) -> torch.Tensor:
-        return self._device.offload(source, launch)
-
-    def offload_into(self, destination: torch.Tensor, source: torch.Tensor, launch: Launch) -> None:
-        self._device.skip(launch)
-
-    def prefetch(self, source: torch.Tensor, launch: Launch) -> torch.Tensor:
-        return self._device.prefetch(source, launch)
-
-    def prefetch_into(
-        self, destination: torch.Tensor, source: torch.Tensor, launch: Launch
-    ) -> None:
-        self._device.skip(launch)
-
-    def host_cast(self, source: torch.Tensor, dtype: torch.dtype, launch: Launch) -> torch.Tensor:
-        return self._device.host_cast(source, dtype, launch)
-
-    def run_region(self, region: fx.GraphModule, inputs: Sequence[Any], launch: Launch) -> None:
-        self._device.skip(launch)
-
-    def offload_all(self, sources: Sequence[torch.Tensor], bundle: Bundle) -> list[torch.Tensor]:
-        return self._device.offload_all(sources, bundle)
-
-    def copy_all_into(
-        self,
-        destinations: Sequence[torch.Tensor],
-        sources: Sequence[torch.Tensor],
-        bundle: Bundle,
-        *,
-        down: bool,
-    ) -> None:
-        self._skip_all(bundle)
-
-    def run_regions(
-        self,
-        regions: Sequence[fx.GraphModule],
-        inputs: Sequence[Sequence[Any]],
-        bundle: Bundle,
-    ) -> None:
-        self._skip_all(bundle)
-
-    def _skip_all(self, bundle: Bundle) -> None:
-        for launch in bundle.members:
-            self._device.skip(launch)
-
-    def wait(self, tasks: Sequence[str]) -> None:
-        self._device.wait(tasks)
-
-    def wait_previous(self, tasks: Sequence[str]) -> None:
-        pass
 
 
 def whole_storage(tensor: torch.Tensor) -> torch.Tensor:
