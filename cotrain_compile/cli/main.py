@@ -22,6 +22,7 @@ from cotrain_compile.cli.diff import diff
 from cotrain_compile.cli.doctor import doctor
 from cotrain_compile.cli.explain import explain
 from cotrain_compile.cli.flags import as_flags
+from cotrain_compile.cli.from_config import from_config
 from cotrain_compile.cli.graph import graph
 from cotrain_compile.cli.machines import machines
 from cotrain_compile.cli.option_list import options
@@ -99,10 +100,10 @@ def _root(
 
 
 _COMMANDS = (
-    *(trace, analyze, solve, sweep, cluster, options),
+    *(from_config, trace, analyze, solve, sweep, cluster, options),
     *(show, explain, diff, graph),
     *(doctor, machines, calibrate, demo),
 )
-_NAMED = {command.__name__: command for command in _COMMANDS}
+_NAMED = {command.__name__.replace("_", "-"): command for command in _COMMANDS}
 for _name, _panel in PANELS.items():
     app.command(rich_help_panel=_panel, epilog=epilog(_name))(_NAMED[_name])

@@ -8,6 +8,7 @@ PLAN, LOOK, MACHINE, TRY = "Plan", "Look at what was saved", "Machines", "Try it
 
 # Commands in the order in which somebody comes to need them, each with its heading.
 PANELS: Mapping[str, str] = {
+    "from-config": PLAN,
     "trace": PLAN,
     "analyze": PLAN,
     "solve": PLAN,
@@ -25,6 +26,10 @@ PANELS: Mapping[str, str] = {
 }
 
 EXAMPLES: Mapping[str, tuple[str, ...]] = {
+    "from-config": (
+        "from-config ds_config.json",
+        "from-config recipe.yaml --step step.json --machine rtx4090",
+    ),
     "trace": (
         "trace job.py:step -o step.json",
         "trace job.py:step --machine rtx4090 --dynamic -o step.json",

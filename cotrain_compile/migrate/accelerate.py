@@ -1,0 +1,126 @@
+"""Accelerate: the meaning of what `accelerate config` writes (accelerate 1.10)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from cotrain_compile.migrate.counterparts import Reader, Rule, Way, rule
+from cotrain_compile.migrate.training import Precision, Training
+
+RULES: tuple[Rule, ...] = (
+    rule(
+        Way.PLAN,
+        "the plan decides for each state and parameter where it rests and is updated",
+        "fsdp_config.fsdp_offload_params",
+        "deepspeed_config.offload_optimizer_device",
+        "deepspeed_config.offload_param_device",
+    ),
+    rule(Way.NONE, "nothing is offloaded to disk", "deepspeed_config.offload_*_nvme_path"),
+    rule(
+        Way.STEP,
+        "`fully_shard` on the layers, by hand or as Accelerate does it (docs/several_cards.md)",
+        "fsdp_config.fsdp_version",
+        "fsdp_config.fsdp_sharding_strategy",
+        "fsdp_config.fsdp_auto_wrap_policy",
+        "fsdp_config.fsdp_transformer_layer_cls_to_wrap",
+        "fsdp_config.fsdp_min_num_params",
+        "fsdp_config.fsdp_use_orig_params",
+        "fsdp_config.fsdp_sync_module_states",
+        "deepspeed_config.zero_stage",
+    ),
+    rule(
+        Way.PLAN,
+        "what is gathered twice, and when, is decided by the plan",
+        "fsdp_config.fsdp_reshard_after_forward",
+        "fsdp_config.fsdp_backward_prefetch",
+        "fsdp_config.fsdp_backward_prefetch_policy",
+        "fsdp_config.fsdp_forward_prefetch",
+    ),
+    rule(
+        Way.PLAN,
+        "option `recompute` is on: the plan says what is made again and what rests on the host",
+        "fsdp_config.fsdp_activation_checkpointing",
+    ),
+    rule(
+        Way.YOURS,
+        "how the model is loaded and saved",
+        "fsdp_config.fsdp_state_dict_type",
+        "fsdp_config.fsdp_cpu_ram_efficient_loading",
+        "deepspeed_config.zero3_init_flag",
+        "deepspeed_config.zero3_save_16bit_model",
+    ),
+    rule(
+        Way.STEP,
+        "what that file says: run this command on it, too",
+        "deepspeed_config.deepspeed_config_file",
+    ),
+    rule(
+        Way.STEP,
+        "several backward() in one step, or calls that only add up",
+        "deepspeed_config.gradient_accumulation_steps",
+        "gradient_accumulation_steps",
+    ),
+    rule(
+        Way.STEP,
+        "clip_grad_norm_ in the step, exact with every plan",
+        "deepspeed_config.gradient_clipping",
+    ),
+    rule(Way.STEP, "torch.autocast in the step", "mixed_precision"),
+    rule(Way.STEP, "DDP or `fully_shard` in code, started by torchrun", "distributed_type"),
+    rule(
+        Way.OPTION,
+        'this is the compiler: torch.compile(step, backend="cotrain"), not a backend beside',
+        "dynamo_config.*",
+    ),
+    rule(Way.OPTION, "option `host_cores`", "enable_cpu_affinity"),
+    rule(
+        Way.NONE,
+        "this way to share a model is not planned by this command",
+        "megatron_lm_config.*",
+        "parallelism_config.*",
+        "tp_config.*",
+        "fp8_config.*",
+        "mpirun_config.*",
+        "ipex_config.*",
+        "deepspeed_config.*",
+        "fsdp_config.*",
+    ),
+    rule(
+        Way.YOURS,
+        "how processes are started",
+        "compute_environment",
+        "num_processes",
+        "num_machines",
+        "machine_rank",
+        "main_process_*",
+        "main_training_function",
+        "rdzv_backend",
+        "same_network",
+        "gpu_ids",
+        "use_cpu",
+        "debug",
+        "tpu_*",
+        "downcast_bf16",
+        "commands",
+        "command_file",
+    ),
+)
+
+_PRECISIONS = {"bf16": Precision.AUTOCAST_BF16, "fp16": Precision.AUTOCAST_FP16}
+
+
+def training(document: Mapping[str, Any]) -> Training:
+    """What `document` says of the step; the optimizer is in the user's code."""
+    read = Reader(document)
+    deepspeed = "deepspeed_config"
+    accumulation = "gradient_accumulation_steps"
+    return Training(
+        precision=_PRECISIONS.get(str(read("mixed_precision")), Precision.AS_BUILT),
+        micro_batches=read.count(f"{deepspeed}.{accumulation}", read.count(accumulation, 1)),
+        clip=read.number(f"{deepspeed}.gradient_clipping") or None,
+        offloads=read.is_on("fsdp_config.fsdp_offload_params")
+        or any(read.is_on(f"{deepspeed}.offload_{k}_device") for k in ("optimizer", "param")),
+        shards=str(read("distributed_type")) in ("FSDP", "DEEPSPEED")
+        and read.count("num_processes", 1) > 1,
+    )

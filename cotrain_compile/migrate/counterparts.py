@@ -1,0 +1,117 @@
+"""Counterparts: for each setting of a file, what stands for it here.
+
+In: a document of nested mappings, and a framework's rules. Out: one counterpart a setting, in the
+file's order: a setting that no rule knows is told as such, none is left out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from fnmatch import fnmatchcase
+from typing import Any
+
+
+class Way(StrEnum):
+    """Where a setting of another framework goes."""
+
+    OPTION = "option"
+    STEP = "in the step"
+    PLAN = "decided by the plan"
+    YOURS = "stays yours"
+    NONE = "no counterpart"
+    UNKNOWN = "not known"
+
+
+@dataclass(frozen=True)
+class Counterpart:
+    """One setting of a file, by its dotted path, and what stands for it here."""
+
+    setting: str
+    value: str
+    way: Way
+    told: str
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What stands for settings whose dotted path matches one of `patterns`, as file names do."""
+
+    patterns: tuple[str, ...]
+    way: Way
+    told: str
+
+
+def rule(way: Way, told: str, *patterns: str) -> Rule:
+    """The rule by which `patterns` go `way`."""
+    return Rule(patterns, way, told)
+
+
+def counterparts(document: Mapping[str, Any], rules: Sequence[Rule]) -> tuple[Counterpart, ...]:
+    """A counterpart for each leaf of `document`; the first rule that matches says which."""
+    return tuple(_counterpart(path, value, rules) for path, value in settings(document))
+
+
+def settings(document: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves of `document` with their dotted paths; a list, or nothing in braces, is a leaf."""
+    for key, value in document.items():
+        path = f"{above}{key}"
+        if isinstance(value, Mapping) and value:
+            yield from settings(value, f"{path}.")
+        else:
+            yield path, value
+
+
+def _counterpart(path: str, value: Any, rules: Sequence[Rule]) -> Counterpart:
+    for one in rules:
+        if any(fnmatchcase(path, pattern) for pattern in one.patterns):
+            return Counterpart(path, shown(value), one.way, one.told)
+    told = "this command does not know it: look whether the step depends on it"
+    return Counterpart(path, shown(value), Way.UNKNOWN, told)
+
+
+def shown(value: Any) -> str:
+    """A value as JSON would have it, a long one shortened."""
+    text = json.dumps(value, default=str) if not isinstance(value, str) else value
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+
+
+_LONGEST = 40
+
+
+class Reader:
+    """Values of a document by dotted path; a section that is absent has none."""
+
+    def __init__(self, document: Mapping[str, Any]) -> None:
+        self._values = dict(settings(document))
+
+    def __call__(self, path: str, default: Any = None) -> Any:
+        value = self._values.get(path, default)
+        return default if value is None else value
+
+    def number(self, path: str) -> float | None:
+        """The number at `path`, None where there is none: YAML reads `1e-5` as a word."""
+        value = self._values.get(path)
+        if value is None or isinstance(value, bool):
+            return None
+        try:
+            return float(value)
+        except (TypeError, ValueError):
+            return None
+
+    def count(self, path: str, default: int) -> int:
+        """The whole number from 1 at `path`, else `default`."""
+        value = self.number(path)
+        return int(value) if value is not None and value >= 1 else default
+
+    def is_on(self, path: str) -> bool:
+        """Whether the setting is there and neither false, none nor empty, nor left to others."""
+        value = self._values.get(path)
+        return bool(value) and str(value).lower() not in ("none", "false", "no", "off", "auto")
+
+    def below(self, path: str) -> dict[str, Any]:
+        """What stands below `path`, by the last part of its name."""
+        start = f"{path}."
+        return {k[len(start) :]: v for k, v in self._values.items() if k.startswith(start)}
