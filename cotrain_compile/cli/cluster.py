@@ -19,6 +19,7 @@ from cotrain_compile.cluster.model.profiles import LayerProfile
 from cotrain_compile.cluster.model.strategy import Answer
 from cotrain_compile.cluster.sources.cluster_presets import find_cluster
 from cotrain_compile.cluster.sources.profile_files import read_profile
+from cotrain_compile.cluster.sources.repeated_layers import with_layers
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import OptionError
 from cotrain_compile.viz.strategies import HOW_TO_READ, cells, details, headings, title, verdict
@@ -47,6 +48,13 @@ def cluster(
     tokens_per_sample: Annotated[
         int, typer.Option(min=1, help="Tokens in a sample of a step.")
     ] = 1,
+    layers: Annotated[
+        int | None,
+        typer.Option(
+            min=3,
+            help="As many numbered layers as this, of a profile or step that has four or more.",
+        ),
+    ] = None,
     as_json: Json = False,
     output: Annotated[
         Path | None,
@@ -71,7 +79,10 @@ def cluster(
     saved = {name: path for name, path in asked.items() if path}
     refuse_outputs(asked, (file, cluster))
     target, symbols = find_cluster(cluster), _listed(batch_symbols)
+    if rank_plan and layers is not None:
+        raise OptionError("--rank-plan plans the step as it was traced; leave out --layers")
     step, profile = _read(file, target, symbols, tokens_per_sample)
+    profile = profile if layers is None else with_layers(profile, layers)
     if rank_plan and step is None:
         raise OptionError(f"--rank-plan plans a traced step, and {file} is a profile")
     names = STRATEGIES if strategies is None else _listed(strategies)

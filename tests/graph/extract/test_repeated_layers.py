@@ -73,6 +73,12 @@ def test_layers_repeated_have_the_figures_of_a_whole_trace() -> None:
     assert replace(deep, assumed=(), source="") == replace(whole, assumed=(), source="")
     assert deep.assumed[-1] == "Of 7 layers 4 were traced; the inner ones are equal."
     embed, first, second, third, *others = shallow.layers
+    wider = replace(third, kept_bytes=third.kept_bytes and third.kept_bytes.times(1.002))
+    near = with_layers(replace(shallow, layers=(embed, first, second, wider, *others)), 7)
+    assert near.assumed[-1].endswith(
+        "the inner ones differ by up to 0.20%, and have the largest figures."
+    )
+    assert [layer.kept_bytes for layer in near.layers[2:7]] == [wider.kept_bytes] * 5
     slower = replace(third, forward_s=per_sample(1.0))
     with pytest.raises(OptionError, match=r"layer layers\.2 is not as layers\.1"):
         with_layers(replace(shallow, layers=(embed, first, second, slower, *others)), 7)

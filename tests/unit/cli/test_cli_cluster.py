@@ -180,3 +180,18 @@ def test_a_rank_of_a_traced_step_is_planned_tensor_by_tensor(
     assert not plan.exists()
     refused = CliRunner().invoke(app, [*small, "--rank-plan", str(plan)])
     assert "plans a traced step" in str(refused.exception)
+
+
+def test_a_deep_model_is_ranked_from_four_of_its_layers(small: list[str], tmp_path: Path) -> None:
+    files.save(a_model((10**7,) * 4, per_sample(30)), tmp_path / "profile.json")
+    asked = [*small, "--json", "--strategies", "replicate"]
+    times = {}
+    for depth in (4, 8):
+        told = CliRunner().invoke(app, [*asked, "--layers", str(depth)])
+        assert told.exit_code == 0, told.output
+        times[depth] = json.loads(told.output)["strategies"][0]["step_s"]
+    assert times[8] == pytest.approx(2 * times[4], rel=0.01)
+    with pytest.raises(OptionError, match="leave out --layers"):
+        CliRunner().invoke(
+            app, [*asked, "--layers", "4", "--rank-plan", "plan.json"], catch_exceptions=False
+        )
