@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from cotrain_compile.distribute.cpu_helpers import cpu_helpers
     from cotrain_compile.distribute.shard import shard
     from cotrain_compile.entry.compiled import inspect, report, synchronize
+    from cotrain_compile.entry.offload import offload, reload
     from cotrain_compile.entry.step_scalars import scalars
     from cotrain_compile.entry.tracing import trace
     from cotrain_compile.entry.typed_compile import compile
@@ -33,7 +34,9 @@ __all__ = [
     "cpu_helpers",
     "errors",
     "inspect",
+    "offload",
     "pipeline",
+    "reload",
     "report",
     "scalars",
     "shard",
@@ -50,7 +53,9 @@ _HOMES = {
     "compile": "entry.typed_compile",
     "cpu_helpers": "distribute.cpu_helpers",
     "inspect": "entry.compiled",
+    "offload": "entry.offload",
     "pipeline": "pipelining.pipeline",
+    "reload": "entry.offload",
     "report": "entry.compiled",
     "scalars": "entry.step_scalars",
     "shard": "distribute.shard",

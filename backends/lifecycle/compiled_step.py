@@ -275,6 +275,12 @@ class CompiledStep(PlannedStep):
         self._left_at = self._addresses(inputs)
         self._is_remembered = False
 
+    def rest_on(self, tier: Tier, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Let `tensors` of the step rest on `tier` until its next call; those that moved."""
+        with self._alone():
+            wait_for_tails()
+            return self._device.rest_on(tier, tensors)
+
     def _have_moved(self, inputs: Sequence[Any]) -> bool:
         """Whether a persistent tensor is elsewhere than where the last step found it at home.
 

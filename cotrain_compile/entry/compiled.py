@@ -53,6 +53,11 @@ def register(compiled: CompiledStep, origin: Origin) -> None:
     _compiled[compiled] = origin
 
 
+def owners_of(compiled: CompiledStep) -> list[Any]:
+    """The modules and optimizers of a step, of those that are still alive."""
+    return [owner for ref in _compiled[compiled].owners if (owner := ref()) is not None]
+
+
 def newest() -> CompiledStep | None:
     """What ran last of all that is compiled."""
     return max(_compiled, key=lambda compiled: compiled.last_run_s, default=None)

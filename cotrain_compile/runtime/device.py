@@ -266,6 +266,13 @@ class Device(ABC, Runtime):
     def bring_home(self, tensors: Sequence[tuple[torch.Tensor, Tier]]) -> None:
         """Move persistent tensors of the user's to the tiers where the plan wants them."""
 
+    def rest_on(self, tier: Tier, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Let persistent tensors rest on `tier` until a step brings them home; those that moved.
+
+        Here tiers are names: nothing moves.
+        """
+        return []
+
     def is_at_home(self, made: torch.Tensor) -> None:
         """Note that `made`, which a step has left on the host for the user, rests there."""
 

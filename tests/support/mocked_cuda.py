@@ -34,7 +34,7 @@ class MockedCuda:
         self.threads = threads
         self.compute = self.current = MockedStream(self, of_the_step=True)
         self.device_at_hand: int | None = None
-        self.kernels = 0
+        self.kernels = self.emptied = 0
 
     def names(self) -> dict[str, Any]:
         registers = SimpleNamespace(cudaHostRegister=self._register, cudaHostUnregister=self._free)
@@ -51,6 +51,7 @@ class MockedCuda:
             "synchronize": lambda _: self.threads.synchronize(),
             "reset_peak_memory_stats": lambda _: self.threads.start_step(),
             "memory_stats_as_nested_dict": lambda _: MEMORY,
+            "empty_cache": self._empty_cache,
             "cudart": lambda: registers,
             "check_error": _check_error,
         }
@@ -71,6 +72,9 @@ class MockedCuda:
             self.threads._last_error = NOT_REGISTERED
             return NOT_REGISTERED
         return 0
+
+    def _empty_cache(self) -> None:
+        self.emptied += 1
 
     def _set_stream(self, stream: MockedStream) -> None:
         self.current = stream

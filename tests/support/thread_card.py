@@ -77,7 +77,7 @@ class ThreadCard:
         self.peak = 0  # what its allocator says
         # What first calls of kernels and libraries take beside that: to be tuned, and for good.
         self.tuning_bytes = self.kept_bytes = 0
-        self._steps = 0
+        self._steps = self.given_back = 0
         self.bound: set[int] = set()  # threads that work for the card
         self._random = random.Random(seed)
         self._streams: list[ThreadStream] = []
@@ -180,6 +180,9 @@ class ThreadCard:
     def _is_pinned(self, tensor: Tensor) -> bool:
         at = tensor.untyped_storage().data_ptr()
         return any(start <= at < start + nbytes for start, nbytes in self.pinned.items())
+
+    def give_back(self) -> None:
+        self.given_back += 1
 
     def allocated_bytes(self) -> int:
         return self.kept_bytes if self._steps > 1 else 0

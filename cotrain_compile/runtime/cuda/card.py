@@ -83,6 +83,9 @@ class Card(Protocol):
         """The most that the allocator had taken from the card since `start_step`."""
         ...
 
+    def give_back(self) -> None:
+        """Give memory that the allocator keeps for later back to the card, for other processes."""
+
 
 # What libraries and the driver say where the card has no memory left, in errors that are not
 # torch's own: cuBLAS takes its workspace and cuDNN its plans as they are made, a kernel its code as
@@ -181,6 +184,10 @@ class CudaCard:
             if int(code) != 0:
                 clear_error(self._launch_a_kernel)
             torch.cuda.check_error(code)
+
+    def give_back(self) -> None:
+        with torch.cuda.device(self.device):
+            torch.cuda.empty_cache()
 
     def allocated_bytes(self) -> int:
         return self._memory("allocated_bytes", "current")

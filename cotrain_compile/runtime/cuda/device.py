@@ -152,6 +152,14 @@ class CudaDevice(Device):
         hosted = [tensor for tensor, tier in tensors if tier is Tier.HOST]
         self._host_homes = {tensor.untyped_storage()._cdata for tensor in hosted}
 
+    def rest_on(self, tier: Tier, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        self._card.synchronize()
+        moved = homes.elsewhere(tensors, tier, self._card, self._pool)
+        homes.bring_home([(each, tier) for each in moved], self._card, self._pool)
+        if tier is Tier.HOST:
+            self._card.give_back()
+        return moved
+
     @property
     def memory_version(self) -> int:  # type: ignore[override]
         return self._pool.unpinned

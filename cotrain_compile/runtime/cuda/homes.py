@@ -57,6 +57,16 @@ def _together(away: Sequence[list[torch.Tensor]]) -> Iterator[list[list[torch.Te
         yield some
 
 
+def elsewhere(
+    tensors: Sequence[torch.Tensor], tier: Tier, card: Card, pool: PinnedPool
+) -> list[torch.Tensor]:
+    """Those that `bring_home` would take to `tier` from the other one."""
+    if tier is Tier.DEVICE:
+        return [each for each in tensors if pool.holds(each)]
+    on_card = (each for each in tensors if each.device == card.device)
+    return [each for each in on_card if not _is_home(each, tier, card, pool)]
+
+
 def rests_on_host(tensor: torch.Tensor, card: Card) -> None:
     """Let traces see `tensor`, which is on the host, on the device: its uses are there."""
     resting_on_host[tensor] = card.device
