@@ -177,12 +177,13 @@ class Update:
 
 
 def updates(case: Case) -> list[Update]:
-    """The updates of the parameters of `case`."""
+    """The updates of the parameters of `case`, each by itself, also those that are in a bundle."""
     step = placed_step(case)
+    calls = [call for _, call in region_calls(step.module.graph)]
     kernels = host_kernels(step, "fused")
-    assert all(isinstance(kernel, FusedKernel) for kernel in kernels.values())
-    calls = region_calls(step.module.graph)
-    found = [_update(step, call, kernels[call.launch.task], case) for _, call in calls]
+    own = [kernels[call.launch.task] for call in calls]
+    assert all(isinstance(kernel, FusedKernel) for kernel in own)
+    found = [_update(step, call, kernel, case) for call, kernel in zip(calls, own, strict=True)]
     return [update for param, update in found if param.startswith(case.prefix)]
 
 

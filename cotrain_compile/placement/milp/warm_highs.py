@@ -63,7 +63,8 @@ class WarmHighs(pulp.HiGHS):  # type: ignore[misc]
         lp.solverModel = model
 
     def callSolver(self, lp: Any) -> None:  # noqa: N802 (pulp's name)
-        work = self.work or Allowance(Meter(self.timeLimit or inf), inf)
+        limit_s = inf if self.timeLimit is None else self.timeLimit
+        work = self.work or Allowance(Meter(limit_s), inf)
         model, meter = lp.solverModel, work.meter
         options = {
             "mip_rel_gap": self.gapRel,
