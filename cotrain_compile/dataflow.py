@@ -76,6 +76,11 @@ class Buffer:
         _require(self.nbytes >= 0, f"buffer {self.name} has a negative size")
         _require(self.nbytes <= MOST_BYTES, f"buffer {self.name} has more bytes than there are")
 
+    @property
+    def is_passing(self) -> bool:
+        """Whether it is neither there before the step nor needed after it."""
+        return not (self.is_input or self.is_output)
+
 
 @dataclass(frozen=True)
 class Collective:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
-from cotrain_compile.dataflow import Buffer, Dataflow, Role
+from cotrain_compile.dataflow import PERSISTENT_ROLES, Buffer, Dataflow, Role
 from cotrain_compile.placement.policies import resident
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.residency import DeviceProgram, IntervalSum, low_precision_copies
@@ -74,6 +74,29 @@ class BucketedStep:
             and program.last_write(b.name) < 0
         ]
 
+    @cached_property
+    def over_from(self) -> int:
+        """The first slot from which the device has nothing left to do in any plan, nor to wait for.
+
+        An op that takes no time may still wait, for an exchange or for what comes over the link.
+        """
+        slot, elapsed_s = self.program.end, self.moves.elapsed_s
+        while slot and elapsed_s[slot - 1] == elapsed_s[slot] and not self._may_wait(slot - 1):
+            slot -= 1
+        return slot
+
+    def _may_wait(self, slot: int) -> bool:
+        """Whether the op there awaits an exchange, or something that comes over the link."""
+        op = self.program.ops[slot]
+        return bool(op.awaits) or any(self._may_come(n, slot) for n in (*op.reads, *op.writes))
+
+    def _may_come(self, name: str, slot: int) -> bool:
+        """Whether a buffer may come for the op there: it has a home, or was touched long before."""
+        buffer, touches = self.dataflow.buffer[name], self.program.touches[name]
+        made = touches[0] == slot and not buffer.is_input
+        moves = buffer.is_passing or buffer.role in PERSISTENT_ROLES
+        return moves and not made and slot - 1 not in touches
+
     def bucket(self, slot: int) -> int:
         """The bucket of a slot: the head before the first op, the epilogue after the last."""
         return self.epilogue if slot >= self.program.end else bisect_right(self.starts, slot)
@@ -82,16 +105,11 @@ class BucketedStep:
         """Whether memory is checked between two buckets while what leaves the one is away."""
         return leaves + (0 if self.at_peaks else 1) < returns
 
-    def is_made_and_used_up(self, name: str) -> bool:
-        """Whether a buffer is neither there before the step nor needed after it."""
-        buffer = self.dataflow.buffer[name]
-        return not buffer.is_input and not buffer.is_output
-
     def undecided_bytes(self, without: Iterable[str] = ()) -> list[int]:
         """Bytes in each slot of what no cluster of weights holds, nor is in `without`."""
         updates = self.dataflow.updates
         left_out = {name for group in updates for name in (group.param, *group.states)}
-        left_out |= {g.gradient for g in updates if self.is_made_and_used_up(g.gradient)}
+        left_out |= {g.gradient for g in updates if self.dataflow.buffer[g.gradient].is_passing}
         left_out |= {buffer.name for buffer in self.frozen}
         kept = self.dataflow.kept_gradients
         left_out |= {gradient for param in left_out for gradient in kept.get(param, ())}

@@ -116,7 +116,7 @@ def _leaving(
     taken.update(step.problem.recomputed)
     casts = {i for i, op in enumerate(step.program.ops) if not copies.isdisjoint(op.writes)}
     for buffer in step.dataflow.buffers:
-        temporary = buffer.role is Role.TEMPORARY and step.is_made_and_used_up(buffer.name)
+        temporary = buffer.role is Role.TEMPORARY and buffer.is_passing
         if not temporary or buffer.name in taken or buffer.nbytes <= floor_bytes:
             continue
         gap = longest_gap(step.program, step.program.touches.get(buffer.name, ()))
@@ -184,7 +184,7 @@ def _frozen(step: BucketedStep) -> Iterable[_Param]:
 
 
 def _updated(step: BucketedStep) -> Iterable[_Param]:
-    elapsed_s, touches = step.moves.elapsed_s, step.program.touches
+    touches = step.program.touches
     update = {u.params[0]: u for u in step.moves.device_updates}
     guessed = guesses_of(step.dataflow) if step.problem.speculates else {}
     for group in step.dataflow.updates:
@@ -192,7 +192,7 @@ def _updated(step: BucketedStep) -> Iterable[_Param]:
         fetched = step.low_precision_copies.get(group.param, group.param)
         gradient = touches.get(group.gradient) or [0]
         # What the device has nothing left to do after is in the epilogue.
-        at_the_end = elapsed_s[-1] - elapsed_s[earliest + 1] <= 0.0
+        at_the_end = earliest + 1 >= step.over_from
         uses, used = _uses(step, fetched), step.bucket(gradient[-1])
         release = step.epilogue if at_the_end else step.bucket(earliest)
         alone = max(used, uses[-1])  # it waits for its own gradient and weight
@@ -202,7 +202,7 @@ def _updated(step: BucketedStep) -> Iterable[_Param]:
             group,
             fetched,
             uses,
-            temporary=step.is_made_and_used_up(group.gradient),
+            temporary=step.dataflow.buffer[group.gradient].is_passing,
             made=step.bucket(gradient[0]),
             used=used,
             release=release,

@@ -115,7 +115,7 @@ class _Finder:
         for op, slot in redone.items():
             for name in self.step.program.ops[self._position[op]].reads:
                 buffer = self.step.dataflow.buffer[name]
-                own = buffer.role is Role.TEMPORARY and not (buffer.is_input or buffer.is_output)
+                own = buffer.role is Role.TEMPORARY and buffer.is_passing
                 if own and name not in again:
                     until[name] = max(slot, until.get(name, slot))
         for name, slot in until.items():

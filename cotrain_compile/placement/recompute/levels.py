@@ -193,8 +193,7 @@ def _replay(
     for number, op in enumerate(ops):
         for name in dict.fromkeys(op.reads) if made[number] else ():
             buffer = dataflow.buffer[name]
-            is_kept = buffer.is_input or buffer.is_output or name in later
-            if buffer.role is Role.TEMPORARY and not is_kept:
+            if buffer.role is Role.TEMPORARY and buffer.is_passing and name not in later:
                 readers.setdefault(name, []).append(number)
     sizes = {name: dataflow.buffer[name].nbytes for name in (*maker, *readers)}
     stretch = Stretch(

@@ -242,7 +242,7 @@ class _Finder:
                     inputs[name] = self.stores[name].name
                 continue
             buffer = self.dataflow.buffer[name]
-            stays = buffer.is_input or buffer.is_output
+            stays = not buffer.is_passing
             holds_from = None if stays else self.program.touches[name][-1] + 1
             touched = self.program.touches.get(name, ())
             writes = [t for t in touched if t < limit and name in self.program.ops[t].writes]
@@ -348,7 +348,7 @@ class _Finder:
         on_host = self.placement.homes.get(name) is Tier.HOST
         if name in self.at_home and not self._uses_of(name).before:
             return [_fetch(gradient, earliest)], 0
-        stays = (gradient.is_input or gradient.is_output) and not on_host
+        stays = not (gradient.is_passing or on_host)
         if not gradient.is_input and (on_host or (name in self.away and not stays)):
             last = self.program.touches[name][-1]
             send = self._send(gradient, last, last + 1)

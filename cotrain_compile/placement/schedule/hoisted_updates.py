@@ -97,7 +97,7 @@ def workspace_bytes(dataflow: Dataflow, group: UpdateGroup) -> int:
     curve = IntervalSum(len(group.ops))
     for name in made_in(dataflow, group) - {gradient.name}:
         curve.add(dataflow.buffer[name].nbytes, *spans[name])
-    if gradient.is_input or gradient.is_output:
+    if not gradient.is_passing:
         return max(curve.values(), default=0)
     curve.add(gradient.nbytes, 0, spans[gradient.name][1])
     return max(0, max(curve.values(), default=0) - gradient.nbytes)

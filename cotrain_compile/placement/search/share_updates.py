@@ -78,7 +78,8 @@ def _streamed(
         param = group.param
         fetched = copies.get(param, param)
         before = strategy_of(dataflow, placement, param, fetched)
-        leaves = gradient_away and before.fetches in (0, 2)
+        passes = dataflow.buffer[group.gradient].is_passing  # what is kept has a home
+        leaves = gradient_away and passes and before.fetches in (0, 2)
         placed = Strategy(UpdateMode.STREAMED, before.fetches, leaves).placed(
             dataflow, param, fetched
         )

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cotrain_compile.machine import Tier
+from cotrain_compile.machine import Network, Tier
 from cotrain_compile.placement.decisions.decisions import Decisions
 from cotrain_compile.placement.decisions.find_decisions import decision_space
 from cotrain_compile.placement.milp.bound import certified_bound_s
 from cotrain_compile.placement.milp.program import Program
 from cotrain_compile.placement.milp.solvers import solve_program
+from cotrain_compile.placement.policies import resident
 from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.schedule.find_moves import moves_of
 from cotrain_compile.placement.schedule.schedule import draft, shortfall_bytes
@@ -19,7 +22,9 @@ from cotrain_compile.placement.search.least import least_of
 from cotrain_compile.placement.search.repair import repaired
 from cotrain_compile.placement.work import Allowance, Meter
 from cotrain_compile.presets import find
+from tests.support.dataflows import chain
 from tests.support.examples import examples
+from tests.support.exchanging import exchanging
 from tests.support.nets import MIB, STEPS
 from tests.support.random_problems import PLENTY, problems, with_budget
 
@@ -42,6 +47,18 @@ def test_no_decisions_about_single_ops_are_faster_than_the_bound(
     tight = with_budget(problem, shortfall_bytes(with_budget(problem, 0), moves))
     bound_s = certified_bound_s(tight, "highs", work=Allowance(Meter(), 10), seed=0, cyclic=False)
     assert bound_s <= draft(tight, placement).step_s * (1 + 1e-6)
+
+
+def test_an_update_may_run_while_the_last_exchange_is_awaited() -> None:
+    """The wait between them takes no time of the device, and it waits all the same."""
+    step = exchanging(chain(2, width=2048, batch=64), most_under_way=1)
+    machine = find("rtx4090").but(network=Network(1e9))
+    free = formulate(step, machine, dict.fromkeys(Tier, PLENTY))
+    bound_s = certified_bound_s(free, "highs", work=Allowance(Meter(), 10), seed=0, cyclic=False)
+    early = replace(resident(step), early_updates=True)
+    found = draft(free, early)
+    assert found.moved
+    assert bound_s <= found.step_s * (1 + 1e-6)
 
 
 def relaxed_s(problem: Problem, *, by_op: bool) -> float:

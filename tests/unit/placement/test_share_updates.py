@@ -1,0 +1,66 @@
+"""Shares of updates: some of those on the host are streamed instead, and what results is sound."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from cotrain_compile.dataflow import Dataflow, Role
+from cotrain_compile.machine import Tier
+from cotrain_compile.placement.check.check import check
+from cotrain_compile.placement.policies import coarse, resident, zero_offload
+from cotrain_compile.placement.problem import Problem, formulate
+from cotrain_compile.placement.schedule.schedule import schedule
+from cotrain_compile.placement.search.share_updates import balanced_share, with_share_streamed
+from cotrain_compile.plan import Placement, UpdateMode
+from cotrain_compile.presets import find
+from tests.support.dataflows import chain, mixed_precision_step
+
+PLENTY = 1 << 62
+LAYERS = 4
+STEPS = {"chain": chain(LAYERS, width=256), "mixed": mixed_precision_step(LAYERS)}
+
+
+def with_gradients_kept(dataflow: Dataflow) -> Dataflow:
+    """`dataflow` after which every gradient is in the `.grad` of its parameter."""
+    param = {group.gradient: group.param for group in dataflow.updates}
+    buffers = (
+        replace(b, role=Role.GRADIENT, is_output=True, param=param[b.name])
+        if b.name in param
+        else b
+        for b in dataflow.buffers
+    )
+    return replace(dataflow, buffers=tuple(buffers))
+
+
+def problem_of(dataflow: Dataflow) -> Problem:
+    return formulate(dataflow, find("rtx4090"), dict.fromkeys(Tier, PLENTY))
+
+
+@pytest.mark.parametrize("share", [0.3, 0.5, 1.0])
+@pytest.mark.parametrize("rule", [zero_offload, coarse])
+@pytest.mark.parametrize("kept", [False, True], ids=["passing", "kept"])
+@pytest.mark.parametrize("name", STEPS)
+def test_whatever_share_is_streamed_the_plan_is_sound(
+    name: str, kept: bool, rule: Callable[[Dataflow], Placement], share: float
+) -> None:
+    """A gradient that is kept has a home; one that passes is away in the first of two plans."""
+    dataflow = with_gradients_kept(STEPS[name]) if kept else STEPS[name]
+    problem = problem_of(dataflow)
+    placement = rule(dataflow)
+    gradients = {group.gradient for group in dataflow.updates}
+    tried = list(with_share_streamed(problem, placement, share))
+    away, stays = (gradients.intersection(shared.away) for shared in tried)
+    assert UpdateMode.STREAMED in tried[0].updates.values()
+    assert bool(away) is not kept
+    assert not stays
+    for shared in tried:
+        check(problem, schedule(problem, shared))
+
+
+def test_the_balanced_share_is_none_where_the_host_updates_nothing() -> None:
+    problem = problem_of(STEPS["chain"])
+    assert 0.0 < balanced_share(problem, zero_offload(problem.dataflow)) < 1.0
+    assert not balanced_share(problem, resident(problem.dataflow))
