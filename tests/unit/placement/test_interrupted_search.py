@@ -43,9 +43,10 @@ def solved(program):
 highs_worker.solved = solved
 highs_worker.main()
 """
+# Policy `ilp` asks for a program while its bound is certified, `auto` when it is.
 COMMANDS = {
-    "solve": ["solve", "step.json", "-o", "plan.json"],
-    "sweep": ["sweep", "step.json", "-o", "swept", "--jobs", "2"],
+    "solve": ["solve", "step.json", "-o", "plan.json", "--policy", "ilp"],
+    "sweep": ["sweep", "step.json", "-o", "swept", "--jobs", "2", "--policy", "ilp"],
     "cbc": ["solve", "step.json", "-o", "plan.json", "--solver", "cbc"],
 }
 SEARCH = """
