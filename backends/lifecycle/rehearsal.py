@@ -39,6 +39,9 @@ ROUNDS = 3
 # The part of a plan that a new round takes off at least, if what is left is enough: where a card's
 # memory is in pieces, an allocation fails though the sum of all is below the budget.
 LEAST_STEP = 0.05
+# The part of what was too much that a plan which knows it leaves free besides, if the rest is
+# enough: cut elsewhere, the same ops take about as much, and not the same.
+ROOM = 0.25
 
 
 class Rehearsed:
@@ -238,8 +241,8 @@ class Rehearsed:
         """Device bytes and workspace of the plans to try next, the best first.
 
         The workspace was measured in the segments of one plan. The next plan is cut elsewhere, so
-        if it can it leaves a little room. Where all of it fits nowhere, convolutions may have taken
-        it alone: the next rehearsal tells.
+        if it can it leaves room, the more the more there was too much. Where all of it fits
+        nowhere, convolutions may have taken it alone: the next rehearsal tells.
         """
         planned_bytes = self._planned_bytes()
         over_bytes = worst.over_bytes
@@ -250,7 +253,9 @@ class Rehearsed:
         if not worst.beyond:
             return for_less
         budget_bytes, known = self.compiled.allowed_bytes, both(self._workspace, worst.beyond)
-        fitting = (int((1 - LEAST_STEP) * budget_bytes), budget_bytes)
+        least = LEAST_STEP * budget_bytes
+        rooms = dict.fromkeys((max(least, ROOM * over_bytes), least, 0))
+        fitting = [max(1, int(budget_bytes - room)) for room in rooms]
         inside = [known]
         if alone := of_convolutions(self.compiled.problem, worst.beyond):
             inside.append(both(self._workspace, alone))
