@@ -12,6 +12,7 @@ from enum import StrEnum
 from functools import cached_property
 
 from cotrain_compile.machine import LARGEST
+from cotrain_compile.regions import Region
 
 # 2: random ops touch the state of their generator.
 FORMAT_VERSION = 2
@@ -202,6 +203,7 @@ class Dataflow:
     step graph: a plan made for one fingerprint is refused for another. `notes` say in words what of
     the step costs more than it has to, `checkpoints` what the user's checkpoints are about. It is
     the step of one of so many `ranks` that train together, and of a `job`, which no plan asks for.
+    Its `regions` may run in parts.
     """
 
     fingerprint: str
@@ -214,6 +216,7 @@ class Dataflow:
     checkpoints: Checkpoints = field(default_factory=Checkpoints)
     ranks: int = 1
     job: Job = field(default_factory=Job)
+    regions: tuple[Region, ...] = ()
 
     def __post_init__(self) -> None:
         names = [buffer.name for buffer in self.buffers]

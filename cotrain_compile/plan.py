@@ -63,8 +63,9 @@ class Placement:
     The updates of `speculative` parameters, all on the host, begin before the values are there that
     mostly change nothing (`guesses`). `recomputed` names forward values that are made again for the
     backward; tasks are those of the step in which they are. With `layers_per_pack` above 0 its
-    micro-batches run layer by layer, in packs of so many. `policy` is the name of the rule or
-    solver that chose.
+    micro-batches run layer by layer, in packs of so many. `splits` says in how many parts a region
+    of the step runs, by its name: everything else is said of the step in parts. `policy` is the
+    name of the rule or solver that chose.
     """
 
     policy: str
@@ -76,6 +77,7 @@ class Placement:
     recomputed: tuple[str, ...] = ()
     speculative: tuple[str, ...] = ()
     layers_per_pack: int = 0
+    splits: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

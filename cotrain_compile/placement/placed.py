@@ -23,6 +23,7 @@ from cotrain_compile.placement.residency import (
     host_bytes,
     instances,
 )
+from cotrain_compile.placement.split.rewrite import split_regions
 from cotrain_compile.plan import MovedOps, Placement, Plan, Task
 
 
@@ -96,8 +97,10 @@ def place_dataflow(
 
 
 def as_placed(dataflow: Dataflow, placement: Placement) -> Dataflow:
-    """The step that `placement` leaves: first its ops come in order, then some of them run again.
+    """The step that `placement` leaves: in parts, with its ops in order, some of them run again.
 
-    The passes `run_by_layer` and `recompute_values` do the same to the graph. Raises as `place`.
+    The passes `split_ops`, `run_by_layer` and `recompute_values` do the same to the graph. Raises
+    as `place`.
     """
-    return recomputed(in_packs(dataflow, placement.layers_per_pack), placement.recomputed)
+    ordered = in_packs(split_regions(dataflow, placement.splits), placement.layers_per_pack)
+    return recomputed(ordered, placement.recomputed)

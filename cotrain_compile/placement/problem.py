@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from cotrain_compile.analysis.costs import CostTable, roofline, with_measured
 from cotrain_compile.dataflow import Dataflow, Op
@@ -11,6 +11,7 @@ from cotrain_compile.guesses import second_bytes
 from cotrain_compile.machine import Machine, Tier
 from cotrain_compile.placement.order.by_layer import in_packs
 from cotrain_compile.placement.recompute.rewrite import again_name, recomputed, recomputed_ops
+from cotrain_compile.placement.split.rewrite import split_regions
 from cotrain_compile.plan import Placement
 
 # 2: its machine is one of any number of spaces, processors and links.
@@ -30,9 +31,9 @@ class Problem:
     """A step to be placed: `budgets` are the bytes allowed on each tier.
 
     `captured` says that updates on the host run op by op even where there is a loop, `speculates`
-    that they may begin on guesses. In `dataflow` the values `recomputed` are made again, and
-    micro-batches run in packs of `layers_per_pack`, both nothing in the problem of a step; else the
-    step itself is what is `written`.
+    that they may begin on guesses. In `dataflow` regions run in parts by `splits`, micro-batches in
+    packs of `layers_per_pack`, and the values `recomputed` are made again, all nothing in the
+    problem of a step; else the step itself is what is `written`.
     """
 
     dataflow: Dataflow
@@ -43,6 +44,7 @@ class Problem:
     recomputed: tuple[str, ...] = ()
     speculates: bool = False
     layers_per_pack: int = 0
+    splits: Mapping[str, int] = field(default_factory=dict)
     written: Written | None = None
 
     def under(self, placement: Placement) -> Problem:
@@ -51,45 +53,64 @@ class Problem:
         Whatever this one makes again is not in it. Raises `PlanError` where the step has no such
         order.
         """
-        return self._rewritten(placement.layers_per_pack, placement.recomputed)
+        return self._rewritten(placement.layers_per_pack, placement.recomputed, placement.splits)
 
     def in_packs(self, layers_per_pack: int) -> Problem:
         """The problem of the step whose micro-batches run in packs of so many layers.
 
         Raises `PlanError` where the step does not allow that.
         """
-        return self._rewritten(layers_per_pack, self.recomputed)
+        return self._rewritten(layers_per_pack, self.recomputed, self.splits)
 
     def recomputing(self, names: Sequence[str]) -> Problem:
         """The problem of the step in which `names` are made again, and nothing else."""
-        return self._rewritten(self.layers_per_pack, names)
+        return self._rewritten(self.layers_per_pack, names, self.splits)
 
-    def _rewritten(self, layers_per_pack: int, names: Sequence[str]) -> Problem:
+    def splitting(self, splits: Mapping[str, int]) -> Problem:
+        """The problem of the step whose regions run in so many parts, and no others."""
+        return self._rewritten(self.layers_per_pack, self.recomputed, splits)
+
+    def _rewritten(
+        self, layers_per_pack: int, names: Sequence[str], splits: Mapping[str, int]
+    ) -> Problem:
         """From what is written, in whatever order it is asked for.
 
-        An op takes as long the second time as the first.
+        An op takes as long the second time as the first, a part what the machine's rates allow.
         """
-        own = self.layers_per_pack, frozenset(self.recomputed)
-        if (layers_per_pack, frozenset(names)) == own:
+        own = self.layers_per_pack, frozenset(self.recomputed), self.splits
+        if (layers_per_pack, frozenset(names), splits) == own:
             return self
         written = self.written or Written(self.dataflow, self.costs)
-        ordered = in_packs(written.dataflow, layers_per_pack)
+        parts = split_regions(written.dataflow, splits)
+        costs = self._with_parts(written, parts)
+        ordered = in_packs(parts, layers_per_pack)
         again = recomputed_ops(ordered, names)
-        known, sent = written.costs.device_s, written.costs.network_s
+        known, sent = costs.device_s, costs.network_s
         device_s = {**known, **{copy: known[op] for copy, op in again.items()}}
         network_s = {**sent, **{copy: sent[op] for copy, op in again.items() if op in sent}}
         return replace(
             self,
             dataflow=recomputed(ordered, names),
-            costs=replace(written.costs, device_s=device_s, network_s=network_s),
+            costs=replace(costs, device_s=device_s, network_s=network_s),
             recomputed=tuple(names),
             layers_per_pack=layers_per_pack,
-            written=written if names or layers_per_pack else None,
+            splits=splits,
+            written=written if names or layers_per_pack or splits else None,
         )
+
+    def _with_parts(self, written: Written, parts: Dataflow) -> CostTable:
+        """The costs of the step that is written in parts."""
+        if parts is written.dataflow:
+            return written.costs
+        made = roofline(parts, self.machine, captured=self.captured)
+        own = {op.name for op in written.dataflow.ops}
+        known = written.costs.device_s
+        device_s = {op: known[op] if op in own else s for op, s in made.device_s.items()}
+        return replace(written.costs, device_s=device_s)
 
     def as_its_own_step(self) -> Problem:
         """The same, of a step that is written as this one runs."""
-        return replace(self, recomputed=(), layers_per_pack=0, written=None)
+        return replace(self, recomputed=(), layers_per_pack=0, splits={}, written=None)
 
     def with_budget(self, tier: Tier, budget_bytes: int) -> Problem:
         """The same with another budget on one tier."""

@@ -17,9 +17,11 @@ from cotrain_compile.placement.check.ordered import check_ordered
 from cotrain_compile.placement.check.recomputed import check_recomputed
 from cotrain_compile.placement.check.replay import Peak, replay
 from cotrain_compile.placement.check.rules import check_placement, check_tasks, require
+from cotrain_compile.placement.check.split import check_splits
 from cotrain_compile.placement.order.by_layer import in_packs
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.recompute.rewrite import recomputed
+from cotrain_compile.placement.split.rewrite import split_regions
 from cotrain_compile.plan import Plan
 
 
@@ -40,6 +42,8 @@ def check(problem: Problem, plan: Plan) -> None:
 
 def peaks_of(dataflow: Dataflow, plan: Plan, host_workers: int) -> Mapping[Tier, Peak]:
     """The peak in each space; `PlanError` unless `plan` computes `dataflow`, in whatever memory."""
+    check_splits(dataflow, plan.placement)
+    dataflow = split_regions(dataflow, plan.placement.splits)
     ordered = in_packs(dataflow, plan.placement.layers_per_pack)
     check_ordered(dataflow, ordered)
     check_recomputed(ordered, plan.placement)

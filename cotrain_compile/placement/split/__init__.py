@@ -1,0 +1,1 @@
+"""Split: the step with some of its regions in parts, as data."""

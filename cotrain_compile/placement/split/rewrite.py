@@ -1,0 +1,223 @@
+"""Rewrite: the step in which the ops of some regions run in parts, as a Dataflow.
+
+In: a Dataflow and in how many parts each region is to run. Out: the Dataflow in which every window
+of the region is its parts, one behind the other: what the rest of the step reads is made room for
+first, and each part puts its rows there or adds to the sum. Views are the graph's, and no ops here.
+Recomputation, schedule, simulation and check see nothing but that step. The pass `split_ops` does
+the same to the graph, and a law says that the two agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from cotrain_compile.dataflow import Buffer, Dataflow, Op, Phase, Role, UpdateGroup
+from cotrain_compile.placement.remembered import remembered
+from cotrain_compile.regions import (
+    Collected,
+    Region,
+    RegionOp,
+    Window,
+    collect_name,
+    part_name,
+    part_rows,
+    sum_name,
+)
+
+ZEROS, EMPTY = "aten.zeros.default", "aten.empty.memory_format"
+ADD, COPY, CONVERT = "aten.add_.Tensor", "aten.copy_.default", "aten._to_copy.default"
+
+
+def split_regions(dataflow: Dataflow, parts: Mapping[str, int]) -> Dataflow:
+    """The step in which each region of `dataflow.regions` named in `parts` runs in so many parts.
+
+    One part is the step as it is. Raises ValueError where a region is not one of the step's.
+    """
+    known = {region.name: region for region in dataflow.regions}
+    unknown = parts.keys() - known.keys()
+    if unknown:
+        raise ValueError(f"the step has no region {sorted(unknown)[0]} that runs in parts")
+    for name in sorted(parts):
+        dataflow = split_dataflow(dataflow, known[name], parts[name])
+    return dataflow
+
+
+def split_dataflow(dataflow: Dataflow, region: Region, parts: int) -> Dataflow:
+    """The step in which `region` runs in `parts` parts; in one part the step as it is.
+
+    The fingerprint stays that of the step.
+    """
+    rows = part_rows(region.length, parts)
+    return _split(dataflow, (region, rows)) if len(rows) > 1 else dataflow
+
+
+@remembered
+def _split(dataflow: Dataflow, split: tuple[Region, tuple[int, ...]]) -> Dataflow:
+    return _Splitting(dataflow, *split).run()
+
+
+class _Splitting:
+    def __init__(self, dataflow: Dataflow, region: Region, rows: tuple[int, ...]) -> None:
+        self.dataflow, self.region, self.rows = dataflow, region, rows
+        self.sliced = frozenset(region.sliced)
+        self.collected = {c.buffer: (c, w) for w in region.windows for c in w.collected}
+        self.maker = {
+            name: op.name
+            for op in region.ops
+            for name in dataflow.ops[dataflow.position[op.name]].writes
+        }
+        self.renamed = {name: c.value for name, (c, _) in self.collected.items()}
+        self.added: list[Buffer] = []
+
+    def run(self) -> Dataflow:
+        ops = list[Op]()
+        at = {window.ops[0].name: window for window in self.region.windows}
+        inside = {op.name for op in self.region.ops}
+        waiting = list[Op]()
+        window, last = None, ""
+        for op in self.dataflow.ops:
+            if op.name in at:
+                window, last = at[op.name], at[op.name].ops[-1].name
+                later = frozenset(window.later)
+            if window is None or (op.name not in inside and op.name not in later):
+                ops.append(self._outside(op))
+            elif op.name not in inside:
+                waiting.append(self._outside(op))
+            if window is not None and op.name == last:
+                ops += [*self._parts_of(window), *waiting]
+                window, waiting = None, []
+        gone = self.maker.keys() - self.collected.keys()
+        kept = [
+            replace(b, name=self.renamed.get(b.name, b.name))
+            for b in self.dataflow.buffers
+            if b.name not in gone
+        ]
+        marked = self.dataflow.checkpoints
+        return replace(
+            self.dataflow,
+            ops=tuple(ops),
+            buffers=(*kept, *self.added),
+            updates=tuple(map(self._update, self.dataflow.updates)),
+            checkpoints=replace(marked, values=tuple(self._pieces(marked.values))),
+            regions=tuple(r for r in self.dataflow.regions if r.name != self.region.name),
+        )
+
+    def _outside(self, op: Op) -> Op:
+        if self.renamed.keys().isdisjoint((*op.reads, *op.writes)):
+            return op
+        return replace(op, reads=self._whole(op.reads), writes=self._whole(op.writes))
+
+    def _update(self, group: UpdateGroup) -> UpdateGroup:
+        if self.renamed.keys().isdisjoint((group.gradient, *group.scalars)):
+            return group
+        (gradient,) = self._whole((group.gradient,))
+        return replace(group, gradient=gradient, scalars=self._whole(group.scalars))
+
+    def _whole(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(self.renamed.get(name, name) for name in names)
+
+    def _pieces(self, names: tuple[str, ...]) -> Iterator[str]:
+        for name in names:
+            if name in self.maker and name not in self.collected:
+                yield from (self._piece(name, part) for part in range(len(self.rows)))
+            else:
+                yield self.renamed.get(name, name)
+
+    def _parts_of(self, window: Window) -> Iterator[Op]:
+        for result in window.collected:
+            yield self._room(result, window)
+        for part in range(len(self.rows)):
+            for op in window.ops:
+                if not self._op(op.name).writes:
+                    continue
+                yield self._part(op, part, window)
+                for result in window.collected:
+                    if result.op == op.name:
+                        yield self._collect(result, part, window)
+        for result in window.collected:
+            if result.sum_nbytes:
+                yield self._rounded(result, window)
+
+    def _part(self, of: RegionOp, part: int, window: Window) -> Op:
+        op = self._op(of.name)
+        for name in op.writes:
+            if name in self.maker:
+                buffer = self.dataflow.buffer[name]
+                self.added.append(
+                    replace(
+                        buffer,
+                        name=self._piece(name, part),
+                        nbytes=self._share(buffer.nbytes, part)
+                        if name in self.sliced
+                        else buffer.nbytes,
+                        role=buffer.role if buffer.role is Role.WORKSPACE else Role.TEMPORARY,
+                        is_output=False,
+                        param="",
+                    )
+                )
+        return replace(
+            self._phased(op, window),
+            name=part_name(op.name, part),
+            reads=tuple(self._read(name, part, window) for name in op.reads),
+            writes=tuple(self._piece(name, part) for name in op.writes),
+            flops=of.whole_flops + self._share(op.flops - of.whole_flops, part),
+            bytes_moved=of.whole_bytes + self._share(op.bytes_moved - of.whole_bytes, part),
+        )
+
+    def _read(self, name: str, part: int, window: Window) -> str:
+        """What a part reads of a buffer: its piece, or the whole that another window has made."""
+        if name not in self.maker:
+            return name
+        found = self.collected.get(name)
+        elsewhere = found is not None and found[1] is not window
+        return self.renamed[name] if elsewhere else self._piece(name, part)
+
+    def _piece(self, name: str, part: int) -> str:
+        op = self.maker[name]
+        return part_name(op, part) + name.removeprefix(op).rstrip("~")
+
+    def _room(self, result: Collected, window: Window) -> Op:
+        """What makes room for a result: zeros to add to, or memory for rows."""
+        name, nbytes = result.value, self._nbytes(result.buffer)
+        dtype = self._op(result.op).dtype
+        if result.sum_nbytes:
+            name, nbytes, dtype = sum_name(result.value), result.sum_nbytes, "float32"
+            self.added.append(Buffer(name, nbytes, Role.TEMPORARY))
+        op = self._made(result, window, name, ZEROS if result.is_sum else EMPTY, nbytes)
+        return replace(op, writes=(name,), dtype=dtype)
+
+    def _collect(self, result: Collected, part: int, window: Window) -> Op:
+        piece, nbytes = self._piece(result.buffer, part), self._nbytes(result.buffer)
+        into = sum_name(result.value) if result.sum_nbytes else result.value
+        if result.is_sum:
+            moved = nbytes + 2 * (result.sum_nbytes or nbytes)
+        else:
+            moved = 3 * self._share(nbytes, part)
+        target = ADD if result.is_sum else COPY
+        op = self._made(result, window, collect_name(result.value, part), target, moved)
+        dtype = "float32" if result.sum_nbytes else op.dtype
+        return replace(op, reads=(into, piece), writes=(into,), dtype=dtype)
+
+    def _rounded(self, result: Collected, window: Window) -> Op:
+        moved = result.sum_nbytes + self._nbytes(result.buffer)
+        op = self._made(result, window, result.value, CONVERT, moved)
+        return replace(op, reads=(sum_name(result.value),), writes=(result.value,))
+
+    def _made(self, result: Collected, window: Window, name: str, target: str, moved: int) -> Op:
+        op = self._phased(self._op(result.op), window)
+        return replace(
+            op, name=name, target=target, reads=(), writes=(), flops=0, bytes_moved=moved
+        )
+
+    def _phased(self, op: Op, window: Window) -> Op:
+        return replace(op, phase=Phase.BACKWARD) if window.joined else op
+
+    def _op(self, name: str) -> Op:
+        return self.dataflow.ops[self.dataflow.position[name]]
+
+    def _nbytes(self, name: str) -> int:
+        return self.dataflow.buffer[name].nbytes
+
+    def _share(self, amount: int, part: int) -> int:
+        return amount * self.rows[part] // self.region.length

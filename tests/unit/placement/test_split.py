@@ -1,0 +1,112 @@
+"""Regions in parts, as data: what a part has, what is collected, and what stays as it is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cotrain_compile.dataflow import Dataflow, Phase
+from cotrain_compile.errors import PlanError
+from cotrain_compile.files import from_json, to_json
+from cotrain_compile.machine import Tier
+from cotrain_compile.placement.check.check import check
+from cotrain_compile.placement.policies import resident
+from cotrain_compile.placement.problem import formulate
+from cotrain_compile.placement.schedule.schedule import schedule
+from cotrain_compile.placement.split.rewrite import split_regions
+from cotrain_compile.presets import find
+from cotrain_compile.regions import Collected, Region, RegionOp, Window, part_rows
+from tests.support.dataflows import chain
+
+BATCH, WIDTH = 64, 16
+WEIGHT_BYTES = 4 * WIDTH * WIDTH
+
+
+def head() -> Dataflow:
+    """A chain whose last layer, loss and the gradients of both may run in parts of the batch."""
+    dataflow = chain(3, width=WIDTH, batch=BATCH)
+    ops = (
+        RegionOp("forward_2", whole_bytes=WEIGHT_BYTES),
+        RegionOp("loss"),
+        RegionOp("backward_2", whole_bytes=2 * WEIGHT_BYTES),
+    )
+    collected = (
+        Collected("loss_sum", "loss", "loss", is_sum=True),
+        Collected("weight_gradient", "backward_2", "g2", is_sum=True),
+        Collected("input_gradient", "backward_2", "d1", is_sum=False),
+    )
+    window = Window(ops, collected, joined=True)
+    return replace(
+        dataflow, regions=(Region("loss", "loss", BATCH, (window,), ("h2", "d2", "d1")),)
+    )
+
+
+@given(st.integers(1, 1000), st.integers(1, 1000))
+def test_parts_have_all_rows_once_and_are_alike_but_for_the_last(length: int, parts: int) -> None:
+    rows = part_rows(length, parts)
+    assert sum(rows) == length
+    assert len(rows) <= parts
+    assert len({*rows[:-1]}) <= 1
+    assert 0 < rows[-1] <= rows[0]
+
+
+@given(st.integers(2, BATCH))
+def test_the_work_is_that_of_the_step_and_what_is_whole_is_done_by_each_part(parts: int) -> None:
+    dataflow = head()
+    split = split_regions(dataflow, {"loss": parts})
+    split.verify_read()
+    count = len(part_rows(BATCH, parts))
+    names = ("forward_2", "loss", "backward_2")
+    whole = sum(dataflow.ops[dataflow.position[name]].flops for name in names)
+    assert sum(op.flops for op in split.ops if "_part" in op.name) == whole
+    moved = [op.bytes_moved for op in split.ops if op.name.startswith("backward_2_part")]
+    backward = dataflow.ops[dataflow.position["backward_2"]]
+    assert sum(moved) == backward.bytes_moved + (count - 1) * 2 * WEIGHT_BYTES
+    pieces = [b.nbytes for b in split.buffers if b.name.startswith("forward_2_part")]
+    assert sum(pieces) == dataflow.buffer["h2"].nbytes
+    assert split.update["w2"].gradient == "weight_gradient"
+
+
+def test_one_part_is_the_step_itself() -> None:
+    dataflow = head()
+    assert split_regions(dataflow, {"loss": 1}) is dataflow
+    assert split_regions(dataflow, {}) is dataflow
+
+
+def test_a_part_is_forward_and_backward_before_the_next_part_begins() -> None:
+    split = split_regions(head(), {"loss": 2})
+    names = [op.name for op in split.ops if "_part" in op.name]
+    assert [n for n in names if "collected" not in n] == [
+        f"{op}_part{part}" for part in (0, 1) for op in ("forward_2", "loss", "backward_2")
+    ]
+    assert {op.phase for op in split.ops if "_part" in op.name} == {Phase.BACKWARD}
+
+
+def test_a_saved_step_has_its_regions() -> None:
+    assert from_json(to_json(head()), Dataflow) == head()
+
+
+def test_a_plan_of_a_step_in_parts_is_checked_and_takes_less() -> None:
+    dataflow = head()
+    problem = formulate(dataflow, find("rtx4090"), dict.fromkeys(Tier, 1 << 40))
+    plans = [
+        schedule(problem, replace(resident(dataflow), splits=splits))
+        for splits in ({}, {"loss": 8})
+    ]
+    for plan in plans:
+        check(problem, plan)
+    whole, parts = (plan.predicted.peak_bytes[Tier.DEVICE] for plan in plans)
+    assert parts < whole
+
+
+@pytest.mark.parametrize("splits", [{"nothing": 2}, {"loss": 0}, {"loss": BATCH + 1}])
+def test_a_plan_in_parts_that_the_step_has_not_is_refused(splits: dict[str, int]) -> None:
+    dataflow = head()
+    problem = formulate(dataflow, find("rtx4090"), dict.fromkeys(Tier, 1 << 40))
+    plan = schedule(problem, resident(dataflow))
+    wrong = replace(plan, placement=replace(plan.placement, splits=splits))
+    with pytest.raises(PlanError, match="splits"):
+        check(problem, wrong)
