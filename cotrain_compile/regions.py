@@ -18,17 +18,16 @@ from cotrain_compile.machine import LARGEST
 class RegionOp:
     """An op of a region, by its name in the step.
 
-    Of its flops and bytes moved these do not shrink with the part: what it reads or makes whole.
+    Of the bytes it moves `whole_bytes` do not shrink with the part: what it reads or makes whole.
     A view is one of them, and none of the step in parts, where each part has its own.
     """
 
     name: str
-    whole_flops: int = 0
     whole_bytes: int = 0
 
     def __post_init__(self) -> None:
-        known = 0 <= self.whole_flops <= LARGEST and 0 <= self.whole_bytes <= LARGEST
-        _require(known, f"region op {self.name} has flops or bytes below 0 or above 1e30")
+        known = 0 <= self.whole_bytes <= LARGEST
+        _require(known, f"region op {self.name} has bytes below 0 or above 1e30")
 
 
 @dataclass(frozen=True)
@@ -37,14 +36,33 @@ class Collected:
 
     It is there before the first part, made by an op of the name `value`, as the buffer is called
     from then on. A sum whose parts are less precise than it must be is added up in `sum_nbytes`
-    bytes beside it; 0 where it is added up where it lies.
+    bytes beside it, in float32; so is a mean, which is divided by the value `divided_by` in the
+    end.
     """
 
     value: str
     op: str
     buffer: str
     is_sum: bool
+    dtype: str = "float32"
     sum_nbytes: int = 0
+    divided_by: str = ""
+
+
+@dataclass(frozen=True)
+class Counted:
+    """A buffer that `op` makes, and that no part knows: how many rows of a loss count.
+
+    It is made by an op of the name `value` where `op` was, from `targets` of `nbytes` in `reads`,
+    which say each of itself whether it counts.
+    """
+
+    value: str
+    op: str
+    buffer: str
+    reads: str
+    targets: int
+    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -52,12 +70,15 @@ class Window:
     """Ops of a region that run part after part at one place of the step, in the step's order.
 
     `later` are the ops of the step between the first and the last of them that need what they make,
-    and so run behind the parts; the others run before. Where the loss allows it, forward and
-    backward of a part are `joined` in one window, and all of it is backward.
+    and so run behind the parts; the others run before, among them `unread`, which look at nothing
+    but the shape of what comes behind, and are made without it. Where the loss allows it, forward
+    and backward of a part are `joined` in one window, and all of it is backward.
     """
 
     ops: tuple[RegionOp, ...]
     collected: tuple[Collected, ...] = ()
+    counted: tuple[Counted, ...] = ()
+    unread: tuple[str, ...] = ()
     later: tuple[str, ...] = ()
     joined: bool = False
 
@@ -110,6 +131,11 @@ def collect_name(value: str, part: int) -> str:
 def sum_name(value: str) -> str:
     """The name of the op that makes room for a sum in more precision than that of `value`."""
     return f"{value}_sum"
+
+
+def counts_name(value: str) -> str:
+    """The name of the op that says of each row whether it is counted in `value`."""
+    return f"{value}_counts"
 
 
 def _require(condition: bool, message: str) -> None:

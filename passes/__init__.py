@@ -19,6 +19,7 @@ from cotrain_compile.passes.move_ops import move_ops
 from cotrain_compile.passes.outline_host_regions import outline_host_regions
 from cotrain_compile.passes.recompute_values import recompute_values
 from cotrain_compile.passes.run_by_layer import run_by_layer
+from cotrain_compile.passes.split_ops import split_ops
 from cotrain_compile.passes.use_fetched_copies import use_fetched_copies
 from cotrain_compile.placement.recompute.rewrite import again_name
 from cotrain_compile.plan import Plan
@@ -28,6 +29,7 @@ Pass = Callable[[StepGraph, Plan], StepGraph]
 Observer = Callable[[str, StepGraph, StepGraph], None]
 
 PASSES: tuple[Pass, ...] = (
+    split_ops,
     run_by_layer,
     recompute_values,
     move_ops,

@@ -14,6 +14,7 @@ from torch import fx
 from cotrain_compile.runtime.ops import TASKS
 
 COPY = torch.ops.aten.copy_.default
+ADD_IN_PLACE = torch.ops.aten.add_.Tensor
 
 
 def storage(node: fx.Node) -> object:

@@ -33,6 +33,7 @@ from cotrain_compile.extract.job import job_of
 from cotrain_compile.extract.notes import masked_attention
 from cotrain_compile.extract.op_bytes import nbytes_of
 from cotrain_compile.extract.op_costs import OpCost, computing_dtype, cost_of
+from cotrain_compile.extract.regions.find import find_regions
 from cotrain_compile.extract.scratch import scratch_bytes
 from cotrain_compile.extract.updates import update_groups
 from cotrain_compile.graph import StepGraph, returns_argument_memory
@@ -76,6 +77,7 @@ def extract(step: StepGraph) -> Dataflow:
         checkpoints=_checkpoints(step.checkpoints, reader),
         ranks=all_ranks() if any(op.collective for op in reader.ops) else 1,
         job=job_of(step),
+        regions=tuple(found.region for found in find_regions(step, reader.buffer_of)),
     )
 
 

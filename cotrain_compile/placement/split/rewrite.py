@@ -16,10 +16,12 @@ from cotrain_compile.dataflow import Buffer, Dataflow, Op, Phase, Role, UpdateGr
 from cotrain_compile.placement.remembered import remembered
 from cotrain_compile.regions import (
     Collected,
+    Counted,
     Region,
     RegionOp,
     Window,
     collect_name,
+    counts_name,
     part_name,
     part_rows,
     sum_name,
@@ -27,6 +29,8 @@ from cotrain_compile.regions import (
 
 ZEROS, EMPTY = "aten.zeros.default", "aten.empty.memory_format"
 ADD, COPY, CONVERT = "aten.add_.Tensor", "aten.copy_.default", "aten._to_copy.default"
+DIVIDE, COUNTS, COUNT = "aten.div.Tensor", "aten.ne.Scalar", "aten.sum.dim_IntList"
+FULL = "aten.full.default"
 
 
 def split_regions(dataflow: Dataflow, parts: Mapping[str, int]) -> Dataflow:
@@ -67,27 +71,37 @@ class _Splitting:
             for op in region.ops
             for name in dataflow.ops[dataflow.position[op.name]].writes
         }
+        self.counted = {c.buffer: c for w in region.windows for c in w.counted}
         self.renamed = {name: c.value for name, (c, _) in self.collected.items()}
+        self.renamed |= {name: c.value for name, c in self.counted.items()}
         self.added: list[Buffer] = []
 
     def run(self) -> Dataflow:
         ops = list[Op]()
         at = {window.ops[0].name: window for window in self.region.windows}
         inside = {op.name for op in self.region.ops}
+        items = {counted.value for counted in self.counted.values()}
         waiting = list[Op]()
         window, last = None, ""
         for op in self.dataflow.ops:
             if op.name in at:
                 window, last = at[op.name], at[op.name].ops[-1].name
                 later = frozenset(window.later)
+            if op.name in items:
+                continue
             if window is None or (op.name not in inside and op.name not in later):
-                ops.append(self._outside(op))
+                is_unread = window is not None and op.name in window.unread
+                ops.append(self._filled(op) if is_unread else self._outside(op))
             elif op.name not in inside:
                 waiting.append(self._outside(op))
+            else:
+                for counted in window.counted:
+                    if counted.op == op.name:
+                        ops += self._count(counted, window)
             if window is not None and op.name == last:
                 ops += [*self._parts_of(window), *waiting]
                 window, waiting = None, []
-        gone = self.maker.keys() - self.collected.keys()
+        gone = self.maker.keys() - self.renamed.keys()
         kept = [
             replace(b, name=self.renamed.get(b.name, b.name))
             for b in self.dataflow.buffers
@@ -108,6 +122,11 @@ class _Splitting:
             return op
         return replace(op, reads=self._whole(op.reads), writes=self._whole(op.writes))
 
+    def _filled(self, op: Op) -> Op:
+        """An op that looks at the shape of what it reads alone, without that."""
+        nbytes = sum(map(self._nbytes, op.writes))
+        return replace(op, target=FULL, reads=(), bytes_moved=nbytes)
+
     def _update(self, group: UpdateGroup) -> UpdateGroup:
         if self.renamed.keys().isdisjoint((group.gradient, *group.scalars)):
             return group
@@ -119,7 +138,7 @@ class _Splitting:
 
     def _pieces(self, names: tuple[str, ...]) -> Iterator[str]:
         for name in names:
-            if name in self.maker and name not in self.collected:
+            if name in self.maker and name not in self.renamed:
                 yield from (self._piece(name, part) for part in range(len(self.rows)))
             else:
                 yield self.renamed.get(name, name)
@@ -129,11 +148,10 @@ class _Splitting:
             yield self._room(result, window)
         for part in range(len(self.rows)):
             for op in window.ops:
-                if not self._op(op.name).writes:
-                    continue
-                yield self._part(op, part, window)
+                if self._op(op.name).writes:
+                    yield self._part(op, part, window)
                 for result in window.collected:
-                    if result.op == op.name:
+                    if result.value == op.name:
                         yield self._collect(result, part, window)
         for result in window.collected:
             if result.sum_nbytes:
@@ -161,7 +179,7 @@ class _Splitting:
             name=part_name(op.name, part),
             reads=tuple(self._read(name, part, window) for name in op.reads),
             writes=tuple(self._piece(name, part) for name in op.writes),
-            flops=of.whole_flops + self._share(op.flops - of.whole_flops, part),
+            flops=self._share(op.flops, part),
             bytes_moved=of.whole_bytes + self._share(op.bytes_moved - of.whole_bytes, part),
         )
 
@@ -170,7 +188,7 @@ class _Splitting:
         if name not in self.maker:
             return name
         found = self.collected.get(name)
-        elsewhere = found is not None and found[1] is not window
+        elsewhere = name in self.counted or (found is not None and found[1] is not window)
         return self.renamed[name] if elsewhere else self._piece(name, part)
 
     def _piece(self, name: str, part: int) -> str:
@@ -180,7 +198,7 @@ class _Splitting:
     def _room(self, result: Collected, window: Window) -> Op:
         """What makes room for a result: zeros to add to, or memory for rows."""
         name, nbytes = result.value, self._nbytes(result.buffer)
-        dtype = self._op(result.op).dtype
+        dtype = result.dtype
         if result.sum_nbytes:
             name, nbytes, dtype = sum_name(result.value), result.sum_nbytes, "float32"
             self.added.append(Buffer(name, nbytes, Role.TEMPORARY))
@@ -196,16 +214,45 @@ class _Splitting:
             moved = 3 * self._share(nbytes, part)
         target = ADD if result.is_sum else COPY
         op = self._made(result, window, collect_name(result.value, part), target, moved)
-        dtype = "float32" if result.sum_nbytes else op.dtype
+        dtype = "float32" if result.sum_nbytes else result.dtype
         return replace(op, reads=(into, piece), writes=(into,), dtype=dtype)
 
     def _rounded(self, result: Collected, window: Window) -> Op:
         moved = result.sum_nbytes + self._nbytes(result.buffer)
-        op = self._made(result, window, result.value, CONVERT, moved)
-        return replace(op, reads=(sum_name(result.value),), writes=(result.value,))
+        reads: tuple[str, ...] = (sum_name(result.value),)
+        target = CONVERT
+        if result.divided_by:
+            (counted,) = (c for c in self.counted.values() if c.value == result.divided_by)
+            moved += self._nbytes(counted.buffer)
+            reads, target = (*reads, result.divided_by), DIVIDE
+        op = self._made(result, window, result.value, target, moved)
+        return replace(op, reads=reads, writes=(result.value,), dtype=result.dtype)
+
+    def _count(self, counted: Counted, window: Window) -> Iterator[Op]:
+        """How many rows count: of each whether it does, and the sum of that."""
+        value, flags = counted.value, counts_name(counted.value)
+        self.added.append(Buffer(flags, counted.targets, Role.TEMPORARY))
+        op = replace(self._phased(self._op(value), window), flops=0)
+        yield replace(
+            op,
+            name=flags,
+            target=COUNTS,
+            reads=(counted.reads,),
+            writes=(flags,),
+            bytes_moved=counted.nbytes + counted.targets,
+            dtype="bool",
+        )
+        yield replace(
+            op,
+            target=COUNT,
+            reads=(flags,),
+            writes=(value,),
+            bytes_moved=counted.targets + self._nbytes(counted.buffer),
+            dtype="float32",
+        )
 
     def _made(self, result: Collected, window: Window, name: str, target: str, moved: int) -> Op:
-        op = self._phased(self._op(result.op), window)
+        op = self._phased(self._op(result.value), window)
         return replace(
             op, name=name, target=target, reads=(), writes=(), flops=0, bytes_moved=moved
         )

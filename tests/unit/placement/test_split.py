@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cotrain_compile.dataflow import Dataflow, Phase
+from cotrain_compile.dataflow import Dataflow, Op, Phase
 from cotrain_compile.errors import PlanError
 from cotrain_compile.files import from_json, to_json
 from cotrain_compile.machine import Tier
@@ -34,13 +34,20 @@ def head() -> Dataflow:
         RegionOp("backward_2", whole_bytes=2 * WEIGHT_BYTES),
     )
     collected = (
-        Collected("loss_sum", "loss", "loss", is_sum=True),
-        Collected("weight_gradient", "backward_2", "g2", is_sum=True),
-        Collected("input_gradient", "backward_2", "d1", is_sum=False),
+        Collected("loss", "loss", "loss", is_sum=True),
+        Collected("backward_2", "backward_2", "g2", is_sum=True),
+        Collected("item", "backward_2", "d1", is_sum=False),
     )
     window = Window(ops, collected, joined=True)
+    position = dataflow.position["backward_2"] + 1
+    item = Op("item", "getitem", Phase.BACKWARD, ("d1",), ())
+    view = RegionOp("item")
     return replace(
-        dataflow, regions=(Region("loss", "loss", BATCH, (window,), ("h2", "d2", "d1")),)
+        dataflow,
+        ops=(*dataflow.ops[:position], item, *dataflow.ops[position:]),
+        regions=(
+            Region("loss", "loss", BATCH, (replace(window, ops=(*ops, view)),), ("h2", "d2", "d1")),
+        ),
     )
 
 
@@ -62,12 +69,13 @@ def test_the_work_is_that_of_the_step_and_what_is_whole_is_done_by_each_part(par
     names = ("forward_2", "loss", "backward_2")
     whole = sum(dataflow.ops[dataflow.position[name]].flops for name in names)
     assert sum(op.flops for op in split.ops if "_part" in op.name) == whole
-    moved = [op.bytes_moved for op in split.ops if op.name.startswith("backward_2_part")]
+    parts_of = [op for op in split.ops if op.name.startswith("backward_2_part")]
+    moved = [op.bytes_moved for op in parts_of if "collected" not in op.name]
     backward = dataflow.ops[dataflow.position["backward_2"]]
     assert sum(moved) == backward.bytes_moved + (count - 1) * 2 * WEIGHT_BYTES
     pieces = [b.nbytes for b in split.buffers if b.name.startswith("forward_2_part")]
     assert sum(pieces) == dataflow.buffer["h2"].nbytes
-    assert split.update["w2"].gradient == "weight_gradient"
+    assert split.update["w2"].gradient == "backward_2"
 
 
 def test_one_part_is_the_step_itself() -> None:

@@ -1,0 +1,263 @@
+"""Find: the regions of a step, as a graph and as plain data.
+
+In: a StepGraph. Out: a `Found` for each, with its `Region`. The loss of a language model is one:
+its logits are wide, and what the backward reads of it is what the loss has made and a scalar, so
+that each part runs forward and backward before the next begins.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from cotrain_compile.capture.nodes.storages import is_view, storage_key
+from cotrain_compile.dataflow import Phase
+from cotrain_compile.extract.op_bytes import nbytes_of
+from cotrain_compile.extract.regions.grow import PRODUCTS, Grown, grow
+from cotrain_compile.extract.regions.rows import Rows, rows_from
+from cotrain_compile.extract.regions.rules import shape_of
+from cotrain_compile.graph import StepGraph
+from cotrain_compile.graph.collectives import is_collective
+from cotrain_compile.graph.op_calls import arguments_of
+from cotrain_compile.graph.random_ops import generators_of
+from cotrain_compile.regions import Collected, Counted, Region, RegionOp, Window
+
+aten = torch.ops.aten
+_LIKELIHOODS = frozenset({aten._log_softmax.default, aten.logsumexp.default})
+_SHAPED = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+_HALF = (torch.bfloat16, torch.float16)
+_MEAN = 1  # of `reduction`
+
+
+@dataclass(frozen=True)
+class Found:
+    """A region of a graph: `grown` are its nodes, `region` the same as data."""
+
+    region: Region
+    grown: Grown
+
+
+def find_regions(step: StepGraph, buffer_of: Mapping[str, str]) -> tuple[Found, ...]:
+    """The regions of `step`; `buffer_of` is the name of each value's buffer.
+
+    None where sizes are dynamic: how many rows there are is then not known.
+    """
+    nodes = step.nodes
+    if any(isinstance(node.meta.get("val"), torch.SymInt) for node in nodes):
+        return ()
+    found = [each for logits in _logits(step) if (each := _loss(step, nodes, logits)) is not None]
+    alone = [each for each in found if _is_alone(each, found)]
+    names = ["loss"] if len(alone) == 1 else [f"loss.{index}" for index in range(len(alone))]
+    told = (_told(step, *each, buffer_of) for each in zip(names, alone, strict=True))
+    return tuple(each for each in told if each is not None)
+
+
+def _logits(step: StepGraph) -> Iterator[fx.Node]:
+    """The products of the forward that a likelihood is made of, each once."""
+    seen = set[fx.Node]()
+    for node in step.nodes:
+        if node.target in _LIKELIHOODS and _is_forward(step, node):
+            source: Any = node.args[0]
+            while source.op == "call_function" and source.target not in PRODUCTS:
+                source = max(source.all_input_nodes, key=_elements, default=node.graph._root)
+            if source.target in PRODUCTS and source not in seen:
+                seen.add(source)
+                yield source
+
+
+def _elements(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    return value.numel() if isinstance(value, torch.Tensor) else 0
+
+
+def _is_forward(step: StepGraph, node: fx.Node) -> bool:
+    return step.phases.get(node.name, Phase.FORWARD) is Phase.FORWARD
+
+
+def _loss(step: StepGraph, nodes: Sequence[fx.Node], logits: fx.Node) -> Grown | None:
+    """What runs in parts with the logits: of all tokens, or else of sequences."""
+    behind = nodes[nodes.index(logits) + 1 :]
+    for length in _lengths(logits):
+        rows = rows_from(shape_of(logits), 0, length)
+        if rows is None:
+            continue
+        grown = grow(behind, logits, rows, length)
+        has_backward = any(not _is_forward(step, node) for node in grown.ops)
+        wide = _elements(logits)
+        leaving = (n for n in grown.rows if _leaves(n, grown) and 2 * _elements(n) >= wide)
+        if has_backward and next(leaving, None) is None:
+            return grown
+    return None
+
+
+def _lengths(logits: fx.Node) -> Iterator[int]:
+    """In how many rows the logits may be: tokens, or sequences of them."""
+    tokens = shape_of(logits)[0]
+    if tokens > 1:
+        yield tokens
+    for user in logits.users:
+        if user.target in _SHAPED and len(shape_of(user)) > 2 and 1 < shape_of(user)[0] < tokens:
+            yield shape_of(user)[0]
+
+
+def _leaves(node: fx.Node, grown: Grown) -> bool:
+    """Whether the rest of the step reads the value of `node`, itself or a view of it."""
+    inside = set(grown.ops)
+    return any(
+        user not in inside or (is_view(user) and _leaves(user, grown)) for user in node.users
+    )
+
+
+def _is_alone(grown: Grown, found: Sequence[Grown]) -> bool:
+    """Whether it is no chunk of a loss that the user has in chunks: these read one hidden state."""
+    key = _hidden(grown)
+    return sum(_hidden(other) == key for other in found) == 1
+
+
+def _hidden(grown: Grown) -> object:
+    node = next(n for n in grown.ops[0].all_input_nodes if n in grown.needs)
+    return storage_key(node)
+
+
+def _told(step: StepGraph, name: str, grown: Grown, buffer_of: Mapping[str, str]) -> Found | None:
+    """The region as data; None where what leaves it cannot be collected."""
+    collected = [_collected(node, grown, buffer_of) for node in _results(grown)]
+    later = _later(step, grown)
+    if any(c is None for c in collected) or later is None or not _all_counted(grown):
+        return None
+    counted = tuple(_counted(node, grown, buffer_of) for node in _in_order(grown.counted))
+    ops = tuple(RegionOp(node.name, _whole_bytes(node, grown)) for node in grown.ops)
+    window = Window(
+        ops,
+        tuple(c for c in collected if c is not None),
+        counted,
+        tuple(node.name for node in _in_order(grown.unread)),
+        later,
+        joined=True,
+    )
+    sliced = [buffer_of[n.name] for n in grown.rows]
+    sliced += [f"{n.name}.{i}" for n, i in _rows_of_several(grown)]
+    return Found(Region(name, "loss", grown.length, (window,), tuple(dict.fromkeys(sliced))), grown)
+
+
+def _rows_of_several(grown: Grown) -> Iterator[tuple[fx.Node, int]]:
+    """The ops with several results, and which of these are rows."""
+    for node, made in grown.results.items():
+        yield from ((node, i) for i, each in enumerate(made) if isinstance(each, Rows))
+
+
+def _in_order(nodes: set[fx.Node]) -> list[fx.Node]:
+    return sorted(nodes, key=lambda node: node)
+
+
+def _results(grown: Grown) -> list[fx.Node]:
+    """The values with memory of their own that the rest of the step reads."""
+    own = [n for n in grown.ops if (n in grown.rows or n in grown.sums) and _has_own_memory(n)]
+    return [node for node in own if node in grown.sums or _leaves(node, grown)]
+
+
+def _has_own_memory(node: fx.Node) -> bool:
+    return node.target is operator.getitem or not is_view(node)
+
+
+def _all_counted(grown: Grown) -> bool:
+    """Whether each mean knows what it is divided by."""
+    return all(
+        arguments_of(n).get("reduction", _MEAN) != _MEAN or _count_of(n, grown) is not None
+        for n in grown.ops
+        if n.target is aten.nll_loss_forward.default
+    )
+
+
+def _count_of(loss: fx.Node, grown: Grown) -> fx.Node | None:
+    return next((n for n in grown.counted if n.args[0] is loss), None)
+
+
+def _collected(node: fx.Node, grown: Grown, buffer_of: Mapping[str, str]) -> Collected | None:
+    value: torch.Tensor = node.meta["val"]
+    if not value.is_contiguous() or value.untyped_storage().nbytes() != nbytes_of(value):
+        return None
+    op: Any = node.args[0] if node.target is operator.getitem else node
+    divided_by, sum_nbytes, is_sum = "", 0, node in grown.sums
+    if is_sum and value.dtype in _HALF:
+        sum_nbytes = 4 * value.numel()
+    if op.target is aten.nll_loss_forward.default and is_sum:
+        if arguments_of(op).get("reduction", _MEAN) == _MEAN:
+            counted = _count_of(op, grown)
+            divided_by, sum_nbytes = counted.name if counted is not None else "", 4
+        if value.dtype is not torch.float32:
+            return None
+    dtype = str(value.dtype).removeprefix("torch.")
+    return Collected(
+        node.name, op.name, buffer_of[node.name], is_sum, dtype, sum_nbytes, divided_by
+    )
+
+
+def _counted(node: fx.Node, grown: Grown, buffer_of: Mapping[str, str]) -> Counted:
+    op: Any = node.args[0]
+    target = arguments_of(op)["target"]
+    value: torch.Tensor = target.meta["val"]
+    own, reads = buffer_of[node.name], buffer_of[target.name]
+    return Counted(node.name, op.name, own, reads, value.numel(), nbytes_of(value))
+
+
+def _later(step: StepGraph, grown: Grown) -> tuple[str, ...] | None:
+    """What stands between the ops and follows from them; None where it must stay there."""
+    inside, behind = set(grown.ops), set[fx.Node]()
+    node = grown.ops[0]
+    while node is not grown.ops[-1]:
+        node = node.next
+        if node in inside or node in grown.counted or node in grown.unread:
+            continue
+        if any(n in inside or n in behind for n in node.all_input_nodes):
+            if _is_bound(node):
+                return None
+            behind.add(node)
+        elif _is_written(node):
+            return None
+    return tuple(n.name for n in step.nodes if n in behind)
+
+
+def _is_bound(node: fx.Node) -> bool:
+    """Whether its place among others matters, beyond what it reads."""
+    return _is_written(node) or is_collective(node) or bool(generators_of(node))
+
+
+def _is_written(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable
+
+
+def _whole_bytes(node: fx.Node, grown: Grown) -> int:
+    """Of the bytes that an op moves, those of what it reads or makes whole in every part."""
+    if is_view(node):
+        return 0
+    given = [_whole(n, grown) for n in node.all_input_nodes]
+    return sum(given) + _whole(node, grown)
+
+
+def _whole(node: fx.Node, grown: Grown) -> int:
+    value = node.meta.get("val")
+    if isinstance(value, list | tuple):
+        made = grown.results[node]
+        tensors = [
+            v
+            for v, each in zip(value, made, strict=True)
+            if isinstance(v, torch.Tensor) and not isinstance(each, Rows)
+        ]
+        return sum(int(nbytes_of(v)) for v in tensors)
+    rows_of = grown.part_rows_of(node)
+    if not isinstance(value, torch.Tensor):
+        return 0
+    shrinks = rows_of is not None and any(
+        value.stride(dim) != 0 and value.shape[dim] > 1 for dim in rows_of.dims
+    )
+    return 0 if shrinks else int(nbytes_of(value))
+
+
+__all__ = ["Found", "Rows", "find_regions"]
