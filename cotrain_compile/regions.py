@@ -37,7 +37,8 @@ class Collected:
     It is there before the first part, made by an op of the name `value`, as the buffer is called
     from then on. A sum whose parts are less precise than it must be is added up in `sum_nbytes`
     bytes beside it, in float32; so is a mean, which is divided by the value `divided_by` in the
-    end.
+    end. A part puts there what it has as soon as it has it, or `at_end` behind its last op: what is
+    small keeps no two ops apart that are compiled as one.
     """
 
     value: str
@@ -47,6 +48,7 @@ class Collected:
     dtype: str = "float32"
     sum_nbytes: int = 0
     divided_by: str = ""
+    at_end: bool = False
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from cotrain_compile.graph import StepGraph, writes
 from cotrain_compile.graph.collectives import group_name_of, is_collective, is_wait
 from cotrain_compile.graph.random_ops import generators_in, generators_of
 from cotrain_compile.machine import Tier
-from cotrain_compile.passes.views import COPY, viewed
+from cotrain_compile.passes.views import is_write, viewed
 from cotrain_compile.plan import Lane
 from cotrain_compile.runtime.task_nodes import (
     HostCast,
@@ -171,7 +171,7 @@ def _computes(node: fx.Node) -> bool:
     """Whether a node touches memory: a view, an item of a tuple or a size does not."""
     if node.target is operator.getitem or isinstance(node.meta.get("val"), torch.SymInt | int):
         return False
-    return node.target is COPY or is_wait(node) or viewed(node) is None
+    return is_write(node) or is_wait(node) or viewed(node) is None
 
 
 def _base(node: fx.Node) -> fx.Node:

@@ -26,7 +26,7 @@ from cotrain_compile.extract.regions.find import Found, find_regions
 from cotrain_compile.extract.regions.rows import Rows, part_shape
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.graph.op_calls import arguments_of
-from cotrain_compile.passes.views import ADD_IN_PLACE, COPY
+from cotrain_compile.passes.views import ADD_IN_PLACE, COPY, ROWS
 from cotrain_compile.plan import Plan
 from cotrain_compile.regions import (
     Collected,
@@ -157,28 +157,21 @@ class _Splitting:
         self, part: int, start: int, count: int, rooms: Sequence[tuple[Collected, fx.Node]]
     ) -> None:
         own: dict[fx.Node, fx.Node] = {}
-        taken: dict[fx.Node, fx.Node] = {}
-
-        def value_of(node: fx.Node) -> fx.Node:
-            if node in own:
-                return own[node]
-            if node not in self.grown.needs:
-                return node
-            if node not in taken:
-                rows = self.grown.needs[node]
-                taken[node] = self._taken(
-                    node, rows, f"{part_name(node.name, part)}_rows", start, count
-                )
-            return taken[node]
-
+        for node, rows in self.grown.needs.items():
+            name = f"{part_name(node.name, part)}_rows"
+            own[node] = self._taken(node, rows, name, start, count)
+            own[node].meta[ROWS] = True
         for op in self.grown.ops:
             target, args, kwargs = self._call(op, count)
-            args, kwargs = fx.map_arg((args, kwargs), value_of)
+            args, kwargs = fx.map_arg((args, kwargs), lambda node: own.get(node, node))
             copy = self._copy(part_name(op.name, part), target, args, kwargs, op)
             own[op] = copy
             for result, room in rooms:
-                if result.value == op.name:
+                if result.value == op.name and not result.at_end:
                     self._collect(result, room, copy, part, start, count)
+        for result, room in rooms:
+            if result.at_end:
+                self._collect(result, room, own[self.node[result.value]], part, start, count)
 
     def _call(self, op: fx.Node, count: int) -> tuple[Any, Any, Any]:
         """What a part of so many rows calls in place of `op`."""

@@ -23,7 +23,7 @@ from torch import fx
 from cotrain_compile.graph import StepGraph, shape
 from cotrain_compile.graph.collectives import is_wait
 from cotrain_compile.machine import Tier
-from cotrain_compile.passes.views import COPY, storage, viewed, written_by
+from cotrain_compile.passes.views import is_write, storage, viewed, written_by
 from cotrain_compile.plan import Plan
 from cotrain_compile.runtime.task_nodes import (
     HostCast,
@@ -62,7 +62,7 @@ def _erase_views_of_passes(step: StepGraph) -> None:
     They would keep alive what they show, and no plan knows of them.
     """
     for node in reversed(step.module.graph.nodes):
-        is_view = node.op == "call_function" and node.target is not COPY and viewed(node)
+        is_view = node.op == "call_function" and not is_write(node) and viewed(node)
         if is_view and not node.users and node.name not in step.phases:
             step.module.graph.erase_node(node)
 
@@ -155,7 +155,7 @@ class _Walk:
         return copy.shown[value]
 
     def _made_again(self, value: fx.Node, copy: _Copy, place: fx.Node) -> fx.Node:
-        if value.target is COPY:
+        if is_write(value):
             return self._current(written_by(value), place)
         if is_wait(value):  # what was copied is there
             return self._current(value.all_input_nodes[0], place)
@@ -167,7 +167,7 @@ class _Walk:
 
     def _check_inputs(self, node: fx.Node) -> None:
         """The device reads no memory of the host; a view does not read."""
-        if viewed(node) is not None and node.target is not COPY:
+        if viewed(node) is not None and not is_write(node):
             return
         for value in node.all_input_nodes:
             origin = value

@@ -15,6 +15,9 @@ from cotrain_compile.runtime.ops import TASKS
 
 COPY = torch.ops.aten.copy_.default
 ADD_IN_PLACE = torch.ops.aten.add_.Tensor
+_WRITES = (COPY, ADD_IN_PLACE)
+# In the `meta` of a view: rows of a value that a part is given, as an input of its own.
+ROWS = "rows of a part"
 
 
 def storage(node: fx.Node) -> object:
@@ -36,6 +39,11 @@ def viewed(node: fx.Node) -> fx.Node | None:
         if storage(source) == shown and not _makes_several(source):
             return source
     return None
+
+
+def is_write(node: fx.Node) -> bool:
+    """Whether `node` writes into its first argument, whose memory it shows."""
+    return node.target in _WRITES
 
 
 def written_by(write: fx.Node) -> fx.Node:

@@ -28,6 +28,7 @@ from cotrain_compile.backends.inductor.segments import Segment, SegmentedStep, s
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import LoweringError, OptionError
 from cotrain_compile.graph import StepGraph
+from cotrain_compile.passes.views import ADD_IN_PLACE, COPY, ROWS, viewed, written_by
 from cotrain_compile.support.collector import collector_off
 from cotrain_compile.support.phases import tell_phase
 from cotrain_compile.support.raised_by_handler import raised_by_handler
@@ -123,13 +124,20 @@ def _compile(equal: Sequence[Segment], settings: Settings) -> Code:
         ) from error
 
 
+def _collects(node: fx.Node) -> bool:
+    """Whether `node` adds to what is there, or writes a part of it."""
+    if node.target is ADD_IN_PLACE:
+        return True
+    return node.target is COPY and viewed(written_by(node)) is not None
+
+
 def _runs_alone(node: fx.Node, symbols: frozenset[str]) -> bool:
     """Whether an op can be in no segment: it takes a subgraph, or takes or makes a number.
 
     A segment is compiled for the sizes of `symbols`, and a number that is none may be another in
     the next call. Or the op would draw random numbers before or behind others.
     """
-    if may_draw_out_of_order(node):
+    if may_draw_out_of_order(node) or ROWS in node.meta or _collects(node):
         return True
     given = [source.meta.get("val") for source in node.all_input_nodes]
     if any(value is None for value in given):

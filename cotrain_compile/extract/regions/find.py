@@ -193,8 +193,9 @@ def _collected(node: fx.Node, grown: Grown, buffer_of: Mapping[str, str]) -> Col
         if value.dtype is not torch.float32:
             return None
     dtype = str(value.dtype).removeprefix("torch.")
+    at_end = not (is_sum and op.target in PRODUCTS)
     return Collected(
-        node.name, op.name, buffer_of[node.name], is_sum, dtype, sum_nbytes, divided_by
+        node.name, op.name, buffer_of[node.name], is_sum, dtype, sum_nbytes, divided_by, at_end
     )
 
 

@@ -151,8 +151,11 @@ class _Splitting:
                 if self._op(op.name).writes:
                     yield self._part(op, part, window)
                 for result in window.collected:
-                    if result.value == op.name:
+                    if result.value == op.name and not result.at_end:
                         yield self._collect(result, part, window)
+            for result in window.collected:
+                if result.at_end:
+                    yield self._collect(result, part, window)
         for result in window.collected:
             if result.sum_nbytes:
                 yield self._rounded(result, window)

@@ -3,87 +3,197 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from cotrain_compile.dataflow import Dataflow, Op
-from cotrain_compile.entry.tracing import trace_graph
+from cotrain_compile.backends.inductor.lower import lower
+from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
+from cotrain_compile.dataflow import Dataflow, Op, Role
 from cotrain_compile.extract.extract import extract
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.machine import Tier
+from cotrain_compile.options import Options
+from cotrain_compile.passes import run_passes
 from cotrain_compile.passes.split_ops import split_ops
+from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.policies import resident
-from cotrain_compile.placement.problem import formulate
+from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.placement.split.rewrite import split_regions
 from cotrain_compile.plan import Plan
 from cotrain_compile.presets import find
+from cotrain_compile.runtime.emulated import EmulatedDevice
+from cotrain_compile.runtime.host.kernels import host_kernels
 from tests.support.language_models import LANGUAGE_MODELS
+from tests.support.steps import compiling_with, cotrain
 
-ALL_MODELS = pytest.mark.parametrize("name", LANGUAGE_MODELS)
+STEPS = 20
+# Each of the others has one thing that `everything` has too.
+SHORT = ("plain", "everything", "shifted", "micro-batches")
+NAMES = pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[] if n in SHORT else [pytest.mark.long]) for n in LANGUAGE_MODELS],
+)
 
 
 @functools.cache
-def traced(name: str) -> StepGraph:
+def captured(name: str) -> tuple[StepGraph, list[Any]]:
+    """The graph of a step, and what it was called with first."""
+    seen: list[Any] = []
+
+    def note(step: StepGraph, dataflow: Dataflow, options: Options) -> Callable[[list[Any]], Any]:
+        def run(inputs: list[Any]) -> Any:
+            seen.append((step, [v.clone() if isinstance(v, torch.Tensor) else v for v in inputs]))
+            with torch.no_grad():
+                return step.module(*inputs)
+
+        return run
+
     case = LANGUAGE_MODELS[name]
+    model = case.model()
+    torch._dynamo.reset()
+    with compiling_with(note):
+        cotrain()(case.step(model, torch.optim.SGD(model.parameters(), 0.1)))(*case.batch())
+    return seen[0]  # type: ignore[no-any-return]
 
-    def build():
-        model = case.model()
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        return case.step(model, optimizer), case.batch()
 
-    return trace_graph(build)
+@functools.cache
+def dataflow_of(name: str) -> Dataflow:
+    return extract(captured(name)[0])
+
+
+def problem_of(dataflow: Dataflow) -> Problem:
+    return formulate(dataflow, find("this-machine"), dict.fromkeys(Tier, 1 << 40))
 
 
 def plan_of(dataflow: Dataflow, parts: int) -> Plan:
-    problem = formulate(dataflow, find("this-machine"), dict.fromkeys(Tier, 1 << 40))
+    """All on the device, with every loss in so many parts."""
     splits = {region.name: parts for region in dataflow.regions}
-    return schedule(problem, replace(resident(dataflow), splits=splits))
+    return schedule(problem_of(dataflow), replace(resident(dataflow), splits=splits))
+
+
+def in_parts(name: str, parts: int, *, compiled: bool = False) -> CompiledStep:
+    step, dataflow = captured(name)[0], dataflow_of(name)
+    problem, plan = problem_of(dataflow), plan_of(dataflow, parts)
+    check(problem, plan)
+    placed = run_passes(step, plan)
+    device = EmulatedDevice(problem.machine, plan.budgets, host_kernels(placed, "captured"))
+    under = problem.under(plan.placement).dataflow
+    lowered = lower(step, placed, under, {}, ()) if compiled else None
+    return CompiledStep(problem, plan, placed, device, lowered)
+
+
+def train(name: str, run: Callable[[list[Any]], Any], steps: int = STEPS) -> list[torch.Tensor]:
+    """The losses of some steps and the parameters behind them."""
+    step, first = captured(name)
+    inputs = [v.clone() if isinstance(v, torch.Tensor) else v for v in first]
+    batch_at = [at for at, item in enumerate(step.inputs) if item.role is Role.BATCH]
+    losses = []
+    for seed in range(steps):
+        batch = LANGUAGE_MODELS[name].batch(seed)
+        for at, value in zip(batch_at, batch, strict=True):
+            inputs[at] = value
+        with torch.no_grad():
+            losses.append(run(list(inputs))[0])
+    params = [inputs[at] for at, item in enumerate(step.inputs) if item.role is Role.PARAM]
+    return [torch.stack(losses), *params]
+
+
+def whole_step(name: str) -> Callable[[list[Any]], Any]:
+    """The captured graph as it is."""
+    module = captured(name)[0].module
+    return lambda inputs: module(*inputs)
+
+
+def assert_close(name: str, found: list[torch.Tensor], whole: list[torch.Tensor]) -> None:
+    is_bf16 = LANGUAGE_MODELS[name].is_bf16
+    rtol, atol = (2e-2, 2e-3) if is_bf16 else (1e-4, 1e-6)
+    for a, b in zip(found, whole, strict=True):
+        torch.testing.assert_close(a, b, rtol=rtol, atol=atol)
+
+
+def in_float64(name: str, steps: int = STEPS) -> list[torch.Tensor]:
+    """The same of eager torch, in float64 throughout."""
+    case = replace(LANGUAGE_MODELS[name], is_bf16=False)
+    model = case.model(torch.float64)
+    step = case.step(model, torch.optim.SGD(model.parameters(), 0.1))
+    losses = [step(*case.batch(seed)) for seed in range(steps)]
+    return [torch.stack(losses), *(p.detach() for p in model.parameters())]
+
+
+def distance(found: list[torch.Tensor], exact: list[torch.Tensor]) -> float:
+    """Of all parameters, as the norm of the difference over that of the exact ones."""
+    pairs = list(zip(found[1:], exact[1:], strict=True))
+    off = sum(float((a.double() - b).square().sum()) for a, b in pairs)
+    return float((off / sum(float(b.square().sum()) for _, b in pairs)) ** 0.5)
 
 
 def without_views(dataflow: Dataflow) -> list[Op]:
+    """Its ops; what a part is given is a view, and one more."""
     return [op for op in dataflow.ops if op.writes]
 
 
-@ALL_MODELS
+@NAMES
 def test_the_loss_of_a_language_model_is_a_region(name: str) -> None:
-    step = extract(traced(name))
-    assert len(step.regions) == LANGUAGE_MODELS[name].micro_batches
-    for region in step.regions:
-        assert region.kind == "loss"
+    dataflow = dataflow_of(name)
+    assert len(dataflow.regions) == LANGUAGE_MODELS[name].micro_batches
+    case = LANGUAGE_MODELS[name]
+    tokens = case.sequences * (1 if case.is_shifted else case.tokens) // case.micro_batches
+    assert {(region.kind, region.length) for region in dataflow.regions} == {("loss", tokens)}
 
 
-@ALL_MODELS
+@NAMES
 @pytest.mark.parametrize("parts", [2, 3, 5])
 def test_the_graph_becomes_what_the_dataflow_becomes(name: str, parts: int) -> None:
-    step = traced(name)
-    dataflow = extract(step)
+    step, dataflow = captured(name)[0], dataflow_of(name)
     plan = plan_of(dataflow, parts)
     found = extract(split_ops(step.copy(), plan).verify())
     expected = split_regions(dataflow, plan.placement.splits)
-    assert [op.name for op in without_views(found)] == [op.name for op in without_views(expected)]
     assert without_views(found) == without_views(expected)
     assert {b.name: b for b in found.buffers} == expected.buffer
     assert found.updates == expected.updates
 
 
-def in_parts(step: Step, batch: Batch, parts: int, path: Path, **options: Any) -> Step:
-    """`step` compiled by a plan that keeps all on the device, with its loss in so many parts."""
-    plan = plan_of(extract(trace_graph(lambda: (step, batch))), parts)
-    save(plan, path)
-    torch._dynamo.reset()
-    return compile(step, plan=path, machine="this-machine", **options)
+@NAMES
+def test_in_one_part_the_step_is_the_same_bit_for_bit(name: str) -> None:
+    whole = train(name, whole_step(name), 3)
+    assert all(map(torch.equal, train(name, in_parts(name, 1), 3), whole))
 
 
-@functools.cache
-def trained(name: str, parts: int, dtype: torch.dtype, steps: int = 20) -> list[torch.Tensor]:
-    """Losses and parameters after some steps: in so many parts on the emulated device; 0 eager."""
-    case = LANGUAGE_MODELS[name]
-    model = case.model(dtype)
-    step = case.step(model, torch.optim.SGD(model.parameters(), 0.1))
-    if parts:
-        step = in_parts(step, case.batch(), parts)
-    losses = [step(*case.batch(seed)) for seed in range(steps)]
-    return [torch.stack(losses), *(parameter.detach() for parameter in model.parameters())]
+@NAMES
+def test_in_parts_it_trains_as_the_whole_and_is_as_exact(name: str) -> None:
+    """Parts of equal size, and such that the last is smaller."""
+    whole, exact = train(name, whole_step(name)), in_float64(name)
+    rows = dataflow_of(name).regions[0].length
+    for parts in (4, min(5, rows)) if name != "shifted" else (2, 3):
+        found = train(name, in_parts(name, parts))
+        assert_close(name, found, whole)
+        assert distance(found, exact) <= 1.25 * distance(whole, exact)
+
+
+@NAMES
+def test_the_peak_is_as_planned_to_the_byte(name: str) -> None:
+    step = in_parts(name, 4)
+    train(name, step, 2)
+    measured = step.measured
+    assert measured is not None
+    assert measured.peak_bytes[Tier.DEVICE] == step.plan.predicted.peak_bytes[Tier.DEVICE]
+
+
+@pytest.mark.parametrize("name", ["plain", pytest.param("everything", marks=pytest.mark.long)])
+def test_compiled_parts_are_one_code_and_train_as_the_whole(name: str) -> None:
+    step = in_parts(name, 4, compiled=True)
+    whole, found = train(name, whole_step(name), 3), train(name, step, 3)
+    assert_close(name, found, whole)
+    assert step.lowered is not None
+    code = step.lowered.code
+    of_parts: dict[int, set[int]] = {}
+    for segment_name, segment in step.lowered.segmented.segments.items():
+        for part in range(4):
+            if f"mm_part{part}" in segment.ops:
+                of_parts.setdefault(id(code[segment_name]), set()).add(part)
+    assert list(of_parts.values()) == [{0, 1, 2, 3}]
