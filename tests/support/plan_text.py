@@ -5,6 +5,7 @@
     moved = move([mul, add], after=d)
     m = home(host)
     h = recompute()
+    loss = parts(4)
 
 In: such lines, and a `Placement` if there is one. Out: a `Plan`, of whose budgets and prediction
 nothing is known. `lines` writes the tasks and moved ops of any plan.
@@ -37,6 +38,7 @@ def parse(text: str) -> Plan:
     updates: dict[str, UpdateMode] = {}
     recomputed: list[str] = []
     layers_per_pack = 0
+    splits: dict[str, int] = {}
     for line in filter(None, map(str.strip, text.splitlines())):
         name, call = read_line(line)
         match call.name:
@@ -50,6 +52,8 @@ def parse(text: str) -> Plan:
                 updates[name] = UpdateMode(call.args[0])
             case "recompute":
                 recomputed.append(name)
+            case "parts":
+                splits[name] = call.args[0]
             case "packs":
                 layers_per_pack = call.args[0]
             case _:
@@ -60,6 +64,7 @@ def parse(text: str) -> Plan:
         updates,
         recomputed=tuple(recomputed),
         layers_per_pack=layers_per_pack,
+        splits=splits,
     )
     nothing = Timeline("predicted", (), {})
     return Plan("", "", {}, placement, tuple(tasks), nothing, moved=tuple(moved))

@@ -68,6 +68,7 @@ class _Growing:
         # Of shifted tokens there are a few less.
         self.wide_from = _elements(start) / 2
         self.open: dict[fx.Node, Rows] = {}  # values that may be read in parts
+        self.closed: set[fx.Node] = set()  # values that are there when all parts have run
         self.behind: set[fx.Node] = set()  # what follows from the parts, and is none of them
 
     def run(self, nodes: Sequence[fx.Node]) -> Grown:
@@ -93,9 +94,10 @@ class _Growing:
 
     def _visit(self, node: fx.Node) -> None:
         given = node.all_input_nodes
-        if node.target in LIKE and any(n in self.behind or n in self.open for n in given):
+        late = any(n in self.behind or n in self.closed for n in given)
+        if node.target in LIKE and (late or any(n in self.open for n in given)):
             self.found.unread.add(node)
-        elif any(n in self.behind for n in given):
+        elif late:
             self.behind.add(node)
         elif node.target is operator.getitem and node.args[0] in self.found.results:
             self._take_item(node)
@@ -136,7 +138,7 @@ class _Growing:
             self.found.sums.add(node)
         assert not isinstance(made, Counted) and made is not None
         if made is SUM or (node.target in PRODUCTS and not self._is_wide(node)):
-            self.behind.update(node.users)
+            self.closed.add(node)
         else:
             self.open[node] = made  # type: ignore[assignment]
 
