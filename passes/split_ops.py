@@ -128,7 +128,7 @@ class _Splitting:
         self._join(node)
 
     def _room(self, result: Collected, place: fx.Node) -> fx.Node:
-        node = self.node[result.value]
+        node: fx.Node = self.node[result.value]
         value = node.meta["val"]
         dtype = torch.float32 if result.sum_nbytes else value.dtype
         target = aten.zeros.default if result.is_sum else aten.empty.memory_format

@@ -27,8 +27,8 @@ def _check_region(dataflow: Dataflow, region: Region) -> None:
     inside = {op.name for op in region.ops}
     ops = [op for op in dataflow.ops if op.name in inside]
     made = {name for op in ops for name in op.writes}
-    windows = region.windows
-    collected = {c.buffer for window in windows for c in (*window.collected, *window.counted)}
+    collected = {result.buffer for window in region.windows for result in window.collected}
+    collected |= {counted.buffer for window in region.windows for counted in window.counted}
     for op in dataflow.ops:
         if op.name not in inside:
             lost = sorted(made.intersection((*op.reads, *op.writes)) - collected)
