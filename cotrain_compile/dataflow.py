@@ -153,7 +153,8 @@ class UpdateGroup:
     backward; `states` are the optimizer's own; `scalars` are small values shared with other groups
     (a clipping coefficient, a bias correction). `low_precision` is the copy of the parameter that
     autocast makes for the forward, "" where the parameter itself is used. `has_loop` says whether
-    the host has a fused loop for the optimizer; else it runs the ops one by one.
+    the host has a fused loop for the optimizer; else it runs the ops one by one. Where each of its
+    `elements` is updated by itself, in memory without gaps, they may go in pieces; 0 where not.
     """
 
     param: str
@@ -163,6 +164,19 @@ class UpdateGroup:
     ops: tuple[str, ...]
     low_precision: str = ""
     has_loop: bool = True
+    elements: int = 0
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """What of a step is in pieces: none in a step as it is written, see `placement.pieces`.
+
+    `wholes` has, for each buffer that is a piece of one elsewhere, the name of that; `parts` the
+    ops of each piece of an update that goes in pieces, by its parameter.
+    """
+
+    wholes: Mapping[str, str] = field(default_factory=dict)
+    parts: Mapping[str, tuple[tuple[str, ...], ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -217,6 +231,7 @@ class Dataflow:
     ranks: int = 1
     job: Job = field(default_factory=Job)
     regions: tuple[Region, ...] = ()
+    pieces: Pieces = field(default_factory=Pieces)
 
     def __post_init__(self) -> None:
         names = [buffer.name for buffer in self.buffers]

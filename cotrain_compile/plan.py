@@ -64,8 +64,9 @@ class Placement:
     mostly change nothing (`guesses`). `recomputed` names forward values that are made again for the
     backward; tasks are those of the step in which they are. With `layers_per_pack` above 0 its
     micro-batches run layer by layer, in packs of so many. `splits` says in how many parts a region
-    of the step runs, by its name: everything else is said of the step in parts. `policy` is the
-    name of the rule or solver that chose.
+    of the step runs, by its name: everything else is said of the step in parts. Streamed updates go
+    in pieces of `piece_bytes` of the parameter where they can (`placement.pieces`); 0: as wholes.
+    `policy` is the name of the rule or solver that chose.
     """
 
     policy: str
@@ -78,6 +79,7 @@ class Placement:
     speculative: tuple[str, ...] = ()
     layers_per_pack: int = 0
     splits: Mapping[str, int] = field(default_factory=dict)
+    piece_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,8 @@ class Transfer:
     on the host, the copy an earlier task left there. `destination` is "" for a fresh copy of
     `buffer` on the other tier, or the name of an existing buffer that is overwritten there (a
     state or parameter written back to its home, a new parameter moved over the old one). From the
-    wait for a fresh prefetch on, ops that touch `buffer` touch that copy.
+    wait for a fresh prefetch on, ops that touch `buffer` touch that copy. A `buffer` that is a
+    piece is copied from, and over, its part of the whole on the host.
 
     A task that is `carried` may end in the next step: `wait_before` is then an op of that step, and
     never None. Only host updates and the ways back of their weights are carried. Tasks in

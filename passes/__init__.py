@@ -20,6 +20,7 @@ from cotrain_compile.passes.outline_host_regions import outline_host_regions
 from cotrain_compile.passes.recompute_values import recompute_values
 from cotrain_compile.passes.run_by_layer import run_by_layer
 from cotrain_compile.passes.split_ops import split_ops
+from cotrain_compile.passes.update_in_pieces import update_in_pieces
 from cotrain_compile.passes.use_fetched_copies import use_fetched_copies
 from cotrain_compile.placement.recompute.rewrite import again_name
 from cotrain_compile.plan import Plan
@@ -32,6 +33,7 @@ PASSES: tuple[Pass, ...] = (
     split_ops,
     run_by_layer,
     recompute_values,
+    update_in_pieces,
     move_ops,
     outline_host_regions,
     insert_transfers,

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import assert_never
 
 import torch
@@ -24,7 +25,7 @@ from cotrain_compile.graph import StepGraph, writes
 from cotrain_compile.graph.collectives import group_name_of, is_collective, is_wait
 from cotrain_compile.graph.random_ops import generators_in, generators_of
 from cotrain_compile.machine import Tier
-from cotrain_compile.passes.views import is_write, viewed
+from cotrain_compile.passes.views import base_of, is_write, viewed
 from cotrain_compile.plan import Lane
 from cotrain_compile.runtime.task_nodes import (
     HostCast,
@@ -41,13 +42,25 @@ from cotrain_compile.runtime.task_nodes import (
 
 def find_race_in(placed: StepGraph) -> Race | None:
     """The first race of a placed step that runs again and again, None where there is none."""
-    return find_race(list(find_accesses(placed)), {*_outliving(placed)})
+    lasting = _in_parts(_outliving(placed), _parts(placed, _buffer_names(placed)))
+    return find_race(list(find_accesses(placed)), {*lasting})
 
 
 def find_accesses(placed: StepGraph) -> Iterator[Event]:
     """What happens in a placed step, in the order of its nodes."""
     names = _buffer_names(placed)
     freed = _freed_after(placed, names)
+    parts = _parts(placed, names)
+    for event in _whole_events(placed, names, freed):
+        yield replace(
+            event, reads=_in_parts(event.reads, parts), writes=_in_parts(event.writes, parts)
+        )
+
+
+def _whole_events(
+    placed: StepGraph, names: Mapping[fx.Node, str], freed: Mapping[fx.Node, tuple[str, ...]]
+) -> Iterator[Event]:
+    """The same; who touches all of what others touch in parts names the whole."""
     for node in placed.nodes:
         if node.op == "output":
             yield Event("what the step returns", Lane.DEVICE, _named(node.all_input_nodes, names))
@@ -63,6 +76,33 @@ def _outliving(placed: StepGraph) -> tuple[str, ...]:
     inputs = (item.name for item in placed.inputs)
     drawn = _generators(generators_in(placed.module.graph))
     return (*inputs, *drawn, *_groups(placed.nodes))
+
+
+def _parts(placed: StepGraph, names: Mapping[fx.Node, str]) -> dict[str, tuple[str, ...]]:
+    """The parts of what is on the host that tasks read or write, by the whole."""
+    found: dict[str, dict[str, None]] = {}
+    for node in placed.nodes:
+        view = view_of(node)
+        if isinstance(view, Offload | Prefetch) and view.launch.part:
+            whole = names[_on_host(view)]
+            found.setdefault(whole, {})[_part_name(whole, view)] = None
+    return {whole: tuple(parts) for whole, parts in found.items()}
+
+
+def _on_host(view: Offload | Prefetch) -> fx.Node:
+    if isinstance(view, Prefetch):
+        return view.source
+    assert view.destination is not None, "a part of what is on the host is copied over"
+    return view.destination
+
+
+def _part_name(whole: str, view: Offload | Prefetch) -> str:
+    begin, end = view.launch.part
+    return f"{whole}[{begin}:{end}]"
+
+
+def _in_parts(buffers: Iterable[str], parts: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+    return tuple(part for name in buffers for part in parts.get(name, (name,)))
 
 
 def _generators(devices: Iterable[str]) -> tuple[str, ...]:
@@ -103,11 +143,16 @@ def _op(node: fx.Node, names: Mapping[fx.Node, str]) -> Event:
 def _task(node: fx.Node, view: TaskStart, placed: StepGraph, names: Mapping[fx.Node, str]) -> Event:
     lane, read, written = _work(node, view, placed)
     drawn = _generators(generators_of(node))
+    reads, writes = _named(read, names), _named(written, names)
+    if isinstance(view, Offload | Prefetch) and view.launch.part:
+        whole = names[_on_host(view)]
+        part = {whole: (_part_name(whole, view),)}
+        reads, writes = _in_parts(reads, part), _in_parts(writes, part)
     return Event(
         view.launch.task,
         lane,
-        (*_named(read, names), *drawn),
-        (*_named(written, names), *drawn),
+        (*reads, *drawn),
+        (*writes, *drawn),
         tuple(view.launch.after),
         tuple(view.launch.after_previous),
     )
@@ -134,7 +179,7 @@ def _work(
 def _written_by_region(call: RegionCall, placed: StepGraph) -> list[fx.Node]:
     given = call.given(placed.module)
     written = writes(call.subgraph(placed.module).graph)
-    return [given[_base(destination)] for _, destination, _ in written]
+    return [given[base_of(destination)] for _, destination, _ in written]
 
 
 def _memory_on(view: TaskNode) -> Tier | None:
@@ -174,17 +219,11 @@ def _computes(node: fx.Node) -> bool:
     return is_write(node) or is_wait(node) or viewed(node) is None
 
 
-def _base(node: fx.Node) -> fx.Node:
-    while (source := viewed(node)) is not None:
-        node = source
-    return node
-
-
 def _buffer_names(placed: StepGraph) -> dict[fx.Node, str]:
     """The buffer that each node has made or shows. Inputs have the user's names."""
     names = {}
     for node in placed.nodes:
-        base = _base(node)
+        base = base_of(node)
         item = placed.input_of_node.get(base.name)
         names[node] = base.name if item is None else item.name
     return names

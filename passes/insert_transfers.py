@@ -19,6 +19,7 @@ from torch import fx
 
 from cotrain_compile.extract.extract import buffer_names
 from cotrain_compile.graph import StepGraph
+from cotrain_compile.graph.piece_op import PIECE
 from cotrain_compile.passes.gaps import Gaps
 from cotrain_compile.passes.views import available_before
 from cotrain_compile.plan import HostRegion, Plan, Transfer
@@ -94,16 +95,30 @@ class _Inserter:
 
     def _insert_offload(self, task: Transfer, place: fx.Node) -> None:
         source = available_before(place, self.original[task.buffer])
-        node = self._insert(Offload(source, launch_of(task), self._overwritten(task)), place)
+        launch = launch_of(task, self._part(task) if task.destination else ())
+        node = self._insert(Offload(source, launch, self._overwritten(task)), place)
         if not task.destination:
             self.host_copy[task.buffer] = node
 
     def _insert_prefetch(self, task: Transfer, place: fx.Node) -> None:
-        on_host = self.host_copy.get(task.buffer) or self.original[task.buffer]
-        self._insert(Prefetch(on_host, launch_of(task), self._overwritten(task)), place)
+        whole = self._whole(task.buffer)
+        on_host = self.host_copy.get(whole) or self.original[whole]
+        launch = launch_of(task, self._part(task))
+        node = self._insert(Prefetch(on_host, launch, self._overwritten(task)), place)
+        if launch.part:
+            node.meta["val"] = self.original[task.buffer].meta["val"]
 
     def _overwritten(self, task: Transfer) -> fx.Node | None:
-        return self.original[task.destination] if task.destination else None
+        return self.original[self._whole(task.destination)] if task.destination else None
+
+    def _whole(self, buffer: str) -> str:
+        """What on the host has `buffer`: itself, or what it is a piece of."""
+        node = self.original.get(buffer)
+        return self._buffer(node.all_input_nodes[0]) if node and node.target is PIECE else buffer
+
+    def _part(self, task: Transfer) -> tuple[int, ...]:
+        node = self.original.get(task.buffer)
+        return tuple(node.args[1:]) if node and node.target is PIECE else ()  # type: ignore[arg-type]
 
     def _insert(self, copy: Offload | Prefetch, place: fx.Node) -> fx.Node:
         with self.graph.inserting_before(place):

@@ -22,6 +22,7 @@ from torch import fx
 
 from cotrain_compile.graph import StepGraph, shape
 from cotrain_compile.graph.collectives import is_wait
+from cotrain_compile.graph.piece_op import PIECE
 from cotrain_compile.machine import Tier
 from cotrain_compile.passes.views import is_write, storage, viewed, written_by
 from cotrain_compile.plan import Plan
@@ -63,7 +64,7 @@ def _erase_views_of_passes(step: StepGraph) -> None:
     """
     for node in reversed(step.module.graph.nodes):
         is_view = node.op == "call_function" and not is_write(node) and viewed(node)
-        if is_view and not node.users and node.name not in step.phases:
+        if (is_view or node.target is PIECE) and not node.users and node.name not in step.phases:
             step.module.graph.erase_node(node)
 
 
@@ -167,7 +168,7 @@ class _Walk:
 
     def _check_inputs(self, node: fx.Node) -> None:
         """The device reads no memory of the host; a view does not read."""
-        if viewed(node) is not None and not is_write(node):
+        if (viewed(node) is not None and not is_write(node)) or node.target is PIECE:
             return
         for value in node.all_input_nodes:
             origin = value

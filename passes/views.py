@@ -11,6 +11,7 @@ import operator
 import torch
 from torch import fx
 
+from cotrain_compile.graph.piece_op import PIECE
 from cotrain_compile.runtime.ops import TASKS
 
 COPY = torch.ops.aten.copy_.default
@@ -46,6 +47,13 @@ def is_write(node: fx.Node) -> bool:
     return node.target in _WRITES
 
 
+def base_of(node: fx.Node) -> fx.Node:
+    """What made the memory that `node` shows."""
+    while (source := viewed(node)) is not None:
+        node = source
+    return node
+
+
 def written_by(write: fx.Node) -> fx.Node:
     """The tensor that an in-place write leaves its value in."""
     destination = write.args[0]
@@ -56,7 +64,7 @@ def written_by(write: fx.Node) -> fx.Node:
 def available_before(place: fx.Node, value: fx.Node) -> fx.Node:
     """`value`, or where it comes later than `place`, the same made again right before `place`.
 
-    Only what costs nothing is made again: views, items of a tuple, constants and numbers of
+    Only what costs nothing is made again: views, pieces, items of a tuple, constants and numbers of
     Python's, such as a count of steps and what follows from it.
     """
     if value < place:
@@ -68,7 +76,7 @@ def available_before(place: fx.Node, value: fx.Node) -> fx.Node:
 
 def _is_free(value: fx.Node) -> bool:
     is_number = isinstance(value.meta.get("val"), int | float | torch.SymInt | torch.SymFloat)
-    is_item = value.op == "get_attr" or value.target is operator.getitem
+    is_item = value.op == "get_attr" or value.target in (operator.getitem, PIECE)
     return is_number or is_item or viewed(value) is not None
 
 

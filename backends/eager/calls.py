@@ -7,6 +7,7 @@ every step is looked up here, once.
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -18,6 +19,7 @@ from torch import fx
 from cotrain_compile.dataflow import PERSISTENT_ROLES, Role
 from cotrain_compile.graph import StepGraph, returns_argument_memory, writes
 from cotrain_compile.graph.collectives import awaited_by, is_collective
+from cotrain_compile.passes.views import base_of
 from cotrain_compile.runtime.bound_ops import Bound, Values, bound
 from cotrain_compile.runtime.carry_out import Carry, carrying_out, carrying_out_together
 from cotrain_compile.runtime.metered import last_uses
@@ -38,11 +40,15 @@ COPY = torch.ops.aten.copy_.default
 
 @dataclass(frozen=True)
 class Write:
-    """A tensor of the user's is written: by `task`, or where that is None as the node runs."""
+    """A tensor of the user's is written: by `task`, or where that is None as the node runs.
+
+    It is one of so many `parts` of the tensor that are written one after the other.
+    """
 
     name: str
     role: Role
     task: str | None = None
+    parts: int = 1
 
     @property
     def is_update(self) -> bool:
@@ -137,7 +143,7 @@ def calls_of(placed: StepGraph, more_writes: Mapping[fx.Node, Sequence[Write]]) 
         last_readers = {} if is_segment else readers.get(node, {})
         takes, exchanges, awaits = _takes(node, readers), is_collective(node), awaited_by(node)
         # A rehearsal leaves such a copy out, whosever the input is.
-        overwrites_input = node.target is COPY and node.args[0].op == "placeholder"
+        overwrites_input = node.target is COPY and base_of(node.args[0]).op == "placeholder"
         does_more = (
             view or is_segment or node in written or overwrites_input or takes or last_readers
         )
@@ -241,17 +247,31 @@ def _persistent_writes(placed: StepGraph) -> dict[fx.Node, list[Write]]:
     graph = placed.module.graph
     found: dict[fx.Node, list[Write]] = {}
 
+    parts = Counter[str]()
+
     def note(node: fx.Node, destination: Any, task: str | None = None) -> None:
-        item = placed.input_of_node.get(destination.name)
+        item = placed.input_of_node.get(base_of(destination).name)
         if item is not None and item.role in PERSISTENT_ROLES:
             found.setdefault(node, []).append(Write(item.name, item.role, task))
+            parts[item.name] += _is_part(node, destination)
 
     for node, destination, _ in writes(graph):
         note(node, destination)
     for node in graph.nodes:
         for destination, task in _written_by_task(view_of(node), placed.module):
             note(node, destination, task)
-    return found
+    return {
+        node: [replace(write, parts=max(1, parts[write.name])) for write in written]
+        for node, written in found.items()
+    }
+
+
+def _is_part(node: fx.Node, destination: fx.Node) -> bool:
+    """Whether `node` writes a part of the tensor that `destination` shows."""
+    start = start_of(node)
+    if start is not None:
+        return bool(start.launch.part)
+    return destination.op != "placeholder"
 
 
 def _written_by_task(

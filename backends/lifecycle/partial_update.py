@@ -59,6 +59,7 @@ def damage_by(
     """
     # A tensor is written more than once where it was half written before it, or is after it.
     ahead, half, statistics = dict[str, None](), dict[str, None](), dict[str, None]()
+    parts: dict[str, int] = {}  # that were written whole
     for number, write in enumerate(written):
         task = tasks.get(write.task) if write.task is not None else None
         if write.task is None:
@@ -69,10 +70,12 @@ def damage_by(
             is_whole = task.ran
         if not write.is_update:
             statistics[write.name] = None
-        elif is_whole:
-            ahead[write.name] = None
-        else:
+        elif not is_whole:
             half[write.name] = None
+        else:
+            ahead[write.name] = None
+            parts[write.name] = parts.get(write.name, 0) + 1
+    half |= {w.name: None for w in written if 0 < parts.get(w.name, 0) < w.parts}
     return Damage(tuple(name for name in ahead if name not in half), tuple(half), tuple(statistics))
 
 

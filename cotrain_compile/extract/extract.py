@@ -48,8 +48,10 @@ from cotrain_compile.graph.collectives import (
     ranks_in,
 )
 from cotrain_compile.graph.op_calls import target_of
+from cotrain_compile.graph.piece_op import PIECE
 from cotrain_compile.graph.random_ops import generators_of
 from cotrain_compile.graph.user_lines import calling_line
+from cotrain_compile.placement.pieces import part_name
 
 
 def extract(step: StepGraph) -> Dataflow:
@@ -137,7 +139,7 @@ class _Namer:
         written = [*self._written_arguments(node), *ordered]
         for suffix, value in _tensors(node.meta.get("val")):
             known = self._by_storage.get(value.untyped_storage()._cdata)
-            name = known or self._name_storage(value, node.name + suffix, Role.TEMPORARY)
+            name = known or self._name_storage(value, self._called(node, suffix), Role.TEMPORARY)
             if known is None:
                 written.append(name)
             elif known in reads and known not in written:
@@ -145,6 +147,12 @@ class _Namer:
             if not suffix:
                 self.buffer_of[node.name] = name
         return reads, tuple(dict.fromkeys(written))
+
+    def _called(self, node: fx.Node, suffix: str) -> str:
+        if node.target is not PIECE:
+            return node.name + suffix
+        (source,), (_, begin, end) = node.all_input_nodes, node.args
+        return part_name(self.buffer_of[source.name], begin, end)  # type: ignore[arg-type]
 
     def _name_order(self, kind: str, which: str, role: Role) -> str:
         """What keeps ops in order, as a buffer that each of them reads and writes.

@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from cotrain_compile.dataflow import Phase, Role, UpdateGroup
+from cotrain_compile.extract.by_element import elements_of
 from cotrain_compile.extract.optimizer_loops import has_loop
 from cotrain_compile.graph import StepGraph, writes
 from cotrain_compile.graph.collectives import is_collective, is_wait
@@ -161,6 +162,7 @@ def _group(
         ops=tuple(node.name for node in nodes),
         low_precision=_low_precision_copy(params[0], buffer_of),
         has_loop=has_loop(rule, _dtypes(step, inputs)),
+        elements=elements_of(step, nodes, params[0]),
     )
 
 

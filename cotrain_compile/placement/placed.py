@@ -13,6 +13,7 @@ from functools import cached_property
 
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.placement.order.by_layer import in_packs
+from cotrain_compile.placement.pieces import in_pieces, pieces_under
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.recompute.rewrite import recomputed
 from cotrain_compile.placement.residency import (
@@ -97,10 +98,10 @@ def place_dataflow(
 
 
 def as_placed(dataflow: Dataflow, placement: Placement) -> Dataflow:
-    """The step that `placement` leaves: in parts, with its ops in order, some of them run again.
+    """The step that `placement` leaves: in parts, its ops in order, some run again, some in pieces.
 
-    The passes `split_ops`, `run_by_layer` and `recompute_values` do the same to the graph. Raises
-    as `place`.
+    The first passes do the same to the graph. Raises as `place`.
     """
-    ordered = in_packs(split_regions(dataflow, placement.splits), placement.layers_per_pack)
-    return recomputed(ordered, placement.recomputed)
+    parts = split_regions(dataflow, placement.splits)
+    again = recomputed(in_packs(parts, placement.layers_per_pack), placement.recomputed)
+    return in_pieces(again, pieces_under(parts, placement))

@@ -10,6 +10,7 @@ from cotrain_compile.dataflow import Dataflow, Op
 from cotrain_compile.guesses import second_bytes
 from cotrain_compile.machine import Machine, Tier
 from cotrain_compile.placement.order.by_layer import in_packs
+from cotrain_compile.placement.pieces import Pieced, in_pieces, piece_seconds, pieces_under
 from cotrain_compile.placement.recompute.rewrite import again_name, recomputed, recomputed_ops
 from cotrain_compile.placement.split.rewrite import split_regions
 from cotrain_compile.plan import Placement
@@ -32,7 +33,8 @@ class Problem:
 
     `captured` says that updates on the host run op by op even where there is a loop, `speculates`
     that they may begin on guesses. In `dataflow` regions run in parts by `splits`, micro-batches in
-    packs of `layers_per_pack`, and the values `recomputed` are made again, all nothing in the
+    packs of `layers_per_pack`, the values `recomputed` are made again, and some updates go in
+    `pieces`, all nothing in the
     problem of a step; else the step itself is what is `written`.
     """
 
@@ -45,6 +47,7 @@ class Problem:
     speculates: bool = False
     layers_per_pack: int = 0
     splits: Mapping[str, int] = field(default_factory=dict)
+    pieces: tuple[Pieced, ...] = ()
     written: Written | None = None
 
     def under(self, placement: Placement) -> Problem:
@@ -53,7 +56,11 @@ class Problem:
         Whatever this one makes again is not in it. Raises `PlanError` where the step has no such
         order.
         """
-        return self._rewritten(placement.layers_per_pack, placement.recomputed, placement.splits)
+        written = self.written or Written(self.dataflow, self.costs)
+        pieces = pieces_under(split_regions(written.dataflow, placement.splits), placement)
+        return self._rewritten(
+            placement.layers_per_pack, placement.recomputed, placement.splits, pieces
+        )
 
     def in_packs(self, layers_per_pack: int) -> Problem:
         """The problem of the step whose micro-batches run in packs of so many layers.
@@ -71,14 +78,18 @@ class Problem:
         return self._rewritten(self.layers_per_pack, self.recomputed, splits)
 
     def _rewritten(
-        self, layers_per_pack: int, names: Sequence[str], splits: Mapping[str, int]
+        self,
+        layers_per_pack: int,
+        names: Sequence[str],
+        splits: Mapping[str, int],
+        pieces: tuple[Pieced, ...] = (),
     ) -> Problem:
         """From what is written, in whatever order it is asked for.
 
         An op takes as long the second time as the first, a part what the machine's rates allow.
         """
-        own = self.layers_per_pack, frozenset(self.recomputed), self.splits
-        if (layers_per_pack, frozenset(names), splits) == own:
+        own = self.layers_per_pack, frozenset(self.recomputed), self.splits, self.pieces
+        if (layers_per_pack, frozenset(names), splits, pieces) == own:
             return self
         written = self.written or Written(self.dataflow, self.costs)
         parts = split_regions(written.dataflow, splits)
@@ -88,14 +99,16 @@ class Problem:
         known, sent = costs.device_s, costs.network_s
         device_s = {**known, **{copy: known[op] for copy, op in again.items()}}
         network_s = {**sent, **{copy: sent[op] for copy, op in again.items() if op in sent}}
+        device_s |= piece_seconds(ordered, pieces, known, self.machine)
         return replace(
             self,
-            dataflow=recomputed(ordered, names),
+            dataflow=in_pieces(recomputed(ordered, names), pieces),
             costs=replace(costs, device_s=device_s, network_s=network_s),
             recomputed=tuple(names),
             layers_per_pack=layers_per_pack,
             splits=splits,
-            written=written if names or layers_per_pack or splits else None,
+            pieces=pieces,
+            written=written if names or layers_per_pack or splits or pieces else None,
         )
 
     def _with_parts(self, written: Written, parts: Dataflow) -> CostTable:
@@ -110,7 +123,7 @@ class Problem:
 
     def as_its_own_step(self) -> Problem:
         """The same, of a step that is written as this one runs."""
-        return replace(self, recomputed=(), layers_per_pack=0, splits={}, written=None)
+        return replace(self, recomputed=(), layers_per_pack=0, splits={}, pieces=(), written=None)
 
     def with_budget(self, tier: Tier, budget_bytes: int) -> Problem:
         """The same with another budget on one tier."""

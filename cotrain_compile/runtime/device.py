@@ -192,10 +192,10 @@ class Device(ABC, Runtime):
         return self._copy_afresh(LaneName.D2H, Tier.HOST, source, launch)
 
     def offload_into(self, destination: torch.Tensor, source: torch.Tensor, launch: Launch) -> None:
-        self._start_copy(LaneName.D2H, destination, source, launch)
+        self._start_copy(LaneName.D2H, _part_of(destination, launch), source, launch)
 
     def prefetch(self, source: torch.Tensor, launch: Launch) -> torch.Tensor:
-        return self._copy_afresh(LaneName.H2D, Tier.DEVICE, source, launch)
+        return self._copy_afresh(LaneName.H2D, Tier.DEVICE, _part_of(source, launch), launch)
 
     def prefetch_into(
         self, destination: torch.Tensor, source: torch.Tensor, launch: Launch
@@ -338,7 +338,8 @@ class Device(ABC, Runtime):
         self, tier: Tier, source: torch.Tensor, launch: Launch
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """A new tensor, what of `source` is copied there, and what then shows the same of it."""
-        is_whole = source.is_contiguous() and source.untyped_storage().nbytes() == source.nbytes
+        has_own = source.untyped_storage().nbytes() == source.nbytes
+        is_whole = source.is_contiguous() and (has_own or bool(launch.part))
         row = source if is_whole else whole_storage(source)
         copied = self._allocate(tier, row, row.dtype)
         if self.counts_device or tier is Tier.HOST:
@@ -384,6 +385,14 @@ class Device(ABC, Runtime):
         previous = [self._previous[t] for t in launch.after_previous if t in self._previous]
         ours = [self._tasks[task] for task in launch.after if task != course.follows]
         return [*dict.fromkeys((*previous, *ours))]
+
+
+def _part_of(on_host: torch.Tensor, launch: Launch) -> torch.Tensor:
+    """The part of it that a copy is about, as one row; all of it where none is named."""
+    if not launch.part:
+        return on_host
+    begin, end = launch.part
+    return on_host.view(-1)[begin:end]
 
 
 def whole_storage(tensor: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 _library = torch.library.Library("cotrain", "DEF")
-_TASK = 'str task, str[] after, str[]? after_previous=None, str bundle=""'
+_TASK = 'str task, str[] after, str[]? after_previous=None, str bundle="", int[] part=[]'
 _library.define(f"offload(Tensor source, {_TASK}) -> Tensor")
 _library.define(f"offload_into(Tensor(a!) destination, Tensor source, {_TASK}) -> ()")
 _library.define(f"prefetch(Tensor source, {_TASK}) -> Tensor")
@@ -36,13 +36,15 @@ class Launch:
 
     Of a copy, `alongside` says that the device has been given nothing since the copy that was
     started last, `more` that the next task is a copy in the same direction. A task that is `small`
-    takes no longer than it takes to start it. `bundle` is as of a plan's task.
+    takes no longer than it takes to start it. `bundle` is as of a plan's task. A `part` is of what
+    is on the host, all of its memory in a row: its first element and the one behind its last.
     """
 
     task: str
     after: Sequence[str] = ()
     after_previous: Sequence[str] = ()
     bundle: str = ""
+    part: Sequence[int] = ()
     alongside: bool = False
     more: bool = False
     small: bool = False

@@ -197,9 +197,9 @@ def rewrite(node: fx.Node, view: TaskNode) -> None:
     node.target, node.args = view.call
 
 
-def launch_of(task: Task) -> Launch:
-    """How the node of a plan's `task` starts it."""
-    return Launch(task.name, task.after, task.after_previous, task.bundle)
+def launch_of(task: Task, part: Sequence[int] = ()) -> Launch:
+    """How the node of a plan's `task` starts it; `part` is as of `Launch`."""
+    return Launch(task.name, task.after, task.after_previous, task.bundle, tuple(part))
 
 
 def _copy_of(node: fx.Node, *, over: bool) -> tuple[fx.Node, Launch, fx.Node | None]:
@@ -213,15 +213,21 @@ def _copy_arguments(view: Offload | Prefetch) -> tuple[Any, ...]:
 
 
 def _launch(
-    task: str, after: Sequence[str], previous: Sequence[str] | None = None, bundle: str = ""
+    task: str,
+    after: Sequence[str],
+    previous: Sequence[str] | None = None,
+    bundle: str = "",
+    part: Sequence[int] = (),
 ) -> Launch:
-    return Launch(task, tuple(after), tuple(previous or ()), bundle)
+    return Launch(task, tuple(after), tuple(previous or ()), bundle, tuple(part))
 
 
 def _launch_arguments(launch: Launch) -> tuple[Any, ...]:
     more: tuple[Any, ...] = (list(launch.after_previous),) if launch.after_previous else ()
-    if launch.bundle:
+    if launch.bundle or launch.part:
         more = (list(launch.after_previous), launch.bundle)
+    if launch.part:
+        more = (*more, list(launch.part))
     return launch.task, list(launch.after), *more
 
 

@@ -1,7 +1,8 @@
 """Check: is a plan sound for its problem? Written without the code that makes plans.
 
 First the placement and the tasks must fit each other (`rules`), ops in another order must find what
-they found (`ordered`), and what is made again must come out as it was (`recomputed`). Then the step
+they found (`ordered`), what is made again must come out as it was (`recomputed`), and what goes in
+pieces must be all of it (`pieces`). Then the step
 is replayed op by op with every copy of every buffer (`replay`): what each op and task finds there,
 and the bytes on both tiers. The error says which rule is broken where.
 """
@@ -14,11 +15,13 @@ from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import PlanError
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.check.ordered import check_ordered
+from cotrain_compile.placement.check.pieces import check_pieces
 from cotrain_compile.placement.check.recomputed import check_recomputed
 from cotrain_compile.placement.check.replay import Peak, replay
 from cotrain_compile.placement.check.rules import check_placement, check_tasks, require
 from cotrain_compile.placement.check.split import check_splits
 from cotrain_compile.placement.order.by_layer import in_packs
+from cotrain_compile.placement.pieces import in_pieces, pieces_under
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.recompute.rewrite import recomputed
 from cotrain_compile.placement.split.rewrite import split_regions
@@ -49,6 +52,8 @@ def peaks_of(dataflow: Dataflow, plan: Plan, host_workers: int) -> Mapping[Tier,
     check_recomputed(ordered, plan.placement)
     dataflow = recomputed(ordered, plan.placement.recomputed)
     check_placement(dataflow, plan.placement)
+    whole, dataflow = dataflow, in_pieces(dataflow, pieces_under(dataflow, plan.placement))
+    check_pieces(whole, dataflow)
     check_tasks(dataflow, plan)
     return replay(dataflow, plan, host_workers)
 

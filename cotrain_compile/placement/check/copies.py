@@ -131,10 +131,13 @@ def values_of(dataflow: Dataflow) -> Values:
     An op that writes a buffer must find the value before its own too, so that ops which run
     elsewhere keep every dependence: true, anti and output.
     """
-    needed: dict[str, dict[str, str]] = {}
+    needed: dict[str, dict[str, str]] = {}  # a piece that nobody wrote has the value of its whole
     last: dict[str, str] = {}
+    wholes = dataflow.pieces.wholes
     for op in dataflow.ops:
-        needed[op.name] = {name: last.get(name, "") for name in touched(op)}
+        needed[op.name] = {
+            name: last.get(name, last.get(wholes.get(name, name), "")) for name in touched(op)
+        }
         last.update(dict.fromkeys(op.writes, op.name))
     return Values(needed, {buffer.name: last.get(buffer.name, "") for buffer in dataflow.buffers})
 

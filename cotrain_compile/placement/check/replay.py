@@ -96,6 +96,7 @@ class _Replay:
         self.device: dict[str, Copy] = {}  # the copy that ops touch
         self.homes: dict[str, Copy] = {}  # on the host
         self.sent: dict[str, Copy] = {}  # left on the host by a task of this step
+        self.parts: dict[str, dict[str, Copy]] = {}  # of what is at home there, by whole and piece
         self.arriving: dict[str, Copy] = {}  # by the task that fetches it
         self.used_by: dict[str, list[Copy]] = {task.name: [] for task in plan.tasks}
         self.on_device: list[Copy] = []
@@ -224,15 +225,41 @@ class _Replay:
 
     def _reads(self, task: Task, copy: Copy) -> None:
         """`task` reads `copy` until it is done."""
+        for other in self._overlapping(copy):
+            other.read(self._actor(task))
         copy.read(self._actor(task))
         copy.readers.add(task.name)
         self.used_by[task.name].append(copy)
 
     def _writes(self, task: Task, copy: Copy, value: str) -> None:
         """`task` replaces the value of `copy`, which is there when it is done."""
+        for other in self._overlapping(copy):
+            other.write(self._actor(task), other.value)
         copy.write(self._actor(task), value)
         copy.writers.add(task.name)
         self.used_by[task.name].append(copy)
+
+    def _overlapping(self, copy: Copy) -> list[Copy]:
+        """What else of the host has memory of `copy`: its whole, or its pieces."""
+        whole = self.dataflow.pieces.wholes.get(copy.buffer)
+        if whole is None:
+            is_home = copy is self.homes.get(copy.buffer)
+            return [*self.parts.get(copy.buffer, {}).values()] if is_home else []
+        is_part = copy is self.parts.get(whole, {}).get(copy.buffer)
+        return [self.homes[whole]] if is_part else []
+
+    def _on_host(self, buffer: str) -> Copy | None:
+        """What a copy from the host finds there: a home, what is left there, or a piece."""
+        whole = self.dataflow.pieces.wholes.get(buffer)
+        if whole is None:
+            return self.homes.get(buffer) or self.sent.get(buffer)
+        home = self.homes.get(whole)
+        if home is None:
+            return self.sent.get(whole)
+        pieces = self.parts.setdefault(whole, {})
+        if buffer not in pieces:  # memory of the home, which is counted there
+            pieces[buffer] = Copy(buffer, 0, home.place, self.tick, self.tick, home.value)
+        return pieces[buffer]
 
     # What happens, in order.
 
@@ -292,7 +319,9 @@ class _Replay:
         assert source is not None
         self._reads(task, source)
         if task.destination:
-            target = self.homes[task.buffer]
+            home = self._on_host(task.buffer)
+            assert home is not None
+            target = home
         else:
             place = f"where {task.name} leaves it on the host"
             target = self._new_on_host(task.buffer, place)
@@ -301,7 +330,7 @@ class _Replay:
         self._writes(task, target, source.value)
 
     def _prefetch(self, task: Transfer) -> None:
-        source = self.homes.get(task.buffer) or self.sent.get(task.buffer)
+        source = self._on_host(task.buffer)
         require(source is not None, f"{task.name} finds no {task.buffer} on the host")
         assert source is not None
         self._reads(task, source)
@@ -389,5 +418,9 @@ class _Replay:
                 copy.read(Actor("who gets what the step returns", self.done))
             if copy is not None and (is_kept or buffer.is_input):
                 copy.last = self.tick
+        for piece in (piece for pieces in self.parts.values() for piece in pieces.values()):
+            piece.expect(
+                Actor("what comes after the step", self.done), self.values.final[piece.buffer]
+            )
         for copy in self.sent.values():
             require(bool(copy.readers), f"nothing reads {copy.buffer} {copy.place}")

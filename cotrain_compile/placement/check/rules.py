@@ -17,7 +17,7 @@ host makes; once, or twice where `away` names it. Any other buffer in `away` is 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import assert_never
 
 from cotrain_compile.dataflow import PERSISTENT_ROLES, Buffer, Dataflow, Role, UpdateGroup
@@ -106,13 +106,13 @@ def check_tasks(dataflow: Dataflow, plan: Plan) -> None:
     made = [region.makes for region in plan.host_regions if region.makes]
     _require_single(made, "is made on the host twice")
     states = {s: group.param for group in dataflow.updates for s in group.states}
+    wholes = dataflow.pieces.wholes
     for transfer in plan.transfers:
         _check_bytes(dataflow, transfer)
-        _check_direction(
-            plan.placement, set(made), states, dataflow.buffer[transfer.buffer], transfer
-        )
+        buffer = dataflow.buffer[transfer.buffer]
+        _check_direction(plan.placement, set(made), states, wholes, buffer, transfer)
     found = {buffer.name for buffer in dataflow.buffers if buffer.param and buffer.is_input}
-    _check_counts(plan, set(made), found)
+    _check_counts(plan, set(made), found, set(wholes.values()))
 
 
 def _check_updates(dataflow: Dataflow, plan: Plan) -> None:
@@ -213,7 +213,8 @@ def _may_be_in_a_bundle(dataflow: Dataflow, task: Task) -> bool:
         return False
     match task:
         case Transfer():
-            return not task.is_fetch and not dataflow.buffer[task.buffer].param
+            is_piece = task.buffer in dataflow.pieces.wholes
+            return not (task.is_fetch or is_piece or dataflow.buffer[task.buffer].param)
         case HostRegion():
             return not (task.makes or task.guesses or task.confirms)
         case _:
@@ -260,10 +261,15 @@ def _check_bytes(dataflow: Dataflow, task: Transfer) -> None:
 
 
 def _check_direction(
-    placement: Placement, made: set[str], states: dict[str, str], buffer: Buffer, task: Transfer
+    placement: Placement,
+    made: set[str],
+    states: dict[str, str],
+    wholes: Mapping[str, str],
+    buffer: Buffer,
+    task: Transfer,
 ) -> None:
     """The placement has a reason for this kind of transfer of this buffer."""
-    name = buffer.name
+    name = wholes.get(buffer.name, buffer.name)
     param = states.get(name, name)
     mode = placement.updates.get(param)
     on_host = placement.homes.get(name) is Tier.HOST
@@ -290,13 +296,14 @@ def _check_direction(
     require(allowed, f"{task.name} {wrong}")
 
 
-def _check_counts(plan: Plan, made: set[str], found: set[str]) -> None:
+def _check_counts(plan: Plan, made: set[str], found: set[str], in_pieces: set[str]) -> None:
     """Nothing moves twice the same way, but what is fetched for the forward and the backward.
 
-    And what the step `found` in `.grad`, which may be read some time before it is written.
+    And what the step `found` in `.grad`, which may be read some time before it is written. What is
+    fetched `in_pieces` is missed where its update has not all of them.
     """
     fetched = Counter(t.buffer for t in plan.transfers if t.is_fetch)
-    for name in {*fetched, *plan.placement.away}:
+    for name in {*fetched, *plan.placement.away} - in_pieces:
         away = name in plan.placement.away
         twice = away and (name in made or name in plan.placement.homes)
         most = 2 if twice or name in found else 1

@@ -36,11 +36,12 @@ class ParamCluster:
     step uses nothing else, none where it uses nothing at all, both `param_unused`, else the
     parameters.
     `largest` is the share that the largest parameter has in the cluster, `least_largest` the least
-    share that the largest of any part of the cluster has in that part. The values made inside the
-    largest update take `made_bytes`, `workspace_bytes` beyond its gradient. `cast_s` is what the
-    host takes to make the low-precision copies, `device_cast_s` what the device takes where it
-    makes them. The rest are buckets: of the first use of the weight, the last in the forward, the
-    first in the backward and the last, of the gradient's making, its last use, and the release of
+    share that the largest of any part of the cluster has in that part; `largest_piece` and
+    `least_piece` are the same of the pieces in which streamed updates go. The values made inside
+    the largest update take `made_bytes`, `workspace_bytes` beyond its gradient, those inside a
+    piece `piece_workspace_bytes`. `cast_s` is what the host takes to make the low-precision copies,
+    `device_cast_s` what the device takes where it makes them. The rest are buckets: of the first use
+    of the weight, the last in the forward, the first in the backward and the last, of the gradient's making, its last use, and the release of
     the update. `kept` lies in `.grad`. Frozen ones are not `updated`. At home on the host, the
     weight can be fetched up to `most_fetches` times in a step; where the `gradient_waits` there are
     buckets between its last use and the update. On guesses the update may begin after bucket
@@ -60,7 +61,10 @@ class ParamCluster:
     param_unused: bool
     largest: float
     least_largest: float
+    largest_piece: float
+    least_piece: float
     workspace_bytes: int
+    piece_workspace_bytes: int
     made_bytes: int
     device_s: float
     host_s: float

@@ -24,6 +24,7 @@ from cotrain_compile.placement.decisions.strategies import (
     Strategy,
     fitting,
 )
+from cotrain_compile.placement.pieces import PIECE_BYTES
 from cotrain_compile.placement.policies import resident
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.recompute.levels import RegionLevels
@@ -135,6 +136,7 @@ class DecisionSpace:
             early_updates=True,
             recomputed=tuple(recomputed),
             speculative=tuple(speculative),
+            piece_bytes=PIECE_BYTES,
         )
 
     def _placed(self, decisions: Decisions) -> Iterator[Placed]:

@@ -131,8 +131,8 @@ class Update:
 
     `up_bytes` come to the device for them, `home_bytes` go home after them. They read
     `gradient_bytes`; the largest takes `workspace_bytes` beyond that on the device, and all that
-    it makes takes `made_bytes`. `largest` and `least_largest` are those of the cluster. One on
-    `guesses` is done before it is possible.
+    it makes takes `made_bytes`. `largest` and `least_largest` are those of the cluster, or of its
+    pieces. One on `guesses` is done before it is possible.
     """
 
     tier: Tier

@@ -26,6 +26,7 @@ from cotrain_compile.placement.decisions.clusters import (
     RegionLevel,
 )
 from cotrain_compile.placement.decisions.strategies import is_large
+from cotrain_compile.placement.pieces import PIECE_BYTES, largest_piece
 from cotrain_compile.placement.residency import longest_gap, made_by
 from cotrain_compile.placement.schedule.hoisted_updates import workspace_bytes
 
@@ -258,6 +259,9 @@ def _cluster(
     is_copy, is_used = first.fetched != first.name, bool(step.program.touches.get(first.fetched))
     casts = [maker[p.fetched] for p in params] if is_copy else []
     sizes = sorted(p.nbytes for p in params)
+    shares = [1.0 if g is None else _piece(step, g) for g in (p.group for p in params)]
+    pieces = sorted((p.nbytes * share, p.nbytes) for p, share in zip(params, shares, strict=True))
+    inside = [workspace_bytes(step.dataflow, g) for g in groups]
     return ParamCluster(
         params=tuple(p.name for p in params),
         updated=first.group is not None,
@@ -273,7 +277,15 @@ def _cluster(
         least_largest=min(
             size / max(1, part) for size, part in zip(sizes, accumulate(sizes), strict=True)
         ),
-        workspace_bytes=max((workspace_bytes(step.dataflow, g) for g in groups), default=0),
+        largest_piece=pieces[-1][0] / max(1, sum(sizes)),
+        least_piece=min(
+            piece / max(1, part)
+            for (piece, _), part in zip(pieces, accumulate(n for _, n in pieces), strict=True)
+        ),
+        workspace_bytes=max(inside, default=0),
+        piece_workspace_bytes=max(
+            (round(n * share) for n, share in zip(inside, shares, strict=bool(groups))), default=0
+        ),
         made_bytes=max((made_by(step.dataflow, g) for g in groups), default=0),
         device_s=sum(costs.device_s[name] for g in groups for name in g.ops),
         host_s=sum(costs.host_update_s[g.param] for g in groups),
@@ -291,6 +303,10 @@ def _cluster(
         second_bytes=sum(second_bytes(step.dataflow, g) for g in groups),
         saving_s=sum(step.problem.saving_s(g.param) for g in groups),
     )
+
+
+def _piece(step: BucketedStep, group: UpdateGroup) -> float:
+    return largest_piece(step.dataflow, group, PIECE_BYTES)
 
 
 def _most_fetches(step: BucketedStep, param: _Param) -> int:

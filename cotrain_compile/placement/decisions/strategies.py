@@ -231,6 +231,7 @@ class Strategy:
     def _update(self, c: ParamCluster) -> Update | None:
         if self.mode is None:
             return None
+        in_pieces = self.mode is UpdateMode.STREAMED
         up = home = self._streamed_states(c)
         if self.mode is UpdateMode.STREAMED and self.fetches:
             up, home = up + c.param_bytes * c.param_unused, home + c.param_bytes
@@ -242,10 +243,10 @@ class Strategy:
             released=c.release,
             home_bytes=home,
             gradient_bytes=c.gradient_bytes,
-            workspace_bytes=c.workspace_bytes,
+            workspace_bytes=c.piece_workspace_bytes if in_pieces else c.workspace_bytes,
             made_bytes=c.made_bytes,
-            largest=c.largest,
-            least_largest=c.least_largest,
+            largest=c.largest_piece if in_pieces else c.largest,
+            least_largest=c.least_piece if in_pieces else c.least_largest,
             up_bytes=up,
             guesses=self.guesses,
         )

@@ -68,7 +68,8 @@ def _kind(dataflow: Dataflow, task: Task) -> object | None:
         case Transfer():
             # What is fetched takes its memory where it is issued; what is kept is the user's.
             is_kept = bool(dataflow.buffer[task.buffer].param)
-            return None if task.is_fetch or is_kept else (task.direction, bool(task.destination))
+            alone = task.is_fetch or is_kept or task.buffer in dataflow.pieces.wholes
+            return None if alone else (task.direction, bool(task.destination))
         case HostRegion():
             return None if task.makes or task.guesses or task.confirms else "update"
         case _:

@@ -7,7 +7,7 @@ paints itself into a corner: what fits with every move at the last moment always
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -30,11 +30,23 @@ class Pending:
     planned_bytes: int  # what waits for it, planned up to its deadline
     fetched: int = 0  # how many of its fetches have been issued
     counted: bool = False  # whether that has become part of what is held
+    ran: bool = False
+    before: Pending | None = None  # the piece before it, which runs first
     next_fetches: tuple[Fetch, ...] = field(init=False)
     still_to_come_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.note_fetched(0)
+
+    @property
+    def is_next(self) -> bool:
+        """Whether all pieces before it have run."""
+        return self.before is None or self.before.ran
+
+    @property
+    def may_be_fetched(self) -> bool:
+        """Whether it has fetches left, and pieces before it have none."""
+        return bool(self.next_fetches) and not (self.before and self.before.next_fetches)
 
     def note_fetched(self, count: int) -> None:
         """So many more of its fetches have been issued."""
@@ -54,13 +66,27 @@ def with_deadlines(
     in the order in which they are wanted; raises `DoesNotFit`.
     """
     found = _last_moments(updates, ledger, end)
+    pieces: dict[tuple[tuple[str, ...], int | None], Pending] = {
+        (pending.update.params, pending.update.number): pending for pending in found
+    }
     for pending in found:
+        if pending.update.number:
+            pending.before = pieces[pending.update.params, pending.update.number - 1]
         first_gap = pending.update.earliest + 1
         ledger.plan_reserved(pending.planned_bytes, first_gap, pending.deadline)
     ledger.require_all_to_fit()
     # Of those that may run at the same time the largest go first: the end of the step waits for
     # the last one's way back.
-    return sorted(found, key=lambda p: (p.update.earliest, -p.update.fetched_bytes))
+    nbytes = Counter[tuple[str, ...]]()
+    for update in updates:
+        nbytes[update.params] += update.fetched_bytes
+
+    def order(pending: Pending) -> tuple[int, int, tuple[str, ...], int]:
+        update = pending.update
+        of_param = update.params if update.number is not None else ()
+        return update.earliest, -nbytes[update.params], of_param, update.number or 0
+
+    return sorted(found, key=order)
 
 
 def _last_moments(updates: Sequence[DeviceUpdate], ledger: MemoryLedger, end: int) -> list[Pending]:
@@ -71,12 +97,16 @@ def _last_moments(updates: Sequence[DeviceUpdate], ledger: MemoryLedger, end: in
     found: list[Pending] = []
     waiting: list[tuple[int, int, DeviceUpdate]] = []  # a heap: bytes to run, number, update
     waiting_bytes = 0
+    of_pieces: dict[tuple[str, ...], int] = {}  # the most that one so far needs: they go in turn
     upcoming = deque(enumerate(updates))
     first_gap = updates[0].earliest + 1 if updates else end + 1
     for gap in range(first_gap, end + 1):
         while upcoming and upcoming[0][1].earliest < gap:
             number, update = upcoming.popleft()
-            heappush(waiting, (_needed_to_run(update), number, update))
+            needed = _needed_to_run(update)
+            if update.number is not None:
+                needed = of_pieces[update.params] = max(needed, of_pieces.get(update.params, 0))
+            heappush(waiting, (needed, number, update))
             waiting_bytes += update.waiting_bytes
         while waiting:
             needed_bytes, _, update = waiting[0]

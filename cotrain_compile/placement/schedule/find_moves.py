@@ -35,6 +35,7 @@ from cotrain_compile.placement.schedule.moves import (
     Send,
     Speculation,
 )
+from cotrain_compile.placement.schedule.moves_of_pieces import in_pieces
 from cotrain_compile.plan import Placement
 
 
@@ -98,7 +99,9 @@ class _Finder:
                 self._buffer(buffer)
             elif buffer.param:
                 self._new_gradient(buffer)
-        device_updates = self.joins([self._device_update(group) for group in self.moving])
+        device_updates = self.joins(
+            [u for group in self.moving for u in self._device_updates(group)]
+        )
         host_updates = [self._host_update(group) for group in self.program.host_groups]
         return Moves(
             self.program,
@@ -309,6 +312,13 @@ class _Finder:
         if group not in self.program.host_groups or self._next_use(group) is None:
             return ()
         return (self.update_names[param],)
+
+    def _device_updates(self, group: UpdateGroup) -> list[DeviceUpdate]:
+        """The update of `group`, or one for each of its pieces."""
+        whole, parts = self._device_update(group), self.dataflow.pieces.parts.get(group.param)
+        if parts is None:
+            return [whole]
+        return in_pieces(self.dataflow, whole, parts, self.problem.costs.device_s)
 
     def _device_update(self, group: UpdateGroup) -> DeviceUpdate:
         buffers, homes, param = self.dataflow.buffer, self.placement.homes, group.param

@@ -72,7 +72,7 @@ class Support:
             self._dataflow.ops[self._dataflow.position[n]] for n in (*self.of(group), *group.ops)
         ]
         made = {name for op in ops for name in op.writes}
-        own = {group.param, group.gradient, *group.states}
+        own = {group.param, group.gradient, *group.states, *self._dataflow.pieces.wholes}
         return frozenset(name for op in ops for name in op.reads) - made - own
 
 
@@ -97,7 +97,7 @@ def workspace_bytes(dataflow: Dataflow, group: UpdateGroup) -> int:
     curve = IntervalSum(len(group.ops))
     for name in made_in(dataflow, group) - {gradient.name}:
         curve.add(dataflow.buffer[name].nbytes, *spans[name])
-    if not gradient.is_passing:
+    if not gradient.is_passing or gradient.name not in spans:
         return max(curve.values(), default=0)
     curve.add(gradient.nbytes, 0, spans[gradient.name][1])
     return max(0, max(curve.values(), default=0) - gradient.nbytes)
@@ -121,14 +121,20 @@ def layer_windows(windows: Mapping[str, Window]) -> dict[str, Window]:
 
 
 def joined_by_layer(updates: Sequence[DeviceUpdate]) -> list[DeviceUpdate]:
-    """Those of one layer with one window as one update, in the order of the step."""
+    """Those of one layer with one window as one update, in the order of the step.
+
+    But for those in pieces, which are there for not being at one place.
+    """
     members: dict[tuple[str, int, int], list[DeviceUpdate]] = {}
+    in_pieces = [update for update in updates if update.number is not None]
     for update in updates:
+        if update.number is not None:
+            continue
         (param,) = update.params
         members.setdefault((layer(param) or param, update.earliest, update.limit), []).append(
             update
         )
-    return [_as_one(layered) for layered in members.values()]
+    return [*map(_as_one, members.values()), *in_pieces]
 
 
 def _as_one(updates: Sequence[DeviceUpdate]) -> DeviceUpdate:

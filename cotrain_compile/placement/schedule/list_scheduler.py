@@ -159,6 +159,8 @@ class ListScheduler:
             self.offloads.take_back()
 
     def _may_run(self, pending: Pending) -> bool:
+        if not pending.is_next:
+            return False
         return self._arrival_s(pending) <= self.clock.now_s and self._short_of(pending) <= 0
 
     def _order(self, pending: Pending) -> tuple[int, float]:
@@ -175,6 +177,10 @@ class ListScheduler:
 
     def _run_update(self, pending: Pending) -> None:
         """Run an update now, waiting for what it needs, and send its results home."""
+        while not pending.is_next:
+            self._run_update(self._first_of(pending))
+        if pending.ran:
+            return
         update = pending.update
         self._feed_lanes(update.seconds)
         while self._short_of(pending) > 0:
@@ -185,6 +191,7 @@ class ListScheduler:
         while pending.next_fetches:
             self._fetch_states(pending)
         self.pending.remove(pending)
+        pending.ran = True
         if pending.fetched:
             self.fetched.remove(pending)
         for fetch in update.fetches:
@@ -199,6 +206,12 @@ class ListScheduler:
         self.ledger.release(pending.planned_bytes if pending.counted else 0)
         for name in update.stores:
             self.offloads.store(name, self.problem.dataflow.buffer[name].nbytes)
+
+    def _first_of(self, pending: Pending) -> Pending:
+        """The first piece of its update that has not run."""
+        while pending.before is not None and not pending.before.ran:
+            pending = pending.before
+        return pending
 
     def _run_another(self, pending: Pending) -> bool:
         """Run first what has its states already, or was planned to; False where `pending` is it."""
@@ -289,7 +302,7 @@ class ListScheduler:
     def _unfetched(self) -> list[Pending]:
         """The next few updates whose states are still at home."""
         waiting = chain(self.pending, self.upcoming)
-        return list(islice((p for p in waiting if p.next_fetches), self.candidates))
+        return list(islice((p for p in waiting if p.may_be_fetched), self.candidates))
 
     def _may_fetch(self, fetch: Fetch, until_s: float, free_bytes: int) -> bool:
         gap, need = self.clock.gap, fetch.need

@@ -114,7 +114,8 @@ class DeviceUpdate:
     Mostly of one; where a layer is updated at one place, of all its own. `fetches` come before it,
     `stores` go back to their homes after it. Until it has run, gradients of `gradient_bytes` are
     held; until they are stored, weights of `weight_bytes` that were fetched for the backward.
-    `workspace_bytes` is the most that its own values take beyond that.
+    `workspace_bytes` is the most that its own values take beyond that. Of an update in pieces this
+    is the one with `number`: they run in turn, and what waits for all waits for the last.
     """
 
     params: tuple[str, ...]
@@ -127,6 +128,7 @@ class DeviceUpdate:
     weight_bytes: int
     workspace_bytes: int
     seconds: float
+    number: int | None = None
 
     @property
     def fetched_bytes(self) -> int:
