@@ -63,8 +63,7 @@ def largest_piece(dataflow: Dataflow, group: UpdateGroup, piece_bytes: int) -> f
 def may_go_in_pieces(dataflow: Dataflow, group: UpdateGroup) -> bool:
     """Whether all that the update is about is its own: a gradient kept in `.grad` is the user's."""
     gradient, param = dataflow.buffer[group.gradient], dataflow.buffer[group.param]
-    own = not (gradient.is_input or gradient.is_output or param.is_output)
-    return group.elements > 0 and own
+    return group.elements > 0 and gradient.is_passing and not param.is_output
 
 
 def pieces_under(dataflow: Dataflow, placement: Placement) -> tuple[Pieced, ...]:

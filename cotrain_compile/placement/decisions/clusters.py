@@ -40,13 +40,13 @@ class ParamCluster:
     `least_piece` are the same of the pieces in which streamed updates go. The values made inside
     the largest update take `made_bytes`, `workspace_bytes` beyond its gradient, those inside a
     piece `piece_workspace_bytes`. `cast_s` is what the host takes to make the low-precision copies,
-    `device_cast_s` what the device takes where it makes them. The rest are buckets: of the first use
-    of the weight, the last in the forward, the first in the backward and the last, of the gradient's making, its last use, and the release of
-    the update. `kept` lies in `.grad`. Frozen ones are not `updated`. At home on the host, the
-    weight can be fetched up to `most_fetches` times in a step; where the `gradient_waits` there are
-    buckets between its last use and the update. On guesses the update may begin after bucket
-    `guessed`, None where there is nothing to guess or nothing gained; to save its `second_bytes`
-    takes `saving_s`.
+    `device_cast_s` what the device takes where it makes them. The rest are buckets: of the first
+    use of the weight, the last in the forward, the first in the backward and the last, of the
+    gradient's making, its last use, and the release of the update. `kept` lies in `.grad`. Frozen
+    ones are not `updated`. At home on the host, the weight can be fetched up to `most_fetches`
+    times in a step; where the `gradient_waits` there are buckets between its last use and the
+    update. On guesses the update may begin after bucket `guessed`, None where there is nothing to
+    guess or nothing gained; to save its `second_bytes` takes `saving_s`.
     """
 
     params: tuple[str, ...]
