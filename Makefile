@@ -23,7 +23,7 @@ STAMP := $(VENV)/.installed-torch-$(TORCH)
 
 # Files of tests are shared out over the cores.
 test: install
-	$(BIN)/pytest -n auto --dist loadfile
+	$(BIN)/pytest -n auto --dist loadfile --durations 50
 
 long: install
 	$(BIN)/pytest -n auto --dist loadfile -m "long or not long" --hypothesis-profile=long

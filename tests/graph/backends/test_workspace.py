@@ -26,6 +26,7 @@ from cotrain_compile.machine import Tier
 from cotrain_compile.placement.check.replay import replay
 from tests.graph.backends.test_segments_of_steps import Interpreted
 from tests.support.steps import Step, cotrain, make_step
+from tests.support.work import LITTLE_WORK
 
 STEPS = 2
 
@@ -111,7 +112,7 @@ class Trained:
 
 def trained(net: str, dtype: torch.dtype = torch.float32, **options: Any) -> Trained:
     torch._dynamo.reset()
-    step = cotrain(lowering="inductor", time_limit=20, **options)(step_of(net, dtype))
+    step = cotrain(lowering="inductor", work_limit=LITTLE_WORK, **options)(step_of(net, dtype))
     torch.manual_seed(1)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")

@@ -49,6 +49,7 @@ from tests.support.gathering_ranks import (
     gathering_again,
 )
 from tests.support.ranks import Ranks
+from tests.support.work import LITTLE_WORK
 
 # The weights of all layers but the first, whose input has no gradient.
 AGAIN = LAYERS - 1
@@ -147,7 +148,7 @@ def test_only_what_fits_is_under_way_early(problem: Problem) -> None:
 def test_the_planner_gathers_again_where_memory_is_short(problem: Problem) -> None:
     budget = int(1.05 * peak(gathering_again(problem)))
     asked = problem.with_budget(Tier.DEVICE, budget)
-    plan = solve(asked, SolveSettings(work_limit=60.0))
+    plan = solve(asked, SolveSettings(work_limit=LITTLE_WORK))
     assert set(plan.placement.recomputed) & set(gathered(problem.dataflow))
     bound_s = certified_bound_s(
         asked, "highs", work=Allowance(Meter(), 30.0), seed=0, cyclic=False, recompute=True
@@ -158,7 +159,7 @@ def test_the_planner_gathers_again_where_memory_is_short(problem: Problem) -> No
 def test_no_level_that_gathers_again_in_all_layers_is_faster(problem: Problem) -> None:
     """Where something has to move as well: levels of regions alone, which gather once, are slow."""
     asked = problem.with_budget(Tier.DEVICE, int(0.8 * peak(gathering_again(problem))))
-    settings, levels = SolveSettings(work_limit=60.0), Levels(asked)
+    settings, levels = SolveSettings(work_limit=LITTLE_WORK), Levels(asked)
     tried = Attempts(asked, settings, lambda stage: None, None)
     for number in range(1, levels.count + 1):
         tried.try_level(levels.variant(number))

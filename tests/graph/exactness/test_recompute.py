@@ -28,6 +28,7 @@ from cotrain_compile.viz.text.diff import describe_diff
 from cotrain_compile.viz.text.summary import summary
 from tests.support.random_problems import resident_bytes, with_budget
 from tests.support.steps import CASES, OPTIMIZERS, Run, check_peak, cotrain, train
+from tests.support.work import LITTLE_WORK
 
 GPT = Path(__file__).parents[2] / "problems" / "gpt.json"
 # Of what the step takes with everything on the device.
@@ -57,7 +58,7 @@ def test_a_step_makes_values_again_and_is_that_of_eager(tmp_path: Path) -> None:
     machine = slow_link(tmp_path)
     whole, resident = train_with(policy="resident")
     budget = int(SHARE * resident.plan.predicted.peak_bytes[Tier.DEVICE])
-    asked = {"memory_budget": budget, "machine": machine, "work_limit": 60.0}
+    asked = {"memory_budget": budget, "machine": machine, "work_limit": LITTLE_WORK}
     run, compiled = train_with(**asked, verify=1, dump=str(tmp_path / "dump"))
     plan, step = compiled.plan, compiled.problem.dataflow
     assert plan.placement.recomputed
@@ -88,7 +89,9 @@ def test_with_recomputation_no_plan_is_slower_nor_below_the_bound() -> None:
     step = files.load(GPT, Dataflow)
     roomy = formulate(step, find("rtx4090"), dict.fromkeys(Tier, 1 << 50))
     problem = with_budget(roomy, resident_bytes(roomy) // 2)
-    plans = [solve(problem, SolveSettings(work_limit=60, recompute=on)) for on in (False, True)]
+    plans = [
+        solve(problem, SolveSettings(work_limit=LITTLE_WORK, recompute=on)) for on in (False, True)
+    ]
     for plan in plans:
         check(problem, plan)
     off, on = plans

@@ -26,6 +26,7 @@ from cotrain_compile.placement.recompute.rewrite import again_name
 from cotrain_compile.plan import Lane
 from tests.graph.exactness.test_recompute import slow_link
 from tests.support.steps import Batch, Step, all_tensors
+from tests.support.work import LITTLE_WORK
 
 WIDTH, ROWS, SHARE = 16, 64, 0.6
 # What compiled code may round otherwise over a few steps.
@@ -205,7 +206,7 @@ def test_a_step_that_makes_values_again_is_that_of_everything_kept(
     kind = KINDS[name]
     expected, resident = trained(kind, policy="resident")
     tight = smallest(resident)
-    found, steps = trained(kind, machine=slow_link(tmp_path), work_limit=20.0, **tight)
+    found, steps = trained(kind, machine=slow_link(tmp_path), work_limit=LITTLE_WORK, **tight)
     assert all(step.plan.placement.recomputed for step in steps)
     if not kind.rounding:  # compiled segments are measured as a whole
         assert not untold_ops(steps[-1])
@@ -239,10 +240,12 @@ def test_a_profile_of_a_step_that_makes_values_again_plans_it_once_more(tmp_path
     kind, machine = KINDS["accumulating"], slow_link(tmp_path)
     expected, resident = trained(kind, policy="resident")
     tight = smallest(resident)
-    _, steps = trained(kind, machine=machine, work_limit=20.0, **tight)
+    _, steps = trained(kind, machine=machine, work_limit=LITTLE_WORK, **tight)
     assert steps[-1].measured is not None
     files.save(measured_costs([steps[-1].measured], steps[-1].plan), tmp_path / "profile.json")
     profile = str(tmp_path / "profile.json")
-    found, planned = trained(kind, machine=machine, work_limit=20.0, profile=profile, **tight)
+    found, planned = trained(
+        kind, machine=machine, work_limit=LITTLE_WORK, profile=profile, **tight
+    )
     assert planned[-1].plan.placement.recomputed
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
