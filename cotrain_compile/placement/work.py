@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 # Units for each of what there is so much of, measured with ResNet-50, ViT-L and Llama 7B.
 PER_OP_OF_SPACE = 3e-5  # what can be decided
@@ -28,6 +29,9 @@ PER_ENTRY_AND_BARRIER_STEP = 5e-7
 PER_ENTRY_AND_CHECK = 5e-6
 # HiGHS counts in 32 bits.
 MOST = 2**31 - 1
+UNLIMITED: Mapping[str, int] = MappingProxyType(
+    dict.fromkeys(("pivots", "barrier_steps", "checks"), MOST)
+)
 
 
 class Meter:

@@ -10,12 +10,11 @@ import math
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from cotrain_compile.errors import OptionError
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.decisions.decisions import DecisionSpace
 from cotrain_compile.placement.milp.model import MIB
 from cotrain_compile.placement.milp.program import Program
-from cotrain_compile.placement.milp.solvers import WORK_LIMIT, Solution, failed, solve_program
+from cotrain_compile.placement.milp.solvers import WORK_LIMIT, Solution, solve_program
 from cotrain_compile.placement.search.greedy import least_bytes
 from cotrain_compile.placement.search.settings import SolveSettings
 from cotrain_compile.placement.work import PER_ENTRY_OF_PROGRAM, Allowance
@@ -91,11 +90,8 @@ class Programs:
         work = self.begin(whole)
         if not work.left:
             return NO_WORK
-        try:
-            program = build()
-        except OptionError as absent:  # pulp cannot be imported
-            return failed(absent)
-        work.meter.charge(PER_ENTRY_OF_PROGRAM * program.entries)
+        program = build()
+        work.meter.charge(PER_ENTRY_OF_PROGRAM * program.linear.entries)
         if not work.left:
             return NO_WORK
         return solve_program(
