@@ -27,7 +27,7 @@ from cotrain_compile.placement.decisions.clusters import (
 )
 from cotrain_compile.placement.decisions.strategies import is_large
 from cotrain_compile.placement.residency import longest_gap, made_by
-from cotrain_compile.placement.schedule.hoisted_updates import workspace_bytes
+from cotrain_compile.placement.schedule.hoisted_updates import update_needs
 
 # Temporaries smaller than this part of the peak are left alone.
 SMALLEST = 20_000
@@ -254,6 +254,7 @@ def _cluster(
     first, buffers, costs = params[0], step.dataflow.buffer, step.problem.costs
     groups = [p.group for p in params if p.group is not None]
     states = [buffers[name] for group in groups for name in group.states]
+    needs = update_needs(step.dataflow)
     large_bytes = sum(s.nbytes for s in states if is_large(s))
     is_copy, is_used = first.fetched != first.name, bool(step.program.touches.get(first.fetched))
     casts = [maker[p.fetched] for p in params] if is_copy else []
@@ -273,7 +274,7 @@ def _cluster(
         least_largest=min(
             size / max(1, part) for size, part in zip(sizes, accumulate(sizes), strict=True)
         ),
-        workspace_bytes=max((workspace_bytes(step.dataflow, g) for g in groups), default=0),
+        workspace_bytes=max((needs[g.param].workspace_bytes for g in groups), default=0),
         made_bytes=max((made_by(step.dataflow, g) for g in groups), default=0),
         device_s=sum(costs.device_s[name] for g in groups for name in g.ops),
         host_s=sum(costs.host_update_s[g.param] for g in groups),

@@ -30,6 +30,7 @@ class Pending:
     planned_bytes: int  # what waits for it, planned up to its deadline
     fetched: int = 0  # how many of its fetches have been issued
     counted: bool = False  # whether that has become part of what is held
+    arrival_s: float | None = None  # when all that is fetched for it is there, once it is known
     next_fetches: tuple[Fetch, ...] = field(init=False)
     still_to_come_bytes: int = field(init=False)
 
