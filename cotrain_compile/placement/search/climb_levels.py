@@ -19,7 +19,10 @@ ROOMY, NEARBY = 0.8, 4
 
 
 def climb_quickly(attempts: Attempts, levels: Levels) -> None:
-    """Try what is decided without a program: levels that fit as they are, then by the greedy."""
+    """Try what is decided without a program: levels that fit as they are, then by the greedy.
+
+    Called again, it goes on where it was.
+    """
     for level in levels.that_fit(attempts.problem.budgets[Tier.DEVICE]):
         if attempts.is_late:
             return
@@ -79,10 +82,9 @@ def _cut_replays(attempts: Attempts, levels: Levels) -> None:
     nearest = sorted(levels.cuts, key=lambda cut: (cut.nbytes, cut.at))
     while nearest and not attempts.is_late:
         cut, *nearest = nearest
-        level = levels.with_cuts([*chosen, cut])
+        level = attempts.known(levels.with_cuts([*chosen, cut]))
         if level.least.nbytes > budget_bytes:
             continue
-        attempts.variants.append(level)
         attempts.try_greedy(level, TACTICS[:1])
         if (found_s := attempts.found.fastest_s(level.recomputed)) < best_s:
             chosen, best_s = [*chosen, cut], found_s

@@ -54,7 +54,7 @@ FRACTIONS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 # again.
 LEVELS_SHARE = 0.7
 # And before that, what is for all that needs no program.
-QUICK_SHARE = 0.2
+QUICK_SHARE = 0.3
 # Parts of the device's memory that plans are looked for in besides.
 LESS = (0.9, 0.8)
 # What the bound may take, beside all that the search itself does.
@@ -142,7 +142,16 @@ class _Search(Attempts):
         if "coarse" in self.found.drafts:  # the fraction that needs least
             self._sweep_fractions()
         self._reuse(incumbents)
-        self.until = self.work.part(QUICK_SHARE)
+        if not self._settle_quickly(self.work.part(QUICK_SHARE)):
+            return
+        self._ask_programs()
+        self._improve_fastest()
+        if not self.is_late:  # the rest of what the first part of the work was too little for
+            self._settle_quickly(self.work)
+
+    def _settle_quickly(self, until: Allowance) -> bool:
+        """What needs no program; returns whether a program may yet find something faster."""
+        self.until = until
         if self.settings.recompute:
             climb_quickly(self, self.levels)
             best = fastest_of(self.variants, self.found.fastest_s)
@@ -152,10 +161,7 @@ class _Search(Attempts):
             self.try_greedy(self.step)
         self._improve_fastest()
         self.until = self.work
-        if not self.is_slower_than((1.0 + self.settings.gap) * self._certified_s()):
-            return
-        self._ask_programs()
-        self._improve_fastest()
+        return self.is_slower_than((1.0 + self.settings.gap) * self._certified_s())
 
     def _ask_programs(self) -> None:
         """What programs decide, from the rough to the exact."""
