@@ -97,7 +97,7 @@ class _Running:
 
     def __init__(self, model: Model, changes: Iterable[tuple[int, Any]]) -> None:
         self._model = model
-        self._sum: Any = 0.0
+        self._sum: Any = summed(())
         self._changes = deque(sorted(changes, key=lambda change: change[0]))
 
     def up_to(self, bucket: int) -> Any:
