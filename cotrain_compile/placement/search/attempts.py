@@ -92,7 +92,7 @@ class Attempts:
         self.meter = self.work.meter
         self.step = Variant(problem, given=space, progress=progress, meter=self.meter)
         self.variants = [self.step]
-        self.found = Found(problem, settings.overlap_steps)
+        self.found = Found(problem, settings.overlap_steps, self.meter)
         self.solution: Solution | None = None
         self.rounds = 0
         self.until = self.work

@@ -45,7 +45,7 @@ from cotrain_compile.placement.search.variants import (
     promising,
 )
 from cotrain_compile.placement.work import Allowance, Meter
-from cotrain_compile.plan import Placement, Plan
+from cotrain_compile.plan import Milestone, Placement, Plan
 from cotrain_compile.support.collector import collector_off
 
 # Shares of the updates of `coarse` that `auto` tries as well.
@@ -100,6 +100,7 @@ class _Search(Attempts):
     ) -> None:
         super().__init__(problem, settings, progress, space, work)
         self.bound: Beside[float] | None = None
+        self.bound_meter = Meter(self.meter.guard_s)
         self.claim_s = 0.0  # what no levels take less than; 0 where nobody has looked
 
     @cached_property
@@ -129,7 +130,7 @@ class _Search(Attempts):
         return certified_bound_s(
             replace(self.problem, speculates=settings.speculate),
             settings.solver,
-            work=Allowance(Meter(self.meter.guard_s), BOUND_SHARE * settings.work_limit),
+            work=Allowance(self.bound_meter, BOUND_SHARE * settings.work_limit),
             seed=settings.seed,
             cyclic=settings.overlap_steps,
             recompute=settings.recompute,
@@ -341,12 +342,25 @@ class _Search(Attempts):
             bound_s=bound_s,
             rounds=self.rounds,
             simulated_s={name: found.step_s for name, found in self.found.drafts.items()},
+            work=self.meter.spent - self.work.since,
+            course=[*self.found.course, *self._milestone_of_bound(bound_s)],
+            ended=self._ended(plan, bound_s, ran_out),
         )
         asked, solver = settings.policy, settings.solver
         notes = notes_of(self.problem, plan, name, self.solution, asked=asked, solver=solver)
         if ran_out and report.gap > FAR - 1.0:
             notes = (*notes, note_on_limit(self.limit_in_words, report.gap))
         return replace(plan, report=report, notes=notes)
+
+    def _milestone_of_bound(self, bound_s: float) -> Iterator[Milestone]:
+        if bound_s:
+            yield Milestone(self.bound_meter.spent, "certified bound", bound_s)
+
+    def _ended(self, plan: Plan, bound_s: float, ran_out: bool) -> str:
+        """Why the search went no further."""
+        if plan.predicted.makespan_s <= (1.0 + self.settings.gap) * bound_s:
+            return f"the plan is within {self.settings.gap:.1%} of the bound"
+        return f"its {self.limit_in_words} was spent" if ran_out else "all was tried"
 
     def _fastest_sound(self) -> tuple[str, Plan]:
         """The fastest plan that passes the check, and the way that it was found.
