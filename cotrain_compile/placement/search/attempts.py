@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from cotrain_compile.errors import PlacementError
 from cotrain_compile.machine import Tier
@@ -21,7 +20,7 @@ from cotrain_compile.placement.schedule.find_moves import moves_of
 from cotrain_compile.placement.schedule.list_scheduler import EAGER, Tactics
 from cotrain_compile.placement.schedule.moves import Moves
 from cotrain_compile.placement.schedule.schedule import Draft, draft
-from cotrain_compile.placement.search.found import Found
+from cotrain_compile.placement.search.found import Found, Missing
 from cotrain_compile.placement.search.greedy import greedy
 from cotrain_compile.placement.search.programs import Programs
 from cotrain_compile.placement.search.repair import repaired
@@ -63,13 +62,6 @@ CYCLIC_SHARE = 0.3
 LATE_SHARE = 0.1
 
 Progress = Callable[[str], None]
-
-
-class Missing(NamedTuple):
-    """What a placement lacks."""
-
-    tier: Tier
-    nbytes: int
 
 
 class Attempts:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 
 from cotrain_compile.machine import Tier
+from cotrain_compile.placement.policies import RULES
 from cotrain_compile.placement.search.attempts import TACTICS, Attempts
 from cotrain_compile.placement.search.variants import NEAR, Cut, Levels
 
@@ -34,6 +35,18 @@ def climb_quickly(attempts: Attempts, levels: Levels) -> None:
     attempts.try_greedy(attempts.step, TACTICS[:1])
     _cut_replays(attempts, levels)
     _climb_uniform(attempts, levels, levels.guess())
+
+
+def follow_users(attempts: Attempts, levels: Levels) -> None:
+    """The checkpoints that users write, under each simple rule, where they may be the fastest.
+
+    Whatever work is left: no plan is to be slower than these.
+    """
+    fastest = attempts.found.fastest
+    for level in levels.usual(fastest.step_s if fastest is not None else math.inf):
+        variant = attempts.known(level)
+        for rule in RULES:
+            attempts.attempt(variant, rule)
 
 
 def climb_by_program(attempts: Attempts, levels: Levels) -> float:

@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from cotrain_compile.errors import PlacementError
 from cotrain_compile.guesses import guesses_of
+from cotrain_compile.machine import Tier
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.residency import HOST_MODES
 from cotrain_compile.placement.schedule.list_scheduler import EAGER, Tactics
@@ -20,6 +22,13 @@ from cotrain_compile.plan import Milestone, Placement, Plan
 
 # Orders of updates on the host where they may go on in the next step.
 OVERLAPPING = (Tactics(by_use=True), EAGER)
+
+
+class Missing(NamedTuple):
+    """What a placement lacks."""
+
+    tier: Tier
+    nbytes: int
 
 
 @dataclass

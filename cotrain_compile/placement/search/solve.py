@@ -26,7 +26,11 @@ from cotrain_compile.placement.policies import RULES
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.schedule.schedule import Draft, draft, finished
 from cotrain_compile.placement.search.attempts import Attempts, Progress
-from cotrain_compile.placement.search.climb_levels import climb_by_program, climb_quickly
+from cotrain_compile.placement.search.climb_levels import (
+    climb_by_program,
+    climb_quickly,
+    follow_users,
+)
 from cotrain_compile.placement.search.guessing import hedged
 from cotrain_compile.placement.search.improve import fetch_late, let_small_rest, share_updates
 from cotrain_compile.placement.search.infeasible import floor_bytes, refuse, refuse_rule
@@ -158,6 +162,7 @@ class _Search(Attempts):
             best = fastest_of(self.variants, self.found.fastest_s)
             if best is not self.step:
                 self._follow_rules(best)
+            follow_users(self, self.levels)
         else:
             self.try_greedy(self.step)
         self._improve_fastest()

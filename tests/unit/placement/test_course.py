@@ -1,4 +1,4 @@
-"""The course of a search: what it found over its work, what ended it, and that all of it is told."""
+"""The course of a search: what it found over its work, what ended it, and how that is told."""
 
 from __future__ import annotations
 
