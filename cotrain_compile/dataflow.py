@@ -144,6 +144,11 @@ class Op:
         known = 0 <= self.flops <= LARGEST and 0 <= self.bytes_moved <= LARGEST
         _require(known, f"op {self.name} has flops or bytes_moved below 0 or above 1e30")
 
+    @cached_property
+    def touched(self) -> tuple[str, ...]:
+        """What it reads or writes, each once."""
+        return tuple(dict.fromkeys((*self.reads, *self.writes)))
+
 
 @dataclass(frozen=True)
 class UpdateGroup:

@@ -297,6 +297,18 @@ def _later(timeline: Timeline, by_s: float) -> Timeline:
 
 
 @dataclass(frozen=True)
+class Milestone:
+    """When a search had spent `work` units it had found `seconds`: of a step, by what is `name`d.
+
+    Or it knew the certified bound, whose work is apart from what the rest of the search does.
+    """
+
+    work: float
+    name: str
+    seconds: float
+
+
+@dataclass(frozen=True)
 class SolveReport:
     """How a plan was found and how good it is.
 
@@ -307,7 +319,8 @@ class SolveReport:
     plan's simulated time lies above it, as a fraction. `simulated_s` has the simulated step time of
     every candidate that fits, by policy; `seconds` is what solving took. `unknown_ops` counts the
     ops whose cost nobody knows. They move `unknown_bytes`; plans and bound count no more of them
-    than that, so that no gap is certified.
+    than that, so that no gap is certified. The search has spent `work` units, `course` has what was
+    the fastest when it was found, and `ended` says why it went no further.
     """
 
     solver: str
@@ -322,6 +335,9 @@ class SolveReport:
     simulated_s: Mapping[str, float] = field(default_factory=dict)
     unknown_ops: int = 0
     unknown_bytes: int = 0
+    work: float = 0.0
+    course: tuple[Milestone, ...] = ()
+    ended: str = ""
 
     @property
     def bound_name(self) -> str:

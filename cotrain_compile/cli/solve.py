@@ -35,7 +35,7 @@ from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import PlacementError
 from cotrain_compile.options import parts
 from cotrain_compile.plan import Plan
-from cotrain_compile.viz.text.summary import candidates, comparison, summary
+from cotrain_compile.viz.text.summary import candidates, comparison, search, summary
 
 MemoryBudgets = Annotated[
     list[str] | None,
@@ -82,7 +82,7 @@ def solve(
     ranks: StepRanks = None,
     policy: Policy = "auto",
     solver: Solver = "highs",
-    work_limit: WorkLimit = 20.0,
+    work_limit: WorkLimit = 12.0,
     time_limit: TimeLimit = 300.0,
     gap: Gap = 0.005,
     seed: Seed = 0,
@@ -120,6 +120,9 @@ def solve(
         dataflow = files.load(file, Dataflow)
         presets.refuse_other_ranks(dataflow.ranks, ranks, machine)
         found = answers(dataflow, target, asked, tokens, say)
+        for one in found:
+            if isinstance(one.answer, Plan) and one.answer.report is not None:
+                say(search(one.answer.report))
     if as_json:
         print_json(solved_figures(found))
     else:

@@ -67,10 +67,10 @@ class DeviceProgram:
         found: dict[str, list[int]] = {}
         for index, op in enumerate(self.ops):
             begun = self.slot[op.awaits] if op.awaits else index
-            for name in {*op.reads, *op.writes}:
+            for name in op.touched:
                 slots = found.setdefault(name, [])
-                under_way = begun if slots and slots[-1] >= begun else index
-                slots.extend(range(max(under_way, slots[-1] + 1) if slots else index, index + 1))
+                first = max(begun, slots[-1] + 1) if slots and slots[-1] >= begun else index
+                slots.extend(range(first, index + 1))
         return found
 
     @cached_property
@@ -195,14 +195,20 @@ def instances(
             elif task.is_fetch:
                 arrivals.setdefault(task.buffer, []).append((wait, issue + 1))
     for buffer in program.dataflow.buffers:
-        fetches = sorted(arrivals.get(buffer.name, ()))
+        name = buffer.name
+        fetches = sorted(arrivals[name]) if name in arrivals else []
         spans = _spans(program, placement, buffer, fetches)
+        if not fetches and name not in departures:
+            ((first, last),) = spans
+            if first < last:
+                yield Instance(buffer, first, last, -1)
+            continue
         for number, (first, last) in enumerate(spans):
             current_from = fetches[number - 1][0] if number else -1
             current_to = fetches[number][0] if number < len(fetches) else program.end + 2
             held = [
                 wait if wait < program.end else program.end + 1
-                for issue, wait in departures.get(buffer.name, ())
+                for issue, wait in departures.get(name, ())
                 if current_from < issue + 1 <= current_to
             ]
             last = max([last, *held])
@@ -216,18 +222,19 @@ def _spans(
     """Slots of the original (empty where there is none) and of each fetched copy, uses alone."""
     end = program.end + 1
     touched = program.touches.get(buffer.name, [])
+    on_host = placement.homes.get(buffer.name) is Tier.HOST
+    if not (fetches or on_host):
+        if buffer.is_input:
+            return [(0, end)]
+        first, last = (touched[0], touched[-1] + 1) if touched else (0, 0)
+        return [(first, end if buffer.is_output else last)]
     waits = [wait for wait, _ in fetches]
     limits = [*waits, end]
-    on_host = placement.homes.get(buffer.name) is Tier.HOST
     if on_host and buffer.is_input:
         spans = [(0, 0)]
-    elif not fetches and buffer.is_input:
-        spans = [(0, end)]
     else:
         before = touched[: bisect_left(touched, limits[0])]
-        stays = buffer.is_output and not (fetches or on_host)
-        last = end if stays else (before[-1] + 1 if before else 0)
-        spans = [(before[0] if before else 0, last)]
+        spans = [(before[0], before[-1] + 1) if before else (0, 0)]
     for number, (wait, first) in enumerate(fetches):
         inside = touched[bisect_left(touched, wait) : bisect_left(touched, limits[number + 1])]
         spans.append((first, inside[-1] + 1 if inside else wait + 1))

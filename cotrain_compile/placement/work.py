@@ -13,21 +13,25 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
-# Units for each of what there is so much of, measured with ResNet-50, ViT-L and Llama 7B.
-PER_OP_OF_SPACE = 3e-5  # what can be decided
-PER_OP_OF_LEAST = 5e-5  # and what needs least of the device
-PER_OP_OF_MOVES = 1e-5
-PER_OP_OF_DRAFT, PER_TASK_OF_DRAFT = 1.5e-5, 1e-4
+# Units for each of what there is so much of, measured with ResNet-50, BERT-large and Llama 7B.
+PER_OP_OF_SPACE = 1.2e-5  # what can be decided
+PER_OP_OF_LEAST = 3e-5  # and what needs least of the device
+PER_OP_OF_MOVES = 5e-6
+PER_OP_OF_DRAFT, PER_TASK_OF_DRAFT = 1.2e-5, 5e-5
 PER_CELL_OF_GREEDY = 4e-7  # a cell is a strategy at a moment at which memory is checked
-PER_ENTRY_OF_PROGRAM = 1e-5  # building it, and its way to the solver
+PER_ENTRY_OF_PROGRAM = 3e-6  # building it, and its way to the solver
 # An entry is a coefficient of a program; there are a few of each row. A check of a tree comes after
 # a round of cuts, a heuristic or a node.
 PER_ENTRY_AND_PIVOT = 2.5e-9
-PER_ENTRY_AND_BARRIER_STEP = 5e-7
+PER_ENTRY_AND_BARRIER_STEP = 2.2e-7
 PER_ENTRY_AND_CHECK = 5e-6
 # HiGHS counts in 32 bits.
 MOST = 2**31 - 1
+UNLIMITED: Mapping[str, int] = MappingProxyType(
+    dict.fromkeys(("pivots", "barrier_steps", "checks"), MOST)
+)
 
 
 class Meter:

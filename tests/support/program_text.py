@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from math import isfinite
 from unittest import mock
 
 from cotrain_compile.placement.decisions.decisions import DecisionSpace
 from cotrain_compile.placement.decisions.strategies import Strategy
+from cotrain_compile.placement.milp.linear import Row
 from cotrain_compile.placement.milp.model import Model
 from cotrain_compile.placement.milp.program import Program
 
@@ -41,16 +42,17 @@ _Row = tuple[dict[str, float], str, float]
 
 def text(space: DecisionSpace, device_mib: float, host_mib: float, *, relaxed: bool) -> str:
     """The objective and all rows of the program."""
-    added: list[tuple[str, Any]] = []
+    added: list[tuple[str, Row]] = []
     add = Model.add
 
-    def noted(model: Model, constraint: Any) -> None:
-        added.append((sys._getframe(1).f_code.co_qualname, constraint))
-        add(model, constraint)
+    def noted(model: Model, row: Row) -> None:
+        added.append((sys._getframe(1).f_code.co_qualname, row))
+        add(model, row)
 
     with mock.patch.object(Model, "add", noted):
         program = Program(space, device_mib, host_mib, relaxed=relaxed)
-    rows = [(name, _row(constraint)) for name, constraint in added]
+    names = [column.name for column in program.linear.columns]
+    rows = [(name, _row(row, names)) for name, row in added]
     sums = {_sum_of(row): row for name, row in rows if name == "Model.running"}
     kept = [(name, _written_out(row, sums)) for name, row in rows if name != "Model.running"]
     empty = _empty_flows(row for name, row in kept if name == "_add_demands")
@@ -59,7 +61,8 @@ def text(space: DecisionSpace, device_mib: float, host_mib: float, *, relaxed: b
 
 def _lines(program: Program, rows: list[tuple[str, _Row]], empty: set[str]) -> Iterator[str]:
     spelled = _Spelled(program.space)
-    goal = {str(v): c for v, c in program.model.objective.items()}
+    terms, names = program.linear.objective.terms, [c.name for c in program.linear.columns]
+    goal = {names[number]: c for number, c in terms.items() if c}
     yield spelled(f"minimise {_side({n: c for n, c in goal.items() if _flow(n) not in empty})}")
     for name in dict.fromkeys(name for name, _ in rows):
         own = [row for at, row in rows if at == name and _says(row, empty)]
@@ -101,10 +104,12 @@ def _word(strategy: Strategy) -> str:
     return f"{strategy.mode}{f' {strategy.fetches}' if strategy.fetches else ''}"
 
 
-def _row(constraint: Any) -> _Row:
+def _row(row: Row, names: Sequence[str]) -> _Row:
     """Its terms by variable, its sense, and the number on its right side."""
-    terms = {str(variable): float(factor) for variable, factor in constraint.items() if factor}
-    return terms, {-1: "<=", 0: "=", 1: ">="}[constraint.sense], -float(constraint.constant)
+    terms = {names[number]: float(factor) for number, factor in row.terms.items() if factor}
+    if row.low == row.high:
+        return terms, "=", float(row.low)
+    return (terms, "<=", float(row.high)) if isfinite(row.high) else (terms, ">=", float(row.low))
 
 
 def _sum_of(row: _Row) -> str:

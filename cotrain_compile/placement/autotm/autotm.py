@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import count, pairwise
+from itertools import chain, count, pairwise
 from typing import Any, Literal, NoReturn
 
 from cotrain_compile.dataflow import PERSISTENT_ROLES, UpdateGroup
@@ -35,10 +35,11 @@ from cotrain_compile.errors import OptionError, PlacementError, PlanError
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.autotm.arcs import Arc, Place, Variant, arcs_of, homes_of, is_home
 from cotrain_compile.placement.autotm.step import Kind, Row, Step, Tensor
-from cotrain_compile.placement.milp.linear import pulp
-from cotrain_compile.placement.milp.solvers import pick
+from cotrain_compile.placement.milp.highs_process import Answer, has_highs, solve_elsewhere
+from cotrain_compile.placement.milp.linear import Expression, LinearProgram, summed
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.residency import HOST_MODES
+from cotrain_compile.placement.work import UNLIMITED
 from cotrain_compile.plan import Lane, Placement, UpdateMode
 from cotrain_compile.support.units import format_budget, format_bytes, format_exactly
 
@@ -70,9 +71,9 @@ def autotm(
         PlacementError: none fits the device's budget; `shortfall_bytes` is by how much the least
             feasible budget is larger, or the least one found within `time_limit_s`.
         PlanError: the step has more than `MAX_TENSORS` tensors, or no answer was found in time.
-        OptionError: HiGHS, or pulp, is not installed.
+        OptionError: HiGHS is not installed.
     """
-    if pick("highs") != "highs":
+    if not has_highs():
         raise OptionError(f"policy 'autotm-{variant}' needs HiGHS: pip install highspy")
     step = Step(problem)
     if len(step.tensors) > MAX_TENSORS:
@@ -97,7 +98,8 @@ class _Program:
 
     def __init__(self, step: Step, variant: Variant) -> None:
         self.step, self.variant = step, variant
-        self.model = pulp.LpProblem("autotm", pulp.LpMinimize)
+        self.linear = LinearProgram()
+        self.answer: Answer | None = None
         self.names = count()
         self.on_host: dict[str, Any] = {}
         self.arcs: dict[str, list[tuple[Arc, Any]]] = {}
@@ -105,20 +107,20 @@ class _Program:
         for tensor in step.tensors.values():
             self._add_paths(tensor)
         self.hosted = {
-            group.param: pulp.lpSum(x for arc, x in self.arcs[group.param] if arc.updates)
+            group.param: summed(x for arc, x in self.arcs[group.param] if arc.updates)
             for group in step.dataflow.updates
         }
         for group in step.dataflow.updates:
             self._add_update(group)
 
     def _binary(self) -> Any:
-        return self.model.add_variable(f"x{next(self.names)}", cat="Binary")
+        return self.linear.choice(f"x{next(self.names)}")
 
     def _add_paths(self, tensor: Tensor) -> None:
         """One unit flows from one of the tensor's homes to the same home."""
         homes = homes_of(self.variant, tensor)
         starts = {home: self._binary() for home in homes}
-        self.model += pulp.lpSum(starts.values()) == 1
+        self.linear.add(summed(starts.values()) == 1)
         self.on_host[tensor.name] = starts.get(Tier.HOST, 0)
         self.arcs[tensor.name] = []
         for home, start in starts.items():
@@ -133,36 +135,38 @@ class _Program:
                     self.crossing[tensor.name, arc.at].append((arc, taken))
             for (point, place), terms in flow.items():
                 if point <= tensor.last or not is_home(tensor, home, place):
-                    self.model += pulp.lpSum(terms) == 0
+                    self.linear.add(summed(terms) == 0)
 
     def _add_update(self, group: UpdateGroup) -> None:
         """An update runs once, where its tensors are. Homes are those that an `UpdateMode` has."""
         states = next((t for t in self._of(group) if t.kind is Kind.STATES), None)
-        self.model += self.hosted[group.param] <= 1
+        self.linear.add(self.hosted[group.param] <= 1)
         for slot in self.step.window[group.param]:
             here = self._sum(group.param, slot, lambda arc: arc.updates)
-            self.model += here <= self._sum(group.gradient, slot, lambda arc: arc.is_on_host)
+            self.linear.add(here <= self._sum(group.gradient, slot, lambda arc: arc.is_on_host))
             if states:
-                self.model += here <= self._sum(states.name, slot, lambda arc: arc.is_on_host_only)
+                self.linear.add(
+                    here <= self._sum(states.name, slot, lambda arc: arc.is_on_host_only)
+                )
         for tensor in self._of(group):
             for slot, writes in tensor.update_uses.items():
                 crossing = self.crossing[tensor.name, slot]
-                found = pulp.lpSum(x for arc, x in crossing if arc.serves(writes))
-                self.model += found + self.hosted[group.param] >= 1
+                found = summed(x for arc, x in crossing if arc.serves(writes))
+                self.linear.add(found + self.hosted[group.param] >= 1)
         if states:
-            self.model += self.on_host[group.param] <= self.on_host[states.name]
+            self.linear.add(self.on_host[group.param] <= self.on_host[states.name])
 
     def _of(self, group: UpdateGroup) -> list[Tensor]:
         return [t for t in self.step.tensors.values() if t.param == group.param]
 
     def _sum(self, tensor: str, slot: int, which: Callable[[Arc], bool]) -> Any:
-        return pulp.lpSum(x for arc, x in self.crossing[tensor, slot] if which(arc))
+        return summed(x for arc, x in self.crossing[tensor, slot] if which(arc))
 
     def minimise_time(self, budget_bytes: int) -> None:
         """The time of the step, within a budget."""
         self._limit_memory(budget_bytes)
         unit_s, costs = self.step.unit_s, self.step.problem.costs
-        slots = [self.model.add_variable(f"T{s}", lowBound=0) for s in range(self.step.end + 1)]
+        slots = [self.linear.column(f"T{s}") for s in range(self.step.end + 1)]
         device_s: dict[tuple[int, str], float] = defaultdict(float)
         for op, slot in zip(self.step.dataflow.ops, self.step.slot_of, strict=False):
             device_s[slot, self.step.group_of.get(op.name, "")] += costs.device_s[op.name] / unit_s
@@ -177,15 +181,15 @@ class _Program:
         for (slot, param), seconds in device_s.items():
             ops[slot].append(seconds * (1 - self.hosted[param]) if param else seconds)
         for slot, terms in [*ops.items(), *((slot, terms) for (slot, _), terms in work.items())]:
-            self.model += slots[slot] >= pulp.lpSum(terms)
-        price = OVERLAP_PRICE * pulp.lpSum(terms for terms in work.values())
-        self.model += pulp.lpSum(slots) + pulp.lpSum(stalls) + price
+            self.linear.add(slots[slot] >= summed(terms))
+        price = OVERLAP_PRICE * summed(chain.from_iterable(work.values()))
+        self.linear.objective = summed(slots) + summed(stalls) + price
 
     def minimise_memory(self) -> None:
         """The least budget, whatever the time."""
-        budget = self.model.add_variable("budget", lowBound=0)
+        budget = self.linear.column("budget")
         self._limit_memory(0, budget)
-        self.model += budget
+        self.linear.objective = budget
 
     def _limit_memory(self, budget_bytes: int, more: Any = 0) -> None:
         """At each op at most `budget_bytes`, and `more` units where that is a variable."""
@@ -193,8 +197,8 @@ class _Program:
         for row in self.step.rows:
             terms = self._memory(row)
             if row.fixed_bytes + sum(nbytes for nbytes, _ in terms) > budget_bytes:
-                used = pulp.lpSum(nbytes / unit * there for nbytes, there in terms)
-                self.model += used - more <= (budget_bytes - row.fixed_bytes) / unit
+                used = summed(nbytes / unit * there for nbytes, there in terms)
+                self.linear.add(used - more <= (budget_bytes - row.fixed_bytes) / unit)
 
     def _memory(self, row: Row) -> list[tuple[int, Any]]:
         """What may be on the device at `row`: bytes, and an expression that is 1 if it is."""
@@ -211,59 +215,63 @@ class _Program:
 
     def used_bytes(self, row: Row) -> int:
         """Bytes on the device at `row` in the solution."""
-        moving: int = sum(n * round(there.value()) for n, there in self._memory(row))
+        moving: int = sum(n * round(self.value(there)) for n, there in self._memory(row))
         return row.fixed_bytes + moving
 
     def solve(
         self, time_limit_s: float, seed: int
     ) -> Literal["optimal", "time limit", "infeasible"]:
         """Raises PlanError when the time limit passes without any answer."""
-        # Its base is pulp's: it can be defined only where that is.
-        from cotrain_compile.placement.milp.warm_highs import WarmHighs
-
-        solver = WarmHighs(
-            msg=False,
-            timeLimit=time_limit_s,
-            gapRel=1e-4,
-            random_seed=seed,
+        options = {
+            "mip_rel_gap": 1e-4,
+            "random_seed": seed,
+            "time_limit": time_limit_s,
             # In MiB, a thousandth of a byte.
-            mip_feasibility_tolerance=1e-9,
-            primal_feasibility_tolerance=1e-9,
-        )
-        self.model.solve(solver)
-        if self.model.sol_status == pulp.LpSolutionOptimal:
+            "mip_feasibility_tolerance": 1e-9,
+            "primal_feasibility_tolerance": 1e-9,
+        }
+        answer = self.answer = solve_elsewhere(self.linear, options, UNLIMITED)
+        if answer.is_optimal:
             return "optimal"
-        if self.model.sol_status == pulp.LpSolutionIntegerFeasible:
+        if answer.values is not None:
             return "time limit"
-        if self.model.sol_status == pulp.LpSolutionInfeasible:
+        if answer.is_infeasible:
             return "infeasible"
         raise PlanError(
             f"policy 'autotm-{self.variant}' found no placement within {time_limit_s:g} s; raise "
             "time_limit_s, or use the bucketed program (policy 'auto')"
         )
 
+    def value(self, expression: Expression | float) -> float:
+        """What it is in the solution."""
+        assert self.answer is not None
+        assert self.answer.values is not None
+        if isinstance(expression, Expression):
+            return expression.at(self.answer.values)
+        return expression
+
+    def takes(self, expression: Expression | float) -> bool:
+        """Whether it is 1 in the solution, and not 0."""
+        return self.value(expression) > 0.5
+
     def objective_and_bound(self) -> tuple[float, float]:
         """Of the solution, in `step.unit_s`."""
-        objective: float = self.model.objective.value()
-        return objective, min(objective, self.model.solverModel.getInfo().mip_dual_bound)
+        assert self.answer is not None
+        objective = self.value(self.linear.objective)
+        return objective, min(objective, self.answer.bound)
 
     def path(self, tensor: str) -> list[Arc]:
         """The arcs that the solution takes."""
-        return [arc for arc, taken in self.arcs[tensor] if _is_one(taken)]
-
-
-def _is_one(expression: Any) -> bool:
-    """In the solution. A variable that no constraint mentions has no value there."""
-    return (pulp.value(expression) or 0) > 0.5
+        return [arc for arc, taken in self.arcs[tensor] if self.takes(taken)]
 
 
 def _placement(program: _Program) -> Placement:
     step = program.step
-    on_host = {name for name, x in program.on_host.items() if _is_one(x)}
+    on_host = {name for name, x in program.on_host.items() if program.takes(x)}
     host_buffers = {b.name for name in on_host for b in step.tensors[name].buffers}
     updates = {
         group.param: _mode(
-            is_hosted=_is_one(program.hosted[group.param]),
+            is_hosted=program.takes(program.hosted[group.param]),
             is_param_away=group.param in host_buffers,
             are_states_away=not host_buffers.isdisjoint(group.states),
         )
@@ -306,7 +314,7 @@ def _may_be_named(program: _Program, tensor: Tensor, updates: Mapping[str, Updat
     if tensor.kind is Kind.PARAM:
         # Where there is a low-precision copy, a plan fetches that: a tensor of its own.
         group = program.step.dataflow.update.get(tensor.name)
-        return _is_one(program.on_host[tensor.name]) and not (group and group.low_precision)
+        return program.takes(program.on_host[tensor.name]) and not (group and group.low_precision)
     if tensor.kind is Kind.GRADIENT and updates[tensor.param] in HOST_MODES:
         return False
     return not tensor.persists

@@ -28,7 +28,7 @@ from cotrain_compile.placement.decisions.clusters import (
 from cotrain_compile.placement.decisions.strategies import is_large
 from cotrain_compile.placement.pieces import PIECE_BYTES, largest_piece
 from cotrain_compile.placement.residency import longest_gap, made_by
-from cotrain_compile.placement.schedule.hoisted_updates import workspace_bytes
+from cotrain_compile.placement.schedule.hoisted_updates import update_needs
 
 # Temporaries smaller than this part of the peak are left alone.
 SMALLEST = 20_000
@@ -255,13 +255,14 @@ def _cluster(
     first, buffers, costs = params[0], step.dataflow.buffer, step.problem.costs
     groups = [p.group for p in params if p.group is not None]
     states = [buffers[name] for group in groups for name in group.states]
+    needs = update_needs(step.dataflow)
     large_bytes = sum(s.nbytes for s in states if is_large(s))
     is_copy, is_used = first.fetched != first.name, bool(step.program.touches.get(first.fetched))
     casts = [maker[p.fetched] for p in params] if is_copy else []
     sizes = sorted(p.nbytes for p in params)
     shares = [1.0 if g is None else _piece(step, g) for g in (p.group for p in params)]
     pieces = sorted((p.nbytes * share, p.nbytes) for p, share in zip(params, shares, strict=True))
-    inside = [workspace_bytes(step.dataflow, g) for g in groups]
+    inside = [needs[g.param].workspace_bytes for g in groups]
     return ParamCluster(
         params=tuple(p.name for p in params),
         updated=first.group is not None,

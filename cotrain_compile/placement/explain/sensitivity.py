@@ -14,7 +14,7 @@ from cotrain_compile.machine import Tier
 from cotrain_compile.placement.placed import place_plan
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.simulate.engine import Work, simulate
-from cotrain_compile.placement.simulate.predict import joined, lanes_of, works_of
+from cotrain_compile.placement.simulate.predict import joined_works_of, lanes_of
 from cotrain_compile.plan import Plan
 
 # How much faster a lane is made: enough to stand out of rounding, little enough to be a slope.
@@ -43,7 +43,7 @@ class Limits:
 
 def limits(problem: Problem, plan: Plan) -> Limits:
     """What limits `plan`, simulated again with the costs of `problem`."""
-    works = joined(works_of(place_plan(problem, plan)))
+    works = joined_works_of(place_plan(problem, plan))
     step_s = _simulated_s(problem, works)
     shares = {}
     for lane in problem.machine.lanes:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from math import isfinite
 
-from cotrain_compile.errors import OptionError
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.decisions.decisions import DecisionSpace
 from cotrain_compile.placement.decisions.find_decisions import decision_space
@@ -42,18 +41,15 @@ def certified_bound_s(
         problem, at_peaks=True, everything=True, recompute=recompute, by_op=by_op
     )
     only_there_s = max(_only_on_device_s(space), space.network.chain_s)
-    try:
-        relaxed = Program(
-            space,
-            problem.budgets[Tier.DEVICE] / MIB,
-            problem.budgets[Tier.HOST] / MIB,
-            relaxed=True,
-            cyclic=cyclic,
-        )
-    except OptionError:  # pulp cannot be imported
-        return only_there_s
+    relaxed = Program(
+        space,
+        problem.budgets[Tier.DEVICE] / MIB,
+        problem.budgets[Tier.HOST] / MIB,
+        relaxed=True,
+        cyclic=cyclic,
+    )
     work.meter.charge(PER_OP_OF_SPACE * len(space.problem.dataflow.ops))
-    work.meter.charge(PER_ENTRY_OF_PROGRAM * relaxed.entries)
+    work.meter.charge(PER_ENTRY_OF_PROGRAM * relaxed.linear.entries)
     solution = solve_program(relaxed, solver, work=work, gap=GAP, seed=seed)
     if not isfinite(solution.bound_s):
         return only_there_s

@@ -10,15 +10,79 @@ import os
 import signal
 import subprocess
 import sys
+import warnings
 from collections.abc import Sequence
 from contextlib import suppress
+from math import isfinite
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
+import pulp
+
 from cotrain_compile.placement.milp import cbc_guard
 from cotrain_compile.placement.milp.highs_process import current_stop
-from cotrain_compile.placement.milp.linear import pulp
+from cotrain_compile.placement.milp.linear import Floats, LinearProgram
+
+
+def is_available() -> bool:
+    """Whether CBC is there."""
+    return bool(_solver(pulp.PULP_CBC_CMD).available())
+
+
+def solve_by_cbc(
+    program: LinearProgram, *, limit_s: float, gap: float, seed: int, threads: int
+) -> tuple[str, bool, Floats | None]:
+    """CBC's status, whether its time ended before it was done, and what it has for the columns.
+
+    Raises RuntimeError where CBC fails, or is ended by a `Stop`.
+    """
+    model, variables = _as_pulp(program)
+    options = [f"randomCbcSeed {seed}"]
+    model.solve(_solver(Cbc, threads=threads, timeLimit=limit_s, gapRel=gap, options=options))
+    is_stopped = model.sol_status == pulp.LpSolutionIntegerFeasible
+    status = "time limit reached" if is_stopped else str(pulp.LpStatus[model.status]).lower()
+    if not is_stopped and model.sol_status != pulp.LpSolutionOptimal:
+        return status, is_stopped, None
+    # A column that is in no row has no value there.
+    values = np.array([variable.value() or 0.0 for variable in variables], dtype=np.float64)
+    return status, is_stopped, values
+
+
+def _as_pulp(program: LinearProgram) -> tuple[Any, list[Any]]:
+    """The same as a model of pulp's, with its variables."""
+    model = pulp.LpProblem("placement", pulp.LpMinimize)
+    variables = [
+        model.add_variable(
+            f"c{column.number}",
+            column.low if isfinite(column.low) else None,
+            column.high if isfinite(column.high) else None,
+            pulp.LpInteger if column.is_whole else pulp.LpContinuous,
+        )
+        for column in program.columns
+    ]
+
+    def affine(terms: dict[int, float]) -> Any:
+        return pulp.LpAffineExpression([(variables[n], share) for n, share in terms.items()])
+
+    for row in program.rows:
+        total = affine(row.terms)
+        if row.low == row.high:
+            model += total == row.low
+        elif isfinite(row.high):
+            model += total <= row.high
+        else:
+            model += total >= row.low
+    model += affine(program.objective.terms) + program.objective.constant
+    return model, variables
+
+
+def _solver(kind: type[Any], **settings: Any) -> Any:
+    with warnings.catch_warnings():
+        # pulp 3.3 announces that its bundled CBC will become a package of its own.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return kind(msg=False, **settings)
 
 
 class Cbc(pulp.PULP_CBC_CMD):  # type: ignore[misc]

@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from math import log2
 from typing import Any
 
 from cotrain_compile.placement.decisions.effects import Demand, Effect, Flow, Update
-from cotrain_compile.placement.milp.linear import pulp
+from cotrain_compile.placement.milp.linear import summed
 from cotrain_compile.placement.milp.model import Model, Total, amount_of, in_mib
 from cotrain_compile.plan import Lane
 
@@ -106,7 +105,7 @@ def _add_demands(model: Model, total: Total, asked: _Asked, late: Total | None) 
         again = ((d.needed_again, amount) for d, amount in asked)
         late.at_least(((k, amount) for k, amount in again if k is not None), before=passed)
         passed += late.total
-    model.add(passed == pulp.lpSum(amount for _, amount in asked))
+    model.add(passed == summed(amount for _, amount in asked))
 
 
 def _add_host_pipeline(model: Model, own: Mapping[Flow, Total]) -> None:
@@ -128,24 +127,24 @@ def _add_host_pipeline(model: Model, own: Mapping[Flow, Total]) -> None:
 
 def _add_streams(model: Model) -> list[Stream]:
     """One stream for all streamed updates in about the same proportion."""
-    groups: dict[tuple[float, ...], list[tuple[Update, Any]]] = {}
+    groups: dict[tuple[float, float], list[tuple[Update, Any]]] = {}
     for option in model.options:
         if (update := option.effect.streamed) is not None:
             groups.setdefault(_proportion(update, option.effect), []).append((update, option.z))
     return [
         _add_stream(model, f"s{number}", freed, down, members)
-        for number, ((freed, down, _), members) in enumerate(groups.items())
+        for number, ((freed, down), members) in enumerate(groups.items())
     ]
 
 
-def _proportion(update: Update, effect: Effect) -> tuple[float, ...]:
-    """Bytes freed and sent home for each byte that comes, and about how long that takes."""
-    up, ms = update.up_bytes, 1e3 * update.seconds / in_mib(update.up_bytes)
-    return (
-        round(effect.freed_bytes / up, 4),
-        round(update.home_bytes / up, 4),
-        round(8 * log2(ms + 1e-9)),
-    )
+def _proportion(update: Update, effect: Effect) -> tuple[float, float]:
+    """Bytes freed and sent home for each byte that comes.
+
+    How long that takes is not part of it: those of small parameters take longer for a byte, each
+    size another time, and no parameters are so few of all bytes and so many rows of a program.
+    """
+    up = update.up_bytes
+    return round(effect.freed_bytes / up, 4), round(update.home_bytes / up, 4)
 
 
 def _add_stream(
@@ -159,7 +158,7 @@ def _add_stream(
         lag = 0 if k == model.epilogue else model.lag
         model.add(updated.by(k) <= up.by(k - lag))
         model.add(stored.by(k) <= down * updated.by(k - lag))
-    total = pulp.lpSum(amount for _, amount in terms)
+    total = summed(amount for _, amount in terms)
     model.add(up.total == total)
     model.add(updated.total == total)
     model.add(stored.total == down * total)

@@ -13,85 +13,91 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from types import SimpleNamespace
+from dataclasses import dataclass, fields
+from importlib.util import find_spec
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from cotrain_compile.placement.milp import highs_worker
 from cotrain_compile.placement.milp.highs_worker import packed, received
+from cotrain_compile.placement.milp.linear import Floats, LinearProgram
+
+NOTHING: Mapping[int, float] = MappingProxyType({})
 
 
+@dataclass(frozen=True)
 class Answer:
-    """What HiGHS found, with the methods of `highspy.Highs` that pulp and we read it by."""
+    """What HiGHS found, by its own `status` in words of small letters.
 
-    def __init__(self, found: Mapping[str, Any]) -> None:
-        self._found = found
+    `values` are those of the columns, None where none obey all rows, as far as it got. `bound` is
+    what no whole columns have less than, `done` how many pivots, steps of a barrier and checks of a
+    tree it took.
+    """
 
-    def getModelStatus(self) -> Any:  # noqa: N802 (HiGHS' names)
-        import highspy
-
-        return highspy.HighsModelStatus(self._found["status"])
-
-    def modelStatusToString(self, status: object) -> str:  # noqa: N802
-        """The word for the status of this answer."""
-        del status
-        text: str = self._found["status_text"]
-        return text
+    status: str
+    values: Floats | None
+    objective: float
+    bound: float
+    done: Mapping[str, int]
 
     @property
-    def done(self) -> Mapping[str, int]:
-        """How many pivots, steps of a barrier and checks of a tree it took."""
-        return {name: self._found[name] for name in ("pivots", "barrier_steps", "checks")}
+    def is_optimal(self) -> bool:
+        return self.status == "optimal"
 
-    def getObjectiveValue(self) -> float:  # noqa: N802
-        objective: float = self._found["objective"]
-        return objective
+    @property
+    def is_infeasible(self) -> bool:
+        return "infeasible" in self.status
 
-    def getInfo(self) -> SimpleNamespace:  # noqa: N802
-        return SimpleNamespace(mip_dual_bound=self._found["dual_bound"])
 
-    def getSolution(self) -> SimpleNamespace:  # noqa: N802
-        names = ("col_value", "col_dual", "row_value", "row_dual")
-        return SimpleNamespace(**{name: self._found[name].tolist() for name in names})
+def has_highs() -> bool:
+    """Whether it is installed."""
+    return find_spec("highspy") is not None
 
 
 def solve_elsewhere(
-    model: Any,
+    program: LinearProgram,
     options: Mapping[str, float | int | str],
     limits: Mapping[str, int],
-    start: Sequence[tuple[int, float]] = (),
+    *,
+    whole: bool = True,
+    fixed: Mapping[int, float] = NOTHING,
+    start: Mapping[int, float] = NOTHING,
 ) -> Answer:
-    """HiGHS' answer for `model`, a `HighsLp`, given what some columns can be together.
+    """HiGHS' answer for `program`, where some columns are `fixed`, by number.
 
-    `limits` are how many "pivots" and "barrier_steps" a program may take, or one with whole columns
-    "checks". Raises RuntimeError where HiGHS fails, or is ended by a `Stop`.
+    `start` is what some of them can be together. `limits` are how many "pivots" and "barrier_steps"
+    a program may take, or one with whole columns "checks"; without `whole` it has none. Raises
+    RuntimeError where HiGHS fails, or is ended by a `Stop`.
     """
-    matrix = model.a_matrix_
-    program = {
+    matrix = program.matrix
+    lower, upper = matrix.col_lower.copy(), matrix.col_upper.copy()
+    lower[[*fixed]] = upper[[*fixed]] = [*fixed.values()]
+    integrality = [column.is_whole for column in program.columns] if whole and program.whole else []
+    message = {
         "options": dict(options),
         **limits,
-        "offset": model.offset_,
-        "col_cost": np.asarray(model.col_cost_, dtype=np.float64),
-        "col_lower": np.asarray(model.col_lower_, dtype=np.float64),
-        "col_upper": np.asarray(model.col_upper_, dtype=np.float64),
-        "row_lower": np.asarray(model.row_lower_, dtype=np.float64),
-        "row_upper": np.asarray(model.row_upper_, dtype=np.float64),
-        "integrality": np.array([kind.value for kind in model.integrality_], dtype=np.int32),
-        "format": matrix.format_.value,
-        "start": np.asarray(matrix.start_, dtype=np.int32),
-        "index": np.asarray(matrix.index_, dtype=np.int32),
-        "value": np.asarray(matrix.value_, dtype=np.float64),
-        "start_index": np.array([index for index, _ in start], dtype=np.int32),
-        "start_value": np.array([value for _, value in start], dtype=np.float64),
+        **{field.name: getattr(matrix, field.name) for field in fields(matrix)},
+        "col_lower": lower,
+        "col_upper": upper,
+        "integrality": np.array(integrality, dtype=np.int32),
+        "start_index": np.array([*start], dtype=np.int32),
+        "start_value": np.array([*start.values()], dtype=np.float64),
     }
-    found = _asked(packed(program))
+    found = _asked(packed(message))
     if "error" in found:
         raise RuntimeError(found["error"])
-    return Answer(found)
+    return Answer(
+        found["status"],
+        found["col_value"] if found["has_values"] else None,
+        found["objective"],
+        found["dual_bound"],
+        {name: found[name] for name in ("pivots", "barrier_steps", "checks")},
+    )
 
 
 class Stop:

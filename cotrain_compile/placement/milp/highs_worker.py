@@ -9,6 +9,7 @@ package.
 from __future__ import annotations
 
 import json
+import math
 import os
 import threading
 from collections.abc import Mapping
@@ -72,18 +73,17 @@ def solved(program: Message) -> dict[str, Any]:
     else:
         done = _solve_one(highs, program["pivots"], program["barrier_steps"])
     status, solution, info = highs.getModelStatus(), highs.getSolution(), highs.getInfo()
-    if status == highspy.HighsModelStatus.kInterrupt:  # after as many checks as were allowed
-        status = highspy.HighsModelStatus.kIterationLimit
+    kinds, objective = highspy.HighsModelStatus, highs.getObjectiveValue()
+    if status == kinds.kInterrupt:  # after as many checks as were allowed
+        status = kinds.kIterationLimit
+    stopped = status in (kinds.kIterationLimit, kinds.kTimeLimit, kinds.kObjectiveBound)
     return {
-        "status": status.value,
-        "status_text": highs.modelStatusToString(status),
-        "objective": highs.getObjectiveValue(),
+        "status": str(highs.modelStatusToString(status)).lower(),
+        "has_values": status == kinds.kOptimal or (stopped and math.isfinite(objective)),
+        "objective": objective,
         "dual_bound": info.mip_dual_bound,
         **done,
         "col_value": np.array(solution.col_value, dtype=np.float64),
-        "col_dual": np.array(solution.col_dual, dtype=np.float64),
-        "row_value": np.array(solution.row_value, dtype=np.float64),
-        "row_dual": np.array(solution.row_dual, dtype=np.float64),
     }
 
 
@@ -135,9 +135,10 @@ def _model(program: Message) -> Any:
     lp.offset_ = program["offset"]
     for name in ("col_cost", "col_lower", "col_upper", "row_lower", "row_upper"):
         setattr(lp, f"{name}_", program[name])
-    lp.integrality_ = [highspy.HighsVarType(int(kind)) for kind in program["integrality"]]
+    kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
+    lp.integrality_ = [kinds[is_whole] for is_whole in program["integrality"]]
     matrix = lp.a_matrix_
-    matrix.format_ = highspy.MatrixFormat(program["format"])
+    matrix.format_ = highspy.MatrixFormat.kRowwise
     matrix.num_col_, matrix.num_row_ = lp.num_col_, lp.num_row_
     matrix.start_, matrix.index_ = program["start"], program["index"]
     matrix.value_ = program["value"]

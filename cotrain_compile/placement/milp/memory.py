@@ -15,7 +15,7 @@ import numpy as np
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.decisions.effects import Effect, Flow, Hold, Update
 from cotrain_compile.placement.milp.flows import Flows
-from cotrain_compile.placement.milp.linear import pulp
+from cotrain_compile.placement.milp.linear import summed
 from cotrain_compile.placement.milp.model import MIB, Model, in_mib
 from cotrain_compile.plan import Lane
 
@@ -43,7 +43,7 @@ def add_device_memory(
         model.add(used - beyond.get(bucket, 0.0) <= budget_mib)
     if need_mib is not None:
         _add_need(model, need_mib)
-    return pulp.lpSum(beyond.values())
+    return summed(beyond.values())
 
 
 def _add_op_needs(model: Model, budget_mib: float) -> None:
@@ -66,13 +66,13 @@ def _add_op_needs(model: Model, budget_mib: float) -> None:
         for row, variable in zip(rows, own, strict=True)
         if variable is not None
     ]
-    held: Any = 0.0
+    held = summed(())
     before = np.zeros(len(chosen))
     columns = np.array([row for row, _ in chosen]).reshape(len(chosen), len(most))
     for number in np.flatnonzero(most > budget_mib * MIB):
         change = columns[:, number] - before
         due = [in_mib(change[i]) * chosen[i][1] for i in np.flatnonzero(change)]
-        held, before = model.running(held + pulp.lpSum(due)) if due else held, columns[:, number]
+        held, before = model.running(held + summed(due)) if due else held, columns[:, number]
         model.add(in_mib(needs.fixed[number]) + held <= max(budget_mib, in_mib(least[number])))
 
 
@@ -97,7 +97,7 @@ class _Running:
 
     def __init__(self, model: Model, changes: Iterable[tuple[int, Any]]) -> None:
         self._model = model
-        self._sum: Any = 0.0
+        self._sum: Any = summed(())
         self._changes = deque(sorted(changes, key=lambda change: change[0]))
 
     def up_to(self, bucket: int) -> Any:
@@ -106,7 +106,7 @@ class _Running:
         while self._changes and self._changes[0][0] <= bucket:
             due.append(self._changes.popleft()[1])
         if due:
-            self._sum = self._model.running(self._sum + pulp.lpSum(due))
+            self._sum = self._model.running(self._sum + summed(due))
         return self._sum
 
 
@@ -121,7 +121,7 @@ def add_host_memory(model: Model, budget_mib: float) -> None:
         used += [in_mib(_sent_bytes(option.effect)) * option.z for option in model.options]
     if not model.relaxed and _most_mib(model) > budget_mib:
         used.append(_host_workspace(model))
-    model.add(pulp.lpSum(used) <= budget_mib)
+    model.add(summed(used) <= budget_mib)
 
 
 def _most_mib(model: Model) -> float:
@@ -179,12 +179,14 @@ def _in_flight(model: Model, flows: Flows, held_flows: Iterable[Flow], k: int) -
     """What flows hold on the device in bucket `k`: arrived and not yet used or sent."""
     arrived = k - 1 if model.relaxed and k < model.epilogue else k
     gone = k if k == model.epilogue else k - 1
-    held = pulp.lpSum([])
+    held = summed(())
     for flow in held_flows:
-        held += flows.own[flow].by(arrived) if flow.lane is Lane.H2D else -flows.own[flow].by(gone)
+        comes = flow.lane is Lane.H2D
+        held.plus(flows.own[flow].by(arrived if comes else gone), 1.0 if comes else -1.0)
     for stream in flows.streams:
-        held += stream.up.by(arrived) - (1.0 / stream.down) * stream.stored.by(gone)
-        held -= stream.freed * stream.updated.by(gone)
+        held.plus(stream.up.by(arrived))
+        held.plus(stream.stored.by(gone), -1.0 / stream.down)
+        held.plus(stream.updated.by(gone), -stream.freed)
     return held
 
 
@@ -225,7 +227,7 @@ def _add_room_for_any_update(model: Model, budget_mib: float) -> None:
     Values inside an update grow with its parameter, so a part of a cluster needs its part.
     """
     resting = model.running(
-        pulp.lpSum(
+        summed(
             in_mib(hold.nbytes) * option.z
             for option in model.options
             for hold in _holds(model, option.effect)
@@ -240,7 +242,7 @@ def _add_room_for_any_update(model: Model, budget_mib: float) -> None:
             if update is not None and update.tier is Tier.DEVICE
         ]
         if terms:
-            model.add(resting + pulp.lpSum(terms) <= budget_mib)
+            model.add(resting + summed(terms) <= budget_mib)
 
 
 def _part_mib(update: Update) -> float:

@@ -1,4 +1,4 @@
-"""The model under the program: decisions, buckets and prefix flows as variables of pulp.
+"""The model under the program: decisions, buckets and prefix flows as columns.
 
 In: a `DecisionSpace`, and which version of the program it is to be. Out: a `Model` without laws, to
 which `program_flows`, `program_time` and `program_memory` add theirs.
@@ -14,7 +14,7 @@ from typing import Any
 from cotrain_compile.placement.decisions.clusters import ParamCluster
 from cotrain_compile.placement.decisions.decisions import DecisionSpace
 from cotrain_compile.placement.decisions.effects import Demand, Effect
-from cotrain_compile.placement.milp.linear import pulp
+from cotrain_compile.placement.milp.linear import Column, LinearProgram, Row, summed
 from cotrain_compile.plan import Lane
 
 MIB = float(1 << 20)
@@ -31,7 +31,7 @@ class Chosen:
 
 
 class Model:
-    """A pulp model of `space`, careful or `relaxed`, with `whole` clusters or split ones.
+    """A linear program of `space`, careful or `relaxed`, with `whole` clusters or split ones.
 
     Those of more than `large_bytes` are whole in any careful one.
     In a `cyclic` one updates on the host, with their way back, may go on in the next step.
@@ -60,7 +60,7 @@ class Model:
         self.machine = space.problem.machine
         self.down_rate = self.machine.links[Lane.D2H].bytes_per_s / MIB / 1e3
         self.up_rate = self.machine.links[Lane.H2D].bytes_per_s / MIB / 1e3
-        self.pulp = pulp.LpProblem("placement", pulp.LpMinimize)
+        self.linear = LinearProgram()
         self._sums = 0
         self.params = [
             [self._choice(f"z_{c}_{s}", self._is_whole(d.cluster)) for s in range(len(d.options))]
@@ -76,17 +76,17 @@ class Model:
             for c, d in enumerate(space.activations)
         ]
         for variables in self.params:
-            self.add(pulp.lpSum(variables) == 1)
+            self.add(summed(variables) == 1)
         for variables in self.activations:
             if len(variables) > 1:
-                self.add(pulp.lpSum(variables) <= 1)
+                self.add(summed(variables) <= 1)
         self.levels = [
             [self._choice(f"l_{r}_{n}", whole) for n in range(1, len(d.options))]
             for r, d in enumerate(space.levels)
         ]
         for variables in self.levels:
             if variables:
-                self.add(pulp.lpSum(variables) <= 1)
+                self.add(summed(variables) <= 1)
         self._add_away_or_made_again()
         self.options = tuple(self._options())
         self.stall = [self.variable(f"w_{k}") for k in self.buckets]
@@ -97,7 +97,7 @@ class Model:
         for decision, variables in zip(self.space.activations, self.activations, strict=True):
             of = decision.cluster.from_level
             if of is not None and variables and self.space.levels:
-                self.add(pulp.lpSum([*variables, *self.levels[of.region][of.level - 1 :]]) <= 1)
+                self.add(summed([*variables, *self.levels[of.region][of.level - 1 :]]) <= 1)
 
     def _is_whole(self, cluster: ParamCluster) -> bool:
         """In the relaxed version only a large parameter that is a cluster by itself is."""
@@ -106,24 +106,22 @@ class Model:
             return True
         return self.whole or (self.relaxed and large and len(cluster.params) == 1)
 
-    def _choice(self, name: str, whole: bool) -> Any:
+    def _choice(self, name: str, whole: bool) -> Column:
         """Yes or no; where it need not be `whole`, a cluster is split in any proportion."""
-        if not whole:
-            return self.pulp.add_variable(name, lowBound=0, upBound=1)
-        return self.pulp.add_variable(name, cat="Binary")
+        return self.linear.choice(name, is_whole=whole)
 
-    def variable(self, name: str) -> Any:
-        return self.pulp.add_variable(name, lowBound=0)
+    def variable(self, name: str) -> Column:
+        return self.linear.column(name)
 
-    def add(self, constraint: Any) -> None:
-        self.pulp += constraint
+    def add(self, row: Row) -> None:
+        self.linear.add(row)
 
     def running(self, expression: Any) -> Any:
         """A variable equal to `expression`, so that long sums are written out once."""
         self._sums += 1
-        total = self.pulp.add_variable(f"sum_{self._sums}")  # may be below nothing
-        self.add(total == expression)
-        return total
+        known = self.linear.column(f"sum_{self._sums}", low=-inf)  # may be below nothing
+        self.add(known == expression)
+        return known
 
     def _options(self) -> Iterable[Chosen]:
         for decision, variables in zip(self.space.activations, self.activations, strict=True):
@@ -169,22 +167,22 @@ class Total:
 
         `before` is what arrived in the step before.
         """
-        model, total = self._model, 0.0
+        model, so_far = self._model, 0.0
         needed = by_bucket(terms)
         for k in model.buckets:
             if k in needed:
-                total = model.running(total + needed[k])
+                so_far = model.running(so_far + needed[k])
                 in_time = k if k == model.epilogue else max(0, k - model.lag)
-                model.add(before + self.by(in_time) >= total)
+                model.add(before + self.by(in_time) >= so_far)
 
     def at_most(self, terms: Iterable[tuple[int, Any]]) -> None:
         """Nothing passes before it exists: made by the bucket before, or (relaxed) in this."""
-        model, total = self._model, 0.0
+        model, so_far = self._model, 0.0
         made = by_bucket((min(bucket + model.lag, model.epilogue), term) for bucket, term in terms)
         for k in model.buckets:
             if k in made:
-                total = model.running(total + made[k])
-            model.add(self.by(k) <= total)
+                so_far = model.running(so_far + made[k])
+            model.add(self.by(k) <= so_far)
 
 
 def by_bucket(terms: Iterable[tuple[int, Any]]) -> dict[int, Any]:
@@ -192,7 +190,7 @@ def by_bucket(terms: Iterable[tuple[int, Any]]) -> dict[int, Any]:
     grouped: dict[int, list[Any]] = {}
     for bucket, term in terms:
         grouped.setdefault(bucket, []).append(term)
-    return {bucket: pulp.lpSum(items) for bucket, items in sorted(grouped.items())}
+    return {bucket: summed(items) for bucket, items in sorted(grouped.items())}
 
 
 def in_mib(nbytes: float) -> float:

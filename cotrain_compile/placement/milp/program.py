@@ -1,6 +1,6 @@
 """The integer program: which strategy for each cluster of parameters and of activations.
 
-In: a `DecisionSpace` and budgets. Out: a pulp model for `solvers`. A fluid model
+In: a `DecisionSpace` and budgets. Out: a linear program for `solvers`. A fluid model
 (`docs/placement.md` has it in formulas): the order of ops is fixed and cut into buckets; how many
 bytes of each class cross the link by the end of each bucket is a continuous variable. Two versions
 are built by the same code from the same effects. The *careful* one counts every copy one bucket
@@ -17,7 +17,7 @@ from math import inf
 
 from cotrain_compile.placement.decisions.decisions import DecisionSpace
 from cotrain_compile.placement.milp.flows import add_flows
-from cotrain_compile.placement.milp.linear import pulp
+from cotrain_compile.placement.milp.linear import summed
 from cotrain_compile.placement.milp.memory import add_device_memory, add_host_memory
 from cotrain_compile.placement.milp.model import Model
 from cotrain_compile.placement.milp.time import add_times
@@ -28,7 +28,7 @@ MOVING_PRICE = 2e-3
 
 
 class Program:
-    """The program as a pulp model: careful, or `relaxed`; with `whole` clusters, or split ones.
+    """The program, `linear`: careful, or `relaxed`; with `whole` clusters, or split ones.
 
     By default the careful one has whole clusters and the relaxed one, which is a bound, split ones.
     A careful one that splits clusters of at most `large_bytes`, and no other, `is_rounding`: any
@@ -63,15 +63,10 @@ class Program:
         self.is_loose = need_mib is not None
         self.space, self.params, self.activations = space, model.params, model.activations
         self.levels = model.levels
-        self.step = pulp.lpSum(model.length)
-        moved = pulp.lpSum(flow.total for lane in (Lane.D2H, Lane.H2D) for flow in flows.on(lane))
+        self.step = summed(model.length)
+        moved = summed(flow.total for lane in (Lane.D2H, Lane.H2D) for flow in flows.on(lane))
         # A bound has no price: what a plan pays for moving is not time.
         is_bound = relaxed and not whole
         price = 0.0 if is_bound else 1.0 / min(model.down_rate, model.up_rate)
-        self.model = model.pulp
-        self.model += self.step + price * (MOVING_PRICE * moved + beyond)
-
-    @property
-    def entries(self) -> int:
-        """How many coefficients its rows have."""
-        return sum(map(len, self.model._constraints.values()))
+        self.linear = model.linear
+        self.linear.objective = self.step + price * (MOVING_PRICE * moved + beyond)

@@ -1,19 +1,19 @@
-"""Solvers: a `Program` through pulp, by HiGHS or CBC, with limited work and repeatably."""
+"""Solvers: a `Program` by HiGHS or CBC, with limited work and repeatably."""
 
 from __future__ import annotations
 
 import time
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Any
+from typing import Any, TypeAlias
 
 from cotrain_compile.errors import OptionError
 from cotrain_compile.placement.decisions.decisions import Decisions
-from cotrain_compile.placement.milp.linear import pulp
+from cotrain_compile.placement.milp.highs_process import Answer, has_highs, solve_elsewhere
+from cotrain_compile.placement.milp.linear import Column, Floats
 from cotrain_compile.placement.milp.program import Program
-from cotrain_compile.placement.work import Allowance
+from cotrain_compile.placement.work import Allowance, SolverWork
 
 # One thread: with more, HiGHS may return another of several equally good plans each time.
 THREADS = 1
@@ -23,6 +23,9 @@ ROUNDING = 0.4
 NOT_BETTER = "no better than what is known"
 # The status of one that has spent its work.
 WORK_LIMIT = "work limit reached"
+
+# A status, a bound in milliseconds, and what the columns are, where that is a solution.
+_Found: TypeAlias = tuple[str, float, Floats | None]
 
 
 @dataclass(frozen=True)
@@ -78,13 +81,22 @@ class Solution:
 def pick(solver: str) -> str:
     """The solver to use: "highs" or "cbc"; "highs" becomes "cbc" where it is not installed.
 
-    Raises `OptionError` when neither is there, or no pulp.
+    Raises `OptionError` when neither is there.
     """
-    if solver == "highs" and pulp.HiGHS(msg=False).available():
+    if solver == "highs" and has_highs():
         return "highs"
-    if _cbc().available():
+    if has_cbc():
         return "cbc"
     raise OptionError("no solver found: install highspy (pip install highspy)")
+
+
+def has_cbc() -> bool:
+    """Whether CBC is there, which comes with pulp."""
+    try:
+        from cotrain_compile.placement.milp.cbc_process import is_available
+    except ImportError:
+        return False
+    return is_available()
 
 
 def solve_program(
@@ -105,16 +117,15 @@ def solve_program(
     began = time.monotonic()
     limits = Limits(work, gap, seed, 1e3 * known_s)
     try:
-        status, bound_ms = _SOLVE[pick(solver)](program, limits)
-    except Exception as error:  # foreign code: pulp, numpy, a library, another program
+        status, bound_ms, values = _SOLVE[pick(solver)](program, limits)
+    except Exception as error:  # foreign code: numpy, a library, another program
         return failed(error, time.monotonic() - began)
-    solved = (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible)
-    found = status != NOT_BETTER and program.model.sol_status in solved
+    nothing = inf
     return Solution(
         status,
-        decisions_of(program) if found else None,
-        float(pulp.value(program.step)) / 1e3 if found else float("inf"),
-        float(program.model.objective.value()) / 1e3 if found else float("inf"),
+        decisions_of(program, values) if values is not None else None,
+        program.step.at(values) / 1e3 if values is not None else nothing,
+        program.linear.objective.at(values) / 1e3 if values is not None else nothing,
         bound_ms / 1e3,
         time.monotonic() - began,
         is_loose=program.is_loose,
@@ -128,134 +139,134 @@ def failed(error: Exception, seconds: float = 0.0) -> Solution:
     return Solution("failed", None, nothing, nothing, 0.0, seconds, failure=told)
 
 
-def decisions_of(program: Program) -> Decisions:
+def decisions_of(program: Program, values: Floats) -> Decisions:
     """The decisions in a solved program; of a split cluster the strategy with the largest share."""
+
+    def shares_of(columns: Sequence[Column]) -> list[float]:
+        return [float(values[column.number]) for column in columns]
+
     params = []
-    for decision, variables in zip(program.space.params, program.params, strict=True):
-        shares = [variable.value() or 0.0 for variable in variables]
+    for decision, columns in zip(program.space.params, program.params, strict=True):
+        shares = shares_of(columns)
         params.append(decision.strategies[shares.index(max(shares))])
     activations = []
-    for kept, variables in zip(program.space.activations, program.activations, strict=True):
-        shares = [variable.value() or 0.0 for variable in variables]
+    for kept, columns in zip(program.space.activations, program.activations, strict=True):
+        shares = shares_of(columns)
         # What is not chosen is kept, and of two halves that is the first.
         shares.insert(0, 1.0 - sum(shares))
         activations.append(kept.strategies[shares.index(max(shares))])
-    return Decisions(tuple(params), tuple(activations), tuple(map(_mean, program.levels)))
+    # The mean level of a region; at level n it is with the share of the n-th column.
+    levels = [
+        sum(number * share for number, share in enumerate(shares_of(columns), 1))
+        for columns in program.levels
+    ]
+    return Decisions(tuple(params), tuple(activations), tuple(levels))
 
 
-def _mean(variables: Sequence[Any]) -> float:
-    """The mean level of a region; at level n it is with the share of the n-th variable."""
-    return sum(number * float(v.value() or 0.0) for number, v in enumerate(variables, 1))
-
-
-def _highs(program: Program, limits: Limits) -> tuple[str, float]:
+def _highs(program: Program, limits: Limits) -> _Found:
     """Solve the relaxation; then with what it leaves undecided; then, from there, the whole.
 
     The relaxation says what no solution takes less than, whatever comes of the rest.
     """
-    choices = [v for v in program.model.variables() if v.cat == pulp.LpInteger]
-    known: dict[str, float] = {}
-    least_ms = 0.0
+    choices = program.linear.whole
+    rounding = _Rounded()
     if choices:
         share = 0.4 if program.is_whole else 0.8
-        rounding = replace(limits, work=limits.work.part(share))
-        known, least_ms = _round(program, choices, rounding)
-        if program.model.status == pulp.LpStatusInfeasible and not known:
-            return "infeasible", 0.0
-        if program.is_rounding and least_ms > limits.known_ms:
-            return NOT_BETTER, least_ms
-        if program.is_rounding and known:
-            return "rounded", least_ms
+        rounding = _round(program, choices, replace(limits, work=limits.work.part(share)))
+        if rounding.is_infeasible:
+            return "infeasible", 0.0, None
+        if program.is_rounding and rounding.least_ms > limits.known_ms:
+            return NOT_BETTER, rounding.least_ms, None
+        if program.is_rounding and rounding.values is not None:
+            return "rounded", rounding.least_ms, rounding.values
+    if rounding.is_whole:
+        return "optimal", rounding.least_ms, rounding.values
     if not limits.work.left:
-        return WORK_LIMIT, least_ms
-    highs = _run_highs(program, limits, known)
-    status = str(highs.modelStatusToString(highs.getModelStatus())).lower()
-    status = WORK_LIMIT if status == "iteration limit reached" else status
+        found = rounding.relaxed if rounding.values is None else rounding.values
+        return WORK_LIMIT, rounding.least_ms, found
+    known = rounding.known(choices)
+    answer = _run_highs(program, limits, start=known)
+    status = WORK_LIMIT if answer.status == "iteration limit reached" else answer.status
     if choices:
         # Stopped early, HiGHS may have no bound but minus infinity.
-        return status, max(least_ms, float(highs.getInfo().mip_dual_bound))
-    if status != "optimal":
-        return status, 0.0  # stopped early, it is at a value that it may yet fall below
-    least_ms = float(program.model.objective.value())
-    above = program.is_rounding and least_ms > limits.known_ms
-    return NOT_BETTER if above else status, least_ms
+        return status, max(rounding.least_ms, answer.bound), answer.values
+    if not answer.is_optimal:
+        return status, 0.0, answer.values  # at a value that it may yet fall below
+    above = program.is_rounding and answer.objective > limits.known_ms
+    return NOT_BETTER if above else status, answer.objective, None if above else answer.values
 
 
-def _round(
-    program: Program, choices: Sequence[Any], limits: Limits
-) -> tuple[dict[str, float], float]:
+@dataclass(frozen=True)
+class _Rounded:
+    """`values` of a good solution, None where none was found; none has less than `least_ms`.
+
+    `relaxed` are those of the relaxation, where that is solved. Where it decides all as a whole, it
+    `is_whole`, and nothing is better.
+    """
+
+    values: Floats | None = None
+    least_ms: float = 0.0
+    relaxed: Floats | None = None
+    is_infeasible: bool = False
+    is_whole: bool = False
+
+    def known(self, choices: Sequence[Column]) -> dict[int, float]:
+        """What the whole columns are there."""
+        if self.values is None:
+            return {}
+        return {column.number: float(round(self.values[column.number])) for column in choices}
+
+
+def _round(program: Program, choices: Sequence[Column], limits: Limits) -> _Rounded:
     """A good solution soon, and a bound: keep what the relaxation decides, solve for the rest.
 
     Relaxation enforced neighbourhood search (Berthold 2014), in its simplest form.
     """
-    _run_highs(program, limits, {}, whole=False)
-    if program.model.status == pulp.LpStatusInfeasible:
-        return {}, 0.0
-    decided = [(v, round(v.value())) for v in choices if abs(v.value() - round(v.value())) < 1e-3]
-    if program.model.sol_status != pulp.LpSolutionOptimal:
-        return {}, 0.0
-    least_ms = float(program.model.objective.value())
+    relaxed = _run_highs(program, limits, whole=False)
+    if relaxed.is_infeasible:
+        return _Rounded(is_infeasible=True)
+    if not relaxed.is_optimal or relaxed.values is None:
+        return _Rounded()
+    least_ms, values = relaxed.objective, relaxed.values
+    shares = ((column.number, float(values[column.number])) for column in choices)
+    decided = {n: float(round(share)) for n, share in shares if abs(share - round(share)) < 1e-3}
     if len(decided) == len(choices):
-        return {v.name: float(value) for v, value in decided}, least_ms
-    if program.is_rounding and least_ms > limits.known_ms:
-        return {}, least_ms
-    if not limits.work.left:
-        return {}, least_ms
-    for variable, value in decided:
-        variable.bounds(value, value)
+        return _Rounded(values, least_ms, values, is_whole=True)
+    if not limits.work.left or (program.is_rounding and least_ms > limits.known_ms):
+        return _Rounded(None, least_ms, values)
     work = limits.work.part(ROUNDING) if program.is_rounding else limits.work
-    _run_highs(program, replace(limits, work=work), {})
-    found = program.model.sol_status in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible)
-    program.model.status = pulp.LpStatusNotSolved  # what is left may well be infeasible
-    values = {v.name: float(round(v.value())) for v in choices} if found else {}
-    for variable, _ in decided:
-        variable.bounds(0, 1)
-    return values, least_ms
+    # What is left may well have no solution.
+    rest = _run_highs(program, replace(limits, work=work), fixed=decided)
+    return _Rounded(rest.values, least_ms, values)
 
 
-def _run_highs(
-    program: Program, limits: Limits, known: Mapping[str, float], *, whole: bool = True
-) -> Any:
+def _run_highs(program: Program, limits: Limits, **how: Any) -> Answer:
+    """As `solve_elsewhere`, with its work."""
+    work, entries = limits.work, SolverWork(len(program.linear.matrix.value))
+    options = {
+        "mip_rel_gap": limits.gap,
+        "threads": THREADS,
+        "random_seed": limits.seed,
+        "time_limit": work.meter.guard_s,
+    }
+    answer = solve_elsewhere(program.linear, options, entries.limits(work.left), **how)
+    work.meter.charge(entries.units(answer.done))
+    return answer
+
+
+def _cbc(program: Program, limits: Limits) -> _Found:
     # Its base is pulp's: it can be defined only where that is.
-    from cotrain_compile.placement.milp.warm_highs import WarmHighs
+    from cotrain_compile.placement.milp.cbc_process import solve_by_cbc
 
-    solver = WarmHighs(
-        mip=whole,
-        msg=False,
-        gapRel=limits.gap,
-        threads=THREADS,
-        random_seed=limits.seed,
-    )
-    solver.work = limits.work
-    if known:
-        column = {variable.name: index for index, variable in enumerate(program.model.variables())}
-        solver.start = [(column[name], value) for name, value in known.items()]
-    program.model.solve(solver)
-    return program.model.solverModel
-
-
-def _cbc_solve(program: Program, limits: Limits) -> tuple[str, float]:
-    # Its base is pulp's: it can be defined only where that is.
-    from cotrain_compile.placement.milp.cbc_process import Cbc
-
-    options = [f"randomCbcSeed {limits.seed}"]
     limit_s = min(limits.work.left, limits.work.meter.guard_s)  # CBC counts no work
     began = time.monotonic()
-    solver = _cbc(Cbc, timeLimit=limit_s, gapRel=limits.gap, options=options)
-    program.model.solve(solver)
+    status, is_stopped, values = solve_by_cbc(
+        program.linear, limit_s=limit_s, gap=limits.gap, seed=limits.seed, threads=THREADS
+    )
     limits.work.meter.charge(time.monotonic() - began)
-    status = str(pulp.LpStatus[program.model.status]).lower()
-    if program.model.sol_status == pulp.LpSolutionIntegerFeasible:
-        return "time limit reached", 0.0  # pulp does not pass on the bound it had reached
-    objective = program.model.objective.value() or 0.0
-    return status, float(objective) / (1.0 + limits.gap)
+    if values is None or is_stopped:
+        return status, 0.0, values  # the bound that it had reached is not passed on
+    return status, program.linear.objective.at(values) / (1.0 + limits.gap), values
 
 
-def _cbc(kind: type[Any] | None = None, **settings: Any) -> Any:
-    with warnings.catch_warnings():
-        # pulp 3.3 announces that its bundled CBC will become a package of its own.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        return (kind or pulp.PULP_CBC_CMD)(msg=False, threads=THREADS, **settings)
-
-
-_SOLVE = {"highs": _highs, "cbc": _cbc_solve}
+_SOLVE: Mapping[str, Callable[[Program, Limits], _Found]] = {"highs": _highs, "cbc": _cbc}

@@ -11,7 +11,7 @@ from typing import Any
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.decisions.effects import Flow
 from cotrain_compile.placement.milp.flows import Flows
-from cotrain_compile.placement.milp.linear import pulp
+from cotrain_compile.placement.milp.linear import summed
 from cotrain_compile.placement.milp.model import Model, Total, by_bucket, in_mib
 from cotrain_compile.plan import Lane
 
@@ -42,9 +42,9 @@ def _add_device(model: Model, flows: Flows) -> None:
     later = Total("updates", model)
     if model.relaxed:
         later.at_most(resident)
-        model.add(later.total == pulp.lpSum(amount for _, amount in resident))
+        model.add(later.total == summed(amount for _, amount in resident))
     for k, seconds in enumerate(model.space.seconds):
-        streamed = pulp.lpSum(stream.ms * stream.updated.within(k) for stream in flows.streams)
+        streamed = summed(stream.ms * stream.updated.within(k) for stream in flows.streams)
         updates = later.within(k) if model.relaxed else at_once.get(k, 0.0)
         ops_ms = 1e3 * seconds + decided.get(k, 0.0)
         ops_ms += again.within(k) if again is not None else 0.0
@@ -73,13 +73,13 @@ def _add_links_and_host(model: Model, flows: Flows) -> None:
     shared = model.machine.slowdown(Lane.H2D, (Lane.D2H,))
     disturbed = 1.0 - 1.0 / model.machine.slowdown(Lane.HOST, (Lane.H2D, Lane.D2H))
     for k, length in enumerate(model.length):
-        down = pulp.lpSum(flow.within(k) for flow in flows.on(Lane.D2H)) * (1.0 / model.down_rate)
-        up = pulp.lpSum(flow.within(k) for flow in flows.on(Lane.H2D)) * (1.0 / model.up_rate)
+        down = summed(flow.within(k) for flow in flows.on(Lane.D2H)) * (1.0 / model.down_rate)
+        up = summed(flow.within(k) for flow in flows.on(Lane.H2D)) * (1.0 / model.up_rate)
         # While both directions are busy each takes `shared` times as long, so that the longer
         # one ends after itself and what the shorter one has cost it.
         model.add(down + (shared - 1.0) * up <= length)
         model.add(up + (shared - 1.0) * down <= length)
-        host = pulp.lpSum(flow.within(k) for flow in flows.on(Lane.HOST)) * (
+        host = summed(flow.within(k) for flow in flows.on(Lane.HOST)) * (
             1.0 / model.machine.lanes[Lane.HOST]
         )
         if model.relaxed:
@@ -131,7 +131,7 @@ def _add_end_of_step(model: Model, flows: Flows) -> None:
     its own way home to the way in of the rest (a flow shop of two machines, Johnson 1954).
     """
     k, length = model.epilogue, model.length[model.epilogue]
-    up = pulp.lpSum(stream.up.within(k) for stream in flows.streams) * (1.0 / model.up_rate)
+    up = summed(stream.up.within(k) for stream in flows.streams) * (1.0 / model.up_rate)
     home_rate = {Tier.DEVICE: model.down_rate, Tier.HOST: model.up_rate}
     for option in model.options:
         update, z = option.effect.update, option.z

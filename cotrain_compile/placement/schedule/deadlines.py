@@ -32,6 +32,7 @@ class Pending:
     counted: bool = False  # whether that has become part of what is held
     ran: bool = False
     before: Pending | None = None  # the piece before it, which runs first
+    arrival_s: float | None = None  # when all that is fetched for it is there, once it is known
     next_fetches: tuple[Fetch, ...] = field(init=False)
     still_to_come_bytes: int = field(init=False)
 

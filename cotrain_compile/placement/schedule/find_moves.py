@@ -20,11 +20,10 @@ from cotrain_compile.placement.residency import Instance, gradients_at_home, lon
 from cotrain_compile.placement.schedule import task_names
 from cotrain_compile.placement.schedule.gradient_uses import GradientUses, gradient_uses
 from cotrain_compile.placement.schedule.hoisted_updates import (
-    Support,
     joined_by_layer,
     layer_windows,
     movable,
-    workspace_bytes,
+    update_needs,
 )
 from cotrain_compile.placement.schedule.moves import (
     Cast,
@@ -51,10 +50,9 @@ class _Finder:
         self.problem, self.placement, whole = placed.problem, placed.placement, placed.program
         problem, placement, self.dataflow = placed.problem, placed.placement, placed.dataflow
         self.moving = [g for g in self.dataflow.updates if movable(placement, g)]
-        support = Support(self.dataflow)
-        self.support = {group.param: support.of(group) for group in self.moving}
-        self.made_before = {group.param: support.made_before(group) for group in self.moving}
-        supporting = {name for names in self.support.values() for name in names}
+        every = update_needs(self.dataflow)
+        self.needs = {group.param: every[group.param] for group in self.moving}
+        supporting = {name for needs in self.needs.values() for name in needs.support}
         taken = supporting.union(*(group.ops for group in self.moving))
         staying = tuple(op for op in whole.ops if op.name not in taken)
         self.program = replace(whole, ops=staying)
@@ -73,7 +71,7 @@ class _Finder:
         self.read_by_moved = {group.gradient: group for group in self.moving}
         self.shared = {name for group in self.moving for name in group.scalars}
         self.shared |= {made for op in whole.ops if op.name in supporting for made in op.writes}
-        self.shared = self.shared.union(*self.made_before.values())
+        self.shared = self.shared.union(*(needs.made_before for needs in self.needs.values()))
         self.sends: list[Send] = []
         self.offloads: dict[str, Send] = {}  # those of `sends` that make a copy, by buffer
         self.stores: dict[str, Send] = {}  # those that go over a home
@@ -149,7 +147,7 @@ class _Finder:
             previous = () if after else self._carried_update(param)
             self.fetches.append(Fetch(name, buffer.name, buffer.nbytes, first, after, previous))
             self.weight_tasks[param] = (*self.weight_tasks.get(param, ()), name)
-            if group in self.moving and buffer.name == param and last == touched[-1]:
+            if param in self.needs and buffer.name == param and last == touched[-1]:
                 last = max(last, self.windows[param][0])
             self.instances.append(Instance(buffer, first, last + 1))
 
@@ -161,7 +159,7 @@ class _Finder:
         """
         name, uses = buffer.name, self._uses_of(buffer.name)
         group = self.updated_from.get(name)
-        updates_here = group if group in self.moving else None
+        updates_here = group if group is not None and group.param in self.needs else None
         # Where the update is the first to touch it, that has a fetch of its own.
         first_number = 1 if updates_here and not uses.before else 0
         for number, (first, last) in enumerate(uses.stays, start=first_number):
@@ -309,7 +307,7 @@ class _Finder:
     def _carried_update(self, param: str) -> tuple[str, ...]:
         """The update of `param` on the host, where it may go on in the next step."""
         group = self.dataflow.update.get(param)
-        if group not in self.program.host_groups or self._next_use(group) is None:
+        if group is None or param not in self.update_names or self._next_use(group) is None:
             return ()
         return (self.update_names[param],)
 
@@ -337,7 +335,8 @@ class _Finder:
         fetches += fetched_gradient
         if gradient.name in self.at_home and self._uses_of(gradient.name).written_before:
             stores = [*stores, gradient.name]
-        ops = (*self.support[param], *group.ops)
+        needs = self.needs[param]
+        ops = (*needs.support, *group.ops)
         return DeviceUpdate(
             (group.param,),
             ops,
@@ -347,7 +346,7 @@ class _Finder:
             tuple(stores),
             gradient_bytes,
             weight_bytes,
-            workspace_bytes(self.dataflow, group),
+            needs.workspace_bytes,
             sum(self.problem.costs.device_s[name] for name in ops),
         )
 
@@ -374,7 +373,8 @@ class _Finder:
         position, program = self.dataflow.position, self.program
         write = max(position[name] for name in group.ops)
         own = {group.param, *group.states, program.fetched.get(group.param, group.param)}
-        others = self.made_before.get(group.param, ())
+        needs = self.needs.get(group.param)
+        others = needs.made_before if needs is not None else ()
         inputs = {group.gradient, *group.scalars, *others}.difference(guesses)
         if self.dataflow.buffer[group.gradient].is_input:  # the step may write it after the update
             own, inputs = own | {group.gradient}, inputs - {group.gradient}

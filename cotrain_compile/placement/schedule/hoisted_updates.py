@@ -13,9 +13,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from cotrain_compile.analysis.layers import layer
 from cotrain_compile.dataflow import Dataflow, Op, Phase, UpdateGroup
+from cotrain_compile.placement.remembered import remembered
 from cotrain_compile.placement.residency import HOST_MODES, IntervalSum, made_in, spans_in
 from cotrain_compile.placement.schedule.moves import DeviceUpdate
 from cotrain_compile.plan import Placement, UpdateMode
@@ -30,7 +32,36 @@ def movable(placement: Placement, group: UpdateGroup) -> bool:
     return placement.early_updates or UpdateMode.STREAMED in placement.updates.values()
 
 
-class Support:
+@dataclass(frozen=True)
+class UpdateNeeds:
+    """What an update needs to run elsewhere than where the step has it.
+
+    `support` are the ops that have to come along, in program order, `made_before` what it reads
+    that these and it do not make, `workspace_bytes` the room in which it runs.
+    """
+
+    support: tuple[str, ...]
+    made_before: frozenset[str]
+    workspace_bytes: int
+
+
+def update_needs(dataflow: Dataflow) -> Mapping[str, UpdateNeeds]:
+    """The needs of every update of a step, by parameter."""
+    return _update_needs(dataflow, None)
+
+
+@remembered
+def _update_needs(dataflow: Dataflow, _: None) -> Mapping[str, UpdateNeeds]:
+    support = _Support(dataflow)
+    return {
+        group.param: UpdateNeeds(
+            support.of(group), support.made_before(group), _workspace_bytes(dataflow, group)
+        )
+        for group in dataflow.updates
+    }
+
+
+class _Support:
     """Ops that follow from hyper-parameters alone and that an update needs before it may move.
 
     What also serves an op that stays is none: behind that op it would come too late. Views of what
@@ -81,7 +112,7 @@ def _leave_what_stays(dataflow: Dataflow, candidates: dict[str, Op], own: set[st
     touching: dict[str, list[str]] = {}
     writers = Counter(name for op in dataflow.ops for name in op.writes)
     for op in dataflow.ops:
-        for name in {*op.reads, *op.writes}:
+        for name in op.touched:
             touching.setdefault(name, []).append(op.name)
     # Whatever touches an op's result comes later than it, so that one pass from the end is enough.
     for op in reversed(tuple(candidates.values())):
@@ -91,7 +122,7 @@ def _leave_what_stays(dataflow: Dataflow, candidates: dict[str, Op], own: set[st
             del candidates[op.name]
 
 
-def workspace_bytes(dataflow: Dataflow, group: UpdateGroup) -> int:
+def _workspace_bytes(dataflow: Dataflow, group: UpdateGroup) -> int:
     """The most bytes that the values made inside an update take at once beyond its gradient."""
     spans, gradient = spans_in(dataflow, group), dataflow.buffer[group.gradient]
     curve = IntervalSum(len(group.ops))

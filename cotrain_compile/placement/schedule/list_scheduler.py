@@ -119,7 +119,7 @@ class ListScheduler:
 
     def _counted(self) -> list[Pending]:
         """The updates that may run at any time."""
-        return [pending for pending in self.pending if pending.counted]
+        return [pending for pending in self.pending if pending.counted] if self.pending else []
 
     def _make_room(self) -> None:
         """Before the next op: force waits, then updates, until what it needs fits."""
@@ -173,7 +173,9 @@ class ListScheduler:
     def _arrival_s(self, pending: Pending) -> float:
         if pending.next_fetches:
             return math.inf
-        return self.clock.ready([fetch.name for fetch in pending.update.fetches])
+        if pending.arrival_s is None:
+            pending.arrival_s = self.clock.ready([fetch.name for fetch in pending.update.fetches])
+        return pending.arrival_s
 
     def _run_update(self, pending: Pending) -> None:
         """Run an update now, waiting for what it needs, and send its results home."""

@@ -16,15 +16,24 @@ class TaskList:
     """What has been issued so far. A task that nobody waits for keeps the wait it came with."""
 
     def __init__(self) -> None:
-        self.tasks: list[Task] = []
-        self._index: dict[str, int] = {}
+        self._issued: list[tuple[Task, str | None]] = []  # with the op that it is issued after
+        self._waits: dict[str, str] = {}  # the op before which a task is waited for, by its name
         self._waited_for: list[str] = []
         self._last_op: str | None = None
 
+    @property
+    def tasks(self) -> list[Task]:
+        """In order of issue."""
+        return [
+            replace(
+                task, issue_after=after, wait_before=self._waits.get(task.name, task.wait_before)
+            )
+            for task, after in self._issued
+        ]
+
     def issue(self, task: Task) -> None:
         """Issue `task` after the op that ran last."""
-        self._index[task.name] = len(self.tasks)
-        self.tasks.append(replace(task, issue_after=self._last_op))
+        self._issued.append((task, self._last_op))
 
     def wait_for(self, name: str) -> None:
         """The task called `name` is waited for before the next op, or else at the end."""
@@ -33,7 +42,6 @@ class TaskList:
     def run(self, ops: Sequence[str]) -> None:
         """`ops` run now: what is waited for is waited for before the first of them."""
         for name in self._waited_for:
-            index = self._index[name]
-            self.tasks[index] = replace(self.tasks[index], wait_before=ops[0])
+            self._waits[name] = ops[0]
         self._waited_for.clear()
         self._last_op = ops[-1]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from cotrain_compile.errors import PlacementError
 from cotrain_compile.machine import Tier
@@ -21,7 +20,7 @@ from cotrain_compile.placement.schedule.find_moves import moves_of
 from cotrain_compile.placement.schedule.list_scheduler import EAGER, Tactics
 from cotrain_compile.placement.schedule.moves import Moves
 from cotrain_compile.placement.schedule.schedule import Draft, draft
-from cotrain_compile.placement.search.found import Found
+from cotrain_compile.placement.search.found import Found, Missing
 from cotrain_compile.placement.search.greedy import greedy
 from cotrain_compile.placement.search.programs import Programs
 from cotrain_compile.placement.search.repair import repaired
@@ -65,13 +64,6 @@ LATE_SHARE = 0.1
 Progress = Callable[[str], None]
 
 
-class Missing(NamedTuple):
-    """What a placement lacks."""
-
-    tier: Tier
-    nbytes: int
-
-
 class Attempts:
     """What was tried so far for `problem`.
 
@@ -92,25 +84,32 @@ class Attempts:
         self.meter = self.work.meter
         self.step = Variant(problem, given=space, progress=progress, meter=self.meter)
         self.variants = [self.step]
-        self.found = Found(problem, settings.overlap_steps)
+        self.found = Found(problem, settings.overlap_steps, self.meter)
         self.solution: Solution | None = None
         self.rounds = 0
         self.until = self.work
         self.draft_units = 0.0  # what the dearest schedule has taken
+        self.decided_greedily: set[str] = set()  # names of what the greedy was tried on
         self.is_cut_short = False  # some program of a single step, for want of work
         self.was_late = False  # something was left out, or was to be, for want of work
-        self.solver = Programs(settings, self._begin_program)
+        self.solver = Programs(settings, self._begin_program, self.meter)
 
     @property
     def left(self) -> float:
         """Units left for what is being done now, so that some are there for what follows."""
-        return max(0.0, min(self.until.left, self.work.left - FOLLOWING * self.draft_units))
+        return max(0.0, min(self.until.left, self.work.left - self.following))
+
+    @property
+    def following(self) -> float:
+        """Units that are kept for what follows the search."""
+        return FOLLOWING * self.draft_units
 
     @property
     def is_late(self) -> bool:
         """Whether hardly any work is left for what is being done now. Who asks leaves out more."""
         late = self.left <= LATE_SHARE * self.until.units
-        self.was_late |= late
+        # What a part leaves out may come later, as long as there is work in all.
+        self.was_late |= self.work.left <= LATE_SHARE * self.work.units + self.following
         return late
 
     def _begin_program(self, whole: bool) -> Allowance:
@@ -136,18 +135,24 @@ class Attempts:
         Or `by_program`: by the relaxation, which has looked further ahead, and by the greedy where
         that does not fit. Of two levels that make the same values again the first is tried.
         """
-        same = (each for each in self.variants if each.recomputed == level.recomputed)
-        if (before := next(same, None)) is None:
-            self.variants.append(level)
-            if self.attempt(level, "resident"):
-                return True
-        elif not by_program or before.relaxed is not None:
+        variant = self.known(level)
+        is_new = variant is level
+        if is_new and self.attempt(level, "resident"):
+            return True
+        if not is_new and (not by_program or variant.relaxed is not None):
             return False
-        variant = before or level
         is_rounded = by_program and self.solver.has_solutions and self.relax(variant)
-        if not (before or is_rounded or self.is_hopeless(level)):
+        if is_new and not (is_rounded or self.is_hopeless(level)):
             self.try_greedy(level, TACTICS[:1])
         return False
+
+    def known(self, variant: Variant) -> Variant:
+        """The one of `variants` that makes the same again; else this one, which joins them."""
+        same = (each for each in self.variants if each.recomputed == variant.recomputed)
+        if (before := next(same, None)) is not None:
+            return before
+        self.variants.append(variant)
+        return variant
 
     def is_hopeless(self, variant: Variant) -> bool:
         """Whether something is found that the relaxation of a variant says it cannot beat."""
@@ -254,6 +259,9 @@ class Attempts:
     def try_greedy(self, variant: Variant, tactics: Sequence[Tactics] = TACTICS) -> None:
         """Aim lower by what was missing until it fits; at last with everything away that can be."""
         name = "greedy" + variant.suffix
+        if name in self.decided_greedily:
+            return
+        self.decided_greedily.add(name)
         targets: dict[Tier, float] = dict(self.problem.budgets)
         before: Decisions | None = None
         for _ in range(GREEDY_ROUNDS):

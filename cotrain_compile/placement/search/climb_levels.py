@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 
 from cotrain_compile.machine import Tier
+from cotrain_compile.placement.policies import RULES
 from cotrain_compile.placement.search.attempts import TACTICS, Attempts
 from cotrain_compile.placement.search.variants import NEAR, Cut, Levels
 
@@ -19,7 +20,10 @@ ROOMY, NEARBY = 0.8, 4
 
 
 def climb_quickly(attempts: Attempts, levels: Levels) -> None:
-    """Try what is decided without a program: levels that fit as they are, then by the greedy."""
+    """Try what is decided without a program: levels that fit as they are, then by the greedy.
+
+    Called again, it goes on where it was.
+    """
     for level in levels.that_fit(attempts.problem.budgets[Tier.DEVICE]):
         if attempts.is_late:
             return
@@ -31,6 +35,18 @@ def climb_quickly(attempts: Attempts, levels: Levels) -> None:
     attempts.try_greedy(attempts.step, TACTICS[:1])
     _cut_replays(attempts, levels)
     _climb_uniform(attempts, levels, levels.guess())
+
+
+def follow_users(attempts: Attempts, levels: Levels) -> None:
+    """The checkpoints that users write, under each simple rule, where they may be the fastest.
+
+    Whatever work is left: no plan is to be slower than these.
+    """
+    fastest = attempts.found.fastest
+    for level in levels.usual(fastest.step_s if fastest is not None else math.inf):
+        variant = attempts.known(level)
+        for rule in RULES:
+            attempts.attempt(variant, rule)
 
 
 def climb_by_program(attempts: Attempts, levels: Levels) -> float:
@@ -79,10 +95,9 @@ def _cut_replays(attempts: Attempts, levels: Levels) -> None:
     nearest = sorted(levels.cuts, key=lambda cut: (cut.nbytes, cut.at))
     while nearest and not attempts.is_late:
         cut, *nearest = nearest
-        level = levels.with_cuts([*chosen, cut])
+        level = attempts.known(levels.with_cuts([*chosen, cut]))
         if level.least.nbytes > budget_bytes:
             continue
-        attempts.variants.append(level)
         attempts.try_greedy(level, TACTICS[:1])
         if (found_s := attempts.found.fastest_s(level.recomputed)) < best_s:
             chosen, best_s = [*chosen, cut], found_s

@@ -7,18 +7,28 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from cotrain_compile.errors import PlacementError
 from cotrain_compile.guesses import guesses_of
+from cotrain_compile.machine import Tier
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.residency import HOST_MODES
 from cotrain_compile.placement.schedule.list_scheduler import EAGER, Tactics
 from cotrain_compile.placement.schedule.schedule import Draft, draft
 from cotrain_compile.placement.search.guessing import on_guesses
-from cotrain_compile.plan import Placement, Plan
+from cotrain_compile.placement.work import Meter
+from cotrain_compile.plan import Milestone, Placement, Plan
 
 # Orders of updates on the host where they may go on in the next step.
 OVERLAPPING = (Tactics(by_use=True), EAGER)
+
+
+class Missing(NamedTuple):
+    """What a placement lacks."""
+
+    tier: Tier
+    nbytes: int
 
 
 @dataclass
@@ -26,11 +36,14 @@ class Found:
     """Schedules of `problem`, each tried with overlapping steps as well if they may overlap.
 
     And with updates on guesses, if the problem allows them. `beaten` are those that were the
-    fastest of their way before, the last one last.
+    fastest of their way before, the last one last. `course` has each that was the fastest of all
+    when it was found, with what `meter` had counted then.
     """
 
     problem: Problem
     overlap_steps: bool
+    meter: Meter = field(default_factory=Meter)
+    course: list[Milestone] = field(default_factory=list)
     drafts: dict[str, Draft] = field(default_factory=dict)
     beaten: dict[str, list[Draft]] = field(default_factory=dict)
 
@@ -75,6 +88,9 @@ class Found:
     def _keep(self, name: str, found: Draft) -> None:
         best = self.drafts.get(name)
         if best is None or found.step_s < best.step_s:
+            fastest = self.fastest
+            if fastest is None or found.step_s < fastest.step_s:
+                self.course.append(Milestone(self.meter.spent, name, found.step_s))
             self.prefer(name, found)
 
     def _overlapping(self, placement: Placement) -> Iterator[Draft]:

@@ -10,15 +10,14 @@ import math
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from cotrain_compile.errors import OptionError
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.decisions.decisions import DecisionSpace
 from cotrain_compile.placement.milp.model import MIB
 from cotrain_compile.placement.milp.program import Program
-from cotrain_compile.placement.milp.solvers import WORK_LIMIT, Solution, failed, solve_program
+from cotrain_compile.placement.milp.solvers import WORK_LIMIT, Solution, solve_program
 from cotrain_compile.placement.search.greedy import least_bytes
 from cotrain_compile.placement.search.settings import SolveSettings
-from cotrain_compile.placement.work import PER_ENTRY_OF_PROGRAM, Allowance
+from cotrain_compile.placement.work import PER_ENTRY_OF_PROGRAM, Allowance, Meter
 
 # What takes more than this part of the device is not split and rounded: it would not fit.
 LARGE = 1 / 100
@@ -35,13 +34,17 @@ class Programs:
     `begin` is told whether the program is a whole one. `has_solutions` says whether the careful
     program of some level may have one: where that of all levels has none, it takes longer to find
     that out for each of them than the greedy takes. `was_cut_short` says whether some program was
-    not solved for want of work.
+    not solved for want of work. One that is sure to be, as less is left than the quickest of those
+    before took, is not even built.
     """
 
-    def __init__(self, settings: SolveSettings, begin: Callable[[bool], Allowance]) -> None:
-        self.settings, self.begin = settings, begin
+    def __init__(
+        self, settings: SolveSettings, begin: Callable[[bool], Allowance], meter: Meter
+    ) -> None:
+        self.settings, self.begin, self.meter = settings, begin, meter
         self.has_solutions = True
         self.was_cut_short = False
+        self.least_units = 0.0  # of those that were not cut short
         # Spaces whose careful programs have no solution, each with the device budget of that.
         self.too_tight: list[tuple[DecisionSpace, float]] = []
 
@@ -88,17 +91,14 @@ class Programs:
         return solution
 
     def _run_within(self, build: Callable[[], Program], whole: bool, known_s: float) -> Solution:
-        work = self.begin(whole)
+        work, before = self.begin(whole), self.meter.spent
+        if work.left <= self.least_units:
+            return NO_WORK
+        program = build()
+        work.meter.charge(PER_ENTRY_OF_PROGRAM * program.linear.entries)
         if not work.left:
             return NO_WORK
-        try:
-            program = build()
-        except OptionError as absent:  # pulp cannot be imported
-            return failed(absent)
-        work.meter.charge(PER_ENTRY_OF_PROGRAM * program.entries)
-        if not work.left:
-            return NO_WORK
-        return solve_program(
+        solution = solve_program(
             program,
             self.settings.solver,
             work=work,
@@ -106,3 +106,7 @@ class Programs:
             seed=self.settings.seed,
             known_s=known_s,
         )
+        if not (solution.is_cut_short or "limit" in solution.status):
+            spent = self.meter.spent - before
+            self.least_units = min(spent, self.least_units or spent)
+        return solution

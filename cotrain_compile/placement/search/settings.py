@@ -23,7 +23,7 @@ class SolveSettings:
 
     policy: str = "auto"
     solver: str = "highs"
-    work_limit: float = 20.0
+    work_limit: float = 12.0
     time_limit_s: float = 300.0
     gap: float = 0.005
     seed: int = 0

@@ -18,6 +18,9 @@ from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.residency import low_precision_copies
 from cotrain_compile.plan import Lane, Placement, UpdateMode
 
+# What an update on the device may take of its budget: a little is there besides.
+ROOM = 0.9
+
 
 def balanced_share(problem: Problem, placement: Placement) -> float:
     """The share with which the link takes as long as the host; 0 where no update is on the host.
@@ -33,14 +36,15 @@ def balanced_share(problem: Problem, placement: Placement) -> float:
 
 
 def hosted_updates(problem: Problem, placement: Placement) -> list[UpdateGroup]:
-    """What the host updates, and the device could."""
-    dataflow = problem.dataflow
+    """What the host updates, and the device could: it has room for all that such an update has."""
+    dataflow, room = problem.dataflow, ROOM * problem.budgets[Tier.DEVICE]
     return [
         group
         for group in dataflow.updates
         if placement.updates[group.param] in (UpdateMode.HOST, UpdateMode.HOST_STREAMED)
         and group.states
         and placement.homes.get(group.gradient) is not Tier.HOST
+        and _nbytes(problem, group) + dataflow.buffer[group.gradient].nbytes <= room
     ]
 
 

@@ -26,7 +26,11 @@ from cotrain_compile.placement.policies import RULES
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.schedule.schedule import Draft, draft, finished
 from cotrain_compile.placement.search.attempts import Attempts, Progress
-from cotrain_compile.placement.search.climb_levels import climb_by_program, climb_quickly
+from cotrain_compile.placement.search.climb_levels import (
+    climb_by_program,
+    climb_quickly,
+    follow_users,
+)
 from cotrain_compile.placement.search.guessing import hedged
 from cotrain_compile.placement.search.improve import fetch_late, let_small_rest, share_updates
 from cotrain_compile.placement.search.infeasible import floor_bytes, refuse, refuse_rule
@@ -45,7 +49,7 @@ from cotrain_compile.placement.search.variants import (
     promising,
 )
 from cotrain_compile.placement.work import Allowance, Meter
-from cotrain_compile.plan import Placement, Plan
+from cotrain_compile.plan import Milestone, Placement, Plan
 from cotrain_compile.support.collector import collector_off
 
 # Shares of the updates of `coarse` that `auto` tries as well.
@@ -54,7 +58,7 @@ FRACTIONS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 # again.
 LEVELS_SHARE = 0.7
 # And before that, what is for all that needs no program.
-QUICK_SHARE = 0.2
+QUICK_SHARE = 0.3
 # Parts of the device's memory that plans are looked for in besides.
 LESS = (0.9, 0.8)
 # What the bound may take, beside all that the search itself does.
@@ -100,6 +104,7 @@ class _Search(Attempts):
     ) -> None:
         super().__init__(problem, settings, progress, space, work)
         self.bound: Beside[float] | None = None
+        self.bound_meter = Meter(self.meter.guard_s)
         self.claim_s = 0.0  # what no levels take less than; 0 where nobody has looked
 
     @cached_property
@@ -129,7 +134,7 @@ class _Search(Attempts):
         return certified_bound_s(
             replace(self.problem, speculates=settings.speculate),
             settings.solver,
-            work=Allowance(Meter(self.meter.guard_s), BOUND_SHARE * settings.work_limit),
+            work=Allowance(self.bound_meter, BOUND_SHARE * settings.work_limit),
             seed=settings.seed,
             cyclic=settings.overlap_steps,
             recompute=settings.recompute,
@@ -142,20 +147,27 @@ class _Search(Attempts):
         if "coarse" in self.found.drafts:  # the fraction that needs least
             self._sweep_fractions()
         self._reuse(incumbents)
-        self.until = self.work.part(QUICK_SHARE)
+        if not self._settle_quickly(self.work.part(QUICK_SHARE)):
+            return
+        self._ask_programs()
+        self._improve_fastest()
+        if not self.is_late:  # the rest of what the first part of the work was too little for
+            self._settle_quickly(self.work)
+
+    def _settle_quickly(self, until: Allowance) -> bool:
+        """What needs no program; returns whether a program may yet find something faster."""
+        self.until = until
         if self.settings.recompute:
             climb_quickly(self, self.levels)
             best = fastest_of(self.variants, self.found.fastest_s)
             if best is not self.step:
                 self._follow_rules(best)
+            follow_users(self, self.levels)
         else:
             self.try_greedy(self.step)
         self._improve_fastest()
         self.until = self.work
-        if not self.is_slower_than((1.0 + self.settings.gap) * self._certified_s()):
-            return
-        self._ask_programs()
-        self._improve_fastest()
+        return self.is_slower_than((1.0 + self.settings.gap) * self._certified_s())
 
     def _ask_programs(self) -> None:
         """What programs decide, from the rough to the exact."""
@@ -335,12 +347,25 @@ class _Search(Attempts):
             bound_s=bound_s,
             rounds=self.rounds,
             simulated_s={name: found.step_s for name, found in self.found.drafts.items()},
+            work=self.meter.spent - self.work.since,
+            course=[*self.found.course, *self._milestone_of_bound(bound_s)],
+            ended=self._ended(plan, bound_s, ran_out),
         )
         asked, solver = settings.policy, settings.solver
         notes = notes_of(self.problem, plan, name, self.solution, asked=asked, solver=solver)
         if ran_out and report.gap > FAR - 1.0:
             notes = (*notes, note_on_limit(self.limit_in_words, report.gap))
         return replace(plan, report=report, notes=notes)
+
+    def _milestone_of_bound(self, bound_s: float) -> Iterator[Milestone]:
+        if bound_s:
+            yield Milestone(self.bound_meter.spent, "certified bound", bound_s)
+
+    def _ended(self, plan: Plan, bound_s: float, ran_out: bool) -> str:
+        """Why the search went no further."""
+        if plan.predicted.makespan_s <= (1.0 + self.settings.gap) * bound_s:
+            return f"the plan is within {self.settings.gap:.1%} of the bound"
+        return f"its {self.limit_in_words} was spent" if ran_out else "all was tried"
 
     def _fastest_sound(self) -> tuple[str, Plan]:
         """The fastest plan that passes the check, and the way that it was found.

@@ -5,7 +5,7 @@ In: the plan, and what the solver of the integer program came back with, if one 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from math import isfinite
 
 from cotrain_compile.analysis.costs import unknown_words
@@ -17,7 +17,7 @@ from cotrain_compile.placement.placed import place_plan
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.simulate.outcomes import outcomes
 from cotrain_compile.placement.simulate.predict import issuing_s, starts_of
-from cotrain_compile.plan import Plan, SolveReport
+from cotrain_compile.plan import Milestone, Plan, SolveReport
 from cotrain_compile.support.units import format_bytes, format_seconds
 
 
@@ -32,10 +32,14 @@ def report_of(
     bound_s: float,
     rounds: int,
     simulated_s: Mapping[str, float],
+    work: float,
+    course: Sequence[Milestone],
+    ended: str,
 ) -> SolveReport:
     """The figures of a plan. `bound_s` is certified, 0 where there is none.
 
-    `solver` is the one that was asked for, `simulated_s` the step time of each way that fits.
+    `solver` is the one that was asked for, `simulated_s` the step time of each way that fits;
+    `work`, `course` and `ended` are as in a report.
     """
     step_s = plan.predicted.makespan_s
     claim = solution if solution is not None and solution.decisions is not None else None
@@ -52,6 +56,9 @@ def report_of(
         simulated_s=simulated_s,
         unknown_ops=len(problem.unknown_ops),
         unknown_bytes=sum(op.bytes_moved for op in problem.unknown_ops),
+        work=work,
+        course=tuple(course),
+        ended=ended,
     )
 
 

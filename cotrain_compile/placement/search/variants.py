@@ -14,6 +14,7 @@ from functools import cached_property
 from itertools import takewhile, zip_longest
 
 from cotrain_compile.analysis.liveness import liveness
+from cotrain_compile.dataflow import Phase
 from cotrain_compile.placement.decisions.decisions import DecisionSpace
 from cotrain_compile.placement.decisions.find_decisions import decision_space
 from cotrain_compile.placement.milp.solvers import Solution
@@ -28,6 +29,7 @@ from cotrain_compile.placement.recompute.levels import (
     spread,
 )
 from cotrain_compile.placement.recompute.rewrite import recomputable
+from cotrain_compile.placement.recompute.rules import every_layer, every_other_layer
 from cotrain_compile.placement.search.least import Least, least_of
 from cotrain_compile.placement.work import PER_OP_OF_LEAST, PER_OP_OF_SPACE, Meter
 from cotrain_compile.plan import Placement
@@ -251,6 +253,20 @@ class Levels:
         values = self._may.intersection(checkpoints.values)
         if checkpoints.dissolved and values:
             yield self._variant(values, "checkpoints")
+
+    def usual(self, below_s: float) -> Iterator[Variant]:
+        """What users checkpoint by themselves: every layer, or every other one.
+
+        Those whose ops alone take less than `below_s`, with what runs again.
+        """
+        dataflow, device_s = self._problem.dataflow, self._problem.costs.device_s
+        passes = (op.name for op in dataflow.ops if op.phase is not Phase.OPTIMIZER)
+        alone_s = math.fsum(device_s[name] for name in passes)
+        for name, choose in (("every-layer", every_layer), ("every-other", every_other_layer)):
+            again = choose(dataflow, self._may).recomputed
+            makers = (op.name for op in dataflow.ops if not again.isdisjoint(op.writes))
+            if again and alone_s + math.fsum(device_s[each] for each in makers) < below_s:
+                yield self._variant(again, name)
 
     def _variant(self, recomputed: Collection[str], name: str) -> Variant:
         names = tuple(b.name for b in self._problem.dataflow.buffers if b.name in recomputed)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from cotrain_compile.placement.placed import place_plan
 from cotrain_compile.placement.problem import Problem
-from cotrain_compile.placement.simulate.predict import joined, task_s, timeline_of, works_of
+from cotrain_compile.placement.simulate.predict import joined_works_of, task_s, timeline_of
 from cotrain_compile.plan import HostRegion, Plan, Task
 
 
@@ -43,7 +43,7 @@ def outcomes(problem: Problem, plan: Plan) -> Outcomes:
             takes_part = isinstance(task, HostRegion) and (task.guesses or task.confirms in guessed)
             return seconds(task) if takes_part else task_s(problem, task)  # type: ignore[arg-type]
 
-        return timeline_of(placed, joined(works_of(placed, of))).makespan_s
+        return timeline_of(placed, joined_works_of(placed, of)).makespan_s
 
     def wrong(task: HostRegion) -> float:
         update_s, saving_s = problem.costs.host_update_s[task.param], problem.saving_s(task.param)

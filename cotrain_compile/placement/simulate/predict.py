@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, assert_never
@@ -37,32 +37,7 @@ MEMBER = 0.31
 
 def step_s(placed: PlacedStep) -> float:
     """Seconds of one step, as `predict` has them; quicker, for comparing plans."""
-    return timeline_of(placed, joined(works_of(placed))).makespan_s
-
-
-def joined(works: Sequence[Work]) -> list[Work]:
-    """`works` with every run of device ops that nothing else touches made one."""
-    device = Lane.DEVICE
-    awaited = {name for work in works if work.lane != device for name in work.after}
-    result: list[Work] = []
-    run: list[Work] = []
-    for work in works:
-        if work.lane != device:
-            result.append(work)
-            continue
-        if run and (work.after or work.after_previous or run[-1].name in awaited):
-            result.append(_as_one(run))
-            run.clear()
-        run.append(work)
-    return [*result, _as_one(run)] if run else result
-
-
-def _as_one(run: Sequence[Work]) -> Work:
-    """The works of `run` one right after the other."""
-    seconds = 0.0
-    for work in run:
-        seconds += work.seconds
-    return replace(run[0], name=run[-1].name, seconds=seconds)
+    return timeline_of(placed, joined_works_of(placed)).makespan_s
 
 
 def predict(placed: PlacedStep) -> Timeline:
@@ -125,27 +100,69 @@ def works_of(
     Issuing tasks holds up the op that follows, see `held_up_s`. An exchange with other ranks begins
     behind its op.
     """
+    device = [
+        Work(op, Lane.DEVICE, seconds, after, after_previous)
+        for op, seconds, after, after_previous in _on_device(placed)
+    ]
+    return [*device, *_elsewhere(placed, seconds_of)]
+
+
+def joined_works_of(
+    placed: PlacedStep, seconds_of: Callable[[Problem, Task], float] = task_s
+) -> list[Work]:
+    """As `works_of`, with every run of device ops that nothing else touches made one.
+
+    It is named as the last of them.
+    """
+    others = _elsewhere(placed, seconds_of)
+    awaited = {name for work in others for name in work.after}
+    works: list[Work] = []
+    last, total_s = "", 0.0
+    begins: tuple[str, ...] = ()
+    begins_previous: tuple[str, ...] = ()
+    for op, seconds, after, after_previous in _on_device(placed):
+        if last and (after or after_previous or last in awaited):
+            works.append(Work(last, Lane.DEVICE, total_s, begins, begins_previous))
+            last = ""
+        if not last:
+            total_s, begins, begins_previous = 0.0, after, after_previous
+        last, total_s = op, total_s + seconds
+    if last:
+        works.append(Work(last, Lane.DEVICE, total_s, begins, begins_previous))
+    return [*works, *others]
+
+
+def _on_device(
+    placed: PlacedStep,
+) -> Iterator[tuple[str, float, tuple[str, ...], tuple[str, ...]]]:
+    """Name and seconds of each device op, what it is after, and that of the step before."""
     problem, program, tasks = placed.problem, placed.program, placed.tasks
     waits: dict[str | None, list[str]] = {}
     carried: dict[str | None, list[str]] = {}
-    freeing: dict[str | None, list[str]] = {}
     for task in tasks:
         waiting = carried if task.carried else waits
         waiting.setdefault(task.wait_before, []).append(task.name)
+    held_s = held_up_s(problem, program, _starts(_following(program), tasks))
+    device_s = problem.costs.device_s
+    for op in program.ops:
+        name = op.name
+        yield (
+            name,
+            device_s[name] + held_s.get(name, 0.0),
+            (*waits.get(name, ()), *_awaited(problem, op)),
+            tuple(carried.get(name, ())),
+        )
+
+
+def _elsewhere(placed: PlacedStep, seconds_of: Callable[[Problem, Task], float]) -> list[Work]:
+    """Exchanges and tasks."""
+    problem, program, tasks = placed.problem, placed.program, placed.tasks
+    freeing: dict[str | None, list[str]] = {}
+    for task in tasks:
         if task.is_offload:
             freeing.setdefault(task.wait_before, []).append(task.name)
     following = _following(program)
-    held_s = held_up_s(problem, program, _starts(following, tasks))
-    works = [
-        Work(
-            op.name,
-            Lane.DEVICE,
-            problem.costs.device_s[op.name] + held_s.get(op.name, 0.0),
-            (*waits.get(op.name, ()), *_awaited(problem, op)),
-            tuple(carried.get(op.name, ())),
-        )
-        for op in program.ops
-    ]
+    works: list[Work] = []
     for op in program.ops:
         if op.name in problem.costs.network_s:
             seconds = problem.costs.network_s[op.name]

@@ -26,6 +26,7 @@ from cotrain_compile.viz.text.summary import (
     recompute_words,
     reserved_on_card,
     reserved_words,
+    search,
 )
 
 LARGEST = 14
@@ -102,6 +103,8 @@ def sentences(problem: Problem, plan: Plan, measured: Sequence[Timeline] = ()) -
     if reserved := list(reserved_words(plan, problem.dataflow)):
         yield f"{': '.join(reserved)}."
     yield from _of_bound(problem, plan, measured)
+    if plan.report is not None and plan.report.course:
+        yield _sentence(search(plan.report))
     modes = Counter(mode.value.replace("_", " ") for mode in plan.placement.updates.values())
     if plan.tasks and modes:
         told = ", ".join(f"{count} {mode}" for mode, count in modes.items())

@@ -115,6 +115,15 @@ def candidates(answers: Sequence[Plan | PlacementError], rules: Sequence[str]) -
         yield policy, *(_candidate(answer, policy) for answer in answers)
 
 
+def search(report: SolveReport) -> str:
+    """How a search went: what was the fastest when it was found, and what ended it."""
+    found = ", ".join(
+        f"{format_seconds(one.seconds)} by {one.name} after {one.work:.1f}" for one in report.course
+    )
+    ended = f"it ended after {report.work:.1f}: {report.ended}"
+    return "; ".join(filter(None, ["the search, in units of about a second", found, ended]))
+
+
 def _name(answer: Plan | PlacementError) -> str:
     if isinstance(answer, Plan):
         return answer.placement.policy

@@ -13,7 +13,6 @@ from unittest import mock
 
 import highspy
 import numpy as np
-import pulp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -66,13 +65,12 @@ def optimum_ms(program: Program, solver: str = "highs") -> float:
 
 def best_of_all(program: Program) -> float:
     """The same by going through all whole decisions."""
-    lp, column = linear(program)
-    whole = [v for v in program.model.variables() if v.cat == pulp.LpInteger]
-    assert whole
+    lp = linear(program)
+    assert program.linear.whole
     best = math.inf
     for values in assignments(program):
-        for name, value in values.items():
-            lp.changeColBounds(column[name], value, value)
+        for column, value in values.items():
+            lp.changeColBounds(column, value, value)
         best = min(best, least_ms(lp))
     return best
 
@@ -88,38 +86,29 @@ def least_ms(lp: highspy.Highs) -> float:
     return lp.getObjectiveValue() if lp.getModelStatus() == status.kOptimal else math.inf
 
 
-def assignments(program: Program) -> list[dict[str, float]]:
-    """All ways to set the whole variables, by name: one strategy for each cluster."""
-    params = [[v.name for v in variables] for variables in program.params]
-    activations = [[*(v.name for v in variables), ""] for variables in program.activations]
-    names = [name for cluster in (*params, *activations) for name in cluster if name]
+def assignments(program: Program) -> list[dict[int, float]]:
+    """All ways to set the whole columns, by number: one strategy for each cluster."""
+    params = [[column.number for column in columns] for columns in program.params]
+    activations = [[*(column.number for column in c), -1] for c in program.activations]
+    numbers = [number for cluster in (*params, *activations) for number in cluster if number >= 0]
     return [
-        {name: float(name in chosen) for name in names} for chosen in product(*params, *activations)
+        {number: float(number in chosen) for number in numbers}
+        for chosen in product(*params, *activations)
     ]
 
 
-def linear(program: Program) -> tuple[highspy.Highs, dict[str, int]]:
-    """The program without whole variables, for a solver that is asked again and again."""
-    variables = program.model.variables()
-    column = {variable.name: index for index, variable in enumerate(variables)}
+def linear(program: Program) -> highspy.Highs:
+    """The program without whole columns, for a solver that is asked again and again."""
     lp = highspy.Highs()  # type: ignore[no-untyped-call]
     lp.silent()
-    costs = {v.name: c for v, c in program.model.objective.items()}
-    for v in variables:
-        lower = -highspy.kHighsInf if v.lowBound is None else v.lowBound
-        upper = highspy.kHighsInf if v.upBound is None else v.upBound
-        lp.addCol(costs.get(v.name, 0.0), lower, upper, 0, [], [])
-    for row in program.model.constraints():
-        lower, upper = row.getLb(), row.getUb()
-        index = np.array([column[v.name] for v in row], dtype=np.int32)
-        lp.addRow(
-            -highspy.kHighsInf if lower is None else lower,
-            highspy.kHighsInf if upper is None else upper,
-            len(index),
-            index,
-            np.array(list(row.values()), dtype=np.float64),
-        )
-    return lp, column
+    costs = program.linear.objective.terms
+    for column in program.linear.columns:
+        lp.addCol(costs.get(column.number, 0.0), column.low, column.high, 0, [], [])
+    for row in program.linear.rows:
+        index = np.array([*row.terms], dtype=np.int32)
+        shares = np.array([*row.terms.values()], dtype=np.float64)
+        lp.addRow(row.low, row.high, len(index), index, shares)
+    return lp
 
 
 @st.composite

@@ -18,14 +18,14 @@ from cotrain_compile.placement.search.solve import SolveSettings, solve
 from cotrain_compile.placement.search.variants import Levels, Variant, promising
 from cotrain_compile.presets import find
 from tests.support.blocks import blocks
-from tests.support.nets import MIB
+from tests.support.nets import MIB, Training
 from tests.support.random_problems import with_budget
 from tests.unit.placement.test_recompute_chain import unit_chain
 
 
-def blocks_of_torch(count: int) -> Dataflow:
+def blocks_of_torch(count: int, training: Training | None = None) -> Dataflow:
     """Equal blocks with two levels each: ops of torch's may run again."""
-    dataflow = blocks(count)
+    dataflow = blocks(count, training)
     ops = (replace(op, target="aten.mul.Tensor") for op in dataflow.ops)
     return replace(dataflow, ops=tuple(ops))
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any
 
-import pulp
+import numpy as np
 import pytest
 
 from cotrain_compile.errors import PlanError
@@ -15,12 +15,13 @@ from cotrain_compile.machine import Tier
 from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.decisions.find_decisions import decision_space
 from cotrain_compile.placement.milp import solvers
+from cotrain_compile.placement.milp.highs_process import Answer, solve_elsewhere
+from cotrain_compile.placement.milp.linear import LinearProgram, summed
 from cotrain_compile.placement.milp.model import MIB
 from cotrain_compile.placement.milp.program import Program
 from cotrain_compile.placement.milp.solvers import Solution, solve_program
-from cotrain_compile.placement.milp.warm_highs import WarmHighs
 from cotrain_compile.placement.search.solve import SolveSettings, solve
-from cotrain_compile.placement.work import Allowance, Meter
+from cotrain_compile.placement.work import UNLIMITED, Allowance, Meter
 from cotrain_compile.plan import Plan
 from tests.support.dataflows import mixed_precision_step
 from tests.unit.placement.test_solve import problem_of
@@ -34,9 +35,9 @@ def sound(plan: Plan) -> Plan:
     return plan
 
 
-def absent(monkeypatch: pytest.MonkeyPatch, *classes: type) -> None:
-    for solver in classes:
-        monkeypatch.setattr(solver, "available", lambda self: False)
+def absent(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    for name in names:
+        monkeypatch.setattr(solvers, f"has_{name}", lambda: False)
 
 
 def fails_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
@@ -51,13 +52,38 @@ def test_a_program_may_ask_for_other_threads_than_the_one_before() -> None:
     """Policy `autotm` leaves their number to HiGHS; one process solves it and what comes after."""
     statuses = []
     for threads in (None, 1, 2):
-        model = pulp.LpProblem(sense=pulp.LpMaximize)
-        few = [model.add_variable(f"x{index}", 0, 3, pulp.LpInteger) for index in range(2)]
-        model += few[0] + 2 * few[1]
-        model += few[0] + few[1] <= 4.5
-        model.solve(WarmHighs(msg=False, threads=threads))
-        statuses.append((model.status, pulp.value(model.objective)))
-    assert statuses == [(pulp.LpStatusOptimal, 7.0)] * 3
+        program = LinearProgram()
+        few = [program.column(f"x{index}", 0, 3, is_whole=True) for index in range(2)]
+        program.objective = -few[0] - 2 * few[1]
+        program.add(few[0] + few[1] <= 4.5)
+        asked = {} if threads is None else {"threads": threads}
+        answer = solve_elsewhere(program, asked, UNLIMITED)
+        assert answer.values is not None
+        statuses.append((answer.status, *answer.values))
+    assert statuses == [("optimal", 1.0, 3.0)] * 3
+
+
+def test_what_a_program_is_written_with_counts_as_arithmetic_does() -> None:
+    program = LinearProgram()
+    x, y = program.column("x"), program.column("y", high=5.0)
+    assert x.terms == {0: 1.0}
+    both = 2.0 * x - (y + 1.0) + np.float64(0.5) * y
+    assert both.at(np.array([3.0, 4.0])) == 2 * 3 - 5 + 0.5 * 4
+    assert (1.0 - both).at(np.array([3.0, 4.0])) == -2.0
+    assert summed([x, 1.5, both, -x]).at(np.array([3.0, 4.0])) == 1.5 + 3.0
+    program.add(both <= y)
+    program.add(x + y >= 2.0)
+    program.add(x - x == 0.0)
+    matrix = program.matrix
+    assert [*zip(matrix.row_lower, matrix.row_upper, strict=True)] == [
+        (-math.inf, 1.0),
+        (2.0, math.inf),
+        (0.0, 0.0),
+    ]
+    assert matrix.start.tolist() == [0, 2, 4, 4]  # what has gone from a row is no entry
+    assert matrix.index.tolist() == [0, 1, 0, 1]
+    assert matrix.value.tolist() == [2.0, -1.5, 1.0, 1.0]
+    assert matrix.col_upper.tolist() == [math.inf, 5.0]
 
 
 def rounding(*, relaxed: bool = False) -> Program:
@@ -89,12 +115,10 @@ def test_the_relaxation_bounds_a_program_that_nothing_more_is_found_for(
     full = solved(rounding(relaxed=relaxed))
     run = solvers._run_highs
 
-    def only_relaxations(program: Program, *arguments: Any, whole: bool = True) -> Any:
+    def only_relaxations(*arguments: Any, whole: bool = True, **how: Any) -> Answer:
         if not whole:
-            return run(program, *arguments, whole=whole)
-        program.model.sol_status = pulp.LpSolutionNoSolutionFound
-        status = {"getModelStatus": lambda: 13, "modelStatusToString": lambda _: "Time limit"}
-        return SimpleNamespace(**status, getInfo=lambda: SimpleNamespace(mip_dual_bound=-math.inf))
+            return run(*arguments, whole=whole, **how)
+        return Answer("time limit reached", None, math.inf, -math.inf, {})
 
     monkeypatch.setattr(solvers, "_run_highs", only_relaxations)
     cut_short = solved(rounding(relaxed=relaxed))
@@ -108,7 +132,7 @@ def test_highs_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_without_highs_cbc_takes_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    absent(monkeypatch, pulp.HiGHS)
+    absent(monkeypatch, "highs")
     plan = sound(solve(PROBLEM, SETTINGS))
     assert plan.notes[0] == "the solver highs is not installed; cbc has taken its place"
     assert plan.report is not None
@@ -116,7 +140,7 @@ def test_without_highs_cbc_takes_its_place(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_without_any_solver_the_plan_is_that_of_a_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    absent(monkeypatch, pulp.HiGHS, pulp.PULP_CBC_CMD)
+    absent(monkeypatch, "highs", "cbc")
     plan = sound(solve(PROBLEM, SETTINGS))
     (note,) = plan.notes
     assert note.startswith("the solver highs failed (OptionError: no solver found: install highspy")
@@ -132,7 +156,7 @@ def test_without_any_solver_the_plan_is_that_of_a_rule(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     "error",
     [
-        pulp.PulpSolverError("Pulp: Error while executing cbc\nsee its log"),
+        RuntimeError("Error while executing cbc\nsee its log"),
         MemoryError(),
         RuntimeError("HiGHS returned kError"),
         ValueError("nan"),
@@ -209,19 +233,10 @@ def test_highs_without_a_bound_of_its_own_has_that_of_its_relaxation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Stopped early it says minus infinity, where it has a solution, too."""
-
-    class Stopped:
-        def __init__(self, highs: Any) -> None:
-            self.highs = highs
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self.highs, name)
-
-        def getInfo(self) -> Any:  # noqa: N802 (HiGHS' name)
-            return SimpleNamespace(mip_dual_bound=float("-inf"))
-
     run = solvers._run_highs
-    monkeypatch.setattr(solvers, "_run_highs", lambda *a, **k: Stopped(run(*a, **k)))
+    monkeypatch.setattr(
+        solvers, "_run_highs", lambda *a, **k: replace(run(*a, **k), bound=-math.inf)
+    )
     plan = sound(solve(PROBLEM, SolveSettings("auto", work_limit=60.0)))
     assert plan.report is not None
     assert plan.report.objective_s is not None
