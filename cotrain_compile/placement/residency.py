@@ -19,6 +19,7 @@ from typing import assert_never
 from cotrain_compile.dataflow import Buffer, Dataflow, Op, Role, UpdateGroup
 from cotrain_compile.guesses import second_bytes
 from cotrain_compile.machine import Tier
+from cotrain_compile.on_disk import room_bytes
 from cotrain_compile.plan import (
     HostRegion,
     MovedOps,
@@ -218,7 +219,8 @@ def _spans(
     touched = program.touches.get(buffer.name, [])
     waits = [wait for wait, _ in fetches]
     limits = [*waits, end]
-    on_host = placement.homes.get(buffer.name) is Tier.HOST
+    home = placement.homes.get(buffer.name, Tier.DEVICE)
+    on_host = home is not Tier.DEVICE
     if on_host and buffer.is_input:
         spans = [(0, 0)]
     elif not fetches and buffer.is_input:
@@ -247,7 +249,8 @@ def host_bytes(
 ) -> int:
     """Most bytes the plan can hold on the host: homes, copies left there, values in updates.
 
-    What updates on guesses save stays between steps, so that it is there when the next one comes.
+    Of states that rest on disk it is the rooms that they pass through. What updates on guesses
+    save stays between steps, so that it is there when the next one comes.
 
     Host copies are counted to the end of the step, those that a carried update reads once more for
     the next one. As many updates as there are `workers` run at once, and free the values inside
@@ -257,7 +260,7 @@ def host_bytes(
     homes = sum(
         dataflow.buffer[name].nbytes for name, tier in placement.homes.items() if tier is Tier.HOST
     )
-    copies = 0
+    copies = room_bytes(dataflow, placement)
     carried = set(_read_by_carried(dataflow, tasks))
     for task in tasks:
         match task:

@@ -66,7 +66,7 @@ class Meter:
     """Bytes now and at most, per tier. `track` may be called from any thread."""
 
     def __init__(self, budgets: Mapping[Tier, int]) -> None:
-        self.budgets = dict(budgets)
+        self.budgets = {tier: budgets.get(tier, sys.maxsize) for tier in Tier}
         self.peak_bytes = dict.fromkeys(Tier, 0)
         self._used_bytes = dict.fromkeys(Tier, 0)
         self._curve = {tier: Curve() for tier in Tier}

@@ -45,7 +45,7 @@ class ParamCluster:
     weight can be fetched up to `most_fetches` times in a step; where the `gradient_waits` there are
     buckets between its last use and the update. On guesses the update may begin after bucket
     `guessed`, None where there is nothing to guess or nothing gained; to save its `second_bytes`
-    takes `saving_s`.
+    takes `saving_s`. Of the states `disk_bytes` may rest on disk, none where nothing may.
     """
 
     params: tuple[str, ...]
@@ -77,6 +77,7 @@ class ParamCluster:
     guessed: int | None = None
     second_bytes: int = 0
     saving_s: float = 0.0
+    disk_bytes: int = 0
 
 
 @dataclass(frozen=True)
