@@ -97,8 +97,8 @@ def css_property(kind: str) -> str:
 def lane_titles(*timelines: Timeline) -> Mapping[str, str]:
     """What the lanes of `timelines` are called, from above.
 
-    Those of one device are always there, network and drive where they do anything, and whatever other
-    lanes occur, by their own names: those of several devices.
+    Those of one device are always there, network and drive where they do anything, and whatever
+    other lanes occur, by their own names: those of several devices.
     """
     used = dict.fromkeys(str(span.lane) for timeline in timelines for span in timeline.spans)
     titles = {
