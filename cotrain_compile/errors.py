@@ -106,5 +106,9 @@ class VerifyError(CotrainError, RuntimeError):
     """A verified step is not what the captured one is: the first tensor that differs, or a race."""
 
 
+class DiskError(CotrainError, RuntimeError):
+    """What rests on disk can have no file there, or cannot be read or written."""
+
+
 class HostMemoryError(CotrainError, RuntimeError):
     """This computer does not have the host memory that a plan needs, or cannot pin it."""

@@ -87,6 +87,11 @@ class Meter:
             return dict(self._used_bytes)
 
     @property
+    def peak_bytes_held(self) -> dict[Tier, int]:
+        """`peak_bytes`, of a drive only where anything rests there."""
+        return {t: n for t, n in self.peak_bytes.items() if n or t is not Tier.DISK}
+
+    @property
     def curve(self) -> Mapping[Tier, Curve]:
         """The bytes after every change; what died is noticed at the next."""
         with self._lock:
