@@ -21,7 +21,7 @@ def did_you_mean(value: object, known: Iterable[str]) -> str:
     """
     names = {name.replace("-", "_"): name for name in known}
     asked = str(value).replace("-", "_")
-    near = difflib.get_close_matches(asked, names, n=1, cutoff=0.7)
+    near = difflib.get_close_matches(asked, names, n=1, cutoff=0.71)
     if not near and asked:
         words = set(asked.split("_"))
         near = [name for name in names if words <= set(name.split("_"))]

@@ -12,7 +12,7 @@ from cotrain_compile.machine import Tier
 from cotrain_compile.plan import Placement
 
 # What a drive reads and writes at a time: of less, its latency is a part that can be told.
-PIECE_BYTES = 1 << 24
+PIECE_BYTES = 1 << 22
 # One is being worked on, some are read meanwhile, and some are on their way back.
 ROOMS = 6
 # Direct reads and writes begin and end at multiples of it, on all drives of today.

@@ -32,7 +32,7 @@ def check(problem: Problem, plan: Plan) -> None:
             "make a new plan for it"
         )
     spaces = set(problem.machine.spaces)
-    named = spaces - {Tier.DISK} <= set(plan.budgets) <= spaces
+    named = set(plan.budgets) | {Tier.DISK} == spaces | {Tier.DISK}
     require(named, "every space of the machine but a drive needs a budget, and no other")
     workers = problem.machine.host_update.workers
     for space, peak in peaks_of(dataflow, plan, workers).items():

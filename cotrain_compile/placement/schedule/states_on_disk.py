@@ -43,7 +43,8 @@ def with_states_on_disk(placed: PlacedStep) -> PlacedStep:
         if short + rooms <= 0:
             break
     homes = {**placed.placement.homes, **dict.fromkeys(moved, Tier.DISK)}
-    return replace(placed, placement=replace(placed.placement, homes=homes))
+    found = replace(placed, placement=replace(placed.placement, homes=homes))
+    return found if found.host_bytes < placed.host_bytes else placed  # rooms may be larger
 
 
 def _updated_on_host(placed: PlacedStep) -> Iterator[UpdateGroup]:

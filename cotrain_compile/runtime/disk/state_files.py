@@ -139,11 +139,11 @@ def _moved(members: Sequence[torch.Tensor], folder: Path) -> StateFile:
 
 def _write(file: StateFile, row: torch.Tensor) -> None:
     """Write `row`, which lies anywhere, past the page cache."""
-    with mmap.mmap(-1, _MOVED_BYTES) as memory, memoryview(memory) as room:
-        for start in range(0, row.nbytes, _MOVED_BYTES):
-            part = row[start : start + _MOVED_BYTES]
-            room[: part.nbytes] = part.cpu().numpy().data
-            file.write(room[: whole_blocks(part.nbytes)], start)
+    room = memoryview(mmap.mmap(-1, _MOVED_BYTES))
+    for start in range(0, row.nbytes, _MOVED_BYTES):
+        part = row[start : start + _MOVED_BYTES]
+        room[: part.nbytes] = part.cpu().numpy().data
+        file.write(room[: whole_blocks(part.nbytes)], start)
 
 
 def _unnamed_file(folder: Path, nbytes: int) -> int:
@@ -180,7 +180,7 @@ def _opened(folder: Path) -> int:
 def _is_direct(fd: int) -> bool:
     """Whether reads and writes go past the page cache: not on every file system."""
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-    with mmap.mmap(-1, BLOCK_BYTES) as room:
+    with mmap.mmap(-1, BLOCK_BYTES) as memory, memoryview(memory) as room:
         try:
             fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
             os.preadv(fd, [room], 0)
