@@ -7,13 +7,13 @@ compared with it by tests.
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from os import PathLike
 from typing import Any, Literal, get_origin
 
-from cotrain_compile.errors import OptionError
 from cotrain_compile.machine import Machine, Tier, default_budget
 from cotrain_compile.options import parsers
 from cotrain_compile.support.sizes import Size
@@ -112,8 +112,7 @@ class PlanningOptions:
     def budgets(self, machine: Machine) -> dict[Tier, int]:
         """Bytes allowed on each tier: what the user set, else what is planned for by default.
 
-        On disk none unless `disk` or `disk_budget` is set. Raises `OptionError` where the machine
-        has no drive, and the folder cannot be asked what is free there.
+        On disk none unless `disk` or `disk_budget` is set.
         """
         device, host = self.memory_budget, self.host_memory_budget
         all_of_it = Size(fraction=1.0)
@@ -127,19 +126,9 @@ class PlanningOptions:
 
     def _disk_bytes(self, machine: Machine) -> int:
         """Of what is free in the folder, or where none is named of the machine's drive."""
-        if machine.disk is None:
-            raise OptionError(
-                f"{machine.name} has no drive: give the option machine a preset, or a file of "
-                "`cotrain-compile calibrate --disk FOLDER`"
-            )
-        free_bytes = machine.disk.capacity_bytes
-        if self.disk is not None:
-            try:
-                free_bytes = shutil.disk_usage(self.disk).free
-            except OSError as error:
-                raise OptionError(
-                    f"disk is {self.disk!r}, which must be a folder: {error.strerror}"
-                ) from error
+        free_bytes = machine.disk.capacity_bytes if machine.disk is not None else 0
+        if self.disk is not None and os.path.isdir(self.disk):
+            free_bytes = shutil.disk_usage(self.disk).free
         return (self.disk_budget or Size(fraction=FREE_SHARE)).of(free_bytes)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from cotrain_compile.analysis.costs import CostTable, roofline, with_measured
 from cotrain_compile.dataflow import Dataflow, Op
+from cotrain_compile.errors import OptionError
 from cotrain_compile.guesses import second_bytes
 from cotrain_compile.machine import Machine, Tier
 from cotrain_compile.placement.order.by_layer import in_packs
@@ -135,8 +136,13 @@ def formulate(
     Without a budget for a drive the machine is taken without it. Costs come from its roofline,
     and from `profile` where it has a measured time; what a
     plan has made again in the measured step is in no other plan, and left out. Raises `PlanError`
-    when the profile is of another step.
+    when the profile is of another step, `OptionError` where there is a budget for a drive and none.
     """
+    if Tier.DISK in budgets and machine.disk is None:
+        raise OptionError(
+            f"the machine {machine.name} has no drive; take a preset that has one, or a file of "
+            "`cotrain-compile calibrate --disk FOLDER`"
+        )
     if Tier.DISK not in budgets:
         machine = machine.with_disk(None)
     costs = roofline(dataflow, machine, captured=captured)

@@ -71,8 +71,8 @@ def refuse_host(problem: Problem, placement: Placement, needed: int) -> NoReturn
         f"policy {placement.policy!r} needs {format_bytes(needed)} on the host for optimizer "
         f"states, gradients and parameters in flight, but host_memory_budget is "
         f"{format_budget(budget)}: {format_bytes(needed - budget)} short; raise "
-        f"host_memory_budget,{_or_a_disk(problem)} or use policy='auto', which leaves on the "
-        "device what memory_budget has room for",
+        "host_memory_budget, or use policy='auto', which leaves on the device what memory_budget "
+        f"has room for{_or_a_disk(problem)}",
         shortfall_bytes=needed - budget,
         tier=Tier.HOST,
     )
@@ -80,4 +80,4 @@ def refuse_host(problem: Problem, placement: Placement, needed: int) -> NoReturn
 
 def _or_a_disk(problem: Problem) -> str:
     """Where states could rest on disk and may not: how they would."""
-    return "" if problem.disk_bytes else " let states rest on a disk (option disk),"
+    return "" if problem.disk_bytes else ", or let states rest on a drive (option disk)"

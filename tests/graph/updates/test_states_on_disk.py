@@ -173,7 +173,7 @@ def test_a_file_that_was_cut_off_is_told_and_not_read_as_zeros(tmp_path: Path) -
 
 
 def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match=r"disk is .*must be a folder"):
+    with pytest.raises(OptionError, match=r"'disk' is .*must be a folder"):
         on_disk(tmp_path / "absent").train(range(1))
 
 

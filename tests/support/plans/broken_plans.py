@@ -86,7 +86,7 @@ BROKEN_RULES: Mapping[str, tuple[str, Breaking, str]] = {
     "a budget too few": (
         "nothing_moves",
         lambda p: replace(p, budgets={Tier.DEVICE: PLENTY}),
-        "every space of the machine needs a budget",
+        "every space of the machine but a drive needs a budget",
     ),
     "a home too few": (
         "nothing_moves",

@@ -53,7 +53,7 @@ def test_an_update_may_run_while_the_last_exchange_is_awaited() -> None:
     """The wait between them takes no time of the device, and it waits all the same."""
     step = exchanging(chain(2, width=2048, batch=64), most_under_way=1)
     machine = find("rtx4090").but(network=Network(1e9))
-    free = formulate(step, machine, dict.fromkeys(Tier, PLENTY))
+    free = formulate(step, machine, dict.fromkeys(MEMORIES, PLENTY))
     bound_s = certified_bound_s(free, "highs", work=Allowance(Meter(), 10), seed=0, cyclic=False)
     early = replace(resident(step), early_updates=True)
     found = draft(free, early)

@@ -55,7 +55,7 @@ def test_the_next_process_reads_the_plan_and_says_so(problem: Problem, folder: P
     assert "this plan was found before" in second.notes[-1]
 
 
-@pytest.mark.parametrize("tier", Tier)
+@pytest.mark.parametrize("tier", MEMORIES)
 def test_a_plan_serves_in_budgets_that_hold_it_and_are_hardly_larger(
     problem: Problem, folder: Path, tier: Tier
 ) -> None:
