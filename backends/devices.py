@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -13,11 +14,16 @@ from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
 from cotrain_compile.errors import ON_META, OptionError
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.machine import Machine, Tier
-from cotrain_compile.options.parts import LoweringOptions, PlanningOptions, RunningOptions
+from cotrain_compile.on_disk import room_bytes
+from cotrain_compile.options import Options
+from cotrain_compile.options.parts import LoweringOptions, PlanningOptions
 from cotrain_compile.placement.problem import Problem
-from cotrain_compile.runtime.calibrate.first_use import measured_machine
+from cotrain_compile.plan import Placement
+from cotrain_compile.runtime.calibrate.first_use import measured_drive, measured_machine
 from cotrain_compile.runtime.cuda.setup import cuda_device, cuda_machine
 from cotrain_compile.runtime.device import Device
+from cotrain_compile.runtime.disk.drive import Drive
+from cotrain_compile.runtime.disk.resting_kernel import resting_kernels
 from cotrain_compile.runtime.emulated import EmulatedDevice
 from cotrain_compile.runtime.host.fused_kernel import HostKernel
 from cotrain_compile.runtime.host.pieces import piecewise_tasks
@@ -93,8 +99,16 @@ def refuse_gradients_of_hosted(
 def machine_for(step: StepGraph, options: PlanningOptions) -> Machine:
     """The machine that `options` name; "this-machine" is the one that the step runs on.
 
-    That is measured when it is first met, or else guessed at: see `first_use`.
+    That is measured when it is first met, or else guessed at: see `first_use`. So is the drive of
+    the option `disk`, where the machine has none. Raises `DiskError` where that has no room.
     """
+    machine = _machine_in_memory(step, options)
+    if options.disk is None or machine.disk is not None:
+        return machine
+    return machine.with_disk(measured_drive(options.disk))
+
+
+def _machine_in_memory(step: StepGraph, options: PlanningOptions) -> Machine:
     if options.machine == presets.THIS_MACHINE:
         measured = measured_machine(compute_device_of(step))
         if measured is not None:
@@ -105,9 +119,16 @@ def machine_for(step: StepGraph, options: PlanningOptions) -> Machine:
 
 
 def runtime_for(
-    placed: StepGraph, problem: Problem, kernels: Mapping[str, HostKernel], options: RunningOptions
+    placed: StepGraph,
+    problem: Problem,
+    placement: Placement,
+    kernels: Mapping[str, HostKernel],
+    options: Options,
 ) -> Device:
-    """The device that carries out the tasks of `placed`, of which `problem` has the costs."""
+    """The device that carries out the tasks of `placed`, of which `problem` has the costs.
+
+    What `placement` has on disk rests in the folder of the options.
+    """
     device: Device
     piecewise = piecewise_tasks(placed, kernels)
     if runs_on_cuda(placed):
@@ -132,6 +153,9 @@ def runtime_for(
             network_s=problem.costs.network_s,
         )
     device.watchdog_s = options.watchdog_s
+    if resting := resting_kernels(placed, placement, kernels):
+        nbytes = room_bytes(problem.dataflow, placement)
+        device.drive = Drive(options.disk or tempfile.gettempdir(), nbytes, resting)
     return device
 
 

@@ -33,7 +33,7 @@ from cotrain_compile.entry.tracing import trace_graph
 from cotrain_compile.extract.extract import extract
 from cotrain_compile.files import load, save
 from cotrain_compile.graph import StepGraph
-from cotrain_compile.machine import Tier
+from cotrain_compile.machine import MEMORIES, Tier
 from cotrain_compile.placement.policies import resident
 from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.schedule.schedule import schedule
@@ -91,7 +91,7 @@ QUESTIONS = (
     Question("gpt", "rtx4090", 0.5, recompute=True),
 )
 RULES = ("zero-offload", "coarse", "streamed", "fraction:auto")
-UNLIMITED = dict.fromkeys(Tier, 1 << 50)
+UNLIMITED = dict.fromkeys(MEMORIES, 1 << 50)
 
 
 def _step(model: nn.Module, loss_of: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -17,14 +17,14 @@ ON_META = (
 
 def did_you_mean(value: object, known: Iterable[str]) -> str:
     """The one of `known` that `value` was meant to be, as words for behind it; "" where none is
-    near. A hyphen and an underscore are one. Else the shortest of `known` that has all its words.
+    near. A hyphen and an underscore are one. Else the first of `known` that has all its words.
     """
     names = {name.replace("-", "_"): name for name in known}
     asked = str(value).replace("-", "_")
-    near = difflib.get_close_matches(asked, names, n=1, cutoff=0.7)
+    near = difflib.get_close_matches(asked, names, n=1, cutoff=0.71)
     if not near and asked:
         words = set(asked.split("_"))
-        near = sorted((name for name in names if words <= set(name.split("_"))), key=len)
+        near = [name for name in names if words <= set(name.split("_"))]
     return f" (did you mean {names[near[0]]!r}?)" if near else ""
 
 
@@ -104,6 +104,10 @@ class StepFailed(CotrainError, RuntimeError):
 
 class VerifyError(CotrainError, RuntimeError):
     """A verified step is not what the captured one is: the first tensor that differs, or a race."""
+
+
+class DiskError(CotrainError, RuntimeError):
+    """What rests on disk can have no file there, or cannot be read or written."""
 
 
 class HostMemoryError(CotrainError, RuntimeError):

@@ -39,7 +39,7 @@ class UpdateMode(StrEnum):
 class Lane(StrEnum):
     """The lanes of a machine with one device, `Machine.lanes`: work on one lane runs in order.
 
-    The network is one of them where the machine has one.
+    The network is one of them where the machine has one, and so are the two ways of a drive.
     """
 
     DEVICE = "device"
@@ -47,13 +47,16 @@ class Lane(StrEnum):
     D2H = "d2h"
     H2D = "h2d"
     NETWORK = "network"
+    DISK_READ = "disk_read"
+    DISK_WRITE = "disk_write"
 
 
 @dataclass(frozen=True)
 class Placement:
     """Which tier each persistent buffer rests on between steps, and how each parameter is updated.
 
-    `homes` has one entry for every buffer with a persistent role; `updates` one for every update
+    `homes` has one entry for every buffer with a persistent role (states that the host updates may
+    rest on disk: their updates read and write them, piece by piece); `updates` one for every update
     group, by parameter name. A parameter at home on the host is fetched for its uses: itself, or
     the low-precision copy of its group, which the host then makes. `away` names what leaves the
     device in the longest gap between two uses, from forward to backward: activations, and such
@@ -368,6 +371,11 @@ class Plan:
     moved: tuple[MovedOps, ...] = ()
     report: SolveReport | None = None
     rates: Rates = Rates.GIVEN
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        """The tiers that it has a budget for."""
+        return tuple(tier for tier in Tier if tier in self.budgets)
 
     @property
     def on_machine(self) -> str:

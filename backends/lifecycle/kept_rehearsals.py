@@ -27,7 +27,7 @@ from cotrain_compile.backends.inductor.code_cache import key_of
 from cotrain_compile.backends.inductor.lower import LoweredStep
 from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
 from cotrain_compile.files import parsed, write_whole
-from cotrain_compile.machine import Tier
+from cotrain_compile.machine import MEMORIES, Tier
 from cotrain_compile.runtime.ops import TASKS
 from cotrain_compile.support.disk_cache import folder_of, keep_at_most, package_digest
 
@@ -45,7 +45,7 @@ class KeptRehearsal:
         """The most bytes on each tier; None where there is no such file, or it is damaged."""
         try:
             found = parsed(self.path.read_text())
-            peaks = {tier: found[tier.value] for tier in Tier}
+            peaks = {tier: found[tier.value] for tier in MEMORIES}
         except (OSError, ValueError, KeyError, TypeError):
             return None
         if any(type(nbytes) is not int or nbytes < 0 for nbytes in peaks.values()):
@@ -58,7 +58,7 @@ class KeptRehearsal:
         """Write the peaks of a rehearsal; nothing where no file can be written."""
         with suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(self.path, json.dumps({tier.value: peak_bytes[tier] for tier in Tier}))
+            write_whole(self.path, json.dumps({tier.value: peak_bytes[tier] for tier in MEMORIES}))
             keep_at_most(self.path.parent, MOST_BYTES)
 
     def forget(self) -> None:

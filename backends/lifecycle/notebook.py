@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from html import escape
 
-from cotrain_compile.machine import Tier
 from cotrain_compile.plan import Plan
 from cotrain_compile.support.units import format_bytes, format_seconds
 
@@ -13,7 +12,9 @@ from cotrain_compile.support.units import format_bytes, format_seconds
 def facts_of(plan: Plan) -> list[tuple[str, str]]:
     """Name and value of each fact."""
     predicted, budgets = plan.predicted.peak_bytes, plan.budgets
-    peaks = [(t.value, f"{format_bytes(predicted[t])} of {format_bytes(budgets[t])}") for t in Tier]
+    peaks = [
+        (t.value, f"{format_bytes(predicted[t])} of {format_bytes(budgets[t])}") for t in plan.tiers
+    ]
     down, up = plan.bytes_moved("offload"), plan.bytes_moved("prefetch")
     return [
         ("policy", f"{plan.placement.policy} on {plan.on_machine}"),

@@ -39,7 +39,7 @@ from cotrain_compile.entry.tracing import trace_graph
 from cotrain_compile.errors import PlacementError
 from cotrain_compile.extract.extract import extract
 from cotrain_compile.graph import StepGraph
-from cotrain_compile.machine import Tier
+from cotrain_compile.machine import MEMORIES, Tier
 from cotrain_compile.passes import run_passes
 from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.decisions.decisions import DecisionSpace
@@ -241,7 +241,7 @@ def _scheduled(timed: Stages, problem: Problem, space: DecisionSpace) -> Draft:
 
 def _updated_on_the_host(timed: Stages, step: StepGraph, problem: Problem) -> None:
     placement = rule("zero-offload")(problem.dataflow)
-    roomy = replace(problem, budgets=dict.fromkeys(Tier, 1 << 44))
+    roomy = replace(problem, budgets=dict.fromkeys(MEMORIES, 1 << 44))
     plan = timed("schedule, updates on the host", lambda: schedule(roomy, placement))
     placed = timed("rewrite, updates on the host", lambda: run_passes(step, plan))
     timed("host kernels", lambda: host_kernels(placed, "captured"))

@@ -23,7 +23,7 @@ from cotrain_compile.analysis.reuse import reuse_distances
 from cotrain_compile.entry.tracing import trace_graph
 from cotrain_compile.extract.extract import extract
 from cotrain_compile.jobs import load_job
-from cotrain_compile.machine import Tier
+from cotrain_compile.machine import MEMORIES
 from cotrain_compile.placement.policies import rule
 from cotrain_compile.placement.problem import formulate
 from cotrain_compile.placement.schedule.schedule import schedule
@@ -55,7 +55,7 @@ def main() -> None:
     timed("critical path", lambda: critical_path(dataflow, times))
     timed("cuts", lambda: offload_cuts(dataflow))
     total_s = sum(seconds.values())
-    budgets = dict.fromkeys(Tier, 1 << 40)
+    budgets = dict.fromkeys(MEMORIES, 1 << 40)
     problem = formulate(dataflow, machine, budgets)
     timed("schedule", lambda: schedule(problem, rule("zero-offload")(dataflow)))
     kib = 1 if sys.platform == "darwin" else 1024

@@ -42,7 +42,7 @@ from cotrain_compile.backends.devices import runtime_for
 from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
 from cotrain_compile.backends.lifecycle.rehearsal import Rehearsed
 from cotrain_compile.extract.extract import extract
-from cotrain_compile.machine import Machine, Tier
+from cotrain_compile.machine import MEMORIES, Machine, Tier
 from cotrain_compile.options import Options
 from cotrain_compile.passes import run_passes
 from cotrain_compile.placement.check.check import check
@@ -318,7 +318,7 @@ def _captured(placers: list[Placer], suite: Suite, size: str, machine: Machine) 
 
 def _resident_bytes(placer: Placer) -> int:
     """What the resident step needs, which has not run."""
-    budgets = dict.fromkeys(Tier, 1 << 50)
+    budgets = dict.fromkeys(MEMORIES, 1 << 50)
     problem = formulate(placer.dataflow, placer.machine, budgets)
     return solve(problem, SolveSettings(policy="resident")).predicted.peak_bytes[Tier.DEVICE]
 

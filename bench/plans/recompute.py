@@ -39,7 +39,7 @@ from cotrain_compile.entry.tracing import trace
 from cotrain_compile.errors import PlacementError, PlanError
 from cotrain_compile.files import load, save
 from cotrain_compile.jobs import load_job
-from cotrain_compile.machine import Link, Machine, Tier
+from cotrain_compile.machine import MEMORIES, Link, Machine, Tier
 from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.policies import rule
 from cotrain_compile.placement.problem import Problem, formulate
@@ -296,7 +296,7 @@ def overhead(
     step: Dataflow, machine: Machine, share: float, settings: SolveSettings
 ) -> float | None:
     """What the step takes longer in that `share` of its memory; None where there is no plan."""
-    free = formulate(step, machine, dict.fromkeys(Tier, HOST_BYTES))
+    free = formulate(step, machine, dict.fromkeys(MEMORIES, HOST_BYTES))
     everything = schedule(free, rule("resident")(step)).predicted
     nbytes = int(share * everything.peak_bytes[Tier.DEVICE])
     tight = free.with_budget(Tier.DEVICE, nbytes)

@@ -113,7 +113,7 @@ FOUND = (
     Found(
         "Where pulp could not be imported, `import cotrain_compile.compile` ended in a "
         "ModuleNotFoundError, and `autotm` policies without HiGHS in an error of pulp's.",
-        "tests/unit/placement/test_without_pulp.py",
+        "tests/unit/placement/test_without_solvers.py",
     ),
     Found(
         "A program whose solver was stopped before it had a bound was reported as without one; "

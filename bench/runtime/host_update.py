@@ -34,7 +34,7 @@ from cotrain_compile import presets
 from cotrain_compile.entry.tracing import trace_graph
 from cotrain_compile.extract.extract import extract
 from cotrain_compile.graph import StepGraph
-from cotrain_compile.machine import Tier
+from cotrain_compile.machine import MEMORIES
 from cotrain_compile.passes import run_passes
 from cotrain_compile.placement.policies import zero_offload
 from cotrain_compile.placement.problem import formulate
@@ -50,7 +50,7 @@ Work = Callable[[], None]
 REPEATS, QUICK_REPEATS = 15, 2
 # At least this part of ATen's speed, and never a longer gap.
 RATIO, GAP_S = 0.9, 10e-3
-UNLIMITED = dict.fromkeys(Tier, 1 << 62)
+UNLIMITED = dict.fromkeys(MEMORIES, 1 << 62)
 
 
 # The steps whose updates are measured. They are traced, not run.

@@ -27,7 +27,7 @@ import cotrain_compile
 from bench.report import write_report
 from cotrain_compile import files
 from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
-from cotrain_compile.machine import Link, Tier
+from cotrain_compile.machine import MEMORIES, Link, Tier
 from cotrain_compile.plan import Lane
 from cotrain_compile.presets import THIS_MACHINE, find
 from cotrain_compile.runtime.course import WHOLE
@@ -94,7 +94,7 @@ def measured_pieces() -> dict[str, Any]:
 
 def measured_bundles() -> dict[str, float]:
     """Processor microseconds of a tiny copy to the host, by the copies that a task makes."""
-    device = EmulatedDevice(find(THIS_MACHINE), dict.fromkeys(Tier, 1 << 40), {}, poison=False)
+    device = EmulatedDevice(find(THIS_MACHINE), dict.fromkeys(MEMORIES, 1 << 40), {}, poison=False)
     sources = [torch.ones(64) for _ in range(COPIES)]
 
     def run(size: int) -> None:

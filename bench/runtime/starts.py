@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from cotrain_compile.machine import Tier
+from cotrain_compile.machine import MEMORIES
 from cotrain_compile.presets import THIS_MACHINE, find
 from cotrain_compile.runtime.carry_out import bundle_of
 from cotrain_compile.runtime.emulated import EmulatedDevice
@@ -106,7 +106,7 @@ def _seconds(way: Way, count: int, *, in_bundle: bool) -> float:
 
 
 def _device(launches: Sequence[Launch]) -> EmulatedDevice:
-    budgets = dict.fromkeys(Tier, 1 << 40)
+    budgets = dict.fromkeys(MEMORIES, 1 << 40)
     kernels = {launch.task: _no_work for launch in launches}
     return EmulatedDevice(find(THIS_MACHINE), budgets, kernels, poison=False)
 

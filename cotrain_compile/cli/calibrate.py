@@ -20,6 +20,9 @@ def calibrate(
     device: Annotated[
         parts.Device, typer.Option(help="The device to measure; cpu is the emulated one.")
     ] = "cpu",
+    disk: Annotated[
+        Path | None, typer.Option(help="A folder, whose drive is measured as well.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Measure this computer, for better predictions: options={"machine": "machine.json"}.
@@ -27,6 +30,7 @@ def calibrate(
     Under torchrun it also measures how fast the ranks exchange data.
     """
     from cotrain_compile.runtime.calibrate.calibrate import calibrate as measure
+    from cotrain_compile.runtime.calibrate.disk_bench import LONG_BYTES, measured_disk
     from cotrain_compile.runtime.calibrate.network_bench import ranks_of_torchrun
 
     refuse_outputs({"--output": output})
@@ -44,10 +48,14 @@ def calibrate(
         result = measure(tell, device)
     if rank > 0:
         return
-    files.save(result.machine, output)
+    machine = result.machine
+    if disk is not None:
+        say_doing("reads and writes on the drive")
+        machine = machine.with_disk(measured_disk(disk, LONG_BYTES))
+    files.save(machine, output)
     if as_json:
-        print(files.to_json(result.machine), end="")
-    console.print(describe_machine(result.machine))
+        print(files.to_json(machine), end="")
+    console.print(describe_machine(machine))
     for remark in result.remarks:
         console.print(f"- {remark}")
     console.print(f"saved {output}")

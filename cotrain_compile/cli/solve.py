@@ -45,6 +45,10 @@ MemoryBudgets = Annotated[
     ),
 ]
 HostBudget = Annotated[str, typer.Option(help="Host memory to keep to, given in the same way.")]
+DiskBudget = Annotated[
+    str | None,
+    typer.Option(help="What may rest on the machine's drive, in the same way; default: nothing."),
+]
 Solver = Annotated[parts.Solver, typer.Option(help="The solver of the integer program.")]
 Seed = Annotated[int, typer.Option(help="Seed of the solver.")]
 OverlapSteps = Annotated[
@@ -76,6 +80,7 @@ def solve(
     machine: MachineName = presets.THIS_MACHINE,
     memory_budget: MemoryBudgets = None,
     host_memory_budget: HostBudget = "100%",
+    disk_budget: DiskBudget = None,
     device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
     link: LinkRate = None,
@@ -98,6 +103,7 @@ def solve(
     """Choose a plan for a step: where everything lives, what moves when. Nothing is run."""
     shared = {
         "host_memory_budget": host_memory_budget,
+        **({"disk_budget": disk_budget} if disk_budget else {}),
         "policy": policy,
         "solver": solver,
         "work_limit": work_limit,

@@ -5,6 +5,7 @@ It runs when `torch.compile` is called, before anything is traced.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,6 +28,8 @@ def check_options(options: Mapping[str, Any]) -> Options:
     chosen_device(parsed.device)
     with as_option_error("machine", parsed.machine):
         presets.find(parsed.machine)
+    if parsed.disk is not None and not os.path.isdir(parsed.disk):
+        raise OptionError(f"option 'disk' is {parsed.disk!r}, but must be a folder that is there")
     if parsed.plan is not None:
         with as_option_error("plan", parsed.plan):
             _refuse_plan_of_ranks(parsed.plan)

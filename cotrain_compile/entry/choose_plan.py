@@ -169,13 +169,15 @@ def _refuse_more_memory(path: str, plan: Plan, problem: Problem, options: Planni
     asked = {
         Tier.DEVICE: ("memory_budget", options.memory_budget),
         Tier.HOST: ("host_memory_budget", options.host_memory_budget),
+        Tier.DISK: ("disk_budget", options.disk_budget),
     }
     for tier, (option, size) in asked.items():
         # Where the user set no budget, what counts is what the plan needs of this machine.
-        needed = plan.predicted.peak_bytes[tier] if size is None else plan.budgets[tier]
-        if needed > problem.budgets[tier]:
+        of_plan = plan.predicted.peak_bytes if size is None else plan.budgets
+        needed, allowed = of_plan.get(tier, 0), problem.budgets.get(tier, 0)
+        if needed > allowed:
             raise PlanError(
                 f"plan {path} was made for {format_bytes(needed)} on the {tier.value}, but "
-                f"{option} is {format_bytes(problem.budgets[tier])}; raise it, or solve the step "
-                f"again with --{option.replace('_', '-')} {problem.budgets[tier]}"
+                f"{option} is {format_bytes(allowed)}; raise it, or solve the step "
+                f"again with --{option.replace('_', '-')} {allowed}"
             )

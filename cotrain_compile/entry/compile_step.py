@@ -224,7 +224,8 @@ def compile_step(
         refuse_race(placed)
     narrator.tell(problem, plan)
     kernels = host_kernels(placed, options.host_kernels, _guesses_below(problem, plan, options))
-    device = runtime_for(placed, allowed.under(plan.placement), kernels, options)
+    under = allowed.under(plan.placement)
+    device = runtime_for(placed, under, plan.placement, kernels, options)
     lowered = _lowered(step, placed, allowed, plan, options)
     return CompiledStep(problem, plan, placed, device, lowered, together)
 

@@ -97,12 +97,12 @@ class _Entry:
     def fits(self, problem: Problem) -> bool:
         """Whether the budgets of `problem` hold its peaks."""
         peaks = self.plan.predicted.peak_bytes
-        return all(peaks[tier] <= problem.budgets[tier] for tier in Tier)
+        return all(nbytes <= problem.budgets.get(tier, 0) for tier, nbytes in peaks.items())
 
     def is_hardly_less_than(self, problem: Problem) -> bool:
         """Whether it was made for about the budgets of `problem`."""
         made_for = self.plan.budgets
-        return all(problem.budgets[tier] <= HARDLY_MORE * made_for[tier] for tier in Tier)
+        return all(n <= HARDLY_MORE * made_for.get(tier, 0) for tier, n in problem.budgets.items())
 
 
 def _kept(folder: Path, digest: str) -> Iterator[_Entry]:
@@ -127,14 +127,16 @@ def _checked(problem: Problem, entry: _Entry) -> Plan | None:
 def _told(plan: Plan, problem: Problem) -> str:
     took = f" in {format_seconds(plan.report.seconds)}" if plan.report else ""
     told = f"this plan was found before{took}, and kept on disk"
-    if any(problem.budgets[tier] > plan.budgets[tier] for tier in Tier):
-        had = ", ".join(f"{format_bytes(plan.budgets[tier])} on the {tier.value}" for tier in Tier)
+    if any(nbytes > plan.budgets.get(tier, 0) for tier, nbytes in problem.budgets.items()):
+        had = ", ".join(
+            f"{format_bytes(plan.budgets[tier])} on the {tier.value}" for tier in plan.tiers
+        )
         told += f", for a little less memory than there is ({had}): so is its bound"
     return told
 
 
 def _keep(plan: Plan, folder: Path, digest: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    budgets = "-".join(str(plan.budgets[tier]) for tier in (Tier.DEVICE, Tier.HOST))
+    budgets = "-".join(str(plan.budgets[tier]) for tier in plan.tiers)
     files.save(plan, folder / f"{digest}-{budgets}.json")
     keep_at_most(folder, MOST_BYTES)

@@ -10,7 +10,6 @@ from typing import Any
 
 from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
 from cotrain_compile.entry.compiled import inspect
-from cotrain_compile.machine import Tier
 
 
 def scalars(
@@ -49,7 +48,7 @@ def _of_plan(compiled: CompiledStep) -> dict[str, float]:
         "host_updates": len(plan.host_updates),
         "steps": compiled.steps,
     }
-    for tier in Tier:
+    for tier in plan.tiers:
         found[f"{tier.value}_predicted_peak_bytes"] = plan.predicted.peak_bytes[tier]
         found[f"{tier.value}_budget_bytes"] = plan.budgets[tier]
     return found

@@ -16,6 +16,7 @@ from cotrain_compile.machine.parts import (
     LARGEST,
     UNDISTURBED,
     Contention,
+    Disk,
     HostUpdate,
     Link,
     Network,
@@ -28,8 +29,10 @@ from cotrain_compile.machine.parts import (
 
 __all__ = [
     "LARGEST",
+    "MEMORIES",
     "UNDISTURBED",
     "Contention",
+    "Disk",
     "HostUpdate",
     "Link",
     "Machine",
@@ -48,14 +51,21 @@ FORMAT_VERSION = 2
 
 
 class Tier(StrEnum):
-    """The spaces of a machine with one device; the processor that works in each has its name."""
+    """The spaces of a machine with one device; the processor that works in each has its name.
+
+    A drive is one, where the machine has any: no processor works there.
+    """
 
     DEVICE = "device"
     HOST = "host"
+    DISK = "disk"
 
 
-# The links of a machine with one device.
+# The tiers that processors work in: every plan has a budget for each.
+MEMORIES = (Tier.DEVICE, Tier.HOST)
+# The links of a machine with one device, and those of its drive.
 _DOWN, _UP = "d2h", "h2d"
+_READ, _WRITE = "disk_read", "disk_write"
 # The lane of what it exchanges with others.
 NETWORK = "network"
 
@@ -65,7 +75,8 @@ class Machine:
     """Spaces, processors and links by name; `rates` and, in words, `source` say whence they are.
 
     A copy goes over the one link from its source to its target. A processor that runs updates is
-    slowed by every link that begins or ends in its space. `network` is what it reaches other
+    slowed by every link that begins or ends in its space, but for those of a drive, which carry a
+    small part of what a memory does. `network` is what it reaches other
     machines over, or others like it; None where nobody knows. `compute_capability` is that of its
     CUDA card, by which kernels are chosen; None where the device is no card, or nobody knows.
     """
@@ -137,8 +148,7 @@ class Machine:
                 ),
                 default=1.0,
             )
-        links = (self.links[name] for name in busy if name in self.links)
-        is_slowed = any(processor.space in (link.source, link.target) for link in links)
+        is_slowed = not set(busy).isdisjoint(self._links_at(processor))
         return processor.update.slowdown_while_copying if processor.update and is_slowed else 1.0
 
     # Lanes.
@@ -175,7 +185,7 @@ class Machine:
 
     def _links_at(self, processor: Processor) -> Iterator[str]:
         for name, link in self.links.items():
-            if processor.space in (link.source, link.target):
+            if processor.space in link.ends and Tier.DISK not in link.ends:
                 yield name
 
     # One device and its host.
@@ -184,9 +194,10 @@ class Machine:
     def has_one_device(self) -> bool:
         """Whether it is one that `two_tier` could have made, which a plan is made for."""
         names = {Tier.DEVICE.value, Tier.HOST.value}
-        ends = {name: link.ends for name, link in self.links.items()}
+        links = {name: link.ends for name, link in self.links.items()}
+        ends = {name: each for name, each in links.items() if Tier.DISK not in each}
         return (
-            self.spaces.keys() == names == self.processors.keys()
+            self.spaces.keys() - {Tier.DISK} == names == self.processors.keys()
             and ends == {_DOWN: (Tier.DEVICE, Tier.HOST), _UP: (Tier.HOST, Tier.DEVICE)}
             and self.processors[Tier.HOST].update is not None
         )
@@ -223,7 +234,32 @@ class Machine:
     @property
     def duplex(self) -> float:
         """What both directions together reach, as a multiple of one."""
-        return min((path.together for path in self.shared_paths), default=2.0)
+        own = (path.together for path in self.shared_paths if _READ not in path.links)
+        return min(own, default=2.0)
+
+    @property
+    def disk(self) -> Disk | None:
+        """Its drive, if it has any."""
+        if Tier.DISK not in self.spaces:
+            return None
+        read, write = self.links[_READ], self.links[_WRITE]
+        (path,) = (path for path in self.shared_paths if _READ in path.links)
+        capacity_bytes = self.spaces[Tier.DISK].capacity_bytes
+        rates = read.bytes_per_s, write.bytes_per_s
+        return Disk(capacity_bytes, *rates, path.together, read.latency_s)
+
+    def with_disk(self, disk: Disk | None) -> Machine:
+        """The same machine with another drive, or with none."""
+        spaces = {name: space for name, space in self.spaces.items() if name != Tier.DISK}
+        links = {name: link for name, link in self.links.items() if name not in (_READ, _WRITE)}
+        paths = tuple(path for path in self.shared_paths if _READ not in path.links)
+        if disk is not None:
+            host, drive, latency_s = Tier.HOST.value, Tier.DISK.value, disk.latency_s
+            spaces[drive] = Space(disk.capacity_bytes)
+            links[_READ] = Link(disk.read_bytes_per_s, latency_s, drive, host)
+            links[_WRITE] = Link(disk.write_bytes_per_s, latency_s, host, drive)
+            paths += (SharedPath((_READ, _WRITE), disk.together),)
+        return replace(self, spaces=spaces, links=links, shared_paths=paths)
 
     @property
     def issue_s(self) -> float:
@@ -277,7 +313,7 @@ class Machine:
             rates=rates or self.rates,
         )
         return replace(
-            made,
+            made.with_disk(self.disk),
             network=network or self.network,
             compute_capability=compute_capability or self.compute_capability,
         )

@@ -41,7 +41,7 @@ def side_by_side(machine: Machine, count: int, *, together: float = 1.0) -> Mach
         source=machine.source,
         rates=machine.rates,
         compute_capability=machine.compute_capability,
-    )
+    ).with_disk(machine.disk)
 
 
 def seen_from(machine: Machine, device: str, *, crowded: bool = False) -> Machine:
@@ -73,7 +73,7 @@ def seen_from(machine: Machine, device: str, *, crowded: bool = False) -> Machin
         runs_ahead=works.runs_ahead,
         rates=machine.rates,
     )
-    return one.but(compute_capability=machine.compute_capability)
+    return one.but(compute_capability=machine.compute_capability).with_disk(machine.disk)
 
 
 def _duplex(machine: Machine, down: str, up: str) -> float:

@@ -164,6 +164,28 @@ class Link:
 
 
 @dataclass(frozen=True)
+class Disk:
+    """A drive beside the host: what it holds, and what large direct reads and writes reach on it.
+
+    `write_bytes_per_s` is what it can keep up, behind its cache. Reads and writes at once reach
+    `together` times what one of them does, as in `SharedPath`.
+    """
+
+    capacity_bytes: int
+    read_bytes_per_s: float
+    write_bytes_per_s: float
+    together: float = 1.5
+    latency_s: float = 1e-4
+
+    def __post_init__(self) -> None:
+        Space(self.capacity_bytes)
+        for rate in (self.read_bytes_per_s, self.write_bytes_per_s):
+            Link(rate, self.latency_s)
+        if not 1.0 <= self.together <= 2.0:
+            raise ValueError("together must lie between 1.0 (shared) and 2.0 (independent)")
+
+
+@dataclass(frozen=True)
 class Network:
     """What a rank exchanges with others over: so many bytes a second sent, and as many received.
 

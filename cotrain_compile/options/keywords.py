@@ -32,6 +32,8 @@ class Keywords(TypedDict, total=False):
 
     memory_budget: int | float | str
     host_memory_budget: int | float | str
+    disk: str | PathLike[str]
+    disk_budget: int | float | str
     machine: str | PathLike[str]
     profile: str | PathLike[str]
     policy: str

@@ -7,6 +7,8 @@ compared with it by tests.
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from os import PathLike
@@ -28,6 +30,8 @@ Lowering = Literal["eager", "inductor"]
 HostKernels = Literal["fused", "captured"]
 OnBreak = Literal["error", "warn"]
 
+# Of what is free on a drive, what states may take by default.
+FREE_SHARE = 0.9
 # In one of so many steps ranks compare their parameters, which takes a pass over them.
 CHECK_REPLICAS = 100
 # No copy and no update of one parameter takes as long.
@@ -75,6 +79,12 @@ class PlanningOptions:
     host_memory_budget: Size | None = _option(  # noqa: RUF009
         None, _BYTES, "the same on the host", Size.parse
     )
+    disk: str | None = _option(
+        None, _PATH, "a folder on a drive, where what the host has no room for may rest"
+    )
+    disk_budget: Size | None = _option(  # noqa: RUF009
+        None, _BYTES, "bytes on that drive, or a share of what is free there", Size.parse
+    )
     machine: str = _option(
         "this-machine", _PATH, "a preset, or a file written by `cotrain-compile calibrate`"
     )
@@ -100,7 +110,10 @@ class PlanningOptions:
     micro_batch_order: str = _option("auto", MicroBatchOrder, "in which order micro-batches run")
 
     def budgets(self, machine: Machine) -> dict[Tier, int]:
-        """Bytes allowed on each tier: what the user set, else what is planned for by default."""
+        """Bytes allowed on each tier: what the user set, else what is planned for by default.
+
+        On disk none unless `disk` or `disk_budget` is set.
+        """
         device, host = self.memory_budget, self.host_memory_budget
         all_of_it = Size(fraction=1.0)
         return {
@@ -108,7 +121,15 @@ class PlanningOptions:
             if device
             else default_budget.of_machine(machine),
             Tier.HOST: (host or all_of_it).of(machine.host.capacity_bytes),
+            **({Tier.DISK: self._disk_bytes(machine)} if self.disk or self.disk_budget else {}),
         }
+
+    def _disk_bytes(self, machine: Machine) -> int:
+        """Of what is free in the folder, or where none is named of the machine's drive."""
+        free_bytes = machine.disk.capacity_bytes if machine.disk is not None else 0
+        if self.disk is not None and os.path.isdir(self.disk):
+            free_bytes = shutil.disk_usage(self.disk).free
+        return (self.disk_budget or Size(fraction=FREE_SHARE)).of(free_bytes)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from cotrain_compile.dataflow import Dataflow
+from cotrain_compile.on_disk import disk_bytes
 from cotrain_compile.placement.order.by_layer import in_packs
 from cotrain_compile.placement.pieces import in_pieces, pieces_under
 from cotrain_compile.placement.problem import Problem
@@ -54,6 +55,11 @@ class PlacedDataflow:
     def device_bytes(self) -> Sequence[int]:
         """Bytes alive on the device in each slot, the last one being the end of the step."""
         return device_bytes(self.program, self.instances)
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of the files in which states rest."""
+        return disk_bytes(self.dataflow, self.placement)
 
 
 @dataclass(frozen=True)

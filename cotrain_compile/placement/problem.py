@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from cotrain_compile.analysis.costs import CostTable, roofline, with_measured
 from cotrain_compile.dataflow import Dataflow, Op
+from cotrain_compile.errors import OptionError
 from cotrain_compile.guesses import second_bytes
 from cotrain_compile.machine import Machine, Tier
 from cotrain_compile.placement.order.by_layer import in_packs
@@ -130,6 +131,15 @@ class Problem:
         return replace(self, budgets={**self.budgets, tier: budget_bytes})
 
     @property
+    def disk_bytes(self) -> int:
+        """What states may take of the machine's drive; 0 without one, or where nobody allows it.
+
+        Only fused loops take them piece by piece.
+        """
+        has_any = self.machine.disk is not None and not self.captured
+        return self.budgets.get(Tier.DISK, 0) if has_any else 0
+
+    @property
     def unknown_ops(self) -> tuple[Op, ...]:
         """The ops whose cost nobody knows: no plan's time, and no bound, has counted it in full."""
         dataflow = self.dataflow
@@ -157,10 +167,18 @@ def formulate(
 ) -> Problem:
     """The problem of `dataflow` on `machine`; `captured` as in `Problem`.
 
-    Costs come from the machine's roofline, and from `profile` where it has a measured time; what a
+    Without a budget for a drive the machine is taken without it. Costs come from its roofline,
+    and from `profile` where it has a measured time; what a
     plan has made again in the measured step is in no other plan, and left out. Raises `PlanError`
-    when the profile is of another step.
+    when the profile is of another step, `OptionError` where there is a budget for a drive and none.
     """
+    if Tier.DISK in budgets and machine.disk is None:
+        raise OptionError(
+            f"the machine {machine.name} has no drive; take a preset that has one, or a file of "
+            "`cotrain-compile calibrate --disk FOLDER`"
+        )
+    if Tier.DISK not in budgets:
+        machine = machine.with_disk(None)
     costs = roofline(dataflow, machine, captured=captured)
     if profile is not None:
         again = {again_name(op.name) for op in dataflow.ops}

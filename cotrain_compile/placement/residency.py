@@ -19,6 +19,7 @@ from typing import assert_never
 from cotrain_compile.dataflow import Buffer, Dataflow, Op, Role, UpdateGroup
 from cotrain_compile.guesses import second_bytes
 from cotrain_compile.machine import Tier
+from cotrain_compile.on_disk import room_bytes
 from cotrain_compile.plan import (
     HostRegion,
     MovedOps,
@@ -222,7 +223,7 @@ def _spans(
     """Slots of the original (empty where there is none) and of each fetched copy, uses alone."""
     end = program.end + 1
     touched = program.touches.get(buffer.name, [])
-    on_host = placement.homes.get(buffer.name) is Tier.HOST
+    on_host = placement.homes.get(buffer.name, Tier.DEVICE) is not Tier.DEVICE
     if not (fetches or on_host):
         if buffer.is_input:
             return [(0, end)]
@@ -254,7 +255,8 @@ def host_bytes(
 ) -> int:
     """Most bytes the plan can hold on the host: homes, copies left there, values in updates.
 
-    What updates on guesses save stays between steps, so that it is there when the next one comes.
+    Of states that rest on disk it is the rooms that they pass through. What updates on guesses
+    save stays between steps, so that it is there when the next one comes.
 
     Host copies are counted to the end of the step, those that a carried update reads once more for
     the next one. As many updates as there are `workers` run at once, and free the values inside
@@ -264,7 +266,7 @@ def host_bytes(
     homes = sum(
         dataflow.buffer[name].nbytes for name, tier in placement.homes.items() if tier is Tier.HOST
     )
-    copies = 0
+    copies = room_bytes(dataflow, placement)
     carried = set(_read_by_carried(dataflow, tasks))
     for task in tasks:
         match task:

@@ -15,7 +15,7 @@ from typing import Literal
 
 from cotrain_compile.errors import FormatError
 from cotrain_compile.files import load
-from cotrain_compile.machine import LARGEST, Tier
+from cotrain_compile.machine import LARGEST, MEMORIES, Tier
 from cotrain_compile.plan import Lane, Plan, SolveReport, Timeline, from_one_zero
 
 
@@ -124,8 +124,9 @@ def _absurd_in_timeline(timeline: Timeline) -> Iterator[str]:
 
 
 def _absurd_bytes(name: str, of_tier: Mapping[Tier, int]) -> Iterator[str]:
-    for tier in Tier:
+    for tier in MEMORIES:
         if tier not in of_tier:
             yield f"{name} has nothing for the {tier}"
-        elif not 0 <= of_tier[tier] <= LARGEST:
-            yield f"{name}.{tier} is {of_tier[tier]}"
+    for tier, nbytes in of_tier.items():
+        if not 0 <= nbytes <= LARGEST:
+            yield f"{name}.{tier} is {nbytes}"

@@ -19,6 +19,7 @@ from dataclasses import replace
 from cotrain_compile.errors import OptionError, did_you_mean
 from cotrain_compile.machine import HostUpdate, Link, Machine, Network, Rates, TierSpec, two_tier
 from cotrain_compile.presets.cards import CARDS, Card
+from cotrain_compile.presets.drives import drive_beside
 from cotrain_compile.presets.tables import HOSTS, SERVERS, Host, Server
 from cotrain_compile.support.limits import usable_core_count, usable_memory_bytes
 from cotrain_compile.support.sizes import Size
@@ -66,7 +67,8 @@ def _machine(card: Card, host: Host) -> Machine:
         runs_ahead=True,
         fuses_updates=True,
     )
-    return machine.but(compute_capability=card.chip)
+    machine = machine.but(compute_capability=card.chip)
+    return machine.with_disk(drive_beside(host.name))
 
 
 def _rates(card: Card) -> dict[str, float]:

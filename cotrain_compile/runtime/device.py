@@ -21,6 +21,8 @@ from cotrain_compile.machine import Tier
 from cotrain_compile.plan import Lane as LaneName
 from cotrain_compile.plan import Span
 from cotrain_compile.runtime.course import WHOLE, Course, Piecewise
+from cotrain_compile.runtime.disk.drive import Drive
+from cotrain_compile.runtime.disk.state_files import leave_disk
 from cotrain_compile.runtime.held import Held
 from cotrain_compile.runtime.host.fused_kernel import HostKernel
 from cotrain_compile.runtime.host.speculation import Confirm, Gate
@@ -55,6 +57,8 @@ class Device(ABC, Runtime):
     holds_small = False
     # Makes exchanges with other ranks take as long as on another network; None: as they take.
     network: ThrottledNetwork | None = None
+    # Reads and writes states that rest on disk; None where none do.
+    drive: Drive | None = None
     # After how many seconds of work a task that has not ended is given up; None: never.
     watchdog_s: float | None = None
 
@@ -100,6 +104,8 @@ class Device(ABC, Runtime):
             self.network.start_step()
         in_flight = not all(task.done.is_set() for task in self._previous.values())
         self.meter.start_step(keep=Tier.HOST if in_flight else None)
+        if self.drive is not None:
+            self.meter.hold(self.drive.rooms.nbytes, Tier.HOST, "rooms of states on disk")
 
     def inputs_are_counted(self) -> None:
         """The meter knows the tensors that the step was given; what comes now is its own."""
@@ -210,7 +216,15 @@ class Device(ABC, Runtime):
 
     def run_region(self, region: fx.GraphModule, inputs: Sequence[Any], launch: Launch) -> None:
         kernel, course = self._kernels[launch.task], self._course(launch)
-        self._start_work(partial(kernel, inputs, self.meter, course), launch, course)
+        resting = self.drive.kernels.get(launch.task) if self.drive is not None else None
+        if resting is None or self.drive is None:
+            self._start_work(partial(kernel, inputs, self.meter, course), launch, course)
+            return
+        passing = resting.ask(self.drive.rooms, inputs)
+        work = partial(resting, inputs, self.meter, course, passing)
+        self._start_work(work, launch, course)
+        if passing is not None:  # a task that fails before its turn takes nothing
+            self._tasks[launch.task].when_done(passing.close)
 
     def offload_all(self, sources: Sequence[torch.Tensor], bundle: Bundle) -> list[torch.Tensor]:
         made = [
@@ -264,7 +278,13 @@ class Device(ABC, Runtime):
         self._submit(LaneName.HOST, launch, _nothing, self._comes_after(launch, WHOLE), WHOLE)
 
     def bring_home(self, tensors: Sequence[tuple[torch.Tensor, Tier]]) -> None:
-        """Move persistent tensors of the user's to the tiers where the plan wants them."""
+        """Move persistent tensors of the user's to the tiers where the plan wants them.
+
+        Raises `DiskError` and `HostMemoryError`; what has moved by then stays where it is.
+        """
+        if self.drive is not None:
+            self.drive.bring_home([tensor for tensor, tier in tensors if tier is Tier.DISK])
+        leave_disk([tensor for tensor, tier in tensors if tier is not Tier.DISK])
 
     def rest_on(self, tier: Tier, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Let persistent tensors rest on `tier` until a step brings them home; those that moved.

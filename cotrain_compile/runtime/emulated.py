@@ -77,7 +77,7 @@ class EmulatedDevice(Device):
         return spans
 
     def peak_bytes(self) -> Mapping[Tier, int]:
-        return dict(self.meter.peak_bytes)
+        return self.meter.peak_bytes_held
 
     def random_state_devices(self) -> Sequence[int]:
         return ()

@@ -66,7 +66,7 @@ class Meter:
     """Bytes now and at most, per tier. `track` may be called from any thread."""
 
     def __init__(self, budgets: Mapping[Tier, int]) -> None:
-        self.budgets = dict(budgets)
+        self.budgets = {tier: budgets.get(tier, sys.maxsize) for tier in Tier}
         self.peak_bytes = dict.fromkeys(Tier, 0)
         self._used_bytes = dict.fromkeys(Tier, 0)
         self._curve = {tier: Curve() for tier in Tier}
@@ -85,6 +85,11 @@ class Meter:
         with self._lock:
             self._settle()
             return dict(self._used_bytes)
+
+    @property
+    def peak_bytes_held(self) -> dict[Tier, int]:
+        """`peak_bytes`, of a drive only where anything rests there."""
+        return {t: n for t, n in self.peak_bytes.items() if n or t is not Tier.DISK}
 
     @property
     def curve(self) -> Mapping[Tier, Curve]:

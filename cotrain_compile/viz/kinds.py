@@ -27,6 +27,7 @@ COLOURS: Mapping[str, str] = {
     "update on the host": "#007F5F",
     "cast on the host": "#3C9A82",
     "exchange with other ranks": "#882255",
+    "states on disk": "#8A5A2B",
 }
 DARK: Mapping[str, str] = {
     "forward": "#8FD0F5",
@@ -42,6 +43,7 @@ DARK: Mapping[str, str] = {
     "update on the host": "#2CC295",
     "cast on the host": "#A8E6D0",
     "exchange with other ranks": "#E0789F",
+    "states on disk": "#D6A370",
 }
 # What lies in a memory, from below, each in the colour in which its copies are drawn.
 MEMORY_KINDS: Mapping[str, str] = {
@@ -59,6 +61,8 @@ OF_LANE: Mapping[str, str] = {
     Lane.D2H: "copy",
     Lane.H2D: "copy",
     Lane.NETWORK: "exchange with other ranks",
+    Lane.DISK_READ: "states on disk",
+    Lane.DISK_WRITE: "states on disk",
 }
 LANE_TITLES: Mapping[str, str] = {
     Lane.DEVICE: "device",
@@ -66,7 +70,11 @@ LANE_TITLES: Mapping[str, str] = {
     Lane.HOST: "host",
     Lane.H2D: "host to device",
     Lane.NETWORK: "network",
+    Lane.DISK_READ: "disk to host",
+    Lane.DISK_WRITE: "host to disk",
 }
+# Lanes that are shown where anything is on them.
+_WHERE_USED = (Lane.NETWORK, Lane.DISK_READ, Lane.DISK_WRITE)
 
 
 def palettes_css() -> Markup:
@@ -89,11 +97,13 @@ def css_property(kind: str) -> str:
 def lane_titles(*timelines: Timeline) -> Mapping[str, str]:
     """What the lanes of `timelines` are called, from above.
 
-    Those of one device are always there, the network where it does anything, and whatever other
-    lanes occur, by their own names: those of several devices.
+    Those of one device are always there, network and drive where they do anything, and whatever
+    other lanes occur, by their own names: those of several devices.
     """
     used = dict.fromkeys(str(span.lane) for timeline in timelines for span in timeline.spans)
-    titles = {str(n): title for n, title in LANE_TITLES.items() if n != Lane.NETWORK or n in used}
+    titles = {
+        str(n): title for n, title in LANE_TITLES.items() if n in used or n not in _WHERE_USED
+    }
     if used and not titles.keys() & used.keys():
         titles = {}
     return titles | {name: name for name in used if name not in titles}

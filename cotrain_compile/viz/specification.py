@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import date
 
 from cotrain_compile.dataflow import Dataflow, Job
-from cotrain_compile.machine import Tier
+from cotrain_compile.machine import MEMORIES, Tier
 from cotrain_compile.placement.placed import as_placed
 from cotrain_compile.plan import HostRegion, Plan, Task, Timeline, Transfer
 from cotrain_compile.viz.kinds import kinds_of, lane_titles, spans_with_kinds
@@ -131,7 +131,7 @@ def _panel(
             tier: planned_curve(dataflow, plan, tier, zero_s)
             if is_plans and dataflow is not None and plan is not None
             else measured_curve(timeline, tier, zero_s)
-            for tier in Tier
+            for tier in MEMORIES
         },
         peak_bytes=timeline.peak_bytes,
         makespan_s=timeline.makespan_s,

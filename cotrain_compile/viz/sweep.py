@@ -39,6 +39,8 @@ REGIMES: Mapping[str, str] = {
     Lane.D2H: "link down",
     Lane.H2D: "link up",
     Lane.NETWORK: "network",
+    Lane.DISK_READ: "reads from disk",
+    Lane.DISK_WRITE: "writes to disk",
 }
 # By machine; the regime is the shape of a point. The page has each of them for the dark as well.
 _KINDS = ("backward", "weight", "update on the host", "optimizer", "gradient", "forward")
@@ -50,6 +52,8 @@ _SHAPES: Mapping[str, str] = {
     Lane.D2H: "v",
     Lane.H2D: "^",
     Lane.NETWORK: "D",
+    Lane.DISK_READ: "p",
+    Lane.DISK_WRITE: "P",
 }
 # Readable on white; the page sets its own.
 _INK = "#5d6670"

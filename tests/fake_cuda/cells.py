@@ -25,7 +25,7 @@ from cotrain_compile.entry.tracing import trace_graph
 from cotrain_compile.errors import PlacementError
 from cotrain_compile.extract.extract import extract
 from cotrain_compile.graph import StepGraph, writes
-from cotrain_compile.machine import Tier
+from cotrain_compile.machine import MEMORIES, Tier
 from cotrain_compile.passes import run_passes
 from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.policies import streamed
@@ -190,7 +190,7 @@ def traced(cell: Cell, kernels: Sequence[str]) -> Mapping[str, StepGraph | Excep
 def planned(dataflow: Dataflow, cell: Cell) -> Plan:
     """A plan for the machine, or for `SHARE` of what the step needs, or the least it can do."""
     machine = find(cell.machine)
-    plenty = dict.fromkeys(Tier, 1 << 40)
+    plenty = dict.fromkeys(MEMORIES, 1 << 40)
     problem = formulate(dataflow, machine, plenty)
     # To look for what can be made again takes longest: it is done for one kernel of attention.
     again = cell.training != "matrix" or cell.attention == "efficient"

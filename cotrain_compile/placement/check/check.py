@@ -37,10 +37,11 @@ def check(problem: Problem, plan: Plan) -> None:
             "make a new plan for it"
         )
     spaces = set(problem.machine.spaces)
-    require(set(plan.budgets) == spaces, "every space of the machine needs a budget, and no other")
+    named = set(plan.budgets) | {Tier.DISK} == spaces | {Tier.DISK}
+    require(named, "every space of the machine but a drive needs a budget, and no other")
     workers = problem.machine.host_update.workers
     for space, peak in peaks_of(dataflow, plan, workers).items():
-        check_budget(space, peak, plan.budgets[space])
+        check_budget(space, peak, plan.budgets.get(space, 0))
 
 
 def peaks_of(dataflow: Dataflow, plan: Plan, host_workers: int) -> Mapping[Tier, Peak]:

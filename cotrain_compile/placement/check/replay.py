@@ -20,6 +20,7 @@ from typing import assert_never
 
 from cotrain_compile.dataflow import PERSISTENT_ROLES, Dataflow, Op
 from cotrain_compile.machine import Tier
+from cotrain_compile.on_disk import disk_bytes, room_bytes
 from cotrain_compile.placement.check.copies import (
     Actor,
     Copy,
@@ -154,9 +155,12 @@ class _Replay:
         device, tick = peak(self.on_device, self.end_tick)
         host, host_tick = peak(self.on_host, self.end_tick)
         inside = sum(heapq.nlargest(self.host_workers, self.inside.values()))
+        rooms = room_bytes(self.dataflow, self.plan.placement)
+        on_disk = disk_bytes(self.dataflow, self.plan.placement)
         return {
             Tier.DEVICE: Peak(device, self._where(tick)),
-            Tier.HOST: Peak(host + inside, self._where(host_tick)),
+            Tier.HOST: Peak(host + inside + rooms, self._where(host_tick)),
+            **({Tier.DISK: Peak(on_disk, "between steps")} if on_disk else {}),
         }
 
     def _where(self, tick: int) -> str:
@@ -171,8 +175,11 @@ class _Replay:
         for buffer in self.dataflow.buffers:
             if not buffer.is_input:
                 continue  # a gradient that the step makes is sent home
-            if self.plan.placement.homes.get(buffer.name) is Tier.HOST:
+            home = self.plan.placement.homes.get(buffer.name)
+            if home is Tier.HOST:
                 self.homes[buffer.name] = self._new_on_host(buffer.name, "at its home on the host")
+            elif home is Tier.DISK:
+                self.homes[buffer.name] = self._new(buffer.name, "at its home on disk")
             else:
                 self.device[buffer.name] = self._new_on_device(buffer.name)
 
@@ -406,7 +413,7 @@ class _Replay:
                 used.last = self.tick
         for buffer in self.dataflow.buffers:
             name, final = buffer.name, self.values.final[buffer.name]
-            rests = self.plan.placement.homes.get(name) is Tier.HOST
+            rests = self.plan.placement.homes.get(name, Tier.DEVICE) is not Tier.DEVICE
             copy = self.homes.get(name) if rests else self.device.get(name)
             is_kept = buffer.role in PERSISTENT_ROLES or buffer.is_output
             if is_kept and (buffer.is_input or final):

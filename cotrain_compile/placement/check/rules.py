@@ -24,6 +24,7 @@ from cotrain_compile.dataflow import PERSISTENT_ROLES, Buffer, Dataflow, Role, U
 from cotrain_compile.errors import PlanError
 from cotrain_compile.guesses import guesses_of
 from cotrain_compile.machine import Tier
+from cotrain_compile.on_disk import may_rest_on_disk
 from cotrain_compile.plan import HostRegion, Placement, Plan, Task, Transfer, UpdateMode
 
 # Where the parameter and the states must be at home; a streamed update leaves the choice.
@@ -44,7 +45,7 @@ def check_placement(dataflow: Dataflow, placement: Placement) -> None:
     movable = {b.name for b in dataflow.buffers if b.role is Role.PARAM}
     for group in dataflow.updates:
         movable.update(group.states)
-        _check_homes(placement, group)
+        _check_homes(dataflow, placement, group)
     for param, gradients in dataflow.kept_gradients.items():
         movable.update(gradients)
         for name in gradients:
@@ -61,7 +62,7 @@ def check_placement(dataflow: Dataflow, placement: Placement) -> None:
     _check_away(dataflow, placement)
 
 
-def _check_homes(placement: Placement, group: UpdateGroup) -> None:
+def _check_homes(dataflow: Dataflow, placement: Placement, group: UpdateGroup) -> None:
     homes, mode = placement.homes, placement.updates[group.param]
     if mode is UpdateMode.STREAMED:
         on_host = [n for n in (group.param, *group.states) if homes[n] is Tier.HOST]
@@ -69,6 +70,9 @@ def _check_homes(placement: Placement, group: UpdateGroup) -> None:
         return
     of_param, of_states = _HOMES[mode]
     needed = {group.param: of_param, **dict.fromkeys(group.states, of_states)}
+    if mode in _UPDATED_ON_HOST and group.param not in placement.speculative:
+        for name in may_rest_on_disk(dataflow, group):
+            needed[name] = Tier.DISK if homes[name] is Tier.DISK else of_states
     for name, tier in needed.items():
         require(
             homes[name] is tier,

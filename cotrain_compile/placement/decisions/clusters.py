@@ -46,7 +46,8 @@ class ParamCluster:
     ones are not `updated`. At home on the host, the weight can be fetched up to `most_fetches`
     times in a step; where the `gradient_waits` there are buckets between its last use and the
     update. On guesses the update may begin after bucket `guessed`, None where there is nothing to
-    guess or nothing gained; to save its `second_bytes` takes `saving_s`.
+    guess or nothing gained; to save its `second_bytes` takes `saving_s`. Of the states `disk_bytes`
+    may rest on disk, none where nothing may.
     """
 
     params: tuple[str, ...]
@@ -81,6 +82,7 @@ class ParamCluster:
     guessed: int | None = None
     second_bytes: int = 0
     saving_s: float = 0.0
+    disk_bytes: int = 0
 
 
 @dataclass(frozen=True)

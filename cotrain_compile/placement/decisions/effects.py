@@ -30,6 +30,8 @@ class Flow(StrEnum):
     HOST_CAST = "cast"
     KEPT_UP = "kept_up"
     KEPT_DOWN = "kept_down"
+    DISK_READ = "disk_read"
+    DISK_WRITE = "disk_write"
 
     @property
     def lane(self) -> Lane:
@@ -54,6 +56,8 @@ _LANES = {
     Flow.HOST_CAST: Lane.HOST,
     Flow.KEPT_UP: Lane.H2D,
     Flow.KEPT_DOWN: Lane.D2H,
+    Flow.DISK_READ: Lane.DISK_READ,
+    Flow.DISK_WRITE: Lane.DISK_WRITE,
 }
 
 
@@ -152,6 +156,8 @@ class Update:
 class Effect:
     """All that one strategy of one cluster does in a step; `host_bytes` as if all at once.
 
+    What rests on disk has `disk_bytes`; the rooms that it passes through are in no effect.
+
     `exchanges` are those beside the step's own.
     """
 
@@ -162,6 +168,7 @@ class Effect:
     exchanges: tuple[Exchanged, ...] = ()
     update: Update | None = None
     host_bytes: int = 0
+    disk_bytes: int = 0
 
     @property
     def demands(self) -> Iterator[Demand]:

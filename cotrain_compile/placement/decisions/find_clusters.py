@@ -16,6 +16,7 @@ from typing import Protocol, TypeVar
 
 from cotrain_compile.dataflow import Buffer, Role, UpdateGroup
 from cotrain_compile.guesses import guesses_of, second_bytes
+from cotrain_compile.on_disk import may_rest_on_disk
 from cotrain_compile.placement.decisions.bucketed_step import BucketedStep
 from cotrain_compile.placement.decisions.clusters import (
     NO_GRADIENTS,
@@ -303,11 +304,19 @@ def _cluster(
         guessed=first.guessed,
         second_bytes=sum(second_bytes(step.dataflow, g) for g in groups),
         saving_s=sum(step.problem.saving_s(g.param) for g in groups),
+        disk_bytes=sum(_disk_bytes(step, group) for group in groups),
     )
 
 
 def _piece(step: BucketedStep, group: UpdateGroup) -> float:
     return largest_piece(step.dataflow, group, PIECE_BYTES)
+
+
+def _disk_bytes(step: BucketedStep, group: UpdateGroup) -> int:
+    """Bytes of the states of `group` that may rest on disk."""
+    if not step.problem.disk_bytes:
+        return 0
+    return sum(step.dataflow.buffer[n].nbytes for n in may_rest_on_disk(step.dataflow, group))
 
 
 def _most_fetches(step: BucketedStep, param: _Param) -> int:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from cotrain_compile.dataflow import Buffer, Dataflow
 from cotrain_compile.machine import Tier
+from cotrain_compile.on_disk import may_rest_on_disk
 from cotrain_compile.placement.decisions.clusters import ActivationCluster, ParamCluster
 from cotrain_compile.placement.decisions.effects import (
     Demand,
@@ -71,13 +72,15 @@ class Strategy:
 
     `mode` is None for frozen ones. `fetches` is how often a step fetches the weight, 0 where that
     is at home on the device. With `gradient_away` the gradient leaves the device until its update.
-    With `guesses` an update on the host does not wait for what mostly changes nothing.
+    With `guesses` an update on the host does not wait for what mostly changes nothing. With
+    `on_disk` large states rest on disk, and are read and written piece by piece while it runs.
     """
 
     mode: UpdateMode | None
     fetches: int
     gradient_away: bool = False
     guesses: bool = False
+    on_disk: bool = False
 
     @property
     def on_host(self) -> bool:
@@ -88,6 +91,7 @@ class Strategy:
     def words(self) -> str:
         """The strategy as people read it."""
         mode = "frozen" if self.mode is None else _MODES[self.mode] + ", on guesses" * self.guesses
+        mode += ", states on disk" * self.on_disk
         if self.mode is UpdateMode.HOST_STREAMED and self.fetches == 1:
             return mode
         return mode + _FETCHES[self.fetches] + ", gradient away" * self.gradient_away
@@ -99,6 +103,8 @@ class Strategy:
         if self.mode is UpdateMode.STREAMED and not cluster.state_bytes:
             return False
         if self.guesses and cluster.guessed is None:
+            return False
+        if self.on_disk and not cluster.disk_bytes:
             return False
         return cluster.gradient_waits or not self.gradient_away
 
@@ -118,6 +124,8 @@ class Strategy:
             moves = self.on_host or is_large(dataflow.buffer[state])
             leaves = self.mode is not UpdateMode.RESIDENT and moves
             homes[state] = Tier.HOST if leaves else Tier.DEVICE
+        if self.on_disk:
+            homes |= dict.fromkeys(may_rest_on_disk(dataflow, group), Tier.DISK)
         # In a cluster that is streamed, what is too small for copies of its own stays.
         stays = self.mode is UpdateMode.STREAMED and Tier.HOST not in homes.values()
         mode = UpdateMode.RESIDENT if stays else self.mode
@@ -134,6 +142,7 @@ class Strategy:
             device_work=self._device_work(cluster),
             update=update,
             host_bytes=self._host_bytes(cluster),
+            disk_bytes=cluster.disk_bytes * self.on_disk,
         )
 
     def _weights(self, c: ParamCluster) -> list[Hold]:
@@ -203,6 +212,10 @@ class Strategy:
             demands.append(
                 Demand(Flow.HOST_UPDATE, self._host_s(c), begins, None, earliest, c.first)
             )
+        if self.on_disk:
+            # To read it, all of a step is time enough for a bound: rooms are what limits it.
+            read = Demand(Flow.DISK_READ, c.disk_bytes, c.release, None, 0)
+            demands += [read, Demand(Flow.DISK_WRITE, c.disk_bytes, released=c.release)]
         if self.mode is UpdateMode.HOST:
             back = Demand(Flow.NEW_WEIGHT, c.param_bytes, released=c.release, needed_again=c.first)
             demands += [Demand(Flow.MASTER, c.param_bytes), back]
@@ -259,6 +272,7 @@ class Strategy:
         if self.mode is UpdateMode.HOST:
             nbytes += c.param_bytes
         nbytes += c.second_bytes * self.guesses
+        nbytes -= c.disk_bytes * self.on_disk
         return nbytes + (c.state_bytes if self.on_host else self._streamed_states(c))
 
 
@@ -346,6 +360,8 @@ PARAM_STRATEGIES: tuple[Strategy, ...] = (
     *(Strategy(UpdateMode.STREAMED, fetches, gradient_away=True) for fetches in (0, 2)),
     Strategy(UpdateMode.HOST, 0, guesses=True),
     *(Strategy(UpdateMode.HOST_STREAMED, fetches, guesses=True) for fetches in (1, 2)),
+    Strategy(UpdateMode.HOST, 0, on_disk=True),
+    *(Strategy(UpdateMode.HOST_STREAMED, fetches, on_disk=True) for fetches in (1, 2)),
 )
 ACTIVATION_STRATEGIES: tuple[Stays, ...] = (Stays(), Away(), MadeAgain())
 

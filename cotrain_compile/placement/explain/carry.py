@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from cotrain_compile.dataflow import Dataflow
-from cotrain_compile.machine import Tier
 from cotrain_compile.machine.speed import is_nowhere_slower
 from cotrain_compile.placement.explain.sweep import FITS, Case, Point, point_of, problem_of
 from cotrain_compile.placement.problem import Problem
@@ -58,7 +57,7 @@ def _serves(one: Tried, other: Tried) -> bool:
     return (
         a.machine != b.machine
         and a.sizes == b.sizes
-        and all(a.budgets[tier] <= b.budgets[tier] for tier in Tier)
+        and all(n <= b.budgets.get(tier, 0) for tier, n in a.budgets.items())
         and is_nowhere_slower(b.machine, a.machine)
     )
 

@@ -24,6 +24,8 @@ LANES: Mapping[str, str] = {
     Lane.HOST: "updates on the host",
     Lane.D2H: "copies device to host",
     Lane.H2D: "copies host to device",
+    Lane.DISK_READ: "reads from disk",
+    Lane.DISK_WRITE: "writes to disk",
     Lane.NETWORK: "exchanges with other ranks",
 }
 

@@ -53,7 +53,7 @@ def limits(problem: Problem, plan: Plan) -> Limits:
         ]
         gain = 1 - _simulated_s(problem, faster) / step_s if step_s else 0.0
         shares[lane] = max(0.0, gain / FASTER)
-    return Limits(step_s, shares, tuple(tier for tier in Tier if _is_full(plan, tier)))
+    return Limits(step_s, shares, tuple(tier for tier in plan.tiers if _is_full(plan, tier)))
 
 
 def _simulated_s(problem: Problem, works: Sequence[Work]) -> float:
@@ -63,4 +63,4 @@ def _simulated_s(problem: Problem, works: Sequence[Work]) -> float:
 
 def _is_full(plan: Plan, tier: Tier) -> bool:
     budget = plan.budgets[tier]
-    return bool(plan.tasks) and plan.predicted.peak_bytes[tier] >= (1 - FULL) * budget
+    return bool(plan.tasks) and plan.predicted.peak_bytes.get(tier, 0) >= (1 - FULL) * budget

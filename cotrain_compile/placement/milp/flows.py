@@ -16,8 +16,9 @@ from cotrain_compile.placement.milp.linear import summed
 from cotrain_compile.placement.milp.model import Model, Total, amount_of, in_mib
 from cotrain_compile.plan import Lane
 
-# These are there where something is kept in `.grad`.
+# These are there where something is kept in `.grad`, and where states may rest on disk.
 _KEPT = (Flow.KEPT_UP, Flow.KEPT_DOWN)
+_DISK = (Flow.DISK_READ, Flow.DISK_WRITE)
 # Where steps overlap, what the step before has left to do of these has totals of its own.
 _LATE = {Flow.HOST_UPDATE: "late_host", Flow.NEW_WEIGHT: "late_back"}
 
@@ -69,11 +70,15 @@ def add_flows(model: Model) -> Flows:
         for demand in option.effect.demands:
             if demand.certain or not model.relaxed:
                 asked[demand.flow].append((demand, amount_of(demand) * option.z))
-    if not any(asked[flow] for flow in _KEPT):
-        asked = {flow: demands for flow, demands in asked.items() if flow not in _KEPT}
+    for some in (_KEPT, _DISK):
+        if not any(asked[flow] for flow in some):
+            asked = {flow: demands for flow, demands in asked.items() if flow not in some}
     own = {flow: Total(flow.value, model) for flow in asked}
     late = {flow: Total(name, model) for flow, name in _LATE.items() if model.cyclic}
     for flow, demands in asked.items():
+        if model.cyclic and flow in _DISK:  # they go on under the next step, at any time
+            model.add(own[flow].total == summed(amount for _, amount in demands))
+            continue
         _add_demands(model, own[flow], demands, late.get(flow))
     for k in model.buckets:
         sent = own[Flow.OFFLOAD].by(k if k == model.epilogue else k - model.lag)

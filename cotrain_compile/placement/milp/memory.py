@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from cotrain_compile.machine import Tier
+from cotrain_compile.on_disk import most_room_bytes
 from cotrain_compile.placement.decisions.effects import Effect, Flow, Hold, Update
 from cotrain_compile.placement.milp.flows import Flows
 from cotrain_compile.placement.milp.linear import summed
@@ -113,14 +114,20 @@ class _Running:
 def add_host_memory(model: Model, budget_mib: float) -> None:
     """Homes, copies and all that is away, as if all at once.
 
-    Careful: what the largest update makes is there as well; cyclic, what updates read of the step
-    before, too.
+    Careful: what the largest update makes is there as well, and the rooms of what rests on disk;
+    cyclic, what updates read of the step before, too.
     """
     used = [in_mib(option.effect.host_bytes) * option.z for option in model.options]
     if model.cyclic and not model.relaxed:
         used += [in_mib(_sent_bytes(option.effect)) * option.z for option in model.options]
     if not model.relaxed and _most_mib(model) > budget_mib:
         used.append(_host_workspace(model))
+    disk_bytes = model.space.problem.disk_bytes
+    if disk_bytes:
+        resting = [in_mib(option.effect.disk_bytes) * option.z for option in model.options]
+        model.add(summed(resting) <= in_mib(disk_bytes))
+        if not model.relaxed:
+            budget_mib -= in_mib(most_room_bytes(model.space.problem.dataflow))
     model.add(summed(used) <= budget_mib)
 
 

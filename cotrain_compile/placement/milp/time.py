@@ -12,7 +12,7 @@ from cotrain_compile.machine import Tier
 from cotrain_compile.placement.decisions.effects import Flow
 from cotrain_compile.placement.milp.flows import Flows
 from cotrain_compile.placement.milp.linear import summed
-from cotrain_compile.placement.milp.model import Model, Total, by_bucket, in_mib
+from cotrain_compile.placement.milp.model import MIB, Model, Total, by_bucket, in_mib
 from cotrain_compile.plan import Lane
 
 
@@ -72,6 +72,7 @@ def _add_links_and_host(model: Model, flows: Flows) -> None:
     """Each direction of the link, both together, and the host have so much time a bucket."""
     shared = model.machine.slowdown(Lane.H2D, (Lane.D2H,))
     disturbed = 1.0 - 1.0 / model.machine.slowdown(Lane.HOST, (Lane.H2D, Lane.D2H))
+    _add_disk(model, flows)
     for k, length in enumerate(model.length):
         down = summed(flow.within(k) for flow in flows.on(Lane.D2H)) * (1.0 / model.down_rate)
         up = summed(flow.within(k) for flow in flows.on(Lane.H2D)) * (1.0 / model.up_rate)
@@ -87,6 +88,21 @@ def _add_links_and_host(model: Model, flows: Flows) -> None:
             model.add(host + disturbed * up <= length)
         else:  # as if a copy were running all the time
             model.add(host <= (1.0 - disturbed) * length)
+
+
+def _add_disk(model: Model, flows: Flows) -> None:
+    """Each way of the drive, and both together, have so much time a bucket."""
+    if not flows.on(Lane.DISK_READ):
+        return
+    shared = model.machine.slowdown(Lane.DISK_READ, (Lane.DISK_WRITE,))
+    for k, length in enumerate(model.length):
+        read, write = (
+            summed(flow.within(k) for flow in flows.on(lane))
+            * (MIB * 1e3 / model.machine.links[lane].bytes_per_s)
+            for lane in (Lane.DISK_READ, Lane.DISK_WRITE)
+        )
+        model.add(read + (shared - 1.0) * write <= length)
+        model.add(write + (shared - 1.0) * read <= length)
 
 
 def _add_network(model: Model) -> None:

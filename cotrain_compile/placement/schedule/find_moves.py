@@ -93,7 +93,7 @@ class _Finder:
                 self._gradient_at_home(buffer)
             elif buffer.name in fetched:
                 self._weight(buffer, fetched[buffer.name])
-            elif self.placement.homes.get(buffer.name) is not Tier.HOST:
+            elif self.placement.homes.get(buffer.name, Tier.DEVICE) is Tier.DEVICE:
                 self._buffer(buffer)
             elif buffer.param:
                 self._new_gradient(buffer)

@@ -52,6 +52,18 @@ def _ways_on(budget_bytes: int, auto_bytes: int | None, peak: Peak) -> str:
     return "; or ".join(filter(None, ways))
 
 
+def refuse_disk(problem: Problem, placement: Placement, needed: int) -> NoReturn:
+    """Raise `PlacementError`: the states that rest on disk need `needed` bytes there."""
+    budget = problem.disk_bytes
+    raise PlacementError(
+        f"policy {placement.policy!r} needs {format_bytes(needed)} on disk for optimizer states, "
+        f"but disk_budget is {format_budget(budget)}: {format_bytes(needed - budget)} short; raise "
+        "disk_budget, or host_memory_budget",
+        shortfall_bytes=needed - budget,
+        tier=Tier.DISK,
+    )
+
+
 def refuse_host(problem: Problem, placement: Placement, needed: int) -> NoReturn:
     """Raise `PlacementError`: the plan needs `needed` bytes on the host."""
     budget = problem.budgets[Tier.HOST]
@@ -60,7 +72,12 @@ def refuse_host(problem: Problem, placement: Placement, needed: int) -> NoReturn
         f"states, gradients and parameters in flight, but host_memory_budget is "
         f"{format_budget(budget)}: {format_bytes(needed - budget)} short; raise "
         "host_memory_budget, or use policy='auto', which leaves on the device what memory_budget "
-        "has room for",
+        f"has room for{_or_a_disk(problem)}",
         shortfall_bytes=needed - budget,
         tier=Tier.HOST,
     )
+
+
+def _or_a_disk(problem: Problem) -> str:
+    """Where states could rest on disk and may not: how they would."""
+    return "" if problem.disk_bytes else ", or let states rest on a drive (option disk)"

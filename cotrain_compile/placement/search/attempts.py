@@ -356,12 +356,12 @@ class Attempts:
         versions = [(True, whole), (False, whole), (False, False)]
         if self.found.fastest_s(variant.recomputed) <= FAR * variant.claim_s:
             versions = versions[:1]  # there is little to gain from a rougher program
-        margins, before_short = dict.fromkeys(Tier, 0.0), 0
+        margins, before_short = dict.fromkeys(budgets, 0.0), 0
         for number in range(1, ROUNDS + 1):
             self.rounds = number
             careful, in_one = versions[0]
             space = variant.space if careful else variant.peak_space
-            targets = {tier: budgets[tier] - margins[tier] for tier in Tier}
+            targets = {tier: budgets[tier] - margins[tier] for tier in budgets}
             solution = self.solver.solve(space, targets, careful=careful, whole=in_one)
             if solution.decisions is None:
                 self.is_cut_short |= solution.is_cut_short

@@ -81,8 +81,8 @@ class _State:
     """Current decisions, and the profile of memory over the checkpoints, `used`.
 
     The strategies of all clusters are rows: `profiles` has what each takes of the device at every
-    checkpoint, `seconds` and `on_host` what it takes else, `cluster` whose it is. `chosen` is the
-    row of each cluster.
+    checkpoint, `seconds`, `on_host` and `on_disk` what it takes else, `cluster` whose it is.
+    `chosen` is the row of each cluster.
     """
 
     def __init__(self, space: DecisionSpace, host_bytes: float) -> None:
@@ -102,8 +102,10 @@ class _State:
             ]
         )
         self.on_host = np.array([float(effect.host_bytes) for effect in rows])
+        self.on_disk = np.array([float(effect.disk_bytes) for effect in rows])
         self.used = _undecided(space)
         self.host_left = host_bytes
+        self.disk_left = float(space.problem.disk_bytes)
         if rows:
             self.used += self.profiles[self.chosen].sum(axis=0)
             self.host_left -= float(self.on_host[self.chosen].sum())
@@ -126,6 +128,7 @@ class _State:
         freed = self.profiles[now, peak] - self.profiles[:, peak]
         cost = self.seconds - self.seconds[now]
         allowed = (freed > 0) & (cost >= 0) & (self.on_host - self.on_host[now] <= self.host_left)
+        allowed &= self.on_disk - self.on_disk[now] <= self.disk_left
         prices = np.where(allowed, cost / np.maximum(freed, 1.0), np.inf)
         best = int(prices.argmin())
         if not allowed[best]:
@@ -133,6 +136,7 @@ class _State:
         before = now[best]
         self.used += self.profiles[best] - self.profiles[before]
         self.host_left -= float(self.on_host[best] - self.on_host[before])
+        self.disk_left -= float(self.on_disk[best] - self.on_disk[before])
         self.chosen[self.cluster[best]] = best
         return True
 
@@ -159,6 +163,9 @@ def _busy_s(effect: Effect, machine: Machine) -> float:
         machine.copy_s(effect.link_bytes(lane), *machine.links[lane].ends, copies=0)
         for lane in (Lane.H2D, Lane.D2H)
     )
+    if effect.disk_bytes:
+        ways = ((Tier.DISK, Tier.HOST), (Tier.HOST, Tier.DISK))
+        link_s = max(link_s, *(machine.copy_s(effect.disk_bytes, *way, copies=0) for way in ways))
     update = effect.update
     if update is not None and update.tier is Tier.HOST:
         return max(update.seconds, link_s)

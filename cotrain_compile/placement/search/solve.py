@@ -313,7 +313,8 @@ class _Search(Attempts):
         settings = self.settings
         for plan in plans:
             placement = plan.placement
-            fits = all(plan.budgets[tier] <= self.problem.budgets[tier] for tier in Tier)
+            allowed = self.problem.budgets
+            fits = all(n <= allowed.get(tier, 0) for tier, n in plan.budgets.items())
             overlaps = placement.overlap_steps and not settings.overlap_steps
             recomputes = bool(placement.recomputed) and not settings.recompute
             if not fits or overlaps or recomputes:

@@ -19,6 +19,7 @@ from cotrain_compile.placement.simulate.engine import (
     simulate,
     steady_state,
 )
+from cotrain_compile.placement.simulate.from_disk import FromDisk
 from cotrain_compile.placement.simulate.steady import repeatable, steady_step
 from cotrain_compile.plan import (
     HostRegion,
@@ -48,9 +49,11 @@ def predict(placed: PlacedStep) -> Timeline:
     """
     timeline = timeline_of(placed, works_of(placed))
     device, host = placed.device_bytes, placed.host_bytes
+    is_allowed = Tier.DISK in placed.problem.budgets
+    on_disk = {Tier.DISK: placed.disk_bytes} if is_allowed else {}
     return replace(
         timeline,
-        peak_bytes={Tier.DEVICE: max(device, default=0), Tier.HOST: host},
+        peak_bytes={Tier.DEVICE: max(device, default=0), Tier.HOST: host, **on_disk},
         memory={Tier.DEVICE: _curve(timeline, placed.program, device), Tier.HOST: ((0.0, host),)},
     )
 
@@ -168,14 +171,15 @@ def _elsewhere(placed: PlacedStep, seconds_of: Callable[[Problem, Task], float])
             seconds = problem.costs.network_s[op.name]
             works.append(Work(exchange_of(op.name), Lane.NETWORK, seconds, (op.name,)))
     ahead = _ahead_in_bundles(tasks)
+    from_disk = FromDisk(placed)
     for task in tasks:
         begins = () if task.issue_after is None else (task.issue_after,)
         # A fetched copy takes its memory after what is freed before the same op.
         freed = freeing.get(following[task.issue_after], ()) if task.is_fetch else ()
         own = ahead.get(task.name, task.after)
         after = tuple(dict.fromkeys((*begins, *own, *freed)))
-        seconds = seconds_of(problem, task)
-        works.append(Work(task.name, task.lane, seconds, after, task.after_previous))
+        work = Work(task.name, task.lane, seconds_of(problem, task), after, task.after_previous)
+        works += from_disk.works_of(task, work, begins)
     return works
 
 

@@ -25,8 +25,9 @@ import torch
 from cotrain_compile import files, presets
 from cotrain_compile.distribute.ranks import count_of_ranks
 from cotrain_compile.errors import FormatError
-from cotrain_compile.machine import Machine, Rates
+from cotrain_compile.machine import Disk, Machine, Rates
 from cotrain_compile.runtime.calibrate.calibrate import calibrate
+from cotrain_compile.runtime.calibrate.disk_bench import measured_disk
 from cotrain_compile.runtime.calibrate.link_bench import Sizes
 from cotrain_compile.support import limits
 from cotrain_compile.support.disk_cache import folder_of, keep_at_most, package_digest
@@ -51,6 +52,13 @@ def measured_machine(device: torch.device) -> Machine | None:
     if folder is None or count_of_ranks() > 1:
         return None
     return _kept_or_measured(device, folder / f"{_digest(device)}.json")
+
+
+@cache
+def measured_drive(folder: str) -> Disk:
+    """The drive of `folder`, at rates of a second or two; once a process. Raises `DiskError`."""
+    tell_phase("measuring the drive")
+    return measured_disk(Path(folder))
 
 
 @cache

@@ -148,7 +148,12 @@ class CudaDevice(Device):
         return super().is_busy or not all(copy.end.query() for copy in last)
 
     def bring_home(self, tensors: Sequence[tuple[torch.Tensor, Tier]]) -> None:
-        homes.bring_home(tensors, self._card, self._pool)
+        super().bring_home(tensors)
+        in_memory = [(tensor, tier) for tensor, tier in tensors if tier is not Tier.DISK]
+        homes.bring_home(in_memory, self._card, self._pool)
+        for tensor, tier in tensors:
+            if tier is Tier.DISK:
+                homes.rests_on_host(tensor, self._card)
         hosted = [tensor for tensor, tier in tensors if tier is Tier.HOST]
         self._host_homes = {tensor.untyped_storage()._cdata for tensor in hosted}
 

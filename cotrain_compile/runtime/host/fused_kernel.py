@@ -48,26 +48,37 @@ class FusedKernel:
     after: MeteredGraph | None = None
 
     def __call__(self, inputs: Sequence[Any], meter: Meter, course: Course = WHOLE) -> None:
-        if self.skip is None or not bool(inputs[self.skip]):
+        if not self.is_skipped(inputs):
             self._update(inputs, meter, course)
         if self.after is not None:
             self.after(inputs, meter)
 
-    def _update(self, inputs: Sequence[Any], meter: Meter, course: Course) -> None:
+    def is_skipped(self, inputs: Sequence[Any]) -> bool:
+        """Whether this step leaves out the loop."""
+        return self.skip is not None and bool(inputs[self.skip])
+
+    def begin(
+        self, inputs: Sequence[Any], meter: Meter
+    ) -> tuple[Mapping[str, torch.Tensor], torch.Tensor, Sequence[Any], Mapping[str, Any]]:
+        """What is updated, by name, where its gradient comes from, with what, and how."""
         source, *small = self.gradient.begin(inputs, meter)
         tensors = {name: inputs[position] for name, position in self.positions.items()}
         live = {name: float(inputs[position]) for name, position in self.live.items()}
         settings = with_settings(self.settings, live) if live else self.settings
+        return tensors, source, small, settings
+
+    def _update(self, inputs: Sequence[Any], meter: Meter, course: Course) -> None:
+        tensors, source, small, settings = self.begin(inputs, meter)
         if course is WHOLE and is_one_piece(source):
-            self._update_piece(tensors, source, small, settings, meter)
+            self.update_piece(tensors, source, small, settings, meter)
             return
         rows = course.piecewise.rows if course.piecewise is not None else _all_rows(source)
         parts = zip(course.pieces(), in_pieces(tensors, source, rows), strict=False)
         for _, (part, part_source) in parts:
             for piece, piece_source in self._pieces(part, part_source):
-                self._update_piece(piece, piece_source, small, settings, meter)
+                self.update_piece(piece, piece_source, small, settings, meter)
 
-    def _update_piece(
+    def update_piece(
         self,
         piece: Mapping[str, torch.Tensor],
         source: torch.Tensor,
@@ -75,6 +86,7 @@ class FusedKernel:
         settings: Mapping[str, Any],
         meter: Meter,
     ) -> None:
+        """Update what some of the tensors have of a piece, from the gradient's source there."""
         (gradient,) = self.gradient.finish((source, *small), meter)
         self.update([piece], [laid_out_as(piece["param"], gradient)], settings)
 

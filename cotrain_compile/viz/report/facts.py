@@ -35,6 +35,8 @@ _REGIMES: Mapping[str, str] = {
     Lane.HOST: "Updates on the host set the pace",
     Lane.D2H: "The link down to the host sets the pace",
     Lane.H2D: "The link up to the device sets the pace",
+    Lane.DISK_READ: "Reading from disk sets the pace",
+    Lane.DISK_WRITE: "Writing to disk sets the pace",
     Lane.NETWORK: "Exchanges with other ranks set the pace",
 }
 
@@ -168,7 +170,7 @@ def comparison(
     yield "a step", *(format_seconds(t.makespan_s) for t in timelines), ""
     for lane, title in lane_titles(*timelines).items():
         yield f"{title} busy", *(_busy(t, lane) for t in timelines), ""
-    for tier in Tier:
+    for tier in plan.tiers:
         peaks = [
             format_bytes(t.peak_bytes[tier]) if tier in t.peak_bytes else "" for t in timelines
         ]

@@ -13,7 +13,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from cotrain_compile.files import write_whole
-from cotrain_compile.machine import Tier
+from cotrain_compile.machine import MEMORIES
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.plan import Plan, Timeline
 from cotrain_compile.support.units import format_bytes, format_seconds
@@ -72,7 +72,7 @@ def report_html(problem: Problem, plan: Plan, measured: Sequence[Timeline] = ())
         palettes=palettes_css(),
         library=Markup(library.render_js()),
         script=Markup(script),
-        tiers=list(Tier),
+        tiers=list(MEMORIES),
     )
 
 
@@ -92,7 +92,7 @@ def _charts(drawn: Specification) -> tuple[str, Mapping[str, Any]]:
     """The script that draws the charts, and the place of each."""
     axis = time_axis(drawn.end_s)
     figures: dict[str, Model] = {panel.title: lanes_chart(panel, axis) for panel in drawn.panels}
-    for tier in Tier:
+    for tier in MEMORIES:
         figures[tier.value] = memory_chart(tier, drawn.panels, drawn.budgets[tier], axis)
     script, places = components(figures)
     return script, {name: Markup(place) for name, place in places.items()}

@@ -96,7 +96,10 @@ class LiveLine:
         parts = [
             f"step {self._steps:,}",
             f"{format_seconds(took_s)} a step ({format_seconds(predicted_s)} {self._foreseen})",
-            *(f"{t} {format_bytes(peak_bytes[t])} of {format_bytes(budgets[t])}" for t in Tier),
+            *(
+                f"{t} {format_bytes(peak_bytes[t])} of {format_bytes(budgets[t])}"
+                for t in peak_bytes
+            ),
         ]
         if self._planned_after is not None:
             parts.append(f"planned again after step {self._planned_after:,}")

@@ -21,7 +21,6 @@ from rich.text import Text
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import OptionError
 from cotrain_compile.graph import StepGraph
-from cotrain_compile.machine import Tier
 from cotrain_compile.options.parts import OutputOptions
 from cotrain_compile.placement.explain.alternatives import every_strategy
 from cotrain_compile.placement.problem import Problem
@@ -104,7 +103,7 @@ def summary_rows(plan: Plan, dataflow: Dataflow, *, bars: bool) -> Iterator[tupl
     yield "a step", f"{format_seconds(step_s)} {plan.foreseen}"
     if plan.tasks and plan.report:
         yield "search", search_words(plan.report)
-    for tier in Tier:
+    for tier in plan.tiers:
         peak, budget = plan.predicted.peak_bytes[tier], plan.budgets[tier]
         bar = f"{_bar(peak / budget)}  " if bars else ""
         yield tier.value, f"{bar}{format_bytes(peak)} of {format_bytes(budget)} at the peak"

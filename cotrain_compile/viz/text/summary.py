@@ -224,7 +224,7 @@ def _nbytes(transfers: Iterable[Transfer]) -> int:
 
 
 def _memory(plan: Plan) -> Iterator[str]:
-    for tier in Tier:
+    for tier in plan.tiers:
         # What the host holds depends on how fast its lanes are; on the device it does not.
         most = "at most " if tier is Tier.HOST else ""
         peak, budget = plan.predicted.peak_bytes[tier], plan.budgets[tier]

@@ -16,7 +16,7 @@ import torch
 
 import cotrain_compile
 from cotrain_compile.errors import OptionError
-from cotrain_compile.machine import Tier
+from cotrain_compile.machine import MEMORIES, Tier
 from cotrain_compile.options import Options
 from cotrain_compile.options.parsers import LIVE_S
 from cotrain_compile.support.units import format_bytes, format_seconds
@@ -64,7 +64,7 @@ def test_a_line_has_pace_and_peaks_beside_what_was_planned(
     (line,) = lines(capsys)
     predicted = format_seconds(PLAN.predicted.makespan_s)
     assert line.startswith(f"cotrain  step 2  500.0 ms a step ({predicted} predicted)  device ")
-    for tier in Tier:
+    for tier in MEMORIES:
         peak, budget = MEASURED.peak_bytes[tier], PLAN.budgets[tier]
         assert f"{tier} {format_bytes(peak)} of {format_bytes(budget)}" in line
     assert "planned again" not in line

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 
 from cotrain_compile.errors import StepFailed
-from cotrain_compile.machine import Tier
+from cotrain_compile.machine import MEMORIES
 from cotrain_compile.plan import Lane
 from tests.support.faults import failing_call, trial_of
 
@@ -34,7 +34,7 @@ def test_what_a_step_measured_outlives_a_later_one_that_fails() -> None:
     assert len(told) > 50
     # A profile is of the step's ops: nothing else knows the views that passes have made.
     assert told <= {op.name for op in compiled.problem.dataflow.ops}
-    for tier in Tier:
+    for tier in MEMORIES:
         assert max(used for _, used in measured.memory[tier]) == measured.peak_bytes[tier]
     times = [(span.start_s, span.end_s) for span in measured.spans]
     assert all(0 <= start_s <= end_s <= took_s for start_s, end_s in times)

@@ -19,7 +19,7 @@ from cotrain_compile.backends.inductor import lower as lowering
 from cotrain_compile.backends.inductor.lower import LoweredStep, lower
 from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
 from cotrain_compile.errors import OptionError
-from cotrain_compile.machine import Tier
+from cotrain_compile.machine import MEMORIES, Tier
 from cotrain_compile.passes import run_passes
 from cotrain_compile.placement.search.solve import SolveSettings, solve
 from cotrain_compile.plan import Plan
@@ -85,7 +85,7 @@ def test_segments_of_a_random_plan_leave_the_same_bits(name: str, seed: int) -> 
     plan = some_plan(name, seed)
     if "autocast" in name:
         # A bfloat16 product of oneDNN takes working memory that no plan knows.
-        plan = replace(plan, budgets=dict.fromkeys(Tier, 1 << 30))
+        plan = replace(plan, budgets=dict.fromkeys(MEMORIES, 1 << 30))
     assert not differences(captured(name).train(compiled(name, plan)), reference(name))
 
 

@@ -23,7 +23,7 @@ from cotrain_compile.errors import PlanError
 from cotrain_compile.extract.extract import extract
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.graph.random_ops import generators_of, is_random
-from cotrain_compile.machine import Tier
+from cotrain_compile.machine import MEMORIES
 from cotrain_compile.options import Options
 from cotrain_compile.passes import run_passes
 from cotrain_compile.passes.find_accesses import find_race_in
@@ -163,7 +163,7 @@ def noisy() -> tuple[StepGraph, Plan]:
     with compiling_with(keep):
         torch.compile(step_of("gradient noise")[0], backend="cotrain")(*batches(1)[0])
     dataflow = extract(steps[0])
-    problem = formulate(dataflow, find("h100"), dict.fromkeys(Tier, 1 << 40))
+    problem = formulate(dataflow, find("h100"), dict.fromkeys(MEMORIES, 1 << 40))
     return steps[0], schedule(problem, coarse(dataflow))
 
 

@@ -14,7 +14,7 @@ from cotrain_compile.distribute.pretend import pretended
 from cotrain_compile.entry.tracing import trace, trace_graph
 from cotrain_compile.errors import PlanError
 from cotrain_compile.extract.extract import extract
-from cotrain_compile.machine import Tier
+from cotrain_compile.machine import MEMORIES, Tier
 from cotrain_compile.passes.recompute_values import recompute_values
 from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.decisions.find_decisions import decision_space
@@ -53,7 +53,7 @@ from tests.support.work import LITTLE_WORK
 
 # The weights of all layers but the first, whose input has no gradient.
 AGAIN = LAYERS - 1
-PLENTY = dict.fromkeys(Tier, 1 << 40)
+PLENTY = dict.fromkeys(MEMORIES, 1 << 40)
 
 
 @pytest.fixture(autouse=True, scope="module")

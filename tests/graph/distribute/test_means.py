@@ -20,7 +20,7 @@ from cotrain_compile.dataflow import Collective, Role
 from cotrain_compile.entry.tracing import trace
 from cotrain_compile.errors import CaptureError
 from cotrain_compile.graph.collectives import is_collective, is_wait
-from cotrain_compile.machine import Tier
+from cotrain_compile.machine import MEMORIES
 from cotrain_compile.placement.problem import formulate
 from cotrain_compile.placement.search.solve import SolveSettings, solve
 from cotrain_compile.plan import Lane
@@ -225,6 +225,7 @@ def test_the_step_of_many_ranks_is_traced_and_predicted_by_one_process() -> None
     assert exchange == Collective("all_reduce", 64, 4 << 20)
     machine = find("rtx4090 network=1GB")
     plan = solve(
-        formulate(dataflow, machine, dict.fromkeys(Tier, 1 << 34)), SolveSettings(policy="resident")
+        formulate(dataflow, machine, dict.fromkeys(MEMORIES, 1 << 34)),
+        SolveSettings(policy="resident"),
     )
     assert plan.predicted.busy_s(Lane.NETWORK) == pytest.approx(126 * (4 << 20) / 64 / 1e9 + 126e-5)

@@ -13,7 +13,7 @@ from cotrain_compile import files
 from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import PlanError
-from cotrain_compile.machine import Tier
+from cotrain_compile.machine import MEMORIES, Tier
 from cotrain_compile.machine.parts import Link
 from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.milp.bound import certified_bound_s
@@ -87,7 +87,7 @@ def made_again(names: tuple[str, ...], step: Dataflow) -> int:
 def test_with_recomputation_no_plan_is_slower_nor_below_the_bound() -> None:
     """On a slow link it is worth more than half of the step; the bound knows that."""
     step = files.load(GPT, Dataflow)
-    roomy = formulate(step, find("rtx4090"), dict.fromkeys(Tier, 1 << 50))
+    roomy = formulate(step, find("rtx4090"), dict.fromkeys(MEMORIES, 1 << 50))
     problem = with_budget(roomy, resident_bytes(roomy) // 2)
     plans = [
         solve(problem, SolveSettings(work_limit=LITTLE_WORK, recompute=on)) for on in (False, True)
@@ -107,7 +107,7 @@ def test_with_recomputation_no_plan_is_slower_nor_below_the_bound() -> None:
 @pytest.mark.parametrize("number", [1, 5])
 def test_every_level_is_a_plan_above_the_bound_for_its_budget(number: int) -> None:
     """With everything on the device, at exactly the bytes that it needs there."""
-    roomy = formulate(files.load(GPT, Dataflow), find("gh200"), dict.fromkeys(Tier, 1 << 50))
+    roomy = formulate(files.load(GPT, Dataflow), find("gh200"), dict.fromkeys(MEMORIES, 1 << 50))
     level = Levels(roomy).variant(number)
     plan = schedule(roomy, level.by_rule("resident"))
     least = plan.predicted.peak_bytes[Tier.DEVICE]

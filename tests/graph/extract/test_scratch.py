@@ -14,7 +14,7 @@ from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.entry.tracing import trace_graph
 from cotrain_compile.extract import scratch as extract_scratch
 from cotrain_compile.extract.extract import extract
-from cotrain_compile.machine import Tier
+from cotrain_compile.machine import MEMORIES
 from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.placed import place_dataflow
 from cotrain_compile.placement.policies import resident
@@ -60,7 +60,7 @@ def test_the_sum_that_a_backward_keeps_in_float32_is_planned() -> None:
     (name,) = [name for name in backward.writes if name.endswith(".scratch")]
     scratch = dataflow.buffer[name]
     assert scratch.nbytes == ROWS * HEADS * LENGTH * WIDTH * 4
-    problem = formulate(dataflow, find("h100"), dict.fromkeys(Tier, 1 << 40))
+    problem = formulate(dataflow, find("h100"), dict.fromkeys(MEMORIES, 1 << 40))
     plan = schedule(problem, resident(dataflow))
     check(problem, plan)
     # It is there while the backward runs, and at no other op.

@@ -13,7 +13,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 from cotrain_compile.analysis.costs import roofline, with_measured
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.entry.tracing import trace
-from cotrain_compile.machine import Tier
+from cotrain_compile.machine import MEMORIES
 from cotrain_compile.placement.problem import formulate
 from cotrain_compile.placement.search.solve import solve
 from cotrain_compile.presets import find
@@ -42,7 +42,7 @@ def test_a_bound_that_leaves_out_an_unknown_op_is_not_called_certified(blurred: 
     told = "1 ops of unknown cost (cotrain_tests.blur.default) move 4.0 KiB"
     assert told in describe_step(blurred)
     machine = find("rtx4090")
-    problem = formulate(blurred, machine, dict.fromkeys(Tier, 1 << 30))
+    problem = formulate(blurred, machine, dict.fromkeys(MEMORIES, 1 << 30))
     plan = solve(problem)
     assert plan.notes[0].startswith(told)
     assert plan.report is not None

@@ -13,7 +13,7 @@ import pytest
 from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
 from cotrain_compile.backends.lifecycle.deferred import wait_for_tails
 from cotrain_compile.errors import PlanError
-from cotrain_compile.machine import Link, Machine, Tier
+from cotrain_compile.machine import MEMORIES, Link, Machine, Tier
 from cotrain_compile.passes import run_passes
 from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.check.replay import replay
@@ -97,7 +97,7 @@ def test_a_missing_wait_for_the_step_before_is_refused_and_shows(name: str, case
     problem = captured(name).problem()
     simple = plan_with(name, {"0.weight": mode}, on_host)
     plan = overlapping(problem, simple, random.Random(0), share=1.0)
-    plan = replace(plan, budgets=dict.fromkeys(Tier, 1 << 30))
+    plan = replace(plan, budgets=dict.fromkeys(MEMORIES, 1 << 30))
     check(problem, plan)
     assert plan.carried
     unwaited = replace(plan, tasks=tuple(replace(t, after_previous=()) for t in plan.tasks))

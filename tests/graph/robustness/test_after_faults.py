@@ -24,7 +24,7 @@ from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
 from cotrain_compile.dataflow import Phase
 from cotrain_compile.entry import compiled as compiled_steps
 from cotrain_compile.errors import OutOfDeviceMemory, StepFailed
-from cotrain_compile.machine import Tier
+from cotrain_compile.machine import MEMORIES, Tier
 from cotrain_compile.placement.policies import resident
 from cotrain_compile.placement.schedule import bundles
 from cotrain_compile.placement.schedule.schedule import schedule
@@ -98,7 +98,7 @@ def test_inputs_too_large_for_the_device_are_no_update(name: str) -> None:
     trial, compiled = trial_of(name)
     meter = compiled._device.meter
     with restored_budgets(meter):
-        meter.budgets = dict.fromkeys(Tier, 0)
+        meter.budgets = dict.fromkeys(MEMORIES, 0)
         with pytest.raises(OutOfDeviceMemory) as failure:
             trial.take_step()
     assert not trial.changed_since(undisturbed(SETTINGS[name].training)[0])
@@ -242,7 +242,7 @@ def test_steps_that_fail_leak_nothing() -> None:
 
 def test_no_function_of_pythons_runs_when_a_tensor_dies() -> None:
     """A Ctrl-C that comes in one is lost, and what it was to count stays counted."""
-    meter = Meter(dict.fromkeys(Tier, 1 << 20))
+    meter = Meter(dict.fromkeys(MEMORIES, 1 << 20))
     tensor = torch.ones(8)
     meter.track(tensor, Tier.DEVICE, "here")
     (counted,) = meter._storages.values()

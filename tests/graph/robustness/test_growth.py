@@ -15,7 +15,7 @@ from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.entry.tracing import trace_graph
 from cotrain_compile.extract.extract import extract
 from cotrain_compile.graph import StepGraph
-from cotrain_compile.machine import Tier
+from cotrain_compile.machine import MEMORIES
 from cotrain_compile.passes import run_passes
 from cotrain_compile.placement.policies import rule
 from cotrain_compile.placement.problem import formulate
@@ -51,7 +51,7 @@ def traced(layers: int) -> tuple[StepGraph, Dataflow]:
 
 def rewritten_and_cut(layers: int, policy: str) -> Callable[[], object]:
     step, dataflow = traced(layers)
-    problem = formulate(dataflow, find("h200"), dict.fromkeys(Tier, 1 << 40))
+    problem = formulate(dataflow, find("h200"), dict.fromkeys(MEMORIES, 1 << 40))
     plan = schedule(problem, rule(policy)(dataflow))
     return lambda: segments_of(step, run_passes(step, plan), dataflow)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import cotrain_compile
 from cotrain_compile.dataflow import Role
 from cotrain_compile.graph import StepGraph
-from cotrain_compile.machine import Tier
+from cotrain_compile.machine import MEMORIES, Tier
 from cotrain_compile.passes import run_passes
 from cotrain_compile.placement.policies import zero_offload
 from cotrain_compile.placement.schedule.schedule import schedule
@@ -68,7 +68,7 @@ def random_like(value: Any) -> Any:
 def updated(kernel: Any, inputs: list[Any]) -> tuple[list[Any], int]:
     """The inputs after the update, and the most memory that it needed."""
     copies = [value.clone() if isinstance(value, Tensor) else value for value in inputs]
-    meter = Meter(dict.fromkeys(Tier, 1 << 30))
+    meter = Meter(dict.fromkeys(MEMORIES, 1 << 30))
     with torch.no_grad():
         kernel(copies, meter)
     return copies, meter.peak_bytes[Tier.HOST]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, fx
 
 from cotrain_compile.errors import OutOfDeviceMemory
-from cotrain_compile.machine import Tier
+from cotrain_compile.machine import MEMORIES, Tier
 from cotrain_compile.runtime.meter import Meter
 from cotrain_compile.runtime.metered import MeteredGraph
 
@@ -48,6 +48,6 @@ def test_a_constant_of_the_graph_is_there_for_every_run() -> None:
             return torch.add(x * self.factor, x)
 
     graph = MeteredGraph(fx.symbolic_trace(Scaled()), Tier.HOST)
-    meter = Meter(dict.fromkeys(Tier, 1 << 20))
+    meter = Meter(dict.fromkeys(MEMORIES, 1 << 20))
     for _ in range(2):
         assert graph([torch.ones(())], meter).item() == 4.0

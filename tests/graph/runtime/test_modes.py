@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
 from cotrain_compile.errors import StepFailed
-from cotrain_compile.machine import Link, Tier
+from cotrain_compile.machine import MEMORIES, Link, Tier
 from cotrain_compile.passes import run_passes
 from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.check.replay import replay
@@ -181,7 +181,7 @@ def without_waits(compiled: CompiledStep, tasks: set[str]) -> CompiledStep:
 def test_a_missing_wait_shows_as_a_wrong_number(case: str) -> None:
     unwaited = UNWAITED[case]
     # A copy that is not waited for may still hold its source: memory is not what is tested here.
-    plan = replace(unwaited.plan, budgets=dict.fromkeys(Tier, 1 << 30))
+    plan = replace(unwaited.plan, budgets=dict.fromkeys(MEMORIES, 1 << 30))
     tasks = {task.name for task in plan.tasks if unwaited.tasks(task)}
     assert tasks
     slow = Link(bytes_per_s=1e9, latency_s=0.005)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import cotrain_compile
 from cotrain_compile.graph import StepGraph
-from cotrain_compile.machine import Tier
+from cotrain_compile.machine import MEMORIES
 from cotrain_compile.runtime.host.fused_kernel import FusedKernel, HostKernel
 from cotrain_compile.runtime.host.kernels import host_kernels
 from cotrain_compile.runtime.meter import Meter
@@ -81,7 +81,7 @@ def updated(kernel: HostKernel, inputs: Sequence[Any]) -> list[Any]:
     left = [value.clone() if isinstance(value, Tensor) else value for value in inputs]
     torch.manual_seed(3)
     with torch.no_grad():
-        kernel(left, Meter(dict.fromkeys(Tier, 1 << 30)))
+        kernel(left, Meter(dict.fromkeys(MEMORIES, 1 << 30)))
     return left
 
 

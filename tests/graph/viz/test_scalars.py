@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import cotrain_compile
 from cotrain_compile.integrations.trackers import to_tensorboard, to_wandb
-from cotrain_compile.machine import Tier
+from cotrain_compile.machine import MEMORIES
 from tests.support.steps import Step
 
 
@@ -41,7 +41,7 @@ def test_they_are_what_the_compiled_step_says(step: Step) -> None:
     assert compiled.measured is not None
     assert compiled.last_step_s is not None
     assert compiled.last_step_s >= compiled.measured.makespan_s
-    for tier in Tier:
+    for tier in MEMORIES:
         assert found[f"{tier}_peak_bytes"] == compiled.measured.peak_bytes[tier]
         assert found[f"{tier}_budget_bytes"] == compiled.plan.budgets[tier]
     assert found["offloaded_bytes"] == compiled.plan.bytes_moved("offload") > 0

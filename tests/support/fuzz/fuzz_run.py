@@ -34,7 +34,7 @@ from cotrain_compile.errors import (
 )
 from cotrain_compile.extract.extract import extract
 from cotrain_compile.graph import StepGraph, returns_argument_memory
-from cotrain_compile.machine import Tier
+from cotrain_compile.machine import MEMORIES, Tier
 from cotrain_compile.options import Options
 from cotrain_compile.passes.views import storage
 from cotrain_compile.placement.search.unsound import UNSOUND
@@ -256,7 +256,7 @@ def train_unplaced(spec: Spec) -> tuple[Left, dict[Tier, int]]:
 
     A share of the device is one of the peak of the step, a share of the host one of all tensors.
     """
-    whole = dict.fromkeys(Tier, 1)
+    whole = dict.fromkeys(MEMORIES, 1)
 
     def as_captured(step: StepGraph, values: Sequence[Any], options: Options) -> Step:
         check_views(step)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from cotrain_compile.machine import Tier
+from cotrain_compile.machine import MEMORIES, Tier
 from cotrain_compile.plan import Plan, Task, Transfer, UpdateMode
 from tests.support.plans.sound_plans import (
     PLENTY,
@@ -62,7 +62,7 @@ def with_mode(plan: Plan, param: str, mode: UpdateMode) -> Plan:
 
 def with_plenty(plan: Plan) -> Plan:
     """Budgets that hide what is too much, so that only the order can be wrong."""
-    return replace(plan, budgets=dict.fromkeys(Tier, PLENTY))
+    return replace(plan, budgets=dict.fromkeys(MEMORIES, PLENTY))
 
 
 def with_early_update(plan: Plan, name: str) -> Plan:
@@ -86,7 +86,7 @@ BROKEN_RULES: Mapping[str, tuple[str, Breaking, str]] = {
     "a budget too few": (
         "nothing_moves",
         lambda p: replace(p, budgets={Tier.DEVICE: PLENTY}),
-        "every space of the machine needs a budget",
+        "every space of the machine but a drive needs a budget",
     ),
     "a home too few": (
         "nothing_moves",

@@ -10,7 +10,7 @@ from cotrain_compile.analysis.costs import CostTable, roofline, with_measured
 from cotrain_compile.analysis.host_update_costs import KEPT_BYTES, update_bytes
 from cotrain_compile.dataflow import Buffer, Dataflow, Op, Phase, Role, UpdateGroup
 from cotrain_compile.errors import PlanError
-from cotrain_compile.machine import HostUpdate, Link, Tier, TierSpec, two_tier
+from cotrain_compile.machine import MEMORIES, HostUpdate, Link, Tier, TierSpec, two_tier
 from cotrain_compile.placement.problem import formulate
 from cotrain_compile.placement.search.solve import SolveSettings, solve
 from tests.support.dataflows import chain
@@ -120,7 +120,7 @@ def test_a_plan_says_how_many_of_its_host_updates_have_no_fused_loop() -> None:
     dataflow = chain(2)
     first, *others = dataflow.updates
     dataflow = replace(dataflow, updates=(replace(first, has_loop=False), *others))
-    problem = formulate(dataflow, MACHINE, dict.fromkeys(Tier, 10**9))
+    problem = formulate(dataflow, MACHINE, dict.fromkeys(MEMORIES, 10**9))
     (note,) = solve(problem, SolveSettings("zero-offload")).notes
     assert note.startswith("1 of 2 updates on the host have no fused loop")
     assert solve(problem, SolveSettings("resident")).notes == ()

@@ -240,7 +240,7 @@ def test_a_machine_of_several_devices_is_described_but_no_plan_is_made_for_it(
     assert "link         h2d1 from host to device1" in told
     assert "shared       h2d0, h2d1: 1.00 times one of them" in told
     with pytest.raises(
-        OptionError, match=r"one device and its host.* device0, device1, host .*seen"
+        OptionError, match=r"one device and its host.* device0, device1, host, disk .*seen"
     ):
         find(str(tmp_path / "two.json"))
     one = seen_from(two, "device0")

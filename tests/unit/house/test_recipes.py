@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cotrain_compile.dataflow import Dataflow
-from cotrain_compile.machine import Tier
+from cotrain_compile.machine import MEMORIES, Tier
 from cotrain_compile.placement import policies
 from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.problem import formulate
@@ -48,7 +48,7 @@ def test_a_policy_in_the_table_is_solved_for_and_tried_by_auto(
     monkeypatch.setitem(policies.RULES, "last-on-host", last_on_host)
     dataflow = chain(3)
     machine = find("rtx4090")
-    plenty = formulate(dataflow, machine, dict.fromkeys(Tier, 1 << 40))
+    plenty = formulate(dataflow, machine, dict.fromkeys(MEMORIES, 1 << 40))
     needed = solve(plenty, SolveSettings(policy="resident")).predicted.peak_bytes[Tier.DEVICE]
     problem = formulate(dataflow, machine, {**plenty.budgets, Tier.DEVICE: needed - 1})
     plan = solve(problem, SolveSettings(policy="last-on-host"))

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cotrain_compile.errors import PlanError
-from cotrain_compile.machine import Tier
+from cotrain_compile.machine import MEMORIES, Tier
 from cotrain_compile.placement.check.check import check, peaks_of
 from cotrain_compile.placement.placed import place_plan
 from cotrain_compile.placement.policies import rule
@@ -26,7 +26,7 @@ from cotrain_compile.presets import find
 from tests.support.dataflows import chain
 from tests.support.plans.sound_plans import clipped_chain
 
-PLENTY = dict.fromkeys(Tier, 1 << 40)
+PLENTY = dict.fromkeys(MEMORIES, 1 << 40)
 
 
 def planned(layers: int = 9, policy: str = "zero-offload") -> tuple[Problem, Plan]:

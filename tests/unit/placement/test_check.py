@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from cotrain_compile.dataflow import Buffer, Dataflow, Op, Phase, Role
 from cotrain_compile.errors import PlanError
-from cotrain_compile.machine import Tier
+from cotrain_compile.machine import MEMORIES, Tier
 from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.check.replay import replay
 from cotrain_compile.placement.check.run_order import run_order
@@ -50,7 +50,7 @@ def refuse(case: Sound, plan: Plan, says: str = "unsound plan") -> None:
 def test_a_sound_plan_fits_its_peaks_and_nothing_less(name: str) -> None:
     case = SOUND[name]()
     check(case.problem, case.plan)
-    for tier in Tier:
+    for tier in MEMORIES:
         with pytest.raises(PlanError, match=rf"bytes on the {tier} .* 1 too many"):
             check(case.problem, one_byte_short(case.plan, tier))
 
@@ -267,7 +267,7 @@ def test_no_transfer_can_move_other_bytes_or_elsewhere(case: Sound, data: st.Dat
     refuse(case, with_plenty(with_task(case.plan, task.name, direction=turned)))
 
 
-@given(SOUND_PLANS, st.sampled_from(Tier), st.data())
+@given(SOUND_PLANS, st.sampled_from(MEMORIES), st.data())
 def test_no_budget_below_the_peak_is_enough(case: Sound, tier: Tier, data: st.DataObject) -> None:
     budget = data.draw(st.integers(-1, case.plan.budgets[tier] - 1))
     refuse(case, replace(case.plan, budgets={**case.plan.budgets, tier: budget}))

@@ -9,7 +9,7 @@ import pytest
 from cotrain_compile import files
 from cotrain_compile.dataflow import Buffer, Collective, Dataflow, Op, Phase, Role
 from cotrain_compile.errors import PlacementError, PlanError
-from cotrain_compile.machine import Network, Tier
+from cotrain_compile.machine import MEMORIES, Network, Tier
 from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.decisions.find_decisions import decision_space
 from cotrain_compile.placement.milp.program import Program
@@ -49,7 +49,7 @@ def two_exchanges(beside_s: float) -> Dataflow:
 
 def problem(beside_s: float, network: Network | None) -> Problem:
     machine = CARD.but(network=network) if network else CARD
-    return formulate(two_exchanges(beside_s), machine, dict.fromkeys(Tier, 1 << 34))
+    return formulate(two_exchanges(beside_s), machine, dict.fromkeys(MEMORIES, 1 << 34))
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_a_scatter_takes_as_many_times_a_ring_as_the_network_says() -> None:
     scattering = replace(step, ops=ops)
     for scatter in (1.0, 2.0):
         machine = CARD.but(network=Network(1e9, 0.01, scatter))
-        costs = formulate(scattering, machine, dict.fromkeys(Tier, 1 << 34)).costs
+        costs = formulate(scattering, machine, dict.fromkeys(MEMORIES, 1 << 34)).costs
         # 0.3 GB at 1 GB/s and 3 rounds of 10 ms.
         assert list(costs.network_s.values()) == pytest.approx([scatter * 0.33] * 2)
     with pytest.raises(ValueError, match="at least 1"):
@@ -108,7 +108,7 @@ def test_the_bound_knows_what_waits_for_the_network(beside_s: float) -> None:
 def test_a_bucket_of_the_step_takes_the_exchanges_that_it_waits_for() -> None:
     """Work of the host is no reason to wait less: the network is a lane of its own."""
     step = exchanging(chain(4, width=512, batch=512), most_under_way=0)
-    free = formulate(step, CARD.but(network=Network(1e9, 0.0)), dict.fromkeys(Tier, 1 << 34))
+    free = formulate(step, CARD.but(network=Network(1e9, 0.0)), dict.fromkeys(MEMORIES, 1 << 34))
     network_s = sum(free.costs.network_s.values())
     space = decision_space(free, 8, at_peaks=True)
     device_s = sum(space.seconds)

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from cotrain_compile import files
-from cotrain_compile.machine import Tier
+from cotrain_compile.machine import MEMORIES, Tier
 from cotrain_compile.placement.milp import highs_process, highs_worker
 from cotrain_compile.placement.search.solve import SolveSettings, solve
 from tests.unit.placement.test_solver_faults import PROBLEM
@@ -102,7 +102,7 @@ def wait_for(what: str, condition: Callable[[], bool]) -> None:
 
 
 def command(folder: Path, name: str) -> subprocess.Popen[str]:
-    budgets = {tier: str(PROBLEM.budgets[tier]) for tier in Tier}
+    budgets = {tier: str(PROBLEM.budgets[tier]) for tier in MEMORIES}
     options = ["--machine", "machine.json", "--memory-budget", budgets[Tier.DEVICE]]
     options += ["--host-memory-budget", budgets[Tier.HOST], "--time-limit", "600"]
     return python(folder, SEARCH, *COMMANDS[name], *options)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from cotrain_compile import files
 from cotrain_compile.dataflow import Dataflow
-from cotrain_compile.machine import Tier
+from cotrain_compile.machine import MEMORIES
 from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.policies import streamed
 from cotrain_compile.placement.problem import formulate
@@ -21,7 +21,7 @@ GPT = Path(__file__).parents[2] / "problems" / "gpt.json"
 
 def test_gradients_that_were_away_are_back_before_the_updates_of_their_layer() -> None:
     step = files.load(GPT, Dataflow)
-    problem = formulate(step, find("rtx4090"), dict.fromkeys(Tier, 1 << 50))
+    problem = formulate(step, find("rtx4090"), dict.fromkeys(MEMORIES, 1 << 50))
     away = tuple(sorted({group.gradient for group in step.updates}))
     placement = replace(streamed(step), away=away)
     layered = draft(problem, placement, tactics=Tactics(by_layer=True))

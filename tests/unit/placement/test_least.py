@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import PlacementError
-from cotrain_compile.machine import Machine, Tier
+from cotrain_compile.machine import MEMORIES, Machine
 from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.decisions.decisions import Decisions
 from cotrain_compile.placement.decisions.find_decisions import decision_space
@@ -41,7 +41,7 @@ def test_at_the_least_there_is_a_plan_and_a_byte_below_none(problem: Problem) ->
 @given(training_steps(), machines())
 @examples(10)
 def test_the_least_is_the_same_on_every_machine(dataflow: Dataflow, machine: Machine) -> None:
-    budgets = dict.fromkeys(Tier, PLENTY)
+    budgets = dict.fromkeys(MEMORIES, PLENTY)
     every = (machine, *map(find, PRESETS))
     assert len({least_of(formulate(dataflow, each, budgets)).nbytes for each in every}) == 1
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from cotrain_compile.dataflow import Dataflow
-from cotrain_compile.machine import Tier
+from cotrain_compile.machine import MEMORIES, Tier
 from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.decisions import strategies
 from cotrain_compile.placement.decisions.clusters import ParamCluster
@@ -53,7 +53,7 @@ class HalfStreamed(Strategy):
 
 def test_a_made_up_strategy_is_known_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     step = STEPS["perceptron"](1, 8 << 20, 4 << 20)
-    roomy = formulate(step, SLOW_LINK_SLOWER_HOST, dict.fromkeys(Tier, PLENTY))
+    roomy = formulate(step, SLOW_LINK_SLOWER_HOST, dict.fromkeys(MEMORIES, PLENTY))
     half_bytes = step.buffer["v_w0"].nbytes
     problem = with_budget(roomy, resident_bytes(roomy) - half_bytes)
     before = solve(problem)

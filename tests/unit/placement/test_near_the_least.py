@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cotrain_compile.machine import Tier
+from cotrain_compile.machine import MEMORIES
 from cotrain_compile.placement.problem import formulate
 from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.placement.search.least import least_of
@@ -16,7 +16,7 @@ from tests.support.random_problems import PLENTY, resident_bytes, with_budget
 def test_a_budget_by_itself_has_a_faster_plan_than_a_smaller_one() -> None:
     """It was 24 % slower where no plan was looked for in less memory."""
     dataflow = STEPS["recurrent"](4, MIB, 2 * MIB)
-    free = formulate(dataflow, find("rtx4090"), dict.fromkeys(Tier, PLENTY))
+    free = formulate(dataflow, find("rtx4090"), dict.fromkeys(MEMORIES, PLENTY))
     least, most = least_of(free).nbytes, resident_bytes(free)
     settings = SolveSettings(work_limit=2, recompute=False)
     smaller, larger = (
@@ -29,7 +29,7 @@ def test_a_budget_by_itself_has_a_faster_plan_than_a_smaller_one() -> None:
 def test_at_the_least_updates_stay_on_the_device_where_that_is_faster() -> None:
     """By a quarter at least than with everything away, as a loose program decides."""
     dataflow = STEPS["clipped"](3, 2 * MIB, 8 * MIB)
-    free = formulate(dataflow, find("rtx4090"), dict.fromkeys(Tier, PLENTY))
+    free = formulate(dataflow, find("rtx4090"), dict.fromkeys(MEMORIES, PLENTY))
     least = least_of(free)
     tight = with_budget(free, least.nbytes)
     plan = solve(tight, SolveSettings(work_limit=2, recompute=False))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cotrain_compile.machine import Network, Tier
+from cotrain_compile.machine import MEMORIES, Network, Tier
 from cotrain_compile.placement.decisions.decisions import Decisions
 from cotrain_compile.placement.decisions.find_decisions import decision_space
 from cotrain_compile.placement.milp.bound import certified_bound_s
@@ -53,7 +53,7 @@ def test_an_update_may_run_while_the_last_exchange_is_awaited() -> None:
     """The wait between them takes no time of the device, and it waits all the same."""
     step = exchanging(chain(2, width=2048, batch=64), most_under_way=1)
     machine = find("rtx4090").but(network=Network(1e9))
-    free = formulate(step, machine, dict.fromkeys(Tier, PLENTY))
+    free = formulate(step, machine, dict.fromkeys(MEMORIES, PLENTY))
     bound_s = certified_bound_s(free, "highs", work=Allowance(Meter(), 10), seed=0, cyclic=False)
     early = replace(resident(step), early_updates=True)
     found = draft(free, early)
@@ -73,6 +73,6 @@ def relaxed_s(problem: Problem, *, by_op: bool) -> float:
 def test_what_single_ops_need_makes_the_bound_tighter(name: str) -> None:
     """At the least, where a single op decides what has to be away."""
     dataflow = STEPS[name](3, MIB, 2 * MIB)
-    free = formulate(dataflow, find("rtx4090"), dict.fromkeys(Tier, PLENTY))
+    free = formulate(dataflow, find("rtx4090"), dict.fromkeys(MEMORIES, PLENTY))
     tight = with_budget(free, least_of(free).nbytes)
     assert relaxed_s(tight, by_op=True) > 1.001 * relaxed_s(tight, by_op=False)

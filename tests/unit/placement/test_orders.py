@@ -13,7 +13,7 @@ import pytest
 from cotrain_compile.dataflow import Buffer, Dataflow, Op, Phase, Role
 from cotrain_compile.errors import PlacementError, PlanError
 from cotrain_compile.files import from_json, to_json
-from cotrain_compile.machine import Tier
+from cotrain_compile.machine import MEMORIES, Tier
 from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.check.ordered import check_ordered
 from cotrain_compile.placement.order.by_layer import by_layer, pack_sizes
@@ -205,14 +205,14 @@ def test_less_memory_will_do_by_layer() -> None:
 
 def test_what_was_asked_for_and_cannot_be_is_told() -> None:
     step = blocks(3)
-    problem = formulate(step, find("rtx4090"), dict.fromkeys(Tier, 1 << 40))
+    problem = formulate(step, find("rtx4090"), dict.fromkeys(MEMORIES, 1 << 40))
     plan = solve(problem, SolveSettings("resident", micro_batch_order="by-layer"))
     assert "micro_batch_order is 'by-layer', but the step has one micro-batch" in plan.notes[-1]
 
 
 def test_a_step_is_rewritten_from_what_is_written_whatever_was_asked_before() -> None:
     step = blocks(4, Training(micro_batches=2))
-    problem = formulate(step, find("rtx4090"), dict.fromkeys(Tier, 1 << 40))
+    problem = formulate(step, find("rtx4090"), dict.fromkeys(MEMORIES, 1 << 40))
     names = tuple(sorted(recomputable(step))[:2])
     both = problem.in_packs(1).recomputing(names)
     assert problem.recomputing(names).in_packs(1) == both

@@ -14,7 +14,7 @@ from cotrain_compile import files
 from cotrain_compile.cli.main import app
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import PlacementError, PlanError
-from cotrain_compile.machine import Tier
+from cotrain_compile.machine import MEMORIES, Tier
 from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.check.replay import replay
 from cotrain_compile.placement.placed import place_plan
@@ -54,7 +54,7 @@ def overlapping_plan(dataflow: Dataflow, policy: str = "zero-offload", **homes: 
 
 
 def problem_of(dataflow: Dataflow) -> Problem:
-    return formulate(dataflow, find("rtx4090"), dict.fromkeys(Tier, PLENTY))
+    return formulate(dataflow, find("rtx4090"), dict.fromkeys(MEMORIES, PLENTY))
 
 
 PLANS = {

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from cotrain_compile.dataflow import PERSISTENT_ROLES, Dataflow
 from cotrain_compile.errors import PlacementError
-from cotrain_compile.machine import Machine, Tier
+from cotrain_compile.machine import MEMORIES, Machine, Tier
 from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.decisions.decisions import Decisions, DecisionSpace
 from cotrain_compile.placement.decisions.find_decisions import decision_space
@@ -253,7 +253,7 @@ def prompt_norms() -> Dataflow:
 def test_gradients_that_come_back_for_their_updates_are_not_all_there_at_the_end() -> None:
     """They come one by one, and leave with the update: else this plan would be impossible."""
     slow_host = machine(1e12, 1000e9, 10e9, 0.01e9)
-    free = formulate(prompt_norms(), slow_host, dict.fromkeys(Tier, PLENTY))
+    free = formulate(prompt_norms(), slow_host, dict.fromkeys(MEMORIES, PLENTY))
     space = decision_space(free)
     wanted = Strategy(UpdateMode.STREAMED, 0, gradient_away=True)
     params = tuple(

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from cotrain_compile.dataflow import Dataflow, Phase
 from cotrain_compile.errors import PlacementError
-from cotrain_compile.machine import HostUpdate, Link, Machine, Tier, TierSpec, two_tier
+from cotrain_compile.machine import MEMORIES, HostUpdate, Link, Machine, Tier, TierSpec, two_tier
 from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.decisions.bucketed_step import bucketed
 from cotrain_compile.placement.decisions.decisions import Decisions, DecisionSpace
@@ -56,7 +56,7 @@ def of_torch(dataflow: Dataflow) -> Dataflow:
 
 def between(dataflow: Dataflow, machine: Machine, share: float) -> Problem:
     """With that share of the bytes between the least feasible budget and all that is used."""
-    free = formulate(dataflow, machine, dict.fromkeys(Tier, PLENTY))
+    free = formulate(dataflow, machine, dict.fromkeys(MEMORIES, PLENTY))
     least, everything = least_bytes(free), resident_bytes(free)
     return with_budget(free, least + int(share * max(0, everything - least)))
 
@@ -169,7 +169,7 @@ def test_a_value_is_charged_what_is_there_for_it_alone() -> None:
     """Unless the backward reads that itself, or it takes less memory than what is made of it."""
 
     def charged_s(dataflow: Dataflow) -> float:
-        problem = formulate(dataflow, with_link(1e9), dict.fromkeys(Tier, PLENTY))
+        problem = formulate(dataflow, with_link(1e9), dict.fromkeys(MEMORIES, PLENTY))
         again = least_again(bucketed(problem, 64, at_peaks=True))["h_act0"]
         return again.seconds - problem.costs.device_s["f_act0"]
 
@@ -177,9 +177,9 @@ def test_a_value_is_charged_what_is_there_for_it_alone() -> None:
     alone = unread(step, {"h_in0"})
     less = replace(alone.buffer["h_in0"], nbytes=MIB)
     small = replace(alone, buffers=tuple(less if b.name == "h_in0" else b for b in alone.buffers))
-    dear_s = formulate(alone, with_link(1e9), dict.fromkeys(Tier, PLENTY)).costs.device_s["f_in0"]
+    dear = formulate(alone, with_link(1e9), dict.fromkeys(MEMORIES, PLENTY))
     assert [charged_s(each) for each in (step, small)] == [0.0, 0.0]
-    assert charged_s(alone) == pytest.approx(dear_s)
+    assert charged_s(alone) == pytest.approx(dear.costs.device_s["f_in0"])
 
 
 def with_link(bytes_per_s: float, flops_per_s: float = 1e12) -> Machine:
@@ -236,7 +236,7 @@ def test_the_slower_the_link_and_the_faster_the_device_the_more_is_made_again() 
 
     def again_on(link: float, flops_per_s: float = 1e12) -> int:
         machine = with_link(link * GB_PER_S, flops_per_s)
-        free = formulate(dataflow, machine, dict.fromkeys(Tier, PLENTY))
+        free = formulate(dataflow, machine, dict.fromkeys(MEMORIES, PLENTY))
         return made_again_bytes(with_budget(free, nbytes))
 
     by_link = [again_on(link) for link in (0.1, 1, 4, 16, 64, 256, 1e6)]

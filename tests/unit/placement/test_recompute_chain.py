@@ -15,7 +15,7 @@ from itertools import combinations
 import pytest
 
 from cotrain_compile.dataflow import Dataflow, Phase
-from cotrain_compile.machine import Tier
+from cotrain_compile.machine import MEMORIES, Tier
 from cotrain_compile.placement.policies import resident
 from cotrain_compile.placement.problem import formulate
 from cotrain_compile.placement.recompute.rewrite import recomputable, recomputed_ops
@@ -38,7 +38,7 @@ def unit_chain(length: int) -> Dataflow:
 def least_once(length: int) -> dict[int, int]:
     """By MiB of the device, the fewest ops that run again in any plan that moves nothing."""
     dataflow = unit_chain(length)
-    roomy = formulate(dataflow, find("rtx4090"), dict.fromkeys(Tier, 1 << 40))
+    roomy = formulate(dataflow, find("rtx4090"), dict.fromkeys(MEMORIES, 1 << 40))
     values = sorted(recomputable(dataflow))
     found: dict[int, int] = {}
     for count in range(len(values) + 1):

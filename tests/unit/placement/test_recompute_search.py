@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from cotrain_compile.dataflow import Dataflow
-from cotrain_compile.machine import Link, Tier
+from cotrain_compile.machine import MEMORIES, Link, Tier
 from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.recompute.levels import Level, RegionLevels, StepLevel, spread
@@ -32,7 +32,7 @@ def blocks_of_torch(count: int, training: Training | None = None) -> Dataflow:
 
 @pytest.fixture(scope="module")
 def levels() -> Levels:
-    return Levels(formulate(blocks_of_torch(8), find("rtx4090"), dict.fromkeys(Tier, 1 << 40)))
+    return Levels(formulate(blocks_of_torch(8), find("rtx4090"), dict.fromkeys(MEMORIES, 1 << 40)))
 
 
 def made_again(levels: Levels, number: float) -> frozenset[str]:
@@ -111,7 +111,7 @@ def test_what_fits_without_a_link_is_tried_with_any(levels: Levels) -> None:
     suffixes = [level.suffix for level in levels.that_fit(100_000_000)]
     assert suffixes == [f"+recompute:{number}" for number in ("2", "1.75", "1.5")]
     assert not list(levels.that_fit(80_000_000))
-    problem = formulate(blocks_of_torch(8), find("gh200"), dict.fromkeys(Tier, 1 << 40))
+    problem = formulate(blocks_of_torch(8), find("gh200"), dict.fromkeys(MEMORIES, 1 << 40))
     report = solve(problem.with_budget(Tier.DEVICE, 100_000_000)).report
     assert report is not None
     assert {f"resident{suffix}" for suffix in suffixes} <= set(report.simulated_s)
@@ -128,7 +128,7 @@ def test_little_is_not_worth_another_level() -> None:
 
 
 def test_a_program_is_solved_only_where_its_relaxation_leaves_it_a_chance() -> None:
-    step = Variant(formulate(blocks_of_torch(2), find("rtx4090"), dict.fromkeys(Tier, 1 << 40)))
+    step = Variant(formulate(blocks_of_torch(2), find("rtx4090"), dict.fromkeys(MEMORIES, 1 << 40)))
     again = Variant(step.problem.recomputing(("h_in0",)))
     times = {step.recomputed: 1.2, again.recomputed: 1.0}
 
@@ -154,7 +154,7 @@ def test_a_plan_may_have_layers_at_two_levels() -> None:
     """
     machine = find("rtx4090")
     slow = machine.but(h2d=Link(1e6), d2h=Link(1e6))
-    problem = formulate(blocks_of_torch(8), slow, dict.fromkeys(Tier, 1 << 40))
+    problem = formulate(blocks_of_torch(8), slow, dict.fromkeys(MEMORIES, 1 << 40))
     half = Levels(problem).variant(1.5)
     peak_bytes = schedule(problem, half.by_rule("resident")).predicted.peak_bytes
     problem = with_budget(problem, peak_bytes[Tier.DEVICE])
@@ -171,7 +171,7 @@ def test_a_plan_may_have_layers_at_two_levels() -> None:
 
 def test_a_level_that_makes_the_same_again_is_tried_once() -> None:
     """Beside what a program proposes lie levels that the search looks at again later."""
-    problem = formulate(blocks_of_torch(2), find("rtx4090"), dict.fromkeys(Tier, 1 << 40))
+    problem = formulate(blocks_of_torch(2), find("rtx4090"), dict.fromkeys(MEMORIES, 1 << 40))
     attempts = Attempts(problem, SolveSettings(), lambda stage: None, None)
     first, second = (Levels(problem).variant(1) for _ in range(2))
     for level in (first, second):
@@ -181,7 +181,7 @@ def test_a_level_that_makes_the_same_again_is_tried_once() -> None:
 
 def test_a_replay_that_hardly_fits_is_cut() -> None:
     """Sixteen equal values, four made again at once: two and two of them leave room for copies."""
-    problem = formulate(unit_chain(16), find("rtx4090"), dict.fromkeys(Tier, 1 << 40))
+    problem = formulate(unit_chain(16), find("rtx4090"), dict.fromkeys(MEMORIES, 1 << 40))
     levels = Levels(problem)
     assert levels.cuts
     for cut in levels.cuts:
@@ -205,7 +205,7 @@ def test_what_moves_spares_a_third_of_what_making_again_costs() -> None:
 
     def over_link(bytes_per_s: float) -> Problem:
         machine = find("v100-dgx2").but(h2d=Link(bytes_per_s), d2h=Link(bytes_per_s))
-        return formulate(step, machine, dict.fromkeys(Tier, 1 << 40))
+        return formulate(step, machine, dict.fromkeys(MEMORIES, 1 << 40))
 
     slowest = over_link(1e6)
     fits_s = solve(slowest).predicted.makespan_s

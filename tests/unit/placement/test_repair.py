@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cotrain_compile.machine import Tier
+from cotrain_compile.machine import MEMORIES, Tier
 from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.decisions.decisions import Decisions
 from cotrain_compile.placement.decisions.find_decisions import decision_space
@@ -65,7 +65,7 @@ def test_at_the_least_what_is_repaired_is_a_plan(problem: Problem, data: st.Data
 def test_at_the_least_step_counters_are_streamed_too_and_updates_stay() -> None:
     """Where all has left for the peak but the counters, four bytes of each are what is missing."""
     dataflow = STEPS["tied"](3, 8 * MIB, MIB)
-    problem = formulate(dataflow, find("rtx4090"), dict.fromkeys(Tier, PLENTY))
+    problem = formulate(dataflow, find("rtx4090"), dict.fromkeys(MEMORIES, PLENTY))
     least, space = least_of(problem), decision_space(problem, None, everything=True)
     streamed = Decisions(
         (Strategy(UpdateMode.STREAMED, 2),) * len(space.params), least_memory(space).activations

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from cotrain_compile.dataflow import Dataflow, Role
-from cotrain_compile.machine import Tier
+from cotrain_compile.machine import MEMORIES
 from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.policies import coarse, resident, zero_offload
 from cotrain_compile.placement.problem import Problem, formulate
@@ -36,7 +36,7 @@ def with_gradients_kept(dataflow: Dataflow) -> Dataflow:
 
 
 def problem_of(dataflow: Dataflow) -> Problem:
-    return formulate(dataflow, find("rtx4090"), dict.fromkeys(Tier, PLENTY))
+    return formulate(dataflow, find("rtx4090"), dict.fromkeys(MEMORIES, PLENTY))
 
 
 @pytest.mark.parametrize("share", [0.3, 0.5, 1.0])

@@ -7,7 +7,7 @@ from itertools import chain
 
 import pytest
 
-from cotrain_compile.machine import Tier
+from cotrain_compile.machine import MEMORIES
 from cotrain_compile.placement.check.rules import check_placement
 from cotrain_compile.placement.decisions.effects import Flow
 from cotrain_compile.placement.decisions.find_decisions import decision_space
@@ -41,7 +41,7 @@ def test_a_parameter_that_is_written_without_an_update_group_is_no_choice() -> N
     whole = mixed_precision_step(2, params=1_000, batch_bytes=4096)
     written, *updates = whole.updates
     dataflow = replace(whole, updates=tuple(updates))
-    problem = formulate(dataflow, find("h100"), dict.fromkeys(Tier, 1 << 40))
+    problem = formulate(dataflow, find("h100"), dict.fromkeys(MEMORIES, 1 << 40))
     decided = {name for d in decision_space(problem).params for name in d.cluster.params}
     assert decided == {group.param for group in updates}
     assert written.param not in decided
@@ -51,7 +51,7 @@ def test_copies_that_change_memory_say_so_everywhere() -> None:
     """A flow that begins or ends a hold is in a hold always: so its totals are memory."""
     ends, moved = set[Flow](), set[Flow]()
     for _, dataflow in every_small_step():
-        problem = formulate(dataflow, find("h100"), dict.fromkeys(Tier, 1 << 40))
+        problem = formulate(dataflow, find("h100"), dict.fromkeys(MEMORIES, 1 << 40))
         for effect in chain.from_iterable(decision_space(problem).effects):
             moved |= {demand.flow for demand in effect.moved}
             ends |= {d.flow for hold in effect.holds for d in (hold.begins, hold.ends) if d}

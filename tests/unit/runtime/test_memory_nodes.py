@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cotrain_compile import presets
-from cotrain_compile.machine import Tier
+from cotrain_compile.machine import MEMORIES
 from cotrain_compile.runtime import examine as doctor
 from cotrain_compile.runtime.cuda import setup
 from cotrain_compile.runtime.cuda.card import CudaCard
@@ -143,7 +143,7 @@ def test_host_work_keeps_to_the_cards_node_where_the_user_names_no_cores(
         setup.cuda_device(
             torch.device("cuda", 0),
             presets.find("rtx4090"),
-            dict.fromkeys(Tier, 1 << 30),
+            dict.fromkeys(MEMORIES, 1 << 30),
             {},
             {},
             host_cores=host_cores,

@@ -16,7 +16,7 @@ from cotrain_compile.analysis.reuse import reuse_distances
 from cotrain_compile.cli.main import app
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import FormatError, OptionError
-from cotrain_compile.machine import Tier
+from cotrain_compile.machine import MEMORIES, Tier
 from cotrain_compile.placement.explain.slack import slacks
 from cotrain_compile.placement.placed import place_plan
 from cotrain_compile.placement.problem import formulate
@@ -123,7 +123,7 @@ def test_predicted_and_measured_are_side_by_side() -> None:
 
 def test_what_a_card_reserves_stands_beside_the_peak_in_the_words_of_the_summary() -> None:
     step = chain(4, width=8192)
-    problem = formulate(step, find("rtx4090"), dict.fromkeys(Tier, 1 << 40))
+    problem = formulate(step, find("rtx4090"), dict.fromkeys(MEMORIES, 1 << 40))
     plan = solve(problem)
     rows = {row[0]: row[1:] for row in facts.comparison(problem, plan, [plan.predicted])}
     held = format_bytes(reserved(place_plan(problem, plan)).reserved_bytes)
@@ -276,7 +276,7 @@ def test_a_measured_step_below_the_bound_refutes_the_rates_and_no_bound_is_shown
 
 
 def test_memory_by_kind_adds_up_to_what_is_planned() -> None:
-    for tier in Tier:
+    for tier in MEMORIES:
         curve = planned_curve(STEP, PLAN, tier, 0.0)
         assert tuple(map(sum, zip(*curve.by_kind.values(), strict=True))) == curve.total
         assert max(curve.total) == PLAN.predicted.peak_bytes[tier]

@@ -1,0 +1,1 @@
+"""Disk: states of the user's that rest in files, and updates that read and write them in pieces."""
