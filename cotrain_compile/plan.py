@@ -301,10 +301,7 @@ def _later(timeline: Timeline, by_s: float) -> Timeline:
 
 @dataclass(frozen=True)
 class Milestone:
-    """When a search had spent `work` units it had found `seconds`: of a step, by what is `name`d.
-
-    Or it knew the certified bound, whose work is apart from what the rest of the search does.
-    """
+    """What a search had found when it had spent `work` units: a step of `seconds`, by `name`."""
 
     work: float
     name: str
@@ -322,8 +319,9 @@ class SolveReport:
     plan's simulated time lies above it, as a fraction. `simulated_s` has the simulated step time of
     every candidate that fits, by policy; `seconds` is what solving took. `unknown_ops` counts the
     ops whose cost nobody knows. They move `unknown_bytes`; plans and bound count no more of them
-    than that, so that no gap is certified. The search has spent `work` units, `course` has what was
-    the fastest when it was found, and `ended` says why it went no further.
+    than that, so that no gap is certified. The search has spent `work` units and its
+    bound `bound_work` beside them, `course` has what was the fastest when it was found, and `ended`
+    says why it went no further.
     """
 
     solver: str
@@ -339,6 +337,7 @@ class SolveReport:
     unknown_ops: int = 0
     unknown_bytes: int = 0
     work: float = 0.0
+    bound_work: float = 0.0
     course: tuple[Milestone, ...] = ()
     ended: str = ""
 

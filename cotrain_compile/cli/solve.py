@@ -128,7 +128,7 @@ def solve(
         found = answers(dataflow, target, asked, tokens, say)
         for one in found:
             if isinstance(one.answer, Plan) and one.answer.report is not None:
-                say(search(one.answer.report))
+                say(search(one.answer.report, with_bound=True))
     if as_json:
         print_json(solved_figures(found))
     else:

@@ -95,6 +95,7 @@ def _absurd_in_report(report: SolveReport) -> Iterator[str]:
         "lower_bound_s": report.lower_bound_s,
         **{f"simulated_s[{policy!r}]": s for policy, s in report.simulated_s.items()},
         "work": report.work,
+        "bound_work": report.bound_work,
         **{f"course[{one.name!r}].work": one.work for one in report.course},
         **{f"course[{one.name!r}].seconds": one.seconds for one in report.course},
     }

@@ -123,6 +123,7 @@ def _with_all(best: Plan, found: Sequence[Plan]) -> Plan:
         gap=step_s / bound_s - 1.0 if bound_s else 0.0,
         simulated_s=simulated_s,
         work=math.fsum(report.work for report in reports),
+        bound_work=math.fsum(report.bound_work for report in reports),
     )
     named = replace(best.placement, policy=_name(best.placement.policy, best))
     return replace(best, placement=named, report=report)

@@ -49,7 +49,7 @@ from cotrain_compile.placement.search.variants import (
     promising,
 )
 from cotrain_compile.placement.work import Allowance, Meter
-from cotrain_compile.plan import Milestone, Placement, Plan
+from cotrain_compile.plan import Placement, Plan
 from cotrain_compile.support.collector import collector_off
 
 # Shares of the updates of `coarse` that `auto` tries as well.
@@ -349,7 +349,8 @@ class _Search(Attempts):
             rounds=self.rounds,
             simulated_s={name: found.step_s for name, found in self.found.drafts.items()},
             work=self.meter.spent - self.work.since,
-            course=[*self.found.course, *self._milestone_of_bound(bound_s)],
+            bound_work=self.bound_meter.spent,
+            course=self.found.course,
             ended=self._ended(plan, bound_s, ran_out),
         )
         asked, solver = settings.policy, settings.solver
@@ -357,10 +358,6 @@ class _Search(Attempts):
         if ran_out and report.gap > FAR - 1.0:
             notes = (*notes, note_on_limit(self.limit_in_words, report.gap))
         return replace(plan, report=report, notes=notes)
-
-    def _milestone_of_bound(self, bound_s: float) -> Iterator[Milestone]:
-        if bound_s:
-            yield Milestone(self.bound_meter.spent, "certified bound", bound_s)
 
     def _ended(self, plan: Plan, bound_s: float, ran_out: bool) -> str:
         """Why the search went no further."""

@@ -33,13 +33,14 @@ def report_of(
     rounds: int,
     simulated_s: Mapping[str, float],
     work: float,
+    bound_work: float,
     course: Sequence[Milestone],
     ended: str,
 ) -> SolveReport:
     """The figures of a plan. `bound_s` is certified, 0 where there is none.
 
     `solver` is the one that was asked for, `simulated_s` the step time of each way that fits;
-    `work`, `course` and `ended` are as in a report.
+    `work` and what follows are as in a report.
     """
     step_s = plan.predicted.makespan_s
     claim = solution if solution is not None and solution.decisions is not None else None
@@ -57,6 +58,7 @@ def report_of(
         unknown_ops=len(problem.unknown_ops),
         unknown_bytes=sum(op.bytes_moved for op in problem.unknown_ops),
         work=work,
+        bound_work=bound_work,
         course=tuple(course),
         ended=ended,
     )

@@ -115,13 +115,19 @@ def candidates(answers: Sequence[Plan | PlacementError], rules: Sequence[str]) -
         yield policy, *(_candidate(answer, policy) for answer in answers)
 
 
-def search(report: SolveReport) -> str:
-    """How a search went: what was the fastest when it was found, and what ended it."""
+def search(report: SolveReport, *, with_bound: bool = False) -> str:
+    """How a search went: what was the fastest when it was found, and what ended it.
+
+    On request with the bound, which was looked for beside it.
+    """
     found = ", ".join(
         f"{format_seconds(one.seconds)} by {one.name} after {one.work:.1f}" for one in report.course
     )
+    bound_s = report.lower_bound_s if with_bound else 0.0
+    bound = f"{report.bound_name} {format_seconds(bound_s)} after {report.bound_work:.1f}"
     ended = f"it ended after {report.work:.1f}: {report.ended}"
-    return "; ".join(filter(None, ["the search, in units of about a second", found, ended]))
+    told = ["the search, in units of about a second", found, bound if bound_s else "", ended]
+    return "; ".join(filter(None, told))
 
 
 def _name(answer: Plan | PlacementError) -> str:
