@@ -154,14 +154,15 @@ def formulate(
     profile: CostTable | None = None,
     *,
     captured: bool = False,
+    compiled: bool | None = None,
 ) -> Problem:
-    """The problem of `dataflow` on `machine`; `captured` as in `Problem`.
+    """The problem of `dataflow` on `machine`; `captured` as in `Problem`, `compiled` in `roofline`.
 
     Costs come from the machine's roofline, and from `profile` where it has a measured time; what a
     plan has made again in the measured step is in no other plan, and left out. Raises `PlanError`
     when the profile is of another step.
     """
-    costs = roofline(dataflow, machine, captured=captured)
+    costs = roofline(dataflow, machine, captured=captured, compiled=compiled)
     if profile is not None:
         again = {again_name(op.name) for op in dataflow.ops}
         # What a wait was seen to take is what the network says.
