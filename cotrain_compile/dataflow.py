@@ -12,6 +12,7 @@ from enum import StrEnum
 from functools import cached_property
 
 from cotrain_compile.machine import LARGEST
+from cotrain_compile.machine.op_classes import OpKind
 from cotrain_compile.regions import Region
 
 # 2: random ops touch the state of their generator.
@@ -124,6 +125,7 @@ class Op:
     flops: they are 0 here, and its bytes say the least that it can take. A `collective` op begins
     an exchange, which goes on beside the device until an op `awaits` it, by its name. `line` is
     the user's, or a library's, that called it, as `model.py:57`: for readers alone, as `module`.
+    By its `kind` a machine says at which part of its rates it runs.
     """
 
     name: str
@@ -139,6 +141,7 @@ class Op:
     collective: Collective | None = None
     awaits: str = ""
     line: str = ""
+    kind: OpKind = OpKind.UNSAID
 
     def __post_init__(self) -> None:
         known = 0 <= self.flops <= LARGEST and 0 <= self.bytes_moved <= LARGEST

@@ -55,6 +55,7 @@ class Section:
 
 
 SECTIONS = (
+    Section("Published steps", "published_steps", own_table("published.table")),
     Section("Steps that do not fit", "first_screen", own_table("plans.first_screen")),
     Section("Plans against simple rules", "plans", own_table("plans.plans")),
     Section("Plans against their bound", "placement", tables.placement),

@@ -11,10 +11,12 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Literal
 
+from cotrain_compile.analysis.fusion import Part, kernel_parts
 from cotrain_compile.analysis.host_update_costs import host_update_s, update_bytes
 from cotrain_compile.dataflow import Collective, Dataflow, Op, UpdateGroup
 from cotrain_compile.errors import PlanError
 from cotrain_compile.machine import LARGEST, Machine, Network, Tier, TierSpec
+from cotrain_compile.machine.op_classes import FUSED, ONE_BY_ONE, RELAYOUT, OpKind
 from cotrain_compile.plan import Lane, Plan, Timeline
 from cotrain_compile.support.units import format_bytes
 
@@ -48,7 +50,9 @@ class CostTable:
         return self.device_s[name] if tier is Tier.DEVICE else self.host_update_s[name]
 
 
-def roofline(dataflow: Dataflow, machine: Machine, *, captured: bool = False) -> CostTable:
+def roofline(
+    dataflow: Dataflow, machine: Machine, *, captured: bool = False, compiled: bool | None = None
+) -> CostTable:
     """What the machine's rates allow: max(flops / flops_per_s, bytes / bytes_per_s, launch_s).
 
     Views and other ops that neither compute nor move anything cost nothing. A host update reads and
@@ -56,10 +60,15 @@ def roofline(dataflow: Dataflow, machine: Machine, *, captured: bool = False) ->
     one fused loop, limited by the host's memory (Williams et al., CACM 2009). Where there is no
     loop, or all run as `captured`, its ops run one by one (`host_update_costs`). An update is a
     loop as well on a device that `fuses_updates`, whatever its optimizer; its ops share the time by
-    the bytes they move.
+    the bytes they move. An op takes as many times its roofline as the device has as a factor for
+    its kind; where it has any and runs `compiled` code, None where one that `fuses_updates` does,
+    what is limited by memory moves the bytes of its kernel (`fusion`).
     """
     network_s = _network_s(dataflow, machine)
-    device_s = {op.name: _op_s(op, machine.device) for op in dataflow.ops}
+    factors = machine.device.factors
+    fuses = machine.fuses_updates if compiled is None else compiled
+    parts = kernel_parts(dataflow) if factors and fuses else {}
+    device_s = {op.name: _op_s(op, machine.device, parts.get(op.name)) for op in dataflow.ops}
     device_s |= dict.fromkeys(network_s, machine.device.launch_s)
     if machine.fuses_updates:
         for group in dataflow.updates:
@@ -171,14 +180,30 @@ def _typical_step(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: scale * seconds for name, seconds in medians.items()}
 
 
-def _op_s(op: Op, tier: TierSpec) -> float:
+def _op_s(op: Op, tier: TierSpec, part: Part | None = None) -> float:
+    """Seconds of an op by itself, or as a part of a kernel."""
     if op.flops == 0 and op.bytes_moved == 0:
         return 0.0
-    return max(
-        op.flops / tier.flops_per_s_of(op.dtype),
-        op.bytes_moved / tier.bytes_per_s,
-        tier.launch_s,
-    )
+    if part is not None:
+        fused_s = tier.factors.get(FUSED, 1.0) * part.nbytes / tier.bytes_per_s
+        return max(fused_s, tier.launch_s * part.begins)
+    bytes_s = op.bytes_moved / tier.bytes_per_s
+    roofline_s = max(op.flops / tier.flops_per_s_of(op.dtype), bytes_s)
+    kind = op.kind or _unsaid(op)
+    own = kind if op.flops else ONE_BY_ONE
+    seconds = tier.factors.get(own, 1.0) * roofline_s
+    if kind is OpKind.CONVOLUTION and op.dtype != "float32":
+        seconds += tier.factors.get(RELAYOUT, 0.0) * bytes_s
+    return max(seconds, tier.launch_s)
+
+
+def _unsaid(op: Op) -> OpKind:
+    """The kind of an op that does not say it: by its flops, and the name of what it calls."""
+    if not op.flops:
+        return OpKind.OTHER
+    if "attention" in op.target:
+        return OpKind.ATTENTION_BACKWARD if "backward" in op.target else OpKind.ATTENTION
+    return OpKind.CONVOLUTION if "conv" in op.target else OpKind.PRODUCT
 
 
 def _as_one_loop(dataflow: Dataflow, group: UpdateGroup, tier: TierSpec) -> dict[str, float]:

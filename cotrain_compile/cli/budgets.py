@@ -105,7 +105,9 @@ def _found(
     say(f"{len(dataflow.ops)} ops on {machine.name}")
     first = asked[0].options
     captured = first.host_kernels == "captured"
-    problem = formulate(dataflow, machine, first.budgets(machine), captured=captured)
+    problem = formulate(
+        dataflow, machine, first.budgets(machine), captured=captured, compiled=first.compiled
+    )
     space = decision_space(problem) if len(asked) > 1 else None
     tighter: list[Plan] = []
     for one in sorted(asked, key=lambda one: one.options.budgets(machine)[Tier.DEVICE]):

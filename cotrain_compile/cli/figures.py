@@ -15,6 +15,7 @@ from cotrain_compile.dataflow import Dataflow, Op, Phase
 from cotrain_compile.errors import PlacementError
 from cotrain_compile.machine import Tier
 from cotrain_compile.plan import Lane, Plan, Timeline
+from cotrain_compile.presets import published_range_s
 
 
 def step_figures(dataflow: Dataflow) -> Mapping[str, Any]:
@@ -49,6 +50,7 @@ def plan_figures(plan: Plan) -> Mapping[str, Any]:
         "policy": plan.placement.policy,
         "budget_bytes": plan.budgets,
         "step_s": plan.predicted.makespan_s,
+        "published_range_s": published_range_s(plan.machine, plan.predicted.makespan_s),
         "busy_s": {lane.value: plan.predicted.busy_s(lane) for lane in Lane},
         "peak_bytes": plan.predicted.peak_bytes,
         "offloaded_bytes": plan.bytes_moved("offload"),

@@ -107,7 +107,7 @@ def _solved(step: Path, machine: str, asked: Mapping[str, Any]) -> Plan:
     options = Options.parse(asked)
     with stages() as say:
         dataflow = files.load(step, Dataflow)
-        problem = formulate(dataflow, target, options.budgets(target))
+        problem = formulate(dataflow, target, options.budgets(target), compiled=options.compiled)
         say(f"{len(dataflow.ops)} ops on {target.name}")
         plan = solve(problem, solve_settings(options, options.compiled))
     check(problem, plan)

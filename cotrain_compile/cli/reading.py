@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -113,13 +114,16 @@ def _problems(
 ) -> Iterator[Problem]:
     """All that `plan` may have been made for: it does not say with which costs.
 
-    Nor whether updates on the host were to run as captured, by the option `host_kernels`.
+    Nor whether updates on the host were to run as captured, by the option `host_kernels`, nor
+    whether its ops run in compiled code, by `lowering`.
     """
     from cotrain_compile.placement.problem import formulate
 
     for costs in profiles:
-        for captured in (False, True):
-            yield formulate(dataflow, machine, plan.budgets, costs, captured=captured)
+        for captured, compiled in product((False, True), (None, False)):
+            yield formulate(
+                dataflow, machine, plan.budgets, costs, captured=captured, compiled=compiled
+            )
 
 
 def _profiles(file: Path, given: Path | None) -> Iterator[CostTable | None]:

@@ -198,16 +198,17 @@ def compile_step(
     if not together.plans_alike:
         dataflow = dataflow.with_own_plans()
     machine = machine_for(step, options)
+    compiled_code = _is_compiled(step, options)
     allowed = formulate(
         dataflow,
         machine,
         together.least(options.budgets(machine)),
         _profile(options),
         captured=options.host_kernels == "captured",
+        compiled=compiled_code,
     )
     problem = allowed if plan_bytes is None else allowed.with_budget(Tier.DEVICE, plan_bytes)
     narrator = Narrator(verbosity(options))
-    compiled_code = _is_compiled(step, options)
     plan = together.plan(
         lambda: (
             (before and plan_as_before(problem, options, before, compiled=compiled_code))

@@ -33,6 +33,7 @@ from cotrain_compile.extract.job import job_of
 from cotrain_compile.extract.notes import masked_attention
 from cotrain_compile.extract.op_bytes import nbytes_of
 from cotrain_compile.extract.op_costs import OpCost, computing_dtype, cost_of
+from cotrain_compile.extract.op_kinds import kind_of_op
 from cotrain_compile.extract.regions.find import find_regions
 from cotrain_compile.extract.scratch import scratch_bytes
 from cotrain_compile.extract.updates import update_groups
@@ -51,6 +52,7 @@ from cotrain_compile.graph.op_calls import target_of
 from cotrain_compile.graph.piece_op import PIECE
 from cotrain_compile.graph.random_ops import generators_of
 from cotrain_compile.graph.user_lines import calling_line
+from cotrain_compile.machine.op_classes import OpKind
 from cotrain_compile.placement.pieces import part_name
 
 
@@ -267,6 +269,7 @@ class _Reader(_Namer):
                 awaits=begun.name if (begun := awaited_by(node)) else "",
                 module=self.step.modules.get(node.name, ""),
                 line=calling_line(node.meta.get("stack_trace")),
+                kind=kind_of_op(node, cost.flops) if cost.bytes_moved else OpKind.UNSAID,
             )
         )
         return reads, writes

@@ -37,6 +37,12 @@ def _index_bytes(args: Bound) -> Any:
     return sum(map(nbytes_of, _indices(args)))
 
 
+def _nothing(args: Bound, out: Any) -> int:
+    """Memory is taken, and nothing is written."""
+    del args, out
+    return 0
+
+
 def _looked_up(args: Bound, out: Any) -> Any:
     """Indices, and each element of the result read and written."""
     return _index_bytes(args) + 2 * nbytes_of(out)
@@ -104,6 +110,14 @@ def _without(*names: str) -> BytesOf:
     return moved
 
 
+_EMPTY = (
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "empty_permuted",
+)
 _LOOK_UPS = ("embedding", "index", "_unsafe_index", "index_select", "gather", "take")
 _SCATTERS = ("scatter", "index_put", "_unsafe_index_put", "index_copy", "index_fill")
 _ADDS = ("scatter_add", "scatter_reduce", "index_add", "index_reduce")
@@ -114,6 +128,7 @@ _NORMS = (
 _NORM_BACKWARDS = ("native_batch_norm_backward", "batch_norm_backward", "cudnn_batch_norm_backward")
 
 BYTES_OF: Mapping[str, BytesOf] = {
+    **{f"aten::{name}": _nothing for name in _EMPTY},
     **{f"aten::{name}": _looked_up for name in _LOOK_UPS},
     "aten::embedding_dense_backward": _table_gradient,
     **{f"aten::{name}": _scattered(2) for name in _SCATTERS},

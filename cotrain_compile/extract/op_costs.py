@@ -58,11 +58,24 @@ def op_name(target: Any) -> str:
 
 
 def computing_dtype(node: fx.Node, flops: Any) -> str:
-    """The dtype in which an op computes: of a product that of its factors, else of its result."""
+    """The dtype in which an op computes: of a product that of its factors, else of its result.
+
+    On a card float32 factors are cut to "tfloat32" where torch's switches allow it.
+    """
     from_factors = isinstance(flops, torch.SymInt) or flops > 0
     for value in _tensors(_arguments(node) if from_factors else node.meta.get("val")):
+        is_cut = from_factors and value.dtype is torch.float32 and value.device.type == "cuda"
+        if is_cut and _allows_tf32(op_name(target_of(node))):
+            return "tfloat32"
         return str(value.dtype).removeprefix("torch.")
     return "float32"
+
+
+def _allows_tf32(name: str) -> bool:
+    """What `set_float32_matmul_precision` and the switches of `torch.backends` say."""
+    switches: Any = torch.backends
+    switch = switches.cudnn.conv if "conv" in name else switches.cuda.matmul
+    return bool(switch.fp32_precision == "tf32")
 
 
 # torch's own ops; ours only move what is there.

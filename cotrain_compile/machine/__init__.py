@@ -210,7 +210,11 @@ class Machine:
     def _tiers(self) -> Mapping[str, TierSpec]:
         return {
             p.space: TierSpec(
-                self.spaces[p.space].capacity_bytes, p.bytes_per_s, p.flops_per_s, p.launch_s
+                self.spaces[p.space].capacity_bytes,
+                p.bytes_per_s,
+                p.flops_per_s,
+                p.launch_s,
+                p.factors,
             )
             for p in self.processors.values()
         }
@@ -349,9 +353,15 @@ def two_tier(
         issue_s,
         fuses_updates,
         runs_ahead=runs_ahead,
+        factors=device.factors,
     )
     on_host = Processor(
-        Tier.HOST.value, host.bytes_per_s, host.flops_per_s, host.launch_s, update=host_update
+        Tier.HOST.value,
+        host.bytes_per_s,
+        host.flops_per_s,
+        host.launch_s,
+        update=host_update,
+        factors=host.factors,
     )
     return Machine(
         name=name,

@@ -10,10 +10,15 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from math import inf
 
+from cotrain_compile.machine.op_classes import FACTORS
+
 # No bytes, seconds, flops or rates of anything real are more, and their products are still floats.
 LARGEST = 10**30
 # About thirty years: no latency is longer.
 LONGEST_S = 1e9
+
+# An op that takes so many times what its bytes and flops take is not limited by them.
+MOST_FACTOR = 1000.0
 
 # Where it is not measured: an op takes for an element as long as a fused loop for so many bytes,
 # and the system clears and maps a page of 4 KiB in two microseconds.
@@ -110,9 +115,11 @@ class Processor:
     fuses_updates: bool = False
     update: HostUpdate | None = None
     runs_ahead: bool = False
+    factors: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _refuse_rates(self.bytes_per_s, self.flops_per_s)
+        refuse_factors(self.factors)
         for name in ("launch_s", "issue_s"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative")
@@ -127,6 +134,7 @@ class TierSpec:
     bytes_per_s: float
     flops_per_s: Mapping[str, float]
     launch_s: float = 0.0
+    factors: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.capacity_bytes <= 0 or self.bytes_per_s <= 0 or self.launch_s < 0:
@@ -136,9 +144,12 @@ class TierSpec:
         _refuse_absurd("capacity_bytes", self.capacity_bytes)
         _refuse_rates(self.bytes_per_s, self.flops_per_s)
         _refuse_long("launch_s", self.launch_s)
+        refuse_factors(self.factors)
 
     def flops_per_s_of(self, dtype: str) -> float:
-        """The rate for `dtype`, or the lowest known one."""
+        """The rate for `dtype`, or the lowest known one; "tfloat32" is float32 where cut to it."""
+        if dtype == "tfloat32" and dtype not in self.flops_per_s:
+            dtype = "float32"
         return self.flops_per_s.get(dtype, min(self.flops_per_s.values()))
 
 
@@ -241,6 +252,15 @@ class Contention:
 
 
 UNDISTURBED = Contention()
+
+
+def refuse_factors(factors: Mapping[str, float]) -> None:
+    """Raise ValueError where some are of no kind of op, or of no processor."""
+    for kind, factor in factors.items():
+        if kind not in FACTORS:
+            raise ValueError(f"factors: {kind!r} is none of {', '.join(FACTORS)}")
+        if not MOST_FACTOR**-1 <= factor <= MOST_FACTOR:
+            raise ValueError(f"factors: {kind} cannot take {factor} times its roofline")
 
 
 def _refuse_rates(bytes_per_s: float, flops_per_s: Mapping[str, float]) -> None:

@@ -1,8 +1,11 @@
 """Policies: the simple rules that choose a placement. Each is a function of the step alone.
 
 `resident` keeps everything on the device. `zero-offload` is the rule of ZeRO-Offload (Ren et al.,
-USENIX ATC 2021): optimizer states at home on the host and every update there, after the backward.
-`coarse` starts each update when its gradient has landed, as CoTrain does (ICPP 2023). `fraction:F`
+USENIX ATC 2021): parameters and optimizer states at home on the host and every update there, after
+the backward; gradients go down, and what the step uses of the new parameters comes up, in the low
+precision of autocast or of the parameters: 4 bytes a parameter cross the link.
+`coarse` starts each update when its gradient has landed, as CoTrain does (ICPP 2023), with the
+parameters at home on the device. `fraction:F`
 updates a fixed share on the host and the rest on the device, as Twin-Flow does. `streamed` updates
 everything on the device with the states at home on the host. Whether a placement
 fits is for `schedule` to find out.
@@ -35,13 +38,25 @@ def resident(dataflow: Dataflow) -> Placement:
 
 
 def zero_offload(dataflow: Dataflow) -> Placement:
-    """Every update that can run on the host does, with its states at home there."""
-    return _host_updates("zero-offload", dataflow, dataflow.updates)
+    """Every update that can run on the host does, with all it owns at home there.
+
+    A parameter with a gradient in its `.grad` stays with it on the device, where that is summed up;
+    so does one that the step reads again after its update, as an average of weights does.
+    """
+    base = _host_updates("zero-offload", dataflow, dataflow.updates)
+    stay = dataflow.kept_gradients.keys() | _used_after_updates(dataflow)
+    mastered = [param for param in base.updates if param not in stay]
+    return replace(
+        base,
+        homes={**base.homes, **dict.fromkeys(mastered, Tier.HOST)},
+        updates={**base.updates, **dict.fromkeys(mastered, UpdateMode.HOST_STREAMED)},
+    )
 
 
 def coarse(dataflow: Dataflow) -> Placement:
-    """As `zero_offload`, each update starting when its gradient has landed."""
-    return replace(zero_offload(dataflow), policy="coarse", early_updates=True)
+    """Every update on the host once its gradient has landed; parameters rest on the device."""
+    base = _host_updates("coarse", dataflow, dataflow.updates)
+    return replace(base, early_updates=True)
 
 
 def fraction(dataflow: Dataflow, share: float) -> Placement:
@@ -129,6 +144,17 @@ def _host_updates(name: str, dataflow: Dataflow, groups: tuple[UpdateGroup, ...]
             for group in dataflow.updates
         },
     )
+
+
+def _used_after_updates(dataflow: Dataflow) -> set[str]:
+    """Parameters that an op behind their update reads or writes."""
+    updated = {g.param: max(dataflow.position[op] for op in g.ops) for g in dataflow.updates}
+    return {
+        name
+        for index, op in enumerate(dataflow.ops)
+        for name in (*op.reads, *op.writes)
+        if index > updated.get(name, index)
+    }
 
 
 def _last_write(dataflow: Dataflow, buffer: str) -> int:

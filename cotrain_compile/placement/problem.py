@@ -32,7 +32,8 @@ class Written:
 class Problem:
     """A step to be placed: `budgets` are the bytes allowed on each tier.
 
-    `captured` says that updates on the host run op by op even where there is a loop, `speculates`
+    `captured` says that updates on the host run op by op even where there is a loop, `compiled` what
+    code ops run as, as in `roofline`, `speculates`
     that they may begin on guesses. In `dataflow` regions run in parts by `splits`, micro-batches in
     packs of `layers_per_pack`, the values `recomputed` are made again, and some updates go in
     `pieces`, all nothing in the
@@ -44,6 +45,7 @@ class Problem:
     costs: CostTable
     budgets: Mapping[Tier, int]
     captured: bool = False
+    compiled: bool | None = None
     recomputed: tuple[str, ...] = ()
     speculates: bool = False
     layers_per_pack: int = 0
@@ -116,7 +118,7 @@ class Problem:
         """The costs of the step that is written in parts."""
         if parts is written.dataflow:
             return written.costs
-        made = roofline(parts, self.machine, captured=self.captured)
+        made = roofline(parts, self.machine, captured=self.captured, compiled=self.compiled)
         own = {op.name for op in written.dataflow.ops}
         known = written.costs.device_s
         device_s = {op: known[op] if op in own else s for op, s in made.device_s.items()}
@@ -164,13 +166,14 @@ def formulate(
     profile: CostTable | None = None,
     *,
     captured: bool = False,
+    compiled: bool | None = None,
 ) -> Problem:
-    """The problem of `dataflow` on `machine`; `captured` as in `Problem`.
+    """The problem of `dataflow` on `machine`; `captured` as in `Problem`, `compiled` in `roofline`.
 
-    Without a budget for a drive the machine is taken without it. Costs come from its roofline,
-    and from `profile` where it has a measured time; what a
-    plan has made again in the measured step is in no other plan, and left out. Raises `PlanError`
-    when the profile is of another step, `OptionError` where there is a budget for a drive and none.
+    Without a budget for a drive the machine is taken without it. Costs come from its roofline, and
+    from `profile` where it has a measured time; what a plan has made again in the measured step is
+    in no other plan, and left out. Raises `PlanError` when the profile is of another step,
+    `OptionError` where there is a budget for a drive and none.
     """
     if Tier.DISK in budgets and machine.disk is None:
         raise OptionError(
@@ -179,11 +182,11 @@ def formulate(
         )
     if Tier.DISK not in budgets:
         machine = machine.with_disk(None)
-    costs = roofline(dataflow, machine, captured=captured)
+    costs = roofline(dataflow, machine, captured=captured, compiled=compiled)
     if profile is not None:
         again = {again_name(op.name) for op in dataflow.ops}
         # What a wait was seen to take is what the network says.
         again |= {op.name for op in dataflow.ops if op.awaits and op.awaits in costs.network_s}
         device_s = {n: s for n, s in profile.device_s.items() if n not in again}
         costs = with_measured(costs, device_s=device_s, host_update_s=profile.host_update_s)
-    return Problem(dataflow, machine, costs, dict(budgets), captured)
+    return Problem(dataflow, machine, costs, dict(budgets), captured, compiled)

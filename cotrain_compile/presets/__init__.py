@@ -20,6 +20,7 @@ from cotrain_compile.errors import OptionError, did_you_mean
 from cotrain_compile.machine import HostUpdate, Link, Machine, Network, Rates, TierSpec, two_tier
 from cotrain_compile.presets.cards import CARDS, Card
 from cotrain_compile.presets.drives import drive_beside
+from cotrain_compile.presets.factors import RANGE, factors_of
 from cotrain_compile.presets.tables import HOSTS, SERVERS, Host, Server
 from cotrain_compile.support.limits import usable_core_count, usable_memory_bytes
 from cotrain_compile.support.sizes import Size
@@ -49,7 +50,9 @@ def _machine(card: Card, host: Host) -> Machine:
     demand = update + host.up + host.down
     machine = two_tier(
         name=card.name,
-        device=TierSpec(card.mib * _MIB, card.memory * _GB, _rates(card), _LAUNCH_S),
+        device=TierSpec(
+            card.mib * _MIB, card.memory * _GB, _rates(card), _LAUNCH_S, factors_of(card)
+        ),
         host=TierSpec(
             host.gb * _GB, host.memory * _GB, {"float32": host.tflops * _TERA}, _HOST_LAUNCH_S
         ),
@@ -58,7 +61,7 @@ def _machine(card: Card, host: Host) -> Machine:
         host_update=HostUpdate(
             float(round(update * _GB)), slowdown_while_copying=max(1.0, demand / host.memory)
         ),
-        duplex=1.8,
+        duplex=host.together,
         source=f"{card.source} Of memory {card.mib} MiB, as torch reports it; L2 {card.l2} MiB, "
         f"compute capability {card.chip[0]}.{card.chip[1]}. {host.source} Slowdown while copying: "
         "update and both links over the host's memory rate. Duplex, latencies and host flops: "
@@ -72,14 +75,25 @@ def _machine(card: Card, host: Host) -> Machine:
 
 
 def _rates(card: Card) -> dict[str, float]:
-    """By dtype. What the card has no cores for is left out: it runs at the lowest rate."""
+    """By dtype. What the card has no cores for is left out: it runs at the lowest rate.
+
+    From Ampere on products of float32 cut to TF32 have half the rate of bfloat16 (NVIDIA's data
+    sheets: 156 of 312 TFLOP/s on an A100, 82.6 of 165.2 on an RTX 4090, 495 of 989 on an H100).
+    """
+    cut = card.bfloat16 / 2 if card.chip >= (8, 0) else 0.0
     eight = dict.fromkeys(("float8_e4m3fn", "float8_e5m2"), card.float8)
-    known = {"bfloat16": card.bfloat16, "float16": card.float16, **eight, "float32": card.float32}
+    known = {
+        "bfloat16": card.bfloat16,
+        "float16": card.float16,
+        **eight,
+        "tfloat32": cut,
+        "float32": card.float32,
+    }
     return {dtype: rate * _TERA for dtype, rate in known.items() if rate}
 
 
 _HOSTS = {host.name: host for host in HOSTS}
-_CARDS = {card.name: card for card in CARDS}
+CARDS_BY_NAME = {card.name: card for card in CARDS}
 
 
 def _of_a_rank(server: Server) -> Machine:
@@ -94,8 +108,9 @@ def _of_a_rank(server: Server) -> Machine:
         server.down,
         server.adam / n,
         f"One of {n} ranks, with an equal share of the host. {server.source}",
+        _HOSTS[CARDS_BY_NAME[server.card].host].together,
     )
-    machine = _machine(_CARDS[server.card], share)
+    machine = _machine(CARDS_BY_NAME[server.card], share)
     network = Network(server.ring * _GB, _ROUND_S)
     return replace(machine.but(network=network), name=server.name)
 
@@ -132,6 +147,17 @@ def find(name_or_path: str) -> Machine:
         f"{did_you_mean(name_or_path, known)}; known are {', '.join(known)}, "
         "or a file written by `cotrain-compile calibrate`"
     )
+
+
+def published_range_s(machine: str, seconds: float) -> tuple[float, float] | None:
+    """Between which seconds published steps of the kind lie where `seconds` are predicted.
+
+    `machine` is a name, with changes or not; None for what is no preset: nothing was compared.
+    """
+    if machine.partition(" ")[0] not in PRESETS:
+        return None
+    least, most = RANGE
+    return least * seconds, most * seconds
 
 
 def refuse_other_ranks(of_step: int, asked: int | None, machine: str) -> None:

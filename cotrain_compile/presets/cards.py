@@ -2,7 +2,7 @@
 
 Rates are achieved, not advertised: GB/s, and Tflop/s of the products of a training step. What no
 one has published a measurement of is the data sheet's dense figure times a fraction, which the
-source of the row names: 0.34 to 0.73 of tensor cores, 0.7 of float32, 0.85 to 0.9 of memory. A
+source of the row names: 0.34 to 0.96 of tensor cores, 0.7 of float32, 0.85 to 0.9 of memory. A
 GeForce card with sums in float32 has twice its float32 rate in bfloat16, and from Ada on four times
 in float8 (NVIDIA's white papers of Ampere, Ada and RTX Blackwell).
 
@@ -46,6 +46,9 @@ _VOLTA, _TURING, _AMPERE, _GA10X = (7, 0), (7, 5), (8, 0), (8, 6)
 _ADA, _HOPPER, _BLACKWELL, _RTX_BLACKWELL = (8, 9), (9, 0), (10, 0), (12, 0)
 
 
+_BOOSTED = 0.96
+
+
 def _geforce(
     name: str,
     words: str,
@@ -57,14 +60,19 @@ def _geforce(
     single: float,
     more: str = "",
 ) -> Card:
-    """A card by GB/s and float32 TFLOP/s of its data sheet."""
+    """A card by GB/s and float32 TFLOP/s of its data sheet.
+
+    Desktop cards reach `_BOOSTED` of their tensor cores' rate, as published steps of RTX 3090 and
+    4090 do (`bench.published.fit`): their clocks rise above the data sheet's. Laptops: assumed.
+    """
+    part = 0.73 if host == "laptop" else _BOOSTED
     low, has_float8 = 2 * single, chip >= _ADA
     eight = f" and {2 * low:.4g} fp8" if has_float8 else ""
     told = (
         f"{words} data sheet: {single:g} TFLOP/s fp32 x 0.7; with fp32 sums {low:.4g} bf16{eight} "
-        f"x 0.73; memory {memory:g} GB/s x 0.9.{more and ' '}{more}"
+        f"x {part:g}; memory {memory:g} GB/s x 0.9.{more and ' '}{more}"
     )
-    rates = (round(0.73 * low),) * 2 + (round(0.73 * 2 * low) if has_float8 else 0,)
+    rates = (round(part * low),) * 2 + (round(part * 2 * low) if has_float8 else 0,)
     return Card(
         name, words, host, chip, mib, l2, round(0.9 * memory), *rates, round(0.7 * single), told
     )
@@ -72,10 +80,11 @@ def _geforce(
 
 _LAMBDA = "published steps of BERT (lambdal/deeplearning-benchmark)"
 _SHEET_HOPPER = (
-    "0.43 of the dense data sheet figures, as design assumption for an H200: 989 TFLOP/s bf16 and "
-    "fp16, 1979 fp8, half of those with sparsity; 67 fp32 x 0.7 (no TF32)."
+    "0.54 of the dense data sheet figures, as published steps of GPTs and BERT (llm-foundry, "
+    "lambdal; bench.published.fit): 989 TFLOP/s bf16 and fp16, 1979 fp8, half of those with "
+    "sparsity; 67 fp32 x 0.7."
 )
-_SHEET_BLACKWELL = "0.43 of the dense figures of the HGX data sheet, as of Hopper:"
+_SHEET_BLACKWELL = "0.54 of the dense figures of the HGX data sheet, as of Hopper:"
 _V100 = "Memory 750 GB/s: measured by Jia et al. 2018 (arXiv 1804.06826)."
 _V100_SXM = "V100 SXM data sheet: 125 TFLOP/s fp16 x 0.6, 15.7 fp32 x 0.7."
 _V100_PCIE = "V100 PCIe data sheet: 112 TFLOP/s fp16 x 0.6, 14 fp32 x 0.7."
@@ -101,9 +110,9 @@ _DESKTOP = (
              "Memory as the RTX 4080 SUPER's."),
     _geforce("rtx4080", "RTX 4080", "desktop", _ADA, 15_944, 64, 716.8, 48.7,
              "Memory as the RTX 4080 SUPER's."),
-    Card("rtx4090", "RTX 4090", "desktop", _ADA, 24_081, 72, 907, 120, 120, 241, 58,
+    Card("rtx4090", "RTX 4090", "desktop", _ADA, 24_081, 72, 907, 159, 159, 317, 58,
          "RTX 4090 data sheet (Ada whitepaper, fp32 sums): 165.2 TFLOP/s bf16 and 330.3 fp8 x "
-         "0.73, 82.6 fp32 x 0.7, memory 1008 GB/s x 0.9."),
+         "0.96, 82.6 fp32 x 0.7, memory 1008 GB/s x 0.9."),
     _geforce("rtx5070ti", "RTX 5070 Ti", "desktop-pcie5", _RTX_BLACKWELL, 15_840, 48, 896, 43.9,
              "Memory as the RTX 5080's."),
     _geforce("rtx5080", "RTX 5080", "desktop-pcie5", _RTX_BLACKWELL, 15_840, 64, 960, 56.3),
@@ -134,7 +143,7 @@ _OTHERS = (
          "x 0.7, memory 768 GB/s x 0.9."),
     Card("rtx6000-ada", "RTX 6000 Ada", "desktop", _ADA, 48_520, 96, 864, 122, 122, 244, 64,
          "RTX 6000 Ada data sheet: 91.1 TFLOP/s fp32 x 0.7, memory 960 GB/s x 0.9; 364 bf16 and "
-         "728 fp8, of which 300 W allow 0.34: the rate of an RTX 4090, as by "
+         "728 fp8, of which 300 W allow 0.34, as by "
          f"{_LAMBDA}."),
     Card("rtxpro6000", "RTX PRO 6000", "server-pcie5", _RTX_BLACKWELL, 97_249, 128, 1613,
          252, 252, 504, 88,
@@ -168,43 +177,48 @@ _OTHERS = (
          f"the RTX 6000 Ada, the same chip with 300 W, as {_LAMBDA} have that; 91.6 fp32 x 0.7, "
          "memory 864 GB/s x 0.9."),
     Card("a100-40", "A100 40GB", "dgx-a100-1tb", _AMPERE, 40_377, 40, 1_353, 218, 218, 0, 13.6,
-         "A100 SXM 40 GB data sheet: 312 TFLOP/s bf16 x 0.7, 19.5 fp32 x 0.7 (no TF32), memory "
+         "A100 SXM 40 GB data sheet: 312 TFLOP/s bf16 x 0.7, 19.5 fp32 x 0.7, memory "
          "1555 GB/s x 0.87."),
     Card("a100-80", "A100 80GB", "dgx-a100", _AMPERE, 81_153, 40, 1_770, 218, 218, 0, 13.6,
-         "A100 SXM 80 GB data sheet: 312 TFLOP/s bf16 x 0.7, 19.5 fp32 x 0.7 (no TF32), memory "
+         "A100 SXM 80 GB data sheet: 312 TFLOP/s bf16 x 0.7, 19.5 fp32 x 0.7, memory "
          "2039 GB/s x 0.87."),
     Card("a100-pcie-40", "A100 PCIe 40GB", "server-pcie4", _AMPERE, 40_377, 40, 1_353,
          156, 156, 0, 13.6,
          "A100 PCIe 40 GB data sheet, 250 W: 312 TFLOP/s bf16 x 0.7 / 1.4, for its steps are "
-         f"longer by that than of the SXM card by {_LAMBDA}; 19.5 fp32 x 0.7 (no TF32), memory "
+         f"longer by that than of the SXM card by {_LAMBDA}; 19.5 fp32 x 0.7, memory "
          "1555 GB/s x 0.87."),
     Card("a100-pcie-80", "A100 PCIe 80GB", "server-pcie4", _AMPERE, 81_153, 40, 1_683,
          174, 174, 0, 13.6,
          "A100 PCIe 80 GB data sheet, 300 W: 312 TFLOP/s bf16 x 0.7 / 1.25, for its steps are "
-         f"longer by that than of the SXM card by {_LAMBDA}; 19.5 fp32 x 0.7 (no TF32), memory "
+         f"longer by that than of the SXM card by {_LAMBDA}; 19.5 fp32 x 0.7, memory "
          "1935 GB/s x 0.87."),
     Card("h20", "H20", "dgx-h100", _HOPPER, 97_285, 60, 3_600, 108, 108, 216, 31,
          "H20 data sheet: 148 TFLOP/s bf16 and 296 fp8 x 0.73: its power is that of a far faster "
-         "chip; 44 fp32 x 0.7 (no TF32), memory 4 TB/s x 0.9."),
-    Card("h100-pcie", "H100 PCIe", "dgx-h100", _HOPPER, 81_008, 50, 1_800, 325, 325, 650, 36,
+         "chip; 44 fp32 x 0.7, memory 4 TB/s x 0.9."),
+    Card("h100-pcie", "H100 PCIe", "dgx-h100", _HOPPER, 81_008, 50, 1_800, 408, 408, 817, 36,
          "H100 PCIe data sheet: memory 2 TB/s x 0.9; 756 TFLOP/s bf16 and 1513 fp8, half of what "
-         "it has with sparsity, x 0.43 as of the SXM card; 51 fp32 x 0.7 (no TF32)."),
-    Card("h100", "H100", "dgx-h100", _HOPPER, 81_082, 50, 3_015, 420, 420, 851, 47,
+         "it has with sparsity, x 0.54 as of the SXM card; 51 fp32 x 0.7."),
+    Card("h100", "H100", "dgx-h100", _HOPPER, 81_082, 50, 3_015, 534, 534, 1069, 47,
          f"H100 SXM data sheet: memory 3.35 TB/s x 0.9. {_SHEET_HOPPER}"),
-    Card("h200", "H200", "dgx-h100", _HOPPER, 143_156, 50, 4_320, 420, 420, 851, 47,
+    Card("h200", "H200", "dgx-h100", _HOPPER, 143_156, 50, 4_320, 534, 534, 1069, 47,
          f"H200 SXM data sheet: memory 4.8 TB/s x 0.9. {_SHEET_HOPPER}"),
-    Card("gh200", "GH200", "grace", _HOPPER, 96_768, 50, 3_400, 420, 420, 851, 47,
+    Card("gh200", "GH200", "grace", _HOPPER, 96_768, 50, 3_400, 534, 534, 1069, 47,
          "GH200 96 GB + 480 GB: memory 3.4 TB/s, measured by Schieffer et al. 2024 (arXiv "
          f"2407.07850). {_SHEET_HOPPER}"),
-    Card("b200", "B200", "dgx-h100", _BLACKWELL, 182_631, 126, 7_200, 967, 967, 1935, 56,
+    Card("b200", "B200", "dgx-h100", _BLACKWELL, 182_631, 126, 7_200, 1215, 1215, 2430, 56,
          "B200 data sheet: memory 8 TB/s x 0.9. "
          f"{_SHEET_BLACKWELL} 2250 TFLOP/s bf16 and fp16, 4500 fp8; 80 fp32 x 0.7."),
-    Card("gb200", "GB200", "half-grace", _BLACKWELL, 188_733, 126, 7_200, 1075, 1075, 2150, 56,
+    Card("gb200", "GB200", "half-grace", _BLACKWELL, 188_733, 126, 7_200, 1350, 1350, 2700, 56,
          "GB200 NVL72 data sheet, one GPU: memory 8 TB/s x 0.9. "
          f"{_SHEET_BLACKWELL} 2500 TFLOP/s bf16 and fp16, 5000 fp8; 80 fp32 x 0.7."),
 )
 # fmt: on
 CARDS = (*_DESKTOP, *_LAPTOP, *_OTHERS)
+
+# Cards whose rates are by one fraction each, which published steps were fitted to: at more than a
+# data sheet's clock, and of tensor cores that memory and power hold up. An H20 has few of them.
+GEFORCE = frozenset(card.name for card in _DESKTOP)
+HOPPER = frozenset(c.name for c in _OTHERS if c.chip == _HOPPER and c.name != "h20")
 
 # A card with one of these in its name is another than its namesake without: it has other units,
 # less power, or a part of the card.

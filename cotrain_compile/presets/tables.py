@@ -10,7 +10,10 @@ from typing import NamedTuple
 
 
 class Host(NamedTuple):
-    """What stands beside a device: GB, GB/s of its memory and each way, G parameters/s of Adam."""
+    """What stands beside a device: GB, GB/s of its memory and each way, G parameters/s of Adam.
+
+    Both ways at once carry `together` times what one does; 1.8 is assumed.
+    """
 
     name: str
     gb: int
@@ -20,6 +23,7 @@ class Host(NamedTuple):
     down: float
     adam: float
     source: str
+    together: float = 1.8
 
 
 class Server(NamedTuple):
@@ -42,6 +46,11 @@ class Server(NamedTuple):
     source: str
 
 
+_A100_TOGETHER = (
+    " Both ways at once: 24 GB/s down and 11 to 13 up, where one alone has 25, on A100 cards "
+    "(NVIDIA/nvbandwidth issues 11 and 53)."
+)
+
 # fmt: off
 HOSTS = (
     Host("dgx-2", 1500, 192, 1.5, 12, 12, 10 / 2.57,
@@ -63,11 +72,13 @@ HOSTS = (
     Host("dgx-a100", 256, 154, 1.5, 24, 24, 3.1,
          "PCIe 4 x16 31.5 GB/s x 0.76. Host: the socket beside the GPU of a DGX A100 2 TB, 8 "
          "channels DDR4-3200 = 204.8 GB/s x 0.75, an eighth of the capacity. Host update: 204.8 "
-         "GB/s x 0.43, the fraction that CPU-Adam reaches on v100-dgx2."),
+         "GB/s x 0.43, the fraction that CPU-Adam reaches on v100-dgx2." + _A100_TOGETHER,
+         1.45),
     Host("dgx-a100-1tb", 128, 154, 1.5, 24, 24, 3.1,
          "PCIe 4 x16 31.5 GB/s x 0.76. Host: the socket beside the GPU of a DGX A100 1 TB, 8 "
          "channels DDR4-3200 = 204.8 GB/s x 0.75, an eighth of the capacity. Host update: 204.8 "
-         "GB/s x 0.43, the fraction that CPU-Adam reaches on v100-dgx2."),
+         "GB/s x 0.43, the fraction that CPU-Adam reaches on v100-dgx2." + _A100_TOGETHER,
+         1.45),
     Host("dgx-h100", 256, 230, 2.0, 48, 48, 1.6,
          "48 GB/s each way (PCIe 5 x16 63 GB/s x 0.76), host Adam 1.6 G parameters/s x 28 bytes: "
          "design assumptions. Host: the socket beside the GPU of a DGX H100/H200 2 TB, 8 channels "
@@ -78,7 +89,9 @@ HOSTS = (
          "v100-dgx2."),
     Host("server-pcie4", 256, 230, 2.0, 24, 24, 1.6,
          "PCIe 4 x16 31.5 GB/s x 0.76. Host Adam 1.6 G parameters/s x 28 bytes (design "
-         "assumption). Host: 256 GB of a socket with 8 channels DDR5-4800 = 307 GB/s x 0.75."),
+         "assumption). Host: 256 GB of a socket with 8 channels DDR5-4800 = 307 GB/s x 0.75."
+         + _A100_TOGETHER,
+         1.45),
     Host("server-pcie5", 256, 230, 2.0, 48, 48, 1.6,
          "PCIe 5 x16 63 GB/s x 0.76. Host Adam 1.6 G parameters/s x 28 bytes (design assumption). "
          "Host: 256 GB of a socket with 8 channels DDR5-4800 = 307 GB/s x 0.75."),

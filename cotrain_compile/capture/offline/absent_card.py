@@ -6,8 +6,9 @@ torch. For a process that traces a step and then ends: nothing is taken back
 
 Private torch API used: `torch.cuda._lazy_init`, `FakeTensorMode.avoid_device_init`,
 `fake_tensor.init_gpu_context`, `proxy_tensor.unset_fake_temporarily`. Reason: they would start
-CUDA, which a torch that is built with it tries and fails, or take memory of the card. Tried on
-torch 2.13.0 for the CPU, and on 2.11.0 and 2.15.0 built with CUDA.
+CUDA, which a torch that is built with it tries and fails, or take memory of the card. And
+`torch._C._conv_determine_backend_memory_format`, which knows no cuDNN where there is no card. Tried
+on torch 2.13.0 for the CPU, and on 2.11.0 and 2.15.0 built with CUDA.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from unittest import mock
 from uuid import uuid4
 
 import torch
+from torch._prims_common import suggest_memory_format
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental import proxy_tensor
@@ -138,8 +140,19 @@ def absent_card(capability: Capability, memory_bytes: int) -> Iterator[None]:
         stack.enter_context(mock.patch.multiple(torch.cuda, **answers))
         stack.enter_context(constants_on_the_host())
         stack.enter_context(mock.patch.object(fake_tensor, "init_gpu_context", lambda device: None))
+        stack.enter_context(
+            mock.patch.object(torch._C, "_conv_determine_backend_memory_format", _as_cudnn)
+        )
         _refuse_started_threads()
         yield
+
+
+def _as_cudnn(x: torch.Tensor, weight: torch.Tensor, backend: Any) -> torch.memory_format:
+    """How a convolution's result lies: channels last where what it reads, or its filters, do."""
+    del backend
+    found = (suggest_memory_format(tensor) for tensor in (x, weight))
+    last = (torch.channels_last, torch.channels_last_3d)
+    return next((lies for lies in found if lies in last), torch.contiguous_format)
 
 
 @contextmanager

@@ -67,6 +67,11 @@ def _refusing_to_be_off(original: Callable[..., None]) -> Callable[..., None]:
     return __init__
 
 
+def _told(tensor: torch.Tensor) -> tuple[object, ...]:
+    """What a change of a module may change."""
+    return tensor.dtype, tensor.device, tensor.stride()
+
+
 def _applying_to_fakes(made: dict[int, tuple[Any, nn.Parameter]]) -> Callable[..., Any]:
     """`nn.Module._apply`, which puts a new parameter in the place of a fake one that changes.
 
@@ -88,7 +93,7 @@ def _applying_to_fakes(made: dict[int, tuple[Any, nn.Parameter]]) -> Callable[..
             if id(param) not in made:
                 with torch.no_grad():
                     applied = fn(param)
-                same = (applied.dtype, applied.device) == (param.dtype, param.device)
+                same = _told(applied) == _told(param)
                 new = param if same else nn.Parameter(applied, param.requires_grad)
                 made[id(param)] = (param, new)
             self._parameters[key] = made[id(param)][1]

@@ -23,6 +23,7 @@ from cotrain_compile.viz.names import folded, names
 from cotrain_compile.viz.text.summary import (
     NOT_NEEDED,
     order_words,
+    range_words,
     recompute_words,
     reserved_on_card,
     reserved_words,
@@ -89,8 +90,8 @@ def sentences(problem: Problem, plan: Plan, measured: Sequence[Timeline] = ()) -
         f"{format_seconds(max(0.0, step_s - work_s))}."
     )
     yield (
-        f"A step is {plan.foreseen} to take {format_seconds(step_s)} on {plan.on_machine}."
-        + exposed * bool(plan.tasks)
+        f"A step is {plan.foreseen} to take {format_seconds(step_s)}"
+        f"{range_words(plan.machine, step_s)} on {plan.on_machine}." + exposed * bool(plan.tasks)
     )
     if plan.tasks:
         yield f"Bottleneck: {limits_words(limits(problem, plan))}."

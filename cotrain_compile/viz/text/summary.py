@@ -13,6 +13,7 @@ from cotrain_compile.placement.placed import place_dataflow
 from cotrain_compile.placement.recompute.rewrite import again_name, recomputed_ops
 from cotrain_compile.placement.simulate.reserved import Reserved, reserved
 from cotrain_compile.plan import HostRegion, Lane, Plan, SolveReport, Transfer, UpdateMode
+from cotrain_compile.presets import published_range_s
 from cotrain_compile.support.units import format_bytes, format_seconds
 
 
@@ -244,7 +245,8 @@ def _overlap(plan: Plan) -> Iterator[str]:
 
 def _step_time(plan: Plan) -> Iterator[str]:
     """The one step time that counts, and how far from the best it may be."""
-    report, told = plan.report, f"{format_seconds(plan.predicted.makespan_s)} a step"
+    report, step_s = plan.report, plan.predicted.makespan_s
+    told = f"{format_seconds(step_s)} a step{range_words(plan.machine, step_s)}"
     if report is None or not report.lower_bound_s:
         yield f"{plan.foreseen:11} {told}"
         return
@@ -252,6 +254,15 @@ def _step_time(plan: Plan) -> Iterator[str]:
     yield f"{plan.foreseen:11} {told}, {report.gap:.1%} above {least}, below which no plan is"
     if report.unknown_ops:
         yield f"{'':11} not certified: it is a {report.bound_name}"
+
+
+def range_words(machine: str, seconds: float) -> str:
+    """How far off it may be: what published steps say of a preset; nothing of another machine."""
+    found = published_range_s(machine, seconds)
+    if found is None:
+        return ""
+    least, most = map(format_seconds, found)
+    return f" ({least} to {most} by published steps)"
 
 
 def _solver(report: SolveReport) -> Iterator[str]:

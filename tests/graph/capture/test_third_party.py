@@ -245,7 +245,8 @@ def test_a_state_that_is_assigned_to_itself_is_updated_on_the_host() -> None:
 
     train(ThroughData, compile_with)
     placement = cotrain_compile.inspect(inspected[0]).plan.placement
-    assert placement.updates == dict.fromkeys(("0.weight", "0.bias", "2.weight"), UpdateMode.HOST)
+    names = ("0.weight", "0.bias", "2.weight")
+    assert placement.updates == dict.fromkeys(names, UpdateMode.HOST_STREAMED)
 
 
 SCRIPT = """

@@ -71,9 +71,9 @@ def test_a_card_has_the_memory_that_its_driver_reports(card: Card) -> None:
 
 
 def test_cards_of_one_chip_differ_by_their_power() -> None:
-    """By published steps: 300 W for AD102's cores at full rate make it a 4090; PCIe is no SXM."""
+    """By published steps: AD102 does more with 450 W than with 300; PCIe is no SXM."""
     rates = {card.name: card.bfloat16 for card in CARDS}
-    assert rates["rtx6000-ada"] == pytest.approx(rates["rtx4090"], rel=0.05)
+    assert 0.7 * rates["rtx4090"] < rates["rtx6000-ada"] < 0.85 * rates["rtx4090"]
     assert rates["rtx6000-ada"] < rates["l40s"] < 0.4 * 362
     assert 1.2 < rates["a100-80"] / rates["a100-pcie-80"] < rates["a100-40"] / rates["a100-pcie-40"]
     assert rates["a10"] < 0.6 * rates["a6000"]

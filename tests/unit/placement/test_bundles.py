@@ -29,10 +29,11 @@ from tests.support.plans.sound_plans import clipped_chain
 PLENTY = dict.fromkeys(MEMORIES, 1 << 40)
 
 
-def planned(layers: int = 9, policy: str = "zero-offload") -> tuple[Problem, Plan]:
+def planned(layers: int = 9, policy: str = "coarse") -> tuple[Problem, Plan]:
+    """Of a chain, its updates after the backward."""
     dataflow = chain(layers, width=16)
     problem = formulate(dataflow, find("h100"), PLENTY)
-    return problem, schedule(problem, rule(policy)(dataflow))
+    return problem, schedule(problem, replace(rule(policy)(dataflow), early_updates=False))
 
 
 def one_by_one(problem: Problem, plan: Plan) -> Plan:

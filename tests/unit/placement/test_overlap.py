@@ -24,7 +24,7 @@ from cotrain_compile.placement.schedule.list_scheduler import Tactics
 from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.placement.search.solve import SolveSettings, solve
 from cotrain_compile.placement.simulate.predict import predict_steady_state
-from cotrain_compile.plan import Lane, Plan, Task, Transfer, UpdateMode
+from cotrain_compile.plan import Lane, Placement, Plan, Task, Transfer, UpdateMode
 from cotrain_compile.presets import find
 from tests.support.dataflows import chain, mixed_precision_step
 from tests.support.examples import examples
@@ -40,9 +40,17 @@ STEPS = {
 WEIGHT = 4 * 64 * 64  # bytes, of a chain
 
 
-def overlapping_plan(dataflow: Dataflow, policy: str = "zero-offload", **homes: Tier) -> Plan:
-    """A plan of `policy` with everything carried that may be; `homes` of parameters changed."""
-    placement = rule(policy)(dataflow)
+def at_the_end(dataflow: Dataflow) -> Placement:
+    """All updates on the host after the backward; parameters rest on the device."""
+    return replace(rule("coarse")(dataflow), early_updates=False)
+
+
+def overlapping_plan(dataflow: Dataflow, policy: str = "", **homes: Tier) -> Plan:
+    """One with everything carried that may be, `homes` of parameters changed.
+
+    Of the placement `at_the_end`, or of `policy`.
+    """
+    placement = rule(policy)(dataflow) if policy else at_the_end(dataflow)
     streamed = {p: UpdateMode.HOST_STREAMED for p, tier in homes.items() if tier is Tier.HOST}
     placement = replace(
         placement,
@@ -108,7 +116,7 @@ def test_an_update_goes_on_under_the_next_forward() -> None:
     """Where the host takes longest, a step is shorter by what it does under the forward."""
     dataflow = mixed_precision_step(4, params=1_000_000, batch_bytes=40_000_000)
     problem = problem_of(dataflow)
-    placement = rule("zero-offload")(dataflow)
+    placement = at_the_end(dataflow)
     alone = schedule(problem, placement)
     plan = schedule(problem, replace(placement, overlap_steps=True), tactics=Tactics(by_use=True))
     saved_s = alone.predicted.makespan_s - plan.predicted.makespan_s

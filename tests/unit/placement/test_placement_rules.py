@@ -233,3 +233,27 @@ def test_no_transfer_can_move_other_bytes(step: Dataflow, data: st.DataObject) -
     wrong = data.draw(st.integers(0, 1 << 40).filter(lambda n: n != transfer.nbytes))
     with pytest.raises(PlanError, match="moves"):
         check(problem, with_task(plan, transfer.name, nbytes=wrong))
+
+
+def test_zero_offload_moves_four_bytes_a_parameter() -> None:
+    """Gradients down and low-precision copies up, two bytes each, as in table 1 of its paper."""
+    step = mixed_precision_step(3, params=1000)
+    plan = plan_of(problem_of(step, device_bytes=1 << 30), "zero-offload")
+    assert plan.bytes_moved("offload") == plan.bytes_moved("prefetch") == 3 * 2 * 1000
+    rest = [b for b in step.buffers if plan.placement.homes.get(b.name) is Tier.DEVICE]
+    assert not rest
+
+
+def test_zero_offload_keeps_a_weight_that_is_read_after_its_update() -> None:
+    step = mixed_precision_step(2)
+    late = Op("norm", "test.norm", Phase.OPTIMIZER, ("p32_1",), ("n",), 10, 10)
+    step = replace(
+        step,
+        ops=(*step.ops, late),
+        buffers=(*step.buffers, Buffer("n", 4, Role.TEMPORARY, is_output=True)),
+    )
+    problem = problem_of(step, device_bytes=1 << 30)
+    plan = plan_of(problem, "zero-offload")
+    check(problem, plan)
+    assert plan.placement.homes["p32_0"] is Tier.HOST
+    assert plan.placement.homes["p32_1"] is Tier.DEVICE

@@ -1,0 +1,178 @@
+"""Fit: how many times its roofline each class of op takes, by what others have published.
+
+    python -m bench.published.fit [--rows ROWS.json] [--write]
+
+Traces each row's step (timm has to be installed for those of images), fits the constants on the
+open rows, and prints how far predictions are off: as fitted, with a family left out, and with a
+card left out. With `--rows` of another file nothing is fitted: the law that the product has is held
+against it. `--write` writes `bench/results/published_steps.json` and its picture.
+
+The law: the seconds of a step are the sum over its kinds of work of their roofline seconds, each
+times the constants of its kind and card (`presets.factors.constants_of`), and the update. The
+constants minimise the squares of the logarithms of predicted over published, with a pull of `PULL`
+of a row towards 1 for each, by Gauss and Newton; what is off by more than `FAR` counts less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from bench.published.features import Feature, feature_of
+from bench.published.table import draw
+from bench.report import write_report
+from cotrain_compile.presets.factors import CONSTANTS
+
+ROWS = Path("bench/published/rows.json")
+RESULT = Path("bench/results/published_steps.json")
+
+PULL = 0.25
+FAR = 0.1
+ROUNDS = 40
+
+Law = Mapping[str, float]
+
+
+def fitted(features: Sequence[Feature]) -> dict[str, float]:
+    """The constants that bring `features` nearest to what was published."""
+    names = sorted({name for f in features for _, names in f.parts for name in names})
+    logs = np.zeros(len(names))
+    for _ in range(ROUNDS):
+        law = dict(zip(names, np.exp(logs), strict=True))
+        rows = [_slopes(feature, law, names) for feature in features]
+        slopes = np.vstack([*(slope for slope, _ in rows), PULL * np.eye(len(names))])
+        off = np.concatenate([[log for _, log in rows], PULL * logs])
+        weights = np.sqrt(np.minimum(1.0, FAR / np.maximum(np.abs(off), 1e-9)))
+        change = np.linalg.lstsq(slopes * weights[:, None], -off * weights, rcond=None)[0]
+        logs += np.clip(change, -0.5, 0.5)
+    return {name: float(value) for name, value in zip(names, np.exp(logs), strict=True)}
+
+
+def _slopes(feature: Feature, law: Law, names: Sequence[str]) -> tuple[Any, float]:
+    """How the logarithm of predicted over published changes with that of each constant; and it."""
+    predicted_s = feature.predicted_s(law)
+    slope = np.zeros(len(names))
+    for seconds, constants in feature.parts:
+        share = seconds * math.prod(law[name] for name in constants) / predicted_s
+        for name in constants:
+            slope[names.index(name)] += share
+    return slope, math.log(predicted_s / feature.measured_s)
+
+
+def ratios(features: Sequence[Feature], law: Law) -> dict[str, float]:
+    """Predicted over published, by row."""
+    return {f.row["id"]: f.predicted_s(law) / f.measured_s for f in features}
+
+
+def left_out(features: Sequence[Feature], group: Callable[[Feature], str]) -> dict[str, float]:
+    """Predicted over published of each row, by a law fitted on the rows of other groups."""
+    found: dict[str, float] = {}
+    for name in sorted({group(f) for f in features}):
+        law = fitted([f for f in features if group(f) != name])
+        found |= ratios([f for f in features if group(f) == name], law)
+    return found
+
+
+def family(feature: Feature) -> str:
+    """Of models: what is said of one of a family is no news of another."""
+    return str(feature.row["family"]).removesuffix("-nhwc").removesuffix("-tf32")
+
+
+def card(feature: Feature) -> str:
+    """The preset."""
+    return feature.machine
+
+
+def told(found: Mapping[str, float]) -> dict[str, Any]:
+    """How far off: the median, nine of ten, the worst, and how many are within 15 and 20 %."""
+    off = sorted(abs(ratio - 1.0) for ratio in found.values())
+    return {
+        "rows": len(off),
+        "median": round(median(off), 4),
+        "nine of ten": round(off[math.ceil(0.9 * len(off)) - 1], 4),
+        "worst": round(off[-1], 4),
+        "within 15 %": sum(o <= 0.15 for o in off),
+        "within 20 %": sum(o <= 0.20 for o in off),
+    }
+
+
+def features_in(path: Path) -> list[Feature]:
+    """Of all rows with seconds whose step is here; tells which are not."""
+    rows = json.loads(path.read_text())["rows"]
+    found = []
+    for row in rows:
+        here = row["kind"] == "step" and "Offload" not in row["optimizer"]
+        feature = feature_of(row) if here else None
+        if feature is not None:
+            found.append(feature)
+        elif row["kind"] == "step" and row["step_ms"]:
+            print(f"no step here for {row['id']}")
+    return found
+
+
+def result_of(features: Sequence[Feature]) -> dict[str, Any]:
+    """What the report says: constants, how far off they are by which check, and each row."""
+    law = fitted(features)
+    by_family, by_card = left_out(features, family), left_out(features, card)
+    as_rates, shipped, own = (ratios(features, one) for one in ({}, CONSTANTS, law))
+    return {
+        "constants": {name: round(value, 3) for name, value in law.items()},
+        "the product's constants": dict(CONSTANTS),
+        "off": {
+            "rates alone": told(as_rates),
+            "the product's constants": told(shipped),
+            "fitted on all": told(own),
+            "a family left out": told(by_family),
+            "a card left out": told(by_card),
+        },
+        "rows": [_shown(f, as_rates, shipped, by_family, by_card) for f in features],
+    }
+
+
+def _shown(feature: Feature, *found: Mapping[str, float]) -> dict[str, Any]:
+    row = feature.row
+    names = ("rates alone", "the product's constants", "a family left out", "a card left out")
+    return {
+        "id": row["id"],
+        "family": row["family"],
+        "card": row["card"],
+        "compiled": bool(row["compiled"]),
+        "published_ms": row["step_ms"],
+        "predicted over published": {
+            name: round(r[row["id"]], 3) for name, r in zip(names, found, strict=True)
+        },
+        "ms by class": {name: round(1e3 * s, 2) for name, s in feature.seconds.items()},
+    }
+
+
+def main() -> None:
+    """Fit, or hold another file's rows against the product's law."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rows", type=Path, default=ROWS)
+    parser.add_argument("--write", action="store_true")
+    given = parser.parse_args()
+    features = features_in(given.rows)
+    if given.rows != ROWS:
+        found = ratios(features, CONSTANTS)
+        print("\n".join(f"{name:44s} {ratio:.2f}" for name, ratio in found.items()))
+        print(json.dumps(told(found), indent=1))
+        return
+    result = result_of(features)
+    for row in result["rows"]:
+        print(f"{row['id']:44s} {row['card'][:18]:18s}", *row["predicted over published"].values())
+    print(json.dumps({k: result[k] for k in ("constants", "off")}, indent=1))
+    if given.write:
+        question = "How far are predicted steps from published ones, by constants by class of op?"
+        write_report(RESULT, question, result)
+        draw(result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""Preset factors: how many times its roofline an op takes on a card, by its kind. No torch.
+
+The constants are fitted on training steps that others have published, 1 where no row says
+anything: `python -m bench.published.fit` prints them, and how far off they are on rows that they
+were not fitted on. What each multiplies is in `constants_of`: one law for all cards but for what
+Hopper and GeForce cards differ in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from cotrain_compile.machine.op_classes import FACTORS, FUSED, ONE_BY_ONE, RELAYOUT, OpKind
+from cotrain_compile.presets.cards import GEFORCE, HOPPER, Card
+
+CONSTANTS: Mapping[str, float] = {
+    "products": 1.07,
+    "attention": 1.1,
+    "convolutions": 1.08,
+    "depthwise": 1.11,
+    "relayout": 1.33,
+    "memory, op by op": 1.39,
+    "memory, op by op, Hopper": 1.27,
+    "memory, fused": 1.04,
+}
+
+# Between which published steps lie, as a part of what is predicted, with their family left out of
+# the fit: eight of ten rows that are compiled, as a plan's step is. Of those there are only five,
+# one of them a BERT that skips its padding; of 41 eager ones eight of ten lie within 0.86 to 1.19.
+RANGE = 0.67, 1.35
+
+_BY_KIND: Mapping[str, str] = {
+    OpKind.PRODUCT: "products",
+    OpKind.BATCHED_PRODUCT: "products",
+    OpKind.ATTENTION: "attention",
+    OpKind.ATTENTION_BACKWARD: "attention",
+    OpKind.CONVOLUTION: "convolutions",
+    OpKind.CHANNELS_LAST: "convolutions",
+    OpKind.DEPTHWISE: "depthwise",
+    RELAYOUT: "relayout",
+    ONE_BY_ONE: "memory, op by op",
+    FUSED: "memory, fused",
+}
+_COMPUTING = frozenset(kind for kind in _BY_KIND if kind not in (RELAYOUT, ONE_BY_ONE, FUSED))
+
+
+def constants_of(kind: str, card: Card) -> tuple[str, ...]:
+    """The constants that multiply the roofline of ops of a kind on a card.
+
+    The two of a family of cards' rates are 1: `cards` has the rates that they were fitted to.
+    """
+    if kind not in _BY_KIND:
+        return ()
+    named = [_BY_KIND[kind]]
+    if kind in _COMPUTING:
+        named += ["rates, Hopper"] * (card.name in HOPPER)
+        named += ["rates, GeForce"] * (card.name in GEFORCE)
+    if kind == ONE_BY_ONE and card.name in HOPPER:
+        named.append("memory, op by op, Hopper")
+    return tuple(named)
+
+
+def factors_of(card: Card) -> dict[str, float]:
+    """The factor of each kind on `card`."""
+    found = {
+        kind: math.prod(CONSTANTS.get(name, 1.0) for name in constants_of(kind, card))
+        for kind in FACTORS
+        if kind in _BY_KIND
+    }
+    return {str(kind): round(factor, 3) for kind, factor in found.items()}
