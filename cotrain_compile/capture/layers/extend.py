@@ -31,10 +31,9 @@ from cotrain_compile.capture.layers.blocks import (
     blocks_of,
     look_of_tensor,
     own_numbers,
-    phase_of,
     runs_of,
 )
-from cotrain_compile.capture.layers.labels import Labels, label, lists_in
+from cotrain_compile.capture.layers.labels import Labels, label, lists_in, phase_of
 from cotrain_compile.capture.layers.shorten import Shortened, is_even
 from cotrain_compile.capture.nodes.refake import traced_again
 
@@ -169,9 +168,9 @@ class _Extension:
                     for place, node in enumerate(run):
                         self.made[layer, sweep, place] = self._copied(node, layer)
         for node in originals:
-            layer = self.labels.layer.get(node)
-            if layer in (self.template, self.behind) and node.op != "placeholder":
-                self._read_anew(node, layer)
+            own = self.labels.layer.get(node)
+            if own is not None and own in (self.template, self.behind) and _is_call(node):
+                self._read_anew(node, own)
         for node in self.labels.gathers:
             self._gather_anew(node)
         self._look_anew()
@@ -206,13 +205,18 @@ class _Extension:
             return node
         target = layer + self.rank[owner] - self.rank[self.template]
         if node.op == "placeholder":
-            return self.input_of[target, self.own[node]]
+            return self._input(target, node)
         if node not in self.blocks.place:
             return node
         _, sweep, place = self.blocks.place[node]
         if target in self.short.left_out:
             return self.made[target, sweep, place]
         return self.blocks.runs[target, sweep][place]
+
+    def _input(self, layer: int, like: fx.Node) -> fx.Node:
+        """The input of a layer that is to it what `like` is to its own."""
+        found: fx.Node = self.input_of[layer, self.own[like]]
+        return found
 
     def _stack(self, stack: Mapping[str, Any], layer: int) -> dict[str, Any]:
         rename = self.short.stack.named_anew
@@ -261,7 +265,7 @@ class _Extension:
         if instead is None:
             return node
         if node.op == "placeholder":
-            return self.input_of[instead, self.own[node]]
+            return self._input(instead, node)
         _, sweep, place = self.blocks.place[node]
         return self.made[instead, sweep, place]
 
@@ -333,6 +337,10 @@ def _same_storage(
     """What `storage`, made by `owner`, is of `other`, which makes the like."""
     pairs = zip(_all_storages(owner), _all_storages(other), strict=True)
     return next(theirs for mine, theirs in pairs if mine._cdata == storage._cdata)
+
+
+def _is_call(node: fx.Node) -> bool:
+    return node.op not in ("placeholder", "output")
 
 
 def _is_plain(value: torch.Tensor) -> bool:

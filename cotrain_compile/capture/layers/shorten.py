@@ -1,7 +1,7 @@
 """Shorten: Dynamo's graph without the layers that are as the one before them.
 
 Kept are all layers up to the second of those that are alike, and all from the last of them on,
-which reads what the second has made in place of what the one before had. All inputs stay, in their order.
+which reads what the second has made in place of what the one before had. All inputs stay, in order.
 
 Private torch API used: `_dynamo_source` of Dynamo's placeholders. Tried on torch 2.13.0.
 """
@@ -214,7 +214,7 @@ class _Alike:
             )
             made.meta = copy.copy(node.meta)
             if hasattr(node, "_dynamo_source"):
-                made._dynamo_source = node._dynamo_source  # type: ignore[attr-defined]
+                made._dynamo_source = node._dynamo_source
             new[node] = made
         placeholders = module.graph.find_nodes(op="placeholder")
         layers = [self.labels.layer.get(node) for node in placeholders]
@@ -255,7 +255,7 @@ def is_even(entries: Sequence[tuple[int | None, object]], first: int, left_out: 
     for layer, what in entries:
         if not turn or turn[-1] != layer:
             turn.append(layer)
-        if layer in alike:
+        if layer is not None and layer in alike:
             found.setdefault(layer, []).append(what)
     if not found:
         return True
