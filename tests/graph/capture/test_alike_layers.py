@@ -230,8 +230,9 @@ def anonymous(step: StepGraph) -> list[Any]:
     """What can be told of a graph, with numbers for the names of its nodes."""
     names = {node.name: f"%{i}" for i, node in enumerate(step.module.graph.nodes)}
     nodes = [(names[name], *rest) for name, *rest in described(step.module)]
-    # Keys of the stacks of modules are the ids of these.
-    written = [re.sub(r"'\d{9,}(@\d+)?'", "''", repr(node)) for node in nodes]
+    # Keys of the stacks of modules are the ids of these; checkpoints are counted in a process.
+    written = [re.sub(r"\d{12,}(@\d+)?", "", repr(node)) for node in nodes]
+    written = [re.sub(r"'ac_graph_id': \d+", "", text) for text in written]
     numbered = [re.sub(r"%(\w+)", lambda m: names.get(m[1], m[0]), text) for text in written]
     return [numbered, [names[name] for name in step.phases], list(step.phases.values())]
 
