@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from cotrain_compile.capture.dynamo import alike_updates, patches
 from cotrain_compile.capture.layers import lower
 from cotrain_compile.capture.layers.extend import extend
 from cotrain_compile.entry.tracing import trace_graph
@@ -37,7 +38,8 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.dropout(torch.tanh(self.linear(x)))
-        return x + self.scale * self.back(y)
+        scaled: Tensor = self.scale * self.back(y)
+        return x + scaled
 
 
 class Model(nn.Module):
@@ -96,7 +98,8 @@ class Twice(Model):
     """The middle layer is called once more."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layers[LAYERS // 2](super().forward(x))
+        again: Tensor = self.layers[LAYERS // 2](super().forward(x))
+        return again
 
 
 class Counting(Layer):
@@ -145,8 +148,9 @@ def changed(change: Callable[[Any], object]) -> nn.Module:
 
 def tied() -> nn.Module:
     """Two layers have one parameter."""
-    model: Any = Model(plain())
-    model.layers[LAYERS // 2].linear.weight = model.layers[1].linear.weight
+    model = Model(plain())
+    layers: Any = model.layers
+    layers[LAYERS // 2].linear.weight = layers[1].linear.weight
     return model
 
 
@@ -184,7 +188,7 @@ def job(
         def step(x: Tensor) -> Tensor:
             if not keeps:
                 updates.zero_grad()
-            loss = model(x).square().mean()
+            loss: Tensor = model(x).square().mean()
             loss.backward()
             if clips:
                 nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -219,10 +223,11 @@ def left_out(monkeypatch: pytest.MonkeyPatch) -> list[range]:
 
 
 def both(build: Build, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], list[Any]]:
-    """The graphs of lowering few layers and of lowering all."""
+    """The graphs of lowering few layers and of lowering all, with each update traced."""
     few = anonymous(trace_graph(build))
     with monkeypatch.context() as patch:
         patch.setattr(lower, "_parts", lambda *_: [])
+        patch.setattr(patches, "traced_once_a_kind", lambda *_: None)
         return few, anonymous(trace_graph(build))
 
 
@@ -304,6 +309,25 @@ def test_a_layer_that_differs_is_lowered(
     few, whole = both(DIFFERENT[name], monkeypatch)
     assert few == whole
     assert all(MIDDLE not in layers for layers in left_out)
+
+
+def test_updates_of_parameters_that_look_alike_are_traced_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    copied: list[int] = []
+
+    def noted(traced: Any, inputs: Sequence[Any]) -> None:
+        copied.append(len(inputs))
+        copy_for(traced, inputs)
+
+    copy_for = alike_updates._Traced.copy_for
+    monkeypatch.setattr(alike_updates._Traced, "copy_for", noted)
+    few, whole = both(
+        job(lambda: Model([*plain(2), Layer(8)]), lambda m: torch.optim.AdamW(m.parameters())),
+        monkeypatch,
+    )
+    assert few == whole
+    assert copied == [5, 5]  # the second weight and the second bias: with gradient and three states
 
 
 def test_few_layers_are_lowered_as_they_are(left_out: list[range]) -> None:
