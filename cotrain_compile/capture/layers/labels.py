@@ -21,6 +21,7 @@ from cotrain_compile.capture.nodes.phases import PHASE_ANNOTATION
 from cotrain_compile.graph import StepInput
 
 _NUMBERED = re.compile(r"(.*)\.(\d+)")
+_MOST_MODULES_A_LAYER = 4
 
 
 @dataclass(frozen=True)
@@ -47,14 +48,23 @@ class Stack:
         return f"{head}{int(number) + layers * self.modules_a_layer}{dot}{rest}"
 
 
-def stacks_in(graph: fx.Graph) -> list[str]:
-    """The paths of all stacks whose modules call nodes of `graph`, those of most nodes first."""
-    called: Counter[str] = Counter()
+def stacks_in(graph: fx.Graph, fewest: int) -> list[Stack]:
+    """All stacks of at least `fewest` layers that call nodes of `graph`, those of most nodes first.
+
+    A layer may be several modules: every second one is another kind, say.
+    """
+    called: dict[str, Counter[int]] = {}
     for node in graph.nodes:
         for path, _ in (node.meta.get("nn_module_stack") or {}).values():
             if node.op != "placeholder" and (numbered := _NUMBERED.fullmatch(path)) is not None:
-                called[numbered[1]] += 1
-    return [path for path, _ in called.most_common()]
+                called.setdefault(numbered[1], Counter())[int(numbered[2])] += 1
+    most_first = sorted(called, key=lambda path: -called[path].total())
+    return [
+        Stack(path, modules)
+        for path in most_first
+        for modules in range(1, _MOST_MODULES_A_LAYER + 1)
+        if len(called[path]) >= fewest * modules
+    ]
 
 
 @dataclass

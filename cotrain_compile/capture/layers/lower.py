@@ -7,6 +7,7 @@ of all layers. A step whose lowered graph does not repeat itself is lowered once
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from cotrain_compile.capture.layers.extend import extend
 from cotrain_compile.capture.layers.shorten import Shortened, shortened
 from cotrain_compile.graph import StepInput
+from cotrain_compile.support.raised_by_handler import raised_by_handler
 
 LOG = logging.getLogger(__name__)
 TRIED = ("2.13.",)
@@ -48,7 +50,7 @@ def lower_few_layers(
     try:
         return lower(parts[-1].module, extended, tuple(part.text for part in parts))
     except Exception as error:  # what is wrong with the step itself is raised again below
-        if whole:
+        if whole or raised_by_handler(error) is not None:
             raise
         LOG.debug("all layers are lowered: %s", error)
     return lower(module, lambda graph: None, ())
@@ -59,7 +61,8 @@ def _parts(
 ) -> list[Shortened]:
     """`module` shortened by one stack of layers after the other."""
     parts: list[Shortened] = []
-    if not _may_be_shortened(values):
+    known = [node.meta.get("example_value") for node in module.graph.find_nodes(op="placeholder")]
+    if not _may_be_shortened(values) or not _may_be_shortened(known):
         return parts
     while (part := shortened(module, inputs)) is not None:
         if not _have_own_memory(part, values):
@@ -82,6 +85,6 @@ def _may_be_shortened(values: Sequence[Any]) -> bool:
 def _have_own_memory(part: Shortened, values: Sequence[Any]) -> bool:
     """Whether no input of a layer shares its memory: AOTAutograd puts those together."""
     storages = [value.untyped_storage()._cdata for value in values]
-    shared = {storage for storage in storages if storages.count(storage) > 1}
+    users = Counter(storages)
     of_layers = zip(storages, part.inputs, strict=True)
-    return not any(storage in shared for storage, layer in of_layers if layer is not None)
+    return all(users[storage] == 1 for storage, layer in of_layers if layer is not None)

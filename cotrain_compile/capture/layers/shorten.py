@@ -40,7 +40,8 @@ from cotrain_compile.capture.layers.labels import (
 from cotrain_compile.graph import StepInput
 
 FEWEST_LEFT_OUT = 2
-_MOST_MODULES_A_LAYER = 4
+_FEWEST_LAYERS = FEWEST_LEFT_OUT + 5
+"""One before, two alike, those left out, one more alike, one behind."""
 # What may read a vector with an entry for each of a list: its length decides nothing of the result.
 _OF_A_VECTOR = {torch.linalg.vector_norm, torch.linalg.norm, torch.norm, torch.any, torch.all}
 _OF_A_VECTOR_BY_NAME = {"norm", "any", "all", "max", "min", "isfinite", "isnan", "isinf"}
@@ -69,13 +70,11 @@ def shortened(module: fx.GraphModule, inputs: Sequence[StepInput]) -> Shortened 
     `inputs` describe its placeholders.
     """
     graph = module.graph
-    for path in stacks_in(graph):
-        for modules_a_layer in range(1, _MOST_MODULES_A_LAYER + 1):
-            stack = Stack(path, modules_a_layer)
-            labels = label(graph, stack, of_inputs(graph, stack, inputs))
-            found = _alike(graph, stack, labels, inputs)
-            if found is not None:
-                return found.without(module)
+    for stack in stacks_in(graph, _FEWEST_LAYERS):
+        labels = label(graph, stack, of_inputs(graph, stack, inputs))
+        found = _alike(graph, stack, labels, inputs)
+        if found is not None:
+            return found.without(module)
     return None
 
 
@@ -84,7 +83,7 @@ def _alike(
 ) -> _Alike | None:
     """The longest run of layers that are alike, behind the first of which some can be left out."""
     order = sorted(set(labels.layer.values()))
-    if len(order) < FEWEST_LEFT_OUT + 5 or not follow(order):
+    if len(order) < _FEWEST_LAYERS or not follow(order):
         return None
     runs, own = runs_of(graph, labels), own_numbers(graph, labels)
     described = dict(zip(graph.find_nodes(op="placeholder"), inputs, strict=True))
@@ -95,7 +94,7 @@ def _alike(
 
     best: _Alike | None = None
     start = 0
-    while start + FEWEST_LEFT_OUT + 4 < len(order):
+    while start + _FEWEST_LAYERS <= len(order):
         try:
             blocks = blocks_of(runs, order[start:], least=FEWEST_LEFT_OUT + 3)
         except UnlikeError:

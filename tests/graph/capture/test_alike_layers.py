@@ -5,19 +5,23 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
 from torch.utils.checkpoint import checkpoint
 
+from cotrain_compile.backends import devices
 from cotrain_compile.capture.dynamo import alike_updates, patches
 from cotrain_compile.capture.layers import lower
 from cotrain_compile.capture.layers.extend import extend
 from cotrain_compile.entry.tracing import trace_graph
 from cotrain_compile.graph import StepGraph
 from tests.support.same_graphs import described
+from tests.support.steps import cotrain
 
 pytestmark = pytest.mark.skipif(
     not torch.__version__.startswith(lower.TRIED), reason="layers are put together on torch 2.13"
@@ -328,6 +332,53 @@ def test_updates_of_parameters_that_look_alike_are_traced_once(
     )
     assert few == whole
     assert copied == [5, 5]  # the second weight and the second bias: with gradient and three states
+
+
+def test_every_second_layer_may_be_of_another_kind(
+    left_out: list[range], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few, whole = both(job(lambda: Model([Layer(4 + 4 * (i % 2)) for i in range(16)])), monkeypatch)
+    assert few == whole
+    assert left_out == [range(3, 6)]
+
+
+def trained(step_of: Callable[[Any], Any]) -> tuple[list[Tensor], list[int]]:
+    """Two steps of a model of alike layers: its parameters, and how often each was written."""
+    torch.manual_seed(0)
+    model = Model(plain())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    run = step_of(step)
+    for seed in range(2):
+        run(torch.full((2, WIDTH), 1.0 + seed))
+    parameters = list(model.parameters())
+    return [p.detach().clone() for p in parameters], [p._version for p in parameters]
+
+
+def test_a_step_trains_as_in_eager_and_says_what_it_has_written(
+    left_out: list[range], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COTRAIN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(devices, "measured_machine", lambda device: None)  # would take a second
+    monkeypatch.setattr(AOTAutogradCache, "_get_tmp_dir", lambda: str(tmp_path / "torch"))
+    eager, _ = trained(lambda step: step)
+    compile_step = cotrain(policy="resident", lowering="eager")
+    versions = []
+    for parts in (lower._parts, lower._parts, lambda *_: []):  # the second is found on disk
+        monkeypatch.setattr(lower, "_parts", parts)
+        torch._dynamo.reset()
+        found, written = trained(compile_step)
+        torch.testing.assert_close(found, eager)
+        versions.append(written)
+    assert versions[0] == versions[1] == versions[2]
+    assert left_out == [range(3, LAYERS - 2)]
 
 
 def test_few_layers_are_lowered_as_they_are(left_out: list[range]) -> None:
