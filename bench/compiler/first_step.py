@@ -24,7 +24,6 @@ import torch
 import torch.nn.functional as F
 from rich.console import Console
 from torch import Tensor, nn
-from torch._dynamo.utils import compilation_time_metrics
 
 from bench.report import write_report
 from cotrain_compile.capture.dynamo import patches
@@ -35,11 +34,6 @@ from cotrain_compile.extract.extract import extract
 from cotrain_compile.support.collector import collector_off
 
 LAYERS = (4, 12, 32)
-# What Dynamo and AOTAutograd time themselves, by our names for it.
-PARTS = {
-    "of a call's graph": "OutputGraph.call_user_compiler",
-    "of what it writes": "aot_collect_metadata",
-}
 
 
 def model_and_batch(layers: int) -> tuple[nn.Module, Tensor]:
@@ -109,11 +103,9 @@ SIDES = {"ours": ours, "ours, each layer": ours_whole, "stock": stock}
 
 
 def measured(side: str, layers: int) -> dict[str, Any]:
-    """One side of one depth in this process, with what torch has timed."""
+    """One side of one depth, in this process."""
     torch.set_num_threads(1)
-    found = SIDES[side](layers)
-    timed = {ours: sum(compilation_time_metrics.get(name, ())) for ours, name in PARTS.items()}
-    return {key: round(value, 2) for key, value in (found | timed).items()}
+    return {key: round(value, 2) for key, value in SIDES[side](layers).items()}
 
 
 def in_a_process(side: str, layers: int) -> dict[str, Any]:
