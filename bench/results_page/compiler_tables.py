@@ -202,6 +202,22 @@ def compile_seconds(result: Result) -> str:
     )
 
 
+def first_step(result: Result) -> str:
+    """Processor seconds until a step is traced, by number of layers, and what a layer costs."""
+    layers = list(result["ours"])
+    rows = []
+    for side, found in result.items():
+        seconds = [found[count]["all"] for count in layers]
+        more = (seconds[-1] - seconds[0]) / (int(layers[-1]) - int(layers[0]))
+        rows.append((side, *(f"{s:.1f} s" for s in seconds), f"{more:.2f} s"))
+    headings = ("side", *(f"{count} layers" for count in layers), "a layer more")
+    return markdown(headings, rows) + (
+        "\nProcessor time, of a small GPT with clipping and AdamW. Ours is the whole step in one "
+        "graph, and what each op costs; stock is the model with its loss, and the update, with "
+        "graphs run in eager.\n"
+    )
+
+
 def growth(result: Result) -> str:
     """Seconds of each stage by nodes, with the exponent of a line through the logarithms."""
     nodes = result["nodes"]

@@ -29,7 +29,7 @@ from cotrain_compile.capture.aten.aot import (
 )
 from cotrain_compile.capture.aten.fake_values import use_kernel_values
 from cotrain_compile.capture.aten.prepare import prepare
-from cotrain_compile.capture.counts import lowering_counted, tell_ops
+from cotrain_compile.capture.counts import tell_ops
 from cotrain_compile.capture.dynamo.as_eager import do_as_eager
 from cotrain_compile.capture.dynamo.data_sizes import (
     refuse_checks_of_data,
@@ -117,8 +117,9 @@ def capture(
         session.keeping_gradient = parts.local_ids(session.keeping_gradient)
         return compile_step(step, parts.values)
 
-    with lowering_counted(len(module.graph.nodes)):
-        compiled = to_aten(module, example_inputs, prepare_aten, compile_aten, (remat, dissolve))
+    compiled = to_aten(
+        module, example_inputs, inputs, prepare_aten, compile_aten, (remat, dissolve)
+    )
     for record in session.optimizers:
         _note_step_for_schedulers(record.optimizer)
     return run_and_make_leaves(compiled, module, session.leaves_made)

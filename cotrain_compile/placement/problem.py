@@ -32,12 +32,11 @@ class Written:
 class Problem:
     """A step to be placed: `budgets` are the bytes allowed on each tier.
 
-    `captured` says that updates on the host run op by op even where there is a loop, `compiled` what
-    code ops run as, as in `roofline`, `speculates`
-    that they may begin on guesses. In `dataflow` regions run in parts by `splits`, micro-batches in
-    packs of `layers_per_pack`, the values `recomputed` are made again, and some updates go in
-    `pieces`, all nothing in the
-    problem of a step; else the step itself is what is `written`.
+    `captured` says that updates on the host run op by op even where there is a loop, `compiled` as
+    what code ops run (`roofline`), `speculates` that updates may begin on guesses. In `dataflow`
+    regions run in parts by `splits`, micro-batches in packs of `layers_per_pack`, the values
+    `recomputed` are made again, and some updates go in `pieces`, all nothing in the problem of a
+    step; else the step itself is what is `written`.
     """
 
     dataflow: Dataflow

@@ -11,6 +11,7 @@ torch 2.11.0, 2.13.0 and 2.15.0. What `TracingContext` knows of outputs
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,9 +31,12 @@ from cotrain_compile.capture.aten.float_inputs import floats_stay_inputs
 from cotrain_compile.capture.aten.foreach import foreach_decompositions
 from cotrain_compile.capture.aten.scalars import scalar_decompositions
 from cotrain_compile.capture.aten.trace_cache import AotCompile, lower_once
+from cotrain_compile.capture.counts import lowering_counted
 from cotrain_compile.capture.dynamo.scaling import scaling_decompositions
+from cotrain_compile.capture.layers.lower import lower_few_layers
 from cotrain_compile.dataflow import Checkpoints
 from cotrain_compile.errors import CaptureError
+from cotrain_compile.graph import StepInput
 
 AtenCompiler = Callable[[fx.GraphModule, Checkpoints], Callable[..., Any]]
 
@@ -40,19 +44,20 @@ AtenCompiler = Callable[[fx.GraphModule, Checkpoints], Callable[..., Any]]
 def to_aten(
     module: fx.GraphModule,
     example_inputs: Sequence[Any],
+    inputs: Sequence[StepInput],
     prepare_aten: Callable[[fx.GraphModule], Checkpoints],
     compile_aten: AtenCompiler,
     settings: tuple[object, ...] = (),
 ) -> Callable[..., Any]:
     """Lower Dynamo's graph to ATen, prepare and compile it, and return what runs the step.
 
+    `inputs` describe its placeholders.
     `prepare_aten` changes the graph in place, by nothing but the graph and `settings`, and says
     what is in a checkpoint. `compile_aten` returns a function that takes the list of inputs.
     Parameters and states are written in place by `copy_` nodes of the graph.
     """
 
     def prepared(graph: fx.GraphModule) -> Checkpoints:
-        _return_no_inputs(graph)
         with _disable_current_modes():
             return prepare_aten(graph)
 
@@ -77,7 +82,7 @@ def to_aten(
             "torch.no_grad(), call loss.backward() in the step and return detached values"
         )
 
-    def lower(compile_graph: AotCompile) -> Callable[..., Any]:
+    def lower(part: fx.GraphModule, compile_graph: AotCompile) -> Callable[..., Any]:
         compiler = aot_autograd(
             fw_compiler=refuse,
             bw_compiler=refuse,
@@ -90,13 +95,26 @@ def to_aten(
             # Otherwise every parameter and state is returned as a fresh copy.
             keep_inference_input_mutations=True,
         )
-        run: Callable[..., Any] = compiler(module, example_inputs)
+        run: Callable[..., Any] = compiler(part, example_inputs)
         return run
+
+    def lowered(
+        part: fx.GraphModule, first: Callable[[fx.GraphModule], None], also: tuple[object, ...]
+    ) -> Callable[..., Any]:
+        def prepare(graph: fx.GraphModule) -> Checkpoints:
+            first(graph)
+            _return_no_inputs(graph)
+            return prepared(graph)
+
+        with lowering_counted(len(part.graph.nodes)):
+            return lower_once(
+                part, example_inputs, partial(lower, part), prepare, run_whole, (*settings, *also)
+            )
 
     # Torch's own pass for checkpoints refuses random ops; `rematerialise` keeps their results.
     no_pass_for_checkpoints = functorch_config.patch(remat_using_tags_for_fwd_loss_bwd_graph=False)
     with no_pass_for_checkpoints, floats_stay_inputs():
-        return lower_once(module, example_inputs, lower, prepared, run_whole, settings)
+        return lower_few_layers(module, example_inputs, inputs, lowered)
 
 
 def _return_no_inputs(module: fx.GraphModule) -> None:

@@ -38,6 +38,7 @@ from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch._inductor import config as inductor_config
 
+from cotrain_compile.capture.dynamo.alike_updates import traced_once_a_kind
 from cotrain_compile.capture.dynamo.ambient import ambient_guarded
 from cotrain_compile.capture.dynamo.attributes import LOOK_UP
 from cotrain_compile.capture.dynamo.bounded_deques import deques_bounded
@@ -294,4 +295,11 @@ def _inline_for_us(
     func = without_hook(func, args)
     func, args = forward_traced(session, parent, func, args)
     func, args = fsdp_traced(session, parent, func, args)
-    return _inline_call(parent, func, args, *rest, **options)
+
+    def trace(given: list[Any]) -> Any:
+        return _inline_call(parent, func, given, *rest, **options)
+
+    updated = getattr(func, "fn", None)
+    if rest and (once := traced_once_a_kind(parent, updated, args, rest[0], trace)) is not None:
+        return once
+    return trace(args)

@@ -1,0 +1,386 @@
+"""Of layers that are alike a few are lowered, and the graph is that of lowering them all."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
+from torch.utils.checkpoint import checkpoint
+
+from cotrain_compile.backends import devices
+from cotrain_compile.capture.dynamo import alike_updates, patches
+from cotrain_compile.capture.layers import lower
+from cotrain_compile.capture.layers.extend import extend
+from cotrain_compile.entry.tracing import trace_graph
+from cotrain_compile.graph import StepGraph
+from tests.support.same_graphs import described
+from tests.support.steps import cotrain
+
+pytestmark = pytest.mark.skipif(
+    not torch.__version__.startswith(lower.TRIED), reason="layers are put together on torch 2.13"
+)
+
+WIDTH, LAYERS = 4, 9
+Build = Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]
+
+
+class Layer(nn.Module):
+    """The least that is a layer: it has what a test may make otherwise in one of many."""
+
+    def __init__(self, width: int = WIDTH, *, drop: float = 0.0, scale: float = 1.0) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, width)
+        self.back = nn.Linear(width, WIDTH, bias=False) if width != WIDTH else nn.Identity()
+        self.dropout, self.scale = nn.Dropout(drop), scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.dropout(torch.tanh(self.linear(x)))
+        scaled: Tensor = self.scale * self.back(y)
+        return x + scaled
+
+
+class Model(nn.Module):
+    """Layers one behind the other."""
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class LongSkips(Model):
+    """Each layer reads the output of the one before the last as well."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = x
+        for layer in self.layers:
+            before, x = x, layer(x + before.sin())
+        return x
+
+
+class Collecting(Model):
+    """The loss reads what each layer gives."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen = []
+        for layer in self.layers:
+            x = layer(x)
+            seen.append(x)
+        return torch.stack(seen)
+
+
+class Numbered(Model):
+    """Each layer is used by its number."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, layer in enumerate(self.layers):
+            x = layer(x) / (i + 1)
+        return x
+
+
+class Checkpointed(Model):
+    """Each layer is in a checkpoint."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
+
+
+class Twice(Model):
+    """The middle layer is called once more."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        again: Tensor = self.layers[LAYERS // 2](super().forward(x))
+        return again
+
+
+class Counting(Layer):
+    """Its buffer counts the calls."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+class InDouble(Layer):
+    """Computes in float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.double()).float()
+
+
+def plain(count: int = LAYERS) -> list[nn.Module]:
+    """Layers that are alike."""
+    return [Layer() for _ in range(count)]
+
+
+def with_one(layer: Callable[[], nn.Module]) -> nn.Module:
+    """Alike but for the one in the middle."""
+    layers = plain()
+    layers[LAYERS // 2] = layer()
+    return Model(layers)
+
+
+def changed(change: Callable[[Any], object]) -> nn.Module:
+    """Alike, with a change to that in the middle."""
+    model = Model(plain())
+    change(model.layers[LAYERS // 2])
+    return model
+
+
+def tied() -> nn.Module:
+    """Two layers have one parameter."""
+    model = Model(plain())
+    layers: Any = model.layers
+    layers[LAYERS // 2].linear.weight = layers[1].linear.weight
+    return model
+
+
+def in_one_memory() -> nn.Module:
+    """All parameters are parts of one tensor."""
+    model = Model(plain())
+    parameters = list(model.parameters())
+    whole = torch.empty(sum(p.numel() for p in parameters))
+    for p, part in zip(parameters, whole.split([p.numel() for p in parameters]), strict=True):
+        p.data = part.view(p.shape)
+    return model
+
+
+def hooked(layer: nn.Module) -> None:
+    layer.register_forward_hook(lambda module, args, output: output * 2)
+
+
+def frozen(layer: nn.Module) -> None:
+    layer.requires_grad_(False)
+
+
+def job(
+    make: Callable[[], nn.Module],
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
+    *,
+    clips: bool = False,
+    keeps: bool = False,
+) -> Build:
+    """A step of a model; `keeps` its gradients for the next."""
+
+    def build() -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        model = make()
+        updates = (optimizer or sgd)(model)
+
+        def step(x: Tensor) -> Tensor:
+            if not keeps:
+                updates.zero_grad()
+            loss: Tensor = model(x).square().mean()
+            loss.backward()
+            if clips:
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            updates.step()
+            return loss
+
+        return step, (torch.ones(2, WIDTH),)
+
+    return build
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def a_rate_a_layer(model: Any) -> torch.optim.Optimizer:
+    groups = [{"params": [*m.parameters()], "lr": 0.1 * i} for i, m in enumerate(model.layers)]
+    return torch.optim.SGD(groups)
+
+
+@pytest.fixture
+def left_out(monkeypatch: pytest.MonkeyPatch) -> list[range]:
+    """The layers that were put in after lowering, once the graph of the others repeated itself."""
+    found: list[range] = []
+
+    def noted(module: Any, short: Any) -> None:
+        extend(module, short)
+        found.append(short.left_out)
+
+    monkeypatch.setattr(lower, "extend", noted)
+    return found
+
+
+def both(build: Build, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], list[Any]]:
+    """The graphs of lowering few layers and of lowering all, with each update traced."""
+    few = anonymous(trace_graph(build))
+    with monkeypatch.context() as patch:
+        patch.setattr(lower, "_parts", lambda *_: [])
+        patch.setattr(patches, "traced_once_a_kind", lambda *_: None)
+        return few, anonymous(trace_graph(build))
+
+
+def anonymous(step: StepGraph) -> list[Any]:
+    """What can be told of a graph, with numbers for the names of its nodes."""
+    names = {node.name: f"%{i}" for i, node in enumerate(step.module.graph.nodes)}
+    nodes = [(names[name], *rest) for name, *rest in described(step.module)]
+    # Keys of the stacks of modules are the ids of these; checkpoints are counted in a process.
+    written = [re.sub(r"\d{12,}(@\d+)?", "", repr(node)) for node in nodes]
+    written = [re.sub(r"'ac_graph_id': \d+", "", text) for text in written]
+    numbered = [re.sub(r"%(\w+)", lambda m: names.get(m[1], m[0]), text) for text in written]
+    return [numbered, [names[name] for name in step.phases], list(step.phases.values())]
+
+
+MIDDLE = LAYERS // 2
+ALIKE: dict[str, tuple[Build, list[range]]] = {
+    "sgd": (job(lambda: Model(plain())), [range(3, LAYERS - 2)]),
+    "adamw": (
+        job(lambda: Model(plain()), lambda m: torch.optim.AdamW(m.parameters()), clips=True),
+        [range(3, LAYERS - 2)],
+    ),
+    "foreach": (
+        job(
+            lambda: Model(plain()),
+            lambda m: torch.optim.Adam(m.parameters(), foreach=True),
+            clips=True,
+        ),
+        [range(3, LAYERS - 2)],
+    ),
+    "dropout": (
+        job(lambda: Model([Layer(drop=0.1) for _ in range(LAYERS)])),
+        [range(3, LAYERS - 2)],
+    ),
+    "buffers": (job(lambda: Model([Counting() for _ in range(LAYERS)])), [range(3, LAYERS - 2)]),
+}
+DIFFERENT: dict[str, Build] = {
+    "width": job(lambda: with_one(lambda: Layer(8))),
+    "constant": job(lambda: with_one(lambda: Layer(scale=2.0))),
+    "dropout rate": job(lambda: with_one(lambda: Layer(drop=0.5))),
+    "training flag": job(
+        lambda: Model([Layer(drop=0.5).train(i != LAYERS // 2) for i in range(LAYERS)])
+    ),
+    "frozen": job(lambda: changed(frozen)),
+    "hook": job(lambda: changed(hooked)),
+    "written buffer": job(lambda: with_one(Counting)),
+    "activation": job(lambda: changed(lambda layer: setattr(layer, "dropout", nn.ReLU()))),
+    "shared parameter": job(tied),
+    "shared memory": job(in_one_memory),
+    "number of the layer": job(lambda: Numbered(plain())),
+    "long skips": job(lambda: LongSkips(plain())),
+    "outputs of all": job(lambda: Collecting(plain())),
+    "called twice": job(lambda: Twice(plain())),
+    "rates": job(lambda: Model(plain()), a_rate_a_layer),
+    "kept gradients": job(lambda: Model(plain()), keeps=True),
+    "checkpoints": job(lambda: Checkpointed(plain())),
+    "dtype": job(lambda: with_one(InDouble)),
+}
+
+
+def some(names: Iterable[str], cheap: Iterable[str]) -> list[Any]:
+    """All of `names`, of which only `cheap` ones belong to the short run."""
+    return [pytest.param(n, marks=() if n in cheap else pytest.mark.long) for n in names]
+
+
+@pytest.mark.parametrize("name", some(ALIKE, ["sgd", "buffers"]))
+def test_the_graph_is_that_of_lowering_all_layers(
+    name: str, left_out: list[range], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build, expected = ALIKE[name]
+    few, whole = both(build, monkeypatch)
+    assert few == whole
+    assert left_out == expected
+
+
+@pytest.mark.parametrize("name", some(DIFFERENT, ["width", "constant", "long skips", "hook"]))
+def test_a_layer_that_differs_is_lowered(
+    name: str, left_out: list[range], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few, whole = both(DIFFERENT[name], monkeypatch)
+    assert few == whole
+    assert all(MIDDLE not in layers for layers in left_out)
+
+
+def test_updates_of_parameters_that_look_alike_are_traced_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    copied: list[int] = []
+
+    def noted(traced: Any, inputs: Sequence[Any]) -> None:
+        copied.append(len(inputs))
+        copy_for(traced, inputs)
+
+    copy_for = alike_updates._Traced.copy_for
+    monkeypatch.setattr(alike_updates._Traced, "copy_for", noted)
+    few, whole = both(
+        job(lambda: Model([*plain(2), Layer(8)]), lambda m: torch.optim.AdamW(m.parameters())),
+        monkeypatch,
+    )
+    assert few == whole
+    assert copied == [5, 5]  # the second weight and the second bias: with gradient and three states
+
+
+def test_every_second_layer_may_be_of_another_kind(
+    left_out: list[range], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few, whole = both(job(lambda: Model([Layer(4 + 4 * (i % 2)) for i in range(16)])), monkeypatch)
+    assert few == whole
+    assert left_out == [range(3, 6)]
+
+
+def trained(step_of: Callable[[Any], Any]) -> tuple[list[Tensor], list[int]]:
+    """Two steps of a model of alike layers: its parameters, and how often each was written."""
+    torch.manual_seed(0)
+    model = Model(plain())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    run = step_of(step)
+    for seed in range(2):
+        run(torch.full((2, WIDTH), 1.0 + seed))
+    parameters = list(model.parameters())
+    return [p.detach().clone() for p in parameters], [p._version for p in parameters]
+
+
+def test_a_step_trains_as_in_eager_and_says_what_it_has_written(
+    left_out: list[range], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COTRAIN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(devices, "measured_machine", lambda device: None)  # would take a second
+    monkeypatch.setattr(AOTAutogradCache, "_get_tmp_dir", lambda: str(tmp_path / "torch"))
+    eager, _ = trained(lambda step: step)
+    compile_step = cotrain(policy="resident", lowering="eager")
+    versions = []
+    for parts in (lower._parts, lower._parts, lambda *_: []):  # the second is found on disk
+        monkeypatch.setattr(lower, "_parts", parts)
+        torch._dynamo.reset()
+        found, written = trained(compile_step)
+        torch.testing.assert_close(found, eager)
+        versions.append(written)
+    assert versions[0] == versions[1] == versions[2]
+    assert left_out == [range(3, LAYERS - 2)]
+
+
+def test_few_layers_are_lowered_as_they_are(left_out: list[range]) -> None:
+    trace_graph(job(partial(Model, plain(6))))
+    assert not left_out
