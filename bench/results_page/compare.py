@@ -60,6 +60,7 @@ SECTIONS = (
     Section("Plans against simple rules", "plans", own_table("plans.plans")),
     Section("Plans against their bound", "placement", tables.placement),
     Section("Plans in little more than the least memory", "tight", own_table("plans.tight")),
+    Section("Plans of steps that nobody tuned for", "campaign", own_table("plans.campaign")),
     Section("Values made again", "recompute", tables.recompute),
     Section("Updates on the host against peers", "host_update_peers", tables.host_update_peers),
     Section("Updates on the host in a step", "host_update", tables.host_update),

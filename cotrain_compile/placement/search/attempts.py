@@ -89,7 +89,8 @@ class Attempts:
         self.rounds = 0
         self.until = self.work
         self.draft_units = 0.0  # what the dearest schedule has taken
-        self.decided_greedily: set[str] = set()  # names of what the greedy was tried on
+        # What the greedy was tried on, by name, and how that was scheduled.
+        self.decided_greedily: set[tuple[str, tuple[Tactics, ...]]] = set()
         self.is_cut_short = False  # some program of a single step, for want of work
         self.was_late = False  # something was left out, or was to be, for want of work
         self.solver = Programs(settings, self._begin_program, self.meter)
@@ -259,9 +260,9 @@ class Attempts:
     def try_greedy(self, variant: Variant, tactics: Sequence[Tactics] = TACTICS) -> None:
         """Aim lower by what was missing until it fits; at last with everything away that can be."""
         name = "greedy" + variant.suffix
-        if name in self.decided_greedily:
+        if (asked := (name, tuple(tactics))) in self.decided_greedily:
             return
-        self.decided_greedily.add(name)
+        self.decided_greedily.add(asked)
         targets: dict[Tier, float] = dict(self.problem.budgets)
         before: Decisions | None = None
         for _ in range(GREEDY_ROUNDS):
