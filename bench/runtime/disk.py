@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import argparse
 import mmap
+import os
 import statistics
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from cotrain_compile.on_disk import PIECE_BYTES, may_rest_on_disk, room_bytes
 from cotrain_compile.plan import Lane, Timeline
 from cotrain_compile.runtime.disk.rooms import Rooms
 from cotrain_compile.runtime.disk.state_files import StateFile, file_of
+from cotrain_compile.support.units import format_bytes
 
 WIDTH, LAYERS = 4096, 4
 ROUNDS, STEPS = 8, 20
@@ -170,6 +172,7 @@ def measured_disk_steps(folder: Path, rounds: int, say: Callable[[str], None]) -
             if number % 2:
                 hand_s.append(by_hand_s(scratch))
             say(f"step {step_s[-1]:.2f} s, updates {update_s[-1]:.2f} s, raw {plain_s[-1]:.2f} s")
+        load = os.getloadavg()[0] / (os.cpu_count() or 1)
         for number in range(rounds + 1, STEPS):
             training.train(number)
     moved = 2 * sum(file.nbytes for file in own)
@@ -202,11 +205,32 @@ def measured_disk_steps(folder: Path, rounds: int, say: Callable[[str], None]) -
         "host_peak_bytes": peaks[Tier.HOST],
         "disk_peak_bytes": peaks[Tier.DISK],
         "resident_file_bytes_more": resident.most[1] - resident.before[1],
+        "load_a_core": load,
         "rounds": [
             {"step_s": a, "updates_s": b, "raw_s": c}
             for a, b, c in zip(step_s, update_s, plain_s, strict=True)
         ],
     }
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """For the page of results."""
+    rate = result["bytes_moved_a_step"] / result["updates_s"]
+    host = format_bytes(result["host_budget_bytes"])
+    rows = [
+        ("states on disk", format_bytes(result["disk_peak_bytes"])),
+        ("read and written in a step", format_bytes(result["bytes_moved_a_step"])),
+        ("updates of a step, with both", f"{result['updates_s']:.2f} s"),
+        ("the same bytes with nothing in between", f"{result['raw_s']:.2f} s"),
+        ("rate of the updates", f"{rate / 1e9:.2f} GB/s, {result['of_raw_rate']:.2f} of that"),
+        ("by hand, one parameter after the other", f"{result['by_hand_s']:.2f} s"),
+        ("updates predicted", f"{result['predicted_updates_s']:.2f} s"),
+        ("the host at its peak", f"{format_bytes(result['host_peak_bytes'])} of {host}"),
+        (f"equal in memory after {result['equal_after_steps']} steps", str(result["are_equal"])),
+        ("load of the computer's cores meanwhile", f"{result['load_a_core']:.0f} of each"),
+    ]
+    lines = ["| a step bound by the drive | median |", "|---|---|"]
+    return "\n".join([*lines, *(f"| {name} | {value} |" for name, value in rows)])
 
 
 def main() -> None:
