@@ -23,7 +23,7 @@ from bench.report import write_report
 from bench.results_page.tables import markdown
 from cotrain_compile import presets
 from cotrain_compile.dataflow import Dataflow
-from cotrain_compile.machine import Machine, Tier
+from cotrain_compile.machine import MEMORIES, Machine
 from cotrain_compile.placement.policies import rule
 from cotrain_compile.placement.problem import formulate
 from cotrain_compile.placement.schedule.schedule import schedule
@@ -80,7 +80,7 @@ def main() -> None:
 
 def _seconds(step: Dataflow, target: Machine, rival: Mapping[str, Any], compiled: bool) -> float:
     """Of a step under the rival's rule."""
-    problem = formulate(step, target, dict.fromkeys(Tier, PLENTY), compiled=compiled)
+    problem = formulate(step, target, dict.fromkeys(MEMORIES, PLENTY), compiled=compiled)
     placement = replace(rule(rival["rule"])(step), early_updates=rival["early_updates"])
     return schedule(problem, placement).predicted.makespan_s
 

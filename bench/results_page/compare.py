@@ -79,6 +79,7 @@ SECTIONS = (
         tables.coarse_against_zero_offload,
     ),
     Section("Large parameters in pieces", "pieces", tables.pieces),
+    Section("States on disk", "disk", own_table("runtime.disk")),
     Section("Overlapping steps", "overlap", tables.overlap),
     Section("Updates before the norm is known", "speculation", own_table("runtime.speculation")),
     Section("Micro-batches by layer", "micro_batches", own_table("runtime.micro_batches")),

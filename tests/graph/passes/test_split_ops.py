@@ -15,7 +15,7 @@ from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
 from cotrain_compile.dataflow import Dataflow, Op, Role
 from cotrain_compile.extract.extract import extract
 from cotrain_compile.graph import StepGraph
-from cotrain_compile.machine import Tier
+from cotrain_compile.machine import MEMORIES, Tier
 from cotrain_compile.options import Options
 from cotrain_compile.passes import run_passes
 from cotrain_compile.passes.split_ops import split_ops
@@ -67,7 +67,7 @@ def dataflow_of(name: str) -> Dataflow:
 
 
 def problem_of(dataflow: Dataflow) -> Problem:
-    return formulate(dataflow, find("this-machine"), dict.fromkeys(Tier, 1 << 40))
+    return formulate(dataflow, find("this-machine"), dict.fromkeys(MEMORIES, 1 << 40))
 
 
 def plan_of(dataflow: Dataflow, parts: int) -> Plan:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cotrain_compile.errors import PlacementError
-from cotrain_compile.machine import Tier
+from cotrain_compile.machine import MEMORIES, Tier
 from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.policies import RULES, rule
 from cotrain_compile.placement.problem import Problem, formulate
@@ -96,7 +96,7 @@ def test_more_memory_is_never_slower_where_the_plan_for_less_is_known(
 @pytest.mark.parametrize("work", [1e-6, 12.0])
 def test_checkpoints_are_tried_where_nothing_else_was_found(work: float) -> None:
     """With hardly any work the plan is as fast as with every other layer made again."""
-    free = formulate(blocks_of_torch(4), find("rtx4090"), dict.fromkeys(Tier, PLENTY))
+    free = formulate(blocks_of_torch(4), find("rtx4090"), dict.fromkeys(MEMORIES, PLENTY))
     tight = with_budget(free, int(0.8 * resident_bytes(free)))
     known_s, plan = usual_s(tight), planned(tight, work)
     assert known_s is not None

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from cotrain_compile.dataflow import Dataflow, Op, Phase
 from cotrain_compile.errors import PlanError
 from cotrain_compile.files import from_json, to_json
-from cotrain_compile.machine import Tier
+from cotrain_compile.machine import MEMORIES, Tier
 from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.policies import resident
 from cotrain_compile.placement.problem import formulate
@@ -99,7 +99,7 @@ def test_a_saved_step_has_its_regions() -> None:
 
 def test_a_plan_of_a_step_in_parts_is_checked_and_takes_less() -> None:
     dataflow = head()
-    problem = formulate(dataflow, find("rtx4090"), dict.fromkeys(Tier, 1 << 40))
+    problem = formulate(dataflow, find("rtx4090"), dict.fromkeys(MEMORIES, 1 << 40))
     plans = [
         schedule(problem, replace(resident(dataflow), splits=splits))
         for splits in ({}, {"loss": 8})
@@ -113,7 +113,7 @@ def test_a_plan_of_a_step_in_parts_is_checked_and_takes_less() -> None:
 @pytest.mark.parametrize("splits", [{"nothing": 2}, {"loss": 0}, {"loss": BATCH + 1}])
 def test_a_plan_in_parts_that_the_step_has_not_is_refused(splits: dict[str, int]) -> None:
     dataflow = head()
-    problem = formulate(dataflow, find("rtx4090"), dict.fromkeys(Tier, 1 << 40))
+    problem = formulate(dataflow, find("rtx4090"), dict.fromkeys(MEMORIES, 1 << 40))
     plan = schedule(problem, resident(dataflow))
     wrong = replace(plan, placement=replace(plan.placement, splits=splits))
     with pytest.raises(PlanError, match="splits"):

@@ -1,0 +1,250 @@
+"""How fast is a step whose states rest on the drive at hand, against raw direct reads and writes?
+
+A chain of square layers with AdamW, all of whose large states rest on disk, so that its updates are
+bound by the drive. In turn: a step; the same bytes read and written with nothing in between, by as
+many threads in pieces of the same size; and what one would write by hand, parameter by parameter:
+read its states, update, write them. Of each the median counts. Then parameters and states are
+compared with a training in memory, and the process says what memory it took.
+
+    python -m bench.runtime.disk --folder /nvme -o bench/results/disk.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import mmap
+import os
+import statistics
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import nn
+
+import cotrain_compile
+from bench.report import write_report
+from cotrain_compile.machine import Tier
+from cotrain_compile.on_disk import PIECE_BYTES, may_rest_on_disk, room_bytes
+from cotrain_compile.plan import Lane, Timeline
+from cotrain_compile.runtime.disk.rooms import Rooms
+from cotrain_compile.runtime.disk.state_files import StateFile, file_of
+from cotrain_compile.support.units import format_bytes
+
+WIDTH, LAYERS = 4096, 4
+ROUNDS, STEPS = 8, 20
+# The host holds weights and gradients on their way, what an update may make, and the rooms.
+HELD_BESIDE = 64 << 20
+IN_MEMORY: dict[str, Any] = {
+    "policy": "zero-offload",
+    "memory_budget": "4GiB",
+    "plan_cache": False,
+    "poison": False,
+    "quiet": True,
+}
+
+
+class Training:
+    """A chain of layers, AdamW and a step; `options` as of the backend."""
+
+    def __init__(self, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)])
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        torch._dynamo.reset()
+        self.step = torch.compile(self._step, backend="cotrain", options={**IN_MEMORY, **options})
+
+    def _step(self, x: torch.Tensor) -> torch.Tensor:
+        loss = self.model(x).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss  # type: ignore[no-any-return]
+
+    def train(self, number: int) -> None:
+        """Step `number`, on a batch of its own."""
+        batch = torch.Generator().manual_seed(number)
+        self.step(torch.randn(1, WIDTH, generator=batch))
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All that training changes."""
+        states = [t for state in self.optimizer.state.values() for t in state.values()]
+        return [*self.model.parameters(), *states]
+
+    @property
+    def files(self) -> list[StateFile]:
+        """Where states rest."""
+        return [file for t in self.tensors if (file := file_of(t)) is not None]
+
+
+def raw_s(files: Sequence[StateFile], rooms: Rooms) -> float:
+    """Read and write every byte of `files` once, by way of `rooms`, with nothing in between."""
+    began_s = time.perf_counter()
+    pairs = zip(files[::2], files[1::2], strict=True)
+    passing = [rooms.ask(pair, pair[0].nbytes) for pair in pairs]
+    for each in passing:
+        for number in range(each.count):
+            each.take(number)
+            each.give_back(number)
+    for each in passing:
+        each.finish()
+    return time.perf_counter() - began_s
+
+
+def by_hand_s(files: Sequence[StateFile]) -> float:
+    """The same, parameter by parameter: both states are read, updated and written, in turn."""
+    nbytes = files[0].nbytes
+    memory = [mmap.mmap(-1, nbytes) for _ in range(2)]
+    first, second = (torch.frombuffer(each, dtype=torch.float32) for each in memory)
+    weight, gradient, count = torch.zeros_like(first), torch.zeros_like(first), torch.ones(())
+    began_s = time.perf_counter()
+    with ThreadPoolExecutor(2) as threads:
+        for pair in zip(files[::2], files[1::2], strict=True):
+            moved = list(zip(pair, memory, strict=True))
+            list(threads.map(lambda each: each[0].read(memoryview(each[1]), 0), moved))
+            torch._fused_adamw_(
+                [weight], [gradient], [first], [second], [], [count],
+                lr=1e-4, beta1=0.9, beta2=0.999, weight_decay=0.01, eps=1e-8,
+                amsgrad=False, maximize=False,
+            )  # fmt: skip
+            list(threads.map(lambda each: each[0].write(memoryview(each[1]), 0), moved))
+    return time.perf_counter() - began_s
+
+
+def updating_s(timeline: Timeline) -> float:
+    """From the first to the last moment of updates on the host and of what they read and write."""
+    lanes = (Lane.HOST, Lane.DISK_READ, Lane.DISK_WRITE)
+    spans = [span for lane in lanes for span in timeline.lane(lane)]
+    return max(span.end_s for span in spans) - min(span.start_s for span in spans)
+
+
+class Resident:
+    """The most memory of the process, in pages of its own and of files, while within."""
+
+    def __enter__(self) -> Resident:
+        self.before, self.most = _resident(), (0, 0)
+        self._is_over = threading.Event()
+        self._watch = threading.Thread(target=self._look)
+        self._watch.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._watch.join()
+
+    def _look(self) -> None:
+        while not self._is_over.wait(0.01):
+            self.most = max(self.most, _resident(), key=sum)
+
+
+def _resident() -> tuple[int, int]:
+    """Anonymous pages and pages of files, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    found = dict(line.split(":") for line in lines if line.startswith(("RssAnon", "RssFile")))
+    return tuple(int(found[name].split()[0]) << 10 for name in ("RssAnon", "RssFile"))  # type: ignore[return-value]
+
+
+def measured_disk_steps(folder: Path, rounds: int, say: Callable[[str], None]) -> dict[str, Any]:
+    """All figures of one training on disk, and its comparison with one in memory."""
+    weights = 4 * WIDTH * WIDTH * LAYERS
+    training = Training(disk=str(folder), host_memory_budget=3 * weights + HELD_BESIDE)
+    with Resident() as resident:
+        training.train(0)
+        compiled = cotrain_compile.inspect(training.step)
+        plan, dataflow = compiled.plan, compiled.problem.dataflow
+        own = training.files
+        scratch = [StateFile(folder, file.nbytes) for file in own]
+        rooms = Rooms(room_bytes(dataflow, plan.placement))
+        raw_s(scratch, rooms)  # what was never written is not read from the drive
+        step_s, update_s, plain_s, hand_s = [], [], [], []
+        for number in range(1, rounds + 1):
+            began_s = time.perf_counter()
+            training.train(number)
+            step_s.append(time.perf_counter() - began_s)
+            assert compiled.measured is not None
+            update_s.append(updating_s(compiled.measured))
+            plain_s.append(raw_s(scratch, rooms))
+            if number % 2:
+                hand_s.append(by_hand_s(scratch))
+            say(f"step {step_s[-1]:.2f} s, updates {update_s[-1]:.2f} s, raw {plain_s[-1]:.2f} s")
+        load = os.getloadavg()[0] / (os.cpu_count() or 1)
+        for number in range(rounds + 1, STEPS):
+            training.train(number)
+    moved = 2 * sum(file.nbytes for file in own)
+    del scratch, rooms
+    torch._dynamo.reset()
+    reference = Training()
+    for number in range(max(STEPS, rounds + 1)):
+        reference.train(number)
+    pairs = zip(training.tensors, reference.tensors, strict=True)
+    updates_s, drive_s = statistics.median(update_s), statistics.median(plain_s)
+    predicted_s = updating_s(plan.predicted)
+    assert compiled.measured is not None
+    peaks = compiled.measured.peak_bytes
+    return {
+        "bytes_moved_a_step": moved,
+        "parameters_on_disk": sum(
+            bool(may_rest_on_disk(dataflow, group)) for group in dataflow.updates
+        ),
+        "piece_bytes": PIECE_BYTES,
+        "step_s": statistics.median(step_s),
+        "updates_s": updates_s,
+        "raw_s": drive_s,
+        "by_hand_s": statistics.median(hand_s),
+        "of_raw_rate": statistics.median(a / b for a, b in zip(plain_s, update_s, strict=True)),
+        "predicted_updates_s": predicted_s,
+        "predicted_over_measured": predicted_s / updates_s,
+        "equal_after_steps": max(STEPS, rounds + 1),
+        "are_equal": all(torch.equal(a, b) for a, b in pairs),
+        "host_budget_bytes": plan.budgets[Tier.HOST],
+        "host_peak_bytes": peaks[Tier.HOST],
+        "disk_peak_bytes": peaks[Tier.DISK],
+        "resident_file_bytes_more": resident.most[1] - resident.before[1],
+        "load_a_core": load,
+        "rounds": [
+            {"step_s": a, "updates_s": b, "raw_s": c}
+            for a, b, c in zip(step_s, update_s, plain_s, strict=True)
+        ],
+    }
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """For the page of results."""
+    rate = result["bytes_moved_a_step"] / result["updates_s"]
+    host = format_bytes(result["host_budget_bytes"])
+    rows = [
+        ("states on disk", format_bytes(result["disk_peak_bytes"])),
+        ("read and written in a step", format_bytes(result["bytes_moved_a_step"])),
+        ("updates of a step, with both", f"{result['updates_s']:.2f} s"),
+        ("the same bytes with nothing in between", f"{result['raw_s']:.2f} s"),
+        ("rate of the updates", f"{rate / 1e9:.2f} GB/s, {result['of_raw_rate']:.2f} of that"),
+        ("by hand, one parameter after the other", f"{result['by_hand_s']:.2f} s"),
+        ("updates predicted", f"{result['predicted_updates_s']:.2f} s"),
+        ("the host at its peak", f"{format_bytes(result['host_peak_bytes'])} of {host}"),
+        (f"equal in memory after {result['equal_after_steps']} steps", str(result["are_equal"])),
+        ("load of the computer's cores meanwhile", f"{result['load_a_core']:.0f} of each"),
+    ]
+    lines = ["| a step bound by the drive | median |", "|---|---|"]
+    return "\n".join([*lines, *(f"| {name} | {value} |" for name, value in rows)])
+
+
+def main() -> None:
+    """The command of the module."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("-o", "--output", type=Path, required=True)
+    given = parser.parse_args()
+    console = Console()
+    result = measured_disk_steps(given.folder, given.rounds, console.print)
+    write_report(given.output, __doc__.splitlines()[0], result)
+    console.print({name: value for name, value in result.items() if name != "rounds"})
+
+
+if __name__ == "__main__":
+    main()
