@@ -73,7 +73,7 @@ def timm_step(
         if last:
             model = model.to(memory_format=torch.channels_last)
         optimizer: torch.optim.Optimizer = (
-            torch.optim.AdamW(model.parameters())
+            torch.optim.AdamW(model.parameters(), fused=True)
             if adamw
             else torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
         )

@@ -44,8 +44,9 @@ def machine() -> Machine:
 
 def table(result: Mapping[str, Any]) -> str:
     """Published beside predicted, eager and compiled."""
+    what = json.loads(RIVALS.read_text())["about"]
     headings = ("system", "published", "its rule, eager", "off by", "its rule, compiled")
-    return markdown(
+    return f"{what}\n\n" + markdown(
         headings,
         [
             (

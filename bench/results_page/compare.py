@@ -34,7 +34,9 @@ Every table here is made from a JSON in `bench/results` by
 `python -m bench.results_page.compare --write`, and a test holds it to them. Each section names its
 command. Nothing has been measured on a GPU yet:
 figures for cards are *simulated*, those called measured are of an *emulated* device, host memory
-with throttled links.
+with throttled links. Simulated figures of 2026-11-25 and before are at one rate for every kind of
+op ([decision 58](decisions/0058-seconds-by-kind.md)), and their `zero-offload` moved 10.8 bytes a
+parameter, where its paper and the policy of today move 4: what they gain over it is too much.
 """
 
 Table = Callable[[Mapping[str, Any]], str]
@@ -56,6 +58,7 @@ class Section:
 
 SECTIONS = (
     Section("Published steps", "published_steps", own_table("published.table")),
+    Section("Rivals as published", "rivals", own_table("published.rivals")),
     Section("Steps that do not fit", "first_screen", own_table("plans.first_screen")),
     Section("Plans against simple rules", "plans", own_table("plans.plans")),
     Section("Plans against their bound", "placement", tables.placement),

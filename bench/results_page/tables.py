@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby
+from itertools import combinations, groupby
 from typing import Any
 
 from cotrain_compile.support.units import format_bytes, format_seconds
@@ -97,7 +97,28 @@ def simulated_vs_measured(result: Result) -> str:
     return markdown(headings, rows) + (
         f"\nThe predicted time is off by {percent(summary['time_error_median'])} in the median and "
         f"{percent(summary['time_error_worst'])} at worst.{_beaten_by_rules(result['records'])}\n"
+        f"\n{_ranks(result['records'])}\n"
     )
+
+
+def _ranks(records: Sequence[Mapping[str, Any]]) -> str:
+    """How well the order of plans by predicted time is that by measured time."""
+    models = list(dict.fromkeys(r["model"] for r in records))
+    within = [_tau([r for r in records if r["model"] == model]) for model in models]
+    each = ", ".join(f"{tau:.2f} of {model}" for tau, model in zip(within, models, strict=True))
+    return (
+        f"Kendall's tau of predicted and measured times is {_tau(records):.2f} over all "
+        f"{len(records)} plans; within a model, whose plans are mostly nearer to each other than "
+        f"predictions are to them, {each}."
+    )
+
+
+def _tau(records: Sequence[Mapping[str, Any]]) -> float:
+    """Pairs in the same order less those in the other, as a part of both (Kendall 1938)."""
+    pairs = combinations([(r["predicted_s"], r["measured_s"]["median"]) for r in records], 2)
+    ways = [(p - q) * (m - n) for (p, m), (q, n) in pairs]
+    same, other = sum(way > 0 for way in ways), sum(way < 0 for way in ways)
+    return (same - other) / (same + other)
 
 
 def _beaten_by_rules(records: Sequence[Result]) -> str:

@@ -15,7 +15,9 @@ from cotrain_compile.machine.devices import seen_from, side_by_side
 from cotrain_compile.presets import (
     ADAMW_BYTES_PER_PARAMETER,
     PRESETS,
+    THIS_MACHINE,
     find,
+    published_range_s,
     refuse_other_ranks,
     this_machine,
     with_changes,
@@ -259,3 +261,23 @@ def test_a_device_sees_of_the_link_what_the_others_leave() -> None:
     assert crowded.h2d.bytes_per_s == pytest.approx(one.h2d.bytes_per_s * 1.8 / 4)
     with pytest.raises(ValueError, match="no link from device7 to host"):
         seen_from(two, "device7")
+
+
+def test_published_steps_bound_what_a_preset_predicts_and_nothing_else() -> None:
+    found = published_range_s("h100 host-memory=192GiB", 2.0)
+    assert found is not None
+    assert found[0] < 2.0 < found[1]
+    assert published_range_s("my-machine", 2.0) is None
+
+
+def test_factors_are_of_cards_and_follow_what_they_differ_in() -> None:
+    a100, h100 = (find(name).device.factors for name in ("a100-80", "h100"))
+    assert a100["product"] == h100["product"]
+    assert a100["one_by_one"] < h100["one_by_one"]
+    assert find(THIS_MACHINE).device.factors == {}
+
+
+def test_tf32_runs_at_half_the_rate_of_bfloat16_where_there_is_any() -> None:
+    a100, v100 = find("a100-80").device, find("v100-16").device
+    assert a100.flops_per_s_of("tfloat32") == a100.flops_per_s_of("bfloat16") / 2
+    assert v100.flops_per_s_of("tfloat32") == v100.flops_per_s_of("float32")
