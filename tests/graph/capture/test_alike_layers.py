@@ -371,7 +371,8 @@ def test_a_step_trains_as_in_eager_and_says_what_it_has_written(
     eager, _ = trained(lambda step: step)
     compile_step = cotrain(policy="resident", lowering="eager")
     versions = []
-    for parts in (lower._parts, lower._parts, lambda *_: []):  # the second is found on disk
+    ways: list[Any] = [lower._parts, lower._parts, lambda *_: []]  # the second is found on disk
+    for parts in ways:
         monkeypatch.setattr(lower, "_parts", parts)
         torch._dynamo.reset()
         found, written = trained(compile_step)
