@@ -70,19 +70,30 @@ def split_ops(step: StepGraph, plan: Plan) -> StepGraph:
 class _Splitting:
     def __init__(self, step: StepGraph, found: Found, parts: int) -> None:
         self.step, self.grown = step, found.grown
-        (self.window,) = found.region.windows
+        self.window, *_ = self.windows = found.region.windows
+        # What a part has, by what the whole step has: values, and its rows of values from outside.
+        self.own: dict[int, dict[fx.Node, fx.Node]] = {}
         self.rows = part_rows(found.region.length, parts)
         self.length = found.region.length
         self.graph = step.module.graph
         self.node = {node.name: node for node in self.graph.nodes}
+        # As they were: what is collected becomes the room for it.
         self.calls = {n: (n.target, n.args, n.kwargs) for n in self.grown.ops}
+        self.reads = {n: n.all_input_nodes for n in self.grown.ops}
         self.phases, self.modules = dict(step.phases), dict(step.modules)
         self.flat: dict[fx.Node, fx.Node] = {}
 
     def run(self) -> StepGraph:
         if len(self.rows) < 2:
             return self.step
-        last = self.grown.ops[-1]
+        for window, nodes in zip(self.windows, self.grown.windows, strict=True):
+            self.window = window
+            self._run_window(nodes)
+        self._erase()
+        return replace(self.step, phases=self.phases, modules=self.modules)
+
+    def _run_window(self, nodes: Sequence[fx.Node]) -> None:
+        last = nodes[-1]
         for name in reversed(self.window.later):
             last.append(self.node[name])
         place = last.next
@@ -94,13 +105,11 @@ class _Splitting:
             rooms = [(result, self._room(result, place)) for result in self.window.collected]
             start = 0
             for part, count in enumerate(self.rows):
-                self._part(part, start, count, rooms)
+                self._part(nodes, part, start, count, rooms)
                 start += count
             for result, room in rooms:
                 if result.sum_nbytes:
                     self._rounded(result, room, place)
-        self._erase()
-        return replace(self.step, phases=self.phases, modules=self.modules)
 
     # What is there before the parts.
 
@@ -154,14 +163,21 @@ class _Splitting:
     # A part.
 
     def _part(
-        self, part: int, start: int, count: int, rooms: Sequence[tuple[Collected, fx.Node]]
+        self,
+        nodes: Sequence[fx.Node],
+        part: int,
+        start: int,
+        count: int,
+        rooms: Sequence[tuple[Collected, fx.Node]],
     ) -> None:
-        own: dict[fx.Node, fx.Node] = {}
+        own = self.own.setdefault(part, {})
+        read = {source for node in nodes for source in self.reads[node]}
         for node, rows in self.grown.needs.items():
-            name = f"{part_name(node.name, part)}_rows"
-            own[node] = self._taken(node, rows, name, start, count)
-            own[node].meta[ROWS] = True
-        for op in self.grown.ops:
+            if node in read and node not in own:
+                name = f"{part_name(node.name, part)}_rows"
+                own[node] = self._taken(node, rows, name, start, count)
+                own[node].meta[ROWS] = True
+        for op in nodes:
             target, args, kwargs = self._call(op, count)
             args, kwargs = fx.map_arg((args, kwargs), lambda node: own.get(node, node))
             copy = self._copy(part_name(op.name, part), target, args, kwargs, op)

@@ -32,6 +32,8 @@ _LIKELIHOODS = frozenset({aten._log_softmax.default, aten.logsumexp.default})
 _SHAPED = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 _HALF = (torch.bfloat16, torch.float16)
 _MEAN = 1  # of `reduction`
+# What of a layer belongs together is no further apart, in nodes.
+_NEAR = 60
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Found:
 
 
 def find_regions(step: StepGraph, buffer_of: Mapping[str, str]) -> tuple[Found, ...]:
-    """The regions of `step`; `buffer_of` is the name of each value's buffer.
+    """The regions of `step`; `buffer_of` is the name of each value's buffer, by node.
 
     None where sizes are dynamic: how many rows there are is then not known.
     """
@@ -52,9 +54,55 @@ def find_regions(step: StepGraph, buffer_of: Mapping[str, str]) -> tuple[Found, 
         return ()
     found = [each for logits in _logits(step) if (each := _loss(step, nodes, logits)) is not None]
     alone = [each for each in found if _is_alone(each, found)]
-    names = ["loss"] if len(alone) == 1 else [f"loss.{index}" for index in range(len(alone))]
-    told = (_told(step, *each, buffer_of) for each in zip(names, alone, strict=True))
+    inner = list(_mlps(step, nodes, {node for each in found for node in each.ops}))
+    told = [
+        *(_told(step, name, "loss", each, buffer_of) for name, each in _named("loss", alone)),
+        *(_told(step, name, "mlp", each, buffer_of) for name, each in _named("mlp", inner)),
+    ]
     return tuple(each for each in told if each is not None)
+
+
+def _named(kind: str, found: Sequence[Grown]) -> Iterator[tuple[str, Grown]]:
+    for index, each in enumerate(found):
+        yield (kind if len(found) == 1 else f"{kind}.{index}"), each
+
+
+def _mlps(step: StepGraph, nodes: Sequence[fx.Node], taken: set[fx.Node]) -> Iterator[Grown]:
+    """What runs in parts around products that make more than they read, and their backward."""
+    at = {node: index for index, node in enumerate(nodes)}
+    for node in nodes:
+        if node.target not in PRODUCTS or node in taken or not _is_forward(step, node):
+            continue
+        source: Any = node.args[1 if node.target is aten.addmm.default else 0]
+        length = shape_of(node)[0]
+        rows = rows_from(shape_of(node), 0, length) if length > 1 else None
+        if rows is None or _elements(node) < 2 * _elements(source):
+            continue
+        grown = _mlp(step, nodes, at, node, rows)
+        if grown is not None and taken.isdisjoint(grown.ops):
+            taken.update(grown.ops)
+            yield grown
+
+
+def _mlp(
+    step: StepGraph, nodes: Sequence[fx.Node], at: Mapping[fx.Node, int], up: fx.Node, rows: Rows
+) -> Grown | None:
+    # What leaves has at most half of the width, what is inside all of it.
+    wide = 0.75 * _elements(up)
+    near = nodes[max(0, at[up] - _NEAR) : at[up] + _NEAR]
+    ahead = [node for node in near if _is_forward(step, node)]
+    forward = grow(ahead, {up: rows}, wide, Grown(shape_of(up)[0]))
+    read = [at[user] for node in forward.rows for user in node.users if user in at]
+    late = [place for place in read if not _is_forward(step, nodes[place])]
+    if not late or not forward.windows[0]:
+        return None
+    behind = nodes[max(0, min(late) - _NEAR) : max(late) + _NEAR]
+    back = [n for n in behind if step.phases.get(n.name) is Phase.BACKWARD or is_view(n)]
+    grown = grow([n for n in back if n not in set(ahead)], {}, wide, forward)
+    leaving = (n for n in grown.rows if _leaves(n, grown) and _elements(n) >= wide)
+    if not all(grown.windows) or next(leaving, None) is not None:
+        return None
+    return grown
 
 
 def _logits(step: StepGraph) -> Iterator[fx.Node]:
@@ -86,7 +134,7 @@ def _loss(step: StepGraph, nodes: Sequence[fx.Node], logits: fx.Node) -> Grown |
         rows = rows_from(shape_of(logits), 0, length)
         if rows is None:
             continue
-        grown = grow(behind, logits, rows, length)
+        grown = grow([logits, *behind], {logits: rows}, _elements(logits) / 2, Grown(length))
         has_backward = any(not _is_forward(step, node) for node in grown.ops)
         wide = _elements(logits)
         leaving = (n for n in grown.rows if _leaves(n, grown) and 2 * _elements(n) >= wide)
@@ -124,25 +172,50 @@ def _hidden(grown: Grown) -> object:
     return storage_key(node)
 
 
-def _told(step: StepGraph, name: str, grown: Grown, buffer_of: Mapping[str, str]) -> Found | None:
+def _told(
+    step: StepGraph, name: str, kind: str, grown: Grown, buffer_of: Mapping[str, str]
+) -> Found | None:
     """The region as data; None where what leaves it cannot be collected."""
-    collected = [_collected(node, grown, buffer_of) for node in _results(grown)]
-    later = _later(step, grown)
-    if any(c is None for c in collected) or later is None or not _all_counted(grown):
+    if not _all_counted(grown) or _reads_across(grown):
         return None
-    counted = tuple(_counted(node, grown, buffer_of) for node in _in_order(grown.counted))
-    ops = tuple(RegionOp(node.name, _whole_bytes(node, grown)) for node in grown.ops)
-    window = Window(
-        ops,
-        tuple(c for c in collected if c is not None),
-        counted,
-        tuple(node.name for node in _in_order(grown.unread)),
-        later,
-        joined=True,
-    )
+    windows = [_window(step, window, kind, grown, buffer_of) for window in grown.windows]
     sliced = [buffer_of[n.name] for n in grown.rows]
     sliced += [f"{n.name}.{i}" for n, i in _rows_of_several(grown)]
-    return Found(Region(name, "loss", grown.length, (window,), tuple(dict.fromkeys(sliced))), grown)
+    told = tuple(window for window in windows if window is not None)
+    if len(told) < len(windows):
+        return None
+    return Found(Region(name, kind, grown.length, told, tuple(dict.fromkeys(sliced))), grown)
+
+
+def _window(
+    step: StepGraph,
+    nodes: Sequence[fx.Node],
+    kind: str,
+    grown: Grown,
+    buffer_of: Mapping[str, str],
+) -> Window | None:
+    collected = [_collected(node, grown, buffer_of) for node in _results(nodes, grown)]
+    later = _later(step, nodes, grown)
+    if any(result is None for result in collected) or later is None:
+        return None
+    own = [node for node in _in_order(grown.counted) if node.args[0] in nodes]
+    return Window(
+        tuple(RegionOp(node.name, _whole_bytes(node, grown)) for node in nodes),
+        tuple(result for result in collected if result is not None),
+        tuple(_counted(node, grown, buffer_of) for node in own),
+        tuple(n.name for n in _in_order(grown.unread) if nodes[0] < n < nodes[-1]),
+        later,
+        joined=kind == "loss",
+    )
+
+
+def _reads_across(grown: Grown) -> bool:
+    """Whether a window reads what a window before has collected: it would be there twice."""
+    for number, window in enumerate(grown.windows):
+        before = {n for earlier in grown.windows[:number] for n in _results(earlier, grown)}
+        if any(n in before for node in window for n in node.all_input_nodes):
+            return True
+    return False
 
 
 def _rows_of_several(grown: Grown) -> Iterator[tuple[fx.Node, int]]:
@@ -155,9 +228,9 @@ def _in_order(nodes: set[fx.Node]) -> list[fx.Node]:
     return sorted(nodes, key=lambda node: node)
 
 
-def _results(grown: Grown) -> list[fx.Node]:
-    """The values with memory of their own that the rest of the step reads."""
-    own = [n for n in grown.ops if (n in grown.rows or n in grown.sums) and _has_own_memory(n)]
+def _results(nodes: Sequence[fx.Node], grown: Grown) -> list[fx.Node]:
+    """The values of a window with memory of their own that the rest of the step reads."""
+    own = [n for n in nodes if (n in grown.rows or n in grown.sums) and _has_own_memory(n)]
     return [node for node in own if node in grown.sums or _leaves(node, grown)]
 
 
@@ -207,11 +280,11 @@ def _counted(node: fx.Node, grown: Grown, buffer_of: Mapping[str, str]) -> Count
     return Counted(node.name, op.name, own, reads, value.numel(), nbytes_of(value))
 
 
-def _later(step: StepGraph, grown: Grown) -> tuple[str, ...] | None:
+def _later(step: StepGraph, nodes: Sequence[fx.Node], grown: Grown) -> tuple[str, ...] | None:
     """What stands between the ops and follows from them; None where it must stay there."""
-    inside, behind = set(grown.ops), set[fx.Node]()
-    node = grown.ops[0]
-    while node is not grown.ops[-1]:
+    inside, behind = set(nodes), set[fx.Node]()
+    node = nodes[0]
+    while node is not nodes[-1]:
         node = node.next
         if node in inside or node in grown.counted or node in grown.unread:
             continue

@@ -1,21 +1,21 @@
 """Grow: the ops around a wide one that can run in parts with it.
 
-From an op on, each op that reads rows of another and has a rule is one of the parts; what has none,
-and all that follows from it, is not, so that nothing outside stands between two ops of the parts.
-Of these stay what touches a wide value, half as wide as the first or wider, and what lies between.
+From a product on, each op that reads rows of another and has a rule is one of the parts; what has
+none, and all that follows from it, is not, so that nothing outside stands between two of the parts.
+Of these stay what touches a wide value and what lies between.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 
-from cotrain_compile.extract.regions.rows import Rows
+from cotrain_compile.extract.regions.rows import Rows, viewed_rows
 from cotrain_compile.extract.regions.rules import (
     COUNTED,
     SUM,
@@ -33,9 +33,15 @@ PRODUCTS = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default})
 LIKE = frozenset({aten.ones_like.default, aten.zeros_like.default, aten.full_like.default})
 
 
+# What only moves or converts what it reads, on the way from a product to who reads it.
+_THROUGH = frozenset(
+    {aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten._to_copy.default}
+)
+
+
 @dataclass
 class Grown:
-    """Ops that run in parts of `length` rows, in their order.
+    """Ops that run in parts of `length` rows, in their order, by the place where they do.
 
     `rows` are where their values have them, `sums` the values that are shares of a sum, `counted`
     those that no part knows, `needs` the rows of values from outside. `results` has what an op with
@@ -43,7 +49,7 @@ class Grown:
     """
 
     length: int
-    ops: list[fx.Node] = field(default_factory=list)
+    windows: tuple[Sequence[fx.Node], ...] = ()
     rows: dict[fx.Node, Rows] = field(default_factory=dict)
     sums: set[fx.Node] = field(default_factory=set)
     counted: set[fx.Node] = field(default_factory=set)
@@ -51,46 +57,95 @@ class Grown:
     results: dict[fx.Node, Sequence[Result]] = field(default_factory=dict)
     unread: set[fx.Node] = field(default_factory=set)
 
+    @property
+    def ops(self) -> Sequence[fx.Node]:
+        """Those of all windows."""
+        return [node for window in self.windows for node in window]
+
     def part_rows_of(self, node: fx.Node) -> Rows | None:
         """Where a part has its rows of `node`, from inside or outside; None where it has all."""
         return self.rows.get(node, self.needs.get(node))
 
+    def copy(self) -> Grown:
+        """The same, to be grown on."""
+        return Grown(
+            self.length,
+            self.windows,
+            dict(self.rows),
+            set(self.sums),
+            set(self.counted),
+            dict(self.needs),
+            dict(self.results),
+            set(self.unread),
+        )
 
-def grow(nodes: Sequence[fx.Node], start: fx.Node, rows: Rows, length: int) -> Grown:
-    """What runs in parts with `start`, whose result has `rows`; `nodes` are those behind it."""
-    return _Growing(start, rows, length).run(nodes)
+
+Starts = Mapping[fx.Node, Rows]
+
+
+def grow(nodes: Sequence[fx.Node], starts: Starts, wide_from: float, before: Grown) -> Grown:
+    """`before` with a window more, of `nodes` in their order.
+
+    It begins at the products `starts`, whose results have these rows, and at what reads rows that
+    are there from the windows before. A product whose wide result a part needs starts with them.
+    """
+    among = frozenset(nodes)
+    while True:
+        found = _Growing(starts, wide_from, before).run(nodes)
+        more = {
+            product: rows
+            for node, needed in found.needs.items()
+            for product, rows in _made_by(node, needed, found.length, wide_from)
+            if product in among and product not in starts
+        }
+        if not more:
+            return found
+        starts = {**starts, **more}
+
+
+def _made_by(
+    node: fx.Node, rows: Rows | None, length: int, wide_from: float
+) -> Iterator[tuple[fx.Node, Rows]]:
+    """The product that makes a wide value from outside, with its rows."""
+    while rows is not None and _elements(node) >= wide_from:
+        if node.target in PRODUCTS:
+            yield node, rows
+            return
+        if node.target not in _THROUGH:
+            return
+        source: Any = node.args[0]
+        rows, node = viewed_rows(rows, shape_of(node), shape_of(source), length), source
 
 
 class _Growing:
-    def __init__(self, start: fx.Node, rows: Rows, length: int) -> None:
-        self.start, self.start_rows = start, rows
-        self.found = Grown(length)
-        # Of shifted tokens there are a few less.
-        self.wide_from = _elements(start) / 2
-        self.open: dict[fx.Node, Rows] = {}  # values that may be read in parts
+    def __init__(self, starts: Starts, wide_from: float, before: Grown) -> None:
+        self.starts, self.wide_from = starts, wide_from
+        self.found = before.copy()
+        self.own: list[fx.Node] = []
+        # Values that may be read in parts.
+        self.open = {n: rows for n, rows in before.rows.items() if not _is_exit(n, wide_from)}
         self.closed: set[fx.Node] = set()  # values that are there when all parts have run
         self.behind: set[fx.Node] = set()  # what follows from the parts, and is none of them
 
     def run(self, nodes: Sequence[fx.Node]) -> Grown:
-        first = self._start()
-        if not first:
-            return self.found
         for node in nodes:
             if node.op == "call_function":
                 self._visit(node)
         self._keep()
+        self.found.windows = (*self.found.windows, self.own)
         return self.found
 
-    def _start(self) -> bool:
-        """The first op, by what its rows are where its argument has them there."""
-        node = self.start
+    def _start(self, node: fx.Node) -> bool:
+        """Whether a product runs in parts: by what its rows are where its argument has them."""
+        rows = self.starts[node]
         source: Any = node.args[1 if node.target is aten.addmm.default else 0]
-        given = Rows(self.start_rows.first, self.start_rows.last)
-        outcome = outcome_of(Call(node, {source: given}, self.found.length))
-        if outcome is None or outcome.made != self.start_rows:
+        outcome = outcome_of(Call(node, {source: rows}, self.found.length))
+        if outcome is None or outcome.made != rows:
             return False
-        self._take(node, outcome.made, {**outcome.needs, source: given})
-        return True
+        needs = {**outcome.needs, source: rows}
+        if self._agrees(needs):
+            self._take(node, outcome.made, needs)
+        return self._agrees(needs)
 
     def _visit(self, node: fx.Node) -> None:
         given = node.all_input_nodes
@@ -99,6 +154,8 @@ class _Growing:
             self.found.unread.add(node)
         elif late:
             self.behind.add(node)
+        elif node in self.starts and not any(n in self.open for n in given) and self._start(node):
+            pass
         elif node.target is operator.getitem and node.args[0] in self.found.results:
             self._take_item(node)
         elif any(n in self.open for n in given):
@@ -114,7 +171,7 @@ class _Growing:
         return all(own.get(node, rows) == rows for node, rows in needs.items())
 
     def _take(self, node: fx.Node, made: Any, needs: Any) -> None:
-        self.found.ops.append(node)
+        self.own.append(node)
         self.found.needs.update(needs)
         if isinstance(made, tuple):
             self.found.results[node] = made
@@ -127,7 +184,7 @@ class _Growing:
         if made is COUNTED:
             self.found.counted.add(node)
             return
-        self.found.ops.append(node)
+        self.own.append(node)
         self._result(node, made)
 
     def _result(self, node: fx.Node, made: Result) -> None:
@@ -137,7 +194,7 @@ class _Growing:
         elif isinstance(made, Sum):
             self.found.sums.add(node)
         assert not isinstance(made, Counted) and made is not None
-        if made is SUM or (node.target in PRODUCTS and not self._is_wide(node)):
+        if made is SUM or _is_exit(node, self.wide_from):
             self.closed.add(node)
         else:
             self.open[node] = made  # type: ignore[assignment]
@@ -146,25 +203,33 @@ class _Growing:
         return node in self.found.rows and _elements(node) >= self.wide_from
 
     def _keep(self) -> None:
+        """Leave out what touches no wide value and is between none that do."""
         kept = set[fx.Node]()
-        for node in reversed(self.found.ops):
+        for node in reversed(self.own):
             touches = any(map(self._is_wide, (node, *node.all_input_nodes)))
             item = node.target is operator.getitem
             if (touches and not item) or any(user in kept for user in node.users):
                 kept.add(node)
-        kept |= {n for n in self.found.ops if n.target is operator.getitem and n.args[0] in kept}
-        found = self.found
-        found.ops = [node for node in found.ops if node in kept]
-        found.rows = {node: rows for node, rows in found.rows.items() if node in kept}
-        found.sums &= kept
-        read = {n for node in found.ops for n in node.all_input_nodes}
-        lost = {node for node in found.counted if node.args[0] not in kept}
-        found.counted -= lost
-        if not read.isdisjoint(lost):  # a part needs what comes behind the parts
-            found.ops = []
-        last = found.ops[-1] if found.ops else self.start
-        found.unread = {node for node in found.unread if node < last}
+        kept |= {n for n in self.own if n.target is operator.getitem and n.args[0] in kept}
+        lost = set(self.own) - kept
+        found, self.own = self.found, [node for node in self.own if node in kept]
+        read = {n for node in (*found.ops, *self.own) for n in node.all_input_nodes}
+        uncounted = {node for node in found.counted if node.args[0] in lost}
+        if not read.isdisjoint(uncounted):  # a part needs what comes behind the parts
+            self.own = []
+        found.counted -= uncounted
+        found.sums -= lost
+        for node in lost:
+            found.rows.pop(node, None)
+            found.results.pop(node, None)
+        last = self.own[-1] if self.own else None
+        found.unread = {node for node in found.unread if last is not None and node < last}
         found.needs = {node: rows for node, rows in found.needs.items() if node in read}
+
+
+def _is_exit(node: fx.Node, wide_from: float) -> bool:
+    """Whether it is a product with a narrow result, behind which parts end."""
+    return node.target in PRODUCTS and _elements(node) < wide_from
 
 
 def _elements(node: fx.Node) -> int:

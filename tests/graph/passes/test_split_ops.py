@@ -12,7 +12,7 @@ import torch
 
 from cotrain_compile.backends.inductor.lower import lower
 from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
-from cotrain_compile.dataflow import Dataflow, Op, Role
+from cotrain_compile.dataflow import Dataflow, Op, Phase, Role
 from cotrain_compile.extract.extract import extract
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.machine import MEMORIES, Tier
@@ -26,6 +26,7 @@ from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.placement.split.rewrite import split_regions
 from cotrain_compile.plan import Plan
 from cotrain_compile.presets import find
+from cotrain_compile.regions import Region
 from cotrain_compile.runtime.emulated import EmulatedDevice
 from cotrain_compile.runtime.host.kernels import host_kernels
 from tests.support.language_models import LANGUAGE_MODELS
@@ -66,12 +67,16 @@ def dataflow_of(name: str) -> Dataflow:
     return extract(captured(name)[0])
 
 
+def losses_of(dataflow: Dataflow) -> list[Region]:
+    return [region for region in dataflow.regions if region.kind == "loss"]
+
+
 def problem_of(dataflow: Dataflow) -> Problem:
     return formulate(dataflow, find("this-machine"), dict.fromkeys(MEMORIES, 1 << 40))
 
 
 def plan_of(dataflow: Dataflow, parts: int) -> Plan:
-    """All on the device, with every loss in so many parts."""
+    """All on the device, with every loss and MLP in so many parts."""
     splits = {region.name: parts for region in dataflow.regions}
     return schedule(problem_of(dataflow), replace(resident(dataflow), splits=splits))
 
@@ -139,11 +144,24 @@ def without_views(dataflow: Dataflow) -> list[Op]:
 
 @NAMES
 def test_the_loss_of_a_language_model_is_a_region(name: str) -> None:
-    dataflow = dataflow_of(name)
-    assert len(dataflow.regions) == LANGUAGE_MODELS[name].micro_batches
-    case = LANGUAGE_MODELS[name]
+    case, losses = LANGUAGE_MODELS[name], losses_of(dataflow_of(name))
+    assert len(losses) == case.micro_batches
     tokens = case.sequences * (1 if case.is_shifted else case.tokens) // case.micro_batches
-    assert {(region.kind, region.length) for region in dataflow.regions} == {("loss", tokens)}
+    assert {region.length for region in losses} == {tokens}
+
+
+@NAMES
+def test_an_mlp_is_a_region_with_a_place_in_the_forward_and_one_in_the_backward(name: str) -> None:
+    case, dataflow = LANGUAGE_MODELS[name], dataflow_of(name)
+    found = [region for region in dataflow.regions if region.kind == "mlp"]
+    assert len(found) == case.micro_batches
+    for region in found:
+        assert region.length == case.sequences * case.tokens // case.micro_batches
+        phases = [
+            {dataflow.ops[dataflow.position[op.name]].phase for op in window.ops}
+            for window in region.windows
+        ]
+        assert phases == [{Phase.FORWARD}, {Phase.BACKWARD}]
 
 
 @NAMES
@@ -168,7 +186,7 @@ def test_in_one_part_the_step_is_the_same_bit_for_bit(name: str) -> None:
 def test_in_parts_it_trains_as_the_whole_and_is_as_exact(name: str) -> None:
     """Parts of equal size, and such that the last is smaller."""
     whole, exact = train(name, whole_step(name)), in_float64(name)
-    rows = dataflow_of(name).regions[0].length
+    rows = losses_of(dataflow_of(name))[0].length
     for parts in (4, min(5, rows)) if name != "shifted" else (2, 3):
         found = train(name, in_parts(name, parts))
         assert_close(name, found, whole)
