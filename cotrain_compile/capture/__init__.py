@@ -98,7 +98,7 @@ def capture(
     hide_writes_by_aliases(module)
     stores = gradient_stores(module, example_inputs)
     dropped = dropped_gradients(session) - also_given_away(stores)
-    note_dropped(session, [param for param, _ in stores], dropped)
+    note_dropped(session, {id(param) for param, _ in stores} & dropped)
     drop_outputs(module, [node for param, node in stores if id(param) in dropped])
     session.keeping_gradient = {id(param) for param, _ in stores} - dropped
     kept = kept_outputs(module, [(p, node) for p, node in stores if id(p) not in dropped])

@@ -5,7 +5,7 @@ time, of each `DistributedDataParallel` whose forward was last called outside of
 two belong together: where the forward is traced so, the means are taken.
 
 Private torch API used: as in `gradient_hooks`, `UserFunctionVariable`, `ConstantVariable`. Reason:
-stock Dynamo breaks the graph at the reducer. Tried on torch 2.13.0.
+stock Dynamo breaks the graph at the reducer. Tried on torch 2.13.0, 2.14.1 and 2.15.0.
 """
 
 from __future__ import annotations
@@ -27,18 +27,13 @@ from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch.fx.traceback import annotate, preserve_node_meta
 from torch.nn.parallel import DistributedDataParallel
 
-from cotrain_compile.capture.dynamo.attributes import LOOK_UP, NEW, attribute_of
+from cotrain_compile.capture.dynamo.attributes import attribute_of
 from cotrain_compile.capture.dynamo.gradient_hooks import can_be_traced
 from cotrain_compile.capture.dynamo.session import Session
 from cotrain_compile.capture.nodes.phases import PHASE_ANNOTATION
 from cotrain_compile.distribute import ddp as instead
 from cotrain_compile.distribute import sync_norm
 
-# There the accumulations are not seen, and a rank would train by its own gradients alone.
-_NO_MEANS = (
-    "DistributedDataParallel is captured with torch 2.11 to 2.13: with this torch the gradients of "
-    "a trace would stay those of one rank; use one of these, or fully_shard"
-)
 _ACCUMULATE = torch.ops.inductor.accumulate_grad_.default
 
 
@@ -59,8 +54,6 @@ def forward_traced(session: Session, tx: Any, func: Any, args: list[Any]) -> tup
     if not is_forward or not isinstance(module, DistributedDataParallel):
         return func, args
     why = instead.why_refused(module) if can_be_traced() else _TOO_OLD
-    if LOOK_UP == NEW:
-        why = _NO_MEANS
     if why is not None:
         _refuse(session, why)
     seen = _seen_by(session, tx).setdefault(id(module), instead.seen_first(module))

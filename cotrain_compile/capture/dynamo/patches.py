@@ -60,6 +60,7 @@ from cotrain_compile.capture.dynamo.scaling import scalers_traced, traced_instea
 from cotrain_compile.capture.dynamo.session import Session
 from cotrain_compile.capture.dynamo.settings import settings_traced, whole_numbers_traced
 from cotrain_compile.capture.dynamo.sharded_modules import fsdp_traced, gathering_traced
+from cotrain_compile.capture.dynamo.tensor_methods import methods_by_name
 from cotrain_compile.capture.dynamo.wrappers import without_hook
 from cotrain_compile.capture.nodes.kernel_strides import strides_of_kernels
 
@@ -106,6 +107,7 @@ def whole_step_tracing(session: Session) -> Iterator[None]:
             checkpoint_effects_traced(session),
         ):
             stack.enter_context(mock.patch.object(owner, name, instead))
+        stack.enter_context(methods_by_name())
         stack.enter_context(scalers_traced())
         stack.enter_context(not_exporting())
         stack.enter_context(rewritten_traced())

@@ -7,20 +7,25 @@ neither is refused, and so are a lost update and a lost gradient.
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
+from types import CodeType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.optim import Optimizer
 
-from cotrain_compile.capture.dynamo.session import Session
+from cotrain_compile.capture.dynamo.session import FrameObjects, Session
 from cotrain_compile.errors import CaptureError
 from cotrain_compile.graph import StepGraph, writes
 from cotrain_compile.graph.user_lines import first_line
 
-# By parameter, the functions of which some graph has dropped its gradient.
-_dropped_by = WeakTensorKeyDictionary()
+# By the optimizer that updates it and the id of a parameter, the functions of which some graph has
+# dropped its gradient. The optimizer keeps it alive, not a weak reference: with one on it,
+# `torch.utils.swap_tensors` would refuse the parameter.
+_dropped_by: WeakKeyDictionary[Optimizer, dict[int, set[tuple[CodeType, FrameObjects]]]]
+_dropped_by = WeakKeyDictionary()
 
 
 def refuse_untrained(
@@ -54,9 +59,9 @@ def refuse_additions_to_dropped(session: Session, params: Sequence[torch.Tensor]
     That one has cleared them first, so nobody was to need them; but this call of the same function
     does not. `params` are those with a gradient from a backward of the step.
     """
+    needed = _dropped_by_function(session) - session.cleared_first
     for param in params:
-        dropped = session.function in _dropped_by.get(param, ())
-        if dropped and param.grad is None and id(param) not in session.cleared_first:
+        if id(param) in needed and param.grad is None:
             raise session.refuse(
                 f"{first_line(session.code)}: this call adds to gradients that an earlier one, "
                 "which began with zero_grad(), has not kept in p.grad; "
@@ -64,11 +69,27 @@ def refuse_additions_to_dropped(session: Session, params: Sequence[torch.Tensor]
             )
 
 
-def note_dropped(session: Session, params: Sequence[torch.Tensor], dropped: Set[int]) -> None:
-    """Remember that a graph of this function drops the gradients of those of `params`."""
-    for param in params:
-        if id(param) in dropped:
-            _dropped_by.setdefault(param, set()).add(session.function)
+def _dropped_by_function(session: Session) -> frozenset[int]:
+    """Ids of parameters whose gradients another graph of this function has dropped."""
+    return frozenset(
+        id(param)
+        for optimizer, functions in list(_dropped_by.items())
+        for param in _params(optimizer)
+        if session.function in functions.get(id(param), ())
+    )
+
+
+def note_dropped(session: Session, dropped: Set[int]) -> None:
+    """Remember that a graph of this function drops the gradients of parameters, by their ids."""
+    for record in session.optimizers:
+        functions = _dropped_by.setdefault(record.optimizer, {})
+        for param in _params(record.optimizer):
+            if id(param) in dropped:
+                functions.setdefault(id(param), set()).add(session.function)
+
+
+def _params(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    return (param for group in optimizer.param_groups for param in group["params"])
 
 
 def dropped_gradients(session: Session) -> frozenset[int]:

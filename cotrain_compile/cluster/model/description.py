@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Literal
 
 from cotrain_compile.errors import OptionError, did_you_mean
-from cotrain_compile.machine import HostUpdate, Machine, Network, TierSpec
+from cotrain_compile.machine import HostUpdate, Machine, Network, TierSpec, default_budget
 from cotrain_compile.presets import PRESETS, find
 
 FORMAT_VERSION = 1
@@ -51,8 +51,13 @@ class Devices:
 
     @cached_property
     def one(self) -> Machine:
-        """The device with a host."""
-        return self.machine if isinstance(self.machine, Machine) else find(self.machine)
+        """The device with a host. Of its memory it has what a step gets by default.
+
+        So whoever plans for the cluster plans for what a compiled step may take there.
+        """
+        whole = self.machine if isinstance(self.machine, Machine) else find(self.machine)
+        given = replace(whole.device, capacity_bytes=default_budget.of_machine(whole))
+        return whole.but(device=given)
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,7 @@ def test_the_first_devices_of_a_cluster_are_a_cluster() -> None:
     assert [group.device_count for group in part.groups] == [8, 3]
     assert (len(part.devices), part.ring) == (11, cluster.ring)
     alone = first_devices(find_cluster("4xrtx4090-4xa6000"), 5)
-    assert [gib >> 30 for gib in alone.capacities_bytes] == [23] * 4 + [47]
+    assert [gib >> 30 for gib in alone.capacities_bytes] == [21] * 4 + [44]
     helped = first_devices(find_cluster("32xv100-16cpu"), 1)
     assert (helped.ring, helped.cpu_machines) == (None, 16)
     with pytest.raises(OptionError, match="1 to 16 devices"):
