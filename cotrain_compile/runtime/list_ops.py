@@ -74,9 +74,14 @@ _OF_TENSORS: Mapping[str, ListOp] = {
 _WHOLE_PRECISION = (torch.float32, torch.float64)
 
 
-def copy_all(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copy each of `sources` over its destination."""
-    torch._foreach_copy_(list(destinations), list(sources))
+def copy_all(
+    destinations: Sequence[torch.Tensor],
+    sources: Sequence[torch.Tensor],
+    *,
+    non_blocking: bool = False,
+) -> None:
+    """Copy each of `sources` over its destination, in their order where they are on two devices."""
+    torch._foreach_copy_(list(destinations), list(sources), non_blocking)
 
 
 def list_op(nodes: Sequence[fx.Node]) -> ListOp:

@@ -56,8 +56,11 @@ class MockedCuda:
             "check_error": _check_error,
         }
 
-    def copy_each(self, destinations: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    def copy_all(
+        self, destinations: Sequence[Tensor], sources: Sequence[Tensor], *, non_blocking: bool
+    ) -> None:
         """What a copy that does not block does: it is given to the stream at hand."""
+        assert non_blocking
         self.threads.copy_all(self.current.raw, destinations, sources)
 
     def launch(self, *_: object, **__: object) -> None:
@@ -131,7 +134,7 @@ def mocked(threads: ThreadCard) -> Iterator[tuple[CudaCard, MockedCuda]]:
     cuda = MockedCuda(threads)
     with (
         mock.patch.multiple(torch.cuda, **cuda.names()),
-        mock.patch.object(cuda_card, "_copy_each", cuda.copy_each),
+        mock.patch.object(cuda_card, "copy_all", cuda.copy_all),
         mock.patch.object(CudaCard, "_launch_a_kernel", cuda.launch),
     ):
         yield CudaCard(torch.device("cpu")), cuda

@@ -5,10 +5,11 @@ torch. For a process that traces a step and then ends: nothing is taken back
 (`docs/decisions/0029-trace-for-a-card.md`).
 
 Private torch API used: `torch.cuda._lazy_init`, `FakeTensorMode.avoid_device_init`,
-`fake_tensor.init_gpu_context`, `proxy_tensor.unset_fake_temporarily`. Reason: they would start
-CUDA, which a torch that is built with it tries and fails, or take memory of the card. And
-`torch._C._conv_determine_backend_memory_format`, which knows no cuDNN where there is no card. Tried
-on torch 2.13.0 for the CPU, and on 2.11.0 and 2.15.0 built with CUDA.
+`fake_tensor.init_gpu_context`, `proxy_tensor.unset_fake_temporarily`,
+`torch._C._cuda_getCurrentRawStream`, `torch._C._conv_determine_backend_memory_format`. Reason: they
+would start CUDA, which a torch that is built with it tries and fails, take memory of the card, or
+are asked for by libraries; the last knows no cuDNN where there is no card. Tried on torch 2.13.0
+for the CPU, and on 2.11.0 and 2.15.0 built with CUDA.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 from unittest import mock
 from uuid import uuid4
 
@@ -47,6 +48,9 @@ from cotrain_compile.support.phases import tell_phase
 
 SOURCE = Path(__file__).with_name("absent_card.cpp")
 HEADER = SOURCE.with_suffix(".h")
+# What libraries that launch kernels take from torch when they are imported beside a card; a torch
+# for the CPU has none.
+_STREAM = "_cuda_getCurrentRawStream"
 FLAGS = ("-std=c++20", "-O1", "-shared", "-fPIC")
 MOST_BYTES = 16 << 20  # of 30 KiB for each torch
 ANY_CARD: Capability = (8, 0)
@@ -143,6 +147,8 @@ def absent_card(capability: Capability, memory_bytes: int) -> Iterator[None]:
         stack.enter_context(
             mock.patch.object(torch._C, "_conv_determine_backend_memory_format", _as_cudnn)
         )
+        if not hasattr(torch._C, _STREAM):
+            stack.enter_context(mock.patch.object(torch._C, _STREAM, _no_stream, create=True))
         _refuse_started_threads()
         yield
 
@@ -186,6 +192,14 @@ class _OnTheHost(TorchDispatchMode):
         if asked.get("device") is not None and torch.device(asked["device"]).type == "cuda":
             asked["device"] = torch.device("cpu")
         return func(*args, **asked)
+
+
+def _no_stream(device: int) -> NoReturn:
+    raise OptionError(
+        "a library launches a kernel of its own on the card, and there is none here; trace without "
+        "that call, give the library a custom op that it registers a fake for, or trace beside a "
+        "card"
+    )
 
 
 def _refuse_started_threads() -> None:

@@ -1,8 +1,8 @@
 """Local parts: what this rank holds of the tensors of a step that are made of others.
 
 AOTAutograd gives a DTensor two placeholders, its local tensor and its device mesh, and returns one
-as its local tensor. A state that is quantized, as torchao's are, gets one for each tensor it is
-made of: codes, scales and a table. Each of these is a state of its own, with a home of its own. In:
+as its local tensor. A quantized state or frozen weight, as of torchao, gets one for each it is
+made of: codes, scales and a table. Each of these has a home of its own. In:
 the ATen graph, with the inputs and values of Dynamo's. Out: an input and a value for each
 placeholder of the ATen graph, and the tensors they are parts of.
 
@@ -51,7 +51,7 @@ def local_parts(
     """What the placeholders of the ATen graph `module` stand for.
 
     `inputs` and `values` are those of Dynamo's graph. Raises `CaptureError` for a tensor made of
-    others that is neither a DTensor nor a state of an optimizer.
+    others that is neither a DTensor, nor a state of an optimizer, nor frozen.
     """
     if not any(map(is_traceable_wrapper_subclass, values)):
         return LocalParts(tuple(inputs), values, values)
@@ -114,9 +114,12 @@ def _origin(description: Any) -> tuple[int, list[str]]:
 
 def _refuse_other_subclasses(inputs: Sequence[StepInput], values: Sequence[Any]) -> None:
     for item, value in zip(inputs, values, strict=True):
-        known = hasattr(value, "device_mesh") or item.role is Role.OPTIMIZER_STATE
-        if is_traceable_wrapper_subclass(value) and not known:
+        if not is_traceable_wrapper_subclass(value) or hasattr(value, "device_mesh"):
+            continue
+        is_frozen = item.role in (Role.PARAM, Role.BUFFER) and not value.requires_grad
+        if item.role is not Role.OPTIMIZER_STATE and not is_frozen:
             raise CaptureError(
                 f"{item.name} is a {type(value).__name__}, a tensor made of others, and the plan "
-                "would not see these; train plain tensors or DTensors"
+                "would not see these; train plain tensors or DTensors, and freeze this one "
+                "(requires_grad_(False)) if adapters are trained beside it"
             )

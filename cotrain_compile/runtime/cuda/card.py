@@ -16,6 +16,7 @@ import torch
 
 from cotrain_compile.errors import CotrainError, HostMemoryError
 from cotrain_compile.runtime.cuda.pinned import Event
+from cotrain_compile.runtime.list_ops import copy_all
 from cotrain_compile.runtime.process.cores import run_on
 from cotrain_compile.runtime.process.memory_nodes import cores_beside
 from cotrain_compile.support.units import format_bytes
@@ -150,13 +151,13 @@ class CudaCard:
     ) -> None:
         if torch.cuda.current_device() != self.device.index:
             with torch.cuda.stream(stream):
-                _copy_each(destinations, sources)
+                copy_all(destinations, sources, non_blocking=True)
             return
         # As `torch.cuda.stream` does, which asks for more than is needed here.
         before = torch.cuda.current_stream(self.device)
         torch.cuda.set_stream(stream)
         try:
-            _copy_each(destinations, sources)
+            copy_all(destinations, sources, non_blocking=True)
         finally:
             torch.cuda.set_stream(before)
 
@@ -202,11 +203,6 @@ class CudaCard:
         # As `torch.cuda.memory_allocated`, which sorts all that the allocator says, twice a step.
         said = torch.cuda.memory_stats_as_nested_dict(self.device)
         return int(said.get(kind, {}).get("all", {}).get(moment, 0))
-
-
-def _copy_each(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    for destination, source in zip(destinations, sources, strict=True):
-        destination.copy_(source, non_blocking=True)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

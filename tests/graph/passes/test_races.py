@@ -18,7 +18,9 @@ from cotrain_compile.errors import VerifyError
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.passes import run_passes
 from cotrain_compile.passes.find_accesses import find_accesses, find_race_in
+from cotrain_compile.passes.views import viewed
 from cotrain_compile.plan import Plan
+from cotrain_compile.runtime.task_nodes import view_of
 from tests.support.captured_steps import (
     TRAININGS,
     captured,
@@ -84,6 +86,15 @@ def test_an_edge_may_be_left_out_exactly_where_others_stand_for_it(
         assert (race is None) is ordered_pairwise(events, persistent), f"{edge}: {race}"
         verdicts.add(race is None)
     assert verdicts == {True, False}
+
+
+def test_an_op_writes_what_it_makes() -> None:
+    placed = placed_at_random("unclipped", 0, overlap=False)
+    writes = {event.name: event.writes for event in find_accesses(placed)}
+    computing = [n for n in placed.nodes if n.name in writes and view_of(n) is None]
+    made = [n for n in computing if n.op == "call_function" and viewed(n) is None]
+    assert made
+    assert all(node.name in writes[node.name] for node in made)
 
 
 def test_verify_refuses_a_race_in_words_before_the_step_runs() -> None:

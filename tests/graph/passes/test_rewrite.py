@@ -19,6 +19,7 @@ from cotrain_compile.extract.extract import extract
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.options import Options
 from cotrain_compile.passes import PASSES, run_passes
+from cotrain_compile.passes.views import available_before
 from cotrain_compile.placement.policies import resident
 from cotrain_compile.placement.problem import formulate
 from cotrain_compile.placement.search.solve import SolveSettings, solve
@@ -54,6 +55,25 @@ def plan_for(step: StepGraph, policy: str) -> Plan:
 def name_of(node: fx.Node) -> str:
     """The task that a task node carries out."""
     return str(node.args[2] if node.target is ops.prefetch_into else node.args[1])
+
+
+def test_what_is_computed_later_is_not_made_earlier() -> None:
+    """Only what shows a value of before, or is a number or an attribute, is made anew there."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    attribute, first, second = (
+        graph.create_node("get_attr", "constant"),
+        graph.call_function(torch.ops.aten.relu.default, (x,)),
+        graph.call_function(torch.ops.aten.neg.default, (x,)),
+    )
+    late = graph.create_node("get_attr", "constant")
+    assert available_before(second, first) is first
+    assert available_before(second, attribute) is attribute
+    made = available_before(first, late)
+    assert made < first
+    assert (made.op, made.target) == ("get_attr", "constant")
+    with pytest.raises(AssertionError, match=r"neg.* is needed before relu"):
+        available_before(first, second)
 
 
 def test_a_resident_plan_changes_nothing() -> None:
