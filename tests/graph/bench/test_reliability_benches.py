@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench.reliability.found import FOUND
 from bench.reliability.fuzz import campaign
 from bench.reliability.killed_training import Job, digest
 from bench.reliability.long_tests import counts
-from bench.reliability.page import FOUND, MUTANTS, campaigns_in, long_tests_in, page
+from bench.reliability.page import MUTANTS, campaigns_in, long_tests_in, page
 from bench.reliability.processes import (
     KILLS,
     Broken,
