@@ -56,6 +56,7 @@ def plan_figures(plan: Plan) -> Mapping[str, Any]:
         "offloaded_bytes": plan.bytes_moved("offload"),
         "prefetched_bytes": plan.bytes_moved("prefetch"),
         "recomputed_values": len(plan.placement.recomputed),
+        "splits": dict(plan.placement.splits),
         "updates": Counter(mode.value for mode in plan.placement.updates.values()),
         "report": plan.report,
         "notes": plan.notes,

@@ -10,7 +10,15 @@ import re
 
 FLAGS = (
     *("checkpoints", "device", "gap", "host_kernels", "host_memory_budget", "lowering", "machine"),
-    *("memory_budget", "micro_batch_order", "overlap_steps", "policy", "recompute", "seed"),
+    *(
+        "memory_budget",
+        "micro_batch_order",
+        "overlap_steps",
+        "policy",
+        "recompute",
+        "seed",
+        "split",
+    ),
     *("solver", "speculate", "time_limit", "work_limit"),
 )
 _ANY = "|".join(FLAGS)

@@ -52,6 +52,10 @@ TimeLimit = Annotated[
 Gap = Annotated[
     float, typer.Option(help="Stop when a plan is this close to the best possible: 0.005 is 0.5 %.")
 ]
+Split = Annotated[
+    parts.Split,
+    typer.Option(help="Whether regions of the step, as its loss, may run in parts."),
+]
 Recompute = Annotated[
     parts.Recompute,
     typer.Option(help="Whether the plan may recompute activations; exact: with the same bits."),

@@ -23,6 +23,7 @@ from cotrain_compile.cli.parameters import (
     MicroBatchOrder,
     Policy,
     Recompute,
+    Split,
     StepFile,
     StepRanks,
     TimeLimit,
@@ -95,6 +96,7 @@ def solve(
     speculate: Speculate = "off",
     recompute: Recompute = "auto",
     micro_batch_order: MicroBatchOrder = "auto",
+    split: Split = "auto",
     lowering: Lowering = None,
     host_kernels: HostKernels = "fused",
     tokens: Tokens = None,
@@ -114,6 +116,7 @@ def solve(
         "speculate": speculate,
         "recompute": recompute,
         "micro_batch_order": micro_batch_order,
+        "split": split,
         "host_kernels": host_kernels,
         **({"lowering": lowering} if lowering else {}),
     }

@@ -21,6 +21,7 @@ from cotrain_compile.cli.parameters import (
     MicroBatchOrder,
     Policy,
     Recompute,
+    Split,
     StepFile,
     TimeLimit,
     WorkLimit,
@@ -69,6 +70,7 @@ def sweep(
     gap: Gap = 0.005,
     recompute: Recompute = "auto",
     micro_batch_order: MicroBatchOrder = "auto",
+    split: Split = "auto",
     jobs: Annotated[
         int | None,
         typer.Option(min=1, help="Solve in so many processes; default: one for each core."),
@@ -88,6 +90,7 @@ def sweep(
             "gap": gap,
             "recompute": recompute,
             "micro_batch_order": micro_batch_order,
+            "split": split,
             "host_memory_budget": host_memory_budget,
         }
     )

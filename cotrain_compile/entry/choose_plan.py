@@ -95,6 +95,7 @@ def solve_settings(options: PlanningOptions, compiled: bool | None = None) -> So
         recompute=options.recompute != "off",
         compiled=compiled,
         micro_batch_order=options.micro_batch_order,
+        split=options.split != "off",
     )
 
 
@@ -106,9 +107,9 @@ def saved_plan(
     Where only what optimizers compute is another, as with another learning rate or one that is an
     input, its placement is scheduled anew, and a note says so. `compiled` is as for `schedule`.
     Raises `PlanError` when it was made for another step, with up to three differences, for more
-    memory than `options` allow, or with overlapping steps, updates on guesses, values made again or
-    micro-batches by layer where they do not; `OptionError` and `FormatError` when there is no plan
-    in the file.
+    memory than `options` allow, or with overlapping steps, updates on guesses, values made again,
+    micro-batches by layer or regions in parts where they do not; `OptionError` and `FormatError`
+    when there is no plan in the file.
     """
     with as_option_error("plan", path):
         plan = load_plan(path)
@@ -137,6 +138,11 @@ def saved_plan(
             f"plan {path} runs micro-batches layer by layer, but the option micro_batch_order is "
             "'as-written': leave it out, or solve the step again with "
             "--micro-batch-order as-written"
+        )
+    if plan.placement.splits and options.split == "off":
+        raise PlanError(
+            f"plan {path} runs {', '.join(sorted(plan.placement.splits))} in parts, but the option "
+            "split is 'off': leave it out, or solve the step again with --split off"
         )
     _refuse_more_memory(path, plan, problem, options)
     return anew or plan

@@ -22,6 +22,7 @@ from cotrain_compile.options.parts import (
     RestsOn,
     Solver,
     Speculate,
+    Split,
 )
 
 
@@ -49,6 +50,7 @@ class Keywords(TypedDict, total=False):
     speculate: Speculate
     recompute: Recompute
     micro_batch_order: MicroBatchOrder
+    split: Split
 
     device: Device
     checkpoints: Checkpoints

@@ -26,6 +26,7 @@ Speculate = Literal["off", "auto", "on"]
 Recompute = Literal["auto", "exact", "off"]
 Checkpoints = Literal["respect", "dissolve"]
 MicroBatchOrder = Literal["auto", "as-written", "by-layer"]
+Split = Literal["auto", "off"]
 Lowering = Literal["eager", "inductor"]
 HostKernels = Literal["fused", "captured"]
 OnBreak = Literal["error", "warn"]
@@ -108,6 +109,7 @@ class PlanningOptions:
     speculate: str = _option("off", Speculate, "let host updates begin before the norm is known")
     recompute: str = _option("auto", Recompute, "whether the plan may make values again")
     micro_batch_order: str = _option("auto", MicroBatchOrder, "in which order micro-batches run")
+    split: str = _option("auto", Split, "whether regions of the step, as its loss, run in parts")
 
     def budgets(self, machine: Machine) -> dict[Tier, int]:
         """Bytes allowed on each tier: what the user set, else what is planned for by default.

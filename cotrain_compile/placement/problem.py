@@ -15,6 +15,7 @@ from cotrain_compile.placement.pieces import Pieced, in_pieces, piece_seconds, p
 from cotrain_compile.placement.recompute.rewrite import again_name, recomputed, recomputed_ops
 from cotrain_compile.placement.split.rewrite import split_regions
 from cotrain_compile.plan import Placement
+from cotrain_compile.regions import part_name
 
 # 2: its machine is one of any number of spaces, processors and links.
 FORMAT_VERSION = 2
@@ -117,11 +118,30 @@ class Problem:
         """The costs of the step that is written in parts."""
         if parts is written.dataflow:
             return written.costs
+        costs = written.costs
         made = roofline(parts, self.machine, captured=self.captured, compiled=self.compiled)
         own = {op.name for op in written.dataflow.ops}
-        known = written.costs.device_s
+        known = costs.device_s
         device_s = {op: known[op] if op in own else s for op, s in made.device_s.items()}
-        return replace(written.costs, device_s=device_s)
+        if costs.source != "roofline":
+            device_s |= self._as_measured(written, made.device_s)
+        unknown = tuple(name for name in made.unknown if name not in own or name in costs.unknown)
+        return replace(costs, device_s=device_s, unknown=unknown)
+
+    def _as_measured(self, written: Written, made: Mapping[str, float]) -> dict[str, float]:
+        """Seconds of parts, as much more than the machine's rates allow as of the whole op."""
+        rates = roofline(
+            written.dataflow, self.machine, captured=self.captured, compiled=self.compiled
+        ).device_s
+        found: dict[str, float] = {}
+        for region in written.dataflow.regions:
+            for op in region.ops:
+                known, part = written.costs.device_s[op.name], 0
+                while (name := part_name(op.name, part)) in made:
+                    scale = known / rates[op.name] if rates[op.name] else 1.0
+                    found[name] = scale * made[name]
+                    part += 1
+        return found
 
     def as_its_own_step(self) -> Problem:
         """The same, of a step that is written as this one runs."""

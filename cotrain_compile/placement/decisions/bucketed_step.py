@@ -133,6 +133,7 @@ def bucketed(problem: Problem, buckets: int | None, *, at_peaks: bool) -> Bucket
         base.updates,
         early_updates=True,
         recomputed=problem.recomputed,
+        splits=problem.splits,
     )
     moves = moves_of(problem, bare)
     seconds = [b - a for a, b in pairwise(moves.elapsed_s)]

@@ -137,6 +137,7 @@ class DecisionSpace:
             recomputed=tuple(recomputed),
             speculative=tuple(speculative),
             piece_bytes=PIECE_BYTES,
+            splits=self.problem.splits,
         )
 
     def _placed(self, decisions: Decisions) -> Iterator[Placed]:

@@ -50,7 +50,7 @@ def best_order(
         raise min(refusals, key=lambda refusal: refusal.shortfall_bytes)
     best = min(found.values(), key=_step_s)
     notes = (*best.notes, f"micro_batch_order is 'by-layer', but {kept}") if kept else best.notes
-    return replace(_with_all(best, tuple(found.values())), notes=notes)
+    return replace(reported_together(best, tuple(found.values()), _name), notes=notes)
 
 
 def _sizes(problem: Problem, settings: SolveSettings) -> tuple[tuple[int, ...], str]:
@@ -70,7 +70,7 @@ def _in_turn(
     """The orders to try, 0 for the step's own, in the light of what is `found` so far."""
     if not sizes or settings.micro_batch_order != "by-layer":
         yield 0
-        if 0 in found and not _can_gain(problem, settings, found[0]):
+        if 0 in found and not can_gain(problem, settings, found[0]):
             return
     before_s = math.inf
     for size in sizes:
@@ -81,7 +81,7 @@ def _in_turn(
         before_s = step_s
 
 
-def _can_gain(problem: Problem, settings: SolveSettings, plan: Plan) -> bool:
+def can_gain(problem: Problem, settings: SolveSettings, plan: Plan) -> bool:
     """Whether something moves, and the device waits for it."""
     moves = bool(plan.tasks or plan.placement.recomputed)
     passes = (op.name for op in problem.dataflow.ops if op.phase is not Phase.OPTIMIZER)
@@ -103,15 +103,20 @@ def _within(plan: Plan, size: int) -> Plan:
     return replace(plan, placement=replace(plan.placement, layers_per_pack=size))
 
 
-def _with_all(best: Plan, found: Sequence[Plan]) -> Plan:
-    """`best`, whose report is about all orders: what each takes, and the least bound of any."""
+def reported_together(
+    best: Plan, found: Sequence[Plan], called: Callable[[str, Plan], str]
+) -> Plan:
+    """`best`, whose report is about all that was `found`: what each takes, and the least bound.
+
+    A way to a plan is `called` by what sets that plan apart.
+    """
     reports = [plan.report for plan in found if plan.report is not None]
     if best.report is None or len(found) == 1:
         return best
     bound_s = min(report.lower_bound_s for report in reports)
     step_s = _step_s(best)
     simulated_s = {
-        _name(way, plan): seconds
+        called(way, plan): seconds
         for plan in found
         if plan.report is not None
         for way, seconds in plan.report.simulated_s.items()
@@ -125,7 +130,7 @@ def _with_all(best: Plan, found: Sequence[Plan]) -> Plan:
         work=math.fsum(report.work for report in reports),
         bound_work=math.fsum(report.bound_work for report in reports),
     )
-    named = replace(best.placement, policy=_name(best.placement.policy, best))
+    named = replace(best.placement, policy=called(best.placement.policy, best))
     return replace(best, placement=named, report=report)
 
 

@@ -11,6 +11,7 @@ from cotrain_compile.placement.order.micro_batches import OrderIsKept
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.recompute.rewrite import recomputable
 from cotrain_compile.placement.schedule.schedule import schedule
+from cotrain_compile.placement.split.rewrite import split_regions
 from cotrain_compile.plan import Placement, Plan
 
 
@@ -24,7 +25,9 @@ def reuse_placement(
     device, as those do that cannot be made again in it; its micro-batches run as it has them where
     they cannot run by layer.
     """
-    dataflow = problem.dataflow
+    regions = {region.name for region in problem.dataflow.regions}
+    splits = placement.splits if regions.issuperset(placement.splits) else {}
+    dataflow = split_regions(problem.dataflow, splits)
     persistent = {b.name for b in dataflow.buffers if b.role in PERSISTENT_ROLES}
     groups = {group.param for group in dataflow.updates}
     if set(placement.homes) != persistent or set(placement.updates) != groups:
@@ -37,7 +40,7 @@ def reuse_placement(
         ordered, size = dataflow, 0
     may = recomputable(ordered) if placement.recomputed else frozenset()
     again = tuple(name for name in placement.recomputed if name in may)
-    reused = replace(placement, away=away, recomputed=again, layers_per_pack=size)
+    reused = replace(placement, away=away, recomputed=again, layers_per_pack=size, splits=splits)
     try:
         return schedule(problem, reused, compiled=compiled)
     except PlacementError:

@@ -18,7 +18,8 @@ class SolveSettings:
     them, or `hedged`, in the end, so that without them it takes no longer than one that waits. With
     `recompute` the policy `auto` also tries to make values again. Where the device runs `compiled`
     code (None: if the machine's does) tasks are settled, as `settle` says. `micro_batch_order` is
-    "auto", "as-written" or "by-layer"; "auto" lets the policy `auto` try both.
+    "auto", "as-written" or "by-layer"; "auto" lets the policy `auto` try both. With `split` it also
+    tries regions of the step in parts.
     """
 
     policy: str = "auto"
@@ -33,3 +34,4 @@ class SolveSettings:
     compiled: bool | None = False
     recompute: bool = True
     micro_batch_order: str = "auto"
+    split: bool = True

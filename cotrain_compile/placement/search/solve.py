@@ -5,7 +5,7 @@ for the step as it is and with more and more of it made again, the integer progr
 each is scheduled and simulated, and the fastest is returned. So a bad model can cost speed and
 never correctness, and the plan is never slower than any simple rule's. Its report has the certified
 bound of the relaxed program. All that is done for the step in each order of its micro-batches that
-is worth a try (`orders`).
+is worth a try (`orders`), and for regions of it in parts (`split_variants`).
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from cotrain_compile.placement.search.least import Least
 from cotrain_compile.placement.search.orders import best_order
 from cotrain_compile.placement.search.settings import SolveSettings
 from cotrain_compile.placement.search.solve_report import note_on_limit, notes_of, report_of
+from cotrain_compile.placement.search.split_variants import best_split
 from cotrain_compile.placement.search.unsound import sound
 from cotrain_compile.placement.search.variants import (
     FAR,
@@ -86,11 +87,14 @@ def solve(
     settings, told = settings or SolveSettings(), progress or (lambda stage: None)
     problem = replace(problem, speculates=settings.speculate and not settings.hedged)
 
-    def climb(ordered: Problem, work: Allowance, plans: Sequence[Plan]) -> Plan:
-        own = space if ordered.dataflow is problem.dataflow else None
-        return _Search(ordered, settings, told, own, work).run(plans)
+    def in_parts(whole: Problem, within: SolveSettings, plans: Sequence[Plan]) -> Plan:
+        def climb(ordered: Problem, work: Allowance, own_plans: Sequence[Plan]) -> Plan:
+            own = space if ordered.dataflow is problem.dataflow else None
+            return _Search(ordered, within, told, own, work).run(own_plans)
 
-    return best_order(problem, settings, incumbents, climb)
+        return best_order(whole, within, plans, climb)
+
+    return best_split(problem, settings, incumbents, in_parts)
 
 
 class _Search(Attempts):

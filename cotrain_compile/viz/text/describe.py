@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Set
+from dataclasses import replace
 
 from cotrain_compile.analysis.costs import unknown_words
 from cotrain_compile.analysis.liveness import liveness
 from cotrain_compile.dataflow import PERSISTENT_ROLES, Dataflow, Phase
 from cotrain_compile.machine import HostUpdate, Link, Machine, Processor, TierSpec
 from cotrain_compile.placement.placed import as_placed
+from cotrain_compile.placement.split.rewrite import split_regions
 from cotrain_compile.plan import HostRegion, Lane, Plan, Timeline
 from cotrain_compile.support.units import format_bytes, format_rate, format_seconds
 
@@ -116,6 +118,10 @@ def describe_differences(plan: Plan, dataflow: Dataflow) -> list[str]:
     moved, ops. Shapes and arguments cannot be: they are in the fingerprint alone.
     """
     placement = plan.placement
+    known = {region.name for region in dataflow.regions}
+    if known.issuperset(placement.splits):
+        dataflow = split_regions(dataflow, placement.splits)
+        placement = replace(placement, splits={})
     lost = set(placement.recomputed) - dataflow.buffer.keys()
     if not lost:
         dataflow = as_placed(dataflow, placement)

@@ -12,6 +12,7 @@ from cotrain_compile.placement.order.micro_batches import find_micro_batches
 from cotrain_compile.placement.placed import place_dataflow
 from cotrain_compile.placement.recompute.rewrite import again_name, recomputed_ops
 from cotrain_compile.placement.simulate.reserved import Reserved, reserved
+from cotrain_compile.placement.split.rewrite import split_regions
 from cotrain_compile.plan import HostRegion, Lane, Plan, SolveReport, Transfer, UpdateMode
 from cotrain_compile.presets import published_range_s
 from cotrain_compile.support.units import format_bytes, format_seconds
@@ -69,6 +70,7 @@ def recompute_words(plan: Plan, dataflow: Dataflow | None) -> Iterator[str]:
     if dataflow is None:
         yield f"{len(names)} values"
         return
+    dataflow = split_regions(dataflow, plan.placement.splits)
     again = recomputed_ops(dataflow, names)
     spans = plan.predicted.lane(Lane.DEVICE)
     taken_s = sum(span.end_s - span.start_s for span in spans if span.name in again)

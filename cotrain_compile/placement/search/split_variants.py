@@ -1,0 +1,185 @@
+"""Split variants: the fastest plan over the numbers of parts in which regions of a step may run.
+
+In: a Problem, settings, and how a step is planned. The step with whole ops comes first, with all of
+the work, as if nothing could run in parts: so that a plan with parts is never slower than one
+without. Where its plan moves anything and the device waits for it, or there is none, the step in
+parts is planned as a step of its own, in a few numbers of parts: the fewest with which all fits, or
+beyond which no more memory is saved. Where all fits nothing is split.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from cotrain_compile.errors import PlacementError
+from cotrain_compile.machine import Tier
+from cotrain_compile.placement.policies import resident
+from cotrain_compile.placement.problem import Problem
+from cotrain_compile.placement.schedule.find_moves import moves_of
+from cotrain_compile.placement.search.infeasible import floor_bytes
+from cotrain_compile.placement.search.orders import can_gain, reported_together
+from cotrain_compile.placement.search.settings import SolveSettings
+from cotrain_compile.plan import Plan
+from cotrain_compile.regions import Region
+from cotrain_compile.support.units import format_bytes, format_seconds
+
+# How to plan a problem with so much work and plans of the same step for smaller budgets.
+Climb = Callable[[Problem, SolveSettings, Sequence[Plan]], Plan]
+Splits = Mapping[str, int]
+
+# Numbers of parts that are looked at.
+PARTS = (2, 4, 8, 16, 32, 64)
+# Of the work for a plan, what is for steps in parts where there is one without.
+SHARE = 0.5
+# More parts are worth a try where they save so much of the step's memory.
+SAVES = 0.02
+
+
+def best_split(
+    problem: Problem, settings: SolveSettings, incumbents: Sequence[Plan], climb: Climb
+) -> Plan:
+    """The fastest plan over the numbers of parts that `settings` allow.
+
+    Raises the `PlacementError` of the one that lacks least where none fits.
+    """
+    whole = [plan for plan in incumbents if not plan.placement.splits]
+    regions = problem.dataflow.regions
+    if not (settings.split and settings.policy == "auto" and regions):
+        return climb(problem, settings, whole)
+    began_s = time.perf_counter()
+    found: list[Plan] = []
+    refusals: list[PlacementError] = []
+    try:
+        found.append(climb(problem, settings, whole))
+        if not can_gain(problem, settings, found[0]):
+            return found[0]
+    except PlacementError as refusal:
+        refusals.append(refusal)
+    tried = [*_worth_a_try(problem), *(p.placement.splits for p in incumbents)]
+    candidates = [s for n, s in enumerate(tried) if s and s not in tried[:n]]
+    for splits in candidates:
+        own = [_with(plan, {}) for plan in incumbents if plan.placement.splits == splits]
+        share = (SHARE if found else 1.0) / len(candidates)
+        left_s = settings.time_limit_s - (time.perf_counter() - began_s)
+        within = replace(
+            settings,
+            work_limit=share * settings.work_limit,
+            time_limit_s=max(share * settings.time_limit_s, left_s),
+        )
+        try:
+            plan = climb(_in_parts(problem, splits), within, own)
+            found.append(_told_apart(_with(plan, splits)))
+        except PlacementError as refusal:
+            refusals.append(_told(problem, splits, refusal, refusals))
+    if not found:
+        raise min(
+            refusals, key=lambda refusal: (refusal.tier is Tier.HOST, refusal.shortfall_bytes)
+        )
+    best = min(found, key=lambda plan: plan.predicted.makespan_s)
+    notes = (*best.notes, *_notes(problem, best, candidates))
+    return replace(reported_together(best, found, lambda way, plan: way), notes=notes)
+
+
+def in_words(regions: Sequence[Region], splits: Splits) -> str:
+    """As in "loss in 16 parts"."""
+    kinds = {region.kind: splits[region.name] for region in regions if region.name in splits}
+    return " and ".join(f"{kind} in {parts} parts" for kind, parts in kinds.items())
+
+
+def _worth_a_try(problem: Problem) -> Iterator[Splits]:
+    """The fewest parts with which all fits, and those beyond which no memory is saved.
+
+    Kind after kind of regions, each beside what those before it are best in.
+    """
+    chosen: dict[str, int] = {}
+    fits: Splits = {}
+    budget, before = problem.budgets[Tier.DEVICE], _needs(problem)
+    for kind in dict.fromkeys(region.kind for region in problem.dataflow.regions):
+        needs: dict[int, tuple[int, int]] = {}
+        for parts in PARTS:
+            names = {r.name: parts for r in problem.dataflow.regions if r.kind == kind}
+            if any(r.length < parts for r in problem.dataflow.regions if r.name in names):
+                break
+            needs[parts] = _needs(_in_parts(problem, {**chosen, **names}))
+            if needs[parts][0] <= budget and not fits:
+                fits = {**chosen, **names}
+        if not needs:
+            continue
+        least = [min(need[i] for need in needs.values()) for i in (0, 1)]
+        if all(most >= (1.0 - SAVES) * was for most, was in zip(least, before, strict=True)):
+            continue
+        enough = [n for n, need in needs.items() if _is_near(need, least)]
+        parts = min(enough, default=max(needs))
+        chosen |= {r.name: parts for r in problem.dataflow.regions if r.kind == kind}
+        before = needs[parts]
+    if fits:
+        yield fits
+    if chosen and chosen != fits:
+        yield chosen
+
+
+def _is_near(need: Sequence[int], least: Sequence[int]) -> bool:
+    return all(n <= (1.0 + SAVES) * most for n, most in zip(need, least, strict=True))
+
+
+def _needs(problem: Problem) -> tuple[int, int]:
+    """Bytes of the device where nothing moves, and where all does that can."""
+    moves = moves_of(problem, resident(problem.dataflow))
+    return max(moves.slot_bytes), floor_bytes(problem)
+
+
+def _in_parts(problem: Problem, splits: Splits) -> Problem:
+    """The problem of the step in parts, as a step of its own."""
+    return problem.splitting(splits).as_its_own_step()
+
+
+def _with(plan: Plan, splits: Splits) -> Plan:
+    return replace(plan, placement=replace(plan.placement, splits=splits))
+
+
+def _told_apart(plan: Plan) -> Plan:
+    """A plan in parts whose ways have names of their own."""
+    suffix = f"+parts:{'-'.join(map(str, dict.fromkeys(plan.placement.splits.values())))}"
+    placement, report = plan.placement, plan.report
+    if report is not None:
+        ways = {way + suffix: seconds for way, seconds in report.simulated_s.items()}
+        report = replace(report, simulated_s=ways)
+    named = replace(placement, policy=placement.policy + suffix)
+    return replace(plan, placement=named, report=report)
+
+
+def _told(
+    problem: Problem, splits: Splits, refusal: PlacementError, before: Sequence[PlacementError]
+) -> PlacementError:
+    """`refusal` of the step in parts, with what it needs as a whole."""
+    regions = problem.dataflow.regions
+    if not before or before[0].tier is Tier.HOST or refusal.tier is Tier.HOST:
+        return refusal
+    needs = problem.budgets[Tier.DEVICE] + before[0].shortfall_bytes
+    kinds = " and ".join(dict.fromkeys(r.kind for r in regions if r.name in splits))
+    text = (
+        f"with the {in_words(regions, splits)} {refusal}; with a whole {kinds} it needs "
+        f"{format_bytes(needs)}"
+    )
+    return PlacementError(text, shortfall_bytes=refusal.shortfall_bytes, tier=refusal.tier)
+
+
+def _notes(problem: Problem, best: Plan, tried: Sequence[Splits]) -> Iterator[str]:
+    """What the parts of the plan save and cost, and what its bound is about."""
+    regions, splits = problem.dataflow.regions, best.placement.splits
+    if splits:
+        parts = _in_parts(problem, splits)
+        saved = max(a - b for a, b in zip(_needs(problem), _needs(parts), strict=True))
+        more_s = math.fsum(parts.costs.device_s[op.name] for op in parts.dataflow.ops)
+        more_s -= math.fsum(problem.costs.device_s[op.name] for op in problem.dataflow.ops)
+        yield (
+            f"{in_words(regions, splits)}: {format_bytes(max(0, saved))} less, "
+            f"{format_seconds(max(0.0, more_s))} more; equal to the whole up to rounding "
+            "(split='off' leaves it whole)"
+        )
+    if tried and best.report is not None and best.report.lower_bound_s:
+        told = "; ".join(in_words(regions, each) for each in tried)
+        yield f"the bound is about the step as it is and with {told}: about no other parts"

@@ -1,0 +1,117 @@
+"""Regions in parts as variants of the search: beside whole ops, never slower, told in words."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import chain as joined
+from itertools import combinations
+
+import pytest
+
+from cotrain_compile.dataflow import Dataflow
+from cotrain_compile.errors import PlacementError
+from cotrain_compile.machine import Tier
+from cotrain_compile.placement.check.check import check
+from cotrain_compile.placement.policies import resident
+from cotrain_compile.placement.problem import Problem, formulate
+from cotrain_compile.placement.recompute.rewrite import recomputable
+from cotrain_compile.placement.schedule.schedule import draft
+from cotrain_compile.placement.search.solve import SolveSettings, solve
+from cotrain_compile.presets import find
+from tests.support.random_problems import PLENTY, resident_bytes
+from tests.unit.placement.test_split import head
+
+SETTINGS = SolveSettings(work_limit=5.0)
+
+
+def wide() -> Dataflow:
+    """A step whose loss has many classes: what it makes is far larger than all else."""
+    step = head()
+    sizes = {"h2": 32, "d2": 32}
+    buffers = (replace(b, nbytes=b.nbytes * sizes.get(b.name, 1)) for b in step.buffers)
+    return replace(step, buffers=tuple(buffers))
+
+
+def problem_of(share: float, machine: str = "rtx4090") -> Problem:
+    """A step with a loss of 8 rows, in `share` of what it takes with everything on the device."""
+    free = formulate(wide(), find(machine), {Tier.DEVICE: PLENTY, Tier.HOST: PLENTY})
+    return free.with_budget(Tier.DEVICE, int(share * resident_bytes(free)))
+
+
+def step_s(problem: Problem, settings: SolveSettings) -> float:
+    """Seconds of the plan, which passes the check; infinity where there is none."""
+    try:
+        plan = solve(problem, settings)
+    except PlacementError:
+        return float("inf")
+    check(problem, plan)
+    return plan.predicted.makespan_s
+
+
+@pytest.mark.parametrize("machine", ["rtx4090", "h100"])
+@pytest.mark.parametrize("share", [0.3, 0.45, 0.6, 0.8, 1.0])
+def test_a_search_with_parts_is_never_slower(share: float, machine: str) -> None:
+    problem = problem_of(share, machine)
+    whole_s = step_s(problem, replace(SETTINGS, split=False))
+    assert step_s(problem, SETTINGS) <= whole_s
+
+
+def test_where_all_fits_nothing_is_split() -> None:
+    plan = solve(problem_of(1.0), SETTINGS)
+    assert not plan.placement.splits
+    assert not plan.tasks
+
+
+def test_less_memory_than_whole_ops_need_is_enough_in_parts_and_the_plan_says_so() -> None:
+    problem = problem_of(0.0)
+    with pytest.raises(PlacementError, match="even with") as whole:
+        solve(problem, replace(SETTINGS, split=False))
+    with pytest.raises(PlacementError, match=r"parts.*with a whole loss it needs") as in_parts:
+        solve(problem, SETTINGS)
+    least = in_parts.value.shortfall_bytes
+    assert least < whole.value.shortfall_bytes
+    enough = problem.with_budget(Tier.DEVICE, least)
+    plan = solve(enough, SETTINGS)
+    check(enough, plan)
+    assert plan.placement.splits
+    assert any("loss in" in note and "less" in note for note in plan.notes)
+    assert any(note.startswith("the bound is about") for note in plan.notes)
+    assert plan.report is not None
+    assert all("+parts:" in way for way in plan.report.simulated_s)
+
+
+def test_another_policy_splits_nothing() -> None:
+    with pytest.raises(PlacementError):
+        solve(problem_of(0.3), replace(SETTINGS, policy="resident"))
+
+
+def subsets(names: list[str]) -> list[tuple[str, ...]]:
+    """All, of at most so many names as a small step has."""
+    return list(joined.from_iterable(combinations(names, n) for n in range(len(names) + 1)))
+
+
+def test_the_fastest_of_all_small_plans_lies_between_bound_and_plan() -> None:
+    problem = problem_of(0.6)
+    plan = solve(problem, SETTINGS)
+    assert plan.report is not None
+    tried = {tuple(plan.placement.splits.items()), ()}
+    best_s = float("inf")
+    for splits in tried:
+        parts = problem.splitting(dict(splits)).as_its_own_step()
+        dataflow = parts.dataflow
+        away = [
+            b.name
+            for b in dataflow.buffers
+            if b.is_passing and sum(b.name in (*op.reads, *op.writes) for op in dataflow.ops) > 1
+        ][:4]
+        for recomputed in subsets(sorted(recomputable(dataflow))[:3]):
+            for gone in subsets([name for name in away if name not in recomputed]):
+                placement = replace(resident(dataflow), away=gone, recomputed=recomputed)
+                try:
+                    found = draft(parts, placement)
+                except PlacementError:
+                    continue
+                best_s = min(best_s, found.step_s)
+    best_s = min(best_s, plan.predicted.makespan_s)
+    assert plan.report.lower_bound_s <= best_s * (1 + 1e-9)
+    assert plan.predicted.makespan_s <= best_s * (1 + SETTINGS.gap)
