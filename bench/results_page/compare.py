@@ -77,6 +77,7 @@ SECTIONS = (
         tables.coarse_against_zero_offload,
     ),
     Section("Large parameters in pieces", "pieces", tables.pieces),
+    Section("The loss in parts", "split_ops", own_table("runtime.split_ops")),
     Section("Overlapping steps", "overlap", tables.overlap),
     Section("Updates before the norm is known", "speculation", own_table("runtime.speculation")),
     Section("Micro-batches by layer", "micro_batches", own_table("runtime.micro_batches")),
