@@ -114,11 +114,14 @@ def _ranks(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _tau(records: Sequence[Mapping[str, Any]]) -> float:
-    """Pairs in the same order less those in the other, as a part of both (Kendall 1938)."""
+    """Pairs in the same order less those in the other, as a part of both (Kendall 1938).
+
+    1 where no pair has an order in both.
+    """
     pairs = combinations([(r["predicted_s"], r["measured_s"]["median"]) for r in records], 2)
     ways = [(p - q) * (m - n) for (p, m), (q, n) in pairs]
     same, other = sum(way > 0 for way in ways), sum(way < 0 for way in ways)
-    return (same - other) / (same + other)
+    return (same - other) / (same + other) if same + other else 1.0
 
 
 def _beaten_by_rules(records: Sequence[Result]) -> str:

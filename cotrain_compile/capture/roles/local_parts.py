@@ -116,7 +116,8 @@ def _refuse_other_subclasses(inputs: Sequence[StepInput], values: Sequence[Any])
     for item, value in zip(inputs, values, strict=True):
         if not is_traceable_wrapper_subclass(value) or hasattr(value, "device_mesh"):
             continue
-        is_frozen = item.role in (Role.PARAM, Role.BUFFER) and not value.requires_grad
+        trains = isinstance(value, torch.Tensor) and value.requires_grad
+        is_frozen = item.role in (Role.PARAM, Role.BUFFER) and not trains
         if item.role is not Role.OPTIMIZER_STATE and not is_frozen:
             raise CaptureError(
                 f"{item.name} is a {type(value).__name__}, a tensor made of others, and the plan "

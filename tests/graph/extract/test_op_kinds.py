@@ -31,7 +31,7 @@ def traced(*, last: bool = False, precision: str = "highest", card: bool = True)
             nn.Linear(16 * 64, 4),
         )
         form = torch.channels_last if last else torch.contiguous_format
-        net.to(memory_format=form)  # type: ignore[call-overload]
+        net.to(memory_format=form)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
 
         def step(x: torch.Tensor) -> torch.Tensor:
