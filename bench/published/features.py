@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -102,16 +102,17 @@ def feature_of(row: Row) -> Feature | None:
     return Feature(row, machine.name, grown)
 
 
-def _of_all_layers(traced: Traced, steps: list[Counter[str]]) -> dict[str, float]:
+def _of_all_layers(traced: Traced, steps: list[Mapping[str, float]]) -> dict[str, float]:
     if len(steps) == 1:
         return dict(steps[0])
     few, more = steps
-    return {name: traced.grown(few[name], more[name]) for name in few | more}
+    names = few.keys() | more.keys()
+    return {name: traced.grown(few.get(name, 0.0), more.get(name, 0.0)) for name in sorted(names)}
 
 
-def _seconds(step: Dataflow, machine: Machine, compiled: bool) -> Counter[str]:
+def _seconds(step: Dataflow, machine: Machine, compiled: bool) -> Mapping[str, float]:
     """Seconds by class, each as the cost model has it with a factor of 1 for that class alone."""
-    found: Counter[str] = Counter()
+    found: defaultdict[str, float] = defaultdict(float)
     memory = FUSED if compiled else ONE_BY_ONE
     costs = _costs(step, machine, compiled, {memory: 1.0})
     relayed = _costs(step, machine, compiled, {memory: 1.0, RELAYOUT: 1.0})

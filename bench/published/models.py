@@ -7,6 +7,7 @@ MPT of llm-foundry (no biases, norms in bfloat16), GPT-2 of nanoGPT.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -63,10 +64,8 @@ def timm_step(
         from bench.published.no_torchvision import stand_in
 
         stand_in()
-        import timm
-        import timm.layers
-
-        timm.layers.set_fused_attn(fused_attention)
+        timm = import_module("timm")
+        import_module("timm.layers").set_fused_attn(fused_attention)
         model = timm.create_model(name, **({"depth": depth} if depth else {})).to(dtype).train()
         if checkpointed:
             model.set_grad_checkpointing(True)
@@ -197,14 +196,16 @@ def bert_step(
         from transformers import BertConfig, BertForQuestionAnswering
 
         width, heads = {"base": (768, 12), "large": (1024, 16)}[size]
+        by_hand: dict[str, Any] = {"attn_implementation": "eager"}
         config = BertConfig(
             hidden_size=width,
             num_attention_heads=heads,
             intermediate_size=4 * width,
             num_hidden_layers=layers,
-            attn_implementation="eager",
+            **by_hand,
         )
-        model = BertForQuestionAnswering(config).to(dtype).train()
+        model: Any = BertForQuestionAnswering(config)
+        model = model.to(dtype).train()
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-5)
 
         def step(tokens: Tensor, begins: Tensor, ends: Tensor) -> Tensor:
@@ -245,7 +246,8 @@ def llama_step(
         from transformers import LlamaConfig, LlamaForCausalLM
 
         config = LlamaConfig(num_hidden_layers=layers, use_cache=False, **LLAMAS[shape])
-        model = LlamaForCausalLM(config).to(torch.bfloat16).train()
+        model: Any = LlamaForCausalLM(config)
+        model = model.to(torch.bfloat16).train()
         if checkpointed:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         if lora:

@@ -21,7 +21,7 @@ def traced(*, last: bool = False, precision: str = "highest", card: bool = True)
 
     def build() -> tuple[Callable[..., Any], tuple[Any, ...]]:
         torch.set_float32_matmul_precision(precision)  # in the copy of this process that traces
-        net = nn.Sequential(
+        net: Any = nn.Sequential(
             nn.Conv2d(8, 16, 3, padding=1),
             nn.BatchNorm2d(16),
             nn.ReLU(),
