@@ -35,7 +35,7 @@ Every table here is made from a JSON in `bench/results` by
 command. Nothing has been measured on a GPU yet:
 figures for cards are *simulated*, those called measured are of an *emulated* device, host memory
 with throttled links. Simulated figures of 2026-11-25 and before are at one rate for every kind of
-op ([decision 58](decisions/0058-seconds-by-kind.md)), and their `zero-offload` moved 10.8 bytes a
+op ([decision 59](decisions/0059-seconds-by-kind.md)), and their `zero-offload` moved 10.8 bytes a
 parameter, where its paper and the policy of today move 4: what they gain over it is too much.
 """
 
