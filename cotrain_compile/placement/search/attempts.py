@@ -354,8 +354,7 @@ class Attempts:
         far from its claim, the relaxed one decides, at last with split clusters, rounded: the
         scheduler keeps to the budget whatever is decided, and only time is at stake.
         """
-        name = ("ilp" if whole else "lp-round") + variant.suffix
-        budgets = self.problem.budgets
+        name, budgets = ("ilp" if whole else "lp-round") + variant.suffix, self.problem.budgets
         versions = [(True, whole), (False, whole), (False, False)]
         if self.found.fastest_s(variant.recomputed) <= FAR * variant.claim_s:
             versions = versions[:1]  # there is little to gain from a rougher program
