@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from cotrain_compile.errors import PlacementError
+from cotrain_compile.errors import PlacementError, PlanError
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.decisions.decisions import Decisions, DecisionSpace
 from cotrain_compile.placement.milp.solvers import Solution
@@ -20,6 +20,7 @@ from cotrain_compile.placement.schedule.find_moves import moves_of
 from cotrain_compile.placement.schedule.list_scheduler import EAGER, Tactics
 from cotrain_compile.placement.schedule.moves import Moves
 from cotrain_compile.placement.schedule.schedule import Draft, draft
+from cotrain_compile.placement.search import unsound
 from cotrain_compile.placement.search.found import Found, Missing
 from cotrain_compile.placement.search.greedy import greedy
 from cotrain_compile.placement.search.programs import Programs
@@ -89,8 +90,7 @@ class Attempts:
         self.rounds = 0
         self.until = self.work
         self.draft_units = 0.0  # what the dearest schedule has taken
-        # What the greedy was tried on, by name, and how that was scheduled.
-        self.decided_greedily: set[tuple[str, tuple[Tactics, ...]]] = set()
+        self.decided_greedily = set[tuple[str, tuple[Tactics, ...]]]()  # by name and tactics
         self.is_cut_short = False  # some program of a single step, for want of work
         self.was_late = False  # something was left out, or was to be, for want of work
         self.solver = Programs(settings, self._begin_program, self.meter)
@@ -136,8 +136,7 @@ class Attempts:
         Or `by_program`: by the relaxation, which has looked further ahead, and by the greedy where
         that does not fit. Of two levels that make the same values again the first is tried.
         """
-        variant = self.known(level)
-        is_new = variant is level
+        is_new = (variant := self.known(level)) is level
         if is_new and self.attempt(level, "resident"):
             return True
         if not is_new and (not by_program or variant.relaxed is not None):
@@ -149,9 +148,9 @@ class Attempts:
 
     def known(self, variant: Variant) -> Variant:
         """The one of `variants` that makes the same again; else this one, which joins them."""
-        same = (each for each in self.variants if each.recomputed == variant.recomputed)
-        if (before := next(same, None)) is not None:
-            return before
+        for before in self.variants:
+            if before.recomputed == variant.recomputed:
+                return before
         self.variants.append(variant)
         return variant
 
@@ -253,6 +252,9 @@ class Attempts:
             found = draft(problem, placement, tactics=tactics, moves=moves)
             units += PER_TASK_OF_DRAFT * len(found.tasks)
             return found
+        except PlanError as fault:  # its tasks contradict one another
+            unsound.note(placement.policy, fault)
+            raise PlacementError(str(fault), shortfall_bytes=0) from fault
         finally:
             self.meter.charge(units)
             self.draft_units = max(self.draft_units, units)
@@ -352,8 +354,7 @@ class Attempts:
         far from its claim, the relaxed one decides, at last with split clusters, rounded: the
         scheduler keeps to the budget whatever is decided, and only time is at stake.
         """
-        name = ("ilp" if whole else "lp-round") + variant.suffix
-        budgets = self.problem.budgets
+        name, budgets = ("ilp" if whole else "lp-round") + variant.suffix, self.problem.budgets
         versions = [(True, whole), (False, whole), (False, False)]
         if self.found.fastest_s(variant.recomputed) <= FAR * variant.claim_s:
             versions = versions[:1]  # there is little to gain from a rougher program

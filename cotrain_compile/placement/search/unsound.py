@@ -29,7 +29,12 @@ def sound(problem: Problem, name: str, make: Callable[[], Plan]) -> Plan:
         plan = make()
         check(problem, plan)
     except PlanError as error:
-        UNSOUND.append(f"{name}: {error}")
-        logging.getLogger("cotrain_compile").debug("dropped the plan of %s: %s", name, error)
+        note(name, error)
         raise
     return plan
+
+
+def note(name: str, error: PlanError) -> None:
+    """Count what was found by the way called `name` as a fault, because of `error`."""
+    UNSOUND.append(f"{name}: {error}")
+    logging.getLogger("cotrain_compile").debug("dropped the plan of %s: %s", name, error)

@@ -14,6 +14,7 @@ from cotrain_compile.machine import Tier
 from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.milp.program import Program
 from cotrain_compile.placement.milp.solvers import WORK_LIMIT, Solution
+from cotrain_compile.placement.policies import RULES
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.schedule.schedule import Draft, draft
 from cotrain_compile.placement.search.solve import SolveSettings, solve
@@ -29,6 +30,9 @@ PROBLEMS = {
     "micro-batches": eight(200),
 }
 DRAFT = 1.0
+# Every layer made again, and every other, by each rule; and in how many orders a step is planned.
+USUAL = 2 * len(RULES)
+ORDERS = {"states": 1, "micro-batches": 4}
 
 
 class Clock:
@@ -82,12 +86,15 @@ def meters(monkeypatch: pytest.MonkeyPatch) -> list[Meter]:
 def test_a_search_does_what_it_may_and_no_more(
     meters: list[Meter], name: str, overlap: bool, limit: float
 ) -> None:
-    """But for what has begun; and where much is allowed, programs have it."""
+    """But for what has begun, and what users write themselves, which every plan is held against.
+
+    Where much is allowed, programs have it.
+    """
     problem = PROBLEMS[name]
     plan = solve(problem, SolveSettings(work_limit=limit, overlap_steps=overlap))
     check(problem, plan)
     spent = meters[0].spent
-    assert spent <= limit + 3 * DRAFT
+    assert spent <= limit + (3 + ORDERS[name] * USUAL) * DRAFT
     assert limit < 20.0 or spent >= 0.5 * limit
 
 
