@@ -83,6 +83,7 @@ SECTIONS = (
     ),
     Section("Large parameters in pieces", "pieces", tables.pieces),
     Section("States on disk", "disk", own_table("runtime.disk")),
+    Section("The loss in parts", "split_ops", own_table("runtime.split_ops")),
     Section("Overlapping steps", "overlap", tables.overlap),
     Section("Updates before the norm is known", "speculation", own_table("runtime.speculation")),
     Section("Micro-batches by layer", "micro_batches", own_table("runtime.micro_batches")),

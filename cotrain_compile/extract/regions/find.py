@@ -32,6 +32,9 @@ _LIKELIHOODS = frozenset({aten._log_softmax.default, aten.logsumexp.default})
 _SHAPED = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 _HALF = (torch.bfloat16, torch.float16)
 _MEAN = 1  # of `reduction`
+# What is as wide as the product that a region begins with, or nearly, as logits of shifted tokens.
+# What leaves has at most half of that.
+_WIDE = 0.6
 # What of a layer belongs together is no further apart, in nodes.
 _NEAR = 60
 
@@ -87,20 +90,19 @@ def _mlps(step: StepGraph, nodes: Sequence[fx.Node], taken: set[fx.Node]) -> Ite
 def _mlp(
     step: StepGraph, nodes: Sequence[fx.Node], at: Mapping[fx.Node, int], up: fx.Node, rows: Rows
 ) -> Grown | None:
-    # What leaves has at most half of the width, what is inside all of it.
-    wide = 0.75 * _elements(up)
+    wide = _WIDE * _elements(up)
     near = nodes[max(0, at[up] - _NEAR) : at[up] + _NEAR]
     ahead = [node for node in near if _is_forward(step, node)]
     forward = grow(ahead, {up: rows}, wide, Grown(shape_of(up)[0]))
     read = [at[user] for node in forward.rows for user in node.users if user in at]
     late = [place for place in read if not _is_forward(step, nodes[place])]
-    if not late or not forward.windows[0]:
+    if not late or not forward.windows[0] or forward.sums or forward.counted:
         return None
     behind = nodes[max(0, min(late) - _NEAR) : max(late) + _NEAR]
     back = [n for n in behind if step.phases.get(n.name) is Phase.BACKWARD or is_view(n)]
     grown = grow([n for n in back if n not in set(ahead)], {}, wide, forward)
     leaving = (n for n in grown.rows if _leaves(n, grown) and _elements(n) >= wide)
-    if not all(grown.windows) or next(leaving, None) is not None:
+    if not all(grown.windows) or grown.unread or next(leaving, None) is not None:
         return None
     return grown
 
@@ -134,10 +136,10 @@ def _loss(step: StepGraph, nodes: Sequence[fx.Node], logits: fx.Node) -> Grown |
         rows = rows_from(shape_of(logits), 0, length)
         if rows is None:
             continue
-        grown = grow([logits, *behind], {logits: rows}, _elements(logits) / 2, Grown(length))
+        wide = _WIDE * _elements(logits)
+        grown = grow([logits, *behind], {logits: rows}, wide, Grown(length))
         has_backward = any(not _is_forward(step, node) for node in grown.ops)
-        wide = _elements(logits)
-        leaving = (n for n in grown.rows if _leaves(n, grown) and 2 * _elements(n) >= wide)
+        leaving = (n for n in grown.rows if _leaves(n, grown) and _elements(n) >= wide)
         if has_backward and next(leaving, None) is None:
             return grown
     return None

@@ -29,6 +29,7 @@ from cotrain_compile.presets import find
 from cotrain_compile.regions import Region
 from cotrain_compile.runtime.emulated import EmulatedDevice
 from cotrain_compile.runtime.host.kernels import host_kernels
+from tests.support.captured_steps import TRAININGS, captured_training
 from tests.support.language_models import LANGUAGE_MODELS
 from tests.support.steps import compiling_with, cotrain
 
@@ -174,6 +175,29 @@ def test_the_graph_becomes_what_the_dataflow_becomes(name: str, parts: int) -> N
     assert without_views(found) == without_views(expected)
     assert {b.name: b for b in found.buffers} == expected.buffer
     assert found.updates == expected.updates
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tied",
+        *(pytest.param(n, marks=pytest.mark.long) for n in ("accumulating", "llama", "gpt2", "t5")),
+    ],
+)
+def test_graph_and_dataflow_agree_on_other_trainings(name: str) -> None:
+    """Gated MLPs, micro-batches, dropout beside a region, an optimizer with many ops."""
+    training = captured_training(TRAININGS[name])
+    dataflow, problem = training.dataflow, training.problem()
+    assert dataflow.regions
+    splits = {region.name: 3 for region in dataflow.regions}
+    plan = schedule(problem, replace(resident(dataflow), splits=splits))
+    check(problem, plan)
+    found, expected = (
+        extract(split_ops(training.step.copy(), plan).verify()),
+        split_regions(dataflow, splits),
+    )
+    assert without_views(found) == without_views(expected)
+    assert {b.name: b for b in found.buffers} == expected.buffer
 
 
 @NAMES
