@@ -27,16 +27,18 @@ class Adapter(nn.Module):
         self.up = nn.Parameter(torch.zeros(base.out_features, RANK))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + F.linear(F.linear(x, self.down), self.up)
+        adapted: Tensor = self.base(x) + F.linear(F.linear(x, self.down), self.up)
+        return adapted
 
 
 def adapted(*, frozen: bool = True) -> nn.Module:
     quantization = pytest.importorskip("torchao.quantization")
     torch.manual_seed(0)
-    base = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)).requires_grad_(False)
+    first, second = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+    base = nn.Sequential(first, second).requires_grad_(False)
     quantization.quantize_(base, quantization.Int8WeightOnlyConfig())
-    base[0].weight.requires_grad_(not frozen)
-    return nn.Sequential(Adapter(base[0]), nn.GELU(), Adapter(base[1]))
+    first.weight.requires_grad_(not frozen)
+    return nn.Sequential(Adapter(first), nn.GELU(), Adapter(second))
 
 
 def losses(compile_with: Callable[[Run], Run]) -> list[Tensor]:
