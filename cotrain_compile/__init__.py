@@ -43,7 +43,7 @@ __all__ = [
     "synchronize",
     "trace",
 ]
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 # Where each name is.

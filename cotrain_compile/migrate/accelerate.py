@@ -16,7 +16,16 @@ RULES: tuple[Rule, ...] = (
         "deepspeed_config.offload_optimizer_device",
         "deepspeed_config.offload_param_device",
     ),
-    rule(Way.NONE, "nothing is offloaded to disk", "deepspeed_config.offload_*_nvme_path"),
+    rule(
+        Way.OPTION,
+        "option `disk`: what the host has no room for rests there",
+        "deepspeed_config.offload_optimizer_nvme_path",
+    ),
+    rule(
+        Way.NONE,
+        "parameters rest on the device or on the host, optimizer states on disk too",
+        "deepspeed_config.offload_param_nvme_path",
+    ),
     rule(
         Way.STEP,
         "`fully_shard` on the layers, by hand or as Accelerate does it (docs/several_cards.md)",
@@ -123,4 +132,7 @@ def training(document: Mapping[str, Any]) -> Training:
         or any(read.is_on(f"{deepspeed}.offload_{k}_device") for k in ("optimizer", "param")),
         shards=str(read("distributed_type")) in ("FSDP", "DEEPSPEED")
         and read.count("num_processes", 1) > 1,
+        disk=read.folder_of_a_drive(
+            f"{deepspeed}.offload_optimizer_device", f"{deepspeed}.offload_optimizer_nvme_path"
+        ),
     )

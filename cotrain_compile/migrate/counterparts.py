@@ -115,3 +115,7 @@ class Reader:
         """What stands below `path`, by the last part of its name."""
         start = f"{path}."
         return {k[len(start) :]: v for k, v in self._values.items() if k.startswith(start)}
+
+    def folder_of_a_drive(self, device: str, path: str) -> str | None:
+        """The folder at `path` where `device` says that states go to a drive."""
+        return str(self(path)) if self(device) == "nvme" and self.is_on(path) else None

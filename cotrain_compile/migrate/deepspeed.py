@@ -19,7 +19,16 @@ RULES: tuple[Rule, ...] = (
         "the plan decides for each parameter whether it rests on the host",
         "zero_optimization.offload_param.device",
     ),
-    rule(Way.NONE, "nothing is offloaded to disk", "zero_optimization.offload_*.nvme_path"),
+    rule(
+        Way.OPTION,
+        "option `disk`: what the host has no room for rests there",
+        "zero_optimization.offload_optimizer.nvme_path",
+    ),
+    rule(
+        Way.NONE,
+        "parameters rest on the device or on the host, optimizer states on disk too",
+        "zero_optimization.offload_param.nvme_path",
+    ),
     rule(
         Way.PLAN,
         "pinning, buffers, pieces and overlap follow from the plan",
@@ -148,6 +157,9 @@ def training(document: Mapping[str, Any]) -> Training:
         clip=read.number("gradient_clipping") or None,
         offloads=any(
             read.is_on(f"{zero}.offload_{kind}.device") for kind in ("optimizer", "param")
+        ),
+        disk=read.folder_of_a_drive(
+            f"{zero}.offload_optimizer.device", f"{zero}.offload_optimizer.nvme_path"
         ),
     )
 

@@ -23,7 +23,8 @@ def options_of(training: Training) -> dict[str, Any]:
     plan places it; on several ranks each of them is on its card already. The budget is what the
     card leaves to a step.
     """
-    return {"device": "cuda"} if training.offloads and not training.shards else {}
+    options = {"device": "cuda"} if training.offloads and not training.shards else {}
+    return options | ({"disk": training.disk} if training.disk else {})
 
 
 def step_text(training: Training) -> str:

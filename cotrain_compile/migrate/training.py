@@ -32,6 +32,7 @@ class Training:
     `optimizer` is None where the file leaves it to code, `clip` where gradients are not clipped.
     `offloads` says that something rests off the device, `shards` that several ranks share the
     model; where a file does not say how many ranks there are, there is one.
+    `disk` is a folder on a drive to which states go.
     """
 
     optimizer: Optimizer | None = None
@@ -40,3 +41,4 @@ class Training:
     clip: float | None = None
     offloads: bool = False
     shards: bool = False
+    disk: str | None = None

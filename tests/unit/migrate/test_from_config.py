@@ -61,8 +61,9 @@ def test_what_deepspeed_says_of_a_step() -> None:
         micro_batches=4,
         clip=1.0,
         offloads=True,
+        disk="/nvme",
     )
-    assert options_of(found) == {"device": "cuda"}
+    assert options_of(found) == {"device": "cuda", "disk": "/nvme"}
 
 
 def test_what_a_trainer_is_to_fill_in_says_nothing() -> None:
