@@ -230,7 +230,7 @@ def table(result: Mapping[str, Any]) -> str:
         ("load of the computer's cores meanwhile", f"{result['load_a_core']:.0f} of each"),
     ]
     lines = ["| a step bound by the drive | median |", "|---|---|"]
-    return "\n".join([*lines, *(f"| {name} | {value} |" for name, value in rows)])
+    return "\n".join([*lines, *(f"| {name} | {value} |" for name, value in rows)]) + "\n"
 
 
 def main() -> None:

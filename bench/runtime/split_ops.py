@@ -32,7 +32,7 @@ from bench.results_page.tables import markdown
 from cotrain_compile.analysis.costs import measured_costs
 from cotrain_compile.entry.tracing import trace
 from cotrain_compile.files import save
-from cotrain_compile.machine import Tier
+from cotrain_compile.machine import MEMORIES, Tier
 from cotrain_compile.placement.policies import resident
 from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.schedule.schedule import schedule
@@ -45,7 +45,7 @@ VOCABULARY, WIDTH, LAYERS, HEADS = 128_256, 32, 2, 4
 SEQUENCES, TOKENS = 4, 128
 CHUNKS = 8  # as torchtune has by default
 PARTS = (8, 16, 32)
-BUDGETS = dict.fromkeys(Tier, 64 << 30)
+BUDGETS = dict.fromkeys(MEMORIES, 64 << 30)
 
 Step = Callable[[Tensor, Tensor], Tensor]
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
