@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from cotrain_compile.dataflow import Buffer, Dataflow, Op, Phase, Role, UpdateGroup
+from cotrain_compile.dataflow import Buffer, Dataflow, Op, OpKind, Phase, Role, UpdateGroup
 from cotrain_compile.placement.remembered import remembered
 from cotrain_compile.regions import (
     Collected,
@@ -31,6 +31,7 @@ ZEROS, EMPTY = "aten.zeros.default", "aten.empty.memory_format"
 ADD, COPY, CONVERT = "aten.add_.Tensor", "aten.copy_.default", "aten._to_copy.default"
 DIVIDE, COUNTS, COUNT = "aten.div.Tensor", "aten.ne.Scalar", "aten.sum.dim_IntList"
 FULL = "aten.full.default"
+KINDS = {EMPTY: OpKind.UNSAID, COUNT: OpKind.REDUCTION}  # the others go element by element
 
 
 def split_regions(dataflow: Dataflow, parts: Mapping[str, int]) -> Dataflow:
@@ -125,7 +126,7 @@ class _Splitting:
     def _filled(self, op: Op) -> Op:
         """An op that looks at the shape of what it reads alone, without that."""
         nbytes = sum(map(self._nbytes, op.writes))
-        return replace(op, target=FULL, reads=(), bytes_moved=nbytes)
+        return replace(op, target=FULL, reads=(), bytes_moved=nbytes, kind=OpKind.POINTWISE)
 
     def _update(self, group: UpdateGroup) -> UpdateGroup:
         if self.renamed.keys().isdisjoint((group.gradient, *group.scalars)):
@@ -244,6 +245,7 @@ class _Splitting:
             writes=(flags,),
             bytes_moved=counted.nbytes + counted.targets,
             dtype="bool",
+            kind=OpKind.POINTWISE,
         )
         yield replace(
             op,
@@ -252,12 +254,20 @@ class _Splitting:
             writes=(value,),
             bytes_moved=counted.targets + self._nbytes(counted.buffer),
             dtype="float32",
+            kind=KINDS[COUNT],
         )
 
     def _made(self, result: Collected, window: Window, name: str, target: str, moved: int) -> Op:
         op = self._phased(self._op(result.value), window)
         return replace(
-            op, name=name, target=target, reads=(), writes=(), flops=0, bytes_moved=moved
+            op,
+            name=name,
+            target=target,
+            reads=(),
+            writes=(),
+            flops=0,
+            bytes_moved=0 if target == EMPTY else moved,
+            kind=KINDS.get(target, OpKind.POINTWISE),
         )
 
     def _phased(self, op: Op, window: Window) -> Op:
