@@ -6,6 +6,7 @@
     m = home(host)
     h = recompute()
     loss = parts(4)
+    updates = pieces(1024)
 
 In: such lines, and a `Placement` if there is one. Out: a `Plan`, of whose budgets and prediction
 nothing is known. `lines` writes the tasks and moved ops of any plan.
@@ -37,7 +38,7 @@ def parse(text: str) -> Plan:
     homes: dict[str, Tier] = {}
     updates: dict[str, UpdateMode] = {}
     recomputed: list[str] = []
-    layers_per_pack = 0
+    layers_per_pack = piece_bytes = 0
     splits: dict[str, int] = {}
     for line in filter(None, map(str.strip, text.splitlines())):
         name, call = read_line(line)
@@ -54,6 +55,8 @@ def parse(text: str) -> Plan:
                 recomputed.append(name)
             case "parts":
                 splits[name] = call.args[0]
+            case "pieces":
+                piece_bytes = call.args[0]
             case "packs":
                 layers_per_pack = call.args[0]
             case _:
@@ -65,6 +68,7 @@ def parse(text: str) -> Plan:
         recomputed=tuple(recomputed),
         layers_per_pack=layers_per_pack,
         splits=splits,
+        piece_bytes=piece_bytes,
     )
     nothing = Timeline("predicted", (), {})
     return Plan("", "", {}, placement, tuple(tasks), nothing, moved=tuple(moved))

@@ -4,7 +4,8 @@ In: a Problem, settings, and how a step is planned. The step with whole ops come
 the work, as if nothing could run in parts: so that a plan with parts is never slower than one
 without. Where its plan moves anything and the device waits for it, or there is none, the step in
 parts is planned as a step of its own, in a few numbers of parts: the fewest with which all fits, or
-beyond which no more memory is saved. Where all fits nothing is split.
+beyond which little more memory is saved, and where none of these has a plan those that need least.
+Where all fits nothing is split.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def best_split(
         refusals.append(refusal)
     tried = [*_worth_a_try(problem), *(p.placement.splits for p in incumbents)]
     candidates = [s for n, s in enumerate(tried) if s and s not in tried[:n]]
-    for splits in candidates:
+    for splits in _with_a_last_resort(problem, candidates, found):
         own = [_with(plan, {}) for plan in incumbents if plan.placement.splits == splits]
         share = (SHARE if found else 1.0) / len(candidates)
         left_s = settings.time_limit_s - (time.perf_counter() - began_s)
@@ -82,6 +83,35 @@ def best_split(
     best = min(found, key=lambda plan: plan.predicted.makespan_s)
     notes = (*best.notes, *_notes(problem, best, candidates))
     return replace(reported_together(best, found, lambda way, plan: way), notes=notes)
+
+
+def _with_a_last_resort(
+    problem: Problem, candidates: list[Splits], found: Sequence[Plan]
+) -> Iterator[Splits]:
+    """`candidates`, and where none has led to a plan the parts that need least, added to them."""
+    yield from tuple(candidates)
+    if not found:
+        smallest = _needing_least(problem)
+        if smallest and smallest not in candidates:
+            candidates.append(smallest)
+            yield smallest
+
+
+def _needing_least(problem: Problem) -> Splits:
+    """The parts of each kind of regions in which the largest op needs least."""
+    chosen: dict[str, int] = {}
+    least = floor_bytes(problem)
+    for kind in dict.fromkeys(region.kind for region in problem.dataflow.regions):
+        of_kind = [region for region in problem.dataflow.regions if region.kind == kind]
+        before = dict(chosen)
+        for parts in PARTS:
+            if any(region.length < parts for region in of_kind):
+                break
+            splits = {**before, **{region.name: parts for region in of_kind}}
+            needs = floor_bytes(_in_parts(problem, splits))
+            if needs < least:
+                chosen, least = splits, needs
+    return chosen
 
 
 def in_words(regions: Sequence[Region], splits: Splits) -> str:

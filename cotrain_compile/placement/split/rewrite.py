@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from cotrain_compile.dataflow import Buffer, Dataflow, Op, OpKind, Phase, Role, UpdateGroup
+from cotrain_compile.dataflow import Buffer, Dataflow, Op, Phase, Role, UpdateGroup
+from cotrain_compile.machine.op_classes import OpKind
 from cotrain_compile.placement.remembered import remembered
 from cotrain_compile.regions import (
     Collected,
