@@ -153,9 +153,11 @@ def _predicted(problem: Problem, plan: Plan) -> Timeline:
 
 
 def _is_alike(again: Timeline, planned: Timeline) -> bool:
-    """Whether both take as long, and the host as long for its updates, which may be hidden."""
+    """Whether both take as long, and so do the host's updates and the device's ops, which may hide
+    one another.
+    """
     pairs = (
         (again.makespan_s, planned.makespan_s),
-        (again.busy_s(Lane.HOST), planned.busy_s(Lane.HOST)),
+        *((again.busy_s(lane), planned.busy_s(lane)) for lane in (Lane.DEVICE, Lane.HOST)),
     )
     return all(abs(a - b) <= ROUNDING * b for a, b in pairs)

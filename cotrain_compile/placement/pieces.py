@@ -76,13 +76,13 @@ def pieces_under(dataflow: Dataflow, placement: Placement) -> tuple[Pieced, ...]
 def _pieces_under(dataflow: Dataflow, placement: Placement) -> Iterator[Pieced]:
     away, homes, used = set(placement.away), placement.homes, _used_outside(dataflow, None)
     for group in dataflow.updates:
-        streamed = placement.updates[group.param] is UpdateMode.STREAMED
+        streamed = placement.updates.get(group.param) is UpdateMode.STREAMED
         if not streamed or not may_go_in_pieces(dataflow, group):
             continue
         nbytes = dataflow.buffer[group.param].nbytes
         bounds = piece_bounds(group.elements, nbytes, placement.piece_bytes)
-        fetched = {name for name in group.states if homes[name] is Tier.HOST}
-        fetched |= {group.param} if homes[group.param] is Tier.HOST else set()
+        fetched = {name for name in group.states if homes.get(name) is Tier.HOST}
+        fetched |= {group.param} if homes.get(group.param) is Tier.HOST else set()
         fetched -= {group.param} & used
         fetched |= {group.gradient} & away
         fetched = {n for n in fetched if dataflow.buffer[n].nbytes >= group.elements}

@@ -93,7 +93,7 @@ def six_layers() -> StepGraph:
     return trace_graph(build)
 
 
-@pytest.mark.parametrize("policy", ["resident", "zero-offload", "streamed"])
+@pytest.mark.parametrize("policy", ["resident", "fraction:1", "streamed"])
 def test_layers_of_a_settled_plan_are_of_few_kinds(six_layers: StepGraph, policy: str) -> None:
     """Forward and backward of a layer, the first, the last, what is around them, updates.
 
@@ -122,4 +122,6 @@ def test_updates_that_run_as_captured_are_planned_as_such(tmp_path: Path) -> Non
     files.save(step.dataflow, tmp_path / "step.json")
     files.save(own.plan, tmp_path / "plan.json")
     read = read_problem(own.plan, tmp_path / "plan.json", None, None, None)
-    assert read.costs == own.problem.costs
+    # Whether ops run in compiled code is not told by what so short ones take.
+    assert read.costs.host_update_s == own.problem.costs.host_update_s
+    assert read.captured

@@ -109,7 +109,7 @@ def test_the_option_is_a_number_of_steps(value: object) -> None:
 # Broken ones.
 
 
-def momentum_step(policy: str = "zero-offload", **options: Any) -> Step:
+def momentum_step(policy: str = "fraction:1", **options: Any) -> Step:
     torch.manual_seed(0)
     model = CASES["mlp"].make_model()
     step = make_step(model, OPTIMIZERS["sgd"](model), CASES["mlp"].loss_of)

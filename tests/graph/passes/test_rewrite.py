@@ -32,7 +32,7 @@ from tests.support.delays import PATIENCE_S, tasks_held_back
 from tests.support.plans.random_plans import last_moment_plan
 from tests.support.steps import CASES, OPTIMIZERS, Step, all_tensors, cotrain, make_step
 
-TASKS = (ops.offload, ops.prefetch_into, host_region)
+TASKS = (ops.offload, ops.prefetch, ops.prefetch_into, host_region)
 OTHER_CASES = [pytest.param(case, marks=pytest.mark.long) for case in ("conv", "llama")]
 
 
@@ -84,7 +84,7 @@ def test_a_resident_plan_changes_nothing() -> None:
 
 def test_the_text_of_a_placed_graph_shows_its_tasks() -> None:
     step = captured_step()
-    text = run_passes(step, plan_for(step, "zero-offload")).text()
+    text = run_passes(step, plan_for(step, "fraction:1")).text()
     for task in ("cotrain.offload", "cotrain.prefetch_into", "cotrain.wait", "host_region"):
         assert task in text
     assert "param 0.weight" in text

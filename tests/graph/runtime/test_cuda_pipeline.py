@@ -50,7 +50,12 @@ class ThreadCuda:
         self.pool = PinnedPool(self.card.pin, self.card.unpin, lambda: 1 << 40)
 
     def runtime_for(
-        self, step: object, problem: Problem, kernels: Mapping[str, HostKernel], options: Options
+        self,
+        step: object,
+        problem: Problem,
+        placement: object,
+        kernels: Mapping[str, HostKernel],
+        options: Options,
     ) -> CudaDevice:
         return CudaDevice(self.card, self.pool, problem.budgets[Tier.HOST], kernels)
 
@@ -99,7 +104,7 @@ def test_homes_of_the_first_plan_stay_for_other_batch_sizes(cuda: ThreadCuda) ->
     torch.manual_seed(0)
     model = case.make_model()
     optimizers = OPTIMIZERS["sgd"](model)
-    step = cotrain(policy="zero-offload", host_kernels="captured")(
+    step = cotrain(policy="fraction:1", host_kernels="captured")(
         make_step(model, optimizers, case.loss_of)
     )
     placements: list[Placement] = []
@@ -112,12 +117,13 @@ def test_homes_of_the_first_plan_stay_for_other_batch_sizes(cuda: ThreadCuda) ->
     }
     hosted = {name for name, tier in placements[0].homes.items() if tier is Tier.HOST}
     assert hosted
-    states = {
+    params = dict(model.named_parameters())
+    named = params | {
         f"{name}.{key}": value
-        for name, param in model.named_parameters()
+        for name, param in params.items()
         for key, value in optimizers[0].state[param].items()
     }
-    assert all(cuda.pool.holds(states[name]) for name in hosted)
+    assert all(cuda.pool.holds(named[name]) for name in hosted)
     assert len(all_tensors(model, optimizers)) > len(hosted)
     with torch.compiler.set_stance("fail_on_recompile"):
         for rows in sizes:

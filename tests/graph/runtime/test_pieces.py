@@ -16,7 +16,7 @@ from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
 from cotrain_compile.errors import StepFailed
 from cotrain_compile.machine import Link, Tier
 from cotrain_compile.passes import run_passes
-from cotrain_compile.placement.policies import zero_offload
+from cotrain_compile.placement.policies import fraction
 from cotrain_compile.placement.schedule import bundles
 from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.plan import Lane as LaneName
@@ -50,7 +50,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def host_plan(name: str) -> Plan:
     problem = captured(name).problem()
-    return schedule(problem, zero_offload(problem.dataflow))
+    return schedule(problem, fraction(problem.dataflow, 1.0))
 
 
 class Placed:
