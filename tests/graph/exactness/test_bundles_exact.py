@@ -179,7 +179,7 @@ def test_a_bundle_that_fails_may_have_half_written_all_its_members() -> None:
     training = Training("adamw", torch.float32, 1e-3)
     training.run()
     device = training.compiled._device
-    states = 3 * len(bundled_updates(training))  # weights would have come up behind it
+    states = 4 * len(bundled_updates(training))  # weights rest beside their states
     name = next(n for n, k in device._kernels.items() if isinstance(k, BundleKernel))
     fails = mock.Mock(side_effect=RuntimeError("the worker is ill"))
     with (
