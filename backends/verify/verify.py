@@ -2,13 +2,13 @@
 
 In: a `CompiledStep`, the graph it was made from, the options. Out: a callable in its place that
 raises `VerifyError` at the first tensor that differs, in the order in which the step computes them.
-What a fused kernel updates on the host, and what follows from it, may differ by `TOLERANCE` of the
-update's largest change (`docs/decisions/0005-fused-loops-by-structure.md`).
+What a fused kernel updates on the host, what runs in parts, and what follows from either, may
+differ by `TOLERANCE` of the largest change (`docs/decisions/0005-fused-loops-by-structure.md`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, assert_never
 
@@ -29,7 +29,7 @@ from cotrain_compile.backends.verify.reference import (
 )
 from cotrain_compile.dataflow import PERSISTENT_ROLES, UpdateGroup
 from cotrain_compile.errors import VerifyError
-from cotrain_compile.extract.extract import buffer_names
+from cotrain_compile.extract.extract import buffer_names, extract
 from cotrain_compile.graph import StepGraph, writes
 from cotrain_compile.machine import Tier
 from cotrain_compile.options.parts import LoweringOptions
@@ -134,7 +134,7 @@ def refuse_race(placed: StepGraph) -> None:
 def _results(step: StepGraph, plan: Plan, options: LoweringOptions) -> Iterator[Result]:
     """All that a step leaves: outputs, and inputs that persist, written or not."""
     graph = step.module.graph
-    rounded = _rounded(step, plan) if options.host_kernels == "fused" else set()
+    rounded = _rounded(step, _apart_by_rounding(step, plan, options))
     buffer_of = buffer_names(step)
     output = next(iter(graph.find_nodes(op="output")))
     for position, node in enumerate(output.args[0]):
@@ -157,14 +157,23 @@ def _order(graph: fx.Graph) -> Callable[[Result], int]:
     return lambda result: index[result.made_by]
 
 
-def _rounded(step: StepGraph, plan: Plan) -> set[fx.Node]:
-    """Writes that a fused kernel may do, and all that is computed from what they wrote."""
-    params = {region.param for region in plan.host_updates}
-    found: set[fx.Node] = set()
-    for write, destination, _ in writes(step.module.graph):
-        item = step.input_of_node.get(destination.name)
-        if item is not None and (item.param or item.name) in params:
-            found.add(write)
+def _apart_by_rounding(step: StepGraph, plan: Plan, options: LoweringOptions) -> Iterator[fx.Node]:
+    """Writes that a fused kernel may do, and ops that run in parts."""
+    if options.host_kernels == "fused":
+        params = {region.param for region in plan.host_updates}
+        for write, destination, _ in writes(step.module.graph):
+            item = step.input_of_node.get(destination.name)
+            if item is not None and (item.param or item.name) in params:
+                yield write
+    if plan.placement.splits:
+        split = [r for r in extract(step).regions if plan.placement.splits.get(r.name, 1) > 1]
+        in_parts = {op.name for region in split for op in region.ops}
+        yield from (node for node in step.nodes if node.name in in_parts)
+
+
+def _rounded(step: StepGraph, first: Iterable[fx.Node]) -> set[fx.Node]:
+    """`first`, and all that is computed from what they make."""
+    found = set(first)
     for node in step.nodes:
         if any(source in found for source in node.all_input_nodes):
             found.add(node)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from cotrain_compile.dataflow import Buffer, Dataflow, Op, Phase, Role
+from cotrain_compile.machine.op_classes import OpKind
 
 # What is there once for each micro-batch: its samples, and all that is made of them.
 _OWN = frozenset({Role.BATCH, Role.TEMPORARY, Role.WORKSPACE})
@@ -90,7 +91,15 @@ class _MicroBatch:
         reads = (self._sum(gradient, self.number - 1), self.own[gradient])
         nbytes = 3 * self.step.buffer[gradient].nbytes
         made = self.summed[gradient]
-        return Op(f"add.{made}", "add", maker.phase, reads, (made,), bytes_moved=nbytes)
+        return Op(
+            f"add.{made}",
+            "add",
+            maker.phase,
+            reads,
+            (made,),
+            bytes_moved=nbytes,
+            kind=OpKind.POINTWISE,
+        )
 
 
 def _buffers(step: Dataflow, copies: list[_MicroBatch]) -> Iterator[Buffer]:

@@ -17,7 +17,7 @@ def test_the_page_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S)
-    assert len(blocks) == 7
+    assert len(blocks) == 8
     names: dict[str, Any] = {"__name__": "page"}
     losses = []
     for block in blocks:

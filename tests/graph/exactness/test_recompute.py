@@ -58,7 +58,7 @@ def test_a_step_makes_values_again_and_is_that_of_eager(tmp_path: Path) -> None:
     machine = slow_link(tmp_path)
     whole, resident = train_with(policy="resident")
     budget = int(SHARE * resident.plan.predicted.peak_bytes[Tier.DEVICE])
-    asked = {"memory_budget": budget, "machine": machine, "work_limit": LITTLE_WORK}
+    asked = {"memory_budget": budget, "machine": machine, "work_limit": LITTLE_WORK, "split": "off"}
     run, compiled = train_with(**asked, verify=1, dump=str(tmp_path / "dump"))
     plan, step = compiled.plan, compiled.problem.dataflow
     assert plan.placement.recomputed

@@ -10,7 +10,7 @@ from cotrain_compile.analysis.races import Event, find_race
 from cotrain_compile.plan import Lane
 
 WEIGHT = {"w"}
-DEVICE, HOST, D2H, H2D, _ = Lane
+DEVICE, HOST, D2H, H2D, *_ = Lane
 
 
 def device(name: str, *, reads: str = "", writes: str = "") -> Event:
