@@ -264,7 +264,7 @@ class Placer:
         check(problem, plan)
         placed = run_passes(self.step, plan)
         kernels = host_kernels(placed, options.host_kernels)
-        device = runtime_for(placed, allowed, kernels, options)
+        device = runtime_for(placed, allowed, plan.placement, kernels, options)
         return CompiledStep(problem, replace(plan, budgets=allowed.budgets), placed, device)
 
     def _row(self, compiled: CompiledStep, planned_s: float) -> Row:

@@ -16,6 +16,7 @@ from torch import nn
 from cotrain_compile.entry.tracing import trace
 from cotrain_compile.errors import OptionError
 from tests.fake_cuda.library import compiler
+from tests.support.fresh_process import run_fresh
 
 pytestmark = [
     pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler"),
@@ -36,19 +37,28 @@ def built() -> tuple[Callable[..., Any], tuple[Any, ...]]:
     return step, (torch.ones(2, 4),)
 
 
-def test_a_library_that_takes_the_getter_is_imported() -> None:
-    def build() -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        torch._C._cuda_getCurrentRawStream  # noqa: B018
-        return built()
+def takes_the_getter() -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    torch._C._cuda_getCurrentRawStream  # noqa: B018
+    return built()
 
-    assert trace(build, device="cuda", machine="rtx4090").ops
-    assert not hasattr(torch._C, "_cuda_getCurrentRawStream")
+
+def launches_a_kernel() -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    torch._C._cuda_getCurrentRawStream(0)
+    return built()
+
+
+def traced(build: Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]) -> tuple[int, bool]:
+    """How many ops the step has, and whether torch has the getter afterwards."""
+    ops = trace(build, device="cuda", machine="rtx4090").ops
+    return len(ops), hasattr(torch._C, "_cuda_getCurrentRawStream")
+
+
+def test_a_library_that_takes_the_getter_is_imported() -> None:
+    count, has_getter = run_fresh(traced, takes_the_getter)
+    assert count
+    assert not has_getter
 
 
 def test_a_kernel_that_it_launches_is_refused_in_words() -> None:
-    def build() -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        torch._C._cuda_getCurrentRawStream(0)
-        return built()
-
     with pytest.raises(OptionError, match="launches a kernel of its own on the card"):
-        trace(build, device="cuda", machine="rtx4090")
+        run_fresh(traced, launches_a_kernel)

@@ -13,10 +13,15 @@ from torch import nn
 import cotrain_compile
 from cotrain_compile.dataflow import Dataflow, Op
 from cotrain_compile.machine.op_classes import OpKind
+from tests.support.fresh_process import run_fresh
 
 
 @functools.cache
 def traced(*, last: bool = False, precision: str = "highest", card: bool = True) -> Dataflow:
+    return run_fresh(_traced, last, precision, card) if card else _traced(last, precision, card)
+
+
+def _traced(last: bool, precision: str, card: bool) -> Dataflow:
     """A net of a convolution, a depthwise one, batch norm and a linear layer, for an A100."""
 
     def build() -> tuple[Callable[..., Any], tuple[Any, ...]]:

@@ -43,5 +43,8 @@ def test_updates_are_those_of_the_cluster_s_host() -> None:
 
 def test_a_card_without_bfloat16_takes_float16() -> None:
     profile = profile_on_cluster("net", computing(), find_cluster("8xv100"))
-    rate = find("v100-dgx2").device.flops_per_s["float16"]
-    assert profile.layers[1].forward_s.at(1) == pytest.approx(10**15 / rate, rel=1e-3)
+    device = find("v100-dgx2").device
+    product_s = 10**15 / device.flops_per_s["float16"]
+    assert profile.layers[1].forward_s.at(1) == pytest.approx(
+        device.factors["product"] * product_s, rel=1e-3
+    )
