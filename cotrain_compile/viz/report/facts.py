@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.explain.explain import limits_words
 from cotrain_compile.placement.explain.sensitivity import limits
@@ -68,6 +69,23 @@ class Peak:
     where: str
     by_kind: tuple[tuple[str, int], ...]
     largest: tuple[Held, ...]
+
+
+def fits(plan: Plan, dataflow: Dataflow, measured: Sequence[Timeline] = ()) -> tuple[str, str]:
+    """Whether the step fits, and in what: in its budgets as planned, as measured, as reserved."""
+    above = [
+        tier.value
+        for tier in plan.tiers
+        if any(t.peak_bytes.get(tier, 0) > plan.budgets[tier] for t in measured)
+    ]
+    if above:
+        return "Does not fit", f"{' and '.join(above)} memory was measured above its budget"
+    found = reserved_on_card(plan, dataflow)
+    if found is not None and found.reserved_bytes > plan.budgets[Tier.DEVICE]:
+        told = format_bytes(found.reserved_bytes)
+        return "Fits in tensors", f"but torch's allocator reserves {told} for them on a card"
+    memories = " and ".join(tier.value for tier in plan.tiers)
+    return "Fits", f"{memories} memory within budget{', as measured' if measured else ''}"
 
 
 def regime(problem: Problem, plan: Plan) -> str:

@@ -59,6 +59,7 @@ def report_html(problem: Problem, plan: Plan, measured: Sequence[Timeline] = ())
         heading=drawn.heading,
         measured=measured,
         measured_s=max((timeline.makespan_s for timeline in measured), default=0.0),
+        fits=facts.fits(plan, problem.dataflow, measured),
         regime=facts.regime(problem, plan),
         bound=facts.bound(problem, plan, measured),
         sentences=list(facts.sentences(problem, plan, measured)),

@@ -90,6 +90,7 @@ def test_the_tiles_are_the_plans(page: str) -> None:
     moved = PLAN.bytes_moved("offload") + PLAN.bytes_moved("prefetch")
     bound = f"certified bound; this plan is {100 * PLAN.report.gap:.1f}% above it"
     assert tiles == {
+        "device and host memory within budget, as measured": "Fits",
         "a step, predicted": format_seconds(PLAN.predicted.makespan_s),
         "a step, measured": format_seconds(3 * PLAN.predicted.makespan_s),
         bound: format_seconds(PLAN.report.lower_bound_s),
@@ -335,3 +336,13 @@ def test_all_is_legible_in_light_and_dark(page: str) -> None:
     for line in ("predicted", "measured", "budget"):
         of_chart = getattr(charts, line.upper())
         assert tuple(ink.lower() for ink in of_chart) == (light[line], dark[line])
+
+
+def test_the_page_says_first_whether_the_step_fits(page: str) -> None:
+    assert page.index("device and host memory within budget, as measured") < page.index("a step, ")
+    assert facts.fits(PLAN, STEP) == ("Fits", "device and host memory within budget")
+    above = replace(MEASURED, peak_bytes={**MEASURED.peak_bytes, Tier.DEVICE: 2000 * KIB})
+    assert facts.fits(PLAN, STEP, [above]) == (
+        "Does not fit",
+        "device memory was measured above its budget",
+    )
