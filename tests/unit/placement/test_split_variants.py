@@ -16,6 +16,8 @@ from cotrain_compile.placement.policies import resident
 from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.recompute.rewrite import recomputable
 from cotrain_compile.placement.schedule.schedule import draft
+from cotrain_compile.placement.search import split_variants
+from cotrain_compile.placement.search.infeasible import floor_bytes
 from cotrain_compile.placement.search.solve import SolveSettings, solve
 from cotrain_compile.presets import find
 from tests.support.random_problems import PLENTY, resident_bytes
@@ -115,3 +117,24 @@ def test_the_fastest_of_all_small_plans_lies_between_bound_and_plan() -> None:
     best_s = min(best_s, plan.predicted.makespan_s)
     assert plan.report.lower_bound_s <= best_s * (1 + 1e-9)
     assert plan.predicted.makespan_s <= best_s * (1 + SETTINGS.gap)
+
+
+def test_where_few_parts_have_no_plan_those_that_need_least_are_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(split_variants, "SAVES", 1.0)  # never worth a try
+    free = problem_of(1.0)
+    (region,) = free.dataflow.regions
+    needs = {
+        parts: floor_bytes(free.splitting({region.name: parts}).as_its_own_step())
+        for parts in split_variants.PARTS
+        if parts <= region.length
+    }
+    smallest = min(needs, key=needs.__getitem__)
+    assert needs[smallest] < needs[2]
+    with pytest.raises(PlacementError) as nothing:
+        solve(problem_of(0.0), SETTINGS)
+    tight = free.with_budget(Tier.DEVICE, nothing.value.shortfall_bytes)
+    plan = solve(tight, SETTINGS)
+    check(tight, plan)
+    assert plan.placement.splits == {region.name: smallest}
