@@ -57,7 +57,7 @@ def place_lowered(name: str, plan: Plan) -> CompiledStep:
     return CompiledStep(problem, plan, placed, device, lowered)
 
 
-@pytest.mark.parametrize("share", [0.0, 0.7])
+@pytest.mark.parametrize("share", [pytest.param(0.0, marks=pytest.mark.long), 0.7])
 @pytest.mark.parametrize(
     ("name", "seed"),
     [
