@@ -137,6 +137,15 @@ def may_draw_out_of_order(node: fx.Node) -> bool:
     return is_random(node) and not (_TIES_RANDOM_OPS and node.users)
 
 
+def draws_other_numbers(node: fx.Node) -> bool:
+    """Whether code for `node` draws other numbers than its kernel, from the same generator.
+
+    Inductor writes `bernoulli(p)` as `rand(float32) < p`: so does the kernel in float32 alone
+    (2.11 to 2.15).
+    """
+    return node.target is aten.bernoulli.default and node.meta["val"].dtype is not torch.float32
+
+
 def fake_mode_of(inputs: Sequence[Any]) -> Any:
     """The mode that `inputs` were made in; a new one where there are none."""
     modes = [value.fake_mode for value in inputs if hasattr(value, "fake_mode")]

@@ -20,6 +20,7 @@ from cotrain_compile.backends.inductor.compile_graph import (
     CUDA_GRAPHS,
     Code,
     compile_graph,
+    draws_other_numbers,
     may_draw_out_of_order,
     unknown_settings,
 )
@@ -135,9 +136,14 @@ def _runs_alone(node: fx.Node, symbols: frozenset[str]) -> bool:
     """Whether an op can be in no segment: it takes a subgraph, or takes or makes a number.
 
     A segment is compiled for the sizes of `symbols`, and a number that is none may be another in
-    the next call. Or the op would draw random numbers before or behind others.
+    the next call. Or the op would draw other random numbers, or before or behind others.
     """
-    if may_draw_out_of_order(node) or ROWS in node.meta or _collects(node):
+    if (
+        draws_other_numbers(node)
+        or may_draw_out_of_order(node)
+        or ROWS in node.meta
+        or _collects(node)
+    ):
         return True
     given = [source.meta.get("val") for source in node.all_input_nodes]
     if any(value is None for value in given):
