@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from keyword import iskeyword
 from typing import Any
+
+from cotrain_compile.errors import FormatError
 
 
 class Precision(StrEnum):
@@ -19,10 +22,18 @@ class Precision(StrEnum):
 
 @dataclass(frozen=True)
 class Optimizer:
-    """A class by its full name, such as `torch.optim.AdamW`, and its arguments."""
+    """A class by its full name, such as `torch.optim.AdamW`, and its arguments.
+
+    Raises `FormatError` where either is no name: they become code.
+    """
 
     name: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in (*self.name.split("."), *self.arguments):
+            if not name.isidentifier() or iskeyword(name):
+                raise FormatError(f"optimizer {self.name!r}: {name!r} is no name in Python")
 
 
 @dataclass(frozen=True)

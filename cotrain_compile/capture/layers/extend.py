@@ -34,7 +34,7 @@ from cotrain_compile.capture.layers.blocks import (
     runs_of,
 )
 from cotrain_compile.capture.layers.labels import Labels, label, lists_in, phase_of
-from cotrain_compile.capture.layers.shorten import Shortened, is_even
+from cotrain_compile.capture.layers.shorten import Shortened, entry_of, is_even
 from cotrain_compile.capture.nodes.refake import traced_again
 
 aten = torch.ops.aten
@@ -144,17 +144,11 @@ class _Extension:
         if node.target not in _VECTORS:
             raise UnlikeError(f"{node.name} reads several layers")
         for entries in lists_in(node):
-            described = [self._entry(entry) for entry in entries]
+            described = [
+                entry_of(entry, self.labels, self.blocks.place, self.own) for entry in entries
+            ]
             if not is_even(described, self.template - 1, range(self.template, self.template + 1)):
                 raise UnlikeError(f"{node.name} has not the same of each layer")
-
-    def _entry(self, entry: object) -> tuple[int | None, object]:
-        if not isinstance(entry, fx.Node):
-            return None, entry
-        layer = self.labels.layer.get(entry)
-        if entry in self.blocks.place:
-            return layer, self.blocks.place[entry][1:]
-        return layer, self.own.get(entry, entry.name)
 
     def make(self) -> None:
         """Add the nodes of all layers, and let those there are read them."""

@@ -159,19 +159,13 @@ class _Alike:
             return False
         layers = []
         for entries in lists_in(gather):
-            described = [self._entry(entry) for entry in entries]
+            described = [
+                entry_of(entry, self.labels, self.blocks.place, self.own) for entry in entries
+            ]
             layers.append([owner for owner, _ in described])
             if not is_even(described, self.blocks.first, self.left_out):
                 return False
         return all(others == layers[0] for others in layers)
-
-    def _entry(self, entry: object) -> tuple[int | None, object]:
-        if not isinstance(entry, fx.Node):
-            return None, entry
-        layer = self.labels.layer.get(entry)
-        if entry in self.blocks.place:
-            return layer, self.blocks.place[entry][1:]
-        return layer, self.own.get(entry, entry.name)
 
     def _is_vector(self, gather: fx.Node) -> bool:
         """Whether a gather makes a vector, of which only some norm and the like is read."""
@@ -241,6 +235,19 @@ class _Alike:
 
     def _is_left_out(self, entry: object) -> bool:
         return isinstance(entry, fx.Node) and self.labels.layer.get(entry) in self.left_out
+
+
+def entry_of(
+    entry: object,
+    labels: Labels,
+    place: Mapping[fx.Node, tuple[int, ...]],
+    own: Mapping[fx.Node, int],
+) -> tuple[int | None, object]:
+    """The layer of an entry of a list, and what of it: its place, or its number among its own."""
+    if not isinstance(entry, fx.Node):
+        return None, entry
+    layer = labels.layer.get(entry)
+    return layer, place[entry][1:] if entry in place else own.get(entry, entry.name)
 
 
 def is_even(entries: Sequence[tuple[int | None, object]], first: int, left_out: range) -> bool:

@@ -142,6 +142,9 @@ def test_no_setting_is_left_out_and_none_is_told_twice(tmp_path: Path) -> None:
         ("a.yaml", "- 1\n- 2", "no settings by name, but list"),
         ("a.json", '{"epochs": 3, "lr": 1}', "known; its first ones are epochs, lr"),
         ("a.yaml", "", "no settings by name, but NoneType"),
+        ("a.yaml", "base_model: x\noptimizer: [a, b]", "is no name in Python"),
+        ("a.json", '{"optimizer": {"type": "A(0); import os"}}', "is no name in Python"),
+        ("a.yaml", "optimizer: {_component_: torch.optim.SGD, 'lr=1)#': 2}", "is no name in"),
     ],
 )
 def test_what_is_no_configuration_is_refused(
