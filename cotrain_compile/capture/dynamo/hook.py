@@ -55,6 +55,8 @@ from cotrain_compile.support.raised_by_handler import raised_by_handler
 _TORCH_DISTRIBUTED = os.path.join(os.path.dirname(torch.__file__), "distributed") + os.sep
 _COMPILER = "_torchdynamo_orig_backend"  # what a frame's converter calls its compiler function
 _NUMBERS = (int, float, complex, str, type(None))
+# Torch 2.11 asks for the code alone.
+_ASKED_WITH_FRAME = "frame" in inspect.signature(trace_rules.check).parameters
 
 
 def install(
@@ -139,7 +141,7 @@ def _refuse_to_pass_over(
     ) -> ConvertFrameReturn:
         compiler_fn = getattr(self._torchdynamo_orig_backend, _COMPILER, None)
         options = is_ours(compiler_fn)
-        if options is None or config.disable or trace_rules.check(frame.f_code, frame=frame):
+        if options is None or config.disable or _is_skipped(frame):
             return original(self, frame, cache_entry, frame_state, *args)
         code, objects = frame.f_code, frame_objects(frame.f_code, frame.closure)
         step = called_step(code, compiler_fn, objects, frame.f_locals)
@@ -155,6 +157,11 @@ def _refuse_to_pass_over(
 
     instead: Any = compile_or_skip
     wrapper.__call__ = instead  # type: ignore[method-assign]
+
+
+def _is_skipped(frame: Any) -> bool:
+    """Whether Dynamo leaves `frame` to eager by its rules, as code of a library."""
+    return trace_rules.check(frame.f_code, **({"frame": frame} if _ASKED_WITH_FRAME else {}))
 
 
 class _Refused(ShortenTraceback):
