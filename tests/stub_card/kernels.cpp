@@ -36,7 +36,7 @@ using torch::jit::Stack;
 const std::set<std::string> kOwn = {
     "aten::empty", "aten::empty_strided", "aten::resize_", "aten::set_", "aten::record_stream", "aten::copy_",
     "aten::_local_scalar_dense", "aten::_pin_memory", "aten::is_pinned", "aten::is_set_to", "aten::_copy_from",
-    "aten::_copy_from_and_resize", "aten::_efficientzerotensor", "aten::_fused_sdp_choice",
+    "aten::_copy_from_and_resize", "aten::_foreach_copy_", "aten::_efficientzerotensor", "aten::_fused_sdp_choice",
 };
 
 bool is_view(const c10::FunctionSchema& schema) {
@@ -93,6 +93,11 @@ at::Generator cpu_generator(const std::optional<at::Generator>& given) {
   return at::detail::createCPUGenerator(seed);
 }
 
+// What a kernel writes; a tensor of the CPU it would write a copy of.
+void is_on_card(const OperatorHandle& op, const Tensor& tensor) {
+  if (tensor.is_cpu()) stub_card_fault((op.schema().name() + " writes to a tensor of the CPU").c_str());
+}
+
 void to_the_cpu(const OperatorHandle& op, Stack& stack) {
   auto& arguments = op.schema().arguments();
   for (size_t i = 0; i < arguments.size(); ++i) {
@@ -102,6 +107,8 @@ void to_the_cpu(const OperatorHandle& op, Stack& stack) {
     } else if (stack[i].isDevice()) {
       stack[i] = c10::Device(at::kCPU);
     } else {
+      auto* alias = arguments[i].alias_info();
+      if (alias && alias->isWrite()) mapped(stack[i], [&](const Tensor& t) { return is_on_card(op, t), t; });
       stack[i] = mapped(stack[i], on_cpu);
     }
   }
@@ -238,6 +245,10 @@ Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
   return self;
 }
 
+void foreach_copy_(at::TensorList self, at::TensorList source, bool non_blocking) {
+  for (size_t i = 0; i < self.size(); ++i) self[i].copy_(source[i], non_blocking);
+}
+
 int64_t math_alone(
     const Tensor&, const Tensor&, const Tensor&, const std::optional<Tensor>&, double, bool, std::optional<double>,
     bool) {
@@ -253,6 +264,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
     library.impl(full.c_str(), torch::CppFunction::makeFromBoxedFunction<&on_the_card>());
   }
   library.impl("copy_", copy_);
+  library.impl("_foreach_copy_", foreach_copy_);
   library.impl("_fused_sdp_choice", math_alone);
 }
 
