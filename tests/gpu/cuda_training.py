@@ -75,11 +75,17 @@ class CudaTraining:
         return tuple(tensor.to(CUDA) for tensor in made)
 
     def run(self, step: Callable[..., Tensor] | None = None, steps: int = 4) -> list[Tensor]:
-        """Losses of some steps, and parameters and states after them, on the CPU."""
+        """Losses of some steps, and parameters and states after them, on the CPU.
+
+        What is on the host is read first, as soon as a step returns: all else waits for the card.
+        """
         torch.manual_seed(SEED + 1)
         step = step or self.compiled
-        losses = [step(*self.batch()).detach().cpu() for _ in range(steps)]
-        return [*losses, *(value.detach().cpu().clone() for value in self.tensors().values())]
+        losses = [step(*self.batch()).detach() for _ in range(steps)]
+        tensors = self.tensors()
+        read = {name: value.detach().clone() for name, value in tensors.items() if value.is_cpu}
+        rest = (read.get(name, value.detach()) for name, value in tensors.items())
+        return [value.cpu() for value in (*losses, *rest)]
 
     def tensors(self) -> dict[str, Tensor]:
         """Parameters, buffers and optimizer states by name, as they are."""

@@ -78,10 +78,13 @@ def delays(*, copies_us: int = 0, ops_us: int = 0, every: int = 3, seed: int = 0
 
 
 @contextmanager
-def memory(total_bytes: int) -> Iterator[None]:
-    """Within it, the card has so much memory; it has 2 GiB else."""
-    _runtime().stub_card_total(ctypes.c_size_t(total_bytes))
+def free(free_bytes: int) -> Iterator[None]:
+    """Within it, other processes have left so much of the card's memory to this one."""
+    import torch
+
+    now_bytes, _ = torch.cuda.mem_get_info()
+    _runtime().stub_card_others(ctypes.c_size_t(now_bytes - free_bytes))
     try:
         yield
     finally:
-        _runtime().stub_card_total(ctypes.c_size_t(2 << 30))
+        _runtime().stub_card_others(ctypes.c_size_t(0))

@@ -84,7 +84,7 @@ cudaError_t take(void** address, size_t bytes, Kind kind) {
   bytes = (bytes + 511) / 512 * 512;
   {
     std::lock_guard<std::mutex> lock(mutex);
-    if (kind == Kind::device && used_bytes + bytes > settings.total_bytes) {
+    if (kind == Kind::device && used_bytes + settings.others_bytes + bytes > settings.total_bytes) {
       *address = nullptr;
       return said(cudaErrorMemoryAllocation);
     }
@@ -155,9 +155,9 @@ extern "C" {
 
 // For tests.
 
-void stub_card_total(size_t bytes) {
+void stub_card_others(size_t bytes) {
   std::lock_guard<std::mutex> lock(mutex);
-  settings.total_bytes = bytes;
+  settings.others_bytes = bytes;
 }
 void stub_card_delays(int64_t copies_us, int64_t ops_us, uint32_t every, uint32_t seed) {
   std::lock_guard<std::mutex> lock(mutex);
@@ -206,7 +206,7 @@ cudaError_t cudaDeviceSynchronize() { return wait_for_all(), cudaSuccess; }
 cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
   std::lock_guard<std::mutex> lock(mutex);
   *total = settings.total_bytes;
-  *free = settings.total_bytes - std::min(settings.total_bytes, used_bytes);
+  *free = settings.total_bytes - std::min(settings.total_bytes, used_bytes + settings.others_bytes);
   return cudaSuccess;
 }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {

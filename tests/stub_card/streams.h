@@ -27,7 +27,7 @@ inline double now_s() {
 
 // What a test chooses.
 struct Settings {
-  size_t total_bytes = size_t(2) << 30;
+  size_t total_bytes = size_t(2) << 30, others_bytes = 0;  // other processes have the second of these
   // One of `late_every` copies and ops begins up to so much late.
   int64_t copies_late_us = 0, ops_late_us = 0;
   uint32_t late_every = 3;

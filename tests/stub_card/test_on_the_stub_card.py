@@ -247,8 +247,11 @@ def test_a_pin_that_fails_leaves_no_error_for_the_next_kernel() -> None:
     assert torch.ones(1, device="cuda").item() == 1
 
 
-def test_a_card_with_less_memory_than_the_budget_says_is_planned_for_again() -> None:
-    settings: dict[str, Any] = {"rows": 2048, "width": 256}
+# Of so little memory, what the allocator takes at once is a large part; that is told, too.
+@pytest.mark.filterwarnings("ignore:cotrain. the plan has .* but torch's allocator may reserve")
+def test_a_card_with_less_free_than_the_budget_is_planned_for_again() -> None:
+    # Far more than the 20 MiB that the allocator takes at once.
+    settings: dict[str, Any] = {"rows": 4096, "width": 512}
     whole = Training(policy="resident", **settings)
     expected = whole.run()
     peak = whole.inspected.predicted.peak_bytes[Tier.DEVICE]
@@ -257,9 +260,8 @@ def test_a_card_with_less_memory_than_the_budget_says_is_planned_for_again() -> 
     gc.collect()
     torch.cuda.empty_cache()
     placed = Training(memory_budget=2 * peak, host_kernels="captured", **settings)
-    free, total = torch.cuda.mem_get_info()
     with (
-        card.memory(total - free + int(0.85 * peak)),
+        card.free(int(0.85 * peak)),
         card.delays(copies_us=LATE_US, ops_us=LATE_US),
         pytest.warns(UserWarning, match=r"planned again|only .* of the card are free"),
     ):
