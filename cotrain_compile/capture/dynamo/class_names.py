@@ -36,7 +36,8 @@ def class_names_traced() -> Iterator[Patch]:
 def _knowing_names(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def get(self: Any, tx: Any, args: Sequence[VariableTracker], kwargs: Any) -> Any:
-        known = _name_of_class(*args[:2]) if self.fn is getattr else None
+        asks = self.as_python_constant() is getattr
+        known = _name_of_class(*args[:2]) if asks else None
         return original(self, tx, args, kwargs) if known is None else known
 
     return get
