@@ -40,7 +40,7 @@ def ways() -> Mapping[str, Way]:
     return {
         "copies down": Way(
             lambda device, launch: device.offload(source, launch),
-            lambda device, bundle, count: device.offload_all([source] * count, bundle),
+            lambda device, bundle, count: device.copy_all([source] * count, bundle, down=True),
         ),
         "copies up": Way(
             lambda device, launch: device.prefetch_into(over, source, launch),

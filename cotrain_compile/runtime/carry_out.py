@@ -92,9 +92,9 @@ def _copies(nodes: Sequence[fx.Node], views: Sequence[TaskNode], alongside: bool
     ]
     together, sources = bundle_of(launches), [view.source for view in copies]
     over = [view.destination for view in copies if view.destination is not None]
-    if not over:
-        return lambda runtime, value: runtime.offload_all([*map(value, sources)], together)
     down, nothing = isinstance(copies[0], Offload), [None] * len(copies)
+    if not over:
+        return lambda runtime, value: runtime.copy_all([*map(value, sources)], together, down=down)
 
     def copy(runtime: Runtime, value: Value) -> Any:
         runtime.copy_all_into([*map(value, over)], [*map(value, sources)], together, down=down)

@@ -226,13 +226,16 @@ class Device(ABC, Runtime):
         if passing is not None:  # a task that fails before its turn takes nothing
             self._tasks[launch.task].when_done(passing.close)
 
-    def offload_all(self, sources: Sequence[torch.Tensor], bundle: Bundle) -> list[torch.Tensor]:
+    def copy_all(
+        self, sources: Sequence[torch.Tensor], bundle: Bundle, *, down: bool
+    ) -> list[torch.Tensor]:
+        lane, tier = (LaneName.D2H, Tier.HOST) if down else (LaneName.H2D, Tier.DEVICE)
         made = [
-            self._new_copy(Tier.HOST, source, launch)
+            self._new_copy(tier, source, launch)
             for source, launch in zip(sources, bundle.members, strict=True)
         ]
         copied, rows, shown = zip(*made, strict=True)
-        self._start_copies(LaneName.D2H, copied, rows, bundle)
+        self._start_copies(lane, copied, rows, bundle)
         return [*shown]
 
     def copy_all_into(

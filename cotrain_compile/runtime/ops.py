@@ -92,8 +92,10 @@ class Runtime(Protocol):
         """Start `region` on the host with `inputs`, some of which it writes."""
         ...
 
-    def offload_all(self, sources: Sequence[torch.Tensor], bundle: Bundle) -> list[torch.Tensor]:
-        """As `offload`, of all `sources` in one task."""
+    def copy_all(
+        self, sources: Sequence[torch.Tensor], bundle: Bundle, *, down: bool
+    ) -> list[torch.Tensor]:
+        """As `offload`, or where it is not `down` `prefetch`, of all `sources` in one task."""
         ...
 
     def copy_all_into(

@@ -53,8 +53,10 @@ class _Rehearsal(Runtime):
     def run_region(self, region: fx.GraphModule, inputs: Sequence[Any], launch: Launch) -> None:
         self._device.skip(launch)
 
-    def offload_all(self, sources: Sequence[torch.Tensor], bundle: Bundle) -> list[torch.Tensor]:
-        return self._device.offload_all(sources, bundle)
+    def copy_all(
+        self, sources: Sequence[torch.Tensor], bundle: Bundle, *, down: bool
+    ) -> list[torch.Tensor]:
+        return self._device.copy_all(sources, bundle, down=down)
 
     def copy_all_into(
         self,

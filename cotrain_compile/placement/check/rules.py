@@ -199,8 +199,8 @@ def _check_bundles(dataflow: Dataflow, plan: Plan) -> None:
             )
         require(
             not task.bundle or _may_be_in_a_bundle(dataflow, task),
-            f"{task.name} is in a bundle, where only whole copies over something or down to the "
-            "host, and updates on the host that no step guesses or carries over, may be",
+            f"{task.name} is in a bundle, where only whole copies, and updates on the host that "
+            "no step guesses or carries over, may be",
         )
         members.add(task.name)
         before = task
@@ -218,7 +218,7 @@ def _may_be_in_a_bundle(dataflow: Dataflow, task: Task) -> bool:
     match task:
         case Transfer():
             is_piece = task.buffer in dataflow.pieces.wholes
-            return not (task.is_fetch or is_piece or dataflow.buffer[task.buffer].param)
+            return not (is_piece or dataflow.buffer[task.buffer].param)
         case HostRegion():
             return not (task.makes or task.guesses or task.confirms)
         case _:

@@ -3,16 +3,19 @@
 In: the tasks of a plan. Out: the same, those that may be joined with one `bundle`: copies of one
 direction, or updates on the host. A bundle is issued where the last of its members was, and waited
 for where the first of them was. So its members are joined as far as each may be issued that late
-(`settle.latest_issue`), also by those that come after it.
+(`settle.latest_issue`), also by those that come after it. What rests on the host and is fetched
+once is fetched where the first of its bundle was: each of them earlier than by itself.
 
-No tier holds more on the device, as for `settle`; on the host the values inside the updates of a
-bundle are there at once (`residency.host_bytes`). What it costs is time, which a simulation tells:
-a copy begins later, and what comes after a member comes after all of them.
+So the device holds more than without bundles only where something is fetched earlier; on the host
+the values inside the updates of a bundle are there at once (`residency.host_bytes`). What it costs
+is time, which a simulation tells: a copy begins later, and what comes after a member comes after
+all of them.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import assert_never
@@ -32,10 +35,11 @@ FEWEST = 8
 
 @dataclass(frozen=True)
 class _Window:
-    """A task by its number, the slots after which it may be issued, and the slot of its wait."""
+    """A task by its number: the slots after which it may be issued, is by itself, is awaited."""
 
     number: int
     first: int
+    own: int
     last: int
     wait: int
     nbytes: int
@@ -44,7 +48,7 @@ class _Window:
 def bundled(program: DeviceProgram, tasks: Sequence[Task], reach: int) -> list[Task] | None:
     """`tasks` in bundles, in their new order of issue; None where nothing may be joined.
 
-    No task is issued more than `reach` ops later than it was.
+    No task is issued more than `reach` ops later than it was, or earlier.
     """
     # An update on guesses is not to wait for a bundle, nor come behind what it goes ahead of.
     if any(isinstance(task, HostRegion) and task.guesses for task in tasks):
@@ -66,9 +70,8 @@ def _kind(dataflow: Dataflow, task: Task) -> object | None:
         return None
     match task:
         case Transfer():
-            # What is fetched takes its memory where it is issued; what is kept is the user's.
-            is_kept = bool(dataflow.buffer[task.buffer].param)
-            alone = task.is_fetch or is_kept or task.buffer in dataflow.pieces.wholes
+            is_kept = bool(dataflow.buffer[task.buffer].param)  # the user's
+            alone = is_kept or task.buffer in dataflow.pieces.wholes
             return None if alone else (task.direction, bool(task.destination))
         case HostRegion():
             return None if task.makes or task.guesses or task.confirms else "update"
@@ -90,22 +93,27 @@ def _nbytes(dataflow: Dataflow, task: Task) -> int:
 
 
 def _windows(program: DeviceProgram, tasks: Sequence[Task], reach: int) -> list[_Window]:
+    fetches = Counter(t.buffer for t in tasks if isinstance(t, Transfer) and t.is_fetch)
     last: dict[str, int] = {}
     for task in reversed(tasks):
         own = min(latest_issue(program, task), program.issue_slot(task) + reach)
         last[task.name] = min(own, last.get(task.name, program.end - 1))
         for name in task.after:
             last[name] = min(last.get(name, program.end - 1), last[task.name])
-    return [
-        _Window(
-            number,
-            program.issue_slot(task),
-            max(last[task.name], program.issue_slot(task)),
-            program.wait_slot(task),
-            _nbytes(program.dataflow, task),
-        )
-        for number, task in enumerate(tasks)
-    ]
+    found = []
+    for number, task in enumerate(tasks):
+        own = program.issue_slot(task)
+        first = max(-1, own - reach) if _may_be_earlier(program.dataflow, task, fetches) else own
+        latest, wait = max(last[task.name], own), program.wait_slot(task)
+        found.append(_Window(number, first, own, latest, wait, _nbytes(program.dataflow, task)))
+    return found
+
+
+def _may_be_earlier(dataflow: Dataflow, task: Task, fetches: Counter[str]) -> bool:
+    """Whether `task` fetches what has been on the host since before the step, the only time."""
+    if not isinstance(task, Transfer) or not task.is_fetch:
+        return False
+    return dataflow.buffer[task.buffer].is_input and not task.after and fetches[task.buffer] == 1
 
 
 def _groups(windows: Sequence[_Window]) -> list[list[_Window]]:
@@ -140,7 +148,7 @@ def _ordered(
     before: list[set[int]] = [
         {unit_of[number_of[name]] for w in unit for name in tasks[w.number].after} for unit in units
     ]
-    issued = [max(w.first for w in unit) for unit in units]
+    issued = [max(max(w.first for w in unit), min(w.own for w in unit)) for unit in units]
     order = _in_order(issued, [max(w.number for w in unit) for unit in units], before)
     if len(order) < len(units) or any(issued[p] > w.last for p in order for w in units[p]):
         return None

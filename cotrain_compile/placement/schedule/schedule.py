@@ -137,7 +137,11 @@ def _in_bundles(problem: Problem, found: Draft) -> Draft:
         in_bundles = replace(placed, tasks=tuple(joined))
         seconds = step_s(in_bundles)
         takes_s = _started_s(problem, seconds, joined)
-        if in_bundles.host_bytes <= problem.budgets[Tier.HOST] and takes_s <= limit_s:
+        fits = (
+            max(in_bundles.device_bytes) <= problem.budgets[Tier.DEVICE]
+            and in_bundles.host_bytes <= problem.budgets[Tier.HOST]
+        )
+        if fits and takes_s <= limit_s:
             best, limit_s = replace(found, tasks=in_bundles.tasks, step_s=seconds), takes_s
     return best
 

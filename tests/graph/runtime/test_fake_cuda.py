@@ -218,7 +218,9 @@ def test_a_trace_for_a_card_is_that_of_the_step_on_it(
     (found,) = [line[1] for line in lines if line[0] == "TRACED"]
     assert found == results["float16 scaled", "resident"]["fingerprint"]
     (kernels,) = [line[1:] for line in lines if line[0] == "KERNELS"]
-    assert kernels == ["cudnn", "flash", "efficient", "flash"]
+    # cuDNN's dropout is rounded to sixteenths; not every torch minds.
+    dropped = "flash" if IN_SIXTEENTHS else "cudnn"
+    assert kernels == ["cudnn", dropped, "efficient", "flash"]
     (told,) = [line for line in run.stdout.splitlines() if line.startswith("ASSUMED")]
     assert re.search(r"1 attentions are traced as cuDNN's, as with cuDNN \d+\.\d+\.\d+;", told)
     (exchanges,) = [line[1:] for line in lines if line[0] == "RANKS"]
