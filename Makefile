@@ -4,7 +4,7 @@
 # make audit   looks for known vulnerabilities in what is installed
 # make lowest  unit tests with the lowest versions of all that is needed
 # make long    every test, the long ones too, with more hypothesis examples
-# make stub-card  the CUDA runtime on a card of threads, with a CUDA build of torch (several GB)
+# make stub-card  the CUDA runtime on a card of threads, with a CUDA build of torch (several GB); TORCH=2.11.0: of that one
 # make golden  write all golden texts again: then read the git diff
 # make docs    build the documentation in build/site; any warning, as for a broken link, is an error
 # make results write the tables and figures of the documentation from bench/results

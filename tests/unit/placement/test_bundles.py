@@ -57,6 +57,16 @@ def test_a_step_with_many_small_updates_has_few_starts_and_takes_no_longer() -> 
     }.difference(op.name for op in device_program(problem.dataflow, plan.placement, plan.moved).ops)
 
 
+def test_what_rests_on_the_host_is_fetched_together_within_the_budget() -> None:
+    problem, plan = planned(layers=24, policy="zero-offload")
+    fetches = [task for task in plan.transfers if task.is_fetch]
+    assert len(fetches) == 24
+    assert {task.bundle for task in fetches} == {fetches[0].name}
+    before = one_by_one(problem, plan)
+    tight = problem.with_budget(Tier.DEVICE, before.predicted.peak_bytes[Tier.DEVICE])
+    check(tight, schedule(tight, plan.placement))
+
+
 def test_large_tensors_go_by_themselves() -> None:
     dataflow = chain(9, width=256)
     problem = formulate(dataflow, find("h100"), PLENTY)
