@@ -21,6 +21,7 @@ from torch._inductor.fx_passes import post_grad
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.torch_version import TorchVersion
 
 from cotrain_compile.backends.inductor.code_cache import cached_code
 from cotrain_compile.backends.inductor.scatters import settings_for
@@ -38,6 +39,14 @@ CUDA_GRAPHS = "triton.cudagraphs"
 # Random numbers are eager's unless the user asks for Inductor's own, which are faster. No CUDA
 # graphs, though they may be on for what else the process compiles.
 DEFAULTS: Mapping[str, Any] = {"fallback_random": True, CUDA_GRAPHS: False}
+# On a card a kernel rounds where the op in the trace does, and joins no product to a sum: else the
+# last bits of a result would depend on which ops a plan lets Triton put in one kernel, and two
+# plans of one step would train apart. Code for the processor never does either.
+ON_A_CARD: dict[str, Any] = {"emulate_precision_casts": True}
+if TorchVersion(torch.__version__) < "2.13":
+    # Of a sum that keeps its dimensions, fused with one along the others, the code of torch 2.11
+    # returns what has lost them, where it is a result of the graph; that of 2.13 does not.
+    ON_A_CARD["triton.mix_order_reduction"] = False
 # Whether torch ties the random ops of a graph together in their order. A result that nobody uses is
 # tied to nothing, though.
 _TIES_RANDOM_OPS = hasattr(post_grad, "_chain_random_ops_for_ordering")
@@ -55,8 +64,9 @@ def compile_graph(
     these `strides`; without them, as its decomposition lays it out. `options` are settings of
     `torch._inductor.config`. Raises what Inductor does.
     """
+    on_card = any(isinstance(v, torch.Tensor) and v.device.type != "cpu" for v in inputs)
     with (
-        config.patch({**DEFAULTS, **options}),
+        config.patch({**DEFAULTS, **(ON_A_CARD if on_card else {}), **options}),
         torch.no_grad(),
         tracing(TracingContext(fake_mode_of(inputs))),
     ):

@@ -200,12 +200,15 @@ class Rehearsed:
         """What has to come off the plan: 0 where its rehearsal kept to the budget.
 
         An emulated device fails above its budget; a card fails below the plan, with what it had.
+        Where the plan was reached all the same, what failed may be what libraries take beside it,
+        as a tuner does that wants memory as large as the card's cache.
         """
         peak_bytes = self.compiled.peak_bytes[Tier.DEVICE]
         over_bytes = peak_bytes - self.compiled.allowed_bytes
         if error is None or over_bytes > 0:
             return max(0, over_bytes)
-        return max(1, self._planned_bytes() - peak_bytes)
+        beside_bytes = self.compiled.allowed_bytes - self.compiled.plan.budgets[Tier.DEVICE]
+        return max(1, beside_bytes, self._planned_bytes() - peak_bytes)
 
     def _plans_again(
         self, worst: Overshoot, error: Exception | None, inputs: Sequence[Any]

@@ -24,7 +24,6 @@ import gc
 import importlib.util
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,29 +35,18 @@ from bench.gpu.largest import row as largest_row
 from bench.gpu.measure import measured
 from bench.gpu.model import SIZES, Size, Training
 from bench.gpu.peers import PEERS, Peer
+from bench.gpu.placer import Placer, foretold
 from bench.report import write_report
-from cotrain_compile.analysis.costs import CostTable, measured_costs
-from cotrain_compile.backends.devices import runtime_for
-from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
-from cotrain_compile.backends.lifecycle.rehearsal import Rehearsed
-from cotrain_compile.extract.extract import extract
-from cotrain_compile.machine import MEMORIES, Machine, Tier
-from cotrain_compile.options import Options
-from cotrain_compile.passes import run_passes
-from cotrain_compile.placement.check.check import check
-from cotrain_compile.placement.problem import formulate
-from cotrain_compile.placement.search.solve import SolveSettings, solve
-from cotrain_compile.plan import Lane
+from cotrain_compile import files
+from cotrain_compile.machine import Machine, Tier
 from cotrain_compile.runtime.calibrate.calibrate import calibrate
 from cotrain_compile.runtime.calibrate.link_bench import Sizes
-from cotrain_compile.runtime.cuda.setup import within_free_memory
-from cotrain_compile.runtime.host.kernels import host_kernels
 from cotrain_compile.support.sizes import Size as MemorySize
 
 RULES = ("resident", "streamed", "coarse", "fraction:0.5", "zero-offload")
 BUDGETS = (0.8, 0.6, 0.45)
 # The tables, and up to which part of the time each may begin another row.
-TABLES = {"correctness": 0.15, "performance": 0.55, "peers": 0.7, "largest": 1.0}
+TABLES = {"correctness": 0.3, "performance": 0.6, "peers": 0.7, "largest": 1.0}
 GIB = 2**30
 Row = dict[str, Any]
 HAS_PULP = importlib.util.find_spec("pulp") is not None
@@ -223,84 +211,50 @@ def _trained(
 # Performance.
 
 
-class Placer:
-    """One captured step, placed and run in many ways."""
+class Placed:
+    """The captured GPT, and the machine that its plans are for: as measured."""
 
     def __init__(self, suite: Suite, size: str, machine: Machine) -> None:
-        self.suite, self.machine = suite, machine
-        self.profile: CostTable | None = None
+        self.suite = suite
         training = Training(SIZES[size], suite.device, built_on="cpu")
-        started = time.monotonic()
-        self.step, self.values = training.captured()
-        self.dataflow = extract(self.step)
-        print(f"captured {len(self.dataflow.ops)} ops in {time.monotonic() - started:.0f} s")
+        self.placer = Placer(training.step, training.batch(), suite.device)
+        self.machine_file = suite.output.with_suffix(".machine.json")
+        files.save(machine, self.machine_file)
+        self.machine = machine
+        print(f"captured {len(self.placer.dataflow.ops)} ops in {self.placer.traced_s:.0f} s")
 
-    def row(self, policy: str, budget_bytes: int | None = None, *, timed: bool = False) -> Row:
+    def row(self, policy: str, budget_bytes: int | None = None) -> Row:
         """Place the step by `policy` within a budget, run it, and compare."""
-        options = Options(
+        values = self.placer.values
+        started = time.monotonic()
+        run = self.placer.compiled(
             policy=policy,
             memory_budget=MemorySize(nbytes=budget_bytes) if budget_bytes else None,
-            timeline=timed,
-            poison=False,
+            machine=str(self.machine_file),
             work_limit=10.0 if self.suite.quick else 20.0,
         )
-        if self.suite.device == "cuda":
-            device = torch.device("cuda", torch.cuda.current_device())
-            options = within_free_memory(options, self.values, device)
-        started = time.monotonic()
-        run = Rehearsed(lambda limit, *_: self._placed(options, limit), self.values)
-        planned_s = time.monotonic() - started
-        run(list(self.values))
+        run(list(values))
+        prepared_s = time.monotonic() - started
+        run(list(values))
         repeats = 2 if self.suite.quick else 4
-        timed_row = measured(lambda: run(list(self.values)), self.suite.device, repeats)
-        return self._row(run.compiled, planned_s) | timed_row
-
-    def _placed(self, options: Options, limit: int | None) -> CompiledStep:
-        budgets = options.budgets(self.machine)
-        allowed = formulate(self.dataflow, self.machine, budgets, self.profile)
-        problem = allowed if limit is None else allowed.with_budget(Tier.DEVICE, limit)
-        settings = SolveSettings(policy=options.policy, work_limit=options.work_limit)
-        plan = solve(problem, settings)
-        check(problem, plan)
-        placed = run_passes(self.step, plan)
-        kernels = host_kernels(placed, options.host_kernels)
-        device = runtime_for(placed, allowed, plan.placement, kernels, options)
-        return CompiledStep(problem, replace(plan, budgets=allowed.budgets), placed, device)
-
-    def _row(self, compiled: CompiledStep, planned_s: float) -> Row:
-        plan, timeline = compiled.plan, compiled.measured
+        timed_row = measured(lambda: run(list(values)), self.suite.device, repeats)
+        timeline = run.compiled.measured
         assert timeline is not None
-        if self.profile is None and plan.placement.policy == "resident":
-            self._take_profile(compiled)
         return {
-            "policy": plan.placement.policy,
-            "predicted_s": compiled.predict_steps().period_s,
-            "budget_bytes": plan.budgets[Tier.DEVICE],
-            "predicted_peak_bytes": plan.predicted.peak_bytes[Tier.DEVICE],
+            **foretold(run.compiled),
             "measured_peak_bytes": timeline.peak_bytes[Tier.DEVICE],
-            "host_bytes": timeline.peak_bytes[Tier.HOST],
-            "offloaded_bytes": plan.bytes_moved("offload"),
-            "fetched_bytes": plan.bytes_moved("prefetch"),
-            "host_updates": len(plan.host_updates),
-            "planned_in_s": round(planned_s, 1),
-            "profiled": self.profile is not None,
+            "prepared_in_s": round(prepared_s, 1),
+            **timed_row,
         }
-
-    def _take_profile(self, compiled: CompiledStep) -> None:
-        """Measured op times of a resident step, for the rows that follow."""
-        if compiled.measured is not None and compiled.measured.lane(Lane.DEVICE):
-            self.profile = measured_costs([compiled.measured], compiled.plan)
 
 
 def _performance(suite: Suite, size: str, machine: Machine) -> None:
-    placers: list[Placer] = []
+    placers: list[Placed] = []
     suite.add("performance", "capture", lambda: _captured(placers, suite, size, machine))
     if not placers:
         return
     placer = placers[0]
-    # Rows without a profile come first: the roofline of the calibrated machine alone.
     resident = suite.add("performance", "resident", lambda: placer.row("resident"))
-    suite.add("performance", "resident, timed", lambda: placer.row("resident", timed=True))
     for policy in RULES[1:]:
         suite.add("performance", policy, partial(placer.row, policy))
     if not HAS_PULP:
@@ -311,16 +265,15 @@ def _performance(suite: Suite, size: str, machine: Machine) -> None:
         suite.add("performance", name, partial(placer.row, "auto", int(share * whole)))
 
 
-def _captured(placers: list[Placer], suite: Suite, size: str, machine: Machine) -> Row:
-    placers.append(Placer(suite, size, machine))
-    return {"ops": len(placers[0].dataflow.ops), "parameters": SIZES[size].parameters}
+def _captured(placers: list[Placed], suite: Suite, size: str, machine: Machine) -> Row:
+    placers.append(Placed(suite, size, machine))
+    ops = len(placers[0].placer.dataflow.ops)
+    return {"ops": ops, "parameters": SIZES[size].parameters}
 
 
-def _resident_bytes(placer: Placer) -> int:
+def _resident_bytes(placed: Placed) -> int:
     """What the resident step needs, which has not run."""
-    budgets = dict.fromkeys(MEMORIES, 1 << 50)
-    problem = formulate(placer.dataflow, placer.machine, budgets)
-    return solve(problem, SolveSettings(policy="resident")).predicted.peak_bytes[Tier.DEVICE]
+    return placed.placer.plan(placed.machine, "resident").predicted.peak_bytes[Tier.DEVICE]
 
 
 # Peers.

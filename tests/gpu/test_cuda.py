@@ -12,10 +12,16 @@ import torch
 
 from cotrain_compile.machine import Tier
 from cotrain_compile.plan import Lane
+from cotrain_compile.runtime.cuda.pinned import ALIGNMENT
 from cotrain_compile.runtime.cuda.setup import pool
 from tests.gpu.cuda_training import CUDA, CudaTraining, resident_peak_bytes
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    # Inductor says so wherever a float32 product could be faster; here exact ones are wanted.
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores for float32:UserWarning"),
+    pytest.mark.filterwarnings("ignore:\\s*Online softmax is disabled:UserWarning"),
+]
 
 SMALL = ("mlp", "tied", "llama")
 MIB = 2**20
@@ -49,8 +55,10 @@ def test_what_stays_on_the_device_is_what_eager_computes(name: str) -> None:
 
 @pytest.mark.parametrize("name", [*SMALL, "wide"])
 def test_streamed_states_change_no_bit(name: str) -> None:
-    expected = CudaTraining(name, policy="resident").run()
-    training = CudaTraining(name, policy="streamed")
+    """Triton would choose the sizes of a sum's parts by timing them, in each plan anew."""
+    settings = {"deterministic": True}
+    expected = CudaTraining(name, policy="resident", inductor=settings).run()
+    training = CudaTraining(name, policy="streamed", inductor=settings)
     assert_equal(training.run(), expected)
     assert training.inspected.plan.tasks or name != "wide"
 
@@ -113,7 +121,9 @@ def test_pinned_memory_is_not_rounded_up() -> None:
     training = CudaTraining(policy="zero-offload")
     training.run(steps=1)
     needed = sum(tensor.nbytes for tensor in training.hosted().values())
-    most = needed + training.inspected.plan.bytes_moved("offload")
+    plan = training.inspected.plan
+    slabs = len(training.hosted()) + sum(t.is_offload for t in plan.transfers)
+    most = needed + plan.bytes_moved("offload") + ALIGNMENT * slabs
     assert pool(0).held_bytes - before <= most
 
 
@@ -190,14 +200,18 @@ def test_eager_goes_on_from_compiled_steps_with_the_same_numbers() -> None:
 
 
 def test_a_card_with_less_memory_than_the_budget_says_is_planned_for_again() -> None:
-    peak = resident_peak_bytes(rows=8192)
-    expected = CudaTraining(rows=8192, policy="resident").run()
+    resident = CudaTraining(rows=8192, policy="resident")
+    expected = resident.run()
+    measured = resident.inspected.measured
+    assert measured is not None
+    peak = measured.peak_bytes[Tier.DEVICE]
+    del resident
     gc.collect()
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
     training = CudaTraining(rows=8192, memory_budget=2 * peak, host_kernels="captured")
-    # All of what is there now counts; the step may have 85 % of what it needs on top.
-    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 0.85 * peak) / total)
+    # All of what is there now counts; the step may have 70 % of what it takes on top.
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 0.7 * peak) / total)
     try:
         with pytest.warns(UserWarning, match="planned again"):
             found = training.run()
@@ -211,7 +225,8 @@ def test_a_timed_step_shows_copies_beside_compute() -> None:
     training.run()
     measured = training.inspected.measured
     assert measured is not None
-    lanes: dict[Any, int] = {lane: len(measured.lane(lane)) for lane in Lane}
+    used = (Lane.DEVICE, Lane.HOST, Lane.D2H, Lane.H2D)
+    lanes: dict[Any, int] = {lane: len(measured.lane(lane)) for lane in used}
     assert all(lanes.values()), lanes
     assert all(span.end_s >= span.start_s for span in measured.spans)
     copies = measured.lane(Lane.D2H)

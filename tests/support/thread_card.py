@@ -68,6 +68,7 @@ class ThreadCard:
     """A card whose memory is the CPU's. `seed` is for the delays of its copies."""
 
     device = torch.device("cpu")
+    cache_bytes = 0
 
     def __init__(self, seed: int = 0) -> None:
         self.faults: list[str] = []

@@ -37,6 +37,11 @@ from cotrain_compile.runtime.calibrate.network_bench import (
     network_remark,
     ranks_here,
 )
+from cotrain_compile.runtime.calibrate.op_factors import (
+    factors_of,
+    name_of,
+    product_flops_per_s,
+)
 from cotrain_compile.runtime.calibrate.op_rates import elements_per_s, fresh_bytes_per_s
 from cotrain_compile.runtime.cuda.card import CudaCard
 from cotrain_compile.runtime.cuda.device import CudaDevice
@@ -53,6 +58,10 @@ _CARD_DTYPES = (*_DTYPES, torch.float16)
 # A matmul of the host's size takes a card microseconds, most of them to begin and to end.
 _LARGER_ON_A_CARD = 4
 _CALLS_PER_LAUNCH_SAMPLE = 100
+# The parameter, its gradient and two moments in float32.
+_BYTES_HELD_PER_PARAMETER = 16
+# Of the rate of half as many parameters; less shows that a cache had helped.
+_STAYS = 0.9
 
 
 @dataclass(frozen=True)
@@ -87,7 +96,8 @@ def calibrate(
     tell("matmul, memory and launches on the host", 0.5)
     host_tier = device_tier if device == "cpu" else _host_tier(environment, sizes)
     tell("host updates by thread count", 0.7)
-    by_threads = _host_update_rates(environment, sizes)
+    parameters = _beyond_caches(environment, sizes)
+    by_threads = _host_update_rates(environment, sizes, parameters)
     tell("host updates op by op", 0.85)
     update = HostUpdate(
         max(by_threads.values()),
@@ -95,7 +105,7 @@ def calibrate(
         fresh_bytes_per_s=fresh_bytes_per_s(sizes.repeats, until_s=sizes.until_s),
     )
     tell("host updates while copying", 0.9)
-    slowdown = _slowdown_while_copying(bench, sizes)
+    slowdown = _slowdown_while_copying(bench, sizes, parameters)
     tell("exchanges with other ranks", 0.97)
     network = measured_network(bench, torch.device(device), sizes)
     tell("done", 1.0)
@@ -146,12 +156,10 @@ def _bench(device: str, environment: Environment) -> Bench:
 def _tier(bench: Bench, device: torch.device, capacity_bytes: int, sizes: Sizes) -> TierSpec:
     on_host = device.type == "cpu"
     side = sizes.matmul_side if on_host else _LARGER_ON_A_CARD * sizes.matmul_side
-    flops_per_s = {}
-    for dtype in _DTYPES if on_host else _CARD_DTYPES:
-        a, b, product = (torch.ones(side, side, dtype=dtype, device=device) for _ in range(3))
-        work = partial(torch.mm, a, b, out=product)
-        seconds = sizes.median_s(partial(bench.seconds, work))
-        flops_per_s[str(dtype).removeprefix("torch.")] = 2 * side**3 / seconds
+    flops_per_s = {
+        name_of(dtype): product_flops_per_s(bench, device, dtype, side, sizes)
+        for dtype in (_DTYPES if on_host else _CARD_DTYPES)
+    }
     count = sizes.copy_bytes // 4
     x, y, total = (torch.ones(count, device=device) for _ in range(3))
     add_s = sizes.median_s(lambda: bench.seconds(lambda: torch.add(x, y, out=total)))
@@ -162,19 +170,20 @@ def _tier(bench: Bench, device: torch.device, capacity_bytes: int, sizes: Sizes)
             torch.add(one, one, out=one)
 
     launches_s = sizes.median_s(lambda: bench.seconds(launches))
-    return TierSpec(
+    tier = TierSpec(
         capacity_bytes=capacity_bytes,
         bytes_per_s=3 * 4 * count / add_s,
         flops_per_s=flops_per_s,
         launch_s=launches_s / _CALLS_PER_LAUNCH_SAMPLE,
     )
+    return tier if on_host else replace(tier, factors=factors_of(bench, tier, device, sizes))
 
 
-def _host_update_rates(environment: Environment, sizes: Sizes) -> dict[int, float]:
+def _host_update_rates(environment: Environment, sizes: Sizes, parameters: int) -> dict[int, float]:
     """Bytes per second of a fused AdamW update at 1, 2, 4, ... threads and at all cores."""
     cores, before = environment.usable_cores, torch.get_num_threads()
-    update = adamw_update(sizes.updated_parameters)
-    update_bytes = sizes.updated_parameters * presets.ADAMW_BYTES_PER_PARAMETER
+    update = adamw_update(parameters)
+    update_bytes = parameters * presets.ADAMW_BYTES_PER_PARAMETER
     rates = {}
     try:
         for threads in (*(2**k for k in range((cores - 1).bit_length())), cores):
@@ -185,8 +194,24 @@ def _host_update_rates(environment: Environment, sizes: Sizes) -> dict[int, floa
     return rates
 
 
-def _slowdown_while_copying(bench: Bench, sizes: Sizes) -> float:
-    update = adamw_update(sizes.updated_parameters)
+def _beyond_caches(environment: Environment, sizes: Sizes) -> int:
+    """How many parameters an update has to have until the caches no longer make it faster.
+
+    A server's caches hold hundreds of megabytes, and a virtual machine does not say how many: the
+    count is doubled until the rate stays, or a sixteenth of the memory is taken.
+    """
+    most = environment.usable_memory_bytes // (16 * _BYTES_HELD_PER_PARAMETER)
+    parameters, before = sizes.updated_parameters, math.inf
+    while True:
+        update_s = sizes.median_s(partial(wall_s, adamw_update(parameters)))
+        rate = parameters / update_s
+        if rate > _STAYS * before or 2 * parameters > most or time.monotonic() >= sizes.until_s:
+            return parameters
+        parameters, before = 2 * parameters, rate
+
+
+def _slowdown_while_copying(bench: Bench, sizes: Sizes, parameters: int) -> float:
+    update = adamw_update(parameters)
     alone_s = sizes.median_s(partial(wall_s, update))
     with bench.copying(sizes.copy_bytes):
         disturbed_s = sizes.median_s(partial(wall_s, update))

@@ -31,6 +31,7 @@ class Card(Protocol):
     """A device with streams. A stream of None is the one that the step computes on."""
 
     device: torch.device
+    cache_bytes: int  # of the cache that all its kernels share
 
     def start_step(self) -> None:
         """Note the stream that this thread computes on, and count peaks from here."""
@@ -115,7 +116,9 @@ class CudaCard:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._compute = torch.cuda.current_stream(device)
-        self.cores_beside = cores_beside(torch.cuda.get_device_properties(device))
+        properties = torch.cuda.get_device_properties(device)
+        self.cores_beside = cores_beside(properties)
+        self.cache_bytes = int(getattr(properties, "L2_cache_size", 0))
 
     def start_step(self) -> None:
         self._compute = torch.cuda.current_stream(self.device)

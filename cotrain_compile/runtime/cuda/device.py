@@ -54,6 +54,7 @@ from cotrain_compile.runtime.ops import Bundle, Launch
 from cotrain_compile.runtime.process.cores import ANY_CORE, Cores
 
 _UNLIMITED = 1 << 62
+SLACK_BYTES = 2**26
 # How often the end of a copy is asked for: as late as a blocking wait would wake up.
 POLL_S = 5e-5
 
@@ -66,8 +67,6 @@ class CudaDevice(Device):
     each and a synchronisation before the step.
     """
 
-    # Workspaces of libraries (cuBLAS takes up to 32 MiB) are no tensors of the step.
-    slack_bytes = 2**26
     sees_all_memory = True
 
     def __init__(
@@ -86,6 +85,9 @@ class CudaDevice(Device):
         super().__init__(
             meter, kernels, piecewise or {}, host_workers, host_cores, link_threads=False
         )
+        # Workspaces of libraries (cuBLAS takes up to 32 MiB) are no tensors of the step, nor is
+        # what Inductor's tuner fills to empty the card's cache.
+        self.slack_bytes = max(SLACK_BYTES, card.cache_bytes)
         self._card = card
         self._pool = pool
         self._timed = timed
