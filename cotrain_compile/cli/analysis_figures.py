@@ -10,7 +10,6 @@ from typing import Any
 
 from cotrain_compile.analysis.costs import roofline
 from cotrain_compile.analysis.critical_path import critical_path
-from cotrain_compile.analysis.cut import offload_cuts
 from cotrain_compile.analysis.liveness import liveness
 from cotrain_compile.analysis.reuse import reuse_distances
 from cotrain_compile.analysis.symbolic import largest
@@ -21,7 +20,7 @@ from cotrain_compile.machine import Machine
 
 
 def analysis_figures(dataflow: Dataflow, machine: Machine, budget_bytes: int) -> Mapping[str, Any]:
-    """Peak and what makes it, roofline times, offload cuts, reuse distances, largest sizes."""
+    """Peak and what makes it, roofline times, reuse distances, largest sizes."""
     seconds = roofline(dataflow, machine).device_s
     alive = liveness(dataflow)
     return {
@@ -32,10 +31,6 @@ def analysis_figures(dataflow: Dataflow, machine: Machine, budget_bytes: int) ->
         "alive_at_the_peak": {b.name: b.nbytes for b in alive.live_at(alive.peak_op)},
         "device_s": sum(seconds.values()),
         "critical_path_s": critical_path(dataflow, seconds).seconds,
-        "offload_cuts": {
-            cut.name: {"device_bytes": cut.device_bytes, "traffic_bytes": cut.traffic_bytes}
-            for cut in offload_cuts(dataflow)
-        },
         "reuse_distance_s": {
             param: distance.seconds
             for param, distance in reuse_distances(dataflow, seconds).items()

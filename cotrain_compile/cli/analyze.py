@@ -26,7 +26,7 @@ def analyze(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Say what a step needs: its peak, what the host could take, reuse distances, largest sizes."""
+    """Say what a step needs: its peak, its time, reuse distances, largest sizes."""
     from cotrain_compile.cli.analysis_figures import analysis_figures
     from cotrain_compile.viz.text.analysis import describe_analysis
 

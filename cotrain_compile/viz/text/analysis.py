@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 
 from cotrain_compile.analysis.costs import roofline
 from cotrain_compile.analysis.critical_path import critical_path
-from cotrain_compile.analysis.cut import offload_cuts
 from cotrain_compile.analysis.liveness import liveness
 from cotrain_compile.analysis.reuse import reuse_distances
 from cotrain_compile.analysis.symbolic import largest
@@ -19,7 +18,7 @@ SHOWN = 5
 
 
 def describe_analysis(dataflow: Dataflow, machine: Machine, budget_bytes: int) -> str:
-    """Peak and what makes it, time on `machine`, offload cuts, reuse distances, largest sizes.
+    """Peak and what makes it, time on `machine`, reuse distances, largest sizes.
 
     Times are the machine's roofline. `budget_bytes` is what a dynamic size may grow to.
     """
@@ -27,7 +26,6 @@ def describe_analysis(dataflow: Dataflow, machine: Machine, budget_bytes: int) -
     sections = (
         _peak(dataflow, budget_bytes),
         _time(dataflow, seconds, machine),
-        _cuts(dataflow),
         _reuse(dataflow, seconds),
         _sizes(dataflow, budget_bytes),
     )
@@ -52,15 +50,6 @@ def _time(dataflow: Dataflow, seconds: Mapping[str, float], machine: Machine) ->
         f"time {format_seconds(sum(seconds.values()))} of device work on {machine.name}"
         f"{machine.rates.words}, critical path {format_seconds(path.seconds)}"
     )
-
-
-def _cuts(dataflow: Dataflow) -> Iterator[str]:
-    yield "what the host could take, by least traffic each step:"
-    for cut in offload_cuts(dataflow):
-        yield (
-            f"  {cut.name:32} {format_bytes(cut.device_bytes):>10} stay on the device, "
-            f"{format_bytes(cut.traffic_bytes)} cross the link"
-        )
 
 
 def _reuse(dataflow: Dataflow, seconds: Mapping[str, float]) -> Iterator[str]:
