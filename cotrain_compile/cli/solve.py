@@ -13,7 +13,6 @@ from rich.table import Table
 from cotrain_compile import files, presets
 from cotrain_compile.cli.budgets import Answered, answers, ask
 from cotrain_compile.cli.figures import solved_figures
-from cotrain_compile.cli.flags import as_flags
 from cotrain_compile.cli.parameters import (
     DeviceMemory,
     Gap,
@@ -30,8 +29,14 @@ from cotrain_compile.cli.parameters import (
     WorkLimit,
     with_changes,
 )
-from cotrain_compile.cli.stages import stages
-from cotrain_compile.cli.terminal import Json, console, keep_stdout_for, print_json
+from cotrain_compile.cli.terminal import (
+    Json,
+    as_flags,
+    console,
+    keep_stdout_for,
+    print_json,
+    stages,
+)
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import PlacementError
 from cotrain_compile.options import parts

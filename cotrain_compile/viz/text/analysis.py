@@ -1,8 +1,9 @@
-"""Analysis: what a step needs and where its slack is, in words."""
+"""Analysis: what a step needs and where its slack is, in words and as plain data."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from cotrain_compile.analysis.costs import roofline
 from cotrain_compile.analysis.critical_path import critical_path
@@ -68,3 +69,30 @@ def _sizes(dataflow: Dataflow, budget_bytes: int) -> Iterator[str]:
             yield f"{symbol} (traced at {size}) can grow to {most} with everything on the device"
         except PlacementError as error:
             yield f"{symbol} (traced at {size}): {error}"
+
+
+def analysis_figures(dataflow: Dataflow, machine: Machine, budget_bytes: int) -> Mapping[str, Any]:
+    """The same as plain data, of all buffers and parameters."""
+    seconds = roofline(dataflow, machine).device_s
+    alive = liveness(dataflow)
+    return {
+        "machine": machine.name,
+        "rates": machine.rates,
+        "budget_bytes": budget_bytes,
+        "alive_at_the_peak": {b.name: b.nbytes for b in alive.live_at(alive.peak_op)},
+        "device_s": sum(seconds.values()),
+        "critical_path_s": critical_path(dataflow, seconds).seconds,
+        "reuse_distance_s": {
+            param: distance.seconds
+            for param, distance in reuse_distances(dataflow, seconds).items()
+        },
+        "largest": {s: _largest(dataflow, s, budget_bytes) for s in dataflow.symbols},
+    }
+
+
+def _largest(dataflow: Dataflow, symbol: str, budget_bytes: int) -> int | None:
+    """None where the step fits at no size."""
+    try:
+        return largest(dataflow, symbol, budget_bytes)
+    except PlacementError:
+        return None
