@@ -119,7 +119,7 @@ def _read(
     """A profile as it is, or a step with that of its layers on the devices of the cluster."""
     if files.kind_of(file) != "dataflow":
         return None, read_profile(file)
-    from cotrain_compile.cluster.sources.step_on_cluster import profile_on_cluster
+    from cotrain_compile.cluster.sources.traced_profile import profile_on_cluster
 
     step = files.load(file, Dataflow)
     return step, profile_on_cluster(

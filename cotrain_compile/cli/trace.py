@@ -71,7 +71,7 @@ def trace(
     usual one: next-token loss, gradients clipped to a norm of 1, then the optimizer.
     """
     from cotrain_compile.entry.tracing import trace as capture
-    from cotrain_compile.viz.text.phase_line import phase_line
+    from cotrain_compile.viz.text.narrate import phase_line
 
     refuse_outputs({"--output": output}, (job.rpartition(":")[0], job, machine))
     keep_stdout_for(as_json, output)

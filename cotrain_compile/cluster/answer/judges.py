@@ -22,10 +22,9 @@ from cotrain_compile.cluster.helpers.helper_verdict import judge_helpers
 from cotrain_compile.cluster.model.description import Cluster, MachineGroup, first_devices
 from cotrain_compile.cluster.model.stage_plan import StagePlan
 from cotrain_compile.cluster.model.strategy import NOT_RUN, Question, RankedStrategy
-from cotrain_compile.cluster.pipeline.cuts import PipelineOrder
-from cotrain_compile.cluster.pipeline.devices import devices_of
+from cotrain_compile.cluster.pipeline.cuts import PipelineOrder, devices_of
 from cotrain_compile.cluster.pipeline.pipeline import plan_pipeline
-from cotrain_compile.cluster.steps.residence import Residence
+from cotrain_compile.cluster.steps.rank_memory import Residence
 from cotrain_compile.cluster.steps.stage_step import Does, StageStep
 from cotrain_compile.cluster.swapped.one_machine import replicas_by_layer, stages_by_turns
 from cotrain_compile.cluster.swapped.replicas import SwappedReplicas

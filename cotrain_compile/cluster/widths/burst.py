@@ -1,8 +1,8 @@
 """Burst plan: widths of layers on a cluster, with updates and the peak of the fullest device.
 
 In: a `LayerProfile`, a `Cluster`, the samples of a step. Out: a `BurstPlan`, the fastest that fits.
-The widths are `plan_widths`'; what is added is the update of all parameters by the
-first device, which has every layer, and its peak. No torch.
+The widths are `plan_widths`'; what is added is the update of all parameters by the first device,
+which has every layer, and its peak. No torch.
 """
 
 from __future__ import annotations
@@ -14,10 +14,17 @@ from itertools import pairwise
 
 from cotrain_compile.cluster.model.description import Cluster, first_devices
 from cotrain_compile.cluster.model.machines import machines_by_kind
-from cotrain_compile.cluster.model.profiles import BATCH, Layer, LayerProfile, Read, constant
-from cotrain_compile.cluster.model.units import knows_peaks, units_of, ways_of
-from cotrain_compile.cluster.steps.rank_memory import RankMemory, WorkingMemory
-from cotrain_compile.cluster.steps.residence import ON_DEVICE
+from cotrain_compile.cluster.model.profiles import (
+    BATCH,
+    Layer,
+    LayerProfile,
+    Read,
+    constant,
+    knows_peaks,
+    units_of,
+    ways_of,
+)
+from cotrain_compile.cluster.steps.rank_memory import ON_DEVICE, RankMemory, WorkingMemory
 from cotrain_compile.cluster.steps.stage_step import Does, Rank
 from cotrain_compile.cluster.widths.width_problem import WidthProblem
 from cotrain_compile.cluster.widths.width_search import WidthPlan, plan_widths

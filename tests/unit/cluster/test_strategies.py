@@ -13,9 +13,14 @@ from hypothesis import strategies as st
 
 from cotrain_compile.cluster.answer.strategies import STRATEGIES, answer
 from cotrain_compile.cluster.model.description import Cluster
-from cotrain_compile.cluster.model.profiles import BATCH, LayerProfile, Read, per_sample
+from cotrain_compile.cluster.model.profiles import (
+    BATCH,
+    BUCKET_BYTES,
+    LayerProfile,
+    Read,
+    per_sample,
+)
 from cotrain_compile.cluster.model.strategy import Answer
-from cotrain_compile.cluster.model.units import BUCKET_BYTES
 from cotrain_compile.cluster.sources.cluster_presets import find_cluster
 from cotrain_compile.cluster.sources.profile_files import read_profile
 from cotrain_compile.errors import OptionError
