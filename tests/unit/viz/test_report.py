@@ -17,7 +17,7 @@ from cotrain_compile.cli.main import app
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import FormatError, OptionError
 from cotrain_compile.machine import MEMORIES, Tier
-from cotrain_compile.placement.explain.slack import slacks
+from cotrain_compile.placement.explain.sensitivity import slacks
 from cotrain_compile.placement.placed import place_plan
 from cotrain_compile.placement.problem import formulate
 from cotrain_compile.placement.search.solve import solve
