@@ -59,7 +59,7 @@ def ask(
     asked = [
         Asked(
             budget or "default",
-            Options.parse({**shared, "memory_budget": budget} if budget else shared),
+            Options.parse({**shared, "memory_budget": budget}),
             _beside(output, budget) if several and budget else output,
         )
         for budget in budgets
