@@ -19,8 +19,8 @@ from torch import fx
 from cotrain_compile.capture.nodes.refake import traced_again
 from cotrain_compile.dataflow import Phase
 from cotrain_compile.errors import PlanError
-from cotrain_compile.extract.by_element import by_element
 from cotrain_compile.extract.extract import buffer_names, extract
+from cotrain_compile.extract.updates import by_element
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.graph.piece_op import PIECE
 from cotrain_compile.placement.pieces import Pieced, piece_name, pieces_under

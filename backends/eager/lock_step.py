@@ -3,10 +3,11 @@
     %mul, %add, %copy_, %mul_1, %add_1, %copy__1   ->   [%mul, %mul_1], [%add, %add_1], [...]
 
 In: the calls of a placed step, and the room that its plan leaves. Out: the same calls, with small
-updates in rows (`rows`). What it takes is room, as the values inside of several updates are there
-at once. It is taken only below the step's own peak, so that neither the peak nor a budget knows of
-it, and for small values alone: large ones stay in the cache between the ops of one update, and take
-longer than their calls.
+updates in rows: ops that are alike, one of each of several updates, as one call for all of their
+tensors. What a row makes goes to the next ones as the list that it is. What it takes is room, as
+the values inside of several updates are there at once. It is taken only below the step's own peak,
+so that neither the peak nor a budget knows of it, and for small values alone: large ones stay in
+the cache between the ops of one update, and take longer than their calls.
 """
 
 from __future__ import annotations
@@ -16,13 +17,55 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import groupby, takewhile
+from operator import itemgetter
+from typing import Any
 
 import torch
 from torch import fx
 
-from cotrain_compile.backends.eager.calls import COPY, Call
+from cotrain_compile.backends.eager.calls import COPY, Call, Column, Row
 from cotrain_compile.backends.eager.room import Room
-from cotrain_compile.backends.eager.rows import rows_of
+from cotrain_compile.runtime.list_ops import list_op
+
+
+def rows_of(updates: Sequence[Sequence[Call]]) -> list[Row]:
+    """The rows of `updates`."""
+    place = {call.node: number for number, call in enumerate(updates[0])}
+    inside = {call.node for calls in updates for call in calls}
+    last = {place[n]: number for number, call in enumerate(updates[0]) for n in _own(call, place)}
+    rows = []
+    for number, calls in enumerate(zip(*updates, strict=True)):
+        nodes = [call.node for call in calls]
+        columns = zip(*(node.args for node in nodes), strict=True)
+        rows.append(
+            Row(
+                nodes=nodes,
+                compute=list_op(nodes),
+                columns=[_column(values, place) for values in columns],
+                copies=nodes[0].target is COPY,
+                overwrites_input=calls[0].overwrites_input,
+                writes=[write for call in calls for write in call.writes],
+                kept=[(at, n) for at, n in enumerate(nodes) if not inside >= n.users.keys()],
+                done_with=[row for row, at in last.items() if at == number],
+            )
+        )
+    return rows
+
+
+def _own(call: Call, place: dict[fx.Node, int]) -> list[fx.Node]:
+    return [node for node in (call.node, *call.node.all_input_nodes) if node in place]
+
+
+def _column(values: Sequence[Any], place: dict[fx.Node, int]) -> Column:
+    first = values[0]
+    if not isinstance(first, fx.Node):
+        return lambda _, made: first
+    if first in place:
+        row = place[first]
+        return lambda _, made: made[row]
+    take = itemgetter(*values)
+    return lambda given, _: take(given)
+
 
 # An op on so many bytes takes about as long as the call of it.
 SMALL_BYTES = 64 << 10

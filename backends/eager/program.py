@@ -1,6 +1,7 @@
 """The eager lowering: ATen's own kernels, in the order of the graph but for small updates.
 
-The reference for exactness.
+The reference for exactness. An error of a process group is said in the words of the user's step
+(`exchange_failed`).
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ import torch
 from torch import fx
 
 from cotrain_compile.backends.eager.calls import Call, Row, Write, calls_of
-from cotrain_compile.backends.eager.exchanges import exchange_failed
 from cotrain_compile.backends.eager.lock_step import in_lock_step
 from cotrain_compile.backends.eager.room import Room
 from cotrain_compile.capture.nodes.storages import is_view
+from cotrain_compile.distribute.meet import first_line
+from cotrain_compile.errors import CotrainError, ExchangeFailed
 from cotrain_compile.graph import StepGraph, returned_values
-from cotrain_compile.graph.collectives import stand_in
+from cotrain_compile.graph.collectives import is_collective, is_wait, kind_of, stand_in
+from cotrain_compile.graph.user_lines import user_line
 from cotrain_compile.machine import Tier
 from cotrain_compile.plan import Lane, Span, exchange_of
 from cotrain_compile.runtime.device import Device
@@ -293,3 +296,26 @@ def _without_spare_storage(result: torch.Tensor) -> torch.Tensor:
     )
     is_smaller = own.untyped_storage().nbytes() < result.untyped_storage().nbytes()
     return own.copy_(result) if is_smaller else result
+
+
+GO_ON = (
+    "Another rank has failed or died, hangs, or takes longer than the timeout of the process "
+    "group: look at the first error of the other ranks"
+)
+RANKS_DIFFER = (
+    "Other ranks may have updated theirs, so that parameters may differ between ranks: start all "
+    "ranks again from a checkpoint"
+)
+
+
+def exchange_failed(node: fx.Node, error: Exception) -> ExchangeFailed | None:
+    """The error to raise where `node` lets ranks exchange data; None for all other nodes."""
+    if isinstance(error, CotrainError) or not (is_collective(node) or is_wait(node)):
+        return None
+    begun = node.all_input_nodes[0] if is_wait(node) else node
+    kind = kind_of(begun) or "exchange"
+    line = user_line(begun.stack_trace) or user_line(node.stack_trace) or f"op {begun.name}"
+    return ExchangeFailed(
+        f"{line}: the {kind} that this line needs ({begun.name}) came to no end: "
+        f"{first_line(error)}. {GO_ON}"
+    )

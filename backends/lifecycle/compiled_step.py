@@ -14,9 +14,8 @@ from torch import fx
 from torch.profiler import record_function
 
 from cotrain_compile.analysis.throughput import Throughput, throughput
-from cotrain_compile.backends.eager.exchanges import RANKS_DIFFER
 from cotrain_compile.backends.eager.measured import Measurement
-from cotrain_compile.backends.eager.program import EagerProgram
+from cotrain_compile.backends.eager.program import RANKS_DIFFER, EagerProgram
 from cotrain_compile.backends.eager.room import Room
 from cotrain_compile.backends.inductor.lower import LoweredStep
 from cotrain_compile.backends.inductor.program import SegmentedProgram
@@ -30,7 +29,7 @@ from cotrain_compile.distribute.agree import ALONE, Together
 from cotrain_compile.errors import ExchangeFailed, StepFailed
 from cotrain_compile.graph import StepGraph, returned_values, writes
 from cotrain_compile.machine import Tier
-from cotrain_compile.placement.explain.planned_step import PlannedStep
+from cotrain_compile.placement.explain.explain import PlannedStep
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.plan import STEP_BEGINS, Plan, Timeline
 from cotrain_compile.runtime.allocations import unprofiled

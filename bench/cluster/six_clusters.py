@@ -30,7 +30,7 @@ from cotrain_compile.cluster.model.profiles import LayerProfile
 from cotrain_compile.cluster.model.strategy import Question
 from cotrain_compile.cluster.sources.cluster_presets import find_cluster
 from cotrain_compile.cluster.sources.repeated_layers import with_layers
-from cotrain_compile.cluster.sources.step_on_cluster import profile_on_cluster
+from cotrain_compile.cluster.sources.traced_profile import profile_on_cluster
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.entry.tracing import trace
 from cotrain_compile.files import load, save

@@ -29,7 +29,6 @@ import cotrain_compile
 from cotrain_compile import presets
 from cotrain_compile.analysis.costs import roofline
 from cotrain_compile.analysis.critical_path import critical_path
-from cotrain_compile.analysis.cut import offload_cuts
 from cotrain_compile.analysis.liveness import liveness
 from cotrain_compile.analysis.reuse import reuse_distances
 from cotrain_compile.backends.inductor import lower
@@ -209,7 +208,6 @@ def _analysed(timed: Stages, dataflow: Any) -> Problem:
     alive = timed("liveness", lambda: liveness(dataflow))
     timed("reuse", lambda: reuse_distances(dataflow, times))
     timed("critical path", lambda: critical_path(dataflow, times))
-    timed("offload cuts", lambda: offload_cuts(dataflow))
     budgets = {Tier.DEVICE: int(BUDGET_SHARE * alive.peak_bytes), Tier.HOST: 1 << 44}
     return formulate(dataflow, machine, budgets)
 

@@ -17,7 +17,6 @@ from bench.report import write_report
 from cotrain_compile import presets
 from cotrain_compile.analysis.costs import roofline
 from cotrain_compile.analysis.critical_path import critical_path
-from cotrain_compile.analysis.cut import offload_cuts
 from cotrain_compile.analysis.liveness import liveness
 from cotrain_compile.analysis.reuse import reuse_distances
 from cotrain_compile.entry.tracing import trace_graph
@@ -53,7 +52,6 @@ def main() -> None:
     alive = timed("liveness", lambda: liveness(dataflow))
     timed("reuse", lambda: reuse_distances(dataflow, times))
     timed("critical path", lambda: critical_path(dataflow, times))
-    timed("cuts", lambda: offload_cuts(dataflow))
     total_s = sum(seconds.values())
     budgets = dict.fromkeys(MEMORIES, 1 << 40)
     problem = formulate(dataflow, machine, budgets)

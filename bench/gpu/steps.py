@@ -36,7 +36,7 @@ from bench.report import write_report
 from cotrain_compile import files
 from cotrain_compile.machine import Machine, Tier
 from cotrain_compile.runtime.calibrate.calibrate import calibrate
-from cotrain_compile.support.sizes import Size
+from cotrain_compile.support.units import Size
 
 STEPS: dict[str, Build] = {
     "GPT-2 124M, 12 × 1024": decoder_step(768, 12, 12, 12, 1024),

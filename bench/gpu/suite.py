@@ -41,7 +41,7 @@ from cotrain_compile import files
 from cotrain_compile.machine import Machine, Tier
 from cotrain_compile.runtime.calibrate.calibrate import calibrate
 from cotrain_compile.runtime.calibrate.link_bench import Sizes
-from cotrain_compile.support.sizes import Size as MemorySize
+from cotrain_compile.support.units import Size as MemorySize
 
 RULES = ("resident", "streamed", "coarse", "fraction:0.5", "zero-offload")
 BUDGETS = (0.8, 0.6, 0.45)

@@ -24,8 +24,7 @@ from cotrain_compile.machine import Tier
 from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.search.solve import SolveSettings, solve
-from cotrain_compile.support.sizes import Size
-from cotrain_compile.support.units import format_bytes, format_seconds
+from cotrain_compile.support.units import Size, format_bytes, format_seconds
 
 # A step, a machine, the device memory it may take and the host memory of the computer.
 CASES = (

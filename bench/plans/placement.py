@@ -44,8 +44,7 @@ from cotrain_compile.placement.schedule.schedule import shortfall_bytes
 from cotrain_compile.placement.search.greedy import least_memory
 from cotrain_compile.placement.search.solve import SolveSettings, solve
 from cotrain_compile.plan import Placement, Plan
-from cotrain_compile.support.sizes import Size
-from cotrain_compile.support.units import format_bytes, format_seconds
+from cotrain_compile.support.units import Size, format_bytes, format_seconds
 
 STEPS = (
     "docs/examples/gpt2.py:gpt2_124m",

@@ -42,7 +42,7 @@ from cotrain_compile.placement.schedule.schedule import draft
 from cotrain_compile.placement.search.greedy import least_memory
 from cotrain_compile.placement.search.solve import FRACTIONS, SolveSettings, solve
 from cotrain_compile.plan import Placement, Plan
-from cotrain_compile.support.sizes import Size
+from cotrain_compile.support.units import Size
 
 MACHINES = ("rtx4090", "h100", "a100-80", "gh200")
 HOST_MEMORY = "2TiB"

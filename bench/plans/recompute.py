@@ -51,7 +51,7 @@ from cotrain_compile.placement.search.attempts import Attempts
 from cotrain_compile.placement.search.solve import SolveSettings, solve
 from cotrain_compile.placement.search.variants import Levels
 from cotrain_compile.plan import Lane, Plan
-from cotrain_compile.support.sizes import Size
+from cotrain_compile.support.units import Size
 
 HOST_BYTES = 1 << 40
 # Steps by the name of their shape, with the machines and the budgets to plan for.

@@ -39,7 +39,7 @@ from cotrain_compile.machine import Tier
 from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.policies import resident, zero_offload
 from cotrain_compile.placement.problem import Problem, formulate
-from cotrain_compile.placement.recompute.gather_again import gathered
+from cotrain_compile.placement.recompute.levels import gathered
 from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.placement.search.solve import SolveSettings, solve
 from cotrain_compile.plan import Placement, Plan

@@ -28,8 +28,7 @@ from cotrain_compile.machine import Tier
 from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.search.solve import SolveSettings, solve
-from cotrain_compile.support.sizes import Size
-from cotrain_compile.support.units import format_bytes, format_seconds
+from cotrain_compile.support.units import Size, format_bytes, format_seconds
 
 MACHINE = "rtx4090"
 HOST_BYTES = 256 << 30

@@ -61,7 +61,7 @@ TESTS = {
     "check of values made again": Modules(
         ("placement/check/recomputed.py",), (f"{UNIT}/test_check_recomputed.py",)
     ),
-    "check of orders": Modules(("placement/check/ordered.py",), (f"{UNIT}/test_orders.py",)),
+    "check of orders": Modules(("placement/check/check.py",), (f"{UNIT}/test_orders.py",)),
     "passes": Modules(("passes/*.py",), (f"{GRAPH}/passes",), ("torch", "torch._dynamo")),
     "fused loops": Modules(
         ("runtime/host/fused_loops.py",),

@@ -29,7 +29,7 @@ from torch import Tensor, fx, nn
 from bench.report import write_report
 from bench.runtime.host_update import REPEATS, UNLIMITED, Case, placed_step, traced_step
 from cotrain_compile import presets
-from cotrain_compile.analysis.host_update_costs import host_update_s
+from cotrain_compile.analysis.costs import host_update_s
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.extract.extract import extract
 from cotrain_compile.machine import HostUpdate, Machine, Tier

@@ -33,7 +33,7 @@ from bench.runtime.slow_model import (
 )
 from cotrain_compile.cluster.helpers.cpu_helpers import share
 from cotrain_compile.cluster.widths.burst import width_timeline
-from cotrain_compile.cluster.widths.width_problem import WidthProblem
+from cotrain_compile.cluster.widths.width_search import WidthProblem
 from cotrain_compile.distribute.cpu_helpers import ROUNDS, HelpedExchange
 from cotrain_compile.machine import Network
 
@@ -63,7 +63,6 @@ def wide_record(ranks: Sequence[Mapping[str, Any]], hop: Network) -> dict[str, A
     """Widths beside the width planner's step."""
     problem = WidthProblem(profile(), hop, ROWS, max(WIDTHS.values()))
     timeline = width_timeline(problem, WIDTHS, update_s=0.0)
-    assert timeline is not None  # the layers are a chain
     return compared("widths", timeline.makespan_s, ranks, {}, hop)
 
 

@@ -43,7 +43,7 @@ from cotrain_compile.cluster.steps.stage_step import Does, Rank
 from cotrain_compile.cluster.swapped.packs import Pack, PackCosts
 from cotrain_compile.cluster.swapped.turn_step import StagesInTurn
 from cotrain_compile.machine import Link, Network, Tier
-from cotrain_compile.pipelining.budgets import beside_swapped
+from cotrain_compile.pipelining.memory import beside_swapped
 from cotrain_compile.pipelining.turns import Turns
 from cotrain_compile.plan import Timeline
 

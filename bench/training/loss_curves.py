@@ -19,9 +19,8 @@ from matplotlib import pyplot as plt
 from rich.console import Console
 
 from bench.report import write_report
+from cotrain_compile.demo.job import compiled, new_job, standard_library, train, training_step
 from cotrain_compile.demo.model import Shape
-from cotrain_compile.demo.text import standard_library
-from cotrain_compile.demo.train import compiled, new_job, train, training_step
 
 STEPS, ROWS, SEED = 50, 8, 0
 SHAPE = Shape(layers=4, width=128, heads=4)

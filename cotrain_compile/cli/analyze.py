@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from cotrain_compile import files, presets
+from cotrain_compile.cli.figures import step_figures
 from cotrain_compile.cli.parameters import MachineName, StepFile
 from cotrain_compile.cli.terminal import Json, console, keep_stdout_for, print_json
 from cotrain_compile.dataflow import Dataflow
@@ -26,9 +27,8 @@ def analyze(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Say what a step needs: its peak, what the host could take, reuse distances, largest sizes."""
-    from cotrain_compile.cli.analysis_figures import analysis_figures
-    from cotrain_compile.viz.text.analysis import describe_analysis
+    """Say what a step needs: its peak, its time, reuse distances, largest sizes."""
+    from cotrain_compile.viz.text.analysis import analysis_figures, describe_analysis  # sympy
 
     keep_stdout_for(as_json)
     target = presets.find(machine)
@@ -36,6 +36,7 @@ def analyze(
     budget_bytes = Options.parse(asked).budgets(target)[Tier.DEVICE]
     dataflow = files.load(file, Dataflow)
     if as_json:
-        print_json(analysis_figures(dataflow, target, budget_bytes))
+        figures = analysis_figures(dataflow, target, budget_bytes)
+        print_json({**step_figures(dataflow), **figures})
     else:
         console.print(describe_analysis(dataflow, target, budget_bytes))

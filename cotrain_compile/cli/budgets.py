@@ -14,7 +14,7 @@ from typing import Any
 from cotrain_compile import files
 from cotrain_compile.analysis.throughput import Throughput, throughput
 from cotrain_compile.cli.outputs import refuse_outputs
-from cotrain_compile.cli.stages import SayStage
+from cotrain_compile.cli.terminal import SayStage
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import OptionError, PlacementError
 from cotrain_compile.machine import Machine, Tier
@@ -59,7 +59,7 @@ def ask(
     asked = [
         Asked(
             budget or "default",
-            Options.parse({**shared, "memory_budget": budget} if budget else shared),
+            Options.parse({**shared, "memory_budget": budget}),
             _beside(output, budget) if several and budget else output,
         )
         for budget in budgets

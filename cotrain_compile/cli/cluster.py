@@ -33,43 +33,51 @@ _WIDTH = 100
 _filled = partial(fill, width=_WIDTH, subsequent_indent="  ", break_on_hyphens=False)
 
 
+ModelFile = Annotated[
+    Path, typer.Argument(help="A profile of layers, or a step.json traced with --dynamic.")
+]
+ClusterName = Annotated[str, typer.Option(help="A preset, as 8xh100, or a cluster.json.")]
+Samples = Annotated[int, typer.Option(min=1, help="Samples in a step, over all devices.")]
+Strategies = Annotated[str | None, typer.Option(help="Rank only these, as replicate,shard.")]
+BatchSymbols = Annotated[
+    str, typer.Option(help="The symbols of a step that count samples, as s77,s17.")
+]
+TokensPerSample = Annotated[int, typer.Option(min=1, help="Tokens in a sample of a step.")]
+Layers = Annotated[
+    int | None,
+    typer.Option(
+        min=3,
+        help="As many numbered layers as this, of a profile or step that has four or more.",
+    ),
+]
+Output = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", help="Also save the answer into this file, for `show`."),
+]
+Page = Annotated[
+    Path | None, typer.Option(help="Also write it into this HTML file, with timelines.")
+]
+RankPlanFile = Annotated[
+    Path | None,
+    typer.Option(
+        help="Also have the solver plan one rank of a step tensor by tensor, as shard or "
+        "replicate, whichever ranks first, into this plan.json."
+    ),
+]
+
+
 def cluster(
-    file: Annotated[
-        Path, typer.Argument(help="A profile of layers, or a step.json traced with --dynamic.")
-    ],
-    cluster: Annotated[str, typer.Option(help="A preset, as 8xh100, or a cluster.json.")],
-    samples: Annotated[int, typer.Option(min=1, help="Samples in a step, over all devices.")] = 32,
-    strategies: Annotated[
-        str | None, typer.Option(help="Rank only these, as replicate,shard.")
-    ] = None,
-    batch_symbols: Annotated[
-        str, typer.Option(help="The symbols of a step that count samples, as s77,s17.")
-    ] = "",
-    tokens_per_sample: Annotated[
-        int, typer.Option(min=1, help="Tokens in a sample of a step.")
-    ] = 1,
-    layers: Annotated[
-        int | None,
-        typer.Option(
-            min=3,
-            help="As many numbered layers as this, of a profile or step that has four or more.",
-        ),
-    ] = None,
+    file: ModelFile,
+    cluster: ClusterName,
+    samples: Samples = 32,
+    strategies: Strategies = None,
+    batch_symbols: BatchSymbols = "",
+    tokens_per_sample: TokensPerSample = 1,
+    layers: Layers = None,
     as_json: Json = False,
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="Also save the answer into this file, for `show`."),
-    ] = None,
-    page: Annotated[
-        Path | None, typer.Option(help="Also write it into this HTML file, with timelines.")
-    ] = None,
-    rank_plan: Annotated[
-        Path | None,
-        typer.Option(
-            help="Also have the solver plan one rank of a step tensor by tensor, as shard or "
-            "replicate, whichever ranks first, into this plan.json."
-        ),
-    ] = None,
+    output: Output = None,
+    page: Page = None,
+    rank_plan: RankPlanFile = None,
 ) -> None:
     """Rank the ways to train a model on a cluster; nothing is run."""
     from cotrain_compile.cluster.answer.strategies import STRATEGIES, answer
@@ -119,7 +127,7 @@ def _read(
     """A profile as it is, or a step with that of its layers on the devices of the cluster."""
     if files.kind_of(file) != "dataflow":
         return None, read_profile(file)
-    from cotrain_compile.cluster.sources.step_on_cluster import profile_on_cluster
+    from cotrain_compile.cluster.sources.traced_profile import profile_on_cluster
 
     step = files.load(file, Dataflow)
     return step, profile_on_cluster(

@@ -24,21 +24,16 @@ def demo(
             help="Plan for this preset or machine.json instead of measuring this computer."
         ),
     ] = "",
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Continue a demo that Ctrl-C stopped.")
-    ] = False,
     as_json: Json = False,
 ) -> None:
     """Train a small GPT on Python's own sources in less memory than the step needs.
 
     Under torchrun, several processes train it together.
     """
-    from cotrain_compile.demo.run import run
-    from cotrain_compile.demo.settings import Settings
+    from cotrain_compile.demo.run import Settings, run
 
     refuse_output_folder(output)
     keep_stdout_for(False, Path(files.STANDARD) if as_json else None)
-    code, outcome = run(Settings(steps, output, budget, machine, resume), console)
-    if as_json and outcome is not None:
+    outcome = run(Settings(steps, output, budget, machine), console)
+    if as_json:
         print_json(outcome.figures)
-    raise typer.Exit(code)

@@ -10,8 +10,7 @@ import typer
 
 from cotrain_compile import files, presets
 from cotrain_compile.cli.parameters import MachineName, WorkLimit
-from cotrain_compile.cli.stages import stages
-from cotrain_compile.cli.terminal import Json, console, keep_stdout_for, print_json
+from cotrain_compile.cli.terminal import Json, console, keep_stdout_for, print_json, stages
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import OptionError
 from cotrain_compile.options import Options

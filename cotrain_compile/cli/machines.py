@@ -1,17 +1,24 @@
-"""Machines: what a step can be planned for without owning it, as a table of rates or in full."""
+"""Machines: the commands about computers: those that can be planned for, and the one at hand.
+
+`machines` lists rates, `calibrate` measures this computer, `doctor` says what it can do for a step.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.progress import Progress
 
 from cotrain_compile import files, presets
+from cotrain_compile.cli.outputs import refuse_outputs
 from cotrain_compile.cli.parameters import DeviceMemory, HostMemory, LinkRate, with_changes
-from cotrain_compile.cli.terminal import Json, console
+from cotrain_compile.cli.terminal import Json, console, keep_stdout_for, print_json, say_doing
 from cotrain_compile.machine import Machine
+from cotrain_compile.options import parts
 from cotrain_compile.support.units import format_bytes
 from cotrain_compile.viz.text.describe import describe_machine
 
@@ -73,3 +80,74 @@ def _cells(machine: Machine) -> Iterator[str]:
         yield f"{link.bytes_per_s / 1e9:.0f}"
     yield f"{machine.host_update.bytes_per_s / 1e9:.0f}"
     yield "-" if machine.network is None else f"{machine.network.bytes_per_s / 1e9:.0f}"
+
+
+def calibrate(
+    output: Annotated[Path, typer.Option("--output", "-o", help="The machine.json to write.")],
+    device: Annotated[
+        parts.Device, typer.Option(help="The device to measure; cpu is the emulated one.")
+    ] = "cpu",
+    disk: Annotated[
+        Path | None, typer.Option(help="A folder, whose drive is measured as well.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure this computer, for better predictions: options={"machine": "machine.json"}.
+
+    Under torchrun it also measures how fast the ranks exchange data.
+    """
+    from cotrain_compile.runtime.calibrate.calibrate import calibrate as measure
+    from cotrain_compile.runtime.calibrate.disk_bench import LONG_BYTES, measured_disk
+    from cotrain_compile.runtime.calibrate.network_bench import ranks_of_torchrun
+
+    refuse_outputs({"--output": output})
+    keep_stdout_for(as_json, output)
+    with (
+        ranks_of_torchrun(device) as rank,
+        Progress(console=console, transient=True, disable=rank > 0 or console.quiet) as bar,
+    ):
+        task = bar.add_task("", total=1.0)
+
+        def tell(what: str, done: float) -> None:
+            bar.update(task, description=what, completed=done)
+            say_doing(what)
+
+        result = measure(tell, device)
+    if rank > 0:
+        return
+    machine = result.machine
+    if disk is not None:
+        say_doing("reads and writes on the drive")
+        machine = machine.with_disk(measured_disk(disk, LONG_BYTES))
+    files.save(machine, output)
+    if as_json:
+        print(files.to_json(machine), end="")
+    console.print(describe_machine(machine))
+    for remark in result.remarks:
+        console.print(f"- {remark}")
+    console.print(f"saved {output}")
+
+
+_WIDTH = 14
+
+
+def doctor(as_json: Json = False) -> None:
+    """Say what this computer can do, what a step will use of it, and what to change.
+
+    Exit code 1 where something has to be changed before a step can run.
+    """
+    from cotrain_compile.runtime.examine import examine  # loads torch
+
+    keep_stdout_for(as_json)
+    findings = list(examine())
+    if as_json:
+        print_json({"findings": findings})
+    for one in findings:
+        console.print(f"{one.topic:{_WIDTH}}{one.found}", soft_wrap=True)
+        if one.used:
+            console.print(f"{'':{_WIDTH}}used: {one.used}", soft_wrap=True)
+        if one.change:
+            told = "to change" if one.prevents else "better"
+            console.print(f"{'':{_WIDTH}}{told}: {one.change}", soft_wrap=True)
+    if any(one.prevents for one in findings):
+        raise typer.Exit(1)

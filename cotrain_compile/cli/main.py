@@ -1,5 +1,7 @@
 """The command line, `cotrain-compile`.
 
+Its commands under their headings, each with examples.
+
 Torch is loaded by the commands that trace or run a step, not by those that read or solve one; sympy
 by those that look at steps with symbols.
 """
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Annotated, NoReturn
 
@@ -15,26 +18,82 @@ import typer
 
 from cotrain_compile import __version__
 from cotrain_compile.cli.analyze import analyze
-from cotrain_compile.cli.calibrate import calibrate
 from cotrain_compile.cli.cluster import cluster
 from cotrain_compile.cli.demo import demo
-from cotrain_compile.cli.diff import diff
-from cotrain_compile.cli.doctor import doctor
-from cotrain_compile.cli.explain import explain
-from cotrain_compile.cli.flags import as_flags
 from cotrain_compile.cli.from_config import from_config
-from cotrain_compile.cli.graph import graph
-from cotrain_compile.cli.machines import machines
+from cotrain_compile.cli.machines import calibrate, doctor, machines
 from cotrain_compile.cli.option_list import options
 from cotrain_compile.cli.outputs import unwritten
-from cotrain_compile.cli.show import show
+from cotrain_compile.cli.show import diff, explain, graph, show
 from cotrain_compile.cli.solve import solve
 from cotrain_compile.cli.sweep import sweep
-from cotrain_compile.cli.terminal import speak
+from cotrain_compile.cli.terminal import as_flags, speak
 from cotrain_compile.cli.trace import trace
-from cotrain_compile.cli.work_order import PANELS, epilog
 from cotrain_compile.errors import CotrainError
 from cotrain_compile.viz.text.terminal import PlainConsole
+
+# Under which heading of the help a command stands, and how it is called.
+PLAN, LOOK, MACHINE, TRY = "Plan", "Look at what was saved", "Machines", "Try it"
+
+# Commands in the order in which somebody comes to need them, each with its heading.
+PANELS: Mapping[str, str] = {
+    "from-config": PLAN,
+    "trace": PLAN,
+    "analyze": PLAN,
+    "solve": PLAN,
+    "sweep": PLAN,
+    "cluster": PLAN,
+    "options": PLAN,
+    "show": LOOK,
+    "explain": LOOK,
+    "diff": LOOK,
+    "graph": LOOK,
+    "doctor": MACHINE,
+    "machines": MACHINE,
+    "calibrate": MACHINE,
+    "demo": TRY,
+}
+
+EXAMPLES: Mapping[str, tuple[str, ...]] = {
+    "from-config": (
+        "from-config ds_config.json",
+        "from-config recipe.yaml --step step.json --machine rtx4090",
+    ),
+    "trace": (
+        "trace job.py:step -o step.json",
+        "trace job.py:step --machine rtx4090 --dynamic -o step.json",
+        "trace llama/config.json --optimizer adamw --batch 4 --length 2048 -o step.json",
+    ),
+    "analyze": ("analyze step.json --machine rtx4090 --memory-budget 20GiB",),
+    "solve": (
+        "solve step.json --machine rtx4090 --memory-budget 20GiB -o plan.json",
+        "solve step.json --memory-budget 16GiB --memory-budget 20GiB -o plan.json",
+    ),
+    "sweep": ("sweep step.json --machine rtx4090 --machine h100 -o sweep",),
+    "cluster": (
+        "cluster step.json --cluster 8xh100 --samples 64 -o cluster-plan.json",
+        "cluster profile.json --cluster cluster.json --samples 64 --json",
+    ),
+    "options": ("options", "options --json > options.schema.json"),
+    "show": (
+        "show plan.json --html report.html",
+        "show plan.json --timeline timeline.png --perfetto trace.json",
+    ),
+    "explain": ("explain plan.json layers.17.mlp.weight",),
+    "diff": ("diff before.json after.json",),
+    "graph": ("graph step.json --plan plan.json -o step.svg",),
+    "doctor": ("doctor", "doctor --json"),
+    "machines": ("machines", "machines rtx4090"),
+    "calibrate": ("calibrate -o machine.json --device cuda",),
+    "demo": ("demo", "demo --steps 60 --budget 48MiB"),
+}
+
+
+def epilog(command: str) -> str:
+    """The examples of `command`; an empty line is what keeps two of them apart."""
+    calls = [f"cotrain-compile {call}" for call in EXAMPLES[command]]
+    return "\n\n".join(["Examples:" if len(calls) > 1 else "Example:", *calls])
+
 
 app = typer.Typer(
     no_args_is_help=True,

@@ -1,8 +1,13 @@
-"""Show: what a saved file holds, in words, as figures, as pictures or as a page."""
+"""Show: the commands that look at saved files: show, explain, diff and graph.
+
+What a file holds in words, as figures, as pictures or as a page; why a parameter is where it is;
+what differs between two plans; a step as boxes and arrows.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,10 +15,23 @@ import typer
 
 from cotrain_compile import files
 from cotrain_compile.cli.cluster import print_answer
-from cotrain_compile.cli.figures import plan_figures, step_figures, timeline_figures
+from cotrain_compile.cli.figures import (
+    difference_figures,
+    plan_figures,
+    step_figures,
+    timeline_figures,
+)
 from cotrain_compile.cli.outputs import refuse_outputs, with_those_beside
-from cotrain_compile.cli.reading import PlanMachine, Profile, Step, read_problem, step_beside
-from cotrain_compile.cli.terminal import Json, console, keep_stdout_for, print_json
+from cotrain_compile.cli.parameters import StepFile
+from cotrain_compile.cli.reading import (
+    PlanMachine,
+    Profile,
+    Step,
+    read_problem,
+    read_step,
+    step_beside,
+)
+from cotrain_compile.cli.terminal import Json, console, keep_stdout_for, print_json, say_doing
 from cotrain_compile.cluster.model.strategy import Answer
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import FormatError, OptionError
@@ -21,11 +39,15 @@ from cotrain_compile.machine import Machine
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.saved import load_measured, load_plan, load_timeline
 from cotrain_compile.plan import Plan, Timeline
+from cotrain_compile.viz.graph.drawing import as_text, write_picture
+from cotrain_compile.viz.graph.picture import MOST_BOXES, picture
 from cotrain_compile.viz.text.describe import describe_machine, describe_step, describe_timeline
+from cotrain_compile.viz.text.diff import describe_diff
 from cotrain_compile.viz.text.summary import summary
 
 if TYPE_CHECKING:
     from cotrain_compile.viz.specification import Specification
+
 
 _READERS: Mapping[str, Callable[[Path], object]] = {
     "plan": load_plan,
@@ -164,3 +186,88 @@ def _write_report(path: Path, problem: Problem, plan: Plan, measured: Sequence[P
     from cotrain_compile.viz.report.page import write_report
 
     write_report(path, problem, plan, load_measured(measured))
+
+
+def explain(
+    file: Annotated[Path, typer.Argument(help="plan.json.")],
+    param: Annotated[str, typer.Argument(help="A parameter, as layers.17.mlp.weight.")],
+    step: Step = None,
+    machine: PlanMachine = None,
+    profile: Profile = None,
+    as_json: Json = False,
+) -> None:
+    """Say why a parameter is where it is, and what the step would take with it kept otherwise."""
+    from cotrain_compile.placement.explain.explain import explain as explained
+
+    keep_stdout_for(as_json)
+    with console.status("reading") as status:
+
+        def tell(doing: str) -> None:
+            status.update(doing)
+            say_doing(doing)
+
+        plan = load_plan(file)
+        problem = read_problem(plan, file, step, machine, profile)
+        said = explained(problem, plan, param, progress=tell)
+    if as_json:
+        print_json(said)
+    else:
+        console.print(str(said))
+
+
+def diff(
+    before: Annotated[Path, typer.Argument(help="plan.json.")],
+    after: Annotated[Path, typer.Argument(help="plan.json to compare with it.")],
+    step: Step = None,
+    as_json: Json = False,
+) -> None:
+    """Say what differs between two plans, and what that does to time and memory."""
+    old, new = load_plan(before), load_plan(after)
+    dataflow = read_step(old, before, step) if step else step_beside(before, old)
+    if as_json:
+        print_json(difference_figures(old, new))
+        return
+    console.print(describe_diff(old, new, dataflow))
+
+
+class Level(StrEnum):
+    """How far a step is folded."""
+
+    MODEL = "model"
+    LAYER = "layer"
+    OP = "op"
+
+
+def graph(
+    file: StepFile,
+    plan: Annotated[
+        Path | None, typer.Option(help="Draw the step as this plan.json places it.")
+    ] = None,
+    level: Annotated[
+        Level, typer.Option(help="Whether a box is a phase of the model, a layer or an op.")
+    ] = Level.LAYER,
+    layer: Annotated[
+        str, typer.Option(help="Open this layer, as model.layers.3; at level op, show all its ops.")
+    ] = "",
+    boxes: Annotated[
+        int, typer.Option(min=1, help="Fold layers until there are at most so many boxes.")
+    ] = MOST_BOXES,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="The .txt, .dot or .svg to write; default: print it."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Draw a step: ops folded by layer, with offloads, prefetches and waits of a plan."""
+    keep_stdout_for(as_json, output)
+    refuse_outputs({"--output": output}, (file, plan))
+    placed = load_plan(plan) if plan else None
+    dataflow = read_step(placed, plan, file) if placed and plan else files.load(file, Dataflow)
+    drawn = picture(dataflow, placed, level=level.value, layer=layer, most_boxes=boxes)
+    if as_json:
+        print_json(drawn)
+    elif output is None:
+        console.print(as_text(drawn))
+    if output is not None:
+        write_picture(drawn, output)
+        console.print(f"wrote {output}: {len(drawn.boxes)} boxes, {len(drawn.arrows)} arrows")

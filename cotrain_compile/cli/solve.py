@@ -11,9 +11,8 @@ import typer
 from rich.table import Table
 
 from cotrain_compile import files, presets
-from cotrain_compile.cli.budgets import Answered, answers, ask
+from cotrain_compile.cli.budgets import Answered, Asked, answers, ask
 from cotrain_compile.cli.figures import solved_figures
-from cotrain_compile.cli.flags import as_flags
 from cotrain_compile.cli.parameters import (
     DeviceMemory,
     Gap,
@@ -30,10 +29,18 @@ from cotrain_compile.cli.parameters import (
     WorkLimit,
     with_changes,
 )
-from cotrain_compile.cli.stages import stages
-from cotrain_compile.cli.terminal import Json, console, keep_stdout_for, print_json
+from cotrain_compile.cli.terminal import (
+    Json,
+    SayStage,
+    as_flags,
+    console,
+    keep_stdout_for,
+    print_json,
+    stages,
+)
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import PlacementError
+from cotrain_compile.machine import Machine
 from cotrain_compile.options import parts
 from cotrain_compile.plan import Plan
 from cotrain_compile.viz.text.summary import candidates, comparison, search, summary
@@ -105,7 +112,6 @@ def solve(
     """Choose a plan for a step: where everything lives, what moves when. Nothing is run."""
     shared = {
         "host_memory_budget": host_memory_budget,
-        **({"disk_budget": disk_budget} if disk_budget else {}),
         "policy": policy,
         "solver": solver,
         "work_limit": work_limit,
@@ -118,25 +124,43 @@ def solve(
         "micro_batch_order": micro_batch_order,
         "split": split,
         "host_kernels": host_kernels,
-        **({"lowering": lowering} if lowering else {}),
+        "disk_budget": disk_budget,
+        "lowering": lowering,
     }
-    budgets: list[str | None] = [*dict.fromkeys(memory_budget or ())] or [None]
-    asked = ask(budgets, shared, output, (file, machine))
+    budgets = [*dict.fromkeys(memory_budget or ())]
+    asked = ask(budgets or [None], shared, output, (file, machine))
     keep_stdout_for(as_json, *(one.path for one in asked))
     target = with_changes(machine, device_memory, host_memory, link)
     with stages() as say:
-        say(f"reading {file}")
-        dataflow = files.load(file, Dataflow)
-        presets.refuse_other_ranks(dataflow.ranks, ranks, machine)
-        found = answers(dataflow, target, asked, tokens, say)
-        for one in found:
-            if isinstance(one.answer, Plan) and one.answer.report is not None:
-                say(search(one.answer.report, with_bound=True))
+        dataflow = _read(file, ranks, machine, say)
+        found = _answered(dataflow, target, asked, tokens, say)
     if as_json:
         print_json(solved_figures(found))
     else:
         _print(found, dataflow, with_rules=policy == "auto")
     _say_what_is_saved(found)
+
+
+def _read(file: Path, ranks: int | None, machine: str, say: SayStage) -> Dataflow:
+    say(f"reading {file}")
+    dataflow = files.load(file, Dataflow)
+    presets.refuse_other_ranks(dataflow.ranks, ranks, machine)
+    return dataflow
+
+
+def _answered(
+    dataflow: Dataflow,
+    machine: Machine,
+    asked: Sequence[Asked],
+    tokens: int | None,
+    say: SayStage,
+) -> list[Answered]:
+    """What comes of each budget, and what each search has done."""
+    found = answers(dataflow, machine, asked, tokens, say)
+    for one in found:
+        if isinstance(one.answer, Plan) and one.answer.report is not None:
+            say(search(one.answer.report, with_bound=True))
+    return found
 
 
 def _print(found: Sequence[Answered], dataflow: Dataflow, *, with_rules: bool) -> None:

@@ -21,7 +21,7 @@ from cotrain_compile.options.parts import PlanningOptions
 from cotrain_compile.placement.explain.carry import Tried, carried, with_plans_of_slower_machines
 from cotrain_compile.placement.explain.sweep import Case, Sweep, device_budgets, try_case
 from cotrain_compile.placement.search.settings import SolveSettings
-from cotrain_compile.support.sizes import Size
+from cotrain_compile.support.units import Size
 
 
 def swept(dataflow: Dataflow, found: Sequence[Tried]) -> Sweep:

@@ -23,46 +23,58 @@ from cotrain_compile.jobs import OptimizerName, Precision, is_file_job, load_job
 from cotrain_compile.options import Options, parts
 from cotrain_compile.viz.text.describe import describe_step
 
+Job = Annotated[
+    str,
+    typer.Argument(
+        help="FILE.py:FUNCTION, whose source is executed; or a language model's "
+        "configuration: config.json, or a name on the Hugging Face Hub."
+    ),
+]
+Output = Annotated[
+    Path, typer.Option("--output", "-o", help="The step.json to write, or - for stdout.")
+]
+Optimizer = Annotated[
+    OptimizerName | None, typer.Option(help="Optimizer for a configuration; default: adamw.")
+]
+Batch = Annotated[
+    int | None,
+    typer.Option(min=1, help="Sequences in a step, for a configuration; default: 1."),
+]
+Length = Annotated[
+    int | None,
+    typer.Option(min=2, help="Tokens in a sequence, for a configuration; default: 2048."),
+]
+ModelPrecision = Annotated[
+    Precision | None, typer.Option(help="Precision for a configuration; default: bf16-mixed.")
+]
+Dynamic = Annotated[
+    bool, typer.Option(help="Keep batch and lengths as symbols, to plan for other sizes.")
+]
+TracedDevice = Annotated[
+    parts.Device | None, typer.Option(help="Trace as on this device; cuda needs no GPU here.")
+]
+TracedMachine = Annotated[
+    str | None, typer.Option(help="Trace as on the GPU of this preset or machine.json.")
+]
+Checkpoints = Annotated[
+    parts.Checkpoints,
+    typer.Option(help="Keep to torch.utils.checkpoint, or let the plan decide."),
+]
+Ranks = Annotated[int, typer.Option(min=1, help="Trace as the first of so many ranks.")]
+
 
 def trace(
-    job: Annotated[
-        str,
-        typer.Argument(
-            help="FILE.py:FUNCTION, whose source is executed; or a language model's "
-            "configuration: config.json, or a name on the Hugging Face Hub."
-        ),
-    ],
-    output: Annotated[
-        Path, typer.Option("--output", "-o", help="The step.json to write, or - for stdout.")
-    ],
-    optimizer: Annotated[
-        OptimizerName | None, typer.Option(help="Optimizer for a configuration; default: adamw.")
-    ] = None,
-    batch: Annotated[
-        int | None,
-        typer.Option(min=1, help="Sequences in a step, for a configuration; default: 1."),
-    ] = None,
-    length: Annotated[
-        int | None,
-        typer.Option(min=2, help="Tokens in a sequence, for a configuration; default: 2048."),
-    ] = None,
-    precision: Annotated[
-        Precision | None, typer.Option(help="Precision for a configuration; default: bf16-mixed.")
-    ] = None,
-    dynamic: Annotated[
-        bool, typer.Option(help="Keep batch and lengths as symbols, to plan for other sizes.")
-    ] = False,
-    device: Annotated[
-        parts.Device | None, typer.Option(help="Trace as on this device; cuda needs no GPU here.")
-    ] = None,
-    machine: Annotated[
-        str | None, typer.Option(help="Trace as on the GPU of this preset or machine.json.")
-    ] = None,
-    checkpoints: Annotated[
-        parts.Checkpoints,
-        typer.Option(help="Keep to torch.utils.checkpoint, or let the plan decide."),
-    ] = "respect",
-    ranks: Annotated[int, typer.Option(min=1, help="Trace as the first of so many ranks.")] = 1,
+    job: Job,
+    output: Output,
+    optimizer: Optimizer = None,
+    batch: Batch = None,
+    length: Length = None,
+    precision: ModelPrecision = None,
+    dynamic: Dynamic = False,
+    device: TracedDevice = None,
+    machine: TracedMachine = None,
+    checkpoints: Checkpoints = "respect",
+    ranks: Ranks = 1,
     as_json: Json = False,
 ) -> None:
     """Capture a training step, a file's or a model's; nothing is allocated or run.
@@ -71,7 +83,7 @@ def trace(
     usual one: next-token loss, gradients clipped to a norm of 1, then the optimizer.
     """
     from cotrain_compile.entry.tracing import trace as capture
-    from cotrain_compile.viz.text.phase_line import phase_line
+    from cotrain_compile.viz.text.narrate import phase_line
 
     refuse_outputs({"--output": output}, (job.rpartition(":")[0], job, machine))
     keep_stdout_for(as_json, output)

@@ -5,109 +5,191 @@
 3. The first steps, by a plan from these rates; they say what each op takes.
 4. The others, by a plan from these times, whose prediction is then judged.
 5. The same steps in eager, from the same state.
-6. What was planned, predicted and measured, and both losses side by side.
+6. What was planned, predicted and measured, and how far the losses are apart.
 
 Where torchrun has started several processes, they train together, each within its own budget.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+import statistics
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from rich.table import Table
 
 import cotrain_compile
 from cotrain_compile import files
 from cotrain_compile.analysis.costs import measured_costs
 from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
-from cotrain_compile.demo.computer import device_and_host, measured_computer
-from cotrain_compile.demo.outcome import Outcome
-from cotrain_compile.demo.progress import progress
-from cotrain_compile.demo.report import name_the_files, report, show_rules, write_folder
-from cotrain_compile.demo.settings import Settings
-from cotrain_compile.demo.text import standard_library
-from cotrain_compile.demo.train import (
+from cotrain_compile.demo.job import (
     Job,
     Step,
     StepResult,
     compiled,
-    load_checkpoint,
     new_job,
-    save_checkpoint,
-    steps_taken,
+    standard_library,
     train,
     training_step,
 )
-from cotrain_compile.errors import OptionError, StepFailed
-from cotrain_compile.machine import Tier
+from cotrain_compile.demo.model import Shape
+from cotrain_compile.errors import OptionError, PlacementError
+from cotrain_compile.machine import Link, Machine, Tier
+from cotrain_compile.placement.policies import RULES
+from cotrain_compile.placement.search.settings import SolveSettings
+from cotrain_compile.placement.search.solve import solve
 from cotrain_compile.plan import Timeline
-from cotrain_compile.runtime.calibrate.network_bench import ranks_of_torchrun
+from cotrain_compile.runtime.calibrate.calibrate import calibrate
+from cotrain_compile.runtime.calibrate.first_use import QUICK
+from cotrain_compile.runtime.calibrate.network_bench import ranks_here, ranks_of_torchrun
+from cotrain_compile.support import limits
 from cotrain_compile.support.units import format_bytes, format_rate, format_seconds
+from cotrain_compile.viz.report.page import write_report
+from cotrain_compile.viz.specification import specify
+from cotrain_compile.viz.text.summary import summary
+from cotrain_compile.viz.timeline import draw_timelines
 
-INTERRUPTED = 130  # what a shell reports for a process ended by Ctrl-C
+# Host and device of the emulated device are one memory, so a copy between them costs next to
+# nothing. The demo's link is as slow beside the device's matmuls as a plan has to reckon with: a
+# step takes longer to move all that it could than to compute.
+FLOPS_PER_LINK_BYTE = 800
+# An emulated copy takes that much however small it is: its thread is woken, and waits for Python.
+LATENCY_S = 250e-6
+# Steps whose ops are measured before the step is planned with their times; the first is left out.
+MEASURED_STEPS = 8
+LINES = 10
 
 
-def run(settings: Settings, console: Console) -> tuple[int, Outcome | None]:
-    """Run the demo; returns the exit code, and what it has found if it came so far."""
+@dataclass(frozen=True)
+class Settings:
+    """What may be chosen. `machine` is a preset or a file, "" for this computer, measured.
+
+    Raises `OptionError` where there are too few `steps` to measure some and to judge by others.
+    """
+
+    steps: int = 40
+    output: Path = Path("demo-output")
+    budget: str = "32MiB"
+    machine: str = ""
+    shape: Shape = field(default_factory=lambda: Shape(width=256, layers=4, heads=4))
+    rows: int = 8
+    seed: int = 0
+    measured_steps: int = MEASURED_STEPS
+
+    def __post_init__(self) -> None:
+        # Those that are measured, one that holds the tracing, and one to judge by.
+        least = self.measured_steps + 2
+        if self.steps < least:
+            raise OptionError(
+                f"--steps is {self.steps}, but must be at least {least}: the first "
+                f"{self.measured_steps} are measured, for a plan that the others run by"
+            )
+
+    def options(self, machine: Path | str, **more: Any) -> dict[str, Any]:
+        """What the step is compiled with."""
+        return {
+            "memory_budget": self.budget,
+            "machine": str(machine),
+            "throttle": True,
+            "poison": False,
+            "quiet": True,
+            **more,
+        }
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """All steps by plans and in eager; `timelines` are those that the last plan is judged by."""
+
+    placed: CompiledStep
+    results: Sequence[StepResult]
+    timelines: Sequence[Timeline]
+    eager: Sequence[StepResult]
+
+    @property
+    def seconds(self) -> list[float]:
+        """What each of the last steps took."""
+        return [result.seconds for result in self.results[-len(self.timelines) :]]
+
+    @property
+    def error(self) -> float:
+        """How far the prediction is from the median of the last steps: 0.1 is 10 % above it."""
+        return self.placed.predicted.makespan_s / statistics.median(self.seconds) - 1
+
+    @property
+    def typical(self) -> Timeline:
+        """The step that half of the others are faster than."""
+        by_time = sorted(self.timelines, key=lambda timeline: timeline.makespan_s)
+        return by_time[len(by_time) // 2]
+
+    @property
+    def figures(self) -> dict[str, object]:
+        """What the demo has found, as plain data."""
+        placed = self.placed
+        return {
+            "policy": placed.plan.placement.policy,
+            "budget_bytes": placed.plan.budgets,
+            "predicted_s": placed.predicted.makespan_s,
+            "measured_s": statistics.median(self.seconds),
+            "error": self.error,
+            "eager_s": statistics.median(result.seconds for result in self.eager[1:]),
+            "predicted_peak_bytes": placed.predicted.peak_bytes,
+            "measured_peak_bytes": self.typical.peak_bytes,
+            "recomputed_values": len(placed.plan.placement.recomputed),
+            "host_updates": len(placed.plan.host_updates),
+            "losses": [result.loss for result in self.results],
+            "eager_losses": [result.loss for result in self.eager],
+        }
+
+
+def run(settings: Settings, console: Console) -> Outcome:
+    """Run the demo and return what it has found."""
     with ranks_of_torchrun("cpu") as rank, device_and_host():
-        if settings.resume and dist.is_initialized():
-            raise OptionError("--resume goes on with a run of one process; start it without ranks")
+        settings.output.mkdir(parents=True, exist_ok=True)
         return _run(settings, console if rank == 0 else Console(quiet=True))
 
 
-def _run(settings: Settings, console: Console) -> tuple[int, Outcome | None]:
-    settings.output.mkdir(parents=True, exist_ok=True)
+def _run(settings: Settings, console: Console) -> Outcome:
     text = standard_library()
-    job = _job(settings, text)
-    (first,) = steps_taken(job)
-    if (least := first + settings.least_steps) > settings.steps:
-        raise OptionError(
-            f"{settings.checkpoint} is at step {first}: ask for at least {least} with --steps"
-        )
-    _say_what_it_is(job, text, console)
-
+    job = new_job(text, shape=settings.shape, rows=settings.rows, seed=settings.seed)
+    _say_what_it_is(job, console)
     console.print("\n1. This computer", style="bold")
     machine = _machine(settings, console)
-
-    try:
-        outcome = _train_by_plans(job, first, machine, settings, console)
-    except KeyboardInterrupt:
-        if dist.is_initialized():
-            raise
-        return _stopped(settings, job, console), None
+    placed, results, timelines = _train_by_plans(job, machine, settings, console)
 
     console.print("\n5. The same in eager, for comparison", style="bold")
-    twin = _job(settings, text)
-    eager: list[StepResult] = []
-    try:
-        _train(twin, training_step(twin), (first, settings.steps), console, "eager", eager)
-    except KeyboardInterrupt:
-        console.print("Comparison stopped; the training above is complete.")
+    twin = new_job(text, shape=settings.shape, rows=settings.rows, seed=settings.seed)
+    eager, _ = _train(twin, training_step(twin), (0, settings.steps), console, "eager")
 
     console.print("\n6. Result", style="bold")
-    outcome = replace(outcome, eager=eager)
-    report(console, outcome)
+    outcome = Outcome(placed, results, timelines, eager)
+    _report(console, outcome)
     if not dist.is_initialized() or dist.get_rank() == 0:
-        write_folder(settings.output, outcome)
-        name_the_files(settings.output, console)
-    return 0 if len(eager) == len(outcome.results) else INTERRUPTED, outcome
+        _write_folder(settings.output, outcome, console)
+    return outcome
 
 
-def _job(settings: Settings, text: torch.Tensor) -> Job:
-    job = new_job(text, shape=settings.shape, rows=settings.rows, seed=settings.seed)
-    if settings.resume:
-        load_checkpoint(job, settings.checkpoint)
-    return job
+@contextmanager
+def device_and_host() -> Iterator[None]:
+    """Within it half of the cores of this rank are the device, so that the host has the others."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(max(1, limits.usable_core_count() // ranks_here() // 2))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
-def _say_what_it_is(job: Job, text: torch.Tensor, console: Console) -> None:
+def _say_what_it_is(job: Job, console: Console) -> None:
     console.print(
         f"A character-level GPT with {job.parameters / 1e6:.1f} M parameters, AdamW, clipped "
-        f"gradients.\nText: {len(text) / 1e6:.1f} M characters of Python's standard library.\n"
+        f"gradients.\nText: {len(job.text) / 1e6:.1f} M characters of Python's standard library.\n"
         f"The device is emulated: {torch.get_num_threads()} of this computer's cores, and a part "
         "of its RAM.",
     )
@@ -124,7 +206,10 @@ def _machine(settings: Settings, console: Console) -> Path | str:
         console.print(f"not measured, as --machine {settings.machine} says what to plan for")
         return settings.machine
     with console.status("measuring ..."):
-        machine, path = measured_computer(settings.output)
+        found = calibrate(sizes=QUICK).machine
+    link = Link(found.device.flops_per_s["float32"] / FLOPS_PER_LINK_BYTE, LATENCY_S)
+    path = settings.output / "machine.json"
+    machine = _of_the_first_rank(found.but(h2d=link, d2h=link, duplex=2.0), path)
     device, link = machine.device, machine.h2d
     console.print(
         f"device      {device.flops_per_s['float32'] / 1e9:.0f} Gflop/s in float32, "
@@ -138,23 +223,30 @@ def _machine(settings: Settings, console: Console) -> Path | str:
     return path
 
 
+def _of_the_first_rank(machine: Machine, path: Path) -> Machine:
+    """What the first rank has measured, saved at `path`; every rank has to call it."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        files.save(machine, path)
+    if dist.is_initialized():
+        dist.barrier()
+    return files.load(path, Machine)
+
+
 def _train_by_plans(
-    job: Job, first: int, machine: Path | str, settings: Settings, console: Console
-) -> Outcome:
+    job: Job, machine: Path | str, settings: Settings, console: Console
+) -> tuple[CompiledStep, list[StepResult], list[Timeline]]:
     """All steps of the demo: some by a plan from the machine's rates, the others from times."""
-    results: list[StepResult] = []
-    budget = format_bytes(settings.budget_bytes(machine))
-    console.print(f"\n2. {budget} on the device: what simple rules need", style="bold")
-    timelines: list[Timeline] = []
     step = compiled(training_step(job), settings.options(machine))
     with console.status("tracing and planning the step ..."):
-        results.extend(train(job, step, first, first + 1))
+        traced = list(train(job, step, 0, 1))
     placed = cotrain_compile.inspect(step)
-    show_rules(console, placed)
+    budget = format_bytes(placed.plan.budgets[Tier.DEVICE])
+    console.print(f"\n2. {budget} on the device: what simple rules need", style="bold")
+    _show_rules(console, placed)
 
     console.print("\n3. The first steps by a plan, each op timed", style="bold")
-    measured = first + settings.measured_steps
-    _train(job, step, (first + 1, measured), console, "measure", results, timelines)
+    measured = settings.measured_steps
+    first, timelines = _train(job, step, (1, measured), console, "measure")
     profile = settings.output / "profile.json"
     _save_profile(placed, timelines, profile)
 
@@ -162,10 +254,9 @@ def _train_by_plans(
     again = settings.options(machine, profile=str(profile), dump=str(settings.output / "step"))
     step = compiled(training_step(job), again)
     with console.status("planning and compiling it again ..."):
-        results.extend(train(job, step, measured, measured + 1))
-    judged: list[Timeline] = []
-    _train(job, step, (measured + 1, settings.steps), console, "train", results, judged)
-    return Outcome(cotrain_compile.inspect(step), results, judged)
+        retraced = list(train(job, step, measured, measured + 1))
+    last, judged = _train(job, step, (measured + 1, settings.steps), console, "train")
+    return cotrain_compile.inspect(step), [*traced, *first, *retraced, *last], judged
 
 
 def _save_profile(placed: CompiledStep, timelines: Sequence[Timeline], path: Path) -> None:
@@ -177,49 +268,79 @@ def _save_profile(placed: CompiledStep, timelines: Sequence[Timeline], path: Pat
 
 
 def _train(
-    job: Job,
-    step: Step,
-    steps: tuple[int, int],
-    console: Console,
-    title: str,
-    results: list[StepResult],
-    timelines: list[Timeline] | None = None,
-) -> None:
-    """Train from the first of `steps` up to the second, adding to `results` as it goes.
-
-    Of a compiled step the measured `timelines` are added as well.
-    """
-    with progress(console, title, *steps) as show:
-        for result in train(job, step, *steps):
-            results.append(result)
-            detail = f"loss {result.loss:.4f}  {format_seconds(result.seconds)}"
-            if timelines is not None:
-                placed = cotrain_compile.inspect(step)
-                assert placed.measured is not None
-                timelines.append(placed.measured)
-                detail += f"  {_peak(placed)}"
-            show(result.number + 1, detail)
+    job: Job, step: Step, steps: tuple[int, int], console: Console, title: str
+) -> tuple[list[StepResult], list[Timeline]]:
+    """Train from the first of `steps` up to the second; with the timelines of a compiled step."""
+    results: list[StepResult] = []
+    timelines: list[Timeline] = []
+    first, last = steps
+    every = max(1, last // LINES)
+    for result in train(job, step, first, last):
+        results.append(result)
+        done, said = result.number + 1, f"loss {result.loss:.4f}  {format_seconds(result.seconds)}"
+        if title != "eager":
+            placed = cotrain_compile.inspect(step)
+            assert placed.measured is not None
+            timelines.append(placed.measured)
+            peak, budget = placed.measured.peak_bytes, placed.plan.budgets
+            said += f"  device {format_bytes(peak[Tier.DEVICE])} of "
+            said += format_bytes(budget[Tier.DEVICE])
+        if done % every == 0 or done in (first + 1, last):
+            console.print(f"{title} {done}/{last}  {said}")
+    return results, timelines
 
 
-def _peak(placed: CompiledStep) -> str:
-    assert placed.measured is not None
-    peak, budget = placed.measured.peak_bytes[Tier.DEVICE], placed.plan.budgets[Tier.DEVICE]
-    return f"device {format_bytes(peak)} of {format_bytes(budget)}"
+def _show_rules(console: Console, placed: CompiledStep) -> None:
+    """What everything on the device, and each simple rule, needs there beside the budget."""
+    budget = placed.plan.budgets[Tier.DEVICE]
+    table = Table("policy", "needs on the device", "")
+    table.columns[1].justify = "right"
+    for rule in RULES:
+        try:
+            plan = solve(placed.problem, SolveSettings(policy=rule))
+        except PlacementError as error:
+            short = format_bytes(error.shortfall_bytes)
+            table.add_row(rule, format_bytes(budget + error.shortfall_bytes), f"{short} short")
+        else:
+            peak, a_step = plan.predicted.peak_bytes[Tier.DEVICE], plan.predicted.makespan_s
+            table.add_row(rule, format_bytes(peak), f"fits, {format_seconds(a_step)} a step")
+    console.print(table, soft_wrap=False)
 
 
-def _stopped(settings: Settings, job: Job, console: Console) -> int:
-    """What Ctrl-C leaves: a checkpoint after a whole number of steps, and how to go on."""
-    counts = steps_taken(job)
-    if len(counts) > 1:
-        raise StepFailed(
-            f"interrupted inside an update: some parameters have had {min(counts)} updates, others "
-            f"{max(counts)}, so nothing was saved; start again from the last checkpoint"
-        )
-    (done,) = counts
-    save_checkpoint(job, settings.checkpoint)
+def _report(console: Console, outcome: Outcome) -> None:
+    """Plan, memory and times, and how far the losses of both runs are apart."""
+    placed, results, eager = outcome.placed, outcome.results, outcome.eager
+    peak = max(timeline.peak_bytes[Tier.DEVICE] for timeline in outcome.timelines)
+    predicted, budget = placed.predicted.peak_bytes[Tier.DEVICE], placed.plan.budgets[Tier.DEVICE]
+    measured_s = statistics.median(outcome.seconds)
+    eager_s = statistics.median(result.seconds for result in eager[1:])
+    apart = max(abs(a.loss - b.loss) for a, b in zip(results, eager, strict=True))
     console.print(
-        f"\nInterrupted after step {done} of {settings.steps}. Every parameter has had exactly "
-        f"{done} updates.\nSaved {settings.checkpoint}; go on with: cotrain-compile demo --resume "
-        f"--steps {settings.steps} --output {settings.output}",
+        f"{summary(placed.plan, placed.problem.dataflow)}\n"
+        f"device      measured peak {peak:,} bytes, predicted {predicted:,}, budget {budget:,}\n"
+        f"            {format_bytes(budget - peak)} to spare\n"
+        f"predicted   {format_seconds(placed.predicted.makespan_s)} a step\n"
+        f"measured    {format_seconds(measured_s)} a step, the median of {len(outcome.seconds)}; "
+        f"off by {outcome.error:+.1%}\n"
+        f"eager       {format_seconds(eager_s)} a step, with all it needs on the device\n"
+        f"losses      from {results[0].loss:.4f} to {results[-1].loss:.4f}, at most {apart:.1e} "
+        f"from eager's over {len(eager)} steps.\n"
+        "            What may differ and why: the documentation's page Architecture, Exactness.",
     )
-    return INTERRUPTED
+
+
+def _write_folder(folder: Path, outcome: Outcome, console: Console) -> None:
+    """Report and timelines, beside the step's own files, and a line for each file."""
+    problem, plan = outcome.placed.problem, outcome.placed.plan
+    timelines = (outcome.placed.predicted, outcome.typical)
+    draw_timelines(specify(timelines, plan, problem.dataflow), folder / "timeline.png")
+    write_report(folder / "report.html", problem, plan, [outcome.typical])
+    console.print(
+        f"\nLook into {folder}/\n"
+        "  report.html             one page to look at: words, timelines, memory, parameters\n"
+        "  timeline.png            predicted and measured, on one time axis\n"
+        "  machine.json            this computer; profile.json: what each op took\n"
+        "  step/summary.txt        the plan in words; step/plan.json: all of it\n"
+        "  step/placed.py.txt      the step with its offloads, waits and host updates\n"
+        "  step/predicted.trace.json   its timeline, for https://ui.perfetto.dev",
+    )

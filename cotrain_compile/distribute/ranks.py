@@ -1,14 +1,41 @@
-"""Ranks: how many processes train together, and whether a step exchanges anything with them."""
+"""Ranks: how many processes train together, and whether a step exchanges anything with them.
+
+And from which torch on a step can hold what they share.
+"""
 
 from __future__ import annotations
 
 import warnings
 from types import CodeType
 
+import torch
 import torch.distributed as dist
+from torch.torch_version import TorchVersion
 
+from cotrain_compile.errors import DistributeError
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.graph.collectives import is_collective
+
+# Dynamo of torch 2.11 takes no DTensor as a leaf that a gradient is computed for.
+_FIRST_WITH_DTENSORS = "2.13"
+
+
+def why_no_dtensor_steps() -> str | None:
+    """Why this torch cannot trace a step with sharded parameters; None where it can."""
+    if TorchVersion(torch.__version__) >= _FIRST_WITH_DTENSORS:
+        return None
+    return (
+        f"sharded parameters need torch {_FIRST_WITH_DTENSORS} or newer, and this is "
+        f"{torch.__version__}: its Dynamo cannot trace the gradients of a DTensor; install a newer "
+        "torch, or train with DistributedDataParallel"
+    )
+
+
+def require_dtensor_steps() -> None:
+    """Raise `DistributeError` where this torch cannot trace a step with sharded parameters."""
+    why = why_no_dtensor_steps()
+    if why is not None:
+        raise DistributeError(why)
 
 
 def count_of_ranks() -> int:

@@ -25,7 +25,7 @@ from torch.distributed.tensor import (
     distribute_tensor,
 )
 
-from cotrain_compile.distribute.versions import require_dtensor_steps
+from cotrain_compile.distribute.ranks import require_dtensor_steps
 from cotrain_compile.errors import DistributeError
 
 # Where recurrent layers keep their parameters once more.

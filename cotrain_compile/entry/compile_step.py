@@ -62,8 +62,7 @@ from cotrain_compile.support.phases import tell_phase
 from cotrain_compile.support.units import format_bytes
 from cotrain_compile.viz.dump import dump_step
 from cotrain_compile.viz.text.live import live_line
-from cotrain_compile.viz.text.narrate import Narrator, verbosity
-from cotrain_compile.viz.text.phase_line import phase_line
+from cotrain_compile.viz.text.narrate import Narrator, phase_line, verbosity
 
 
 def cotrain(

@@ -1,13 +1,18 @@
-"""Notes on a step: what of it costs more than it has to, in words. StepGraph in, sentences out."""
+"""Notes on a step: by what readers know it, and what of it costs more than it has to.
+
+In: a StepGraph. Out: the names of its model and batch; sentences.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import fx
 
+from cotrain_compile.dataflow import Job, Role
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.support.units import format_bytes
 
@@ -48,3 +53,30 @@ def _value(node: fx.Node) -> torch.Tensor:
 def _hint(size: Any) -> int:
     """A size for the traced shapes, without fixing a dynamic one."""
     return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
+
+
+# Wrap a model without being one.
+_WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "OptimizedModule")
+
+
+def job_of(step: StepGraph) -> Job:
+    """The class of the outermost module that most ops are in, and the shapes of the batch."""
+    models = Counter(_outermost(step))
+    batch = {
+        item.name: tuple(map(_hint, value.shape))
+        for node in step.nodes
+        if node.op == "placeholder"
+        and (item := step.input_of_node[node.name]).role is Role.BATCH
+        and isinstance(value := node.meta.get("val"), torch.Tensor)
+    }
+    return Job(next((name for name, _ in models.most_common(1)), ""), batch)
+
+
+def _outermost(step: StepGraph) -> Iterator[str]:
+    """By op, the class of the model that called it."""
+    for node in step.nodes:
+        for _, kind in (node.meta.get("nn_module_stack") or {}).values():
+            name = str(getattr(kind, "__name__", kind)).rpartition(".")[2]
+            if name not in _WRAPPERS:
+                yield name
+                break

@@ -5,6 +5,13 @@ attention and transforms, by torch's registry where its formula is right, else b
 other known op is limited by the bytes it moves. Unknown is the work of an op that is not torch's
 own and has no formula, and of the few of torch's that compute much and have none (`linalg_*`,
 recurrent networks of cuDNN). Users give theirs one by `torch.utils.flop_counter`.
+
+Scratch is memory that kernels of a card take while they run, which no tensor of the graph shows.
+The backwards of flash and memory-efficient attention add up the gradient of the query in float32,
+whatever they compute in: `dq_accum` and `grad_q` of torch's
+`aten/src/ATen/native/transformers/cuda`. Their kernels for the CPU have other names and none. Those
+of FlashAttention's own package do the same (`dq_accum` of `csrc/flash_attn/flash_api.cpp`), and
+where heads share a key, they make a gradient of key and value for each (`dk_expanded`).
 """
 
 from __future__ import annotations
@@ -125,3 +132,39 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 def _value(argument: Any) -> Any:
     return argument.meta.get("val") if isinstance(argument, fx.Node) else argument
+
+
+_aten = torch.ops.aten
+_SUMS_IN_FLOAT32 = {
+    getattr(_aten, name).default
+    for name in (
+        "_scaled_dot_product_flash_attention_backward",
+        "_scaled_dot_product_efficient_attention_backward",
+        "_flash_attention_backward",
+        "_efficient_attention_backward",
+    )
+    if hasattr(_aten, name)
+}
+# Of FlashAttention's package, in whatever namespace.
+_ADDING_UP = frozenset(("_flash_attn_backward", "_flash_attn_varlen_backward"))
+_FLOAT32_BYTES = 4
+_QUERY = 1  # behind the gradient of the result
+
+
+def scratch_bytes(node: fx.Node) -> Any:
+    """Bytes, a symbol where sizes are dynamic; None for a kernel that is not known to take any."""
+    if op_name(target_of(node)).partition("::")[2] in _ADDING_UP:
+        return _of_package(arguments_of(node))
+    if node.target not in _SUMS_IN_FLOAT32:
+        return None
+    query: Any = node.args[_QUERY]
+    value = query.meta["val"]
+    # In float32 the sum is the gradient itself.
+    return value.numel() * _FLOAT32_BYTES if value.dtype != torch.float32 else None
+
+
+def _of_package(args: Mapping[str, Any]) -> Any:
+    query, key = (args[name].meta["val"] for name in ("q", "k"))
+    shared = query.shape[-2] // key.shape[-2]
+    expanded = 2 * key.numel() * shared * key.element_size() if shared > 1 else 0
+    return query.numel() * _FLOAT32_BYTES + expanded

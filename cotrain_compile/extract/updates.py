@@ -7,23 +7,88 @@ hyper-parameters alone costs nothing to repeat, so there the group's input is th
 A random op belongs to no update: it stays in the order of the step, with what it reads, and so does
 the op that adds its numbers to a gradient. The update begins behind it. So does a collective, which
 every rank issues in the order of the step.
+
+An update works on each element of its parameter by itself (`by_element`) where none of its
+nodes mixes elements (a norm, as LAMB's; a product, as Muon's), shows them in another order, or
+works on memory with gaps; what is left works on single numbers. Kept gradients are the buffers that
+are found in, or kept in, the `.grad` of a parameter. One that shares its storage with something
+else (a flat buffer of all gradients, a tensor that the step returns a second time) is left out:
+nothing says where it rests.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 
 from cotrain_compile.dataflow import Phase, Role, UpdateGroup
-from cotrain_compile.extract.by_element import elements_of
 from cotrain_compile.extract.optimizer_loops import has_loop
-from cotrain_compile.graph import StepGraph, writes
+from cotrain_compile.graph import StepGraph, returned_values, writes
 from cotrain_compile.graph.collectives import is_collective, is_wait
 from cotrain_compile.graph.random_ops import is_random
+
+# With fewer, a buffer of single numbers could not be told from one of elements by its bytes.
+FEWEST_ELEMENTS = 4096
+# By name: torch registers its prims when they are first imported.
+_ALSO_BY_ELEMENT = (
+    "aten.copy_.default",
+    "aten._to_copy.default",
+    "aten.clone.default",
+    "prims.fma.default",
+)
+
+
+def elements_of(step: StepGraph, members: Sequence[fx.Node], param: fx.Node) -> int:
+    """How many elements an update may be divided into; 0 where it has to go as a whole."""
+    count = param.meta["val"].numel()
+    if not isinstance(count, int) or count < FEWEST_ELEMENTS:
+        return 0
+    return count if by_element(step, members, param) else 0
+
+
+def by_element(step: StepGraph, members: Sequence[fx.Node], param: fx.Node) -> list[fx.Node]:
+    """Those of `members`, the nodes of an update, that work on all elements of `param`, in order.
+
+    None where not all of them do so by themselves, or others use what they make.
+    """
+    inside, shape = set(members), param.meta["val"].shape
+    written = {node.args[0] for node in members if node.target is aten.copy_.default}
+    found = []
+    for node in members:
+        values = [value for value in (node, *node.all_input_nodes) if _is_tensor(value)]
+        full = [value for value in values if value.meta["val"].numel() > 1]
+        if not full:
+            continue
+        of_numbers = [v for v in node.all_input_nodes if v not in full and v in written]
+        alike = all(_is_dense(v.meta["val"]) and v.meta["val"].shape == shape for v in full)
+        if not (alike and node in full and _is_by_element(node)) or of_numbers:
+            return []
+        if not inside.issuperset(node.users):
+            return []
+        found.append(node)
+    return found
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _is_dense(value: torch.Tensor) -> bool:
+    """Whether it is all of its memory, one element after the other."""
+    nbytes = value.numel() * value.itemsize
+    return value.is_contiguous() and value.untyped_storage().nbytes() == nbytes
+
+
+def _is_by_element(node: fx.Node) -> bool:
+    if str(node.target) in _ALSO_BY_ELEMENT:
+        return len({v.meta["val"].device for v in (node, *node.all_input_nodes)}) == 1
+    tags: Collection[torch.Tag] = getattr(node.target, "tags", ())
+    return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
+
 
 aten = torch.ops.aten
 
@@ -235,3 +300,27 @@ def _low_precision_copy(param: fx.Node, buffer_of: Mapping[str, str]) -> str:
         if is_cast and user.meta["val"].element_size() < param.meta["val"].element_size():
             return buffer_of[user.name]
     return ""
+
+
+def gradients_kept(step: StepGraph, buffer_of: Mapping[str, str]) -> dict[str, str]:
+    """The parameter of each buffer that is a gradient kept across calls, by buffer."""
+    inputs = [buffer_of[item.node] for item in step.inputs if item.node in buffer_of]
+    shared = {buffer for buffer, count in Counter(inputs).items() if count > 1}
+    params = {item.name: buffer_of[item.node] for item in step.inputs if item.role is Role.PARAM}
+    found = {
+        buffer_of[item.node]: params[item.param]
+        for item in step.inputs
+        if item.role is Role.GRADIENT and item.param in params
+    }
+    returned = Counter(
+        buffer_of.get(node.name) for node in returned_values(step) if isinstance(node, fx.Node)
+    )
+    for node, param in step.kept.items():
+        made = buffer_of.get(node)
+        if made is not None and made not in inputs and returned[made] == 1 and param in params:
+            found[made] = params[param]
+    return {
+        buffer: param
+        for buffer, param in found.items()
+        if buffer not in shared and param not in shared
+    }

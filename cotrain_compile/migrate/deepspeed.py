@@ -5,8 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from cotrain_compile.migrate.counterparts import Reader, Rule, Way, rule
-from cotrain_compile.migrate.training import Optimizer, Precision, Training
+from cotrain_compile.migrate.counterparts import (
+    Optimizer,
+    Precision,
+    Reader,
+    Rule,
+    Training,
+    Way,
+    rule,
+)
 
 RULES: tuple[Rule, ...] = (
     rule(

@@ -12,8 +12,7 @@ import yaml
 
 from cotrain_compile.errors import FormatError
 from cotrain_compile.migrate import accelerate, axolotl, deepspeed, torchtune
-from cotrain_compile.migrate.counterparts import Counterpart, Rule, counterparts
-from cotrain_compile.migrate.training import Training
+from cotrain_compile.migrate.counterparts import Counterpart, Rule, Training, counterparts
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from cotrain_compile.migrate.training import Optimizer, Precision, Training
+from cotrain_compile.migrate.counterparts import Optimizer, Precision, Training
 
 _DEFAULT = Optimizer("torch.optim.AdamW")
 _SHARDED = (

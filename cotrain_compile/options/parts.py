@@ -16,7 +16,7 @@ from typing import Any, Literal, get_origin
 
 from cotrain_compile.machine import Machine, Tier, default_budget
 from cotrain_compile.options import parsers
-from cotrain_compile.support.sizes import Size
+from cotrain_compile.support.units import Size
 
 # What a choice may be: the one list of it, for what checks and for what is typed.
 Device = Literal["cpu", "cuda"]

@@ -17,8 +17,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from cotrain_compile.errors import DistributeError
-from cotrain_compile.pipelining.kept_buffers import kept_buffers
-from cotrain_compile.pipelining.visits import Shape, Visits
+from cotrain_compile.pipelining.visits import Shape, Visits, kept_buffers
 
 
 class Reached(Exception):

@@ -1,12 +1,14 @@
 """Visits: in which stage of a pipeline each module of a model runs, and what it gives.
 
 In: a model, the modules at which stages begin, one micro-batch. Out: `Visits`. The model runs once
-on fake tensors, so nothing is computed and no device is needed.
+on fake tensors, so nothing is computed and no device is needed; what it counts and averages is as
+before (`kept_buffers`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +17,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cotrain_compile.errors import DistributeError
-from cotrain_compile.pipelining.kept_buffers import kept_buffers
 
 
 @dataclass(frozen=True)
@@ -149,3 +150,15 @@ def _shape(value: Any) -> Any:
     if isinstance(value, torch.Tensor) and value.is_floating_point():
         return Shape(tuple(value.shape), value.dtype, value.device)
     return value
+
+
+@contextmanager
+def kept_buffers(module: nn.Module) -> Iterator[None]:
+    """Give the buffers of `module` the values again that they have at the beginning."""
+    before = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in before:
+                buffer.copy_(value)

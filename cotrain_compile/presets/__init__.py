@@ -1,12 +1,12 @@
 """Presets: machines that a step can be planned for without owning one. Names in, `Machine` out.
 
-The figures and their sources are rows of `cards` and `tables`. A name may be followed
-by what is otherwise: "rtx4090 host-memory=192GiB". A server of several cards ("8xh100") is what one
-of its ranks has of it: its card, an equal share of the host, and a network to the others.
+The figures and their sources are rows of `cards` and `tables`. A name may be followed by what is
+otherwise: "rtx4090 host-memory=192GiB". A server of several cards ("8xh100") is what one of its
+ranks has of it: its card, an equal share of the host, and a network to the others.
 
-An AdamW update with float32 gradient, parameter and two moments reads 4 x 4 bytes and writes
-3 x 4: 28 bytes per parameter. A bfloat16 gradient with a float32 master and a bfloat16 copy moves
-28 as well (2 + 24 + 2). `ADAMW_BYTES_PER_PARAMETER` turns published parameters per second into
+An AdamW update with float32 gradient, parameter and two moments reads 4 x 4 bytes and writes 3 x 4:
+28 bytes per parameter. A bfloat16 gradient with a float32 master and a bfloat16 copy moves 28 as
+well (2 + 24 + 2). `ADAMW_BYTES_PER_PARAMETER` turns published parameters per second into
 `HostUpdate.bytes_per_s`.
 """
 
@@ -19,11 +19,10 @@ from dataclasses import replace
 from cotrain_compile.errors import OptionError, did_you_mean
 from cotrain_compile.machine import HostUpdate, Link, Machine, Network, Rates, TierSpec, two_tier
 from cotrain_compile.presets.cards import CARDS, Card
-from cotrain_compile.presets.drives import drive_beside
 from cotrain_compile.presets.factors import RANGE, factors_of
-from cotrain_compile.presets.tables import HOSTS, SERVERS, Host, Server
+from cotrain_compile.presets.tables import HOSTS, SERVERS, Host, Server, drive_beside
 from cotrain_compile.support.limits import usable_core_count, usable_memory_bytes
-from cotrain_compile.support.sizes import Size
+from cotrain_compile.support.units import Size
 
 ADAMW_BYTES_PER_PARAMETER = 28
 THIS_MACHINE = "this-machine"

@@ -15,9 +15,8 @@ from cotrain_compile.machine import MEMORIES, Tier
 from cotrain_compile.placement.placed import as_placed
 from cotrain_compile.plan import HostRegion, Plan, Task, Timeline, Transfer
 from cotrain_compile.viz.kinds import kinds_of, lane_titles, spans_with_kinds
-from cotrain_compile.viz.layers import REST, layers
 from cotrain_compile.viz.memory import Curve, measured_curve, planned_curve
-from cotrain_compile.viz.names import names
+from cotrain_compile.viz.names import REST, layers, names
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from cotrain_compile.viz.text import phase_line
+from cotrain_compile.viz.text import narrate
 
 WATCHDOG_S = 120
 
@@ -30,7 +30,7 @@ def freeze_what_stays() -> None:
 @pytest.fixture(autouse=True, scope="session")
 def no_line_of_a_slow_computer() -> None:
     """What is said while a step is compiled is the same on a busy computer."""
-    phase_line.EVERY_S = 1e6
+    narrate.EVERY_S = 1e6
 
 
 @pytest.fixture(autouse=True)

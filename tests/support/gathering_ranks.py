@@ -21,7 +21,7 @@ from cotrain_compile.graph.collectives import is_collective
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.policies import resident
 from cotrain_compile.placement.problem import Problem
-from cotrain_compile.placement.recompute.gather_again import gathered
+from cotrain_compile.placement.recompute.levels import gathered
 from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.plan import Plan
 

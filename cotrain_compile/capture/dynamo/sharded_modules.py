@@ -29,8 +29,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from cotrain_compile.capture.dynamo.session import Session
 from cotrain_compile.distribute import fsdp
+from cotrain_compile.distribute.ranks import why_no_dtensor_steps
 from cotrain_compile.distribute.shard import gathered
-from cotrain_compile.distribute.versions import why_no_dtensor_steps
 
 _READ = "manually_trace_nn_module_getattr"
 # All hooks of FSDP's are one function around different ones.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate, compress, pairwise
+from itertools import compress, pairwise
 from math import ceil
 
 from cotrain_compile.cluster.data_parallel.data_parallel import (
@@ -18,14 +18,13 @@ from cotrain_compile.cluster.data_parallel.data_parallel import (
     DataParallelPlan,
     plan_data_parallel,
 )
-from cotrain_compile.cluster.helpers.helper_verdict import judge_helpers
+from cotrain_compile.cluster.helpers.cpu_helpers import judge_helpers
 from cotrain_compile.cluster.model.description import Cluster, MachineGroup, first_devices
 from cotrain_compile.cluster.model.stage_plan import StagePlan
-from cotrain_compile.cluster.model.strategy import NOT_RUN, Question, RankedStrategy
-from cotrain_compile.cluster.pipeline.cuts import PipelineOrder
-from cotrain_compile.cluster.pipeline.devices import devices_of
+from cotrain_compile.cluster.model.strategy import Question, RankedStrategy
+from cotrain_compile.cluster.pipeline.cuts import PipelineOrder, devices_of
 from cotrain_compile.cluster.pipeline.pipeline import plan_pipeline
-from cotrain_compile.cluster.steps.residence import Residence
+from cotrain_compile.cluster.steps.rank_memory import Residence
 from cotrain_compile.cluster.steps.stage_step import Does, StageStep
 from cotrain_compile.cluster.swapped.one_machine import replicas_by_layer, stages_by_turns
 from cotrain_compile.cluster.swapped.replicas import SwappedReplicas
@@ -54,14 +53,10 @@ def judge_shard(question: Question, name: str) -> RankedStrategy:
 
 
 def judge_byteps(question: Question, name: str) -> RankedStrategy:
-    """`replicate` whose gradients CPU machines sum too; two or more machines with devices."""
+    """`replicate` whose gradients CPU machines sum too; two or more machines of one device."""
     cluster, samples = question.cluster, question.samples
     profile = question.profile.on(cluster.kinds)
     judge_helpers(profile, cluster, samples)  # refuses what it is not for
-    worked = [group for group in cluster.groups if group.devices]
-    each = max(group.device_count for group in worked)
-    machines = [group.device_count for group in worked for _ in range(group.count)]
-    counts = list(accumulate(machines))[1:]
     latency_s = max(group.nic.latency_s for group in cluster.groups if group.nic)
 
     def sums_of(part: Cluster) -> Callable[[float], float]:
@@ -69,6 +64,7 @@ def judge_byteps(question: Question, name: str) -> RankedStrategy:
         rate_s = verdict.helpers_s / profile.grad_bytes
         return lambda nbytes: rate_s * nbytes + 2 * latency_s
 
+    counts = range(2, cluster.device_machines + 1)
     plan = plan_data_parallel(profile, cluster, samples, counts=counts, sums_of=sums_of)
     part = first_devices(cluster, plan.devices)
     verdict = judge_helpers(profile, part, samples // plan.devices)
@@ -77,10 +73,8 @@ def judge_byteps(question: Question, name: str) -> RankedStrategy:
         "network cards of machines with devices": sharing.machines * sharing.machine_traffic_bytes,
         "network cards of CPU machines": sharing.helpers * sharing.helper_traffic_bytes,
     }
-    run = f"{NOT_RUN} on machines of several devices"
-    if each == 1:
-        started = f"torchrun on {sharing.machines} + {sharing.helpers} machines, train.py"
-        run = f"{started}: gradients by cotrain_compile.cpu_helpers(model, {sharing.helpers})"
+    started = f"torchrun on {sharing.machines} + {sharing.helpers} machines, train.py"
+    run = f"{started}: gradients by cotrain_compile.cpu_helpers(model, {sharing.helpers})"
     found = _data_parallel(question, name, plan, run)
     setting = f"{found.setting}; {sharing.helpers} CPU machines; {verdict.host}"
     # As often as gradients are exchanged: once a step, or where offloaded for each micro-batch.
@@ -119,11 +113,11 @@ def judge_burst(question: Question, name: str) -> RankedStrategy:
     widths = Counter(plan.widths.values())
     layers = ", ".join(f"{widths[width]} on {width}" for width in sorted(widths))
     again = "; layers run again" if plan.recompute else ""
-    setting, chain = f"layers by devices: {layers}{again}", question.profile.is_chain
+    setting = f"layers by devices: {layers}{again}"
     started = f"{launch(question.cluster, plan.devices)}: the model and {_SAVED} in "
-    run = f"{started}cotrain_compile.burst" if chain else f"{NOT_RUN} for a model with branches"
+    run = f"{started}cotrain_compile.burst"
     found = _all_alike(question, name, plan, plan, plan.traffic, setting, run)
-    return replace(found, widths=plan.widths if chain else {})
+    return replace(found, widths=plan.widths)
 
 
 def _all_alike(

@@ -24,10 +24,14 @@ from math import ceil
 from cotrain_compile.cluster.data_parallel.step import Replicas, Sharding, data_parallel_step
 from cotrain_compile.cluster.model.description import Cluster, first_devices
 from cotrain_compile.cluster.model.machines import machines_by_kind
-from cotrain_compile.cluster.model.profiles import LayerProfile
-from cotrain_compile.cluster.model.units import knows_peaks, units_of, ways_of
-from cotrain_compile.cluster.steps.rank_memory import RankMemory, WorkingMemory
-from cotrain_compile.cluster.steps.residence import ON_DEVICE, RankDemand, Residence
+from cotrain_compile.cluster.model.profiles import LayerProfile, knows_peaks, units_of, ways_of
+from cotrain_compile.cluster.steps.rank_memory import (
+    ON_DEVICE,
+    RankDemand,
+    RankMemory,
+    Residence,
+    WorkingMemory,
+)
 from cotrain_compile.cluster.steps.stage_step import EXCHANGES, Rank, Ring, StageStep
 from cotrain_compile.errors import OptionError
 

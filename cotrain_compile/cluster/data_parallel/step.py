@@ -21,8 +21,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from cotrain_compile.cluster.model.units import Unit
-from cotrain_compile.cluster.steps.residence import ON_DEVICE, Residence
+from cotrain_compile.cluster.model.profiles import Unit
+from cotrain_compile.cluster.steps.rank_memory import ON_DEVICE, Residence
 from cotrain_compile.cluster.steps.stage_step import Does, Rank, Ring, StageStep, StageTask
 
 

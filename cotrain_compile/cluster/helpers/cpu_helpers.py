@@ -12,6 +12,10 @@ They follow from k M_cpu + n M_gpu = M and from all machines being done at once,
 takes n M_cpu / B. The paper prints M_cpu / B for that in its equation 4, from which its equations
 1, 2 and 6, which are these, do not follow. Where network cards differ, the same two conditions give
 other shares. Chunks of the gradients go in the order of their next use. No torch.
+
+`judge_helpers` is what becomes of a step where idle CPU machines sum its gradients, against NCCL.
+In: a layer profile, a cluster of machines of one device each, samples a device. Out: the step both
+ways, and which to use with the figure that decides it. Latencies count in neither.
 """
 
 from __future__ import annotations
@@ -21,7 +25,11 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import NamedTuple
 
+from cotrain_compile.cluster.model.description import Cluster, MachineGroup
+from cotrain_compile.cluster.model.profiles import LayerProfile
 from cotrain_compile.errors import OptionError
+from cotrain_compile.presets import ADAMW_BYTES_PER_PARAMETER
+from cotrain_compile.support.units import format_seconds
 
 # No chunk of gradients, which are sent and summed at once, has more.
 CHUNK_BYTES = 4_000_000
@@ -199,3 +207,120 @@ def host_work(
         3.0 * (copies - 1) / copies,
         update_bytes_per_parameter / (bytes_per_gradient * copies),
     )
+
+
+# Helpers that gain less are not worth their machines.
+LEAST_GAIN = 1.02
+
+
+@dataclass(frozen=True)
+class HelperVerdict:
+    """The step with all-reduce and with helpers, where gradients go while the backward runs.
+
+    `exposed` seconds are what is left of an exchange behind the backward.
+    """
+
+    sharing: Sharing
+    host: HostLoad
+    compute_s: float
+    all_reduce_s: float
+    all_reduce_exposed_s: float
+    helpers_s: float
+    helpers_exposed_s: float
+
+    @property
+    def gain(self) -> float:
+        """How many times faster a step is with helpers."""
+        return (self.compute_s + self.all_reduce_exposed_s) / (
+            self.compute_s + self.helpers_exposed_s
+        )
+
+    @property
+    def keeps_nccl(self) -> bool:
+        return self.gain < LEAST_GAIN
+
+    def __str__(self) -> str:
+        step_s = self.compute_s + self.all_reduce_exposed_s
+        figures = (
+            f"NCCL's all-reduce takes {format_seconds(self.all_reduce_s)}, of which "
+            f"{format_seconds(self.all_reduce_exposed_s)} of a step of {format_seconds(step_s)} "
+            f"are not hidden; with {self.sharing.helpers} CPU machines it is "
+            f"{format_seconds(self.helpers_s)} and {format_seconds(self.helpers_exposed_s)}"
+        )
+        if self.keeps_nccl:
+            return f"keep NCCL: {figures}, {self.gain:.3f} times as fast"
+        return f"use the CPU machines: {figures}, {self.gain:.3f} times as fast"
+
+
+def judge_helpers(
+    profile: LayerProfile, cluster: Cluster, samples: int, *, bytes_per_gradient: int = 4
+) -> HelperVerdict:
+    """Whether the CPU machines of `cluster` should sum the gradients of a data-parallel step.
+
+    Every device works on `samples`. Machines of several kinds each count as the slowest of these,
+    devices and CPU machines apart: all wait for that one, and shares are equal.
+
+    Raises:
+        OptionError: there is one machine with devices, or one with several of them.
+    """
+    worked = [group for group in cluster.groups if group.devices]
+    helping = [group for group in cluster.groups if not group.devices]
+    if cluster.device_machines < 2:
+        raise OptionError(
+            f"cluster {cluster.name} has one machine with devices, whose gradients cross no "
+            "network; within one machine keep NCCL"
+        )
+    if several := [group.name for group in worked if group.device_count > 1]:
+        raise OptionError(
+            f"machines {', '.join(several)} of {cluster.name} have several devices, and CPU "
+            "machines sum the gradients of machines of one device each; take `replicate`, whose "
+            "gradients NCCL sums"
+        )
+    nbytes, rate = profile.grad_bytes, _network_card(worked)
+    helper_rate = _network_card(helping) if helping else None
+    sharing = share(cluster.device_machines, cluster.cpu_machines, nbytes, rate, helper_rate)
+    work = host_work(
+        min(group.host.bytes_per_s for group in helping or worked),
+        helper_rate or rate,
+        sharing.machines,
+        update_bytes_per_parameter=ADAMW_BYTES_PER_PARAMETER,
+        bytes_per_gradient=bytes_per_gradient,
+    )
+    helpers_s = max(sharing.seconds, *(_to_host_s(group, nbytes) for group in worked))
+    if not work.sums:
+        helpers_s = max(helpers_s, sharing.seconds * work.sum_touches / work.available)
+    compute_s = sum(layer.compute_s(samples) for layer in profile.layers)
+    return HelperVerdict(
+        sharing,
+        work,
+        compute_s,
+        sharing.all_reduce_s,
+        _exposed_s(profile, samples, sharing.all_reduce_s),
+        helpers_s,
+        _exposed_s(profile, samples, helpers_s),
+    )
+
+
+def _to_host_s(group: MachineGroup, nbytes: float) -> float:
+    """How long the one device of a machine and its host take to give each other all gradients."""
+    (machine,) = group.each
+    rates = [machine.d2h.bytes_per_s, machine.h2d.bytes_per_s]
+    return nbytes / min(rates + [switch.up_bytes_per_s for switch in group.switches])
+
+
+def _network_card(groups: Sequence[MachineGroup]) -> float:
+    """The rate of the slowest; a cluster of several machines has one in every group."""
+    return min(group.nic.bytes_per_s for group in groups if group.nic)
+
+
+def _exposed_s(profile: LayerProfile, samples: int, exchange_s: float) -> float:
+    """What is left behind the backward, where each layer's gradients go once they are there."""
+    backward: Sequence[tuple[float, int]] = [
+        (layer.backward_s.at(samples), layer.grad_bytes) for layer in reversed(profile.layers)
+    ]
+    ready_s, free_s = 0.0, 0.0
+    for seconds, nbytes in backward:
+        ready_s += seconds
+        if nbytes:
+            free_s = max(free_s, ready_s) + exchange_s * nbytes / profile.grad_bytes
+    return max(0.0, free_s - ready_s)

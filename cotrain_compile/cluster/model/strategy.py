@@ -14,8 +14,6 @@ from cotrain_compile.support.units import format_bytes
 
 FORMAT_VERSION = 1
 
-NOT_RUN = "no code of this project runs it yet"
-
 
 @dataclass(frozen=True)
 class Question:

@@ -5,40 +5,121 @@ step. Out: a `PipelinePlan`: where the model is cut, the size of a micro-batch, 
 again for the backward, what of each stage rests on its host, and from these the step, and the peak
 of each device. A device of another kind takes as many times as long as the profile says.
 
-Something rests on hosts where else a size of micro-batches does not fit (`stage_residence`).
+Something rests on hosts where else a size of micro-batches does not fit, as little as makes it fit
+(`hosted`).
+
+On hosts may be the optimizer states of a stage's first layers: the host updates these, their
+gradients go there behind the last backward and parameters come back. And what micro-batches in
+flight keep from forward to backward: on the device are then that of the one at work, of the one
+whose forward was before, which leaves, and of the one whose backward is next, which comes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise, product
 from math import ceil
+from typing import NamedTuple
 
 from cotrain_compile.cluster.model.profiles import Layer, LayerProfile
 from cotrain_compile.cluster.pipeline.cuts import (
     LayerPeaks,
+    PipelineDevices,
     PipelineOrder,
     StageProblem,
     Stages,
     cut_by_time,
     cut_stages,
 )
-from cotrain_compile.cluster.pipeline.devices import PipelineDevices
-from cotrain_compile.cluster.pipeline.stage_residence import (
-    BOTH,
-    KEPT,
-    STATES,
-    HostedCut,
-    hosted,
-    relieved,
-)
 from cotrain_compile.cluster.pipeline.step import Stage, StagesInOrder, pipeline_step
-from cotrain_compile.cluster.steps.residence import ON_DEVICE, Residence
+from cotrain_compile.cluster.steps.rank_memory import ON_DEVICE, Residence
 from cotrain_compile.cluster.steps.stage_step import Does, StageStep, fastest
 from cotrain_compile.errors import OptionError, PlacementError
 from cotrain_compile.support.units import format_bytes
+
+# Micro-batches whose kept values are on a device where others are offloaded.
+HELD = 3
+
+
+# What may be offloaded of all stages, by the least of it first.
+KEPT, STATES, BOTH = Residence(kept=1), Residence(states=1), Residence(states=1, kept=1)
+
+
+def relieved(problem: StageProblem, profile: LayerProfile, may: Residence) -> StageProblem:
+    """The problem of stages of which all that may be offloaded is."""
+    layers = problem.layers
+    if may.states:
+        gone = [layer.state_bytes for layer in profile.layers]
+        layers = LayerPeaks(
+            layers.names,
+            tuple(peak - own for peak, own in zip(layers.isolated_bytes, gone, strict=True)),
+            tuple(grow - own for grow, own in zip(layers.added_bytes, gone, strict=True)),
+            layers.kept_bytes,
+            layers.working_bytes,
+        )
+    return replace(problem, layers=layers, held=HELD if may.kept else 0)
+
+
+class HostedCut(NamedTuple):
+    """A cut with the peaks of its stages, what of each rests on its host, how much that is on all
+    hosts, and what these have too little."""
+
+    stages: Stages
+    residence: tuple[Residence, ...]
+    host_bytes: int
+    missing_bytes: int
+
+
+def hosted(
+    problem: StageProblem,
+    profile: LayerProfile,
+    devices: PipelineDevices,
+    stages: Stages,
+    may: Residence,
+) -> HostedCut:
+    """As little as fits is offloaded; `problem` is the one in which nothing is."""
+    residences: list[Residence] = []
+    peaks: list[int] = []
+    on_host: list[int] = []
+    for device, (first, last) in enumerate(pairwise(stages.bounds)):
+        residence, peak = _least(problem, profile, first, last, device, may)
+        residences.append(residence)
+        peaks.append(peak)
+        updated = profile.layers[first : first + residence.states]
+        own = sum(each.param_bytes + each.grad_bytes + each.state_bytes for each in updated)
+        if residence.kept:
+            own += problem.on_device(device) * sum(problem.layers.kept_bytes[first:last])
+        on_host.append(own)
+    missing = devices.missing_on_hosts(on_host) if any(on_host) else 0
+    return HostedCut(
+        replace(stages, peak_bytes=tuple(peaks)), tuple(residences), sum(on_host), missing
+    )
+
+
+def _least(
+    problem: StageProblem, profile: LayerProfile, first: int, last: int, device: int, may: Residence
+) -> tuple[Residence, int]:
+    """The first of all ways that fits, and its peak; the last one fits."""
+    held = replace(problem, held=HELD)
+    residence, peak = ON_DEVICE, 0
+    for residence in _ways(last - first, may):
+        own = held if residence.kept else problem
+        gone = sum(layer.state_bytes for layer in profile.layers[first : first + residence.states])
+        peak = own.peak_bytes(first, last, device) - gone
+        if peak <= problem.capacity_bytes[device]:
+            break
+    return residence, peak
+
+
+def _ways(layers: int, may: Residence) -> Iterator[Residence]:
+    yield ON_DEVICE
+    if may.kept:
+        yield Residence(kept=layers)
+    for kept in (0, layers) if may.kept else (0,):
+        for states in range(1, layers + 1) if may.states else ():
+            yield Residence(states, kept=kept)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from cotrain_compile.files import load
 from cotrain_compile.machine import HostUpdate, Link, Machine, Network, TierSpec, two_tier
 from cotrain_compile.presets import ADAMW_BYTES_PER_PARAMETER
 from cotrain_compile.presets.tables import HOSTS, SERVERS, Host, Server
-from cotrain_compile.support.sizes import Size
+from cotrain_compile.support.units import Size
 
 _GB = 10**9
 _GIB = 2**30

@@ -9,18 +9,23 @@ belongs to the layer whose gradient it makes, or whose parameters or inner value
 that of the op before. Ops that make a value of the forward again belong to its layer, and say
 nothing of the ops behind them. A gradient has the bytes of its parameter, as ranks sum it. No
 torch.
+
+On a cluster (`profile_on_cluster`) seconds are those of the first device, with how many times as
+long the roofline of every other kind takes for the whole step; updates on the host are those of
+that device's host, all of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from cotrain_compile.analysis.costs import roofline
 from cotrain_compile.analysis.layers import layer as layer_of
 from cotrain_compile.analysis.liveness import Liveness, liveness
 from cotrain_compile.analysis.symbolic import at
+from cotrain_compile.cluster.model.description import Cluster
 from cotrain_compile.cluster.model.profiles import BySamples, Layer, LayerProfile, chain
 from cotrain_compile.dataflow import Dataflow, Op, Phase, Role
 from cotrain_compile.errors import OptionError
@@ -290,3 +295,45 @@ def _gradient_bytes(step: Dataflow, param: str) -> int:
 def _state_bytes(step: Dataflow, param: str) -> int:
     group = step.update.get(param)
     return sum(step.buffer[state].nbytes for state in group.states) if group else 0
+
+
+def profile_on_cluster(
+    name: str,
+    step: Dataflow,
+    cluster: Cluster,
+    symbols: Sequence[str] = (),
+    *,
+    samples: Sequence[int] = SAMPLES,
+    tokens_per_sample: int = 1,
+) -> LayerProfile:
+    """`profile_of_step` on the devices of `cluster`, and raises as it does."""
+    kinds = {
+        one.name: one.but(host=group.host, host_update=group.host_update)
+        for group in cluster.groups
+        for one in group.each
+    }
+    first, *others = [kinds[kind] for kind in dict.fromkeys(cluster.kinds)]
+    profile = profile_of_step(
+        name,
+        runnable_on(step, first),
+        first,
+        symbols,
+        samples=samples,
+        tokens_per_sample=tokens_per_sample,
+    )
+    first_s = _device_s(step, first)
+    slowness = {other.name: _device_s(step, other) / first_s for other in others}
+    return replace(profile, slowness=slowness)
+
+
+def _device_s(step: Dataflow, machine: Machine) -> float:
+    return sum(roofline(runnable_on(step, machine), machine).device_s.values())
+
+
+def runnable_on(step: Dataflow, machine: Machine) -> Dataflow:
+    """The step in float16 on a device that has no rate for bfloat16 but one for float16."""
+    rates = machine.device.flops_per_s
+    if "bfloat16" in rates or "float16" not in rates:
+        return step
+    half = (replace(op, dtype="float16") if op.dtype == "bfloat16" else op for op in step.ops)
+    return replace(step, ops=tuple(half))

@@ -16,8 +16,7 @@ from cotrain_compile.cluster.model.profiles import LayerProfile
 from cotrain_compile.cluster.model.strategy import Question
 from cotrain_compile.cluster.steps.stage_step import Candidate
 from cotrain_compile.cluster.swapped.replicas import SwappedReplicas, plan_swapped_replicas
-from cotrain_compile.cluster.swapped.stages_in_turn import plan_stages_in_turn
-from cotrain_compile.cluster.swapped.turn_step import StagesInTurn
+from cotrain_compile.cluster.swapped.turn_step import StagesInTurn, plan_stages_in_turn
 from cotrain_compile.errors import CotrainError, OptionError, PlacementError
 from cotrain_compile.machine import Machine
 from cotrain_compile.support.units import format_bytes

@@ -1,8 +1,8 @@
 """Burst plan: widths of layers on a cluster, with updates and the peak of the fullest device.
 
 In: a `LayerProfile`, a `Cluster`, the samples of a step. Out: a `BurstPlan`, the fastest that fits.
-The widths are `plan_widths`'; what is added is the update of all parameters by the
-first device, which has every layer, and its peak. No torch.
+The widths are `plan_widths`'; what is added is the update of all parameters by the first device,
+which has every layer, and its peak. No torch.
 """
 
 from __future__ import annotations
@@ -14,13 +14,18 @@ from itertools import pairwise
 
 from cotrain_compile.cluster.model.description import Cluster, first_devices
 from cotrain_compile.cluster.model.machines import machines_by_kind
-from cotrain_compile.cluster.model.profiles import BATCH, Layer, LayerProfile, Read, constant
-from cotrain_compile.cluster.model.units import knows_peaks, units_of, ways_of
-from cotrain_compile.cluster.steps.rank_memory import RankMemory, WorkingMemory
-from cotrain_compile.cluster.steps.residence import ON_DEVICE
+from cotrain_compile.cluster.model.profiles import (
+    Layer,
+    LayerProfile,
+    Read,
+    constant,
+    knows_peaks,
+    units_of,
+    ways_of,
+)
+from cotrain_compile.cluster.steps.rank_memory import ON_DEVICE, RankMemory, WorkingMemory
 from cotrain_compile.cluster.steps.stage_step import Does, Rank
-from cotrain_compile.cluster.widths.width_problem import WidthProblem
-from cotrain_compile.cluster.widths.width_search import WidthPlan, plan_widths
+from cotrain_compile.cluster.widths.width_search import WidthPlan, WidthProblem, plan_widths
 from cotrain_compile.machine import NETWORK, Network
 from cotrain_compile.plan import Span, Timeline
 
@@ -32,8 +37,7 @@ _Part = tuple[tuple[str, ...], str, float]  # lanes, what is done there, seconds
 class BurstPlan:
     """Widths by layer. `compute_s` and `network_s` are what the first device is busy with each.
 
-    `peak_bytes` is its peak, as if no layer ran beside, None where the profile knows no peaks. A
-    profile with branches has no timeline.
+    `peak_bytes` is its peak, None where the profile knows no peaks.
     """
 
     widths: Mapping[str, int]
@@ -45,7 +49,7 @@ class BurstPlan:
     peak_bytes: int | None
     missing_bytes: int
     traffic: Mapping[str, int]
-    timeline: Timeline | None
+    timeline: Timeline
 
     @property
     def bound_s(self) -> float:
@@ -64,39 +68,36 @@ def plan_burst(profile: LayerProfile, cluster: Cluster, samples: int) -> BurstPl
     """The fastest that fits, on any number of the first devices; else the nearest to it."""
     plans = [
         _planned(way, first_devices(cluster, count), samples, recompute=recompute)
-        for count in _counts(profile, len(cluster.devices))
+        for count in _powers_of_two(len(cluster.devices))
         for way, recompute in ways_of(profile)
     ]
     return min(plans, key=lambda plan: (plan.missing_bytes, plan.seconds))
 
 
-def _counts(profile: LayerProfile, devices: int) -> Iterator[int]:
-    """Widths are powers of two; others give room to branches that run beside."""
-    for count in range(1, devices + 1):
-        if not profile.is_chain or count & (count - 1) == 0:
-            yield count
+def _powers_of_two(most: int) -> Iterator[int]:
+    """Widths are of these."""
+    return (1 << i for i in range(most.bit_length()))
 
 
 def _planned(profile: LayerProfile, part: Cluster, samples: int, *, recompute: bool) -> BurstPlan:
-    profile, count = profile.on(part.kinds), len(part.devices)
-    problem = WidthProblem(profile, part.ring or _ALONE, samples, count)
+    profile = profile.on(part.kinds)
+    problem = WidthProblem(profile, part.ring or _ALONE, samples, len(part.devices))
     plan = plan_widths(problem)
     units = units_of(profile)
     update_s = max(
         Rank(machine, "").seconds(Does.UPDATE, sum(unit.touched_bytes for unit in units))
         for machine in machines_by_kind(part).values()
     )
-    mine = [layer for layer in profile.layers if layer.name not in plan.beside]
-    compute_s = sum(layer.compute_s(samples / plan.widths[layer.name]) for layer in mine)
-    sync_s = sum(problem.sync_s(layer, plan.widths[layer.name]) for layer in mine)
+    widths = [(layer, plan.widths[layer.name]) for layer in profile.layers]
+    compute_s = sum(layer.compute_s(samples / width) for layer, width in widths)
+    sync_s = sum(problem.sync_s(layer, width) for layer, width in widths)
     peak = None
     if knows_peaks(profile):
         working = WorkingMemory(_at_widths(profile, plan, samples), 1)
         peak = RankMemory(working, 1, streamed=False).peak_bytes(ON_DEVICE)
-    used = max(plan.widths.values()) if not plan.beside else count
     return BurstPlan(
         plan.widths,
-        used,
+        max(plan.widths.values()),
         recompute,
         plan.step_s + update_s,
         compute_s + update_s,
@@ -138,7 +139,6 @@ def _at_share(layer: Layer, share: float, plan: WidthPlan, samples: int) -> Laye
 def _traffic(profile: LayerProfile, plan: WidthPlan, samples: int) -> dict[str, int]:
     """Gradients that are summed, once from each device, and what changes its devices, both ways."""
     moved: Counter[str] = Counter()
-    beside = set(plan.beside)
     for layer in profile.layers:
         width = plan.widths[layer.name]
         if width > 1:
@@ -146,23 +146,18 @@ def _traffic(profile: LayerProfile, plan: WidthPlan, samples: int) -> dict[str, 
         for read in layer.reads:
             if read.source:
                 before = plan.widths[read.source]
-                apart = (read.source in beside) != (layer.name in beside)
-                part = 1.0 if apart else abs(before - width) / max(before, width)
+                part = abs(before - width) / max(before, width)
                 moved["between widths"] += round(2 * part * read.nbytes.at(samples))
     return {link: nbytes for link, nbytes in moved.items() if nbytes}
 
 
-def width_timeline(
-    problem: WidthProblem, widths: Mapping[str, int], update_s: float
-) -> Timeline | None:
-    """The step of a chain as a timeline of its devices, which takes as long as the plan says.
+def width_timeline(problem: WidthProblem, widths: Mapping[str, int], update_s: float) -> Timeline:
+    """The step as a timeline of its devices, which takes as long as the plan says.
 
     All forwards, all backwards, the sums of gradients as DeepPool counts them, behind what was
     computed, and the update, one part after the other. Devices that always work together share a
-    lane. None where layers have branches, which may run beside.
+    lane.
     """
-    if not problem.profile.is_chain:
-        return None
     lanes = device_lanes(widths)
     everywhere = tuple(lanes.values())
     layers = problem.profile.layers
@@ -208,16 +203,7 @@ def _layer_parts(
     seconds = (layer.forward_s if kind == "forward" else layer.backward_s).at(share)
     on = tuple(lane for end, lane in lanes.items() if end <= width)
     turn = (on, f"{kind} of {layer.name}", seconds)
-    sent = [
-        ((NETWORK,), f"to {layer.name}, {kind}", _sent_s(problem, layer, widths, read.source))
-        for read in layer.reads
-        if read.source != BATCH
-    ]
-    yield from (*sent, turn) if kind == "forward" else (turn, *sent)
-
-
-def _sent_s(problem: WidthProblem, layer: Layer, widths: Mapping[str, int], source: str) -> float:
-    """One way; the problem counts both."""
-    nbytes = next(read.nbytes for read in layer.reads if read.source == source)
-    both_s = problem.transfer_s(nbytes.at(problem.batch), widths[source], widths[layer.name])
-    return both_s / 2
+    (read,) = layer.reads
+    both_s = problem.transfer_s(layer, widths.get(read.source, width), width)
+    sent = ((NETWORK,), f"to {layer.name}, {kind}", both_s / 2)
+    yield from (sent, turn) if kind == "forward" else (turn, sent)

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from cotrain_compile.dataflow import Op, Phase
 from cotrain_compile.placement.decisions.bucketed_step import BucketedStep
 from cotrain_compile.placement.decisions.clusters import Again
-from cotrain_compile.placement.recompute.gather_again import gathered
+from cotrain_compile.placement.recompute.levels import gathered
 from cotrain_compile.placement.recompute.rewrite import recomputable
 
 

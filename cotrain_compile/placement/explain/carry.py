@@ -2,20 +2,83 @@
 
 A plan is one for any machine that is nowhere slower and has no less memory: a faster machine, or
 more memory, never has a slower plan. In: what came of each case. Out: the points of all.
+
+`is_nowhere_slower` compares two machines rate by rate.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from cotrain_compile.dataflow import Dataflow
-from cotrain_compile.machine.speed import is_nowhere_slower
+from cotrain_compile.machine import HostUpdate, Link, Machine, Network, Processor
 from cotrain_compile.placement.explain.sweep import FITS, Case, Point, point_of, problem_of
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.schedule.schedule import Draft, finished
 from cotrain_compile.plan import Plan
+
+
+def is_nowhere_slower(one: Machine, other: Machine) -> bool:
+    """Whether nothing that `other` does takes `one` longer; unknown of several devices, so False.
+
+    What memory they have is not compared.
+    """
+    if not (one.has_one_device and other.has_one_device):
+        return False
+    processors = ((p, other.processors[name]) for name, p in one.processors.items())
+    links = ((link, other.links[name]) for name, link in one.links.items())
+    return (
+        all(_works_no_slower(*pair) for pair in processors)
+        and all(_carries_no_slower(*pair) for pair in links)
+        and one.duplex >= other.duplex
+        and _exchanges_no_slower(one.network, other.network)
+    )
+
+
+def _works_no_slower(one: Processor, other: Processor) -> bool:
+    alike = (one.fuses_updates, one.runs_ahead) == (other.fuses_updates, other.runs_ahead)
+    rates = one.flops_per_s.keys() | other.flops_per_s.keys()
+    return (
+        alike
+        and one.bytes_per_s >= other.bytes_per_s
+        and all(_rate(one.flops_per_s, r) >= _rate(other.flops_per_s, r) for r in rates)
+        and one.launch_s <= other.launch_s
+        and one.issue_s <= other.issue_s
+        and one.factors == other.factors
+        and _updates_no_slower(one.update, other.update)
+    )
+
+
+def _rate(flops_per_s: Mapping[str, float], dtype: str) -> float:
+    return flops_per_s.get(dtype, min(flops_per_s.values()))
+
+
+def _updates_no_slower(one: HostUpdate | None, other: HostUpdate | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return (
+        one.bytes_per_s >= other.bytes_per_s
+        and one.workers == other.workers
+        and one.slowdown_while_copying <= other.slowdown_while_copying
+        and one.seconds_per_element <= other.seconds_per_element
+        and one.seconds_per_fresh_byte <= other.seconds_per_fresh_byte
+    )
+
+
+def _carries_no_slower(one: Link, other: Link) -> bool:
+    return one.bytes_per_s >= other.bytes_per_s and one.latency_s <= other.latency_s
+
+
+def _exchanges_no_slower(one: Network | None, other: Network | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return (
+        one.bytes_per_s >= other.bytes_per_s
+        and one.latency_s <= other.latency_s
+        and one.scatter <= other.scatter
+    )
 
 
 @dataclass(frozen=True)

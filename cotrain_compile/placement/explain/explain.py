@@ -2,6 +2,8 @@
 
 In: a Problem, a plan of it, a parameter. Out: an `Explanation`; as a string it is what people read.
 Each alternative is scheduled and simulated, none is a canned sentence.
+
+A `PlannedStep` is a plan with its step, whether anything runs it or not: predictions, explanations.
 """
 
 from __future__ import annotations
@@ -12,10 +14,13 @@ from dataclasses import dataclass
 from cotrain_compile.analysis.reuse import reuse_distances
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.explain.alternatives import Alternative, alternatives, current
-from cotrain_compile.placement.explain.sensitivity import Limits, limits
-from cotrain_compile.placement.explain.slack import slacks
+from cotrain_compile.placement.explain.sensitivity import Limits, limits, slacks
+from cotrain_compile.placement.placed import place_plan
 from cotrain_compile.placement.problem import Problem
-from cotrain_compile.plan import Lane, Plan
+from cotrain_compile.placement.simulate.engine import Periodic
+from cotrain_compile.placement.simulate.predict import predict_steady_state
+from cotrain_compile.placement.simulate.reserved import Reserved, reserved
+from cotrain_compile.plan import Lane, Plan, Timeline
 from cotrain_compile.support.collector import collector_off
 from cotrain_compile.support.units import format_bytes, format_seconds
 
@@ -145,3 +150,32 @@ def _row(said: Explanation, one: Alternative) -> tuple[str, str, str, str, str]:
 
 def _signed(number: float) -> str:
     return "-" if number < 0 else "+"
+
+
+class PlannedStep:
+    """`problem` is what had to be decided, `plan` what was."""
+
+    def __init__(self, problem: Problem, plan: Plan) -> None:
+        self.problem = problem
+        self.plan = plan
+
+    @property
+    def predicted(self) -> Timeline:
+        """The simulator's timeline of one step."""
+        return self.plan.predicted
+
+    @property
+    def predicted_reserved(self) -> Reserved:
+        """What torch's caching allocator takes from a card for the plan, op by op, and uses."""
+        return reserved(place_plan(self.problem, self.plan))
+
+    def predict_steps(self, count: int = 8) -> Periodic:
+        """The step repeated: predicted seconds of the first one, and from one to the next."""
+        return predict_steady_state(place_plan(self.problem, self.plan), steps=count)
+
+    def explain(self, param: str) -> Explanation:
+        """Why a parameter is where it is, and what the step would take with it kept otherwise.
+
+        Raises `PlanError` when the step has no such parameter.
+        """
+        return explain(self.problem, self.plan, param)

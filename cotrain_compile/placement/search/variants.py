@@ -20,13 +20,13 @@ from cotrain_compile.placement.decisions.find_decisions import decision_space
 from cotrain_compile.placement.milp.solvers import Solution
 from cotrain_compile.placement.policies import rule
 from cotrain_compile.placement.problem import Problem
-from cotrain_compile.placement.recompute.gather_again import with_gathers
 from cotrain_compile.placement.recompute.levels import (
     RegionLevels,
     StepLevel,
     find_levels,
     saved_at,
     spread,
+    with_gathers,
 )
 from cotrain_compile.placement.recompute.rewrite import recomputable
 from cotrain_compile.placement.recompute.rules import every_layer, every_other_layer

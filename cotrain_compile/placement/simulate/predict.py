@@ -1,14 +1,24 @@
-"""Predict: what a placed step with its tasks takes, as a Timeline from the simulator."""
+"""Predict: what a placed step with its tasks takes, as a Timeline from the simulator.
+
+An update whose states rest on disk is works on the host and the drive. It reads pieces ahead of its
+turn, as far as there are rooms, updates each when it has come, and writes it back beside the next.
+Here it goes in a few parts, each of several pieces: that is enough for updates to overlap as they
+do when all pieces are counted.
+
+In the steady state a step is repeated until each is like the one before, with the tasks that are
+carried into the next one. Its makespan is the period: what training takes for each step.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, assert_never
 
 from cotrain_compile.dataflow import Op
-from cotrain_compile.machine import Machine, Tier
+from cotrain_compile.machine import Contention, Machine, Tier
+from cotrain_compile.on_disk import PIECE_BYTES, resting
 from cotrain_compile.placement.placed import PlacedStep
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.residency import DeviceProgram
@@ -19,17 +29,64 @@ from cotrain_compile.placement.simulate.engine import (
     simulate,
     steady_state,
 )
-from cotrain_compile.placement.simulate.from_disk import FromDisk
-from cotrain_compile.placement.simulate.steady import repeatable, steady_step
 from cotrain_compile.plan import (
     HostRegion,
     Lane,
+    Span,
     Task,
     Timeline,
     Transfer,
     carried_out,
     exchange_of,
 )
+
+# In how many parts an update goes at most.
+PARTS = 4
+# A part is read when this many before it have been written: the others fill the rooms.
+AHEAD = 3
+
+
+class FromDisk:
+    """The works of updates, in their order of issue, which is that of the drive's."""
+
+    def __init__(self, placed: PlacedStep) -> None:
+        self._placed = placed
+        self._written: list[str] = []  # of all parts so far
+
+    def works_of(self, task: Task, work: Work, begins: tuple[str, ...]) -> Iterator[Work]:
+        """`work`, which is all of `task`, with its reads and writes where it has any.
+
+        The task `begins` to read where it is issued; the host is held until its last write.
+        """
+        states = self._states(task)
+        if not states:
+            yield work
+            return
+        sizes = [self._placed.dataflow.buffer[name].nbytes for name in states]
+        parts = min(PARTS, -(-max(sizes) // PIECE_BYTES))
+        machine, nbytes, name = self._placed.problem.machine, sum(sizes) / parts, work.name
+        copies = -(-max(sizes) // PIECE_BYTES) / parts * len(sizes)
+        latency_s = machine.links[Lane.DISK_READ].latency_s * copies
+        read_s = machine.copy_s(nbytes, Tier.DISK, Tier.HOST, copies=0) + latency_s
+        write_s = machine.copy_s(nbytes, Tier.HOST, Tier.DISK, copies=0) + latency_s
+        for part in range(parts):
+            is_last = part == parts - 1
+            read, write = f"read.{part}.{name}", f"write.{part}.{name}"
+            update = name if is_last else f"{part}.{name}"
+            room = self._written[-AHEAD : len(self._written) - AHEAD + 1]
+            yield Work(read, Lane.DISK_READ, read_s, (*begins, *room), work.after_previous)
+            before = work.after if part == 0 else (f"{part - 1}.{name}",)
+            seconds = work.seconds / parts
+            yield Work(update, Lane.HOST, seconds, (*before, read), work.after_previous)
+            yield Work(write, Lane.DISK_WRITE, write_s, (update,))
+            self._written.append(write)
+
+    def _states(self, task: Task) -> tuple[str, ...]:
+        """The states that `task` reads from disk and writes there."""
+        if not isinstance(task, HostRegion) or task.makes or task.guesses:
+            return ()
+        return resting(self._placed.placement, self._placed.dataflow.update[task.param])
+
 
 # What starting a task takes for each further member of a bundle, of a task by itself: the mean of
 # copies down, copies up and updates on the emulated device (`python -m bench.runtime.issue_cost`).
@@ -263,3 +320,46 @@ def _curve(
             points.append((starts[op.name], size))
     points.append((timeline.makespan_s, nbytes[-1]))
     return tuple(points)
+
+
+END = "end of step"
+# What is carried is waited for in the next step, so that the first few steps tell all.
+STEPS = 6
+
+
+def repeatable(works: Sequence[Work], tasks: Sequence[Task]) -> list[Work]:
+    """`works` of which each step begins when the one before is complete but for what is carried."""
+    end = Work(END, Lane.DEVICE, 0.0, after=tuple(t.name for t in tasks if not t.carried))
+    # What needs nothing of its own step could start at once: it waits for the step before.
+    begun = [
+        work if work.after else replace(work, after_previous=(*work.after_previous, END))
+        for work in works
+    ]
+    return [*begun, end]
+
+
+def steady_step(
+    works: Sequence[Work],
+    tasks: Sequence[Task],
+    lanes: Iterable[LaneSpec],
+    contention: Contention,
+) -> Timeline:
+    """One step in the steady state, from the end of the one before to its own.
+
+    Where steps differ for ever, the longer of two neighbours.
+    """
+    periodic = steady_state(repeatable(works, tasks), lanes, contention, steps=STEPS)
+    ends_s = [next(s.end_s for s in spans if s.name == END) for spans in periodic.steps]
+    last = max((STEPS - 1, STEPS - 2), key=lambda step: ends_s[step] - ends_s[step - 1])
+    spans = _cut(periodic, last, ends_s[last - 1], ends_s[last])
+    return Timeline("predicted", tuple(spans), peak_bytes={})
+
+
+def _cut(periodic: Periodic, step: int, start_s: float, end_s: float) -> Iterator[Span]:
+    """What happens from `start_s` to `end_s`, of whichever step; times count from `start_s`."""
+    for number, spans in enumerate(periodic.steps):
+        for span in spans:
+            begin_s, finish_s = max(span.start_s, start_s), min(span.end_s, end_s)
+            is_own = number == step
+            if span.name != END and (begin_s < finish_s or (is_own and begin_s == finish_s)):
+                yield Span(span.lane, span.name, begin_s - start_s, finish_s - start_s)

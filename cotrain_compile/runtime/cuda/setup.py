@@ -29,8 +29,7 @@ from cotrain_compile.runtime.cuda.pinned import PinnedPool, available_host_bytes
 from cotrain_compile.runtime.host.fused_kernel import HostKernel
 from cotrain_compile.runtime.process.cores import Cores
 from cotrain_compile.support import limits
-from cotrain_compile.support.sizes import Size
-from cotrain_compile.support.units import format_bytes
+from cotrain_compile.support.units import Size, format_bytes
 
 Planned = TypeVar("Planned", bound=PlanningOptions)
 

@@ -9,7 +9,7 @@ from cotrain_compile.analysis.reuse import reuse_distances
 from cotrain_compile.dataflow import Role
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.explain.alternatives import every_strategy
-from cotrain_compile.placement.explain.slack import slacks
+from cotrain_compile.placement.explain.sensitivity import slacks
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.plan import Plan, UpdateMode
 from cotrain_compile.support.units import format_seconds

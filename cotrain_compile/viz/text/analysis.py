@@ -1,12 +1,12 @@
-"""Analysis: what a step needs and where its slack is, in words."""
+"""Analysis: what a step needs and where its slack is, in words and as plain data."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from cotrain_compile.analysis.costs import roofline
 from cotrain_compile.analysis.critical_path import critical_path
-from cotrain_compile.analysis.cut import offload_cuts
 from cotrain_compile.analysis.liveness import liveness
 from cotrain_compile.analysis.reuse import reuse_distances
 from cotrain_compile.analysis.symbolic import largest
@@ -19,7 +19,7 @@ SHOWN = 5
 
 
 def describe_analysis(dataflow: Dataflow, machine: Machine, budget_bytes: int) -> str:
-    """Peak and what makes it, time on `machine`, offload cuts, reuse distances, largest sizes.
+    """Peak and what makes it, time on `machine`, reuse distances, largest sizes.
 
     Times are the machine's roofline. `budget_bytes` is what a dynamic size may grow to.
     """
@@ -27,7 +27,6 @@ def describe_analysis(dataflow: Dataflow, machine: Machine, budget_bytes: int) -
     sections = (
         _peak(dataflow, budget_bytes),
         _time(dataflow, seconds, machine),
-        _cuts(dataflow),
         _reuse(dataflow, seconds),
         _sizes(dataflow, budget_bytes),
     )
@@ -54,15 +53,6 @@ def _time(dataflow: Dataflow, seconds: Mapping[str, float], machine: Machine) ->
     )
 
 
-def _cuts(dataflow: Dataflow) -> Iterator[str]:
-    yield "what the host could take, by least traffic each step:"
-    for cut in offload_cuts(dataflow):
-        yield (
-            f"  {cut.name:32} {format_bytes(cut.device_bytes):>10} stay on the device, "
-            f"{format_bytes(cut.traffic_bytes)} cross the link"
-        )
-
-
 def _reuse(dataflow: Dataflow, seconds: Mapping[str, float]) -> Iterator[str]:
     found = reuse_distances(dataflow, seconds)
     yield "reuse distance, from a gradient to the next use of its parameter:"
@@ -79,3 +69,30 @@ def _sizes(dataflow: Dataflow, budget_bytes: int) -> Iterator[str]:
             yield f"{symbol} (traced at {size}) can grow to {most} with everything on the device"
         except PlacementError as error:
             yield f"{symbol} (traced at {size}): {error}"
+
+
+def analysis_figures(dataflow: Dataflow, machine: Machine, budget_bytes: int) -> Mapping[str, Any]:
+    """The same as plain data, of all buffers and parameters."""
+    seconds = roofline(dataflow, machine).device_s
+    alive = liveness(dataflow)
+    return {
+        "machine": machine.name,
+        "rates": machine.rates,
+        "budget_bytes": budget_bytes,
+        "alive_at_the_peak": {b.name: b.nbytes for b in alive.live_at(alive.peak_op)},
+        "device_s": sum(seconds.values()),
+        "critical_path_s": critical_path(dataflow, seconds).seconds,
+        "reuse_distance_s": {
+            param: distance.seconds
+            for param, distance in reuse_distances(dataflow, seconds).items()
+        },
+        "largest": {s: _largest(dataflow, s, budget_bytes) for s in dataflow.symbols},
+    }
+
+
+def _largest(dataflow: Dataflow, symbol: str, budget_bytes: int) -> int | None:
+    """None where the step fits at no size."""
+    try:
+        return largest(dataflow, symbol, budget_bytes)
+    except PlacementError:
+        return None

@@ -4,6 +4,10 @@
 the graph, 4 every task with its predicted times. `COTRAIN_DEBUG` in the environment chooses;
 without it the option `quiet` and the level of the logger do, between 0 and 2. All is said by the
 logger `cotrain_compile`, which writes on stderr; off a terminal lines are plain.
+
+What is going on of a first step, and since when (`phase_line`), is on a terminal one line, which
+goes at the end. Elsewhere it is a line of the log for what takes long, so that a log of a busy
+computer does not look like one of a process that hangs.
 """
 
 from __future__ import annotations
@@ -11,11 +15,16 @@ from __future__ import annotations
 import difflib
 import itertools
 import os
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from logging import INFO
 
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from cotrain_compile.dataflow import Dataflow
@@ -25,10 +34,12 @@ from cotrain_compile.options.parts import OutputOptions
 from cotrain_compile.placement.explain.alternatives import every_strategy
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.plan import Plan, Transfer
+from cotrain_compile.support.phases import is_listened, tell_phase, told_to
 from cotrain_compile.support.units import format_bytes, format_seconds, printable
 from cotrain_compile.viz.kinds import lane_titles
-from cotrain_compile.viz.text.log import LOG, on_a_terminal, say
+from cotrain_compile.viz.text.log import LOG, above_bars, on_a_terminal, say
 from cotrain_compile.viz.text.summary import order_words, recompute_words, search_words
+from cotrain_compile.viz.text.terminal import PlainConsole
 
 VARIABLE = "COTRAIN_DEBUG"
 SUMMARY, PARAMETERS, PASSES, TASKS = 1, 2, 3, 4
@@ -177,3 +188,73 @@ def _body(step: StepGraph) -> str:
 def _bar(share: float) -> str:
     full = round(_BAR * min(1.0, share))
     return "[" + "#" * full + "." * (_BAR - full) + "]"
+
+
+# Seconds from one line of a log to the next.
+EVERY_S = 10.0
+
+
+@contextmanager
+def phase_line(
+    options: OutputOptions, phase: str, console: Console | None = None
+) -> Iterator[None]:
+    """Show `phase`, and those told inside, each with the seconds since it began.
+
+    Where stderr is no terminal the logger is told every `EVERY_S` seconds; nothing is shown where
+    `options` ask for silence. In another such line the phase is told there.
+    """
+    if is_listened():
+        tell_phase(phase)
+        yield
+        return
+    console = console or PlainConsole(stderr=True)
+    if not verbosity(options):
+        yield
+        return
+    if not console.is_terminal:
+        with _logged(phase):
+            yield
+        return
+    columns = (SpinnerColumn(), TextColumn("cotrain: {task.description}"), TimeElapsedColumn())
+    with above_bars(), Progress(*columns, console=console, transient=True) as line:
+        task = line.add_task(phase)
+
+        def show(told: str) -> None:
+            nonlocal phase
+            if not _is_stage(told, phase):
+                line.reset(task)
+            phase = told
+            line.update(task, description=phase)
+
+        with told_to(show):
+            yield
+
+
+@contextmanager
+def _logged(phase: str) -> Iterator[None]:
+    """Tell the logger every so often what is going on."""
+    began_s, ended = time.monotonic(), threading.Event()
+
+    def note(told: str) -> None:
+        nonlocal phase, began_s
+        if not _is_stage(told, phase):
+            began_s = time.monotonic()
+        phase = told
+
+    def tell() -> None:
+        while not ended.wait(EVERY_S):
+            LOG.info("cotrain: %s, %d s", phase, time.monotonic() - began_s)
+
+    thread = threading.Thread(target=tell, name="cotrain-phases", daemon=True)
+    thread.start()
+    try:
+        with told_to(note):
+            yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _is_stage(told: str, phase: str) -> bool:
+    """Whether the clock of `phase` goes on: what is behind a colon is a stage of it."""
+    return told.partition(":")[0] == phase.partition(":")[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import io
 import re
 from dataclasses import replace
@@ -15,11 +14,9 @@ from rich.console import Console
 from cotrain_compile import files
 from cotrain_compile.analysis.costs import CostTable
 from cotrain_compile.cli.reading import read_problem
-from cotrain_compile.demo import train
+from cotrain_compile.demo.job import batch, standard_library
 from cotrain_compile.demo.model import Shape
-from cotrain_compile.demo.run import INTERRUPTED, run
-from cotrain_compile.demo.settings import Settings
-from cotrain_compile.demo.text import batch, standard_library
+from cotrain_compile.demo.run import Outcome, Settings, run
 from cotrain_compile.errors import OptionError
 from cotrain_compile.placement.policies import RULES
 from cotrain_compile.plan import Plan
@@ -42,50 +39,38 @@ def settings(output: Path, **changes: Any) -> Settings:
     return replace(small, **changes)
 
 
-def said_by(chosen: Settings, expected_code: int = 0) -> str:
-    """Run the demo and return what it prints where there is no terminal."""
+def said_by(chosen: Settings) -> tuple[Outcome, str]:
+    """Run the demo and return what it prints where there is no terminal, and what it found."""
     text = io.StringIO()
-    code, _ = run(chosen, Console(file=text, width=200))
-    assert code == expected_code
-    return text.getvalue()
+    outcome = run(chosen, Console(file=text, width=200))
+    return outcome, text.getvalue()
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome, str]:
     """A demo from start to end, on this computer as measured: its folder and what it printed."""
     output = tmp_path_factory.mktemp("whole")
-    return output, said_by(settings(output, machine=""))
-
-
-def losses(output: Path, column: str) -> list[float]:
-    with (output / "losses.csv").open(newline="") as file:
-        return [float(row[column]) for row in csv.DictReader(file)]
-
-
-def interrupt_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stop(*args: Any) -> Any:
-        if args[1] == step:
-            raise KeyboardInterrupt
-        return batch(*args)
-
-    monkeypatch.setattr(train, "batch", stop)
+    return output, *said_by(settings(output, machine=""))
 
 
 def test_it_trains_within_a_budget_that_no_rule_fits_and_matches_eager(
-    whole: tuple[Path, str],
+    whole: tuple[Path, Outcome, str],
 ) -> None:
-    output, said = whole
+    output, outcome, said = whole
     for rule in RULES:
         assert re.search(rf"{rule} +│ +[\d.]+ KiB +│ +[\d.]+ KiB short", said)
     assert "train 7/7" in said
-    assert losses(output, "loss") == pytest.approx(losses(output, "eager_loss"), rel=1e-4)
+    losses, eager = outcome.figures["losses"], outcome.figures["eager_losses"]
+    assert losses == pytest.approx(eager, rel=1e-4)
     assert re.search(r"measured peak ([\d,]+) bytes, predicted \1, budget 184,320", said)
     left = {path.name for path in output.iterdir()}
-    assert {"report.html", "timeline.png", "predicted.trace.json", "measured.trace.json"} <= left
+    assert {"report.html", "timeline.png", "machine.json", "profile.json", "step"} <= left
 
 
-def test_its_prediction_is_from_the_times_of_its_first_steps(whole: tuple[Path, str]) -> None:
-    output, said = whole
+def test_its_prediction_is_from_the_times_of_its_first_steps(
+    whole: tuple[Path, Outcome, str],
+) -> None:
+    output, _, said = whole
     profile = files.load(output / "profile.json", CostTable)
     saved = output / "step" / "plan.json"
     plan = files.load(saved, Plan)
@@ -99,32 +84,14 @@ def test_its_prediction_is_from_the_times_of_its_first_steps(whole: tuple[Path, 
 
 
 @pytest.mark.long
-def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(
-    whole: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        interrupt_at(3, patch)
-        said = said_by(settings(tmp_path), expected_code=INTERRUPTED)
-    assert "Interrupted after step 3 of 7. Every parameter has had exactly 3 updates." in said
-    said_by(settings(tmp_path, resume=True))
-    # Its plans may be others, whose updates differ by rounding.
-    assert losses(tmp_path, "loss") == pytest.approx(losses(whole[0], "loss")[3:], rel=1e-5)
-
-
-@pytest.mark.long
 def test_a_budget_that_suffices_is_told_so(tmp_path: Path) -> None:
-    said = said_by(settings(tmp_path, budget="64MiB", steps=4))
+    _, said = said_by(settings(tmp_path, budget="64MiB", steps=4))
     assert re.search(r"resident +│ +[\d.]+ KiB +│ fits, ", said)
 
 
 def test_too_few_steps_to_judge_a_prediction_by_are_refused(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=r"--steps is 3, but must be at least 4"):
         settings(tmp_path, steps=3)
-
-
-def test_resuming_without_a_checkpoint_says_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match=r"nothing to resume.*without --resume"):
-        said_by(settings(tmp_path, resume=True))
 
 
 def test_a_batch_depends_on_its_step_and_seed_alone() -> None:

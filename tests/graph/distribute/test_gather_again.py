@@ -25,7 +25,7 @@ from cotrain_compile.placement.milp.solvers import solve_program
 from cotrain_compile.placement.placed import place_plan
 from cotrain_compile.placement.policies import resident
 from cotrain_compile.placement.problem import Problem, formulate
-from cotrain_compile.placement.recompute.gather_again import gathered
+from cotrain_compile.placement.recompute.levels import gathered
 from cotrain_compile.placement.recompute.rewrite import recomputed
 from cotrain_compile.placement.schedule import schedule as scheduling
 from cotrain_compile.placement.schedule.exchanges_ahead import UNDER_WAY

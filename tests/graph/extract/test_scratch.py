@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.entry.tracing import trace_graph
-from cotrain_compile.extract import scratch as extract_scratch
+from cotrain_compile.extract import op_costs
 from cotrain_compile.extract.extract import extract
 from cotrain_compile.machine import MEMORIES
 from cotrain_compile.placement.check.check import check
@@ -54,7 +54,7 @@ def test_the_sum_that_a_backward_keeps_in_float32_is_planned() -> None:
     step = trace_graph(attention)
     (node,) = step.module.graph.find_nodes(op="call_function", target=ON_THE_HOST)
     assert node.args[1].meta["val"].dtype == torch.bfloat16
-    with mock.patch.object(extract_scratch, "_SUMS_IN_FLOAT32", {ON_THE_HOST}):
+    with mock.patch.object(op_costs, "_SUMS_IN_FLOAT32", {ON_THE_HOST}):
         dataflow = extract(step)
     (backward,) = [op for op in dataflow.ops if op.target == str(ON_THE_HOST)]
     (name,) = [name for name in backward.writes if name.endswith(".scratch")]

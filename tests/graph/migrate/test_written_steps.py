@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from cotrain_compile.migrate.counterparts import Optimizer, Precision, Training
 from cotrain_compile.migrate.step_text import step_text
-from cotrain_compile.migrate.training import Optimizer, Precision, Training
 
 ADAM = Optimizer("torch.optim.AdamW", {"lr": 0.01, "betas": [0.9, 0.95]})
 TRAININGS = {

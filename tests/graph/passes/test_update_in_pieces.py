@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from cotrain_compile.dataflow import Dataflow
-from cotrain_compile.extract import by_element
+from cotrain_compile.extract import updates
 from cotrain_compile.extract.extract import extract
 from cotrain_compile.graph.piece_op import PIECE
 from cotrain_compile.machine import Tier
@@ -41,7 +41,7 @@ SOME_TRAININGS = pytest.mark.parametrize(
 
 @pytest.fixture(autouse=True)
 def of_few_elements(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(by_element, "FEWEST_ELEMENTS", 32)
+    monkeypatch.setattr(updates, "FEWEST_ELEMENTS", 32)
     monkeypatch.setattr(pieces, "ALIGNED", 8)
 
 

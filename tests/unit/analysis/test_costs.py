@@ -6,8 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from cotrain_compile.analysis.costs import CostTable, roofline, with_measured
-from cotrain_compile.analysis.host_update_costs import KEPT_BYTES, update_bytes
+from cotrain_compile.analysis.costs import (
+    KEPT_BYTES,
+    CostTable,
+    roofline,
+    update_bytes,
+    with_measured,
+)
 from cotrain_compile.dataflow import Buffer, Dataflow, Op, Phase, Role, UpdateGroup
 from cotrain_compile.errors import PlanError
 from cotrain_compile.machine import MEMORIES, HostUpdate, Link, Tier, TierSpec, two_tier

@@ -11,9 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from cotrain_compile import files
-from cotrain_compile.cli.flags import FLAGS, as_flags
-from cotrain_compile.cli.main import app
-from cotrain_compile.cli.work_order import PANELS
+from cotrain_compile.cli.main import PANELS, app
+from cotrain_compile.cli.terminal import FLAGS, as_flags
 from cotrain_compile.machine import Tier
 from cotrain_compile.options import Options
 from cotrain_compile.plan import Plan

@@ -13,8 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cotrain_compile import files, presets
-from cotrain_compile.cli.main import app, main
-from cotrain_compile.cli.work_order import PANELS
+from cotrain_compile.cli.main import PANELS, app, main
 from cotrain_compile.dataflow import Buffer, Dataflow, Role
 from cotrain_compile.errors import OptionError, PlacementError
 from cotrain_compile.machine import Machine, Tier

@@ -9,8 +9,7 @@ import pytest
 from cotrain_compile.cluster.data_parallel.data_parallel import SHARD, plan_data_parallel
 from cotrain_compile.cluster.data_parallel.step import Sharding
 from cotrain_compile.cluster.model.description import first_devices
-from cotrain_compile.cluster.model.profiles import per_sample
-from cotrain_compile.cluster.model.units import BUCKET_BYTES
+from cotrain_compile.cluster.model.profiles import BUCKET_BYTES, per_sample
 from cotrain_compile.cluster.sources.cluster_presets import find_cluster
 from cotrain_compile.errors import OptionError
 from tests.support.clusters import SMALL_HOST, a_box, a_model

@@ -16,8 +16,7 @@ from cotrain_compile.cluster.model.profiles import (
     constant,
     per_sample,
 )
-from cotrain_compile.cluster.pipeline.cuts import PipelineOrder
-from cotrain_compile.cluster.pipeline.devices import PipelineDevices, devices_of
+from cotrain_compile.cluster.pipeline.cuts import PipelineDevices, PipelineOrder, devices_of
 from cotrain_compile.cluster.pipeline.pipeline import (
     PipelinePlan,
     layer_peaks,
@@ -26,7 +25,7 @@ from cotrain_compile.cluster.pipeline.pipeline import (
 )
 from cotrain_compile.cluster.sources.cluster_presets import find_cluster
 from cotrain_compile.cluster.sources.profile_files import read_profile
-from cotrain_compile.cluster.steps.residence import Residence
+from cotrain_compile.cluster.steps.rank_memory import Residence
 from cotrain_compile.errors import OptionError, PlacementError
 from cotrain_compile.machine import HostUpdate, Machine, Network
 from tests.support.clusters import HOST, a_machine

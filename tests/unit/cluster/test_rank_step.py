@@ -11,16 +11,20 @@ from hypothesis import strategies as st
 
 from cotrain_compile.analysis.symbolic import at
 from cotrain_compile.cluster.answer.strategies import answer
-from cotrain_compile.cluster.ranks.gradient_types import with_typed_gradients
-from cotrain_compile.cluster.ranks.micro_batches import in_micro_batches
 from cotrain_compile.cluster.ranks.rank_plan import (
     NoRankPlan,
     RankPlan,
+    in_micro_batches,
     plan_answered_rank,
     plan_rank,
 )
-from cotrain_compile.cluster.ranks.rank_step import replica_step, require_exchangeable, shard_step
-from cotrain_compile.cluster.sources.step_on_cluster import profile_on_cluster
+from cotrain_compile.cluster.ranks.rank_step import (
+    replica_step,
+    require_exchangeable,
+    shard_step,
+    with_typed_gradients,
+)
+from cotrain_compile.cluster.sources.traced_profile import profile_on_cluster
 from cotrain_compile.dataflow import Collective, Dataflow, Phase, Role
 from cotrain_compile.errors import OptionError, PlacementError
 from cotrain_compile.files import from_json, to_json

@@ -12,10 +12,15 @@ from hypothesis import strategies as st
 from cotrain_compile.cluster.data_parallel.data_parallel import SHARD, plan_data_parallel
 from cotrain_compile.cluster.data_parallel.step import Replicas, Sharding, data_parallel_step
 from cotrain_compile.cluster.model.machines import beside_copies, machines_by_kind
-from cotrain_compile.cluster.model.profiles import per_sample
-from cotrain_compile.cluster.model.units import BUCKET_BYTES, units_of
-from cotrain_compile.cluster.steps.rank_memory import RankMemory, WorkingMemory
-from cotrain_compile.cluster.steps.residence import ON_DEVICE, RankDemand, Residence, ladder
+from cotrain_compile.cluster.model.profiles import BUCKET_BYTES, per_sample, units_of
+from cotrain_compile.cluster.steps.rank_memory import (
+    ON_DEVICE,
+    RankDemand,
+    RankMemory,
+    Residence,
+    WorkingMemory,
+    ladder,
+)
 from cotrain_compile.cluster.steps.stage_step import Does, Rank, Ring
 from cotrain_compile.machine import HostUpdate, Link, Network
 from cotrain_compile.plan import Timeline

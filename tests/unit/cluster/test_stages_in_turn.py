@@ -11,8 +11,7 @@ from cotrain_compile.cluster.answer.strategies import answer
 from cotrain_compile.cluster.model.profiles import LayerProfile
 from cotrain_compile.cluster.steps.stage_step import Does, StageStep
 from cotrain_compile.cluster.swapped.packs import PackCosts, cut_at_shares
-from cotrain_compile.cluster.swapped.stages_in_turn import plan_stages_in_turn
-from cotrain_compile.cluster.swapped.turn_step import StagesInTurn
+from cotrain_compile.cluster.swapped.turn_step import StagesInTurn, plan_stages_in_turn
 from cotrain_compile.errors import OptionError, PlacementError
 from cotrain_compile.machine import Machine, Network
 from tests.support.clusters import a_box, a_machine, a_model

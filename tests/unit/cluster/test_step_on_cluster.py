@@ -8,7 +8,7 @@ import pytest
 
 from cotrain_compile.cluster.answer.strategies import AS_FAST, answer
 from cotrain_compile.cluster.sources.cluster_presets import find_cluster
-from cotrain_compile.cluster.sources.step_on_cluster import profile_on_cluster
+from cotrain_compile.cluster.sources.traced_profile import profile_on_cluster
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.presets import find
 from tests.unit.cluster.test_traced_profile import step

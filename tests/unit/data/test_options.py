@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from cotrain_compile.errors import OptionError
 from cotrain_compile.options import Options
 from cotrain_compile.options.parsers import POLICIES
-from cotrain_compile.support.sizes import Size
+from cotrain_compile.support.units import Size
 
 GIB = 2**30
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from cotrain_compile.cluster.model.machines import seen_from, side_by_side
 from cotrain_compile.errors import OptionError
 from cotrain_compile.files import load, save
 from cotrain_compile.machine import Machine
-from cotrain_compile.machine.devices import seen_from, side_by_side
 from cotrain_compile.presets import (
     ADAMW_BYTES_PER_PARAMETER,
     PRESETS,

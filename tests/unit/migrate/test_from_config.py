@@ -13,10 +13,16 @@ from typer.testing import CliRunner
 from cotrain_compile import files
 from cotrain_compile.cli.main import app
 from cotrain_compile.errors import FormatError
-from cotrain_compile.migrate.counterparts import Counterpart, Way, settings
+from cotrain_compile.migrate.counterparts import (
+    Counterpart,
+    Optimizer,
+    Precision,
+    Training,
+    Way,
+    settings,
+)
 from cotrain_compile.migrate.read import read
 from cotrain_compile.migrate.step_text import options_of, step_text
-from cotrain_compile.migrate.training import Optimizer, Precision, Training
 from cotrain_compile.options import Options
 from tests.support.dataflows import chain
 

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cotrain_compile.cluster.steps.stage_step import last_end_s
 from cotrain_compile.errors import PlanError
 from cotrain_compile.machine import Contention, SharedPath, Tier
 from cotrain_compile.placement.simulate.engine import (
@@ -16,7 +17,6 @@ from cotrain_compile.placement.simulate.engine import (
     simulate,
     steady_state,
 )
-from cotrain_compile.placement.simulate.last_end import last_end_s
 from cotrain_compile.plan import Timeline
 from tests.support.examples import examples
 

@@ -19,8 +19,7 @@ from cotrain_compile.placement.explain.alternatives import (
     with_strategy,
 )
 from cotrain_compile.placement.explain.explain import explain
-from cotrain_compile.placement.explain.sensitivity import limits
-from cotrain_compile.placement.explain.slack import slacks
+from cotrain_compile.placement.explain.sensitivity import limits, slacks
 from cotrain_compile.placement.placed import place_plan
 from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.schedule.schedule import schedule

@@ -9,10 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cotrain_compile.cluster.model.machines import side_by_side
 from cotrain_compile.machine import Machine, Network, Tier
-from cotrain_compile.machine.devices import side_by_side
-from cotrain_compile.machine.speed import is_nowhere_slower
-from cotrain_compile.placement.explain.carry import Tried, carried, with_plans_of_slower_machines
+from cotrain_compile.placement.explain.carry import (
+    Tried,
+    carried,
+    is_nowhere_slower,
+    with_plans_of_slower_machines,
+)
 from cotrain_compile.placement.explain.sweep import FITS, Case, problem_of, try_case
 from cotrain_compile.placement.placed import place_plan
 from cotrain_compile.placement.problem import Problem

@@ -14,8 +14,7 @@ from cotrain_compile.dataflow import Buffer, Dataflow, Op, Phase, Role
 from cotrain_compile.errors import PlacementError, PlanError
 from cotrain_compile.files import from_json, to_json
 from cotrain_compile.machine import MEMORIES, Tier
-from cotrain_compile.placement.check.check import check
-from cotrain_compile.placement.check.ordered import check_ordered
+from cotrain_compile.placement.check.check import check, check_ordered
 from cotrain_compile.placement.order.by_layer import by_layer, pack_sizes
 from cotrain_compile.placement.order.micro_batches import OrderIsKept, find_micro_batches
 from cotrain_compile.placement.problem import Problem, formulate

@@ -12,7 +12,7 @@ import pytest
 from cotrain_compile.dataflow import Dataflow, Role
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.check.check import check
-from cotrain_compile.placement.explain.slack import slacks
+from cotrain_compile.placement.explain.sensitivity import slacks
 from cotrain_compile.placement.problem import formulate
 from cotrain_compile.placement.schedule import task_names
 from cotrain_compile.placement.schedule.schedule import schedule

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cotrain_compile.cli.flags import as_flags
+from cotrain_compile.cli.terminal import as_flags
 from cotrain_compile.errors import PlacementError
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.check.check import check

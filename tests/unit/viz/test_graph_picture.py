@@ -18,8 +18,7 @@ from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import OptionError
 from cotrain_compile.machine import Tier
 from cotrain_compile.viz.graph.drawing import as_dot, as_text, write_picture
-from cotrain_compile.viz.graph.folding import Level, series
-from cotrain_compile.viz.graph.picture import MOST_BOXES, Kind, picture
+from cotrain_compile.viz.graph.picture import MOST_BOXES, Kind, Level, picture, series
 from tests.support.dataflows import chain, random_dataflows
 from tests.unit.viz.test_report import PLAN, STEP
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import time
 from collections.abc import Iterator
@@ -14,10 +13,9 @@ from rich.console import Console
 
 from cotrain_compile.options import Options
 from cotrain_compile.support.phases import is_listened, tell_phase
+from cotrain_compile.viz.text import narrate
 from cotrain_compile.viz.text.log import LOG
-from cotrain_compile.viz.text.phase_line import phase_line
-
-phase_line_module = importlib.import_module("cotrain_compile.viz.text.phase_line")
+from cotrain_compile.viz.text.narrate import phase_line
 
 
 def shown(*, terminal: bool = True, quiet: bool = False) -> str:
@@ -47,7 +45,7 @@ def logged() -> Iterator[list[str]]:
 
 
 def test_a_long_phase_is_logged_with_its_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(phase_line_module, "EVERY_S", 0.01)
+    monkeypatch.setattr(narrate, "EVERY_S", 0.01)
     console = Console(file=StringIO(), force_terminal=False)
     with logged() as lines, phase_line(Options(), "tracing", console):
         for phase in ("tracing: 3 calls", "planning: trying greedy"):

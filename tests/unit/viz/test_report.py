@@ -17,7 +17,7 @@ from cotrain_compile.cli.main import app
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import FormatError, OptionError
 from cotrain_compile.machine import MEMORIES, Tier
-from cotrain_compile.placement.explain.slack import slacks
+from cotrain_compile.placement.explain.sensitivity import slacks
 from cotrain_compile.placement.placed import place_plan
 from cotrain_compile.placement.problem import formulate
 from cotrain_compile.placement.search.solve import solve
@@ -26,11 +26,10 @@ from cotrain_compile.plan import Lane, Timeline
 from cotrain_compile.presets import find
 from cotrain_compile.support.units import format_bytes, format_seconds
 from cotrain_compile.viz.kinds import COLOURS, DARK
-from cotrain_compile.viz.layers import layer, layers
 from cotrain_compile.viz.memory import memory_kinds, planned_curve
-from cotrain_compile.viz.names import folded, names, operation
+from cotrain_compile.viz.names import folded, layer, layers, names, operation
 from cotrain_compile.viz.report import charts, facts
-from cotrain_compile.viz.report.bars import merged
+from cotrain_compile.viz.report.charts import merged
 from cotrain_compile.viz.report.page import report_html
 from cotrain_compile.viz.report.parameters import parameter_rows
 from cotrain_compile.viz.specification import bars_of

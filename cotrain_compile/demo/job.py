@@ -1,4 +1,4 @@
-"""Train: the demo's job as a user would write it, its checkpoints, and the loop over steps.
+"""Job: the demo's model on the Python standard library's own sources, as a user would train it.
 
 `training_step` is plain PyTorch; the only line about this package is the `torch.compile` in
 `compiled`.
@@ -6,12 +6,14 @@
 
 from __future__ import annotations
 
+import sysconfig
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -19,8 +21,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from cotrain_compile.demo.model import CharacterGPT, Shape
-from cotrain_compile.demo.text import batch
-from cotrain_compile.errors import FormatError, OptionError
 
 Step = Callable[[Tensor, Tensor], Tensor]
 
@@ -56,6 +56,17 @@ class StepResult:
     number: int
     loss: float
     seconds: float
+
+
+def standard_library() -> Tensor:
+    """The modules at the top of the standard library as one run of ASCII codes (uint8).
+
+    A character outside ASCII becomes "?".
+    """
+    sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    text = "\n".join(path.read_text(encoding="utf-8", errors="replace") for path in sources)
+    codes = np.frombuffer(text.encode("ascii", errors="replace"), dtype=np.uint8)
+    return torch.from_numpy(codes.copy())
 
 
 def new_job(text: Tensor, *, shape: Shape, rows: int, seed: int) -> Job:
@@ -101,27 +112,12 @@ def train(job: Job, step: Step, first: int, last: int) -> Iterator[StepResult]:
         yield StepResult(number, loss, time.perf_counter() - started)
 
 
-def steps_taken(job: Job) -> set[int]:
-    """How many updates each parameter has had, as the optimizer counts: one number, or a fault."""
-    counts = {int(state["step"]) for state in job.optimizer.state.values()}
-    return counts or {0}
+def batch(text: Tensor, step: int, rows: int, length: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of one step, `(rows, length)` each, the targets one character ahead.
 
-
-def save_checkpoint(job: Job, path: Path) -> None:
-    """Model and optimizer as plain `state_dict`s."""
-    torch.save({"model": job.model.state_dict(), "optimizer": job.optimizer.state_dict()}, path)
-
-
-def load_checkpoint(job: Job, path: Path) -> None:
-    """Continue `job` from `path`. Raises `OptionError` when there is none, `FormatError` when it
-    is of another model."""
-    if not path.is_file():
-        raise OptionError(f"nothing to resume: there is no {path}; run without --resume")
-    saved = torch.load(path, weights_only=True)
-    try:
-        job.model.load_state_dict(saved["model"])
-        job.optimizer.load_state_dict(saved["optimizer"])
-    except (KeyError, RuntimeError, ValueError) as error:
-        raise FormatError(
-            f"{path} is not a checkpoint of this demo's model ({error}); run without --resume"
-        ) from None
+    They depend on `seed` and `step` alone.
+    """
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
+    starts = torch.randint(len(text) - length, (rows,), generator=generator)
+    windows = text[starts[:, None] + torch.arange(length + 1)].long()
+    return windows[:, :-1], windows[:, 1:]
