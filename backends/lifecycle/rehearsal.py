@@ -207,8 +207,10 @@ class Rehearsed:
         over_bytes = peak_bytes - self.compiled.allowed_bytes
         if error is None or over_bytes > 0:
             return max(0, over_bytes)
-        beside_bytes = self.compiled.allowed_bytes - self.compiled.plan.budgets[Tier.DEVICE]
-        return max(1, beside_bytes, self._planned_bytes() - peak_bytes)
+        missing_bytes = self._planned_bytes() - peak_bytes
+        if missing_bytes > 0:
+            return missing_bytes
+        return max(1, self.compiled.allowed_bytes - self.compiled.plan.budgets[Tier.DEVICE])
 
     def _plans_again(
         self, worst: Overshoot, error: Exception | None, inputs: Sequence[Any]

@@ -202,12 +202,13 @@ def _beyond_caches(environment: Environment, sizes: Sizes) -> int:
     """
     most = environment.usable_memory_bytes // (16 * _BYTES_HELD_PER_PARAMETER)
     parameters, before = sizes.updated_parameters, math.inf
-    while True:
+    while 2 * parameters <= most and time.monotonic() < sizes.until_s:
         update_s = sizes.median_s(partial(wall_s, adamw_update(parameters)))
         rate = parameters / update_s
-        if rate > _STAYS * before or 2 * parameters > most or time.monotonic() >= sizes.until_s:
-            return parameters
+        if rate > _STAYS * before:
+            break
         parameters, before = 2 * parameters, rate
+    return parameters
 
 
 def _slowdown_while_copying(bench: Bench, sizes: Sizes, parameters: int) -> float:
