@@ -26,6 +26,7 @@ from cotrain_compile.options import Options
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.simulate.reserved import Reserved
 from cotrain_compile.plan import Placement
+from cotrain_compile.runtime.cuda import device as device_module
 from cotrain_compile.runtime.cuda.card import is_out_of_memory
 from cotrain_compile.runtime.cuda.device import CudaDevice
 from cotrain_compile.runtime.cuda.pinned import PinnedPool
@@ -160,9 +161,12 @@ NO_MEMORY = (
 @pytest.mark.parametrize(
     "said", [NO_MEMORY[0], *(pytest.param(said, marks=pytest.mark.long) for said in NO_MEMORY[1:])]
 )
+@pytest.mark.parametrize("below_plan_bytes", [1000, 0])
 def test_a_library_that_finds_no_memory_leads_to_a_smaller_plan(
-    cuda: ThreadCuda, said: str
+    cuda: ThreadCuda, monkeypatch: pytest.MonkeyPatch, said: str, below_plan_bytes: int
 ) -> None:
+    """At the plan's own peak it is what libraries take beside it that did not fit."""
+    monkeypatch.setattr(device_module, "SLACK_BYTES", 1000)
     case = CASES["mlp"]
     expected = train(case, OPTIMIZERS["sgd"], cotrain(policy="resident"))
     budgets: list[int] = []
@@ -172,7 +176,7 @@ def test_a_library_that_finds_no_memory_leads_to_a_smaller_plan(
         budgets.append(self.problem.budgets[Tier.DEVICE])
         cuda.card.peak = 0
         if len(budgets) == 1:
-            cuda.card.peak = self.predicted.peak_bytes[Tier.DEVICE] - 1000
+            cuda.card.peak = self.predicted.peak_bytes[Tier.DEVICE] - below_plan_bytes
             raise RuntimeError(said)
         rehearse(self, inputs, again=again)
 
@@ -182,7 +186,7 @@ def test_a_library_that_finds_no_memory_leads_to_a_smaller_plan(
         pytest.warns(UserWarning, match="ran out of it; nothing was changed"),
     ):
         found = train(case, OPTIMIZERS["sgd"], cotrain(host_kernels="captured"))
-    assert budgets[1] < budgets[0]
+    assert budgets[1] <= budgets[0] - 1000
     for name, tensor in expected.tensors.items():
         assert torch.equal(found.tensors[name], tensor), name
 
