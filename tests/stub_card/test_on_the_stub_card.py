@@ -18,7 +18,7 @@ from torch import Tensor
 
 from cotrain_compile.errors import HostMemoryError
 from cotrain_compile.machine import Tier
-from cotrain_compile.plan import Lane
+from cotrain_compile.plan import Lane, carried_out
 from cotrain_compile.runtime.cuda import device as cuda
 from cotrain_compile.runtime.cuda.card import CudaCard
 from cotrain_compile.runtime.cuda.setup import pool
@@ -170,6 +170,20 @@ def test_attention_and_embeddings_train_as_in_eager() -> None:
     with card.delays(copies_us=LATE_US, ops_us=LATE_US):
         found = placed.run()
     torch.testing.assert_close(found, eager.run(eager.eager), rtol=2e-3, atol=2e-4)
+
+
+def test_bundles_of_small_copies_and_updates_are_exact() -> None:
+    small: dict[str, Any] = {"layers": 9, "width": 16}
+    expected = Training(policy="resident", **small).run()
+    placed = Training(policy="zero-offload", host_kernels="captured", **small)
+    with card.delays(copies_us=LATE_US, ops_us=LATE_US):
+        assert_equal(placed.run(), expected)
+    bundles = [unit for unit in carried_out(placed.inspected.plan.tasks) if len(unit) > 1]
+    assert {(unit[0].kind, unit[0].is_fetch) for unit in bundles} == {
+        ("transfer", False),
+        ("transfer", True),
+        ("host_region", False),
+    }
 
 
 def test_activations_and_weights_leave_within_a_budget() -> None:

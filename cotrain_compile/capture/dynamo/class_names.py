@@ -49,7 +49,7 @@ def _name_of_class(owner: VariableTracker, name: VariableTracker) -> VariableTra
         return None
     if not name.is_python_constant() or name.as_python_constant() not in _NAMES:
         return None
-    found: VariableTracker = ConstantVariable.create(
+    known: VariableTracker = ConstantVariable.create(
         getattr(owner.value, name.as_python_constant())
     )
-    return found
+    return known
