@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from cotrain_compile.backends import devices
 from cotrain_compile.capture.dynamo import alike_updates, patches
@@ -90,12 +90,48 @@ class Numbered(Model):
 
 
 class Checkpointed(Model):
-    """Each layer is in a checkpoint."""
+    """Each layer is in a checkpoint; or `together` so many, or none where it is not `wanted`."""
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        *,
+        together: int = 1,
+        wanted: Callable[[int], bool] = lambda i: True,
+        **how: Any,
+    ) -> None:
+        super().__init__(layers)
+        self.together, self.wanted = together, wanted
+        self.how = {"use_reentrant": False, **how}
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False)
+        for i in range(0, len(self.layers), self.together):
+            part = self.layers[i : i + self.together]
+
+            def run(x: Tensor, part: Any = part) -> Tensor:
+                for layer in part:
+                    x = layer(x)
+                return x
+
+            x = checkpoint(run, x, **self.how) if self.wanted(i) else run(x)
         return x
+
+
+class Inside(Layer):
+    """A part of the layer is in a checkpoint, and in that a part is in one more."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        def outer(x: Tensor) -> Tensor:
+            y: Tensor = checkpoint(self.linear, x, use_reentrant=False)
+            return torch.tanh(y)
+
+        y: Tensor = checkpoint(outer, x, use_reentrant=False)
+        return x + y
+
+
+def keeping_products() -> Any:
+    """What a selective checkpoint keeps: results of matrix products."""
+    return create_selective_checkpoint_contexts([torch.ops.aten.addmm.default])
 
 
 class Twice(Model):
@@ -134,6 +170,11 @@ class InDouble(Layer):
 def plain(count: int = LAYERS) -> list[nn.Module]:
     """Layers that are alike."""
     return [Layer() for _ in range(count)]
+
+
+def dropping(count: int = LAYERS) -> list[nn.Module]:
+    """Layers that are alike, and draw numbers."""
+    return [Layer(drop=0.1) for _ in range(count)]
 
 
 def with_one(layer: Callable[[], nn.Module]) -> nn.Module:
@@ -241,7 +282,15 @@ def anonymous(step: StepGraph) -> list[Any]:
     nodes = [(names[name], *rest) for name, *rest in described(step.module)]
     # Keys of the stacks of modules are the ids of these; checkpoints are counted in a process.
     written = [re.sub(r"\d{12,}(@\d+)?", "", repr(node)) for node in nodes]
-    written = [re.sub(r"'ac_graph_id': \d+", "", text) for text in written]
+    checkpoints: dict[str, int] = {}
+    written = [
+        re.sub(
+            r"(ac_graph_id\W+)(\d+)",
+            lambda m: f"{m[1]}{checkpoints.setdefault(m[2], len(checkpoints))}",
+            text,
+        )
+        for text in written
+    ]
     numbered = [re.sub(r"%(\w+)", lambda m: names.get(m[1], m[0]), text) for text in written]
     return [numbered, [names[name] for name in step.phases], list(step.phases.values())]
 
@@ -262,10 +311,31 @@ ALIKE: dict[str, tuple[Build, list[range]]] = {
         [range(3, LAYERS - 2)],
     ),
     "dropout": (
-        job(lambda: Model([Layer(drop=0.1) for _ in range(LAYERS)])),
+        job(lambda: Model(dropping())),
         [range(3, LAYERS - 2)],
     ),
     "buffers": (job(lambda: Model([Counting() for _ in range(LAYERS)])), [range(3, LAYERS - 2)]),
+    "checkpoints": (job(lambda: Checkpointed(dropping())), [range(3, LAYERS - 2)]),
+    "reentrant checkpoints": (
+        job(lambda: Checkpointed(dropping(), use_reentrant=True)),
+        [range(3, LAYERS - 2)],
+    ),
+    "selective checkpoints": (
+        job(lambda: Checkpointed(plain(), context_fn=keeping_products)),
+        [range(3, LAYERS - 2)],
+    ),
+    "checkpoints in a layer": (
+        job(lambda: Model([Inside() for _ in range(LAYERS)])),
+        [range(3, LAYERS - 2)],
+    ),
+    "two layers a checkpoint": (
+        job(lambda: Checkpointed(plain(16), together=2)),
+        [range(3, 6)],
+    ),
+    "every second in a checkpoint": (
+        job(lambda: Checkpointed(plain(16), wanted=lambda i: i % 2 == 0)),
+        [range(3, 6)],
+    ),
 }
 DIFFERENT: dict[str, Build] = {
     "width": job(lambda: with_one(lambda: Layer(8))),
@@ -286,7 +356,15 @@ DIFFERENT: dict[str, Build] = {
     "called twice": job(lambda: Twice(plain())),
     "rates": job(lambda: Model(plain()), a_rate_a_layer),
     "kept gradients": job(lambda: Model(plain()), keeps=True),
-    "checkpoints": job(lambda: Checkpointed(plain())),
+    "number of layers in a checkpoint": job(
+        lambda: Checkpointed(plain(), wanted=lambda i: i != LAYERS // 2)
+    ),
+    "in a checkpoint": job(
+        lambda: Checkpointed(
+            [Layer(scale=1.0 + (i == LAYERS // 2)) for i in range(LAYERS)],
+        )
+    ),
+    "one checkpoint": job(lambda: Checkpointed(plain(), together=LAYERS)),
     "dtype": job(lambda: with_one(InDouble)),
 }
 
@@ -296,7 +374,7 @@ def some(names: Iterable[str], cheap: Iterable[str]) -> list[Any]:
     return [pytest.param(n, marks=() if n in cheap else pytest.mark.long) for n in names]
 
 
-@pytest.mark.parametrize("name", some(ALIKE, ["sgd", "buffers"]))
+@pytest.mark.parametrize("name", some(ALIKE, ["sgd", "buffers", "checkpoints"]))
 def test_the_graph_is_that_of_lowering_all_layers(
     name: str, left_out: list[range], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -306,7 +384,9 @@ def test_the_graph_is_that_of_lowering_all_layers(
     assert left_out == expected
 
 
-@pytest.mark.parametrize("name", some(DIFFERENT, ["width", "constant", "long skips", "hook"]))
+@pytest.mark.parametrize(
+    "name", some(DIFFERENT, ["width", "constant", "long skips", "hook", "in a checkpoint"])
+)
 def test_a_layer_that_differs_is_lowered(
     name: str, left_out: list[range], monkeypatch: pytest.MonkeyPatch
 ) -> None:
