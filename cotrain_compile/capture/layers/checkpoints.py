@@ -1,4 +1,4 @@
-"""Checkpoints: which nodes of an ATen graph are in which, and numbers for those of copied layers."""
+"""Checkpoints: which nodes of an ATen graph are in which, and numbers for those of copies."""
 
 from __future__ import annotations
 

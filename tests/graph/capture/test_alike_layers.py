@@ -395,17 +395,23 @@ def test_a_layer_that_differs_is_lowered(
     assert all(MIDDLE not in layers for layers in left_out)
 
 
-def test_updates_of_parameters_that_look_alike_are_traced_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    copied: list[int] = []
+@pytest.fixture
+def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """For each update that was not traced, how many tensors it has."""
+    found: list[int] = []
+    copy_for = alike_updates._Traced.copy_for
 
     def noted(traced: Any, inputs: Sequence[Any]) -> None:
-        copied.append(len(inputs))
+        found.append(len(inputs))
         copy_for(traced, inputs)
 
-    copy_for = alike_updates._Traced.copy_for
     monkeypatch.setattr(alike_updates._Traced, "copy_for", noted)
+    return found
+
+
+def test_updates_of_parameters_that_look_alike_are_traced_once(
+    copied: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     few, whole = both(
         job(lambda: Model([*plain(2), Layer(8)]), lambda m: torch.optim.AdamW(m.parameters())),
         monkeypatch,
@@ -414,12 +420,112 @@ def test_updates_of_parameters_that_look_alike_are_traced_once(
     assert copied == [5, 5]  # the second weight and the second bias: with gradient and three states
 
 
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "SGD": sgd,
+    "momentum": lambda m: torch.optim.SGD(m.parameters(), momentum=0.9, nesterov=True),
+    "AMSGrad": lambda m: torch.optim.AdamW(m.parameters(), amsgrad=True),
+    "RMSprop": lambda m: torch.optim.RMSprop(m.parameters(), momentum=0.9, centered=True),
+    "Adagrad": lambda m: torch.optim.Adagrad(m.parameters()),
+    "Adadelta": lambda m: torch.optim.Adadelta(m.parameters()),
+    "Adamax": lambda m: torch.optim.Adamax(m.parameters()),
+    "NAdam": lambda m: torch.optim.NAdam(m.parameters()),
+    "RAdam": lambda m: torch.optim.RAdam(m.parameters()),
+    "ASGD": lambda m: torch.optim.ASGD(m.parameters()),
+    "Rprop": lambda m: torch.optim.Rprop(m.parameters()),
+    "scheduled": lambda m: scheduled(torch.optim.AdamW(m.parameters())),
+}
+
+
+def scheduled(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """With a rate that is an input of the graph."""
+    schedules.append(torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1)))
+    return optimizer
+
+
+schedules: list[object] = []  # alive as long as the steps
+
+
+@pytest.mark.parametrize("name", some(OPTIMIZERS, ["momentum", "Rprop", "scheduled"]))
+def test_updates_of_any_optimizer_are_traced_once_a_kind(
+    name: str, copied: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few, whole = both(job(lambda: Model(plain(3)), OPTIMIZERS[name]), monkeypatch)
+    assert few == whole
+    assert len(copied) == 4  # of two weights and two biases
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda m: torch.optim.Adafactor(m.parameters()),  # reads numbers out of its tensors
+        lambda m: torch.optim.Adam(m.parameters(), lr=torch.tensor(0.1)),
+    ],
+    ids=["numbers of a tensor", "a rate that is a tensor"],
+)
+@pytest.mark.long
+def test_an_update_that_asks_for_more_is_traced(
+    optimizer: Any, copied: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few, whole = both(job(lambda: Model(plain(3)), optimizer), monkeypatch)
+    assert few == whole
+    assert not copied
+
+
+def test_layers_are_put_together_under_a_schedule(
+    left_out: list[range], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few, whole = both(job(lambda: Model(plain()), OPTIMIZERS["scheduled"]), monkeypatch)
+    assert few == whole
+    assert left_out == [range(4, LAYERS - 2)]  # the rates of the first have no layer before
+
+
 def test_every_second_layer_may_be_of_another_kind(
     left_out: list[range], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     few, whole = both(job(lambda: Model([Layer(4 + 4 * (i % 2)) for i in range(16)])), monkeypatch)
     assert few == whole
     assert left_out == [range(3, 6)]
+
+
+def llama(reentrant: bool) -> Any:
+    """A small model of Hugging Face's, whose layers are in checkpoints."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=2,
+        vocab_size=32,
+        use_cache=False,
+    )
+    model: Any = transformers.LlamaForCausalLM(config).train()
+    name = "activation_checkpointing_enable"
+    enable = getattr(model, name, model.gradient_checkpointing_enable)
+    enable({"use_reentrant": reentrant})
+    return model
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_layers_of_hugging_face_in_checkpoints_are_lowered_once(
+    reentrant: bool, left_out: list[range], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build() -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        model = llama(reentrant)
+        optimizer = sgd(model)
+
+        def step(ids: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            loss: Tensor = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return step, (torch.zeros(1, 4, dtype=torch.int64),)
+
+    few, whole = both(build, monkeypatch)
+    assert few == whole
+    assert left_out == [range(3, LAYERS - 2)]
 
 
 def trained(step_of: Callable[[Any], Any]) -> tuple[list[Tensor], list[int]]:
