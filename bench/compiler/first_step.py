@@ -5,17 +5,22 @@ ours as it is, ours with every layer lowered and every update traced, and stock 
 model, loss and `optimizer.step` with its graphs run in eager. Nothing is compiled to kernels: what
 is timed is what hangs on how many layers there are. Seconds are of the processor.
 
+And models of Hugging Face's at their own sizes, traced without memory for them, with each layer in
+a checkpoint and without.
+
     python -m bench.compiler.first_step -o bench/results/first_step.json
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -65,6 +70,11 @@ def ours(layers: int) -> dict[str, Any]:
 
         return step, (batch,)
 
+    return traced(build)
+
+
+def traced(build: Callable[[], tuple[Callable[[Tensor], Tensor], tuple[Tensor]]]) -> dict[str, Any]:
+    """Seconds until a step is traced and what each of its ops costs is known; how many ops."""
     began_s = time.process_time()
     step = trace_graph(build)
     traced_s = time.process_time()
@@ -99,46 +109,117 @@ def stock(layers: int) -> dict[str, Any]:
     return {"all": time.process_time() - began_s}
 
 
+def configured(name: str) -> Any:
+    """A model of Hugging Face's by what people call it, ready to train."""
+    hf: Any = importlib.import_module("transformers")  # the small model needs none
+
+    llama: Any = {"vocab_size": 32000, "use_cache": False}
+    config: Any = {
+        "GPT-2, 12 layers": lambda: hf.GPT2Config(use_cache=False),
+        "GPT-2 XL, 48 layers": lambda: hf.GPT2Config(
+            n_embd=1600, n_layer=48, n_head=25, use_cache=False
+        ),
+        "BERT-large, 24 layers": lambda: hf.BertConfig(
+            hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096
+        ),
+        "Llama 7B, 32 layers": lambda: hf.LlamaConfig(**llama),
+        "Llama 70B, 80 layers": lambda: hf.LlamaConfig(
+            hidden_size=8192,
+            intermediate_size=28672,
+            num_hidden_layers=80,
+            num_attention_heads=64,
+            num_key_value_heads=8,
+            **llama,
+        ),
+    }[name]()
+    kind: Any = hf.AutoModelForMaskedLM if name.startswith("BERT") else hf.AutoModelForCausalLM
+    return kind.from_config(config).train()
+
+
+MODELS = (
+    "GPT-2, 12 layers",
+    "Llama 7B, 32 layers",
+    "BERT-large, 24 layers",
+    "GPT-2 XL, 48 layers",
+    "Llama 70B, 80 layers",
+)
+WAYS = ("kept", "checkpoints")
+
+
+def of_model(name: str, way: str) -> dict[str, Any]:
+    """The step of a model traced, its layers in checkpoints or not."""
+
+    def build() -> tuple[Callable[[Tensor], Tensor], tuple[Tensor]]:
+        model = configured(name)
+        if way == "checkpoints":
+            enable = "activation_checkpointing_enable"  # an older one has "gradient_..." alone
+            (getattr(model, enable, None) or model.gradient_checkpointing_enable)()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+        def step(tokens: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            loss: Tensor = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            return loss
+
+        return step, (torch.randint(30000, (1, 512)),)
+
+    return traced(build)
+
+
 SIDES = {"ours": ours, "ours, each layer": ours_whole, "stock": stock}
 
 
-def measured(side: str, layers: int) -> dict[str, Any]:
-    """One side of one depth, in this process."""
+def measured(side: str, of: str) -> dict[str, Any]:
+    """One side of one depth, or one model in one way, in this process."""
     torch.set_num_threads(1)
-    return {key: round(value, 2) for key, value in SIDES[side](layers).items()}
+    found = of_model(of, side) if side in WAYS else SIDES[side](int(of))
+    return {key: round(value, 2) for key, value in found.items()}
 
 
-def in_a_process(side: str, layers: int) -> dict[str, Any]:
+def in_a_process(side: str, of: str) -> dict[str, Any]:
     """As `measured`, in a process of its own."""
     command = [sys.executable, "-W", "ignore", "-m", "bench.compiler.first_step"]
-    command += ["--side", side, "--layers", str(layers)]
+    command += ["--side", side, "--of", of]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     if run.returncode:
-        raise SystemExit(f"{side} with {layers} layers failed:\n{run.stderr}")
+        raise SystemExit(f"{side} of {of} failed:\n{run.stderr}")
     found: dict[str, Any] = json.loads(run.stdout.strip().splitlines()[-1])
     return found
 
 
 def main() -> None:
-    """Measure all sides and depths, print and write the report."""
+    """Measure all sides and depths, and models; print and write the report."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("-o", "--output", type=Path)
     parser.add_argument("--layers", type=int, nargs="+", default=list(LAYERS))
-    parser.add_argument("--side", choices=list(SIDES), help="one side of one depth, as JSON")
+    parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--jobs", type=int, default=1, help="measured at a time")
+    parser.add_argument("--side", choices=[*SIDES, *WAYS], help="one measure, as JSON")
+    parser.add_argument("--of", help="how many layers, or which model, with --side")
     arguments = parser.parse_args()
     if arguments.side:
-        found = measured(arguments.side, arguments.layers[0])
+        found = measured(arguments.side, arguments.of)
         sys.stdout.write(f"{json.dumps(found)}\n")
         return
+    measure(arguments)
+
+
+def measure(arguments: argparse.Namespace) -> None:
+    """All that is asked for, and the report."""
     console = Console(soft_wrap=True)
-    result: dict[str, dict[str, Any]] = {}
-    for layers in arguments.layers:
-        for side in SIDES:
-            found = in_a_process(side, layers)
-            result.setdefault(side, {})[str(layers)] = found
-            console.print(layers, side, found)
-    if arguments.output:
-        write_report(arguments.output, (__doc__ or "").splitlines()[0], result)
+    result: dict[str, dict[str, Any]] = {"layers": {}, "models": {}}
+    measures = [("layers", side, str(n)) for n in arguments.layers for side in SIDES]
+    measures += [("models", way, name) for name in arguments.models for way in WAYS]
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        found = pool.map(lambda one: in_a_process(one[1], one[2]), measures)
+        for (table, side, of), seconds in zip(measures, found, strict=True):
+            result[table].setdefault(side, {})[of] = seconds
+            console.print(of, side, seconds)
+            if arguments.output:
+                write_report(arguments.output, (__doc__ or "").splitlines()[0], result)
 
 
 if __name__ == "__main__":

@@ -204,17 +204,25 @@ def compile_seconds(result: Result) -> str:
 
 def first_step(result: Result) -> str:
     """Processor seconds until a step is traced, by number of layers, and what a layer costs."""
-    layers = list(result["ours"])
+    layers = list(result["layers"]["ours"])
     rows = []
-    for side, found in result.items():
+    for side, found in result["layers"].items():
         seconds = [found[count]["all"] for count in layers]
         more = (seconds[-1] - seconds[0]) / (int(layers[-1]) - int(layers[0]))
         rows.append((side, *(f"{s:.1f} s" for s in seconds), f"{more:.2f} s"))
     headings = ("side", *(f"{count} layers" for count in layers), "a layer more")
+    kept, checkpoints = result["models"]["kept"], result["models"]["checkpoints"]
+    models = [
+        (name, f"{kept[name]['nodes']:,}", f"{kept[name]['all']:.0f} s", f"{found['all']:.0f} s")
+        for name, found in checkpoints.items()
+    ]
+    titles = ("traced", "ops", "seconds", "with layers in checkpoints")
     return markdown(headings, rows) + (
         "\nProcessor time, of a small GPT with clipping and AdamW. Ours is the whole step in one "
         "graph, and what each op costs; stock is the model with its loss, and the update, with "
-        "graphs run in eager. Other programs ran meanwhile, so that only the sides compare.\n"
+        "graphs run in eager. Other programs ran meanwhile, so that only the sides compare.\n\n"
+        f"{markdown(titles, models)}"
+        "\nThe same of models of Hugging Face's at their own sizes, one sequence of 512 tokens.\n"
     )
 
 

@@ -17,7 +17,7 @@ Tried on torch 2.11.0, 2.13.0 and 2.15.0; floats that are written back on 2.13.0
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -41,13 +41,23 @@ def floats_stay_inputs() -> Iterator[None]:
         if INPUTS_ARE_HIDDEN:
             multiply_float_inputs(module.graph)
         multiply_float_results(module.graph, fake_mode)
+        before = set(module.graph.nodes)
         tensorify(module, shapes, fake_mode)
+        _annotate_as_users([node for node in module.graph.nodes if node not in before])
 
     with (
         mock.patch.object(graph_compile, "tensorify_python_scalars", with_floats_in_sight),
         mock.patch.object(TensorReferenceAnalysis, "int_truediv", staticmethod(_divide)),
     ):
         yield
+
+
+def _annotate_as_users(nodes: Sequence[fx.Node]) -> None:
+    """Annotate nodes that the pass has added as what reads them, where all of that agrees."""
+    for node in reversed(nodes):
+        notes = [user.meta.get("custom") for user in node.users]
+        if notes and notes[0] and all(note == notes[0] for note in notes):
+            node.meta["custom"] = notes[0]
 
 
 def _divide(a: Any, b: Any) -> Any:

@@ -1,18 +1,21 @@
 """Alike updates: of parameters that look alike, the update of one is traced and the rest copied.
 
-torch's Adam and AdamW go through their parameters in a loop, whose body asks of a parameter nothing
-but what its tensors look like. Here the body is traced for the first parameter of each look; what
-it puts into Dynamo's graph is put there again for the others, in their order.
+torch's optimizers go through their parameters in a loop, whose body asks of a parameter nothing but
+what its tensors look like. Here the body is traced for the first parameter of each look; what it
+puts into Dynamo's graph is put there again for the others, in their order.
 
 Private torch API used: `ListVariable`, `LazyVariableTracker`, `TensorVariable`, `ValueMutationNew`,
-`FakeTensor`, `torch.optim.adam._single_tensor_adam`, `no_dispatch`, `OutputGraph.graph`. Reason:
-Dynamo follows each turn of a loop as if it had seen none. Tried on torch 2.13.0.
+`FakeTensor`, the `_single_tensor_*` functions of `torch.optim`, `no_dispatch`,
+`OutputGraph.graph`. Reason: Dynamo follows each turn of a loop as if it had seen none. Tried on
+torch 2.13.0.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+import operator
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -22,15 +25,20 @@ from torch import fx
 from torch._dynamo.variables.base import ValueMutationNew
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.lists import ListVariable
-from torch._dynamo.variables.tensor import TensorVariable
+from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.node import map_arg
-from torch.optim import adam
 from torch.utils._mode_utils import no_dispatch
 
 TRIED = ("2.13.",)
-# Lists with an entry for each parameter, which the loop only reads.
-_LOOPS = {adam._single_tensor_adam: 6}
+# Functions that update parameter after parameter, from lists with an entry for each of them.
+_LOOPS = frozenset(
+    value
+    for name, module in sys.modules.items()
+    if name.startswith("torch.optim.")
+    for key, value in vars(module).items()
+    if key.startswith("_single_tensor_")
+)
 
 Trace = Callable[[list[Any]], Any]
 
@@ -42,58 +50,94 @@ def traced_once_a_kind(
 
     `trace` traces it with the arguments that it is given.
     """
-    count = _LOOPS.get(called) if torch.__version__.startswith(TRIED) else None  # type: ignore[call-overload]
-    if count is None or _asks_for_more(kwargs) or len(args) != count:
+    if called not in _LOOPS or not torch.__version__.startswith(TRIED):
         return None
-    lists = [_entries_of(argument) for argument in args]
-    length = len(lists[0] or ())
-    if length < 2 or any(items is None or len(items) not in (0, length) for items in lists):
+    arguments = [argument.realize() for argument in args]
+    lists = [argument for argument in arguments if isinstance(argument, ListVariable)]
+    others = [argument for argument in arguments if not isinstance(argument, ListVariable)]
+    length = len(lists[0].items) if lists else 0
+    if length < 2 or any(len(given.items) not in (0, length) for given in lists):
         return None
-    return _trace_columns(parent.output.graph, lists, trace)
+    if not all(map(_is_a_setting, [*others, *kwargs.values()])):
+        return None
+    if _is_set_by_the_first(kwargs) and not _have_one_dtype(lists[0].items):
+        return None
+    return _trace_columns(parent.output, arguments, trace)
 
 
-def _asks_for_more(kwargs: dict[str, Any]) -> bool:
-    """Whether an update writes its lists, or reads tensors that are not in them."""
-    values = {name: value.realize() for name, value in kwargs.items()}
-    amsgrad = values.get("amsgrad")
-    constant = all(value.is_python_constant() for value in values.values())
-    return not constant or amsgrad is None or amsgrad.as_python_constant()
+def _is_a_setting(value: Any) -> bool:
+    """Whether a value is the same for all parameters, and none that an update could write."""
+    value = value.realize()
+    return bool(value.is_python_constant()) or isinstance(value, SymNodeVariable)
 
 
-def _entries_of(argument: Any) -> list[Any] | None:
-    """The entries of a list in the trace; None where it is anything else."""
-    argument = argument.realize()
-    return list(argument.items) if isinstance(argument, ListVariable) else None
+def _is_set_by_the_first(kwargs: Mapping[str, Any]) -> bool:
+    """Whether the first parameter's type decides a setting: Adafactor's epsilon, if not given."""
+    epsilon = kwargs.get("eps1")
+    return epsilon is not None and epsilon.is_python_constant() and not epsilon.as_python_constant()
 
 
-def _trace_columns(graph: fx.Graph, lists: Sequence[Any], trace: Trace) -> Any:
+def _have_one_dtype(items: Sequence[Any]) -> bool:
+    looks = [_look_before(item) for item in items]
+    return len({look[2] if isinstance(look, tuple) else None for look in looks}) == 1
+
+
+def _trace_columns(output: Any, arguments: Sequence[Any], trace: Trace) -> Any:
     """Trace a loop column by column, or copy what a column of the same look has made."""
     made: dict[object, _Traced] = {}
     result = None
-    for column in zip(*filter(None, lists), strict=True):
+    lists = [given for given in arguments if isinstance(given, ListVariable) and given.items]
+    for place, column in enumerate(zip(*(given.items for given in lists), strict=True)):
         look = tuple(map(_look_before, column))
-        if look in made and (nodes := made[look].inputs_like(column)) is not None:
+        tensors = [item for item in column if not _is_none(item)]
+        if look in made and (nodes := made[look].inputs_like(tensors)) is not None:
             made[look].copy_for(nodes)
             continue
-        last = next(iter(reversed(graph.nodes)))
-        entries = iter(column)
-        arguments = [
-            ListVariable([next(entries)] if items else [], mutation_type=ValueMutationNew())
-            for items in lists
-        ]
-        result = trace(arguments)
-        traced = _Traced(graph, [item.realize() for item in column], _behind(graph, last))
-        if None not in look and traced.may_be_copied():
+        last = next(iter(reversed(output.graph.nodes)))
+        singles = [_single(given, place) for given in arguments]
+        result = trace(singles)
+        changed = _put_back(output, arguments, singles, place)
+        traced = _Traced(output.graph, [item.realize() for item in tensors], _behind(output, last))
+        if None not in look and not changed and traced.may_be_copied():
             made[look] = traced
     return result
 
 
+def _single(argument: Any, place: int) -> Any:
+    """An argument for one turn of the loop: of a list the entry there alone."""
+    if not isinstance(argument, ListVariable):
+        return argument
+    return ListVariable(argument.items[place : place + 1], mutation_type=ValueMutationNew())
+
+
+def _put_back(output: Any, arguments: Sequence[Any], singles: Sequence[Any], place: int) -> bool:
+    """Write what a turn has put into its lists into those of all; whether it has."""
+    changed = False
+    for argument, single in zip(arguments, singles, strict=True):
+        if not isinstance(argument, ListVariable) or not argument.items:
+            continue
+        if single.items[0] is not argument.items[place]:
+            output.side_effects.mutation(argument)
+            argument.items[place] = single.items[0]
+            changed = True
+    return changed
+
+
 def _look_before(item: Any) -> object:
     """What the update may ask of an entry; Dynamo has perhaps not made an input of it yet."""
+    if _is_none(item):
+        return "none"
     if isinstance(item, LazyVariableTracker) and not item.is_realized():
         return _look(item.peek_value())
     item = item.realize()
     return _look(_value(item)) if type(item) is TensorVariable else None
+
+
+def _is_none(item: Any) -> bool:
+    """Whether an entry is None: what the update of such a parameter has no use for."""
+    if isinstance(item, LazyVariableTracker) and not item.is_realized():
+        return item.peek_value() is None
+    return bool(item.is_python_constant()) and item.as_python_constant() is None
 
 
 def _look(value: object) -> object:
@@ -119,7 +163,7 @@ def _value(variable: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Traced:
-    """The update of one parameter: entries of the lists, and the nodes `made` of them."""
+    """The update of one parameter: its tensors in the lists, and the nodes `made` of them."""
 
     graph: fx.Graph
     column: Sequence[Any]
@@ -152,7 +196,11 @@ class _Traced:
         given, memory = {id(value) for value in values}, {_storage(value) for value in values}
         for node in self.made:
             value = node.meta.get("example_value")
-            if node.op not in ("call_function", "call_method") or type(value) is not FakeTensor:
+            if node.op not in ("call_function", "call_method"):
+                return False
+            if node.target is operator.setitem or _is_of_settings(node):
+                continue
+            if type(value) is not FakeTensor:
                 return False
             if _storage(value) in memory and id(value) not in given:
                 return False
@@ -173,16 +221,23 @@ class _Traced:
                 node.type,
             )
             added.meta = copy.copy(node.meta)
-            value = node.meta["example_value"]
-            if id(value) not in values:
-                values[id(value)] = _like(value)
-            added.meta["example_value"] = values[id(value)]
+            value = node.meta.get("example_value")
+            if isinstance(value, FakeTensor):
+                if id(value) not in values:
+                    values[id(value)] = _like(value)
+                added.meta["example_value"] = values[id(value)]
             new[node] = added
 
 
-def _behind(graph: fx.Graph, last: fx.Node) -> list[fx.Node]:
+def _is_of_settings(node: fx.Node) -> bool:
+    """Whether `node` computes with numbers alone: the same for all, as `-lr`, and no `p.item()`."""
+    numbers = [n.meta.get("example_value") for n in (node, *node.all_input_nodes)]
+    return all(isinstance(value, torch.SymFloat | torch.SymInt) for value in numbers)
+
+
+def _behind(output: Any, last: fx.Node) -> list[fx.Node]:
     new: list[fx.Node] = []
-    for node in reversed(graph.nodes):
+    for node in reversed(output.graph.nodes):
         if node is last:
             break
         new.append(node)

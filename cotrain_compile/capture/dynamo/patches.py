@@ -10,7 +10,8 @@ Private torch API used: `config.trace_autograd_ops`, `variables.builder.Optimize
 `guards.match_on_id_for_tensor`, `OutputGraph.remove_tensorify_specialized_graphargs`,
 `_inductor.config.fallback_random`, `UserDefinedObjectVariable.is_supported_random`,
 `RandomVariable.is_supported_random_obj` (2.13 alone), `RandomClassVariable.call_function`,
-`config.use_numpy_random_stream`, `builder.is_int_specialization_case` (where a torch has it).
+`config.use_numpy_random_stream` and `.side_effect_replay_policy`,
+`builder.is_int_specialization_case` (where a torch has it).
 Reason: there is no public way to keep `backward()` and `optimizer.step()` in one graph, to have it
 refuse the numbers that it draws otherwise than eager, nor to have it make an input of a whole
 number that a script counts. Tried on torch 2.11.0, 2.13.0 and 2.15.0, what is about random numbers
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import chain
@@ -52,6 +54,7 @@ from cotrain_compile.capture.dynamo.inference_mode import inference_mode_traced
 from cotrain_compile.capture.dynamo.leaves import leaves_traced
 from cotrain_compile.capture.dynamo.log_calls import Said, log_calls_traced, said_in_trace
 from cotrain_compile.capture.dynamo.numbers_of_ops import numbers_traced
+from cotrain_compile.capture.dynamo.one_group import grouped_at_once
 from cotrain_compile.capture.dynamo.optimizers import build_optimizer_variable, update_itself
 from cotrain_compile.capture.dynamo.own_errors import errors_noted
 from cotrain_compile.capture.dynamo.recompiles import reasons_noted
@@ -118,6 +121,7 @@ def whole_step_tracing(session: Session) -> Iterator[None]:
         stack.enter_context(settings_traced(session.function))
         stack.enter_context(leaves_traced(session.leaves_made, session.copied_data))
         stack.enter_context(in_place_traced())
+        stack.enter_context(grouped_at_once())
         stack.enter_context(strides_of_kernels())
         yield
 
@@ -135,11 +139,24 @@ def _settings() -> Iterator[AbstractContextManager[Any]]:
         # One factory makes the steps of many models: they share a code object, and Dynamo
         # counts their compiles together.
         recompile_limit=max(config.recompile_limit, 64),
+        **_no_words_on_writes(),
     )
     # Numbers that nobody reads are drawn all the same: what comes after hangs on them. torch
     # drops such ops while it traces, unless random numbers are to be eager's.
     yield inductor_config.patch(fallback_random=True)
     yield _meta_failures_unlogged()
+
+
+def _no_words_on_writes() -> dict[str, Any]:
+    """What keeps Dynamo from describing each write of the step where nobody logs it."""
+    heard = _LOG_OF_WRITES.isEnabledFor(logging.DEBUG) or os.environ.get("TORCH_TRACE")
+    if heard or getattr(config, _TOLD_OF_WRITES, None) != "info":
+        return {}
+    return {_TOLD_OF_WRITES: "silent"}
+
+
+_LOG_OF_WRITES = logging.getLogger("torch._dynamo.side_effects.__side_effects")
+_TOLD_OF_WRITES = "side_effect_replay_policy"
 
 
 @contextmanager

@@ -18,7 +18,13 @@ from torch import fx
 from torch.fx.node import map_aggregate
 from torch.utils._pytree import tree_leaves
 
-from cotrain_compile.capture.layers.labels import Labels, Stack, entry_of_gather, phase_of
+from cotrain_compile.capture.layers.labels import (
+    Labels,
+    Stack,
+    entry_of_gather,
+    phase_of,
+    subgraph_of,
+)
 
 Place = tuple[int, int, int]
 """The layer, the sweep, and which node of the layer's run there."""
@@ -138,9 +144,14 @@ class Forms:
 
         if node.op == "placeholder":
             return "placeholder", self.own[node], self.look(node, read)
+        return self._call(node, layer, read)
+
+    def _call(self, node: fx.Node, layer: int, read: Callable[[Any], object]) -> object:
+        """What a call is, where `read` says what its arguments are."""
+        called = subgraph_of(node)
         return (
             node.op,
-            node.target,
+            node.target if called is None else self._subgraph(called, layer),
             self._arguments(node, read),
             map_aggregate(node.kwargs, read),  # type: ignore[arg-type]
             node.meta.get("stack_trace"),
@@ -148,6 +159,20 @@ class Forms:
             self._called_by(node, layer),
             self.look(node, read),
         )
+
+    def _subgraph(self, module: fx.GraphModule, layer: int) -> object:
+        """A graph that a layer calls, as of a checkpoint, node by node; whatever its name is."""
+        place = {node: i for i, node in enumerate(module.graph.nodes)}
+
+        def read(other: Any) -> object:
+            return ("inside", place[other]) if isinstance(other, fx.Node) else (type(other), other)
+
+        return tuple(module.meta.items()), [
+            (node.op, self.look(node, read))
+            if node.op == "placeholder"
+            else self._call(node, layer, read)
+            for node in module.graph.nodes
+        ]
 
     def _arguments(self, node: fx.Node, read: Callable[[Any], object]) -> object:
         """What a node is called with; of a list of results, for which entry it reads one."""

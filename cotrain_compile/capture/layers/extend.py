@@ -33,7 +33,8 @@ from cotrain_compile.capture.layers.blocks import (
     own_numbers,
     runs_of,
 )
-from cotrain_compile.capture.layers.labels import Labels, label, lists_in, phase_of
+from cotrain_compile.capture.layers.checkpoints import Checkpoints
+from cotrain_compile.capture.layers.labels import Labels, label, lists_in, phase_of, subgraph_of
 from cotrain_compile.capture.layers.shorten import Shortened, entry_of, is_even
 from cotrain_compile.capture.nodes.refake import traced_again
 
@@ -97,6 +98,7 @@ class _Extension:
         for node in graph.nodes:
             for storage in _storages(node):
                 self.owner.setdefault(storage, node)
+        self.checkpoints = Checkpoints(graph)
         self.made: dict[tuple[int, int, int], fx.Node] = {}  # by layer, sweep and place
         self.memory: dict[tuple[int, int], torch.UntypedStorage] = {}  # by template's, and layer
 
@@ -107,7 +109,10 @@ class _Extension:
         forms = Forms(self.short.stack, blocks, self.labels, order, self.rank, self.own, self._look)
         if forms.of(template - 1) != forms.of(template):
             raise UnlikeError("two layers that are alike are not lowered to the same ops")
+        self.checkpoints.check(self.labels, {template - 1, template, self.behind})
         for node in self.graph.nodes:
+            if subgraph_of(node) is not None:
+                raise UnlikeError(f"{node.name} is a graph of its own")
             if node in self.labels.gathers:
                 self._check_gather(node)
                 continue
@@ -138,7 +143,9 @@ class _Extension:
             None if self.owner[storage] is node else read(self.owner[storage])
             for storage in _storages(node)
         ]
-        return shown, memory, phase_of(node)
+        first = self.checkpoints.first_of(node)
+        in_checkpoint = None if first is None else first is node or read(first)
+        return shown, memory, phase_of(node), in_checkpoint
 
     def _check_gather(self, node: fx.Node) -> None:
         if node.target not in _VECTORS:
@@ -184,6 +191,7 @@ class _Extension:
             node.type,
         )
         made.meta = copy.copy(node.meta)
+        self.checkpoints.number_anew(made, layer)
         if stack := node.meta.get("nn_module_stack"):
             made.meta["nn_module_stack"] = self._stack(stack, layer)
         if "val" in node.meta:

@@ -1,8 +1,9 @@
 """Labels: to which layer of a stack of modules each node of a graph belongs, if to any.
 
 A stack is a run of numbered modules, such as `model.layers.0`, `model.layers.1`. A node of the
-forward belongs to the layer that called it; one of the backward to that whose values it reads, in
-the order in which the backward comes to them; one of the updates to that whose parameter it reads.
+forward belongs to the layer that called it, a subgraph (as of a checkpoint) to that of the nodes in
+it; a node of the backward to that whose values it reads, in the order in which the backward comes
+to them; one of the updates to that whose parameter it reads.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ from __future__ import annotations
 import operator
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import fx
+from torch._ops import HigherOrderOperator
 
 from cotrain_compile.capture.nodes.phases import PHASE_ANNOTATION
 from cotrain_compile.graph import StepInput
@@ -32,12 +35,17 @@ class Stack:
     modules_a_layer: int = 1
 
     def layer_of(self, node: fx.Node) -> int | None:
-        """The layer that called `node`, as the trace has noted it."""
+        """The layer that called `node`, as the trace has noted it; or that of all of a subgraph."""
         for path, _ in (node.meta.get("nn_module_stack") or {}).values():
             numbered = _NUMBERED.fullmatch(path)
             if numbered is not None and numbered[1] == self.path:
                 return int(numbered[2]) // self.modules_a_layer
-        return None
+        if (called := subgraph_of(node)) is not None:
+            calls = [inner for inner in called.graph.nodes if inner.op != "placeholder"]
+            inside = {self.layer_of(inner) for inner in calls} - {None}
+            return inside.pop() if len(inside) == 1 else None
+        parts = _of_a_subgraph(node)
+        return self.layer_of(parts) if parts is not None else None
 
     def named_anew(self, path: str, layers: int) -> str:
         """`path` as it is in the layer that comes so many `layers` later."""
@@ -48,13 +56,37 @@ class Stack:
         return f"{head}{int(number) + layers * self.modules_a_layer}{dot}{rest}"
 
 
+def subgraph_of(node: fx.Node) -> fx.GraphModule | None:
+    """The graph that a `get_attr` node names."""
+    if node.op != "get_attr":
+        return None
+    found = attrgetter(str(node.target))(node.graph.owning_module)
+    return found if isinstance(found, fx.GraphModule) else None
+
+
+def _of_a_subgraph(node: fx.Node) -> fx.Node | None:
+    """The `get_attr` node whose graph `node` calls, or of whose call it is one of the results."""
+    call = node.args[0] if node.target is operator.getitem else node
+    if not isinstance(call, fx.Node) or not isinstance(call.target, HigherOrderOperator):
+        return None
+    return next((n for n in call.all_input_nodes if subgraph_of(n) is not None), None)
+
+
+def _all_nodes(graph: fx.Graph) -> Iterator[fx.Node]:
+    """The nodes of `graph` and of the graphs in it."""
+    for node in graph.nodes:
+        yield node
+        if (called := subgraph_of(node)) is not None:
+            yield from _all_nodes(called.graph)
+
+
 def stacks_in(graph: fx.Graph, fewest: int) -> list[Stack]:
     """All stacks of at least `fewest` layers that call nodes of `graph`, those of most nodes first.
 
     A layer may be several modules: every second one is another kind, say.
     """
     called: dict[str, Counter[int]] = {}
-    for node in graph.nodes:
+    for node in _all_nodes(graph):
         for path, _ in (node.meta.get("nn_module_stack") or {}).values():
             if node.op != "placeholder" and (numbered := _NUMBERED.fullmatch(path)) is not None:
                 called.setdefault(numbered[1], Counter())[int(numbered[2])] += 1

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from cotrain_compile.backends import devices
-from cotrain_compile.capture.dynamo import alike_updates, patches
+from cotrain_compile.capture.dynamo import alike_updates, one_group, patches
 from cotrain_compile.capture.layers import lower
 from cotrain_compile.capture.layers.extend import extend
 from cotrain_compile.entry.tracing import trace_graph
@@ -90,12 +90,48 @@ class Numbered(Model):
 
 
 class Checkpointed(Model):
-    """Each layer is in a checkpoint."""
+    """Each layer is in a checkpoint; or `together` so many, or none where it is not `wanted`."""
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        *,
+        together: int = 1,
+        wanted: Callable[[int], bool] = lambda i: True,
+        **how: Any,
+    ) -> None:
+        super().__init__(layers)
+        self.together, self.wanted = together, wanted
+        self.how = {"use_reentrant": False, **how}
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False)
+        for i in range(0, len(self.layers), self.together):
+            part = self.layers[i : i + self.together]
+
+            def run(x: Tensor, part: Any = part) -> Tensor:
+                for layer in part:
+                    x = layer(x)
+                return x
+
+            x = checkpoint(run, x, **self.how) if self.wanted(i) else run(x)
         return x
+
+
+class Inside(Layer):
+    """A part of the layer is in a checkpoint, and in that a part is in one more."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        def outer(x: Tensor) -> Tensor:
+            y: Tensor = checkpoint(self.linear, x, use_reentrant=False)
+            return torch.tanh(y)
+
+        y: Tensor = checkpoint(outer, x, use_reentrant=False)
+        return x + y
+
+
+def keeping_products() -> Any:
+    """What a selective checkpoint keeps: results of matrix products."""
+    return create_selective_checkpoint_contexts([torch.ops.aten.addmm.default])
 
 
 class Twice(Model):
@@ -134,6 +170,11 @@ class InDouble(Layer):
 def plain(count: int = LAYERS) -> list[nn.Module]:
     """Layers that are alike."""
     return [Layer() for _ in range(count)]
+
+
+def dropping(count: int = LAYERS) -> list[nn.Module]:
+    """Layers that are alike, and draw numbers."""
+    return [Layer(drop=0.1) for _ in range(count)]
 
 
 def with_one(layer: Callable[[], nn.Module]) -> nn.Module:
@@ -232,6 +273,7 @@ def both(build: Build, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], list
     with monkeypatch.context() as patch:
         patch.setattr(lower, "_parts", lambda *_: [])
         patch.setattr(patches, "traced_once_a_kind", lambda *_: None)
+        patch.setattr(one_group, "_are_one_group", lambda *_: False)
         return few, anonymous(trace_graph(build))
 
 
@@ -241,7 +283,15 @@ def anonymous(step: StepGraph) -> list[Any]:
     nodes = [(names[name], *rest) for name, *rest in described(step.module)]
     # Keys of the stacks of modules are the ids of these; checkpoints are counted in a process.
     written = [re.sub(r"\d{12,}(@\d+)?", "", repr(node)) for node in nodes]
-    written = [re.sub(r"'ac_graph_id': \d+", "", text) for text in written]
+    checkpoints: dict[str, int] = {}
+    written = [
+        re.sub(
+            r"(ac_graph_id\W+)(\d+)",
+            lambda m: f"{m[1]}{checkpoints.setdefault(m[2], len(checkpoints))}",
+            text,
+        )
+        for text in written
+    ]
     numbered = [re.sub(r"%(\w+)", lambda m: names.get(m[1], m[0]), text) for text in written]
     return [numbered, [names[name] for name in step.phases], list(step.phases.values())]
 
@@ -262,10 +312,31 @@ ALIKE: dict[str, tuple[Build, list[range]]] = {
         [range(3, LAYERS - 2)],
     ),
     "dropout": (
-        job(lambda: Model([Layer(drop=0.1) for _ in range(LAYERS)])),
+        job(lambda: Model(dropping())),
         [range(3, LAYERS - 2)],
     ),
     "buffers": (job(lambda: Model([Counting() for _ in range(LAYERS)])), [range(3, LAYERS - 2)]),
+    "checkpoints": (job(lambda: Checkpointed(dropping())), [range(3, LAYERS - 2)]),
+    "reentrant checkpoints": (
+        job(lambda: Checkpointed(dropping(), use_reentrant=True)),
+        [range(3, LAYERS - 2)],
+    ),
+    "selective checkpoints": (
+        job(lambda: Checkpointed(plain(), context_fn=keeping_products)),
+        [range(3, LAYERS - 2)],
+    ),
+    "checkpoints in a layer": (
+        job(lambda: Model([Inside() for _ in range(LAYERS)])),
+        [range(3, LAYERS - 2)],
+    ),
+    "two layers a checkpoint": (
+        job(lambda: Checkpointed(plain(16), together=2)),
+        [range(3, 6)],
+    ),
+    "every second in a checkpoint": (
+        job(lambda: Checkpointed(plain(16), wanted=lambda i: i % 2 == 0)),
+        [range(3, 6)],
+    ),
 }
 DIFFERENT: dict[str, Build] = {
     "width": job(lambda: with_one(lambda: Layer(8))),
@@ -286,7 +357,20 @@ DIFFERENT: dict[str, Build] = {
     "called twice": job(lambda: Twice(plain())),
     "rates": job(lambda: Model(plain()), a_rate_a_layer),
     "kept gradients": job(lambda: Model(plain()), keeps=True),
-    "checkpoints": job(lambda: Checkpointed(plain())),
+    "number of layers in a checkpoint": job(
+        lambda: Checkpointed(plain(), wanted=lambda i: i != LAYERS // 2)
+    ),
+    "in a checkpoint": job(
+        lambda: Checkpointed(
+            [Layer(scale=1.0 + (i == LAYERS // 2)) for i in range(LAYERS)],
+        )
+    ),
+    "one checkpoint": job(lambda: Checkpointed(plain(), together=LAYERS)),
+    "two types of gradients": job(
+        lambda: with_one(InDouble),
+        lambda m: torch.optim.Adam(m.parameters(), foreach=True),
+        clips=True,
+    ),
     "dtype": job(lambda: with_one(InDouble)),
 }
 
@@ -296,7 +380,7 @@ def some(names: Iterable[str], cheap: Iterable[str]) -> list[Any]:
     return [pytest.param(n, marks=() if n in cheap else pytest.mark.long) for n in names]
 
 
-@pytest.mark.parametrize("name", some(ALIKE, ["sgd", "buffers"]))
+@pytest.mark.parametrize("name", some(ALIKE, ["sgd", "buffers", "checkpoints"]))
 def test_the_graph_is_that_of_lowering_all_layers(
     name: str, left_out: list[range], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -315,17 +399,23 @@ def test_a_layer_that_differs_is_lowered(
     assert all(MIDDLE not in layers for layers in left_out)
 
 
-def test_updates_of_parameters_that_look_alike_are_traced_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    copied: list[int] = []
+@pytest.fixture
+def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """For each update that was not traced, how many tensors it has."""
+    found: list[int] = []
+    copy_for = alike_updates._Traced.copy_for
 
     def noted(traced: Any, inputs: Sequence[Any]) -> None:
-        copied.append(len(inputs))
+        found.append(len(inputs))
         copy_for(traced, inputs)
 
-    copy_for = alike_updates._Traced.copy_for
     monkeypatch.setattr(alike_updates._Traced, "copy_for", noted)
+    return found
+
+
+def test_updates_of_parameters_that_look_alike_are_traced_once(
+    copied: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     few, whole = both(
         job(lambda: Model([*plain(2), Layer(8)]), lambda m: torch.optim.AdamW(m.parameters())),
         monkeypatch,
@@ -334,12 +424,112 @@ def test_updates_of_parameters_that_look_alike_are_traced_once(
     assert copied == [5, 5]  # the second weight and the second bias: with gradient and three states
 
 
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "SGD": sgd,
+    "momentum": lambda m: torch.optim.SGD(m.parameters(), momentum=0.9, nesterov=True),
+    "AMSGrad": lambda m: torch.optim.AdamW(m.parameters(), amsgrad=True),
+    "RMSprop": lambda m: torch.optim.RMSprop(m.parameters(), momentum=0.9, centered=True),
+    "Adagrad": lambda m: torch.optim.Adagrad(m.parameters()),
+    "Adadelta": lambda m: torch.optim.Adadelta(m.parameters()),
+    "Adamax": lambda m: torch.optim.Adamax(m.parameters()),
+    "NAdam": lambda m: torch.optim.NAdam(m.parameters()),
+    "RAdam": lambda m: torch.optim.RAdam(m.parameters()),
+    "ASGD": lambda m: torch.optim.ASGD(m.parameters()),
+    "Rprop": lambda m: torch.optim.Rprop(m.parameters()),
+    "scheduled": lambda m: scheduled(torch.optim.AdamW(m.parameters())),
+}
+
+
+def scheduled(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """With a rate that is an input of the graph."""
+    schedules.append(torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1)))
+    return optimizer
+
+
+schedules: list[object] = []  # alive as long as the steps
+
+
+@pytest.mark.parametrize("name", some(OPTIMIZERS, ["momentum"]))
+def test_updates_of_any_optimizer_are_traced_once_a_kind(
+    name: str, copied: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few, whole = both(job(lambda: Model(plain(3)), OPTIMIZERS[name]), monkeypatch)
+    assert few == whole
+    assert len(copied) == 4  # of two weights and two biases
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda m: torch.optim.Adafactor(m.parameters()),  # reads numbers out of its tensors
+        lambda m: torch.optim.Adam(m.parameters(), lr=torch.tensor(0.1)),
+    ],
+    ids=["numbers of a tensor", "a rate that is a tensor"],
+)
+@pytest.mark.long
+def test_an_update_that_asks_for_more_is_traced(
+    optimizer: Any, copied: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few, whole = both(job(lambda: Model(plain(3)), optimizer), monkeypatch)
+    assert few == whole
+    assert not copied
+
+
+def test_layers_are_put_together_under_a_schedule(
+    left_out: list[range], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few, whole = both(job(lambda: Model(plain()), OPTIMIZERS["scheduled"]), monkeypatch)
+    assert few == whole
+    assert left_out == [range(4, LAYERS - 2)]  # the rates of the first have no layer before
+
+
 def test_every_second_layer_may_be_of_another_kind(
     left_out: list[range], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     few, whole = both(job(lambda: Model([Layer(4 + 4 * (i % 2)) for i in range(16)])), monkeypatch)
     assert few == whole
     assert left_out == [range(3, 6)]
+
+
+def llama(reentrant: bool) -> Any:
+    """A small model of Hugging Face's, whose layers are in checkpoints."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=2,
+        vocab_size=32,
+        use_cache=False,
+    )
+    model: Any = transformers.LlamaForCausalLM(config).train()
+    name = "activation_checkpointing_enable"
+    enable = getattr(model, name, model.gradient_checkpointing_enable)
+    enable({"use_reentrant": reentrant})
+    return model
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_layers_of_hugging_face_in_checkpoints_are_lowered_once(
+    reentrant: bool, left_out: list[range], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build() -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        model = llama(reentrant)
+        optimizer = sgd(model)
+
+        def step(ids: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            loss: Tensor = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return step, (torch.zeros(1, 4, dtype=torch.int64),)
+
+    few, whole = both(build, monkeypatch)
+    assert few == whole
+    assert left_out == [range(3, LAYERS - 2)]
 
 
 def trained(step_of: Callable[[Any], Any]) -> tuple[list[Tensor], list[int]]:
