@@ -87,7 +87,7 @@ JOBS: Mapping[str, Build] = {"mlp": mlp, "gpt": gpt}
 QUESTIONS = (
     Question("mlp", "gh200", 0.7),
     Question("mlp", "gh200", 0.85),
-    Question("gpt", "h100", 0.7),
+    Question("gpt", "h100", 0.8),
     Question("gpt", "rtx4090", 0.5, recompute=True),
 )
 RULES = ("zero-offload", "coarse", "streamed", "fraction:auto")

@@ -1,7 +1,8 @@
 """Features of a published row: its step's seconds by class, at the preset's rates alone.
 
 In: a row. Out: a `Feature`, of which a law makes seconds: a sum of what each class takes, times the
-class's factor (`fit`).
+class's factor (`fit`). A row that was measured here has kernels' seconds by kind besides, each a
+feature of its own: they say of one class alone what a step's seconds say of all together.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from cotrain_compile import presets
 from cotrain_compile.analysis.costs import roofline
 from cotrain_compile.dataflow import Dataflow, Phase
 from cotrain_compile.machine import Machine
-from cotrain_compile.machine.op_classes import FUSED, ONE_BY_ONE, RELAYOUT
+from cotrain_compile.machine.op_classes import FUSED, ONE_BY_ONE, RELAYOUT, OpKind
 from cotrain_compile.presets.factors import constants_of
 
 # Where gradients may have gradients, as in a step of one graph, autograd writes the backward of
@@ -28,6 +29,14 @@ _ONES = "aten.fill.Scalar"
 _SILU_SURPLUS = 7.5
 # What is not multiplied: the update, which is one loop over what it touches.
 UPDATE = "update"
+
+# What the kernels of each kind in a row of ours run.
+_KERNELS: Mapping[str, frozenset[str]] = {
+    "product": frozenset({OpKind.PRODUCT, OpKind.BATCHED_PRODUCT}),
+    "attention": frozenset({OpKind.ATTENTION, OpKind.ATTENTION_BACKWARD}),
+    "convolution": frozenset({OpKind.CONVOLUTION, OpKind.CHANNELS_LAST}),
+    "memory": frozenset({ONE_BY_ONE, FUSED, RELAYOUT, UPDATE}),
+}
 
 # Cards by how the rows name them; the first that fits. Of those that end in a number a preset.
 _CARDS = {
@@ -66,6 +75,23 @@ class Feature:
     @property
     def measured_s(self) -> float:
         return float(self.row["step_ms"]) / 1e3
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it was measured here and not published."""
+        return "kernels_ms" in self.row
+
+    @property
+    def kernels(self) -> list[Feature]:
+        """Of each kind whose kernels were timed."""
+        return [
+            Feature(
+                {**self.row, "id": f"{self.row['id']}, {kind}", "step_ms": ms},
+                self.machine,
+                {name: s for name, s in self.seconds.items() if name in _KERNELS[kind]},
+            )
+            for kind, ms in self.row.get("kernels_ms", {}).items()
+        ]
 
     @cached_property
     def parts(self) -> list[tuple[float, tuple[str, ...]]]:

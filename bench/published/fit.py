@@ -4,8 +4,10 @@
 
 Traces each row's step (timm has to be installed for those of images), fits the constants on the
 open rows, and prints how far predictions are off: as fitted, with a family left out, and with a
-card left out. With `--rows` of another file nothing is fitted: the law that the product has is held
-against it. `--write` writes `bench/results/published_steps.json` and its picture.
+card left out. Of steps that were measured here the seconds of kernels are fitted by kind; how far
+off their whole steps are is told apart, since these contain the host's time as well. With `--rows`
+of another file nothing is fitted: the law that the product has is held against it. `--write` writes
+`bench/results/published_steps.json` and its picture.
 
 The law: the seconds of a step are the sum over its kinds of work of their roofline seconds, each
 times the constants of its kind and card (`presets.factors.constants_of`), and the update. The
@@ -71,12 +73,14 @@ def ratios(features: Sequence[Feature], law: Law) -> dict[str, float]:
     return {f.row["id"]: f.predicted_s(law) / f.measured_s for f in features}
 
 
-def left_out(features: Sequence[Feature], group: Callable[[Feature], str]) -> dict[str, float]:
-    """Predicted over published of each row, by a law fitted on the rows of other groups."""
+def left_out(
+    given: Sequence[Feature], group: Callable[[Feature], str], asked: Sequence[Feature]
+) -> dict[str, float]:
+    """Predicted over published of each row asked of, by a law fitted on what other groups give."""
     found: dict[str, float] = {}
-    for name in sorted({group(f) for f in features}):
-        law = fitted([f for f in features if group(f) != name])
-        found |= ratios([f for f in features if group(f) == name], law)
+    for name in sorted({group(f) for f in asked}):
+        law = fitted([f for f in given if group(f) != name])
+        found |= ratios([f for f in asked if group(f) == name], law)
     return found
 
 
@@ -118,27 +122,43 @@ def features_in(path: Path) -> list[Feature]:
 
 
 def result_of(features: Sequence[Feature]) -> dict[str, Any]:
-    """What the report says: constants, how far off they are by which check, and each row."""
-    law = fitted(features)
-    by_family, by_card = left_out(features, family), left_out(features, card)
-    as_rates, shipped, own = (ratios(features, one) for one in ({}, CONSTANTS, law))
+    """What the report says: constants, how far off they are by which check, and each row.
+
+    `off` is of published steps, `off, own steps` and `off, own kernels` of what was measured here.
+    """
+    kernels = [kernel for f in features for kernel in f.kernels]
+    given = [*(f for f in features if not f.is_own), *kernels]
+    everything = [*features, *kernels]
+    law = fitted(given)
+    found = {
+        "rates alone": ratios(everything, {}),
+        "the product's constants": ratios(everything, CONSTANTS),
+        "fitted on all": ratios(everything, law),
+        "a family left out": left_out(given, family, everything),
+        "a card left out": left_out(given, card, everything),
+    }
+    groups = {
+        "off": [f for f in features if not f.is_own],
+        "off, own steps": [f for f in features if f.is_own],
+        "off, own kernels": kernels,
+    }
     return {
         "constants": {name: round(value, 3) for name, value in law.items()},
         "the product's constants": dict(CONSTANTS),
-        "off": {
-            "rates alone": told(as_rates),
-            "the product's constants": told(shipped),
-            "fitted on all": told(own),
-            "a family left out": told(by_family),
-            "a card left out": told(by_card),
+        **{
+            title: {
+                name: told({f.row["id"]: by_row[f.row["id"]] for f in group})
+                for name, by_row in found.items()
+            }
+            for title, group in groups.items()
         },
-        "rows": [_shown(f, as_rates, shipped, by_family, by_card) for f in features],
+        "rows": [_shown(f, found) for f in features],
+        "kernels": [_shown(f, found) for f in kernels],
     }
 
 
-def _shown(feature: Feature, *found: Mapping[str, float]) -> dict[str, Any]:
+def _shown(feature: Feature, found: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
     row = feature.row
-    names = ("rates alone", "the product's constants", "a family left out", "a card left out")
     return {
         "id": row["id"],
         "family": row["family"],
@@ -146,7 +166,9 @@ def _shown(feature: Feature, *found: Mapping[str, float]) -> dict[str, Any]:
         "compiled": bool(row["compiled"]),
         "published_ms": row["step_ms"],
         "predicted over published": {
-            name: round(r[row["id"]], 3) for name, r in zip(names, found, strict=True)
+            name: round(by_row[row["id"]], 3)
+            for name, by_row in found.items()
+            if name != "fitted on all"
         },
         "ms by class": {name: round(1e3 * s, 2) for name, s in feature.seconds.items()},
     }
@@ -165,9 +187,10 @@ def main() -> None:
         print(json.dumps(told(found), indent=1))
         return
     result = result_of(features)
-    for row in result["rows"]:
+    for row in (*result["rows"], *result["kernels"]):
         print(f"{row['id']:44s} {row['card'][:18]:18s}", *row["predicted over published"].values())
-    print(json.dumps({k: result[k] for k in ("constants", "off")}, indent=1))
+    told_of = [key for key in result if key == "constants" or key.startswith("off")]
+    print(json.dumps({key: result[key] for key in told_of}, indent=1))
     if given.write:
         question = "How far are predicted steps from published ones, by constants by class of op?"
         write_report(RESULT, question, result)

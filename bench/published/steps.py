@@ -191,16 +191,26 @@ def _vit(row: Row, batch: int) -> Traced:
     return Traced(traced, make, batch, layers, (1, 2), fused_attention=True)
 
 
+def _vit_base(row: Row, batch: int) -> Traced:
+    name = row["model"]
+
+    def make(few: int) -> Build:
+        return timm_step(name, batch, fused_attention=True, adamw=True, depth=few)
+
+    return Traced(f"{name}_{batch}_amp", make, batch, 12, (1, 2), fused_attention=True)
+
+
 _MAKERS: Mapping[str, Callable[[Row, int], Traced]] = {
-    "timm-": _timm,
+    "timm-|own-resnet50": _timm,
     "mpt-": _mpt,
-    "nano|llmc": _gpt2,
+    "nano|llmc|own-gpt2": _gpt2,
     "bert-|ngc-bert": _bert,
     "resnet50-": _resnet50,
     "ngc-resnext101": _resnext101,
-    "thunder-tiny|litgpt-tiny": _llama("tiny", 22),
+    "thunder-tiny|litgpt-tiny|own-llama": _llama("tiny", 22),
     "tune-3b": _llama("3b", 28),
     "tune-8b-lora": _llama("8b", 32, lora=8),
     "tune-8b-full": _llama("8b", 32),
+    "own-vit": _vit_base,
     "ao-vit": _vit,
 }

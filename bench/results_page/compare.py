@@ -32,7 +32,7 @@ HEAD = """# Measured
 
 Every table here is made from a JSON in `bench/results` by
 `python -m bench.results_page.compare --write`, and a test holds it to them. Each section names its
-command. Nothing has been measured on a GPU yet:
+command. What was measured on a GPU stands under [Steps on a card](#steps-on-a-card) alone: other
 figures for cards are *simulated*, those called measured are of an *emulated* device, host memory
 with throttled links. Simulated figures of 2026-11-25 and before are at one rate for every kind of
 op ([decision 59](decisions/0059-seconds-by-kind.md)), and their `zero-offload` moved 10.8 bytes a
@@ -105,6 +105,7 @@ SECTIONS = (
     Section("What a task costs on a card", "issue_cost", compiler_tables.issue_cost),
     Section("Many small updates on the host", "small_updates", compiler_tables.small_updates),
     Section("Small steps against torch.compile", "small_step", compiler_tables.small_step),
+    Section("Steps on a card", "gpu_steps", own_table("gpu.steps_table")),
     Section("On a card", "gpu_suite", tables.gpu_suite),
     Section("For a card, without one", "fake_cuda_matrix", compiler_tables.fake_cuda_matrix),
     Section("A 7B step without a card", "large_step", compiler_tables.large_step),

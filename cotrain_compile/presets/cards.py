@@ -80,11 +80,11 @@ def _geforce(
 
 _LAMBDA = "published steps of BERT (lambdal/deeplearning-benchmark)"
 _SHEET_HOPPER = (
-    "0.54 of the dense data sheet figures, as published steps of GPTs and BERT (llm-foundry, "
-    "lambdal; bench.published.fit): 989 TFLOP/s bf16 and fp16, 1979 fp8, half of those with "
-    "sparsity; 67 fp32 x 0.7."
+    "0.78 of the dense data sheet figures, as kernels of steps on an H200 (cuBLAS 13.0; "
+    "bench/results/gpu_steps.json; steps published in 2023 reach 0.54): 989 TFLOP/s bf16 and fp16, "
+    "1979 fp8, half of those with sparsity; 67 fp32 x 0.7."
 )
-_SHEET_BLACKWELL = "0.54 of the dense figures of the HGX data sheet, as of Hopper:"
+_SHEET_BLACKWELL = "0.78 of the dense figures of the HGX data sheet, as of Hopper:"
 _V100 = "Memory 750 GB/s: measured by Jia et al. 2018 (arXiv 1804.06826)."
 _V100_SXM = "V100 SXM data sheet: 125 TFLOP/s fp16 x 0.6, 15.7 fp32 x 0.7."
 _V100_PCIE = "V100 PCIe data sheet: 112 TFLOP/s fp16 x 0.6, 14 fp32 x 0.7."
@@ -195,30 +195,31 @@ _OTHERS = (
     Card("h20", "H20", "dgx-h100", _HOPPER, 97_285, 60, 3_600, 108, 108, 216, 31,
          "H20 data sheet: 148 TFLOP/s bf16 and 296 fp8 x 0.73: its power is that of a far faster "
          "chip; 44 fp32 x 0.7, memory 4 TB/s x 0.9."),
-    Card("h100-pcie", "H100 PCIe", "dgx-h100", _HOPPER, 81_008, 50, 1_800, 408, 408, 817, 36,
+    Card("h100-pcie", "H100 PCIe", "dgx-h100", _HOPPER, 81_008, 50, 1_800, 590, 590, 1180, 36,
          "H100 PCIe data sheet: memory 2 TB/s x 0.9; 756 TFLOP/s bf16 and 1513 fp8, half of what "
-         "it has with sparsity, x 0.54 as of the SXM card; 51 fp32 x 0.7."),
-    Card("h100", "H100", "dgx-h100", _HOPPER, 81_082, 50, 3_015, 534, 534, 1069, 47,
+         "it has with sparsity, x 0.78 as of the SXM card; 51 fp32 x 0.7."),
+    Card("h100", "H100", "dgx-h100", _HOPPER, 81_082, 50, 3_015, 771, 771, 1544, 47,
          f"H100 SXM data sheet: memory 3.35 TB/s x 0.9. {_SHEET_HOPPER}"),
-    Card("h200", "H200", "dgx-h100", _HOPPER, 143_156, 50, 4_320, 534, 534, 1069, 47,
+    Card("h200", "H200", "dgx-h100", _HOPPER, 143_156, 50, 4_320, 771, 771, 1544, 47,
          f"H200 SXM data sheet: memory 4.8 TB/s x 0.9. {_SHEET_HOPPER}"),
-    Card("gh200", "GH200", "grace", _HOPPER, 96_768, 50, 3_400, 534, 534, 1069, 47,
+    Card("gh200", "GH200", "grace", _HOPPER, 96_768, 50, 3_400, 771, 771, 1544, 47,
          "GH200 96 GB + 480 GB: memory 3.4 TB/s, measured by Schieffer et al. 2024 (arXiv "
          f"2407.07850). {_SHEET_HOPPER}"),
-    Card("b200", "B200", "dgx-h100", _BLACKWELL, 182_631, 126, 7_200, 1215, 1215, 2430, 56,
+    Card("b200", "B200", "dgx-h100", _BLACKWELL, 182_631, 126, 7_200, 1755, 1755, 3510, 56,
          "B200 data sheet: memory 8 TB/s x 0.9. "
          f"{_SHEET_BLACKWELL} 2250 TFLOP/s bf16 and fp16, 4500 fp8; 80 fp32 x 0.7."),
-    Card("gb200", "GB200", "half-grace", _BLACKWELL, 188_733, 126, 7_200, 1350, 1350, 2700, 56,
+    Card("gb200", "GB200", "half-grace", _BLACKWELL, 188_733, 126, 7_200, 1950, 1950, 3900, 56,
          "GB200 NVL72 data sheet, one GPU: memory 8 TB/s x 0.9. "
          f"{_SHEET_BLACKWELL} 2500 TFLOP/s bf16 and fp16, 5000 fp8; 80 fp32 x 0.7."),
 )
 # fmt: on
 CARDS = (*_DESKTOP, *_LAPTOP, *_OTHERS)
 
-# Cards whose rates are by one fraction each, which published steps were fitted to: at more than a
+# Cards whose rates are by one fraction each, which measured steps were fitted to: at more than a
 # data sheet's clock, and of tensor cores that memory and power hold up. An H20 has few of them.
 GEFORCE = frozenset(card.name for card in _DESKTOP)
 HOPPER = frozenset(c.name for c in _OTHERS if c.chip == _HOPPER and c.name != "h20")
+BLACKWELL = frozenset(c.name for c in _OTHERS if c.chip == _BLACKWELL)
 
 # A card with one of these in its name is another than its namesake without: it has other units,
 # less power, or a part of the card.

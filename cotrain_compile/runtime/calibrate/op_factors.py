@@ -1,6 +1,6 @@
-"""Op factors: what kinds of ops reach of a card's rates, by measurement.
+"""Op factors: what kinds of ops reach of a device's rates, by measurement.
 
-In: a card at hand and the rates of its products and its memory. Out: how many times its roofline
+In: a device at hand and the rates of its products and its memory. Out: how many times its roofline
 an op of each kind takes (`machine.op_classes`), as the presets have it from published steps. What
 is compiled is not measured here: its kernels would have to be compiled first, so the presets'
 factor of what is fused stands for it.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -23,7 +24,15 @@ from cotrain_compile.runtime.calibrate.link_bench import Bench, Sizes
 
 # A card is slower when it has been at work for a while than in its first products.
 _WARM_UP_S = 0.3
+# A card gets several calls at once, so that it has none to wait for once the first has begun.
+_CALLS_PER_SAMPLE = 8
+# What most steps on a card compute in.
 _LOW = torch.bfloat16
+# The length of a sequence in many steps. Pieces as long take a fast card 100 microseconds and more,
+# far longer than it takes to launch them.
+_LONGEST = 1024
+
+Work = Callable[[], object]
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -58,112 +67,175 @@ def product_flops_per_s(
 def factors_of(
     bench: Bench, tier: TierSpec, device: torch.device, sizes: Sizes
 ) -> Mapping[str, float]:
-    """The factor of each kind of op that can be measured on `device`, whose rates are `tier`'s."""
-    rate = tier.flops_per_s[name_of(_LOW)]
-    forward, backward = _attention(bench, rate, device, sizes)
-    convolution, relayout = _convolutions(bench, tier, device, sizes)
+    """The factor of each kind of op that can be measured on `device`, whose rates are `tier`'s.
+
+    Where a layout costs nothing, none is told of what it costs.
+    """
+    trial = Trial(bench, tier, device, sizes)
+    convolution, relayout = _convolutions(trial)
+    forward, backward = _attention(trial)
     found: dict[str, float] = {
-        OpKind.PRODUCT: 1.0,
-        OpKind.BATCHED_PRODUCT: 1.0,
+        OpKind.PRODUCT: _products(trial),
+        OpKind.BATCHED_PRODUCT: _batched_products(trial),
         OpKind.ATTENTION: forward,
         OpKind.ATTENTION_BACKWARD: backward,
         OpKind.CONVOLUTION: convolution,
         OpKind.CHANNELS_LAST: convolution,
-        OpKind.DEPTHWISE: _depthwise(bench, tier, device, sizes),
-        ONE_BY_ONE: _one_by_one(bench, tier, device, sizes),
+        OpKind.DEPTHWISE: _depthwise(trial),
+        ONE_BY_ONE: _one_by_one(trial),
         FUSED: CONSTANTS["memory, fused"],
-        RELAYOUT: relayout,
     }
-    told = {str(kind): round(factor, 3) for kind, factor in found.items()}
-    return {kind: factor for kind, factor in told.items() if factor}  # no layout that costs: none
+    if round(relayout, 3) > 0:
+        found[RELAYOUT] = relayout
+    return {str(kind): round(factor, 3) for kind, factor in found.items()}
 
 
-def _attention(
-    bench: Bench, rate: float, device: torch.device, sizes: Sizes
-) -> tuple[float, float]:
-    """Forward and backward of causal attention; heads of 64 and of 128."""
-    batch, length = 4, sizes.matmul_side
-    forward_s = backward_s = flops = 0.0
-    for heads, width in ((16, 64), (8, 128)):
-        shape = (batch, heads, length, width)
-        q, k, v = (_random(shape, _LOW, device).requires_grad_() for _ in range(3))
-        gradient = _random(shape, _LOW, device)
+@dataclass(frozen=True)
+class Trial:
+    """Pieces of work on a device, what they take and what the device's rates allow."""
 
-        def attend(q: Tensor = q, k: Tensor = k, v: Tensor = v) -> Tensor:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    bench: Bench
+    tier: TierSpec
+    device: torch.device
+    sizes: Sizes
 
-        def both(attend: Callable[[], Tensor] = attend, gradient: Tensor = gradient) -> None:
-            attend().backward(gradient)
+    @property
+    def side(self) -> int:
+        """What all shapes follow from."""
+        return min(_LONGEST, self.sizes.matmul_side)
 
-        once_s = sizes.median_s(partial(bench.seconds, attend))
-        forward_s += once_s
-        backward_s += sizes.median_s(partial(bench.seconds, both)) - once_s
-        # Two products over half of the square, the half that a causal mask leaves.
-        flops += 2 * 2 * batch * heads * length * (length + 1) / 2 * width
-    # The backward has five products where the forward has two.
-    return forward_s * rate / flops, backward_s * rate / (2.5 * flops)
+    def random(self, *shape: int) -> Tensor:
+        """A tensor in the dtype of the trial."""
+        return _random(shape, _LOW, self.device)
+
+    def seconds(self, work: Work) -> float:
+        """Of one call of `work` among several."""
+        calls = _CALLS_PER_SAMPLE if self.device.type == "cuda" else 1
+
+        def several() -> None:
+            for _ in range(calls):
+                work()
+
+        return self.sizes.median_s(partial(self.bench.seconds, several)) / calls
+
+    def roofline_s(self, flops: float, nbytes: float) -> float:
+        """Seconds by the rates alone, as `analysis.costs` has them."""
+        compute_s = flops / self.tier.flops_per_s[name_of(_LOW)]
+        return max(compute_s, nbytes / self.tier.bytes_per_s)
 
 
-def _convolutions(
-    bench: Bench, tier: TierSpec, device: torch.device, sizes: Sizes
-) -> tuple[float, float]:
-    """Of a 3 × 3 convolution that is channels last; how often its bytes are laid out anew if not.
+def _products(trial: Trial) -> float:
+    """Of products as layers of two widths have them, with the gradients of input and of weight."""
+    taken_s = roofline_s = 0.0
+    for width, rows in ((3 * trial.side // 4, 16 * trial.side), (2 * trial.side, 8 * trial.side)):
+        x, weight, y = (
+            trial.random(*shape) for shape in ((rows, width), (4 * width, width), (rows, 4 * width))
+        )
+        nbytes = x.nbytes + weight.nbytes + y.nbytes
+        for a, b in ((x, weight.t()), (y, weight), (y.t(), x)):
+            taken_s += trial.seconds(partial(torch.mm, a, b))
+            roofline_s += trial.roofline_s(2 * a.numel() * b.shape[1], nbytes)
+    return taken_s / roofline_s
 
-    The second is in passes over what it reads and writes, see `op_classes.RELAYOUT`.
+
+def _batched_products(trial: Trial) -> float:
+    """Of attention by hand: scores, and what they pick."""
+    heads, length, width = 3 * trial.side // 4, trial.side // 2, 64
+    q, scores = trial.random(heads, length, width), trial.random(heads, length, length)
+    taken_s = trial.seconds(partial(torch.bmm, q, q.transpose(1, 2)))
+    taken_s += trial.seconds(partial(torch.bmm, scores, q))
+    flops = 2 * scores.numel() * width
+    return taken_s / sum(trial.roofline_s(flops, scores.nbytes + 2 * q.nbytes) for _ in range(2))
+
+
+def _attention(trial: Trial) -> tuple[float, float]:
+    """Forward and backward of causal attention: two lengths, heads of 64 and of 128."""
+    forward_s = backward_s = forward_allowed_s = backward_allowed_s = 0.0
+    for length in (trial.side, 2 * trial.side):
+        for heads, width in ((16, 64), (8, 128)):
+            shape = (32 * trial.side // length, heads, length, width)
+            q, k, v = (trial.random(*shape).requires_grad_() for _ in range(3))
+            gradient = trial.random(*shape)
+            attend = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)
+            out = attend()
+            back = partial(torch.autograd.grad, out, (q, k, v), gradient, retain_graph=True)
+            forward_s += trial.seconds(attend)
+            backward_s += trial.seconds(back)
+            # Two products over the half of the square that a causal mask leaves.
+            flops = 2 * 2 * q.numel() * (length + 1) / 2
+            forward_allowed_s += trial.roofline_s(flops, 4 * q.nbytes)
+            # The backward has five products where the forward has two.
+            backward_allowed_s += trial.roofline_s(2.5 * flops, 8 * q.nbytes)
+    return forward_s / forward_allowed_s, backward_s / backward_allowed_s
+
+
+def _convolutions(trial: Trial) -> tuple[float, float]:
+    """Of 3 × 3 convolutions, forward and backward, that are channels last; and of others.
+
+    The second says how often their bytes are laid out anew, see `op_classes.RELAYOUT`.
     """
-    batch, channels, side = 32, 256, max(8, sizes.matmul_side // 36)
-    weight = _random((channels, channels, 3, 3), _LOW, device)
-    image = _random((batch, channels, side, side), _LOW, device)
-    last = torch.channels_last
-
-    def seconds(image: Tensor, weight: Tensor) -> float:
-        work = partial(F.conv2d, image, weight, padding=1)
-        return sizes.median_s(partial(bench.seconds, work))
-
-    last_s = seconds(image.contiguous(memory_format=last), weight.contiguous(memory_format=last))
-    first_s = seconds(image, weight)
-    flops = 2 * image.numel() * 9 * channels
-    nbytes = 2 * image.nbytes + weight.nbytes
-    roofline_s = max(flops / tier.flops_per_s[name_of(_LOW)], nbytes / tier.bytes_per_s)
-    return last_s / roofline_s, max(0.0, (first_s - last_s) * tier.bytes_per_s / nbytes)
-
-
-def _depthwise(bench: Bench, tier: TierSpec, device: torch.device, sizes: Sizes) -> float:
-    batch, channels, side = 32, 256, max(8, sizes.matmul_side // 36)
-    image = _random((batch, channels, side, side), _LOW, device)
-    image = image.contiguous(memory_format=torch.channels_last)
-    weight = _random((channels, 1, 3, 3), _LOW, device)
-    work = partial(F.conv2d, image, weight, padding=1, groups=channels)
-    seconds = sizes.median_s(partial(bench.seconds, work))
-    nbytes = 2 * image.nbytes + weight.nbytes
-    flops = 2 * image.numel() * 9
-    return seconds / max(flops / tier.flops_per_s[name_of(_LOW)], nbytes / tier.bytes_per_s)
+    last_s = first_s = roofline_s = bytes_s = 0.0
+    for channels, part in ((64, 4), (256, 8)):
+        batch, places = trial.side // part, max(8, 14 * trial.side // (64 * part))
+        image = trial.random(batch, channels, places, places)
+        weight = trial.random(channels, channels, 3, 3)
+        first_s += _both_passes_s(trial, image, weight)
+        last_s += _both_passes_s(trial, *map(_last, (image, weight)))
+        flops = 2 * image.numel() * 9 * channels
+        forward_bytes = 2 * image.nbytes + weight.nbytes
+        backward_bytes = 3 * image.nbytes + 2 * weight.nbytes
+        roofline_s += trial.roofline_s(flops, forward_bytes)
+        roofline_s += trial.roofline_s(2 * flops, backward_bytes)
+        bytes_s += (forward_bytes + backward_bytes) / trial.tier.bytes_per_s
+    return last_s / roofline_s, (first_s - last_s) / bytes_s
 
 
-def _one_by_one(bench: Bench, tier: TierSpec, device: torch.device, sizes: Sizes) -> float:
+def _both_passes_s(trial: Trial, image: Tensor, weight: Tensor) -> float:
+    """Forward, and the gradients of image and weight."""
+    inputs = image.requires_grad_(), weight.requires_grad_()
+    convolve = partial(F.conv2d, *inputs, padding=1)
+    out = convolve()
+    gradient = torch.ones_like(out)
+    back = partial(torch.autograd.grad, out, inputs, gradient, retain_graph=True)
+    return trial.seconds(convolve) + trial.seconds(back)
+
+
+def _depthwise(trial: Trial) -> float:
+    channels, places = 256, max(8, 56 * trial.side // _LONGEST)
+    image = _last(trial.random(trial.side // 8, channels, places, places))
+    weight = trial.random(channels, 1, 3, 3)
+    seconds = trial.seconds(partial(F.conv2d, image, weight, padding=1, groups=channels))
+    return seconds / trial.roofline_s(2 * image.numel() * 9, 2 * image.nbytes + weight.nbytes)
+
+
+def _one_by_one(trial: Trial) -> float:
     """Of ops between the products of a transformer, as eager runs them."""
-    rows, width = 4 * sizes.matmul_side, 2 * sizes.matmul_side
-    low = _random((rows, width), _LOW, device)
-    wide, scale = low.float(), torch.ones(width, device=device)
+    rows, width = 32 * trial.side, 4 * trial.side
+    low, other = trial.random(rows, width), trial.random(rows, width)
+    wide, scale = low.float(), torch.ones(width, device=trial.device)
     # What each reads and writes, in bytes an element.
-    ops: tuple[tuple[Callable[[], Tensor], int], ...] = (
+    ops: tuple[tuple[Work, int], ...] = (
         (lambda: F.gelu(low), 4),
-        (lambda: low + low, 6),
+        (lambda: low + other, 6),
         (lambda: low.float(), 6),
         (lambda: wide.to(_LOW), 6),
         (lambda: F.layer_norm(wide, (width,), scale, scale), 8),
         (lambda: torch.softmax(wide, -1), 8),
     )
-    seconds = sum(sizes.median_s(partial(bench.seconds, op)) for op, _ in ops)
+    seconds = sum(trial.seconds(op) for op, _ in ops)
     nbytes = sum(each for _, each in ops) * low.numel()
-    return seconds * tier.bytes_per_s / nbytes
+    return seconds * trial.tier.bytes_per_s / nbytes
+
+
+def _last(image: Tensor) -> Tensor:
+    return image.contiguous(memory_format=torch.channels_last)
 
 
 def _random(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.randn(shape, dtype=torch.float32, device=device).to(dtype)
 
 
-def _warm_up(bench: Bench, work: Callable[[], None], device: torch.device) -> None:
+def _warm_up(bench: Bench, work: Work, device: torch.device) -> None:
     """Let a card reach the clocks that it keeps; a processor needs no more than one run."""
     once_s = bench.seconds(work)
     if device.type == "cpu":
