@@ -9,10 +9,10 @@ from bench.results_page.tables import markdown
 from cotrain_compile.support.units import format_bytes
 
 _KINDS = ("product", "convolution", "attention", "memory")
-_INTRODUCTION = """An NVIDIA H200, torch 2.11.0+cu130, 2026-11-26, 15 minutes in all. Seconds are medians of
-five steps. Predicted is by the preset of that day, whose rates and factors have been fitted anew
+_INTRODUCTION = """An NVIDIA H200, torch 2.11.0+cu130, 2026-11-26, 15 minutes in all. Seconds are medians
+of five steps. Predicted is by the preset of that day, whose rates and factors have been fitted anew
 since ([decision 59](decisions/0059-seconds-by-kind.md)), then by a calibration of that day. A peak
-that was measured has the gradients in it that the eager step before had left, 4 bytes a parameter."""
+that was measured has the gradients in it that the eager step before had left, 4 bytes each."""
 
 
 def table(result: Mapping[str, Any]) -> str:
