@@ -7,8 +7,9 @@ Each step runs in eager, then once captured and placed: resident, by the rules, 
 parts of what resident takes. A row has seconds and the allocator's peak as measured, and both as
 predicted by the card's preset and by a calibration. The kernels of eager steps are told by kind.
 
-Steps are prepared in processes beside each other, since compiling takes processors; what is timed
-is alone on the card: a lock is held then, and nobody compiles while another holds it.
+Steps are prepared in processes beside each other, since compiling takes processors; of what is
+timed one is on the card at a time. Others may compile meanwhile, so that a step whose host is busy
+takes longer than alone: the seconds of its kernels do not.
 """
 
 from __future__ import annotations
