@@ -92,12 +92,13 @@ def _trace_of(session: Session, tx: Any) -> fsdp.ShardedTrace:
 
 
 def _enter(session: Session, tx: Any, state: FSDPState, args: list[Any]) -> tuple[Any, list[Any]]:
+    if (too_old := why_no_dtensor_steps()) is not None:
+        _refuse(session, too_old)
     trace, module = _trace_of(session, tx), args[1].value
     if not trace.gatherings.keys() >= fsdp.gatherings(state).keys():
         if fsdp.keep_sharded(module):
             raise RestartAnalysis(restart_reason="parameters that FSDP had gathered in eager")
-        why = why_no_dtensor_steps() or fsdp.why_refused(module)
-        if why is not None:
+        if (why := fsdp.why_refused(module)) is not None:
             _refuse(session, why)
         for _, inner in fsdp.states_in(module):
             trace.gatherings.update(fsdp.gatherings(inner))

@@ -11,6 +11,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 
+from cotrain_compile.distribute import versions
 from cotrain_compile.errors import CaptureError
 from tests.support.ranks import Ranks
 from tests.support.sharded_training import (
@@ -24,6 +25,9 @@ from tests.support.sharded_training import (
     train,
     whole,
 )
+
+TOO_OLD = versions.why_no_dtensor_steps()
+sharded_steps = pytest.mark.skipif(TOO_OLD is not None, reason=TOO_OLD or "")
 
 
 def _in_turns(rank: int, turns: str) -> tuple[list[float], dict[str, torch.Tensor], int]:
@@ -45,6 +49,7 @@ def _in_turns(rank: int, turns: str) -> tuple[list[float], dict[str, torch.Tenso
     return values, whole(model.state_dict()), counters["stats"]["unique_graphs"]
 
 
+@sharded_steps
 @pytest.mark.long
 def test_eager_and_compiled_steps_of_one_model_take_turns(two_ranks: Ranks) -> None:
     """Parameters that eager leaves whole, as after a validation, are sharded again."""
@@ -58,6 +63,7 @@ def test_eager_and_compiled_steps_of_one_model_take_turns(two_ranks: Ranks) -> N
         assert graphs == 1
 
 
+@sharded_steps
 @pytest.mark.parametrize("kind", ["fully_shard in low precision", "replicas of fully_shard"])
 def test_policies_and_replicas_are_those_of_fully_shard(two_ranks: Ranks, kind: str) -> None:
     # Eager adds up both gradients of a tied weight in bfloat16, before it reduces them.
@@ -106,10 +112,24 @@ REFUSED: list[tuple[Callable[[nn.Sequential], nn.Module], str]] = [
 ]
 
 
+@sharded_steps
 @pytest.mark.parametrize(("setup", "told"), REFUSED)
 def test_what_cannot_be_captured_is_refused_in_words(
     rank_of_two: None, setup: Callable[[nn.Sequential], nn.Module], told: str
 ) -> None:
+    with pytest.raises(CaptureError, match=told):
+        _trained_once(setup)
+
+
+def test_a_torch_that_traces_no_sharded_step_is_told(
+    rank_of_two: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(versions, "_FIRST_WITH_DTENSORS", "99.0")
+    with pytest.raises(CaptureError, match=r"sharded parameters need torch 99\.0 or newer"):
+        _trained_once(fully_shard)
+
+
+def _trained_once(setup: Callable[[nn.Sequential], nn.Module]) -> None:
     model = setup(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -118,5 +138,4 @@ def test_what_cannot_be_captured_is_refused_in_words(
         model(x).sum().backward()
         optimizer.step()
 
-    with pytest.raises(CaptureError, match=told):
-        torch.compile(step, backend="cotrain")(torch.ones(2, 4))
+    torch.compile(step, backend="cotrain")(torch.ones(2, 4))
