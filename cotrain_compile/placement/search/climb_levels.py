@@ -86,22 +86,23 @@ def _climb_uniform(attempts: Attempts, levels: Levels, at: float | None) -> None
 
 
 def _with_head(attempts: Attempts, levels: Levels, number: float) -> Variant:
-    """A level with the head of the step made again as far as that is faster, as in all others."""
-    best = levels.variant(number)
+    """A level with more and more of the head made again, as long as that is faster.
+
+    What is found is made again in all other levels, too.
+    """
+    best, found_s = levels.variant(number), attempts.found.fastest_s
     for head in levels.heads():
         if attempts.is_late:
             break
         before, levels.head = levels.head, head
         level = levels.variant(number)
-        if attempts.try_level(level) or _is_faster(attempts, level, best):
+        if attempts.try_level(level):
             return level
-        levels.head = before
+        if found_s(level.recomputed) >= found_s(best.recomputed):
+            levels.head = before
+            break
+        best = level
     return best
-
-
-def _is_faster(attempts: Attempts, variant: Variant, than: Variant) -> bool:
-    found_s = attempts.found.fastest_s
-    return found_s(variant.recomputed) < found_s(than.recomputed)
 
 
 def _cut_replays(attempts: Attempts, levels: Levels) -> None:

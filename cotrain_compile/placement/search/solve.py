@@ -211,7 +211,8 @@ class _Search(Attempts):
         for share in LESS:
             best = fastest_of(self.variants, self.found.fastest_s)
             near_s = FAR * max(best.claim_s, self._certified_s())
-            if self.is_late or not self.is_slower_than(near_s):
+            is_loose = best.relaxed is not None and best.relaxed.is_loose  # as if for any less
+            if self.is_late or is_loose or not self.is_slower_than(near_s):
                 return
             self.aim_lower(best, share)
 

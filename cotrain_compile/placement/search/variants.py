@@ -31,6 +31,7 @@ from cotrain_compile.placement.recompute.levels import (
 )
 from cotrain_compile.placement.recompute.rewrite import recomputable
 from cotrain_compile.placement.recompute.rules import every_layer, every_other_layer
+from cotrain_compile.placement.residency import low_precision_copies
 from cotrain_compile.placement.search.least import Least, least_of
 from cotrain_compile.placement.work import PER_OP_OF_LEAST, PER_OP_OF_SPACE, Meter
 from cotrain_compile.plan import Placement
@@ -111,10 +112,13 @@ class Variant:
 
     @cached_property
     def _swap_s(self) -> float:
-        """Of what passes, all beyond the budget goes down before there is most, and up after it."""
+        """Of activations, all beyond the budget goes down before there is most, and up after it."""
         dataflow, machine = self.problem.dataflow, self.problem.machine
-        kept_bytes = sum(b.nbytes for b in dataflow.buffers if not b.is_passing)
-        room_bytes = kept_bytes + self.problem.budgets[Tier.DEVICE]
+        others = {b.name for b in dataflow.buffers if not b.is_passing}
+        others.update(group.gradient for group in dataflow.updates)
+        others.update(low_precision_copies(dataflow).values())
+        room_bytes = sum(dataflow.buffer[name].nbytes for name in others)
+        room_bytes += self.problem.budgets[Tier.DEVICE]
         over_bytes = max(0, liveness(dataflow).peak_bytes - room_bytes)
         return over_bytes / machine.d2h.bytes_per_s + over_bytes / machine.h2d.bytes_per_s
 
@@ -142,7 +146,7 @@ def promising(
     step, best = variants[0], fastest_of(variants, fastest_s)
     best_s = fastest_s(best.recomputed)
     chances = [] if best_s <= (1.0 + gap) * best.claim_s else [best]
-    if best is not step and step.claim_s <= HOPELESS * best_s:
+    if best is not step and step.least_s <= HOPELESS * best_s:
         chances.append(step)
     return chances
 
