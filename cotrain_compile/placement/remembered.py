@@ -28,8 +28,8 @@ def remembered(make: Callable[[_Value, _Key], _Made]) -> Callable[[_Value, _Key]
     def found(value: _Value, key: _Key) -> _Made:
         own = kept.get(id(value))
         if own is None:
-            own = kept[id(value)] = {}
-            weakref.finalize(value, kept.pop, id(value)).atexit = False
+            own = kept.setdefault(id(value), {})  # two threads may be here
+            weakref.finalize(value, kept.pop, id(value), None).atexit = False
         if key not in own:
             own[key] = make(value, key)
         return own[key]

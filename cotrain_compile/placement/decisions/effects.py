@@ -113,11 +113,11 @@ class Transient:
 
 @dataclass(frozen=True)
 class DeviceWork:
-    """`seconds` more (or less) of the device in `bucket`; or before, where it may be `earlier`."""
+    """`seconds` more (or less) of the device in `bucket`, or from `earliest` on up to there."""
 
     seconds: float
     bucket: int
-    earlier: bool = False
+    earliest: int | None = None
 
 
 @dataclass(frozen=True)

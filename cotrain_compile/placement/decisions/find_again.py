@@ -30,12 +30,14 @@ def least_again(step: BucketedStep) -> Mapping[str, Again]:
     for name, left, needed in charges.absences:
         # Memory is looked at where a bucket starts: it may come back right behind that.
         first, by = step.bucket(left) + 1, step.bucket(needed)
+        # What the op reads at which a bucket begins is there when memory is looked at.
+        last = step.bucket_before(needed)
         if first <= by:
             whole = step.apart(first - 1, by)
             source = charges.source(name) if whole else None
             seconds = charges.with_sources_s(name) if whole else charges.own_s(name)
             source = first - 1 if source is None else source
-            found[name] = Again(seconds, first, by, by, source, charges.network_s(name))
+            found[name] = Again(seconds, first, last, by, source, charges.network_s(name))
     return found
 
 

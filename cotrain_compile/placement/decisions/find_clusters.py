@@ -124,7 +124,7 @@ def _leaving(
         gap = longest_gap(step.program, step.program.touches.get(buffer.name, ()))
         if gap is None or casts.issuperset(range(gap[0] + 1, gap[1])):
             continue  # where the host makes the copies there is no gap
-        leaves, returns = step.bucket(gap[0]), step.bucket(gap[1])
+        leaves, returns = step.bucket_after(gap[0]), step.bucket_before(gap[1])
         movable = step.apart(leaves, returns)
         if movable or buffer.name in again:
             yield buffer, (leaves, returns, movable), gap

@@ -327,12 +327,17 @@ class Away(Stays):
 
 @dataclass(frozen=True)
 class MadeAgain(Stays):
-    """Activations are made again right before the backward needs them."""
+    """Activations are made again right before the backward needs them, or what is made of them.
+
+    The latter is `ahead` buckets before, or up to twice as many.
+    """
 
     words: str = "made again"
+    ahead: int = 0
 
     def fits(self, cluster: ActivationCluster) -> bool:
-        return cluster.again is not None
+        again = cluster.again
+        return again is not None and (not self.ahead or again.first <= again.by - self.ahead)
 
     def placed(self, cluster: ActivationCluster) -> Placed:
         return Placed(recomputed=cluster.buffers)
@@ -340,11 +345,14 @@ class MadeAgain(Stays):
     def effect(self, cluster: ActivationCluster) -> Effect:
         again = cluster.again
         assert again is not None
-        missing = Hold(-cluster.nbytes, again.first, again.last)
+        by = again.by - self.ahead
+        missing = Hold(-cluster.nbytes, again.first, min(again.last, by))
+        # What runs before the op at which a bucket begins is in the bucket before.
+        earliest = 0 if again.network_s else max(0, again.by - max(1, 2 * self.ahead))
         gathered = (Exchanged(again.network_s, 0, again.by),) if again.network_s else ()
         return Effect(
             holds=(missing,),
-            device_work=(DeviceWork(again.seconds, again.by, earlier=True),),
+            device_work=(DeviceWork(again.seconds, by, earliest),),
             exchanges=gathered,
         )
 
@@ -363,7 +371,11 @@ PARAM_STRATEGIES: tuple[Strategy, ...] = (
     Strategy(UpdateMode.HOST, 0, on_disk=True),
     *(Strategy(UpdateMode.HOST_STREAMED, fetches, on_disk=True) for fetches in (1, 2)),
 )
-ACTIVATION_STRATEGIES: tuple[Stays, ...] = (Stays(), Away(), MadeAgain())
+ACTIVATION_STRATEGIES: tuple[Stays, ...] = (
+    Stays(),
+    Away(),
+    *(MadeAgain(ahead=ahead) for ahead in (0, 1, 2, 4, 8, 16, 32)),
+)
 
 
 def fitting(cluster: ParamCluster) -> tuple[Strategy, ...]:

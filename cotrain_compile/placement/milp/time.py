@@ -35,7 +35,7 @@ def _add_device(model: Model, flows: Flows) -> None:
         (work.bucket, 1e3 * work.seconds * option.z)
         for option in model.options
         for work in option.effect.device_work
-        if not (model.relaxed and work.earlier)
+        if not (model.relaxed and work.earliest is not None)
     )
     at_once = by_bucket(resident)
     again = _done_earlier(model)
@@ -56,15 +56,16 @@ def _done_earlier(model: Model) -> Total | None:
     if not model.relaxed:
         return None
     asked = [
-        (work.bucket, 1e3 * work.seconds * option.z)
+        (work.earliest, work.bucket, 1e3 * work.seconds * option.z)
         for option in model.options
         for work in option.effect.device_work
-        if work.earlier
+        if work.earliest is not None
     ]
     if not asked:
         return None
     total = Total("again", model)
-    total.at_least(asked)
+    total.at_most((earliest, ms) for earliest, _, ms in asked)
+    total.at_least((latest, ms) for _, latest, ms in asked)
     return total
 
 

@@ -243,9 +243,8 @@ class _Finder:
                     inputs[name] = self.stores[name].name
                 continue
             buffer = self.dataflow.buffer[name]
-            stays = not buffer.is_passing
-            holds_from = None if stays else self.program.touches[name][-1] + 1
-            touched = self.program.touches.get(name, ())
+            touched = self.program.touches.get(name, [])
+            holds_from = touched[-1] + 1 if buffer.is_passing else None
             writes = [t for t in touched if t < limit and name in self.program.ops[t].writes]
             ready = max(writes, default=-1)
             if name == group.param and next_use is not None:
@@ -268,8 +267,7 @@ class _Finder:
         """The slot after which an update on the host may start that its inputs allow so early."""
         if self.placement.early_updates:
             return earliest
-        before = bisect_left(self.backward, limit)
-        return max([earliest, *self.backward[max(before - 1, 0) : before]])
+        return max([earliest, *self.backward[: bisect_left(self.backward, limit)][-1:]])
 
     def _speculation(self, group: UpdateGroup, inputs: Mapping[str, str]) -> Speculation | None:
         """The update of `group` on guesses, where it is worth while; `inputs` are its sends."""
@@ -354,15 +352,14 @@ class _Finder:
         """How an update on the device gets its gradient: fetched, or so many bytes held for it."""
         gradient = self.dataflow.buffer[group.gradient]
         name, earliest = gradient.name, self.windows[group.param][0]
-        on_host = self.placement.homes.get(name) is Tier.HOST
         if name in self.at_home and not self._uses_of(name).before:
             return [_fetch(gradient, earliest)], 0
-        stays = not (gradient.is_passing or on_host)
-        if not gradient.is_input and (on_host or (name in self.away and not stays)):
+        if self._leaves(gradient):
             last = self.program.touches[name][-1]
             send = self._send(gradient, last, last + 1)
             return [_fetch(gradient, earliest, send.name)], 0
-        return [], 0 if stays else gradient.nbytes
+        held = gradient.is_passing or self.placement.homes.get(name) is Tier.HOST
+        return [], gradient.nbytes if held else 0
 
     def _window(self, group: UpdateGroup, guesses: tuple[str, ...] = ()) -> tuple[int, int]:
         """The slot after which the update may run, and the slot of the op that needs its result.
@@ -382,7 +379,15 @@ class _Finder:
         before = [slot for slot in touched if position[program.ops[slot].name] < write]
         later = [slot for slot in touched if position[program.ops[slot].name] > write]
         made = [program.last_write(name) for name in inputs]
+        if needs is not None and self._leaves(self.dataflow.buffer[group.gradient]):
+            made.append(program.touches[group.gradient][-1])  # it comes back when it has left
         return max([-1, *before, *made]), min([program.end, *later])
+
+    def _leaves(self, gradient: Buffer) -> bool:
+        """Whether the device sends a gradient away, and fetches it for an update there."""
+        on_host = self.placement.homes.get(gradient.name) is Tier.HOST
+        rests = on_host or (gradient.is_passing and gradient.name in self.away)
+        return rests and not gradient.is_input
 
 
 def _fetch(buffer: Buffer, need: int, *after: str) -> Fetch:

@@ -155,9 +155,9 @@ class Attempts:
         return variant
 
     def is_hopeless(self, variant: Variant) -> bool:
-        """Whether something is found that the relaxation of a variant says it cannot beat."""
+        """Whether something is found that the relaxation, or the link, says it cannot beat."""
         fastest = self.found.fastest
-        return fastest is not None and variant.claim_s > AS_FAST * fastest.step_s
+        return fastest is not None and variant.least_s > AS_FAST * fastest.step_s
 
     def propose_levels(self, regions: Sequence[RegionLevels]) -> Solution | None:
         """The program that decides on the level of each region with everything else.
@@ -185,7 +185,7 @@ class Attempts:
                 variant.space,
                 targets,
                 known_s=self._known_s(),
-                never_loose=self.settings.recompute,  # the greedy is quicker, with many levels
+                never_loose=self.settings.recompute and self.solver.has_solutions,
             )
             variant.relaxed = variant.relaxed or solution
             if solution.decisions is None:

@@ -12,7 +12,7 @@ import math
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.policies import RULES
 from cotrain_compile.placement.search.attempts import TACTICS, Attempts
-from cotrain_compile.placement.search.variants import NEAR, Cut, Levels
+from cotrain_compile.placement.search.variants import NEAR, Cut, Levels, Variant
 
 # Where replays of layers need more than this part of the device they are tried in parts; so many
 # cuts are tried near one that is found.
@@ -32,9 +32,10 @@ def climb_quickly(attempts: Attempts, levels: Levels) -> None:
         return
     for users in levels.dissolved():
         attempts.try_level(users)
-    attempts.try_greedy(attempts.step, TACTICS[:1])
     _cut_replays(attempts, levels)
     _climb_uniform(attempts, levels, levels.guess())
+    if not attempts.is_hopeless(attempts.step):
+        attempts.try_greedy(attempts.step, TACTICS[:1])
 
 
 def follow_users(attempts: Attempts, levels: Levels) -> None:
@@ -77,9 +78,31 @@ def _climb_uniform(attempts: Attempts, levels: Levels, at: float | None) -> None
         level = levels.variant(at)
         if attempts.try_level(level):
             levels.drop_above(at)  # making more again only takes longer
+        elif len(found_s) == 1:
+            level = _with_head(attempts, levels, at)
         found_s[at] = found.fastest_s(level.recomputed)
         claim_s[at] = level.claim_s or found_s[at]
         at = levels.next_to_best(found_s, claim_s)
+
+
+def _with_head(attempts: Attempts, levels: Levels, number: float) -> Variant:
+    """A level with more and more of the head made again, as long as that is faster.
+
+    What is found is made again in all other levels, too.
+    """
+    best, found_s = levels.variant(number), attempts.found.fastest_s
+    for head in levels.heads():
+        if attempts.is_late:
+            break
+        before, levels.head = levels.head, head
+        level = levels.variant(number)
+        if attempts.try_level(level):
+            return level
+        if found_s(level.recomputed) >= found_s(best.recomputed):
+            levels.head = before
+            break
+        best = level
+    return best
 
 
 def _cut_replays(attempts: Attempts, levels: Levels) -> None:
@@ -89,7 +112,8 @@ def _cut_replays(attempts: Attempts, levels: Levels) -> None:
     is faster.
     """
     budget_bytes = attempts.problem.budgets[Tier.DEVICE]
-    if not levels.count or levels.variant(levels.count).least.nbytes <= ROOMY * budget_bytes:
+    replays_bytes = levels.variant(levels.count).least.nbytes if levels.count else 0
+    if replays_bytes <= max(ROOMY * budget_bytes, attempts.step.least.nbytes):
         return
     chosen, best_s = list[Cut](), math.inf
     nearest = sorted(levels.cuts, key=lambda cut: (cut.nbytes, cut.at))

@@ -20,13 +20,19 @@ from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.schedule.find_moves import moves_of
 from cotrain_compile.placement.schedule.list_scheduler import Tactics
 from cotrain_compile.placement.search.attempts import TACTICS, Attempts
-from cotrain_compile.placement.search.share_updates import balanced_share, with_share_streamed
+from cotrain_compile.placement.search.share_updates import (
+    balanced_share,
+    hosted_s,
+    with_share_streamed,
+)
 from cotrain_compile.plan import Placement, UpdateMode
 
 # So long before their use, in parts of a step, moves up begin at the earliest.
 LATE = (Tactics(lookahead=0.02), Tactics(lookahead=0.1))
 # Where not all of them fit, the smaller ones of them may.
 PARTS = (1, 2, 4, 8)
+# A part of the step that is not worth a try.
+LITTLE = 0.02
 # How far from a share of streamed updates others are tried, one after the other.
 SHARE_STEPS = (0.15, 0.07)
 
@@ -60,7 +66,8 @@ def share_updates(attempts: Attempts) -> None:
         return
     problem, placement = attempts.problem.under(fastest.placement), fastest.placement
     share = balanced_share(problem, placement)
-    if not share or not _try_share(attempts, problem, placement, share):
+    gain_s = share * hosted_s(problem, placement)
+    if gain_s < LITTLE * fastest.step_s or not _try_share(attempts, problem, placement, share):
         return
     for step in SHARE_STEPS:
         for beside in (share - step, share + step):

@@ -44,7 +44,7 @@ class Programs:
         self.settings, self.begin, self.meter = settings, begin, meter
         self.has_solutions = True
         self.was_cut_short = False
-        self.least_units = 0.0  # of those that were not cut short
+        self.least_units = 0.0  # of those that were solved
         # Spaces whose careful programs have no solution, each with the device budget of that.
         self.too_tight: list[tuple[DecisionSpace, float]] = []
 
@@ -106,7 +106,7 @@ class Programs:
             seed=self.settings.seed,
             known_s=known_s,
         )
-        if not (solution.is_cut_short or "limit" in solution.status):
+        if not (solution.is_cut_short or solution.is_infeasible or "limit" in solution.status):
             spent = self.meter.spent - before
             self.least_units = min(spent, self.least_units or spent)
         return solution

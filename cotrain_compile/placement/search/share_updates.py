@@ -27,12 +27,17 @@ def balanced_share(problem: Problem, placement: Placement) -> float:
 
     A streamed update has its parameter, in full precision, and its states come and go.
     """
-    hosted = hosted_updates(problem, placement)
-    host_s = sum(problem.costs.host_update_s[group.param] for group in hosted)
+    hosted, host_s = hosted_updates(problem, placement), hosted_s(problem, placement)
     nbytes = sum(_nbytes(problem, group) for group in hosted)
     machine = problem.machine
     link_s = max(machine.copy_s(nbytes, *machine.links[lane].ends) for lane in (Lane.H2D, Lane.D2H))
     return host_s / (host_s + link_s) if hosted else 0.0
+
+
+def hosted_s(problem: Problem, placement: Placement) -> float:
+    """Seconds of those updates on the host."""
+    hosted = hosted_updates(problem, placement)
+    return sum(problem.costs.host_update_s[group.param] for group in hosted)
 
 
 def hosted_updates(problem: Problem, placement: Placement) -> list[UpdateGroup]:

@@ -178,6 +178,8 @@ class _Search(Attempts):
         self.until = self.work.part(LEVELS_SHARE)
         if self.settings.recompute:
             self.claim_s = climb_by_program(self, self.levels)
+            if not self.solver.has_solutions:  # the fastest has one that is loose
+                self.relax(fastest_of(self.variants, self.found.fastest_s))
         else:
             self.relax(self.step)
         self.until = self.work
@@ -191,7 +193,7 @@ class _Search(Attempts):
         fastest = self.found.fastest
         if fastest is None:
             return True
-        hopeless = self.step.claim_s > HOPELESS * fastest.step_s
+        hopeless = self.step.least_s > HOPELESS * fastest.step_s
         return not (hopeless or self.is_late) and self.is_slower_than(NEAR * self.claim_s)
 
     def _follow_rules(self, variant: Variant) -> None:
@@ -209,7 +211,8 @@ class _Search(Attempts):
         for share in LESS:
             best = fastest_of(self.variants, self.found.fastest_s)
             near_s = FAR * max(best.claim_s, self._certified_s())
-            if self.is_late or not self.is_slower_than(near_s):
+            is_loose = best.relaxed is not None and best.relaxed.is_loose  # as if for any less
+            if self.is_late or is_loose or not self.is_slower_than(near_s):
                 return
             self.aim_lower(best, share)
 

@@ -14,7 +14,8 @@ from functools import cached_property
 from itertools import takewhile, zip_longest
 
 from cotrain_compile.analysis.liveness import liveness
-from cotrain_compile.dataflow import Phase
+from cotrain_compile.dataflow import Op, Phase
+from cotrain_compile.machine import Tier
 from cotrain_compile.placement.decisions.decisions import DecisionSpace
 from cotrain_compile.placement.decisions.find_decisions import decision_space
 from cotrain_compile.placement.milp.solvers import Solution
@@ -30,6 +31,7 @@ from cotrain_compile.placement.recompute.levels import (
 )
 from cotrain_compile.placement.recompute.rewrite import recomputable
 from cotrain_compile.placement.recompute.rules import every_layer, every_other_layer
+from cotrain_compile.placement.residency import low_precision_copies
 from cotrain_compile.placement.search.least import Least, least_of
 from cotrain_compile.placement.work import PER_OP_OF_LEAST, PER_OP_OF_SPACE, Meter
 from cotrain_compile.plan import Placement
@@ -40,6 +42,8 @@ HOPELESS = 1.05
 PARTS = (1.0, 0.5, 0.25)
 # A value of a layer with a smaller share of the layer's bytes is none to cut its replay in.
 TELLING = 0.02
+# A value outside layers is large from so small a part of the device's budget on.
+LARGE = 20
 # A share of a step's seconds that is not worth another level.
 LITTLE = 0.005
 # A plan so close to what any levels may take is near enough; one that is farther than the second
@@ -101,6 +105,23 @@ class Variant:
         self.meter.charge(PER_OP_OF_LEAST * len(self.problem.dataflow.ops))
         return least_of(self.problem)
 
+    @property
+    def least_s(self) -> float:
+        """What no plan of it takes less than, as far as anybody knows."""
+        return max(self.claim_s, self._swap_s)
+
+    @cached_property
+    def _swap_s(self) -> float:
+        """Of activations, all beyond the budget goes down before there is most, and up after it."""
+        dataflow, machine = self.problem.dataflow, self.problem.machine
+        others = {b.name for b in dataflow.buffers if not b.is_passing}
+        others.update(group.gradient for group in dataflow.updates)
+        others.update(low_precision_copies(dataflow).values())
+        room_bytes = sum(dataflow.buffer[name].nbytes for name in others)
+        room_bytes += self.problem.budgets[Tier.DEVICE]
+        over_bytes = max(0, liveness(dataflow).peak_bytes - room_bytes)
+        return over_bytes / machine.d2h.bytes_per_s + over_bytes / machine.h2d.bytes_per_s
+
     def by_rule(self, name: str) -> Placement:
         """What the simple rule `name` decides about this step."""
         placement = rule(name)(self.problem.dataflow)
@@ -125,7 +146,7 @@ def promising(
     step, best = variants[0], fastest_of(variants, fastest_s)
     best_s = fastest_s(best.recomputed)
     chances = [] if best_s <= (1.0 + gap) * best.claim_s else [best]
-    if best is not step and step.claim_s <= HOPELESS * best_s:
+    if best is not step and step.least_s <= HOPELESS * best_s:
         chances.append(step)
     return chances
 
@@ -147,12 +168,13 @@ class Levels:
     """The levels of a step by number; 0 is the step as it is. Each contains the one before it.
 
     At 2.25 one layer of four is at level 3, and the others at 2. `regions` have levels of their
-    own, of which any may go together.
+    own, of which any may go together. In all of them `head` is made again, too.
     One level gathers parameters again for the backward, and so do those above it.
     """
 
     def __init__(self, problem: Problem, meter: Meter | None = None) -> None:
         self._problem, dataflow = problem, problem.dataflow
+        self.head = frozenset[str]()
         self._meter = meter or Meter()
         self._meter.charge(PER_OP_OF_LEAST * len(dataflow.ops))
         self._may = recomputable(dataflow)
@@ -175,7 +197,7 @@ class Levels:
     def variant(self, number: float) -> Variant:
         """The step at a level above 0, a multiple of the smallest of `PARTS`."""
         less, more = self._levels[math.floor(number)], self._levels[math.ceil(number)]
-        return self._variant(less.towards(more, round(4 * (number % 1))), f"{number:g}")
+        return self._with_head(less.towards(more, round(4 * (number % 1))), f"{number:g}")
 
     @property
     def uniform(self) -> list[Variant]:
@@ -184,7 +206,7 @@ class Levels:
 
     def by_region(self, numbers: Sequence[float]) -> Variant:
         """The step in which each region is at one of its own levels, near those of `numbers`."""
-        return self._variant(spread(self.regions, numbers), "by-region")
+        return self._with_head(spread(self.regions, numbers), "by-region")
 
     def near(self, numbers: Sequence[float]) -> Iterator[Variant]:
         """Levels about those of the regions in `numbers`: by region, then everywhere alike."""
@@ -241,7 +263,29 @@ class Levels:
         """The step at the last level, but for the values in which it is cut."""
         kept = frozenset[str]().union(*(cut.names for cut in cuts))
         told = "-".join(str(cut.at) for cut in cuts)
-        return self._variant(self.last.recomputed - kept, f"cut-{told}")
+        return self._with_head(self.last.recomputed - kept, f"cut-{told}")
+
+    def heads(self) -> Iterator[frozenset[str]]:
+        """A large value that is in no layer, such as logits, with the large ones it is made of.
+
+        As far as these are needed no earlier. The value that is needed last comes first: of several
+        that are made of one another a part may do.
+        """
+        buffer, budget_bytes = self._problem.dataflow.buffer, self._problem.budgets[Tier.DEVICE]
+        outside = self._may - self.last.recomputed
+        large = {name for name in outside if LARGE * buffer[name].nbytes > budget_bytes}
+        maker, needed = dict[str, Op](), dict[str, int]()
+        for position, op in enumerate(self._problem.dataflow.ops if large else ()):
+            if op.phase is Phase.FORWARD:
+                maker |= dict.fromkeys(large.intersection(op.writes), op)
+            else:
+                needed = dict.fromkeys(large.intersection(op.reads), position) | needed
+        for name in sorted(needed, key=lambda each: (-needed[each], each)):
+            chosen = [name]
+            for made in chosen:  # grows while it is read
+                late = (r for r in maker[made].reads if needed.get(r, math.inf) >= needed[name])
+                chosen += (r for r in late if r in large and r not in chosen)
+            yield frozenset(chosen)
 
     def _saved_bytes(self, number: float) -> float:
         less, more = self._levels[math.floor(number)], self._levels[math.ceil(number)]
@@ -267,6 +311,9 @@ class Levels:
             makers = (op.name for op in dataflow.ops if not again.isdisjoint(op.writes))
             if again and alone_s + math.fsum(device_s[each] for each in makers) < below_s:
                 yield self._variant(again, name)
+
+    def _with_head(self, recomputed: Collection[str], name: str) -> Variant:
+        return self._variant(self.head.union(recomputed), name + "+head" * bool(self.head))
 
     def _variant(self, recomputed: Collection[str], name: str) -> Variant:
         names = tuple(b.name for b in self._problem.dataflow.buffers if b.name in recomputed)

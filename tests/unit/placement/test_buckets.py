@@ -8,7 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cotrain_compile.placement.decisions.bucketed_step import cut_points, peak_points
+from cotrain_compile.machine import MEMORIES
+from cotrain_compile.placement.decisions.bucketed_step import bucketed, cut_points, peak_points
+from cotrain_compile.placement.problem import formulate
+from cotrain_compile.presets import find
+from tests.support.dataflows import chain
 
 
 @st.composite
@@ -80,3 +84,20 @@ def test_a_step_without_ops_or_time_is_one_bucket(points: object) -> None:
     assert callable(points)
     assert points([], [0], 4) == [0]
     assert points([0.0, 0.0, 0.0], [0, 1, 0, 0], 1)[0] == 0
+
+
+def test_at_peaks_a_copy_is_done_before_the_op_at_which_a_bucket_begins() -> None:
+    """One that begins after an op is in its bucket, but for the last op of a bucket."""
+    problem = formulate(chain(4), find("rtx4090"), dict.fromkeys(MEMORIES, 1 << 40))
+    step = bucketed(problem, 4, at_peaks=True)
+    end = step.program.end
+    starts = {*step.starts}
+    assert 1 < len(starts) < end
+    for slot in range(1, end):
+        assert step.bucket_before(slot) == step.bucket(slot) - (slot in starts)
+    for slot in range(end - 1):
+        assert step.bucket_after(slot) == step.bucket(slot) + (slot + 1 in starts)
+    assert step.bucket_after(end - 1) == step.bucket(end - 1)
+    careful = bucketed(problem, 4, at_peaks=False)
+    assert all(careful.bucket_before(slot) == careful.bucket(slot) for slot in range(end))
+    assert all(careful.bucket_after(slot) == careful.bucket(slot) for slot in range(end))

@@ -8,11 +8,12 @@ from functools import partial
 
 import pytest
 
-from cotrain_compile.dataflow import Dataflow, Role
+from cotrain_compile.dataflow import Dataflow, Op, Phase, Role
 from cotrain_compile.machine import MEMORIES
 from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.policies import coarse, fraction, resident, zero_offload
 from cotrain_compile.placement.problem import Problem, formulate
+from cotrain_compile.placement.schedule.find_moves import moves_of
 from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.placement.search.share_updates import balanced_share, with_share_streamed
 from cotrain_compile.plan import Placement, UpdateMode
@@ -68,3 +69,25 @@ def test_the_balanced_share_is_none_where_the_host_updates_nothing() -> None:
     problem = problem_of(STEPS["chain"])
     assert 0.0 < balanced_share(problem, zero_offload(problem.dataflow)) < 1.0
     assert not balanced_share(problem, resident(problem.dataflow))
+
+
+def test_an_update_comes_after_all_that_reads_a_gradient_which_is_away() -> None:
+    """Also after what only looks at it: it comes back for its update when it has left."""
+    step = STEPS["chain"]
+    looks = tuple(
+        Op(f"look_{i}", "view", Phase.BACKWARD, (f"g{i}",), (), 0, 0) for i in range(LAYERS)
+    )
+    first = next(at for at, op in enumerate(step.ops) if op.phase is Phase.OPTIMIZER)
+    problem = problem_of(replace(step, ops=(*step.ops[:first], *looks, *step.ops[first:])))
+    away, _ = with_share_streamed(problem, coarse(problem.dataflow), 1.0)
+    moves = moves_of(problem, away)
+    ready = {send.name: send.ready for send in moves.sends}
+    awaited = [
+        (ready[name], update.earliest)
+        for update in moves.device_updates
+        for fetch in update.fetches
+        for name in fetch.after
+    ]
+    assert len(awaited) == LAYERS
+    assert all(leaves <= earliest for leaves, earliest in awaited)
+    check(problem, schedule(problem, away))

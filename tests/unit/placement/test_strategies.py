@@ -9,9 +9,15 @@ import pytest
 
 from cotrain_compile.machine import MEMORIES
 from cotrain_compile.placement.check.rules import check_placement
+from cotrain_compile.placement.decisions.clusters import ActivationCluster, Again
 from cotrain_compile.placement.decisions.effects import Flow
 from cotrain_compile.placement.decisions.find_decisions import decision_space
-from cotrain_compile.placement.decisions.strategies import PARAM_STRATEGIES, Strategy
+from cotrain_compile.placement.decisions.strategies import (
+    ACTIVATION_STRATEGIES,
+    PARAM_STRATEGIES,
+    MadeAgain,
+    Strategy,
+)
 from cotrain_compile.placement.policies import resident
 from cotrain_compile.placement.problem import formulate
 from cotrain_compile.placement.residency import low_precision_copies
@@ -58,3 +64,22 @@ def test_copies_that_change_memory_say_so_everywhere() -> None:
             assert effect.update is not None or not effect.freed_bytes
     assert {Flow.OFFLOAD, Flow.RELOAD, Flow.GRADIENT, Flow.FETCH, Flow.REFETCH} == ends
     assert ends.isdisjoint(moved)
+
+
+@pytest.mark.parametrize("by", [3, 4, 12, 60])
+def test_a_value_is_made_again_in_any_bucket_until_it_is_needed(by: int) -> None:
+    """Each is in the window of one choice, which misses the value up to its end and no longer.
+
+    What runs before the op at which a bucket begins is in the time of the bucket before.
+    """
+    again = Again(1.0, first=3, last=by - 1, by=by, source=2)
+    cluster = ActivationCluster(("value",), 8, leaves=2, returns=by, movable=False, again=again)
+    made: list[int] = []
+    for option in ACTIVATION_STRATEGIES:
+        if isinstance(option, MadeAgain) and option.fits(cluster):
+            (work,), (missing,) = option.effect(cluster).device_work, option.effect(cluster).holds
+            assert work.earliest is not None
+            made += range(work.earliest + 1, work.bucket + 1)
+            assert (missing.first, missing.last) == (3, min(work.bucket, by - 1))
+    assert len(made) == len(set(made))
+    assert set(range(3, by + 1)) <= set(made)
