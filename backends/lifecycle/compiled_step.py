@@ -21,7 +21,11 @@ from cotrain_compile.backends.inductor.lower import LoweredStep
 from cotrain_compile.backends.inductor.program import SegmentedProgram
 from cotrain_compile.backends.lifecycle.deferred import Tail, wait_for_tails
 from cotrain_compile.backends.lifecycle.notebook import facts_of, html_table
-from cotrain_compile.backends.lifecycle.one_home import refuse_two_homes
+from cotrain_compile.backends.lifecycle.one_home import (
+    memory_of,
+    refuse_given_in,
+    refuse_two_homes,
+)
 from cotrain_compile.backends.lifecycle.partial_update import GO_ON, few
 from cotrain_compile.backends.lifecycle.workspace import beyond_plan
 from cotrain_compile.dataflow import PERSISTENT_ROLES, Role
@@ -99,6 +103,9 @@ class CompiledStep(PlannedStep):
         is_homed = [item.role in PERSISTENT_ROLES for item in graph.inputs]
         self._homed = [(p, tier) for p, tier in enumerate(tiers) if is_homed[p]]
         self._given = [(p, tier) for p, tier in enumerate(tiers) if not is_homed[p]]
+        written = {name for op in problem.dataflow.ops for name in op.writes}
+        self._written = [p for p, _ in self._homed if graph.inputs[p].name in written]
+        self._written_memory: Mapping[int, str] = {}  # where these are, with their names
         self._at: list[int] = []  # positions of the tensors among the homed
         self._left_at: list[int] = []  # where these were when they were last at home
         self._is_remembered = False
@@ -164,6 +171,8 @@ class CompiledStep(PlannedStep):
         device = self._device
         if self._have_moved(inputs):
             self.bring_home(inputs)
+        given = ((self.graph.inputs[p].name, inputs[p]) for p, _ in self._given)
+        refuse_given_in(self._written_memory, given)
         if self._together.checks_replicas:
             self.tail.wait()
         self._together.step_begins(inputs)
@@ -272,6 +281,9 @@ class CompiledStep(PlannedStep):
         self._device.bring_home([(inputs[position], tier) for position, tier in tensors])
         self._at = [position for position, _ in tensors]
         self._left_at = self._addresses(inputs)
+        self._written_memory = memory_of(
+            (self.graph.inputs[p].name, inputs[p]) for p in self._written
+        )
         self._is_remembered = False
 
     def rest_on(self, tier: Tier, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

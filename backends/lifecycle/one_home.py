@@ -7,7 +7,7 @@ memory can be on one alone, and the plan's figures would not be what the step ta
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -27,3 +27,27 @@ def refuse_two_homes(homed: Iterable[tuple[str, torch.Tensor, Tier]]) -> None:
                 "Give each its own (p.data = p.data.clone()), or call torch._dynamo.reset() to "
                 "have the step planned for tensors that share memory. Nothing was updated"
             )
+
+
+def memory_of(named: Iterable[tuple[str, object]]) -> dict[int, str]:
+    """The addresses of the storages of tensors, with the name of one in each."""
+    tensors = [(name, value) for name, value in named if isinstance(value, torch.Tensor)]
+    return {address: name for name, value in tensors if (address := _address(value))}
+
+
+def refuse_given_in(written: Mapping[int, str], given: Iterable[tuple[str, object]]) -> None:
+    """Raise `CaptureError` where an argument lies in memory that the step has `written`."""
+    for name, value in given:
+        if isinstance(value, torch.Tensor) and (other := written.get(_address(value))):
+            raise CaptureError(
+                f"{name} is in the memory of {other}, which the step writes, as no argument was "
+                "when it was planned. Pass in a .clone() of it. Nothing was updated"
+            )
+
+
+def _address(value: torch.Tensor) -> int:
+    """Where the storage of `value` begins; 0 where it has no memory of its own, or no bytes."""
+    try:
+        return value.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):  # as of a subclass that holds others
+        return 0

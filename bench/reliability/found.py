@@ -15,6 +15,16 @@ class Found:
 
 FOUND = (
     Found(
+        "A batch in the memory of a parameter, in a step whose sizes change, and gradients in a "
+        "buffer of the dtype that the model had before, ended in errors of torch's.",
+        "tests/graph/backends/test_one_home.py",
+    ),
+    Found(
+        "A parameter without a gradient, before others that look alike in Adam or AdamW, ended in "
+        "an error of Dynamo's: the state that is dropped let the next ones change their sizes.",
+        "tests/graph/capture/test_alike_layers.py",
+    ),
+    Found(
         "Where all gradients are parts of one flat buffer, an update on the host took the first "
         "one of it for its own: wrong numbers, or a StepFailed in the middle of the update.",
         "tests/graph/exactness/test_sequences.py",

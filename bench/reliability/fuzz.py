@@ -31,8 +31,8 @@ from bench.report import write_report
 CASE_CPU_S, CASE_S = 300, 1800
 # Cases of one process: torch and Dynamo keep something of each.
 IN_ONE = {"steps": 25, "files": 500, "sequences": 25}
-# Programs of which the one that tries most of what is new is run; `APART` keeps a seed even or odd.
-CANDIDATES, APART = 6, 10_000_000
+# Programs of which the one that tries most of what is new is run.
+CANDIDATES = 6
 KINDS = ("a program whose ops run as captured", "a program compiled by Inductor")
 TITLES = {
     "steps": "random training programs, in eager, captured and placed, chosen by what is new",
@@ -58,7 +58,8 @@ def choose(kind: str, number: int, seen: Counter[str]) -> tuple[int, Sequence[st
     if kind != "steps":
         return number, ()
     from tests.support.fuzz.fuzz_coverage import newest
-    from tests.support.fuzz.fuzz_specs import campaign_spec
+    from tests.support.fuzz.fuzz_specs import APART
+    from tests.support.fuzz.fuzz_ways import campaign_spec
 
     specs = [campaign_spec(number + i * APART) for i in range(CANDIDATES)]
     spec, tried = newest(specs, seen)
@@ -81,10 +82,11 @@ def run_case(kind: str, seed: int, folder: Path) -> tuple[str, str]:
     import torch
 
     from tests.support.fuzz.fuzz_run import run
-    from tests.support.fuzz.fuzz_specs import campaign_spec
+    from tests.support.fuzz.fuzz_ways import campaign_spec
 
     torch.set_num_threads(1)
-    return run(campaign_spec(seed)).status, ""
+    outcome = run(campaign_spec(seed))
+    return outcome.status, outcome.way
 
 
 def work(kind: str, first: int, seen: Counter[str]) -> None:
@@ -206,7 +208,9 @@ def figures_of(kind: str, cases: Sequence[Case], seen: Counter[str]) -> dict[str
         from tests.support.fuzz.fuzz_coverage import figures
 
         programs = [case for case in cases if case.status != "no program"]
-        result["kinds"] = Counter(KINDS[case.seed % 2] for case in programs)
+        kinds = Counter(KINDS[case.seed % 2] for case in programs)
+        held = (case.message for case in cases if case.status == "equal" and case.message)
+        result["kinds"] = kinds + Counter(f"{way}, held" for way in held)
         result["coverage"] = figures(seen)
     return result
 

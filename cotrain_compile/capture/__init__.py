@@ -61,6 +61,10 @@ from cotrain_compile.graph import OptimizerRule, StepGraph
 
 __all__ = ["Session", "capture", "current_session", "install"]
 
+# What torch says where it cannot make one input of some that share what is written: their sizes
+# change, or some are views.
+_NO_ONE_INPUT = ("Expected !size_bytes_is_heap_allocated_", "Aliased inputs share storage")
+
 StepCompiler = Callable[[StepGraph, Sequence[Any]], Callable[..., Any]]
 
 
@@ -117,9 +121,14 @@ def capture(
         session.keeping_gradient = parts.local_ids(session.keeping_gradient)
         return compile_step(step, parts.values)
 
-    compiled = to_aten(
-        module, example_inputs, inputs, prepare_aten, compile_aten, (remat, dissolve)
-    )
+    try:
+        compiled = to_aten(
+            module, example_inputs, inputs, prepare_aten, compile_aten, (remat, dissolve)
+        )
+    except (RuntimeError, AssertionError) as error:
+        if any(words in str(error) for words in _NO_ONE_INPUT):
+            raise shared_memory(inputs, example_inputs) from error
+        raise
     for record in session.optimizers:
         _note_step_for_schedulers(record.optimizer)
     return run_and_make_leaves(compiled, module, session.leaves_made)

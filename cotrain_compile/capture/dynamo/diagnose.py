@@ -44,6 +44,11 @@ _NO_ANOMALIES = (
     "gradient; look for NaN with the step in eager, outside torch.compile"
 )
 
+_OF_ANOTHER_KIND = (
+    "a gradient is part of a tensor of another dtype or device, as model.to() leaves gradients "
+    "that are parts of one buffer; give each its own memory, p.grad = p.grad.clone(), or none"
+)
+
 # What it adds to the message of any error begins so.
 _ADDED = "\nfrom user code:"
 
@@ -122,6 +127,8 @@ def diagnose(
             f"{location}: {told}. This line fails while the step is traced; call the step once "
             "without torch.compile to see what eager says. Nothing was updated."
         )
+    if isinstance(error, AssertionError) and _is_of_a_copy(error):
+        return CaptureError(f"{location}: {_OF_ANOTHER_KIND}. Nothing was updated.")
     if isinstance(error, exc.FailOnRecompileLimitHit):
         return CaptureError(
             f"{location}: the step was compiled too often for changing inputs. Keep Python values "
@@ -129,6 +136,12 @@ def diagnose(
             "torch._dynamo.config.recompile_limit."
         )
     return None
+
+
+def _is_of_a_copy(error: AssertionError) -> bool:
+    """Whether torch could not make a fake copy of a tensor, of which it asks what it looks like."""
+    names = (frame.name for frame in traceback.extract_tb(error.__traceback__))
+    return "assert_metadata_eq" in names
 
 
 def _as_raised(error: CotrainError) -> CotrainError:

@@ -10,6 +10,10 @@ is the last. A whole number that Dynamo finds by way of a global is a constant t
 does: a script that counts its steps would be traced anew in each. Here it becomes an input as one
 of a closure does.
 
+A trace may begin again with fewer states: an optimizer's state of a parameter that gets no gradient
+is dropped, and `list(optimizer.state)[1]` is another one than before. To Dynamo a tensor of that
+name has changed its size, and would have one that changes from then on.
+
 Private torch API used: `variables.builder.process_automatic_dynamic`, `pgo.auto_dynamic`,
 `GuardSource.GLOBAL`. Reason: they decide which numbers are inputs. Tried on torch 2.11.0, 2.13.0
 and 2.15.0, the last one on 2.13.0 alone.
@@ -84,9 +88,11 @@ def settings_traced(function: Hashable) -> Iterator[None]:
     """
     every_one = _change_at_different_times(function)
     original = builder.process_automatic_dynamic  # type: ignore[attr-defined]
+    fixed: dict[str, Any] = {}
 
     def process(tx: Any, name: str, entry: Any, **options: Any) -> Any:
         found = original(tx, name, entry, **options)
+        _keep_size(name, entry, found, fixed)
         is_setting = "param_groups" in name and isinstance(entry.scalar, float)
         if is_setting and (every_one or _is_to_change(function, name, entry.scalar)):
             return replace(found, scalar=pgo.auto_dynamic)
@@ -94,6 +100,17 @@ def settings_traced(function: Hashable) -> Iterator[None]:
 
     with mock.patch.object(builder, "process_automatic_dynamic", process):
         yield
+
+
+def _keep_size(name: str, entry: Any, found: Any, fixed: dict[str, Any]) -> None:
+    """Let what Dynamo has `found` of a tensor's sizes be those of `entry`, its tensor of now.
+
+    That is where another tensor had the name earlier in this call, of which sizes were `fixed`.
+    """
+    if name in fixed and fixed[name].size != entry.size:
+        found.size, found.stride = entry.size, entry.stride
+    if found.size == entry.size and found.stride == entry.stride:
+        fixed[name] = entry
 
 
 def whole_numbers_traced(is_constant: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:

@@ -44,3 +44,64 @@ def test_parameters_that_become_one_vector_are_refused_where_their_homes_differ(
     measured = cotrain_compile.inspect(compiled).measured
     assert measured is not None
     assert measured.peak_bytes[Tier.DEVICE] <= int(0.85 * peak)
+
+
+@pytest.mark.parametrize("first", [(4, 4), (2, 3)], ids=["one size", "sizes that change"])
+def test_a_batch_in_the_memory_of_a_parameter_is_refused(first: tuple[int, int]) -> None:
+    """The update of the last weight may come before the first one's gradient reads the batch."""
+    last = nn.Linear(4, 4)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), last)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: Tensor) -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    compiled = cotrain(policy="streamed", quiet=True)(step)
+    for rows in first:
+        compiled(torch.ones(rows, 4))
+    weight = last.weight
+    before = weight.detach().clone()
+    told = r"is in the memory of 2\.weight|share memory that it writes"
+    for x in (weight.detach(), weight.detach()[1:]):
+        with pytest.raises(CaptureError, match=rf"({told}).*Pass in a \.clone\(\)"):
+            compiled(x)
+    assert torch.equal(weight, before)
+    compiled(weight.detach().clone())
+
+
+def test_a_trace_for_sizes_that_change_refuses_a_batch_in_a_parameter() -> None:
+    """Of inputs that share what is written AOT makes one, and cannot where their sizes change."""
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: Tensor) -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    compiled = cotrain(policy="resident", quiet=True)(step)
+    compiled(torch.ones(2, 4))
+    with pytest.raises(CaptureError, match=r"share memory that it writes: .*Pass in a \.clone\(\)"):
+        compiled(model.weight.detach())
+
+
+def test_gradients_in_a_buffer_of_the_dtype_before_are_refused_by_their_name() -> None:
+    """`model.to` gives a gradient that is part of a buffer other memory, and leaves it a part."""
+    model = nn.Linear(4, 4, bias=False).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.weight.grad = torch.ones(16, dtype=torch.float64).view(4, 4)
+
+    def step(x: Tensor) -> None:
+        optimizer.zero_grad(set_to_none=False)
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    model.to(torch.float32)
+    compiled = cotrain(policy="resident", quiet=True)(step)
+    told = r"test_one_home.py:\d+ in step: .*a gradient is part of a tensor of another dtype"
+    with pytest.raises(CaptureError, match=told):
+        compiled(torch.ones(2, 4))
+    model.weight.grad = model.weight.grad.clone()
+    compiled(torch.ones(2, 4))

@@ -483,6 +483,30 @@ def test_layers_are_put_together_under_a_schedule(
     assert left_out == [range(4, LAYERS - 2)]  # the rates of the first have no layer before
 
 
+def test_the_states_behind_one_that_is_dropped_have_the_sizes_that_they_have() -> None:
+    """A first trace has states of the first parameter, too, which gets no gradient."""
+
+    def trained(compile_with: Callable[[Any], Any]) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        unused, model = nn.Bilinear(2, 2, 2, bias=False), Model(plain(3))
+        optimizer = torch.optim.AdamW([*unused.parameters(), *model.parameters()], lr=0.1)
+
+        def step(x: Tensor) -> None:
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+
+        run = compile_with(step)
+        for _ in range(2):
+            run(torch.ones(2, WIDTH))
+        assert len(optimizer.state) == len([*model.parameters()])
+        return model.state_dict()
+
+    torch._dynamo.reset()
+    found = trained(cotrain(policy="resident"))
+    torch.testing.assert_close(found, trained(lambda step: step))
+
+
 def test_every_second_layer_may_be_of_another_kind(
     left_out: list[range], monkeypatch: pytest.MonkeyPatch
 ) -> None:

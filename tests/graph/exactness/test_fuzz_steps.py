@@ -27,9 +27,16 @@ from tests.support.fuzz.fuzz_specs import (
     ModelSpec,
     OptimizerSpec,
     Spec,
-    campaign_spec,
     random_spec,
     shrunk,
+)
+from tests.support.fuzz.fuzz_ways import (
+    ALIKE,
+    FIRST_IN_WAYS,
+    IN_PARTS,
+    ON_DISK,
+    REPEATED,
+    campaign_spec,
 )
 from tests.support.steps import cotrain
 
@@ -78,6 +85,45 @@ def test_programs_of_a_campaign_have_every_layout_and_half_of_them_are_compiled(
     assert {*LAYOUTS} <= {kind for spec in specs for kind in spec.model.layers}
     compiled = [spec.options["lowering"] == "inductor" for spec in specs]
     assert compiled == [False, True] * 100
+
+
+def test_programs_of_later_campaigns_are_in_every_way() -> None:
+    specs = [campaign_spec(FIRST_IN_WAYS + seed) for seed in range(400)]
+    assert {spec.way for spec in specs} == {"", IN_PARTS, ALIKE, ON_DISK}
+    alike = {kind for spec in specs for kind in spec.model.layers if spec.way == ALIKE}
+    assert {*REPEATED} <= alike
+    assert any(
+        spec.parts and spec.options["micro_batch_order"] == "by-layer" and spec.loop.micro_batches
+        for spec in specs
+    )
+    on_disk = [spec.options for spec in specs if spec.way == ON_DISK]
+    assert {options["overlap_steps"] for options in on_disk} == {False, True}
+    compiled = [spec.options["lowering"] == "inductor" for spec in specs]
+    assert compiled == [False, True] * 200
+
+
+WAYS = {
+    IN_PARTS: Spec(1, ModelSpec(("residual",), width=64), loop=LoopSpec((8, 8), micro_batches=2)),
+    ALIKE: Spec(1, ModelSpec(("checkpointed dropout",) * 6), loop=LoopSpec((4, 4))),
+    ON_DISK: Spec(1, ModelSpec(("residual",) * 2, 64, "float32"), loop=LoopSpec((4, 4))),
+}
+
+
+@pytest.mark.usefixtures("one_thread", "watchdog")
+@pytest.mark.parametrize(
+    "way", [IN_PARTS, *(pytest.param(n, marks=pytest.mark.long) for n in (ALIKE, ON_DISK))]
+)
+def test_a_program_takes_its_way_and_keeps_every_promise(way: str) -> None:
+    """What may be drawn beside it is drawn by campaigns."""
+    options = {**TIGHT, "policy": "zero-offload", "plan_cache": False}
+    spec = replace(WAYS[way], way=way, options=options)
+    if way == IN_PARTS:
+        spec = replace(spec, parts={"loss": 2, "mlp": 2})
+    if way == ON_DISK:
+        on_disk = {"machine": "rtx4090", "host_kernels": "fused", "overlap_steps": True}
+        spec = replace(spec, options=options | on_disk, host_share=0.8)
+    outcome = run(spec)
+    assert (outcome.status, outcome.way) == ("equal", way)
 
 
 @pytest.mark.parametrize("kind", LAYOUTS)

@@ -25,12 +25,13 @@ class Broken(AssertionError):
 
 @dataclass
 class Left:
-    """What a program leaves: results, its tensors, tensors alive after the last steps, tasks."""
+    """What a program leaves: results, tensors, those alive after its last steps, tasks and way."""
 
     returned: list[Any] = field(default_factory=list)
     tensors: dict[str, Tensor] = field(default_factory=dict)
     live_tensors: list[int] = field(default_factory=list)
     tasks: int = 0
+    way: str = ""
 
 
 # Modules of torch.optim that turn a number of steps into a number of Python's.

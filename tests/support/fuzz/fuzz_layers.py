@@ -30,6 +30,16 @@ class Checkpointed(Residual):
         return checkpoint(super().forward, x, use_reentrant=False)  # type: ignore[no-any-return]
 
 
+class CheckpointedDropout(Residual):
+    """What is drawn in a checkpoint is drawn again for the backward, alike."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self._dropped, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+    def _dropped(self, x: Tensor) -> Tensor:
+        return super().forward(F.dropout(x, 0.2, self.training))
+
+
 class Branches(nn.Module):
     """Halves of one result, as views, go different ways and come together again."""
 
@@ -186,6 +196,11 @@ class Attention(nn.Module):
         return x + seen[0].transpose(0, 1).reshape(rows, width)
 
 
+class CheckpointedAttention(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
 class Gathered(nn.Module):
     """Columns in another order, by an index that is a buffer; the parameter is used twice."""
 
@@ -235,6 +250,11 @@ LAYERS: dict[str, Callable[[int], nn.Module]] = {
     "sorted": lambda width: Function(lambda x: x + x.sort(dim=-1).values),
     "view": lambda width: Function(lambda x: x.view(-1, 2, width // 2).mT.reshape(-1, width)),
 }
+# Those that only some ways draw, see `fuzz_ways`: no seed of `random_spec` has them.
+RUNS: dict[str, Callable[[int], nn.Module]] = {
+    "checkpointed dropout": CheckpointedDropout,
+    "checkpointed attention": CheckpointedAttention,
+}
 # Uses the first layer once more.
 AGAIN = "again"
 
@@ -248,7 +268,7 @@ class Net(nn.Module):
             nn.Embedding(CLASSES, width) if reads_tokens else nn.Linear(6, width)
         )
         self.kinds = kinds
-        known = {**LAYERS, **LAYOUTS}
+        known = {**LAYERS, **LAYOUTS, **RUNS}
         made = [nn.Identity() if kind == AGAIN else known[kind](width) for kind in kinds]
         self.layers = nn.ModuleList(made)
         self.head = nn.Linear(width, CLASSES)

@@ -16,6 +16,9 @@ from tests.support.fuzz.fuzz_edits import GRADIENT_EDITS, PARAMETER_EDITS, UPDAT
 from tests.support.fuzz.fuzz_layers import AGAIN, LAYERS
 from tests.support.fuzz.fuzz_layouts import LAYOUTS
 
+# Seeds of one campaign that are so far apart are of one case: the program that tries most is run.
+APART = 10_000_000
+
 
 @dataclass(frozen=True)
 class ModelSpec:
@@ -66,7 +69,10 @@ class LoopSpec:
 
 @dataclass(frozen=True)
 class Spec:
-    """A program. Shares are of what the step takes with everything resident."""
+    """A program. Shares are of what the step takes with everything resident.
+
+    It is planned or traced in a `way` of `fuzz_ways`, and regions of each kind run in `parts`.
+    """
 
     seed: int
     model: ModelSpec
@@ -75,6 +81,8 @@ class Spec:
     options: Mapping[str, Any] = field(default_factory=dict)
     device_share: float | None = None
     host_share: float | None = None
+    way: str = ""
+    parts: Mapping[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return (
@@ -103,7 +111,7 @@ def random_spec(seed: int) -> Spec:
     )
 
 
-def campaign_spec(seed: int) -> Spec:
+def with_layouts(seed: int) -> Spec:
     """As `random_spec`, with layers of `fuzz_layouts`; every other one is compiled, and small."""
     rng, spec = random.Random(f"layouts {seed}"), random_spec(seed)
     odd = rng.sample([*LAYOUTS], rng.randint(1, 3))
@@ -251,6 +259,8 @@ def shrunk(spec: Spec) -> Iterator[Spec]:
     for name in spec.options.keys() - {"quiet"}:
         left = {key: value for key, value in spec.options.items() if key != name}
         yield replace(spec, options=left)
+    if spec.parts:
+        yield replace(spec, way="", parts={})
     if spec.device_share is not None:
         yield replace(spec, device_share=None)
     if spec.host_share is not None:
