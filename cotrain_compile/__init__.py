@@ -19,9 +19,14 @@ if TYPE_CHECKING:
     from cotrain_compile.distribute.burst import burst
     from cotrain_compile.distribute.cpu_helpers import cpu_helpers
     from cotrain_compile.distribute.shard import shard
-    from cotrain_compile.entry.compiled import inspect, report, synchronize
-    from cotrain_compile.entry.offload import offload, reload
-    from cotrain_compile.entry.step_scalars import scalars
+    from cotrain_compile.entry.compiled import (
+        inspect,
+        offload,
+        reload,
+        report,
+        scalars,
+        synchronize,
+    )
     from cotrain_compile.entry.tracing import trace
     from cotrain_compile.entry.typed_compile import compile
     from cotrain_compile.options import Options
@@ -53,11 +58,11 @@ _HOMES = {
     "compile": "entry.typed_compile",
     "cpu_helpers": "distribute.cpu_helpers",
     "inspect": "entry.compiled",
-    "offload": "entry.offload",
+    "offload": "entry.compiled",
     "pipeline": "pipelining.pipeline",
-    "reload": "entry.offload",
+    "reload": "entry.compiled",
     "report": "entry.compiled",
-    "scalars": "entry.step_scalars",
+    "scalars": "entry.compiled",
     "shard": "distribute.shard",
     "synchronize": "entry.compiled",
     "trace": "entry.tracing",

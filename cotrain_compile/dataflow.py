@@ -392,12 +392,3 @@ class Dataflow:
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise ValueError(message)
-
-
-def differ_in_updates_alone(fingerprint: str, other: str) -> bool:
-    """Whether two steps are the same up to what their optimizers compute, names of nodes aside.
-
-    So are a step whose learning rate is a constant, the same at another rate, and with the rate as
-    an input.
-    """
-    return fingerprint != other and fingerprint.split("-")[0] == other.split("-")[0]

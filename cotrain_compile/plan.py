@@ -8,7 +8,7 @@ is what happens: predicted by the simulator or measured by a runtime, in one typ
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
 
@@ -275,28 +275,6 @@ class Timeline:
     def busy_s(self, lane: str) -> float:
         """Seconds of work on one lane."""
         return sum(span.end_s - span.start_s for span in self.spans if span.lane == lane)
-
-
-def from_one_zero(timelines: Sequence[Timeline]) -> tuple[Timeline, ...]:
-    """One step as several ranks measured it, all from the first one's beginning on.
-
-    As far apart as their computers' clocks say; a timeline that knows no clock stays as it is.
-    """
-    zero_s = min((t.began_at for t in timelines if t.began_at is not None), default=0.0)
-    return tuple(_later(t, t.began_at - zero_s) if t.began_at else t for t in timelines)
-
-
-def _later(timeline: Timeline, by_s: float) -> Timeline:
-    return replace(
-        timeline,
-        spans=tuple(
-            replace(s, start_s=s.start_s + by_s, end_s=s.end_s + by_s) for s in timeline.spans
-        ),
-        memory={
-            tier: tuple((seconds + by_s, nbytes) for seconds, nbytes in samples)
-            for tier, samples in timeline.memory.items()
-        },
-    )
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.torch_version import TorchVersion
 
 from cotrain_compile.backends.inductor.code_cache import cached_code
-from cotrain_compile.backends.inductor.scatters import settings_for
+from cotrain_compile.backends.inductor.partition import settings_for
 from cotrain_compile.capture.nodes.kernel_strides import strides_of_kernels
 from cotrain_compile.graph import returns_argument_memory
 from cotrain_compile.graph.random_ops import is_random

@@ -31,7 +31,7 @@ from bench.runtime.slow_model import (
     profile,
     slow_in_eager,
 )
-from cotrain_compile.cluster.helpers.cpu_helpers import share
+from cotrain_compile.cluster.helpers import share
 from cotrain_compile.cluster.widths.burst import width_timeline
 from cotrain_compile.cluster.widths.width_search import WidthProblem
 from cotrain_compile.distribute.cpu_helpers import ROUNDS, HelpedExchange

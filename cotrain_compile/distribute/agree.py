@@ -13,7 +13,6 @@ Private torch API used: `_resolve_process_group`, which no public function is. T
 from __future__ import annotations
 
 import datetime
-import hashlib
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,6 +33,7 @@ from cotrain_compile.distribute.meet import (
     Meeting,
     meeting_of,
 )
+from cotrain_compile.distribute.ranks import signature_of_step, told_of_step
 from cotrain_compile.distribute.replicas import Digests, Ranks, first_apart, same_on
 from cotrain_compile.distribute.same_numbers import (
     by_rank,
@@ -140,8 +140,8 @@ class Together:
         numbers = numbers_of(step)
         ranks = frozenset(self._ranks)
         own = _Compiled(
-            _signature(step),
-            _told(step),
+            signature_of_step(step),
+            told_of_step(step),
             step.fingerprint,
             numbers.of_updates,
             numbers.of_losses,
@@ -331,8 +331,8 @@ def ranks_of(step: StepGraph, code: CodeType | None = None) -> Together:
     if len(ranks) == 1:
         return ALONE
     where = f"{code.co_name} ({code.co_filename}:{code.co_firstlineno})" if code else "a step"
-    told = f"{where} with {_told(step)}"
-    together = Together(meeting_of(ranks), _signature(step), told, ranks)
+    told = f"{where} with {told_of_step(step)}"
+    together = Together(meeting_of(ranks), signature_of_step(step), told, ranks)
     if code is not None:
         _of_steps[code] = together
     return together
@@ -386,33 +386,3 @@ def _as_sent(made: Plan | CotrainError | None) -> tuple[str, dict[str, Any] | st
             return to_json(made), None
         case None:  # of a rank that makes none
             return "", None
-
-
-def _signature(step: StepGraph) -> str:
-    """Equal for steps that issue the same collectives, on batches of the same shape.
-
-    What a rank does between them may differ, as with parts of unequal size, which each pads or
-    slices in its own way.
-    """
-    lines = [f"{item.name} {item.role}" for item in step.inputs]
-    lines += [_exchanged(node) for node in step.nodes if is_collective(node)]
-    return hashlib.sha256("\n".join([*lines, _told(step)]).encode()).hexdigest()
-
-
-def _exchanged(collective: fx.Node) -> str:
-    """What all ranks have to issue alike: the collective, its settings, and its result's shape."""
-    value = collective.meta.get("val")
-    result = (value.dtype, tuple(value.shape)) if isinstance(value, torch.Tensor) else None
-    settings = [item for item in collective.args if not isinstance(item, fx.Node | list | tuple)]
-    return f"{collective.target} {settings} {result}"
-
-
-def _told(step: StepGraph) -> str:
-    """What tells steps apart, in words."""
-    exchanges = sum(map(is_collective, step.nodes))
-    batch = [
-        f"{item.name} {tuple(value.shape)}"
-        for item, node in zip(step.inputs, step.nodes, strict=False)
-        if item.role is Role.BATCH and isinstance(value := node.meta.get("val"), torch.Tensor)
-    ]
-    return f"{exchanges} collectives, batch {', '.join(batch) or 'none'}"

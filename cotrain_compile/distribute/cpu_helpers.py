@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from cotrain_compile.cluster.helpers.cpu_helpers import (
+from cotrain_compile.cluster.helpers import (
     CHUNK_BYTES,
     Chunk,
     Sharing,

@@ -1,17 +1,20 @@
 """Ranks: how many processes train together, and whether a step exchanges anything with them.
 
-And from which torch on a step can hold what they share.
+From which torch on a step can hold what they share, and what of it all have to issue alike.
 """
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from types import CodeType
 
 import torch
 import torch.distributed as dist
+from torch import fx
 from torch.torch_version import TorchVersion
 
+from cotrain_compile.dataflow import Role
 from cotrain_compile.errors import DistributeError
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.graph.collectives import is_collective
@@ -68,3 +71,33 @@ def warn_where_ranks_train_apart(step: StepGraph, code: CodeType | None = None) 
             "or reduce the gradients in the step, after backward() (torch.distributed.all_reduce)",
             stacklevel=2,
         )
+
+
+def signature_of_step(step: StepGraph) -> str:
+    """Equal for steps that issue the same collectives, on batches of the same shape.
+
+    What a rank does between them may differ, as with parts of unequal size, which each pads or
+    slices in its own way.
+    """
+    lines = [f"{item.name} {item.role}" for item in step.inputs]
+    lines += [_exchanged(node) for node in step.nodes if is_collective(node)]
+    return hashlib.sha256("\n".join([*lines, told_of_step(step)]).encode()).hexdigest()
+
+
+def _exchanged(collective: fx.Node) -> str:
+    """What all ranks have to issue alike: the collective, its settings, and its result's shape."""
+    value = collective.meta.get("val")
+    result = (value.dtype, tuple(value.shape)) if isinstance(value, torch.Tensor) else None
+    settings = [item for item in collective.args if not isinstance(item, fx.Node | list | tuple)]
+    return f"{collective.target} {settings} {result}"
+
+
+def told_of_step(step: StepGraph) -> str:
+    """What tells steps apart, in words."""
+    exchanges = sum(map(is_collective, step.nodes))
+    batch = [
+        f"{item.name} {tuple(value.shape)}"
+        for item, node in zip(step.inputs, step.nodes, strict=False)
+        if item.role is Role.BATCH and isinstance(value := node.meta.get("val"), torch.Tensor)
+    ]
+    return f"{exchanges} collectives, batch {', '.join(batch) or 'none'}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from cotrain_compile.dataflow import Dataflow, differ_in_updates_alone
+from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.entry.plan_cache import cached
 from cotrain_compile.errors import PlanError
 from cotrain_compile.machine import Tier
@@ -149,7 +149,7 @@ def saved_plan(
 
 
 def _with_other_updates(path: str, plan: Plan, problem: Problem, *, compiled: bool) -> Plan | None:
-    if not differ_in_updates_alone(plan.fingerprint, problem.dataflow.fingerprint):
+    if not _differ_in_updates_alone(plan.fingerprint, problem.dataflow.fingerprint):
         return None
     anew = reuse_placement(problem, plan.placement, compiled=compiled)
     if anew is None:
@@ -187,3 +187,12 @@ def _refuse_more_memory(path: str, plan: Plan, problem: Problem, options: Planni
                 f"{option} is {format_bytes(allowed)}; raise it, or solve the step "
                 f"again with --{option.replace('_', '-')} {allowed}"
             )
+
+
+def _differ_in_updates_alone(fingerprint: str, other: str) -> bool:
+    """Whether two steps are the same up to what their optimizers compute, names of nodes aside.
+
+    So are a step whose learning rate is a constant, the same at another rate, and with the rate as
+    an input.
+    """
+    return fingerprint != other and fingerprint.split("-")[0] == other.split("-")[0]

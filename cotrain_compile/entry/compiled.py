@@ -1,18 +1,24 @@
 """The registry of compiled steps: which `CompiledStep`s stand behind a user's step function.
 
 Read by what looks at a step that runs: `inspect`, `report`, `synchronize`.
+
+`scalars` gives what a step was predicted to take and took, for TensorBoard, W&B or another tracker.
+`offload` takes what a step keeps on the card between two calls to the host, as before text is
+generated with another engine; `reload`, or its next call, brings it back.
 """
 
 from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from types import CodeType
 from typing import Any
+
+import torch
 
 from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
 from cotrain_compile.backends.lifecycle.deferred import wait_for_tails
@@ -20,6 +26,7 @@ from cotrain_compile.capture.dynamo.hook import frame_objects
 from cotrain_compile.capture.dynamo.session import FrameObjects
 from cotrain_compile.errors import CotrainError
 from cotrain_compile.files import write_whole
+from cotrain_compile.machine import Tier
 from cotrain_compile.options import Options
 from cotrain_compile.plan import Placement
 from cotrain_compile.support.units import format_bytes
@@ -144,3 +151,104 @@ def first_fingerprint(origin: Origin) -> str | None:
     same = (c for c in found if _compiled[c].options == origin.options)
     first = next(same, None)
     return None if first is None else first.problem.dataflow.fingerprint
+
+
+def scalars(
+    step: Callable[..., Any] | CompiledStep, tokens: float | None = None, prefix: str = ""
+) -> dict[str, float]:
+    """Seconds, bytes and counts of a compiled step, by name; with `tokens` a step their rates too.
+
+    Seconds and peaks are predicted and, once the step has run, measured in its last run. There is
+    no `mfu` where the machine's rates are too low for it (`Throughput.why_no_mfu`). Raises
+    `CotrainError` as `inspect` does, ValueError where `tokens` is not above 0.
+    """
+    compiled = step if isinstance(step, CompiledStep) else inspect(step)
+    found = _of_plan(compiled)
+    if compiled.last_step_s is not None:
+        found["measured_s"] = compiled.last_step_s
+        for tier, nbytes in compiled.peak_bytes.items():
+            found[f"{tier.value}_peak_bytes"] = nbytes
+    if (guesses := compiled.guesses) is not None:
+        found |= {"wrong_guesses_share": guesses.wrong_share, "guesses": float(guesses.is_open)}
+    if tokens is not None:
+        rates = compiled.throughput(tokens)
+        found["tokens_per_s"] = rates.tokens_per_s
+        if rates.mfu is not None:
+            found["mfu"] = rates.mfu
+    return {f"{prefix}{name}": value for name, value in found.items()}
+
+
+def _of_plan(compiled: CompiledStep) -> dict[str, float]:
+    plan, dataflow = compiled.plan, compiled.problem.dataflow
+    again = [name for name in plan.placement.recomputed if name in dataflow.buffer]
+    found: dict[str, float] = {
+        "predicted_s": plan.predicted.makespan_s,
+        "offloaded_bytes": plan.bytes_moved("offload"),
+        "prefetched_bytes": plan.bytes_moved("prefetch"),
+        "recomputed_bytes": sum(dataflow.buffer[name].nbytes for name in again),
+        "host_updates": len(plan.host_updates),
+        "steps": compiled.steps,
+    }
+    for tier in plan.tiers:
+        found[f"{tier.value}_predicted_peak_bytes"] = plan.predicted.peak_bytes[tier]
+        found[f"{tier.value}_budget_bytes"] = plan.budgets[tier]
+    return found
+
+
+# Of each step that was offloaded, which tensors: by identity, so that none is kept alive.
+_offloaded: weakref.WeakKeyDictionary[CompiledStep, frozenset[int]] = weakref.WeakKeyDictionary()
+
+
+def offload(step: Callable[..., Any], *, keep_parameters: bool = False) -> int:
+    """Move parameters, buffers, gradients and optimizer states of a compiled step to the host.
+
+    With `keep_parameters` only gradients and states, to go on with the model on the card. Returns
+    the bytes that have left the card, which the allocator has given back to it; what libraries and
+    compiled kernels hold stays. On the emulated device nothing moves, and 0 is returned.
+
+    Raises `CotrainError` as `inspect` does, `HostMemoryError` where the host has no room: the next
+    call then goes on as if nothing had been asked.
+    """
+    compiled = inspect(step)
+    moved = compiled.rest_on(Tier.HOST, list(_kept(compiled, keep_parameters=keep_parameters)))
+    _offloaded[compiled] = _offloaded.get(compiled, frozenset()) | frozenset(map(id, moved))
+    return _nbytes(moved)
+
+
+def reload(step: Callable[..., Any]) -> int:
+    """Bring back what `offload` has moved, where it still belongs to the step; the bytes of it.
+
+    Not needed before the next call of the step, which does so itself. Raises `CotrainError` as
+    `inspect` does, and torch's out-of-memory error where the card has no room by now.
+    """
+    compiled = inspect(step)
+    moved = _offloaded.pop(compiled, frozenset())
+    back = [each for each in _kept(compiled, keep_parameters=False) if id(each) in moved]
+    return _nbytes(compiled.rest_on(Tier.DEVICE, back))
+
+
+def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Of the storages of `tensors`, each once."""
+    storages = (each.untyped_storage() for each in tensors)
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
+def _kept(compiled: CompiledStep, *, keep_parameters: bool) -> Iterator[torch.Tensor]:
+    """What the modules and optimizers of the step keep between two calls, each tensor once."""
+    seen: set[int] = set()
+    for each in _tensors(compiled, keep_parameters=keep_parameters):
+        if id(each) not in seen:
+            seen.add(id(each))
+            yield each
+
+
+def _tensors(compiled: CompiledStep, *, keep_parameters: bool) -> Iterator[torch.Tensor]:
+    for owner in owners_of(compiled):
+        if isinstance(owner, torch.nn.Module):
+            parameters = list(owner.parameters(recurse=False))
+            if not keep_parameters:
+                yield from (*parameters, *owner.buffers(recurse=False))
+            yield from (p.grad for p in parameters if p.grad is not None)
+        else:
+            for state in owner.state.values():
+                yield from (each for each in state.values() if isinstance(each, torch.Tensor))

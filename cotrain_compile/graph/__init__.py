@@ -121,7 +121,7 @@ class StepGraph:
 
         Nor those of fractions that are constants, a learning rate, say: no plan hangs on them.
         `MODEL-STEP`: the first half alone is of all that optimizers do not compute, and says
-        nothing of names that the graph chose (`dataflow.differ_in_updates_alone` reads it).
+        nothing of names that the graph chose (`entry/choose_plan.py` reads it).
         """
         digest = hashlib.sha256()
         for item in self.inputs:

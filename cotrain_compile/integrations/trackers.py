@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from cotrain_compile.entry.step_scalars import scalars
+from cotrain_compile.entry.compiled import scalars
 
 PREFIX = "cotrain/"
 

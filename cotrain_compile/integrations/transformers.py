@@ -26,8 +26,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from cotrain_compile.entry.compiled import newest
-from cotrain_compile.entry.step_scalars import scalars
+from cotrain_compile.entry.compiled import newest, scalars
 from cotrain_compile.errors import OptionError
 from cotrain_compile.integrations.trackers import PREFIX
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 from cotrain_compile.errors import FormatError
 from cotrain_compile.files import load
 from cotrain_compile.machine import LARGEST, MEMORIES, Tier
-from cotrain_compile.plan import Lane, Plan, SolveReport, Timeline, from_one_zero
+from cotrain_compile.plan import Lane, Plan, SolveReport, Timeline
 
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:
@@ -36,7 +37,7 @@ def load_measured(paths: Sequence[Path]) -> tuple[Timeline, ...]:
     if len(paths) > 1 and (None in ranks or len(set(ranks)) < len(ranks)):
         told = ", ".join(f"{p} is of {_of(r)}" for p, r in zip(paths, ranks, strict=True))
         raise FormatError(f"several timelines are shown together if they are one a rank: {told}")
-    return from_one_zero(sorted(timelines, key=lambda timeline: timeline.rank or 0))
+    return _from_one_zero(sorted(timelines, key=lambda timeline: timeline.rank or 0))
 
 
 def _of(rank: int | None) -> str:
@@ -131,3 +132,25 @@ def _absurd_bytes(name: str, of_tier: Mapping[Tier, int]) -> Iterator[str]:
     for tier, nbytes in of_tier.items():
         if not 0 <= nbytes <= LARGEST:
             yield f"{name}.{tier} is {nbytes}"
+
+
+def _from_one_zero(timelines: Sequence[Timeline]) -> tuple[Timeline, ...]:
+    """One step as several ranks measured it, all from the first one's beginning on.
+
+    As far apart as their computers' clocks say; a timeline that knows no clock stays as it is.
+    """
+    zero_s = min((t.began_at for t in timelines if t.began_at is not None), default=0.0)
+    return tuple(_later(t, t.began_at - zero_s) if t.began_at else t for t in timelines)
+
+
+def _later(timeline: Timeline, by_s: float) -> Timeline:
+    return replace(
+        timeline,
+        spans=tuple(
+            replace(s, start_s=s.start_s + by_s, end_s=s.end_s + by_s) for s in timeline.spans
+        ),
+        memory={
+            tier: tuple((seconds + by_s, nbytes) for seconds, nbytes in samples)
+            for tier, samples in timeline.memory.items()
+        },
+    )

@@ -18,7 +18,7 @@ from cotrain_compile.cluster.data_parallel.data_parallel import (
     DataParallelPlan,
     plan_data_parallel,
 )
-from cotrain_compile.cluster.helpers.cpu_helpers import judge_helpers
+from cotrain_compile.cluster.helpers import judge_helpers
 from cotrain_compile.cluster.model.description import Cluster, MachineGroup, first_devices
 from cotrain_compile.cluster.model.stage_plan import StagePlan
 from cotrain_compile.cluster.model.strategy import Question, RankedStrategy

@@ -33,7 +33,7 @@ from cotrain_compile.placement.check.copies import (
     values_of,
 )
 from cotrain_compile.placement.check.rules import require
-from cotrain_compile.placement.check.run_order import run_order
+from cotrain_compile.placement.check.timetable import timetable
 from cotrain_compile.plan import HostRegion, Plan, Task, Transfer
 
 
@@ -82,7 +82,8 @@ class _Replay:
     ) -> None:
         self.dataflow, self.plan, self.host_workers = dataflow, plan, host_workers
         self.left = left or {}
-        self.ops = run_order(dataflow, plan)
+        self.times = timetable(dataflow, plan)
+        self.ops = self.times.ops
         self.values = values_of(dataflow)
         # What each exchange has until it is awaited, by the op that begins it.
         self.awaited = {
@@ -107,33 +108,6 @@ class _Replay:
         self.speculated: dict[str, list[tuple[Copy, str]]] = {}
         self.before: dict[str, frozenset[str]] = {}  # what each issued task comes after
         self.done: set[str] = set()
-        self.issues: dict[int, list[Task]] = {}
-        self.waits: dict[int, list[Task]] = {}
-        self.waits_before: dict[int, list[str]] = {}  # for carried tasks of the step before
-        self._read_times()
-
-    def _read_times(self) -> None:
-        slot: dict[str | None, int] = {op.name: index for index, op in enumerate(self.ops)}
-        latest = 0
-        for task in self.plan.tasks:
-            for place in (task.issue_after, task.wait_before):
-                require(
-                    place is None or place in slot,
-                    f"{task.name} names {place}, which the device does not run",
-                )
-            gap = 0 if task.issue_after is None else slot[task.issue_after] + 1
-            require(gap >= latest, f"{task.name} is listed after a task that is issued later")
-            latest = gap
-            issue = tick_of(gap, Moment.FETCH if task.is_fetch else Moment.ISSUE)
-            self.issues.setdefault(issue, []).append(task)
-            if task.carried:
-                wait = tick_of(slot[task.wait_before], Moment.DONE)
-                self.waits_before.setdefault(wait, []).append(task.name)
-                continue
-            gap = len(self.ops) if task.wait_before is None else slot[task.wait_before]
-            wait = tick_of(gap, Moment.OFFLOADS_DONE if task.is_offload else Moment.DONE)
-            require(issue < wait, f"{task.name} is waited for before its issue")
-            self.waits.setdefault(wait, []).append(task)
 
     def run(self) -> Mapping[Tier, Peak]:
         self._begin()
@@ -141,11 +115,11 @@ class _Replay:
         for slot in range(len(self.ops) + 1):
             for moment in (Moment.ISSUE, Moment.OFFLOADS_DONE, Moment.FETCH, Moment.DONE):
                 self.tick = tick_of(slot, moment)
-                for task in self.issues.get(self.tick, ()):
+                for task in self.times.issues.get(self.tick, ()):
                     self._issue(task)
-                for task in self.waits.get(self.tick, ()):
+                for task in self.times.waits.get(self.tick, ()):
                     self._wait(task.name)
-                for name in self.waits_before.get(self.tick, ()):
+                for name in self.times.waits_before.get(self.tick, ()):
                     if name in self.left:
                         self._wait(_before(name))
             if slot < len(self.ops):
@@ -158,18 +132,10 @@ class _Replay:
         rooms = room_bytes(self.dataflow, self.plan.placement)
         on_disk = disk_bytes(self.dataflow, self.plan.placement)
         return {
-            Tier.DEVICE: Peak(device, self._where(tick)),
-            Tier.HOST: Peak(host + inside + rooms, self._where(host_tick)),
+            Tier.DEVICE: Peak(device, self.times.where(tick)),
+            Tier.HOST: Peak(host + inside + rooms, self.times.where(host_tick)),
             **({Tier.DISK: Peak(on_disk, "between steps")} if on_disk else {}),
         }
-
-    def _where(self, tick: int) -> str:
-        slot, moment = divmod(tick, len(Moment))
-        if slot == len(self.ops):
-            return "at the end of the step"
-        return f"{'at' if moment == Moment.OP else 'before'} {self.ops[slot].name}"
-
-    # Copies.
 
     def _begin(self) -> None:
         for buffer in self.dataflow.buffers:
@@ -267,8 +233,6 @@ class _Replay:
         if buffer not in pieces:  # memory of the home, which is counted there
             pieces[buffer] = Copy(buffer, 0, home.place, self.tick, self.tick, home.value)
         return pieces[buffer]
-
-    # What happens, in order.
 
     def _run_op(self, op: Op) -> None:
         if op.awaits:

@@ -15,9 +15,12 @@ from cotrain_compile.placement.decisions.decisions import (
     network_work,
     param_decisions,
 )
-from cotrain_compile.placement.decisions.find_again import least_again
 from cotrain_compile.placement.decisions.find_clusters import activation_clusters, param_clusters
-from cotrain_compile.placement.decisions.level_decisions import first_levels, level_decisions
+from cotrain_compile.placement.decisions.level_decisions import (
+    first_levels,
+    least_again,
+    level_decisions,
+)
 from cotrain_compile.placement.decisions.op_needs import op_needs
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.recompute.levels import RegionLevels

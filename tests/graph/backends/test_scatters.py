@@ -1,4 +1,4 @@
-"""Compiled segments compute what ATen does where a segment reads what it scatters."""
+"""Compiled segments compute what ATen does where a segment reads what it partition."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from cotrain_compile.backends.inductor import compile_graph as inductor
-from cotrain_compile.backends.inductor import scatters
+from cotrain_compile.backends.inductor import partition
 
 aten = torch.ops.aten
 ROWS, WIDTH = 6, 4
@@ -60,8 +60,8 @@ def test_only_a_graph_that_reads_what_it_scatters_goes_without_fusion(
 
     inputs = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH).argsort(-1)
     last, read = (make_fx(f)(*inputs).graph for f in (scattered_last, scattered_and_read))
-    monkeypatch.setattr(scatters, "ARE_FUSED", True)
-    assert scatters.settings_for(read) == scatters.EACH_OP_ALONE
-    assert scatters.settings_for(last) == {}
-    monkeypatch.setattr(scatters, "ARE_FUSED", False)
-    assert scatters.settings_for(read) == {}
+    monkeypatch.setattr(partition, "ARE_FUSED", True)
+    assert partition.settings_for(read) == partition.EACH_OP_ALONE
+    assert partition.settings_for(last) == {}
+    monkeypatch.setattr(partition, "ARE_FUSED", False)
+    assert partition.settings_for(read) == {}

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from cotrain_compile.backends.eager.calls import Call
 from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
 from cotrain_compile.backends.lifecycle.deferred import wait_for_tails
-from cotrain_compile.entry.step_scalars import scalars
+from cotrain_compile.entry.compiled import scalars
 from cotrain_compile.machine import Machine, Tier
 from cotrain_compile.passes import run_passes
 from cotrain_compile.passes.find_accesses import find_race_in

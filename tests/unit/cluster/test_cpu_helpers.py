@@ -10,7 +10,7 @@ import sympy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cotrain_compile.cluster.helpers.cpu_helpers import (
+from cotrain_compile.cluster.helpers import (
     Chunk,
     chunks_of,
     host_work,

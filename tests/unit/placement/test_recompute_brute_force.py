@@ -19,8 +19,8 @@ from cotrain_compile.machine import MEMORIES, HostUpdate, Link, Machine, Tier, T
 from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.decisions.bucketed_step import bucketed
 from cotrain_compile.placement.decisions.decisions import Decisions, DecisionSpace
-from cotrain_compile.placement.decisions.find_again import least_again
 from cotrain_compile.placement.decisions.find_decisions import decision_space
+from cotrain_compile.placement.decisions.level_decisions import least_again
 from cotrain_compile.placement.milp.bound import certified_bound_s
 from cotrain_compile.placement.milp.model import MIB as BYTES_PER_MIB
 from cotrain_compile.placement.milp.program import Program

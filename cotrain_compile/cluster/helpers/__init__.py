@@ -1,1 +1,0 @@
-"""Helpers: machines without devices that sum the gradients of the others."""
