@@ -27,7 +27,7 @@ from cotrain_compile.backends.lifecycle.one_home import (
     refuse_two_homes,
 )
 from cotrain_compile.backends.lifecycle.partial_update import GO_ON, few
-from cotrain_compile.backends.lifecycle.rehearsal import beyond_plan
+from cotrain_compile.backends.lifecycle.workspace import beyond_plan
 from cotrain_compile.dataflow import PERSISTENT_ROLES, Role
 from cotrain_compile.distribute.agree import ALONE, Together
 from cotrain_compile.errors import ExchangeFailed, StepFailed
