@@ -19,8 +19,7 @@ from cotrain_compile.files import write_whole
 from cotrain_compile.machine import Tier
 from cotrain_compile.support.units import format_bytes, format_seconds
 from cotrain_compile.viz.kinds import COLOURS, MEMORY_KINDS
-from cotrain_compile.viz.memory import Curve
-from cotrain_compile.viz.specification import Panel, Specification
+from cotrain_compile.viz.specification import Curve, Panel, Specification
 
 # A bar narrower than this part of the axis would be invisible.
 _NARROWEST = 1 / 1500

@@ -33,8 +33,7 @@ from bokeh.plotting import figure
 from cotrain_compile.machine import Tier
 from cotrain_compile.support.units import format_bytes, format_seconds
 from cotrain_compile.viz.kinds import COLOURS, DARK, MEMORY_KINDS
-from cotrain_compile.viz.memory import Curve
-from cotrain_compile.viz.specification import Bar, Panel
+from cotrain_compile.viz.specification import Bar, Curve, Panel
 
 # Bars of one layer with less than this part of the step between them are merged.
 JOINED = 1 / 1000

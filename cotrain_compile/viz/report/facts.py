@@ -19,8 +19,8 @@ from cotrain_compile.placement.problem import Problem
 from cotrain_compile.plan import Lane, Plan, SolveReport, Timeline
 from cotrain_compile.support.units import format_bytes, format_seconds
 from cotrain_compile.viz.kinds import lane_titles
-from cotrain_compile.viz.memory import memory_kinds
 from cotrain_compile.viz.names import folded, names
+from cotrain_compile.viz.specification import memory_kinds
 from cotrain_compile.viz.text.summary import (
     NOT_NEEDED,
     order_words,

@@ -26,13 +26,12 @@ from cotrain_compile.plan import Lane, Timeline
 from cotrain_compile.presets import find
 from cotrain_compile.support.units import format_bytes, format_seconds
 from cotrain_compile.viz.kinds import COLOURS, DARK
-from cotrain_compile.viz.memory import memory_kinds, planned_curve
 from cotrain_compile.viz.names import folded, layer, layers, names, operation
 from cotrain_compile.viz.report import charts, facts
 from cotrain_compile.viz.report.charts import merged
 from cotrain_compile.viz.report.page import report_html
 from cotrain_compile.viz.report.parameters import parameter_rows
-from cotrain_compile.viz.specification import bars_of
+from cotrain_compile.viz.specification import bars_of, memory_kinds, planned_curve
 from cotrain_compile.viz.text.summary import summary
 from tests.support.dataflows import chain, mixed_precision_step
 
