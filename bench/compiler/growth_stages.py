@@ -28,7 +28,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import cotrain_compile
 from cotrain_compile import presets
 from cotrain_compile.analysis.costs import roofline
-from cotrain_compile.analysis.critical_path import critical_path
+from cotrain_compile.analysis.critical_path import critical_path_s
 from cotrain_compile.analysis.liveness import liveness
 from cotrain_compile.analysis.reuse import reuse_distances
 from cotrain_compile.backends.inductor import lower
@@ -207,7 +207,7 @@ def _analysed(timed: Stages, dataflow: Any) -> Problem:
     times = timed("roofline", lambda: roofline(dataflow, machine)).device_s
     alive = timed("liveness", lambda: liveness(dataflow))
     timed("reuse", lambda: reuse_distances(dataflow, times))
-    timed("critical path", lambda: critical_path(dataflow, times))
+    timed("critical path", lambda: critical_path_s(dataflow, times))
     budgets = {Tier.DEVICE: int(BUDGET_SHARE * alive.peak_bytes), Tier.HOST: 1 << 44}
     return formulate(dataflow, machine, budgets)
 

@@ -16,7 +16,7 @@ from typing import Any
 from bench.report import write_report
 from cotrain_compile import presets
 from cotrain_compile.analysis.costs import roofline
-from cotrain_compile.analysis.critical_path import critical_path
+from cotrain_compile.analysis.critical_path import critical_path_s
 from cotrain_compile.analysis.liveness import liveness
 from cotrain_compile.analysis.reuse import reuse_distances
 from cotrain_compile.entry.tracing import trace_graph
@@ -51,7 +51,7 @@ def main() -> None:
     times = timed("roofline", lambda: roofline(dataflow, machine)).device_s
     alive = timed("liveness", lambda: liveness(dataflow))
     timed("reuse", lambda: reuse_distances(dataflow, times))
-    timed("critical path", lambda: critical_path(dataflow, times))
+    timed("critical path", lambda: critical_path_s(dataflow, times))
     total_s = sum(seconds.values())
     budgets = dict.fromkeys(MEMORIES, 1 << 40)
     problem = formulate(dataflow, machine, budgets)

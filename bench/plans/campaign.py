@@ -93,7 +93,7 @@ def users_s(problem: Problem) -> float | None:
     step, found = problem.dataflow, list[float]()
     may = recomputable(step)
     for choose in (every_layer, every_other_layer):
-        again = choose(step, may).recomputed
+        again = choose(step, may)
         names = tuple(b.name for b in step.buffers if b.name in again)
         for name in RULES:
             placement = replace(rule(name)(step), recomputed=names)

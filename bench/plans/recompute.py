@@ -31,6 +31,7 @@ from typing import Any
 
 from bench.plans import models
 from bench.plans.jobs import EXAMPLES, SHAPES, step_of, with_batch
+from bench.plans.protrain import interleaved
 from bench.plans.stopwatch import stopwatch
 from bench.report import runs_before, write_report
 from cotrain_compile import presets
@@ -45,7 +46,7 @@ from cotrain_compile.placement.policies import rule
 from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.recompute.regions import regions_of
 from cotrain_compile.placement.recompute.rewrite import recomputable, recomputed_ops
-from cotrain_compile.placement.recompute.rules import every_layer, every_other_layer, interleaved
+from cotrain_compile.placement.recompute.rules import every_layer, every_other_layer
 from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.placement.search.attempts import Attempts
 from cotrain_compile.placement.search.solve import SolveSettings, solve

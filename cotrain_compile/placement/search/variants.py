@@ -307,7 +307,7 @@ class Levels:
         passes = (op.name for op in dataflow.ops if op.phase is not Phase.OPTIMIZER)
         alone_s = math.fsum(device_s[name] for name in passes)
         for name, choose in (("every-layer", every_layer), ("every-other", every_other_layer)):
-            again = choose(dataflow, self._may).recomputed
+            again = choose(dataflow, self._may)
             makers = (op.name for op in dataflow.ops if not again.isdisjoint(op.writes))
             if again and alone_s + math.fsum(device_s[each] for each in makers) < below_s:
                 yield self._variant(again, name)

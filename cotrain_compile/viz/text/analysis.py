@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from cotrain_compile.analysis.costs import roofline
-from cotrain_compile.analysis.critical_path import critical_path
+from cotrain_compile.analysis.critical_path import critical_path_s
 from cotrain_compile.analysis.liveness import liveness
 from cotrain_compile.analysis.reuse import reuse_distances
 from cotrain_compile.analysis.symbolic import largest
@@ -46,10 +46,10 @@ def _peak(dataflow: Dataflow, budget_bytes: int) -> Iterator[str]:
 
 
 def _time(dataflow: Dataflow, seconds: Mapping[str, float], machine: Machine) -> Iterator[str]:
-    path = critical_path(dataflow, seconds)
+    path_s = critical_path_s(dataflow, seconds)
     yield (
         f"time {format_seconds(sum(seconds.values()))} of device work on {machine.name}"
-        f"{machine.rates.words}, critical path {format_seconds(path.seconds)}"
+        f"{machine.rates.words}, critical path {format_seconds(path_s)}"
     )
 
 
@@ -81,7 +81,7 @@ def analysis_figures(dataflow: Dataflow, machine: Machine, budget_bytes: int) ->
         "budget_bytes": budget_bytes,
         "alive_at_the_peak": {b.name: b.nbytes for b in alive.live_at(alive.peak_op)},
         "device_s": sum(seconds.values()),
-        "critical_path_s": critical_path(dataflow, seconds).seconds,
+        "critical_path_s": critical_path_s(dataflow, seconds),
         "reuse_distance_s": {
             param: distance.seconds
             for param, distance in reuse_distances(dataflow, seconds).items()

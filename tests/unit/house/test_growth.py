@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from cotrain_compile.analysis.critical_path import critical_path
+from cotrain_compile.analysis.critical_path import critical_path_s
 from cotrain_compile.analysis.liveness import liveness
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.check.check import check
@@ -51,6 +51,6 @@ def test_checking_is_about_linear_in_the_layers(policy: str) -> None:
 def test_the_critical_path_is_about_linear_in_the_layers() -> None:
     small, large = (problem_of(layers) for layers in (SMALL, LARGE))
     few, many = (
-        calls_in(partial(critical_path, p.dataflow, p.costs.device_s)) for p in (small, large)
+        calls_in(partial(critical_path_s, p.dataflow, p.costs.device_s)) for p in (small, large)
     )
     assert growing_faster(few, many, MOST_TIMES, least=len(large.dataflow.ops)) == {}

@@ -47,7 +47,7 @@ def usual_s(problem: Problem) -> float | None:
     step = problem.dataflow
     may, found = recomputable(step), list[float]()
     for choose in (every_layer, every_other_layer):
-        again = choose(step, may).recomputed
+        again = choose(step, may)
         names = tuple(b.name for b in step.buffers if b.name in again)
         for name in RULES:
             try:
