@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 
-from cotrain_compile.distribute import versions
+from cotrain_compile.distribute import ranks
 from cotrain_compile.errors import CaptureError
 from tests.support.ranks import Ranks
 from tests.support.sharded_training import (
@@ -26,7 +26,7 @@ from tests.support.sharded_training import (
     whole,
 )
 
-TOO_OLD = versions.why_no_dtensor_steps()
+TOO_OLD = ranks.why_no_dtensor_steps()
 sharded_steps = pytest.mark.skipif(TOO_OLD is not None, reason=TOO_OLD or "")
 
 
@@ -124,9 +124,9 @@ def test_what_cannot_be_captured_is_refused_in_words(
 def test_a_torch_that_traces_no_sharded_step_is_told(
     rank_of_two: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(versions, "_FIRST_WITH_DTENSORS", "99.0")
+    monkeypatch.setattr(ranks, "_FIRST_WITH_DTENSORS", "99.0")
     with pytest.raises(CaptureError, match=r"sharded parameters need torch 99\.0 or newer"):
-        _trained_once(fully_shard)
+        _trained_once(cast(Any, fully_shard))
 
 
 def _trained_once(setup: Callable[[nn.Sequential], nn.Module]) -> None:
