@@ -30,8 +30,13 @@ from cotrain_compile.dataflow import (
 from cotrain_compile.errors import ExtractError
 from cotrain_compile.extract.notes import job_of, masked_attention
 from cotrain_compile.extract.op_bytes import nbytes_of
-from cotrain_compile.extract.op_costs import OpCost, computing_dtype, cost_of, scratch_bytes
-from cotrain_compile.extract.op_kinds import kind_of_op
+from cotrain_compile.extract.op_costs import (
+    OpCost,
+    computing_dtype,
+    cost_of,
+    kind_of_op,
+    scratch_bytes,
+)
 from cotrain_compile.extract.regions.find import find_regions
 from cotrain_compile.extract.updates import gradients_kept, update_groups
 from cotrain_compile.graph import StepGraph, returns_argument_memory

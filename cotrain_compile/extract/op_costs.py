@@ -12,6 +12,9 @@ whatever they compute in: `dq_accum` and `grad_q` of torch's
 `aten/src/ATen/native/transformers/cuda`. Their kernels for the CPU have other names and none. Those
 of FlashAttention's own package do the same (`dq_accum` of `csrc/flash_attn/flash_api.cpp`), and
 where heads share a key, they make a gradient of key and value for each (`dk_expanded`).
+
+What kind of work a node is (`kind_of_op`) follows from its fake values and its flops: see
+`machine.op_classes`.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from torch.utils.flop_counter import flop_registry
 from cotrain_compile.extract.op_bytes import bytes_formula, nbytes_of
 from cotrain_compile.extract.op_flops import flops_formula
 from cotrain_compile.graph.op_calls import arguments_of, target_of
+from cotrain_compile.machine.op_classes import OpKind
 
 Bound = Mapping[str, Any]
 
@@ -168,3 +172,72 @@ def _of_package(args: Mapping[str, Any]) -> Any:
     shared = query.shape[-2] // key.shape[-2]
     expanded = 2 * key.numel() * shared * key.element_size() if shared > 1 else 0
     return query.numel() * _FLOAT32_BYTES + expanded
+
+
+# Each filter of a depthwise convolution has a channel or few; the matrix units want 16 and more.
+_FEW_CHANNELS = 8
+
+# Torch does not tag these as pointwise.
+_POINTWISE = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("_to_copy", "copy_", "copy", "native_dropout", "native_dropout_backward", "fill_"),
+        *("constant_pad_nd", "full", "zeros", "ones", "full_like", "zeros_like", "ones_like"),
+        *("bernoulli", "rand_like", "zero_", "slice_backward", "select_backward", "arange"),
+        *("fill", "cat", "stack"),
+    )
+)
+_NORM_WORDS = ("norm", "softmax")
+_TABLE_WORDS = ("embedding", "index", "gather", "scatter", "take", "sort", "topk", "nll_loss")
+
+
+def kind_of_op(node: fx.Node, flops: Any) -> OpKind:
+    """The kind of a call that writes something."""
+    target = target_of(node)
+    name = op_name(target)
+    plain = name.partition("::")[2]
+    if isinstance(flops, torch.SymInt) or flops > 0:
+        return _computing(node, plain)
+    tags = getattr(target, "tags", ())
+    if torch.Tag.pointwise in tags or name in _POINTWISE:
+        return OpKind.POINTWISE
+    if any(word in plain for word in _TABLE_WORDS):
+        return OpKind.TABLE
+    if any(word in plain for word in _NORM_WORDS):
+        return OpKind.NORM
+    return OpKind.REDUCTION if torch.Tag.reduction in tags else OpKind.OTHER
+
+
+def _computing(node: fx.Node, plain: str) -> OpKind:
+    if "attention" in plain or "flash_attn" in plain:
+        return OpKind.ATTENTION_BACKWARD if "backward" in plain else OpKind.ATTENTION
+    if "conv" in plain:
+        return _convolution(node)
+    return OpKind.BATCHED_PRODUCT if "bmm" in plain else OpKind.PRODUCT
+
+
+def _convolution(node: fx.Node) -> OpKind:
+    """By its filters, (out, in of a group, ...), and by how its input lies."""
+    arguments = arguments_of(node)
+    values = [v for a in arguments.values() for v in _tensors_in(a)]
+    wide = [v for v in values if v.dim() >= 3]
+    weight, groups = arguments.get("weight"), arguments.get("groups")
+    filters = next(_tensors_in(weight), None) if weight is not None else None
+    if filters is not None and groups not in (None, 1) and filters.shape[1] <= _FEW_CHANNELS:
+        return OpKind.DEPTHWISE
+    if any(v.dim() == 4 and _lies_last(v) for v in wide):
+        return OpKind.CHANNELS_LAST
+    return OpKind.CONVOLUTION
+
+
+def _lies_last(value: torch.Tensor) -> bool:
+    """Whether its channels are next to each other, and it has some and some places."""
+    channels, places = value.stride()[1], value.stride()[-1]
+    return value.shape[1] > 1 and value.shape[-1] > 1 and channels == 1 and places != 1
+
+
+def _tensors_in(argument: Any) -> Any:
+    for leaf in tree_leaves(argument):
+        value = leaf.meta.get("val") if isinstance(leaf, fx.Node) else leaf
+        if isinstance(value, torch.Tensor):
+            yield value

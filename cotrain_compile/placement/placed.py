@@ -25,7 +25,7 @@ from cotrain_compile.placement.residency import (
     host_bytes,
     instances,
 )
-from cotrain_compile.placement.split.rewrite import split_regions
+from cotrain_compile.placement.split import split_regions
 from cotrain_compile.plan import MovedOps, Placement, Plan, Task
 
 

@@ -13,7 +13,7 @@ from cotrain_compile.machine import Machine, Tier
 from cotrain_compile.placement.order.by_layer import in_packs
 from cotrain_compile.placement.pieces import Pieced, in_pieces, piece_seconds, pieces_under
 from cotrain_compile.placement.recompute.rewrite import again_name, recomputed, recomputed_ops
-from cotrain_compile.placement.split.rewrite import split_regions
+from cotrain_compile.placement.split import split_regions
 from cotrain_compile.plan import Placement
 from cotrain_compile.regions import part_name
 

@@ -23,7 +23,7 @@ from cotrain_compile.placement.order.by_layer import in_packs
 from cotrain_compile.placement.pieces import in_pieces, pieces_under
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.recompute.rewrite import recomputed
-from cotrain_compile.placement.split.rewrite import split_regions
+from cotrain_compile.placement.split import split_regions
 from cotrain_compile.plan import Placement, Plan
 from cotrain_compile.regions import Region
 

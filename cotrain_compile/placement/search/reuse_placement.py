@@ -11,7 +11,7 @@ from cotrain_compile.placement.order.micro_batches import OrderIsKept
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.recompute.rewrite import recomputable
 from cotrain_compile.placement.schedule.schedule import schedule
-from cotrain_compile.placement.split.rewrite import split_regions
+from cotrain_compile.placement.split import split_regions
 from cotrain_compile.plan import Placement, Plan
 
 

@@ -11,7 +11,7 @@ from cotrain_compile.analysis.liveness import liveness
 from cotrain_compile.dataflow import PERSISTENT_ROLES, Dataflow, Phase
 from cotrain_compile.machine import HostUpdate, Link, Machine, Processor, TierSpec
 from cotrain_compile.placement.placed import as_placed
-from cotrain_compile.placement.split.rewrite import split_regions
+from cotrain_compile.placement.split import split_regions
 from cotrain_compile.plan import HostRegion, Lane, Plan, Timeline
 from cotrain_compile.support.units import format_bytes, format_rate, format_seconds
 

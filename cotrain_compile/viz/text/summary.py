@@ -12,7 +12,7 @@ from cotrain_compile.placement.order.micro_batches import find_micro_batches
 from cotrain_compile.placement.placed import place_dataflow
 from cotrain_compile.placement.recompute.rewrite import again_name, recomputed_ops
 from cotrain_compile.placement.simulate.reserved import Reserved, reserved
-from cotrain_compile.placement.split.rewrite import split_regions
+from cotrain_compile.placement.split import split_regions
 from cotrain_compile.plan import HostRegion, Lane, Plan, SolveReport, Transfer, UpdateMode
 from cotrain_compile.presets import published_range_s
 from cotrain_compile.support.units import format_bytes, format_seconds

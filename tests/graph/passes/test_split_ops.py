@@ -23,7 +23,7 @@ from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.policies import resident
 from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.schedule.schedule import schedule
-from cotrain_compile.placement.split.rewrite import split_regions
+from cotrain_compile.placement.split import split_regions
 from cotrain_compile.plan import Plan
 from cotrain_compile.presets import find
 from cotrain_compile.regions import Region

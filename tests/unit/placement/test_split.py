@@ -16,7 +16,7 @@ from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.policies import resident
 from cotrain_compile.placement.problem import formulate
 from cotrain_compile.placement.schedule.schedule import schedule
-from cotrain_compile.placement.split.rewrite import split_regions
+from cotrain_compile.placement.split import split_regions
 from cotrain_compile.presets import find
 from cotrain_compile.regions import Collected, Region, RegionOp, Window, part_rows
 from tests.support.dataflows import chain

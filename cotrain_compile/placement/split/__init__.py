@@ -1,1 +1,0 @@
-"""Split: the step with some of its regions in parts, as data."""
