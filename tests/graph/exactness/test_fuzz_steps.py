@@ -103,7 +103,11 @@ def test_programs_of_later_campaigns_are_in_every_way() -> None:
 
 
 WAYS = {
-    IN_PARTS: Spec(1, ModelSpec(("residual",), width=64), loop=LoopSpec((8, 8), micro_batches=2)),
+    IN_PARTS: Spec(
+        1,
+        ModelSpec(("residual", "prelu"), 16, "float32", classes=96),
+        loop=LoopSpec((8, 8), micro_batches=2),
+    ),
     ALIKE: Spec(1, ModelSpec(("checkpointed dropout",) * 6), loop=LoopSpec((4, 4))),
     ON_DISK: Spec(1, ModelSpec(("residual",) * 2, 64, "float32"), loop=LoopSpec((4, 4))),
 }

@@ -262,16 +262,18 @@ AGAIN = "again"
 class Net(nn.Module):
     """Layers one after the other between an embedding or a linear layer and a head."""
 
-    def __init__(self, kinds: tuple[str, ...], width: int, *, reads_tokens: bool, tied: bool):
+    def __init__(
+        self, kinds: tuple[str, ...], width: int, classes: int, *, reads_tokens: bool, tied: bool
+    ) -> None:
         super().__init__()
         self.first: nn.Module = (
-            nn.Embedding(CLASSES, width) if reads_tokens else nn.Linear(6, width)
+            nn.Embedding(classes, width) if reads_tokens else nn.Linear(6, width)
         )
         self.kinds = kinds
         known = {**LAYERS, **LAYOUTS, **RUNS}
         made = [nn.Identity() if kind == AGAIN else known[kind](width) for kind in kinds]
         self.layers = nn.ModuleList(made)
-        self.head = nn.Linear(width, CLASSES)
+        self.head = nn.Linear(width, classes)
         if tied:
             self.head.weight = self.first.weight
 
@@ -280,6 +282,3 @@ class Net(nn.Module):
         for kind, layer in zip(self.kinds, self.layers, strict=True):
             x = self.layers[0](x) if kind == AGAIN else layer(x)
         return self.head(x)  # type: ignore[no-any-return]
-
-
-CLASSES = 10

@@ -15,14 +15,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tests.support.fuzz.fuzz_edits import Edits
-from tests.support.fuzz.fuzz_layers import CLASSES, Net
+from tests.support.fuzz.fuzz_layers import Net
 from tests.support.fuzz.fuzz_specs import OptimizerSpec, Spec
 from tests.support.steps import Step
 
 
 def make_model(spec: Spec, dtype: torch.dtype) -> nn.Module:
     model = spec.model
-    net = Net(model.layers, model.width, reads_tokens=model.reads_tokens, tied=model.tied)
+    flags = {"reads_tokens": model.reads_tokens, "tied": model.tied}
+    net = Net(model.layers, model.width, model.classes, **flags)
     for param in net.parameters():
         if param.dtype is torch.float32:
             param.data = param.data.to(dtype)
@@ -35,9 +36,9 @@ def make_model(spec: Spec, dtype: torch.dtype) -> nn.Module:
 
 def make_batches(spec: Spec, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
     def batch(rows: int) -> tuple[Tensor, Tensor]:
-        y = torch.randint(0, CLASSES, (rows,))
+        y = torch.randint(0, spec.model.classes, (rows,))
         if spec.model.reads_tokens:
-            return torch.randint(0, CLASSES, (rows,)), y
+            return torch.randint(0, spec.model.classes, (rows,)), y
         return torch.randn(rows, 6, dtype=dtype), y
 
     return [batch(rows) for rows in spec.loop.rows]

@@ -29,6 +29,7 @@ class ModelSpec:
     dtype: str = "float64"
     reads_tokens: bool = False
     tied: bool = False
+    classes: int = 10
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,14 @@ def _in_parts(spec: Spec, rng: random.Random) -> Spec:
         spec,
         way=IN_PARTS,
         parts={kind: rng.choice(numbers) for kind, numbers in PARTS.items()},
-        model=replace(spec.model, layers=_begun(layers)),
+        # A loss is a region where its logits are wide, and not of float64.
+        model=replace(
+            spec.model,
+            layers=_begun(layers),
+            width=rng.choice([8, 16]),
+            dtype=rng.choice(["float32", "float32", "float64"]),
+            classes=96,
+        ),
         loop=replace(spec.loop, rows=(8,) * 3, rates=(), micro_batches=rng.choice([1, 2, 2])),
         options=options,
     )
