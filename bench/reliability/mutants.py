@@ -62,7 +62,12 @@ TESTS = {
         ("placement/check/recomputed.py",), (f"{UNIT}/test_check_recomputed.py",)
     ),
     "check of orders": Modules(("placement/check/check.py",), (f"{UNIT}/test_orders.py",)),
-    "passes": Modules(("passes/*.py",), (f"{GRAPH}/passes",), ("torch", "torch._dynamo")),
+    "passes": Modules(
+        ("passes/*.py",),
+        (f"{GRAPH}/passes",),
+        ("torch", "torch._dynamo"),
+        then=(f"{GRAPH}/distribute/test_gather_again.py",),
+    ),
     "fused loops": Modules(
         ("runtime/host/fused_loops.py",),
         (
