@@ -134,7 +134,7 @@ def _traced(name: str) -> Dataflow:
 
 
 def seconds_of(dataflow: Dataflow) -> Mapping[str, float]:
-    return roofline(dataflow, presets.find("h100")).device_s
+    return roofline(dataflow, presets.find("a100-80")).device_s
 
 
 def levels_of(dataflow: Dataflow) -> Levels:
