@@ -176,7 +176,9 @@ def _tier(bench: Bench, device: torch.device, capacity_bytes: int, sizes: Sizes)
         flops_per_s=flops_per_s,
         launch_s=launches_s / _CALLS_PER_LAUNCH_SAMPLE,
     )
-    return tier if on_host else replace(tier, factors=factors_of(bench, tier, device, sizes))
+    if on_host:  # factors by kind, measured, predict a processor's steps no better
+        return tier
+    return replace(tier, factors=factors_of(bench, tier, device, sizes))
 
 
 def _host_update_rates(environment: Environment, sizes: Sizes, parameters: int) -> dict[int, float]:
