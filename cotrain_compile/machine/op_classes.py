@@ -1,6 +1,6 @@
 """Op classes: the kinds of work that a processor does at different parts of its rates. No torch.
 
-What an op is, its `Op.kind` says; `extract.op_kinds` finds it. A step that was made by hand may
+What an op is, its `Op.kind` says; `extract.op_costs` finds it. A step that was made by hand may
 leave it out: its class then follows from its target and its flops.
 """
 

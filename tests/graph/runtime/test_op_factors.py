@@ -12,8 +12,7 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from cotrain_compile.extract.op_costs import cost_of
-from cotrain_compile.extract.op_kinds import kind_of_op
+from cotrain_compile.extract.op_costs import cost_of, kind_of_op
 from cotrain_compile.machine import Link, TierSpec
 from cotrain_compile.machine.op_classes import FUSED, ONE_BY_ONE, RELAYOUT, OpKind
 from cotrain_compile.presets.factors import CONSTANTS
