@@ -159,7 +159,7 @@ def cell(
     steps["nothing"] = step_s(planned(problem, without))
     for name, choose in RULES.items():
         chosen = choose(problem.dataflow, recomputable(problem.dataflow))
-        rewritten = problem.recomputing(sorted(chosen.recomputed)).as_its_own_step()
+        rewritten = problem.recomputing(sorted(chosen)).as_its_own_step()
         steps[name] = step_s(planned(rewritten, without))
     for name, dataflow in users.items():
         own = formulate(dataflow, problem.machine, problem.budgets)
