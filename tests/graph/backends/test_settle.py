@@ -76,7 +76,7 @@ def six_layers() -> StepGraph:
     """A GPT of six layers, with momentum."""
 
     def build() -> tuple[Any, tuple[Tensor, ...]]:
-        model = CharacterGPT(Shape(characters=16, context=8, width=32, layers=6, heads=2))
+        model = CharacterGPT(Shape(characters=16, context=8, width=256, layers=6, heads=2))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
         def step(tokens: Tensor, following: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ slabs, the graph.
 from __future__ import annotations
 
 import random
+import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
@@ -26,6 +27,7 @@ from cotrain_compile.passes import run_passes
 from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.placed import place_plan
 from cotrain_compile.placement.policies import streamed, zero_offload
+from cotrain_compile.placement.schedule import bundles
 from cotrain_compile.placement.schedule.list_scheduler import Tactics
 from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.placement.schedule.settle import settled
@@ -119,8 +121,14 @@ def all_streamed(dataflow: Dataflow) -> Placement:
 
 
 @pytest.mark.parametrize("name", ["clipped", "unclipped"])
-def test_updates_of_a_layer_at_one_place_are_sound_at_every_budget_and_exact(name: str) -> None:
-    """Weight and bias wait for their states once; where that does not fit, it is refused."""
+def test_updates_of_a_layer_at_one_place_are_sound_at_every_budget_and_exact(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weight and bias wait for their states once; where that does not fit, it is refused.
+
+    All of them are small here, and would come up together in a bundle.
+    """
+    monkeypatch.setattr(bundles, "FEWEST", sys.maxsize)
     problem = captured(name).problem()
     placement = all_streamed(problem.dataflow)
     alone = schedule(problem, placement)
