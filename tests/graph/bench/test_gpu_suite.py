@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 
 from bench.gpu import suite as gpu_suite
 from bench.gpu.model import SIZES
-from cotrain_compile.placement.problem import Problem
-from cotrain_compile.placement.search.solve import SolveSettings, solve
-from cotrain_compile.plan import Plan
+from bench.gpu.placer import Placer
+from cotrain_compile.backends.lifecycle.rehearsal import Rehearsed
 
 
 @pytest.fixture
@@ -36,20 +36,22 @@ def run(output: Path, *more: str) -> dict[str, list[dict[str, object]]]:
 def test_a_row_that_fails_has_its_error_and_the_others_run(
     output: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail_on_coarse(problem: Problem, settings: SolveSettings) -> Plan:
-        if settings.policy == "coarse":
+    place = Placer.compiled
+
+    def fail_on_coarse(self: Placer, **options: Any) -> Rehearsed:
+        if options["policy"] == "coarse":
             raise RuntimeError("no such luck")
-        return solve(problem, settings)
+        return place(self, **options)
 
     with (
-        mock.patch.object(gpu_suite, "solve", fail_on_coarse),
+        mock.patch.object(Placer, "compiled", fail_on_coarse),
         mock.patch.object(gpu_suite, "_correctness"),
         mock.patch.object(gpu_suite, "HAS_PULP", new=False),
     ):
         rows = {row["name"]: row for row in run(output)["performance"]}
     assert rows["coarse"]["error"] == "RuntimeError: no such luck"
     placed = [row for name, row in rows.items() if name not in ("coarse", "capture")]
-    assert len(placed) == 5
+    assert len(placed) == 4
     for row in placed:
         assert row["measured_s"] > 0  # type: ignore[operator]
         assert row["measured_peak_bytes"] == row["predicted_peak_bytes"]
@@ -57,7 +59,7 @@ def test_a_row_that_fails_has_its_error_and_the_others_run(
     printed = capsys.readouterr().out
     assert "rows of auto are left out" in printed
     assert "ERROR RuntimeError: no such luck" in printed
-    assert "1 of 7 rows have errors" in printed
+    assert "1 of 6 rows have errors" in printed
 
 
 def test_without_time_the_rows_say_so_and_the_file_is_whole(output: Path) -> None:
