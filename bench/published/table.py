@@ -10,6 +10,7 @@ from bench.results_page.tables import markdown
 
 PICTURE = Path("docs/images/published-steps.png")
 _HELD = "a family left out"
+_COLOURS = 10  # that matplotlib has in turn; the next ten families have another shape
 
 
 def table(result: Mapping[str, Any]) -> str:
@@ -95,18 +96,18 @@ def _kernels(row: Mapping[str, Any]) -> Sequence[str]:
 
 
 def draw(result: Mapping[str, Any], path: Path = PICTURE) -> None:
-    """Predicted over published milliseconds, a colour for each family; within 20 % is shaded."""
+    """Predicted over published milliseconds, a mark for each family; within 20 % is shaded."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 5), dpi=110)
     axes = figure.add_subplot()
     families = list(dict.fromkeys(row["family"] for row in result["rows"]))
-    for family in families:
+    for number, family in enumerate(families):
         rows = [row for row in result["rows"] if row["family"] == family]
         axes.plot(
             [row["published_ms"] for row in rows],
             [row["published_ms"] * row["predicted over published"][_HELD] for row in rows],
-            "o",
+            "os^"[number // _COLOURS],
             label=family,
         )
     ends = [15.0, 3000.0]
