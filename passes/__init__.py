@@ -1,7 +1,7 @@
 """Passes: StepGraph and Plan in, StepGraph out. A pass decides nothing; every choice is the plan's.
 
-`PASSES` is the whole list, in order. `run_passes` verifies after each, and that random ops are in
-their order, and tells one observer.
+`PASSES` is the whole list, in order. `run_passes` verifies what they make, and that random ops are
+in their order, and tells one observer.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from cotrain_compile.passes.use_fetched_copies import use_fetched_copies
 from cotrain_compile.placement.recompute.rewrite import again_name
 from cotrain_compile.plan import Plan
 from cotrain_compile.support.collector import collector_off
+from cotrain_compile.support.raised_by_handler import raised_by_handler
 
 Pass = Callable[[StepGraph, Plan], StepGraph]
 Observer = Callable[[str, StepGraph, StepGraph], None]
@@ -46,21 +47,45 @@ PASSES: tuple[Pass, ...] = (
 def run_passes(step: StepGraph, plan: Plan, observer: Observer | None = None) -> StepGraph:
     """Apply `PASSES` to a copy of `step`.
 
-    `observer(name, before, after)` is called after each pass; printing and diffing hang there. For
-    it every pass rewrites a copy of its own; otherwise one copy does for all.
+    The result is verified, and that random ops and collectives are in their order. Where that, or a
+    pass, fails, the passes run again and each is verified, so that the error is of the first that
+    is at fault. `observer(name, before, after)` is called after each pass; printing and diffing
+    hang there. For it every pass rewrites a copy of its own, and each is verified.
     """
-    step = step.copy()
+    if observer is None:
+        try:
+            return _rewritten(step.copy(), plan)
+        except Exception as error:
+            if raised_by_handler(error) is not None:
+                raise
     ordered = _ordered_ops(step)
+    step = step.copy()
     for rewrite in PASSES:
-        before, step = step, step.copy() if observer is not None else step
+        before, step = step, step.copy()
         step = rewrite(step, plan).verify()
-        again = _gathered_again(step, ordered) if rewrite is recompute_values else frozenset()
-        found = _ordered_ops(step)
-        _check_order(ordered, [name for name in found if name not in again], rewrite.__name__)
-        ordered = found
+        ordered = _in_order(step, ordered, rewrite)
         if observer is not None:
             observer(rewrite.__name__, before, step)
     return step
+
+
+def _rewritten(step: StepGraph, plan: Plan) -> StepGraph:
+    """`step`, changed in place by all passes and verified once."""
+    ordered = _ordered_ops(step)
+    for rewrite in PASSES:
+        step = rewrite(step, plan)
+        if rewrite is recompute_values:  # the one pass behind which there may be more of them
+            ordered = _in_order(step, ordered, rewrite)
+    _in_order(step.verify(), ordered, PASSES[-1])
+    return step
+
+
+def _in_order(step: StepGraph, ordered: list[str], rewrite: Pass) -> list[str]:
+    """The random ops and collectives behind `rewrite`, if those there were are where they were."""
+    again = _gathered_again(step, ordered) if rewrite is recompute_values else frozenset()
+    found = _ordered_ops(step)
+    _check_order(ordered, [name for name in found if name not in again], rewrite.__name__)
+    return found
 
 
 def _ordered_ops(step: StepGraph) -> list[str]:
