@@ -19,6 +19,7 @@ from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import OptionError, PlacementError
 from cotrain_compile.machine import Machine, Tier
 from cotrain_compile.options import Options
+from cotrain_compile.placement.problem import Problem
 from cotrain_compile.plan import Plan
 
 
@@ -36,9 +37,10 @@ class Asked:
 
 @dataclass(frozen=True)
 class Answered:
-    """What came of it, and what the plan trains on a second where that is asked for."""
+    """What came of it for `problem`, and what it trains on a second where that is asked for."""
 
     asked: Asked
+    problem: Problem
     answer: Plan | PlacementError
     rate: Throughput | None = None
 
@@ -85,16 +87,16 @@ def answers(
 
     With `tokens`, so many in a step, also how many a second.
     """
-    found = {one.path: answer for one, answer in _found(dataflow, machine, asked, say)}
+    found = {one.path: (own, answer) for one, own, answer in _found(dataflow, machine, asked, say)}
     return [
-        Answered(one, found[one.path], _rate(found[one.path], dataflow, machine, tokens))
+        Answered(one, *found[one.path], _rate(found[one.path][1], dataflow, machine, tokens))
         for one in asked
     ]
 
 
 def _found(
     dataflow: Dataflow, machine: Machine, asked: Sequence[Asked], say: SayStage
-) -> Iterator[tuple[Asked, Plan | PlacementError]]:
+) -> Iterator[tuple[Asked, Problem, Plan | PlacementError]]:
     """From tight to roomy: what fits less memory is worth looking at with more."""
     from cotrain_compile.entry.choose_plan import solve_settings
     from cotrain_compile.placement.check.check import check
@@ -119,12 +121,12 @@ def _found(
         try:
             plan = solve(own, settings, progress=doing, incumbents=tuple(tighter), space=space)
         except PlacementError as error:
-            yield one, error
+            yield one, own, error
             continue
         check(own, plan)
         files.save(plan, one.path)
         tighter.append(plan)
-        yield one, plan
+        yield one, own, plan
 
 
 def _rate(

@@ -78,6 +78,10 @@ def show(
             help="A measured timeline.json to show beside it. Repeat it for several ranks."
         ),
     ] = None,
+    sweep: Annotated[
+        Path | None,
+        typer.Option(help="A sweep.json of the step, so that --html says what memory buys."),
+    ] = None,
     profiled: Annotated[
         Path | None,
         typer.Option(help="A trace of that step by torch.profiler, to add to --perfetto."),
@@ -90,7 +94,7 @@ def show(
     """Say in words what a file holds; draw it, or write a report."""
     refuse_outputs(
         {"--timeline": timeline, "--html": html, "--perfetto": perfetto},
-        (*with_those_beside(file), *(measured or ()), profiled, step, machine, profile),
+        (*with_those_beside(file), *(measured or ()), sweep, profiled, step, machine, profile),
     )
     keep_stdout_for(as_json, timeline, html, perfetto)
     value: object = _READERS[_kind_of(file)](file)
@@ -109,7 +113,7 @@ def show(
     if html is not None:
         plan = _plan_for(value, file, "--html")
         problem = read_problem(plan, file, step, machine, profile)
-        _write_report(html, problem, plan, measured or ())
+        _write_report(html, problem, plan, measured or (), sweep)
         console.print(f"wrote {html}")
 
 
@@ -182,10 +186,16 @@ def _plan_for(value: object, file: Path, option: str) -> Plan:
     return value
 
 
-def _write_report(path: Path, problem: Problem, plan: Plan, measured: Sequence[Path]) -> None:
+def _write_report(
+    path: Path, problem: Problem, plan: Plan, measured: Sequence[Path], sweep: Path | None
+) -> None:
+    from cotrain_compile.placement.explain.sweep import Sweep
     from cotrain_compile.viz.report.page import write_report
 
-    write_report(path, problem, plan, load_measured(measured))
+    found = files.load(sweep, Sweep) if sweep else None
+    if found is not None and found.fingerprint != plan.fingerprint:
+        raise OptionError(f"--sweep {sweep} is of another step than the plan")
+    write_report(path, problem, plan, load_measured(measured), found.points if found else ())
 
 
 def explain(

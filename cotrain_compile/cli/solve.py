@@ -168,6 +168,7 @@ def _print(found: Sequence[Answered], dataflow: Dataflow, *, with_rules: bool) -
     answers = [one.answer for one in found]
     plans = [answer for answer in answers if isinstance(answer, Plan)]
     if len(answers) == len(plans) == 1:
+        console.print("\n".join(_first(found[0], dataflow)))
         console.print(as_flags(summary(plans[0], dataflow, ranked=not with_rules)))
     table = Table(box=None, pad_edge=False)
     table.add_column("a step in")
@@ -184,6 +185,15 @@ def _print(found: Sequence[Answered], dataflow: Dataflow, *, with_rules: bool) -
         console.print(table, soft_wrap=False)
     for why in dict.fromkeys(rate.why_no_mfu for rate in rates if rate and rate.why_no_mfu):
         console.print(why)
+
+
+def _first(one: Answered, dataflow: Dataflow) -> Iterator[str]:
+    """Whether it fits, how fast it is, why, and what would help."""
+    from cotrain_compile.viz.text.verdict import verdict, verdict_lines
+
+    assert isinstance(one.answer, Plan)
+    yield from verdict_lines(verdict(one.problem, one.answer))
+    yield ""
 
 
 def _percent(mfu: float | None) -> str:

@@ -21,7 +21,7 @@ from cotrain_compile.placement.placed import as_placed, place_dataflow
 from cotrain_compile.placement.residency import IntervalSum
 from cotrain_compile.plan import HostRegion, Lane, Plan, Task, Timeline, Transfer
 from cotrain_compile.viz.kinds import MEMORY_KINDS, kinds_of, lane_titles, spans_with_kinds
-from cotrain_compile.viz.names import REST, layers, names
+from cotrain_compile.viz.names import REST, layers, names, plan_words
 
 _OF_ROLE: Mapping[Role, str] = {
     Role.PARAM: "parameters",
@@ -187,10 +187,13 @@ def specify(
 
 
 def heading(plan: Plan | None, dataflow: Dataflow | None) -> str:
-    """`LlamaForCausalLM, batch 4 × 2048, on rtx4090, policy ilp, 2026-11-24`: what is known."""
+    """`LlamaForCausalLM, batch 4 × 2048, on rtx4090, plan: integer program, 2026-11-24`.
+
+    What is not known is left out.
+    """
     parts = [job_words(dataflow.job)] if dataflow else []
     if plan is not None:
-        parts += [f"on {plan.on_machine}", f"policy {plan.placement.policy}"]
+        parts += [f"on {plan.on_machine}", f"plan: {plan_words(plan.placement.policy)}"]
     return ", ".join(filter(None, (*parts, date.today().isoformat())))
 
 

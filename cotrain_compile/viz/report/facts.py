@@ -6,10 +6,9 @@ Every number is read off the plan and its timelines, or off a simulation of the 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.explain.explain import limits_words
 from cotrain_compile.placement.explain.sensitivity import limits
@@ -32,15 +31,6 @@ from cotrain_compile.viz.text.summary import (
 )
 
 LARGEST = 14
-_REGIMES: Mapping[str, str] = {
-    Lane.DEVICE: "Device compute sets the pace",
-    Lane.HOST: "Updates on the host set the pace",
-    Lane.D2H: "The link down to the host sets the pace",
-    Lane.H2D: "The link up to the device sets the pace",
-    Lane.DISK_READ: "Reading from disk sets the pace",
-    Lane.DISK_WRITE: "Writing to disk sets the pace",
-    Lane.NETWORK: "Exchanges with other ranks set the pace",
-}
 
 
 @dataclass(frozen=True)
@@ -69,33 +59,6 @@ class Peak:
     where: str
     by_kind: tuple[tuple[str, int], ...]
     largest: tuple[Held, ...]
-
-
-def fits(plan: Plan, dataflow: Dataflow, measured: Sequence[Timeline] = ()) -> tuple[str, str]:
-    """Whether the step fits, and in what: in its budgets as planned, as measured, as reserved."""
-    above = [
-        tier.value
-        for tier in plan.tiers
-        if any(t.peak_bytes.get(tier, 0) > plan.budgets[tier] for t in measured)
-    ]
-    if above:
-        return "Does not fit", f"{' and '.join(above)} memory was measured above its budget"
-    found = reserved_on_card(plan, dataflow)
-    if found is not None and found.reserved_bytes > plan.budgets[Tier.DEVICE]:
-        told = format_bytes(found.reserved_bytes)
-        return "Fits in tensors", f"but torch's allocator reserves {told} for them on a card"
-    memories = " and ".join(tier.value for tier in plan.tiers)
-    return "Fits", f"{memories} memory within budget{', as measured' if measured else ''}"
-
-
-def regime(problem: Problem, plan: Plan) -> str:
-    """Which regime the plan is in, in one sentence."""
-    if not plan.tasks:
-        return "Everything fits on the device: nothing moves."
-    found = limits(problem, plan)
-    full = [tier.value for tier in found.full]
-    memory = f", with {' and '.join(full)} memory full" if full else ""
-    return f"{_REGIMES[found.first]}{memory}."
 
 
 def sentences(problem: Problem, plan: Plan, measured: Sequence[Timeline] = ()) -> Iterator[str]:

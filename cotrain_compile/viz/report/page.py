@@ -14,29 +14,42 @@ from markupsafe import Markup
 
 from cotrain_compile.files import write_whole
 from cotrain_compile.machine import MEMORIES
+from cotrain_compile.placement.explain.sweep import Point
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.plan import Plan, Timeline
 from cotrain_compile.support.units import format_bytes, format_seconds
 from cotrain_compile.viz.kinds import COLOURS, MEMORY_KINDS, css_property, palettes_css
+from cotrain_compile.viz.names import plan_words
 from cotrain_compile.viz.report import facts
 from cotrain_compile.viz.report.charts import lanes_chart, memory_chart, time_axis
 from cotrain_compile.viz.report.parameters import groups, parameter_rows
 from cotrain_compile.viz.specification import Specification, specify
+from cotrain_compile.viz.text.verdict import verdict
 
 
 def write_report(
-    path: Path, problem: Problem, plan: Plan, measured: Sequence[Timeline] = ()
+    path: Path,
+    problem: Problem,
+    plan: Plan,
+    measured: Sequence[Timeline] = (),
+    points: Sequence[Point] = (),
 ) -> None:
     """Write the report of `plan`, made for `problem`, beside what a step `measured`, to `path`.
 
-    On several ranks it measured a timeline on each; the longest stands for the step.
+    On several ranks it measured a timeline on each; the longest stands for the step. `points` are
+    those of a sweep over the same step, which say what more memory buys.
 
     Raises OSError when `path` cannot be written.
     """
-    write_whole(path, report_html(problem, plan, measured))
+    write_whole(path, report_html(problem, plan, measured, points))
 
 
-def report_html(problem: Problem, plan: Plan, measured: Sequence[Timeline] = ()) -> str:
+def report_html(
+    problem: Problem,
+    plan: Plan,
+    measured: Sequence[Timeline] = (),
+    points: Sequence[Point] = (),
+) -> str:
     """The page as text."""
     environment = Environment(
         loader=PackageLoader("cotrain_compile.viz.report", "."),
@@ -50,6 +63,8 @@ def report_html(problem: Problem, plan: Plan, measured: Sequence[Timeline] = ())
         "seconds": format_seconds,
         "property": css_property,
         "breakable": _breakable,
+        "plan_words": plan_words,
+        "upper_first": lambda text: text[:1].upper() + text[1:],
     }
     drawn = specify([plan.predicted, *measured], plan, problem.dataflow)
     script, charts = _charts(drawn)
@@ -58,9 +73,7 @@ def report_html(problem: Problem, plan: Plan, measured: Sequence[Timeline] = ())
         plan=plan,
         heading=drawn.heading,
         measured=measured,
-        measured_s=max((timeline.makespan_s for timeline in measured), default=0.0),
-        fits=facts.fits(plan, problem.dataflow, measured),
-        regime=facts.regime(problem, plan),
+        first=verdict(problem, plan, measured, points),
         bound=facts.bound(problem, plan, measured),
         sentences=list(facts.sentences(problem, plan, measured)),
         paces=facts.paces(plan),

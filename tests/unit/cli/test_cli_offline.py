@@ -130,6 +130,8 @@ def test_one_budget_gives_one_plan_and_what_the_simple_rules_would_take(step: Pa
     assert plan.budgets[Tier.DEVICE] == 100 * 1024
     assert plan.fingerprint == STEP.fingerprint
     assert said.count("below which no plan is\n") == 1
+    heads = [line[:11].strip() for line in said.splitlines() if line[:1].isalpha()]
+    assert heads[:4] == ["fits?", "how fast?", "why?", "what helps?"]
     assert said.count("candidates") == 0
     rows = {line.split()[0]: line for line in said.splitlines() if line.strip()}
     assert "does not fit" in rows["resident"]

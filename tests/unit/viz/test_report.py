@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import FormatError, OptionError
 from cotrain_compile.machine import MEMORIES, Tier
 from cotrain_compile.placement.explain.sensitivity import slacks
+from cotrain_compile.placement.explain.sweep import Point, Sweep
 from cotrain_compile.placement.placed import place_plan
 from cotrain_compile.placement.problem import formulate
 from cotrain_compile.placement.search.solve import solve
@@ -33,6 +35,7 @@ from cotrain_compile.viz.report.page import report_html
 from cotrain_compile.viz.report.parameters import parameter_rows
 from cotrain_compile.viz.specification import bars_of, memory_kinds, planned_curve
 from cotrain_compile.viz.text.summary import summary
+from cotrain_compile.viz.text.verdict import verdict
 from tests.support.dataflows import chain, mixed_precision_step
 
 KIB = 1024
@@ -79,23 +82,21 @@ def test_the_page_loads_nothing(page: str) -> None:
     assert "<script src" not in page
 
 
-def test_the_tiles_are_the_plans(page: str) -> None:
-    assert PLAN.tasks
+def test_the_first_screen_answers_four_questions_with_numbers_of_the_plan(page: str) -> None:
+    header = unescape(page[page.index("<header>") : page.index("</header>")])
+    questions = re.findall(r"<h2>(.*?)</h2>", header)
+    assert questions == ["Does it fit?", "How fast?", "Why?", "What would help?"]
+    first = verdict(PROBLEM, PLAN, [MEASURED])
     assert PLAN.report is not None
-    tiles = {
-        words: number for number, words in re.findall(r"<b>([^<]*)</b><span>([^<]*)</span>", page)
-    }
-    moved = PLAN.bytes_moved("offload") + PLAN.bytes_moved("prefetch")
-    bound = f"certified bound; this plan is {100 * PLAN.report.gap:.1f}% above it"
-    assert tiles == {
-        "device and host memory within budget, as measured": "Fits",
-        "a step, predicted": format_seconds(PLAN.predicted.makespan_s),
-        "a step, measured": format_seconds(3 * PLAN.predicted.makespan_s),
-        bound: format_seconds(PLAN.report.lower_bound_s),
-        "device peak of 1.5 MiB": format_bytes(PLAN.predicted.peak_bytes[Tier.DEVICE]),
-        "host peak of 1.0 GiB": format_bytes(PLAN.predicted.peak_bytes[Tier.HOST]),
-        "over the link, both ways, each step": format_bytes(moved),
-    }
+    least = f"no plan in this memory takes less than {format_seconds(PLAN.report.lower_bound_s)}"
+    assert least in first.rates
+    device, host = first.memories
+    assert device.used_bytes == PLAN.predicted.peak_bytes[Tier.DEVICE]
+    assert (host.name, host.budget_bytes) == ("host", 1 << 30)
+    said = (first.headline, first.fits, first.remark, device.words, host.words, *first.rates)
+    for told in (*said, *(one.change[1:] for one in first.helps)):
+        assert told in header
+    assert PLAN.placement.policy not in header.replace("ZeRO-Offload", "")
 
 
 def test_the_table_has_every_parameter_with_numbers_of_its_own(page: str) -> None:
@@ -152,10 +153,9 @@ def test_candidates_are_those_of_the_solver_and_rules_that_do_not_fit() -> None:
 def test_where_everything_fits_the_page_says_so() -> None:
     roomy = replace(PROBLEM, budgets={Tier.DEVICE: 1 << 30, Tier.HOST: 1 << 30})
     plan = solve(roomy)
-    assert facts.regime(roomy, plan) == "Everything fits on the device: nothing moves."
     assert facts.paces(plan) == ()
     assert {row.why for row in parameter_rows(roomy, plan)} == {"everything fits"}
-    assert "Everything fits on the device" in report_html(roomy, plan)
+    assert "Everything is on the device, nothing moves" in report_html(roomy, plan)
 
 
 def test_bars_are_the_spans_from_the_start_of_the_step() -> None:
@@ -209,12 +209,26 @@ def test_show_writes_the_report(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["show", plan, "--html", out, "--measured", timeline])
     assert result.exception is None, result.exception
     written = Path(out).read_text(encoding="utf-8")
-    assert f"<b>{format_seconds(MEASURED.makespan_s)}</b><span>a step, measured</span>" in written
+    assert f"{format_seconds(MEASURED.makespan_s)} a step</p>" in written
     assert Cells(written).rows == Cells(report_html(PROBLEM, PLAN)).rows
 
 
 def of_rank(rank: int, began_at: float) -> Timeline:
     return replace(MEASURED, rank=rank, began_at=began_at)
+
+
+def test_show_says_what_a_sweep_of_the_same_step_has_found(tmp_path: Path) -> None:
+    files.save(STEP, tmp_path / "step.json")
+    files.save(PLAN, tmp_path / "plan.json")
+    point = Point(PLAN.machine, 2 << 20, PLAN.budgets[Tier.HOST], {}, step_s=1e-4)
+    plan, out, found = (str(tmp_path / n) for n in ("plan.json", "report.html", "sweep.json"))
+    arguments = ["show", plan, "--html", out, "--sweep", found]
+    files.save(Sweep(PLAN.fingerprint, (point,)), Path(found))
+    result = CliRunner().invoke(app, arguments)
+    assert result.exception is None, result.exception
+    assert "548.0 KiB more device memory (2.0 MiB)" in Path(out).read_text(encoding="utf-8")
+    files.save(Sweep("another", (point,)), Path(found))
+    assert isinstance(CliRunner().invoke(app, arguments).exception, OptionError)
 
 
 def test_ranks_are_on_one_page_from_the_beginning_of_the_first(tmp_path: Path) -> None:
@@ -230,7 +244,7 @@ def test_ranks_are_on_one_page_from_the_beginning_of_the_first(tmp_path: Path) -
     written = Path(out).read_text(encoding="utf-8")
     headings = re.findall(r"<h3>(measured[^<]*)</h3>", written)
     assert headings == ["measured on rank 0", "measured on rank 1"]
-    assert "a step, measured on the slowest of 2 ranks" in written
+    assert "measured on the slowest of 2 ranks" in written
     events = json.loads(Path(trace).read_text())["traceEvents"]
     names = {e["pid"]: e["args"]["name"] for e in events if e.get("name") == "process_name"}
     assert list(names.values())[1:] == ["measured step on rank 0", "measured step on rank 1"]
@@ -334,13 +348,3 @@ def test_all_is_legible_in_light_and_dark(page: str) -> None:
     for line in ("predicted", "measured", "budget"):
         of_chart = getattr(charts, line.upper())
         assert tuple(ink.lower() for ink in of_chart) == (light[line], dark[line])
-
-
-def test_the_page_says_first_whether_the_step_fits(page: str) -> None:
-    assert page.index("device and host memory within budget, as measured") < page.index("a step, ")
-    assert facts.fits(PLAN, STEP) == ("Fits", "device and host memory within budget")
-    above = replace(MEASURED, peak_bytes={**MEASURED.peak_bytes, Tier.DEVICE: 2000 * KIB})
-    assert facts.fits(PLAN, STEP, [above]) == (
-        "Does not fit",
-        "device memory was measured above its budget",
-    )
