@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from cotrain_compile.cluster.model.description import Cluster
+from cotrain_compile.cluster.model.layout import Layout
 from cotrain_compile.cluster.model.profiles import LayerProfile
 from cotrain_compile.cluster.model.stage_plan import StagePlan
 from cotrain_compile.plan import Timeline
@@ -97,7 +98,8 @@ class RankedStrategy:
     nobody knows; `fits` is None then too. `traffic` has the bytes of a step over each kind of link,
     all devices together. `busiest` is the lane that has most to do, for `busiest_s`. `setting` says
     what was chosen, `loses` why another one is better, `run` how to run it; `stages` is what
-    `cotrain_compile.pipeline` runs, `widths` by name of module what `cotrain_compile.burst` does.
+    `cotrain_compile.pipeline` runs, `widths` by name of module what `cotrain_compile.burst` does,
+    `layout` the mesh of what runs on one, with `stages` where it has a pipeline.
     `capacities_bytes` is by device as `peak_bytes`; `host_bytes` rest on all hosts together;
     `timeline` is of all devices, those that do the same at the same time on one lane.
     """
@@ -118,6 +120,7 @@ class RankedStrategy:
     loses: str = ""
     run: str = ""
     stages: StagePlan | None = None
+    layout: Layout | None = None
     widths: Mapping[str, int] = field(default_factory=dict)
     capacities_bytes: tuple[int, ...] = ()
     host_bytes: int = 0
