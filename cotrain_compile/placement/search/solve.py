@@ -169,8 +169,11 @@ class _Search(Attempts):
             follow_users(self, self.levels)
         else:
             self.try_greedy(self.step)
-        self._improve_fastest()
         self.until = self.work
+        if self.is_slower_than(FAR * self._certified_s()):
+            share_updates(self)  # the rest is for the plan that programs find
+        else:
+            self._improve_fastest()
         return self.is_slower_than((1.0 + self.settings.gap) * self._certified_s())
 
     def _ask_programs(self) -> None:
