@@ -28,14 +28,16 @@ _NONE = "–"
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """The whole section: what is gained in a few lines, the largest models, a table a machine."""
+    """The section: what is gained in a few lines, the largest models, a table of one machine."""
     rows: Sequence[Row] = result["rows"]
     parts = [_summary(rows, result["host_budget"])]
     if result["largest"]:
         parts.append(_largest(result["largest"]))
-    for machine in dict.fromkeys(row["machine"] for row in rows):
-        own = [row for row in rows if row["machine"] == machine]
-        parts.append(f"**{machine}**\n\n{_steps(own)}")
+    first, *others = dict.fromkeys(row["machine"] for row in rows)
+    own = [row for row in rows if row["machine"] == first]
+    parts.append(f"**{first}**\n\n{_steps(own)}")
+    if others:
+        parts.append(f"The same for {', '.join(others)} is in the JSON.")
     return "\n\n".join(parts) + "\n"
 
 

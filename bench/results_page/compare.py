@@ -138,9 +138,9 @@ def page() -> str:
 def _origin(path: Path, document: Mapping[str, Any]) -> str:
     """Where the figures come from: command, machine, versions, date."""
     hardware, versions = document["hardware"], document["versions"]
-    # A file that was added to has rows of earlier runs.
-    runs = [*document["result"].get("others", ()), document]
-    told = ", ".join(f"`{run['command'].removeprefix('-m ')}`, {run['date']}" for run in runs)
+    earlier = len(document["result"].get("others", ()))  # of runs that have rows in the file, too
+    told = f"`{document['command'].removeprefix('-m ')}`, {document['date']}"
+    told += f" (and {earlier} earlier)" if earlier else ""
     return (
         f"<sub>[{path.name}](../bench/results/{path.name}): {told}, "
         f"{hardware['processor']}, {hardware['cores']} cores, torch {versions['torch']}</sub>\n"

@@ -61,11 +61,6 @@ def _near_the_bound(r: Result) -> Sequence[str]:
     return str(near), str(r["summary"]["no_rule_fits"])
 
 
-def _stock(r: Result) -> Sequence[str]:
-    (record,) = r.values()
-    return f"{record['peak_ratio']:.3f}", f"{_processor_ratio(record):.3f}"
-
-
 def processor_ratios(r: Result) -> Sequence[str]:
     """Processor time beside stock `torch.compile`'s, from the lowest."""
     return [f"{ratio:.2f}" for ratio in sorted(map(_processor_ratio, r.values()))]
@@ -92,13 +87,6 @@ def _resident_apart(r: Result) -> Sequence[str]:
         if x["plan"] == "resident":
             seconds.setdefault(x["model"], []).append(x["measured_s"]["median"])
     return (percent(max(max(each) / min(each) - 1 for each in seconds.values())),)
-
-
-def _overlap_gains(r: Result) -> Sequence[str]:
-    """Of the rules, which update on the host, and of the measured step."""
-    gains = [x["gain"] for x in r["simulated"]["records"] if x["policy"] != "auto"]
-    measured = r["emulated"]["gain"], r["emulated"]["predicted_gain"]
-    return percent(min(gains), 0), percent(max(gains), 0), *map(percent, measured)
 
 
 def _cells(r: Result) -> Sequence[str]:
@@ -187,13 +175,6 @@ FIGURES = (
     ),
     Figure(
         SEGMENTS,
-        "GPT-2 124M: peak {} times stock's, processor time {};",
-        "against_torch_compile_gpt2_kept",
-        _stock,
-    ),
-    Figure(SEGMENTS, "6-layer Llama: {} and {}.", "against_torch_compile_llama_kept", _stock),
-    Figure(
-        SEGMENTS,
         "the step takes {} to {} times stock's time",
         "against_torch_compile_*[!t]",
         processor_ratios,
@@ -204,25 +185,5 @@ FIGURES = (
         "{} s and has drawn all of it after {} s",
         "report_page",
         _page,
-    ),
-    Figure(
-        "docs/decisions/0017-pieces-and-bundles.md",
-        "takes {} s in pieces and {} s whole",
-        "pieces",
-        lambda r: [f"{r['pieces'][name]:.2f}" for name in ("in_pieces_s", "whole_s")],
-    ),
-    Figure(
-        "docs/decisions/0017-pieces-and-bundles.md",
-        "takes {} µs of the processor as a task of its own, {} as one of four that a task makes "
-        "and {} as one of sixteen",
-        "pieces",
-        lambda r: [f"{us:.0f}" for us in r["cpu_us_a_tiny_copy"].values()],
-    ),
-    Figure(
-        "docs/decisions/0010-overlap-steps.md",
-        "{} to {} % of a Llama 1B step with every update on the host, simulated, and {} % of a "
-        "clipped MLP on the emulated device, measured, where {} % were predicted",
-        "overlap",
-        _overlap_gains,
     ),
 )

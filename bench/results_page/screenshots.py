@@ -1,10 +1,9 @@
-"""The pictures of a plan in the documentation: its report in a browser, and its graph.
+"""The pictures of a plan in the documentation: its report in a browser, and its layers.
 
-Each plan is in a folder as the demo or the option `dump` leaves it: its report is opened in
-Chromium, by day, by night and on a phone, and its graph is laid out by Graphviz; both are needed.
-PNGs with few colours go to docs/images.
+The plan is in a folder as the option `dump` leaves it: its report is opened in Chromium, by day, by
+night and on a phone. PNGs with few colours go to docs/images.
 
-    python -m bench.results_page.screenshots --demo demo-output --llama-7b dump
+    python -m bench.results_page.screenshots dump
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from __future__ import annotations
 import argparse
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +19,9 @@ from PIL import Image
 
 from cotrain_compile import files
 from cotrain_compile.dataflow import Dataflow
-from cotrain_compile.plan import Plan
-from cotrain_compile.viz.graph.drawing import as_svg
-from cotrain_compile.viz.graph.picture import picture
+from cotrain_compile.placement.saved import load_plan
+from cotrain_compile.viz.graph.drawn_rows import write_rows
+from cotrain_compile.viz.graph.rows import rows
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -35,8 +33,8 @@ COLOURS = 256  # more than such a page has, but for the edges of its letters
 class Shot:
     """A picture of a page: pixels, and whether the reader prefers dark pages."""
 
-    width: int = 1400
-    height: int = 1250
+    width: int = 1280
+    height: int = 640
     dark: bool = False
 
 
@@ -67,35 +65,17 @@ def keep_few_colours(image: Path) -> None:
     few.save(image, optimize=True)
 
 
-def photograph_graph(folder: Path, image: Path) -> None:
-    """The graph of the plan in `folder`, as the command `graph` draws it."""
-    step, plan = files.load(folder / "step.json", Dataflow), files.load(folder / "plan.json", Plan)
-    with tempfile.TemporaryDirectory() as own:
-        drawn = Path(own) / "graph.svg"
-        drawn.write_text(as_svg(picture(step, plan)), encoding="utf-8")
-        width, height = _size(drawn.read_text(encoding="utf-8"))
-        photograph(drawn, Shot(width, height), image)
-
-
-def _size(svg: str) -> tuple[int, int]:
-    """Of a drawing of Graphviz', which is in points: 4/3 pixels each, and a margin."""
-    points = (float(svg.split(f'{side}="', 1)[1].split("pt", 1)[0]) for side in ("width", "height"))
-    width, height = (round(side * 4 / 3) + 20 for side in points)
-    return width, height
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Take all pictures of the plans that are named."""
+    """Take all pictures of the plan in a folder, with its step and its report."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--demo", type=Path, required=True)
-    parser.add_argument("--llama-7b", type=Path, required=True)
-    chosen = parser.parse_args(arguments)
-    photograph(chosen.llama_7b / "report.html", Shot(), IMAGES / "report-llama-7b.png")
-    report = chosen.demo / "report.html"
-    photograph(report, Shot(), IMAGES / "report-demo.png")
-    photograph(report, Shot(dark=True), IMAGES / "report-demo-dark.png")
-    photograph(report, Shot(width=420, height=1400), IMAGES / "report-demo-narrow.png")
-    photograph_graph(chosen.demo / "step", IMAGES / "graph-demo.png")
+    parser.add_argument("folder", type=Path)
+    folder = parser.parse_args(arguments).folder
+    report = folder / "report.html"
+    photograph(report, Shot(), IMAGES / "report-llama-7b.png")
+    photograph(report, Shot(dark=True), IMAGES / "report-llama-7b-dark.png")
+    photograph(report, Shot(width=400, height=1500), IMAGES / "report-llama-7b-narrow.png")
+    step, plan = files.load(folder / "step.json", Dataflow), load_plan(folder / "plan.json")
+    write_rows(rows(step, plan), IMAGES / "layers-llama-7b.svg")
 
 
 if __name__ == "__main__":

@@ -9,8 +9,10 @@ that knows arithmetic and nothing else, because sympy's own parser runs its inpu
 from __future__ import annotations
 
 import ast
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from fractions import Fraction
 from functools import reduce
 from itertools import pairwise
 from operator import add, mul, neg, pos, sub
@@ -32,6 +34,12 @@ def _floor_divide(dividend: Any, divisor: Any) -> Any:
     return dividend // divisor
 
 
+def _divide(dividend: Any, divisor: Any) -> Any:
+    if divisor == 0:
+        raise ValueError("division by zero")
+    return dividend / divisor
+
+
 def _modulo(dividend: Any, divisor: Any) -> Any:
     if divisor == 0:
         raise ValueError("division by zero")
@@ -51,11 +59,15 @@ _NUMBER_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "Max": lambda *numbers: max(numbers),
     "Min": lambda *numbers: min(numbers),
     "Mod": _modulo,
+    "IntTrueDiv": lambda dividend, divisor: _divide(Fraction(dividend), divisor),
+    "CeilToInt": math.ceil,
 }
 _SYMBOL_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "Max": sympy.Max,
     "Min": sympy.Min,
     "Mod": _modulo,
+    "IntTrueDiv": lambda dividend, divisor: _divide(sympy.sympify(dividend), divisor),
+    "CeilToInt": sympy.ceiling,
 }
 
 

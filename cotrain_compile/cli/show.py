@@ -40,7 +40,10 @@ from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.saved import load_measured, load_plan, load_timeline
 from cotrain_compile.plan import Plan, Timeline
 from cotrain_compile.viz.graph.drawing import as_text, write_picture
+from cotrain_compile.viz.graph.drawn_rows import rows_text, write_rows
 from cotrain_compile.viz.graph.picture import MOST_BOXES, picture
+from cotrain_compile.viz.graph.picture import Level as BoxLevel
+from cotrain_compile.viz.graph.rows import Row, rows
 from cotrain_compile.viz.text.describe import describe_machine, describe_step, describe_timeline
 from cotrain_compile.viz.text.diff import describe_diff
 from cotrain_compile.viz.text.summary import summary
@@ -243,9 +246,17 @@ def diff(
 class Level(StrEnum):
     """How far a step is folded."""
 
+    KIND = "kind"
     MODEL = "model"
     LAYER = "layer"
     OP = "op"
+
+
+_BOXED: Mapping[Level, BoxLevel] = {
+    Level.MODEL: "model",
+    Level.LAYER: "layer",
+    Level.OP: "op",
+}
 
 
 def graph(
@@ -254,26 +265,40 @@ def graph(
         Path | None, typer.Option(help="Draw the step as this plan.json places it.")
     ] = None,
     level: Annotated[
-        Level, typer.Option(help="Whether a box is a phase of the model, a layer or an op.")
-    ] = Level.LAYER,
+        Level | None,
+        typer.Option(
+            help="kind: a row for each kind of layers, with what the plan does to it as marks. "
+            "Else boxes and arrows: a box is a phase of the model, a layer or an op. "
+            "Default: kind; layer with --layer, --boxes or a .dot."
+        ),
+    ] = None,
     layer: Annotated[
         str, typer.Option(help="Open this layer, as model.layers.3; at level op, show all its ops.")
     ] = "",
     boxes: Annotated[
-        int, typer.Option(min=1, help="Fold layers until there are at most so many boxes.")
-    ] = MOST_BOXES,
+        int | None,
+        typer.Option(
+            min=1, help=f"Fold layers until there are at most so many boxes; default: {MOST_BOXES}."
+        ),
+    ] = None,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="The .txt, .dot or .svg to write; default: print it."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Draw a step: ops folded by layer, with offloads, prefetches and waits of a plan."""
+    """Draw a step: its kinds of layers, and what a plan offloads, recomputes, splits, updates."""
     keep_stdout_for(as_json, output)
     refuse_outputs({"--output": output}, (file, plan))
     placed = load_plan(plan) if plan else None
     dataflow = read_step(placed, plan, file) if placed and plan else files.load(file, Dataflow)
-    drawn = picture(dataflow, placed, level=level.value, layer=layer, most_boxes=boxes)
+    is_dot = output is not None and output.suffix == ".dot"
+    level = level or (Level.LAYER if layer or boxes or is_dot else Level.KIND)
+    if level is Level.KIND:
+        _draw_rows(rows(dataflow, placed), output, as_json=as_json)
+        return
+    most = boxes or MOST_BOXES
+    drawn = picture(dataflow, placed, level=_BOXED[level], layer=layer, most_boxes=most)
     if as_json:
         print_json(drawn)
     elif output is None:
@@ -281,3 +306,13 @@ def graph(
     if output is not None:
         write_picture(drawn, output)
         console.print(f"wrote {output}: {len(drawn.boxes)} boxes, {len(drawn.arrows)} arrows")
+
+
+def _draw_rows(drawn: Sequence[Row], output: Path | None, *, as_json: bool) -> None:
+    if as_json:
+        print_json(drawn)
+    elif output is None:
+        console.print(rows_text(drawn))
+    if output is not None:
+        write_rows(drawn, output)
+        console.print(f"wrote {output}: {len(drawn)} kinds of layers")

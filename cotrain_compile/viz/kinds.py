@@ -115,11 +115,11 @@ def kinds_of(plan: Plan, phases: Mapping[str, Phase] | None = None) -> dict[str,
     if plan.placement.recomputed:
         kinds |= {again_name(name): "made again" for name in phases or {}}
     kinds |= {cast.name: "cast on the host" for cast in plan.host_regions if cast.makes}
-    copied = _copied(plan)
+    copied = copied_kinds(plan)
     return kinds | {task.name: copied[task.buffer] for task in plan.transfers}
 
 
-def _copied(plan: Plan) -> dict[str, str]:
+def copied_kinds(plan: Plan) -> dict[str, str]:
     """What each buffer is that `plan` copies, a key of `COLOURS`."""
     params = set(plan.placement.updates)
     offloads = [task for task in plan.transfers if task.direction == "offload"]

@@ -187,7 +187,7 @@ def plan_words(policy: str) -> str:
     for each in others:
         kind, _, how = each.partition(":")
         match kind:
-            case "recompute" if how.isdigit():
+            case "recompute" if how.replace(".", "").isdigit():
                 told.append(f"recomputing, level {how}")
             case "recompute":
                 told.append(_MADE_AGAIN.get(how, f"recomputing ({how})"))

@@ -96,7 +96,7 @@ def note(points: Sequence[Point]) -> str:
         return ""
     return (
         f"The solver stopped at its limit for {early} of {len(points)} points, hollow in the "
-        "picture: a longer --time-limit may find faster plans there."
+        "picture: a larger --work-limit may find faster plans there."
     )
 
 

@@ -18,6 +18,8 @@ from cotrain_compile.placement.explain.sweep import Point
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.plan import Plan, Timeline
 from cotrain_compile.support.units import format_bytes, format_seconds
+from cotrain_compile.viz.graph.drawn_rows import rows_svg
+from cotrain_compile.viz.graph.rows import rows
 from cotrain_compile.viz.kinds import COLOURS, MEMORY_KINDS, css_property, palettes_css
 from cotrain_compile.viz.names import plan_words
 from cotrain_compile.viz.report import facts
@@ -81,6 +83,7 @@ def report_html(
         peak=facts.peak(problem, plan),
         groups=groups(parameter_rows(problem, plan)),
         charts=charts,
+        layers=Markup(rows_svg(rows(problem.dataflow, plan))),
         kinds=[kind for kind in COLOURS if any(kind in panel.kinds for panel in drawn.panels)],
         memory_kinds=_memory_kinds(drawn),
         palettes=palettes_css(),

@@ -37,6 +37,7 @@ from cotrain_compile.plan import Plan, Transfer
 from cotrain_compile.support.phases import is_listened, tell_phase, told_to
 from cotrain_compile.support.units import format_bytes, format_seconds, printable
 from cotrain_compile.viz.kinds import lane_titles
+from cotrain_compile.viz.names import plan_words
 from cotrain_compile.viz.text.log import LOG, above_bars, on_a_terminal, say
 from cotrain_compile.viz.text.summary import order_words, recompute_words, search_words
 from cotrain_compile.viz.text.terminal import PlainConsole
@@ -108,7 +109,7 @@ def summary_rows(plan: Plan, dataflow: Dataflow, *, bars: bool) -> Iterator[tupl
     `bars` draws how full the tiers are.
     """
     step_s = plan.predicted.makespan_s
-    yield "cotrain", f"{plan.placement.policy} on {plan.on_machine}"
+    yield "cotrain", f"{plan_words(plan.placement.policy)} on {plan.on_machine}"
     for note in plan.notes:
         yield "", note
     yield "a step", f"{format_seconds(step_s)} {plan.foreseen}"

@@ -27,6 +27,7 @@ SIZES: dict[str, Callable[[int, int], int]] = {
     "Max(100, s0*s1)": lambda s0, s1: max(100, s0 * s1),
     "16*Min(s0, s1) - s1 % 5 + 5": lambda s0, s1: 16 * min(s0, s1) - s1 % 5 + 5,
     "s1 + Mod(s0, 4)": lambda s0, s1: s1 + s0 % 4,
+    "s1*CeilToInt(IntTrueDiv(s0, 32))": lambda s0, s1: s1 * -(-s0 // 32),
     "100 + (s0 - 9)//2": lambda s0, s1: 100 + (s0 - 9) // 2,
 }
 
@@ -169,6 +170,7 @@ def test_symbols_must_be_the_ones_of_the_step() -> None:
         "Max(key=s0)",
         "Max()",
         "Mod(s0)",
+        "CeilToInt(IntTrueDiv(s0, 0))",
         "True",
         "s0 //0",
         "s0 % (1 - 1)",

@@ -25,8 +25,8 @@ def programs(page: Path) -> Iterator[ast.Module]:
 
 
 def commands(page: Path) -> Iterator[list[str]]:
-    """The words of each call of the command line in a block without a language."""
-    for block in blocks(page, ""):
+    """The words of each call of the command line in a block without a language, or of Bash."""
+    for block in (*blocks(page, ""), *blocks(page, "bash")):
         for line in block.splitlines():
             words = shlex.split(line, comments=True) if "cotrain-compile " in line else []
             if "cotrain-compile" in words:
