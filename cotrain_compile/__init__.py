@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from cotrain_compile import errors
     from cotrain_compile.distribute.burst import burst
+    from cotrain_compile.distribute.clip import clip_grad_norm
     from cotrain_compile.distribute.cpu_helpers import cpu_helpers
     from cotrain_compile.distribute.shard import shard
     from cotrain_compile.entry.compiled import (
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Options",
     "burst",
+    "clip_grad_norm",
     "compile",
     "cpu_helpers",
     "errors",
@@ -55,6 +57,7 @@ __version__ = "0.2.0"
 _HOMES = {
     "Options": "options",
     "burst": "distribute.burst",
+    "clip_grad_norm": "distribute.clip",
     "compile": "entry.typed_compile",
     "cpu_helpers": "distribute.cpu_helpers",
     "inspect": "entry.compiled",

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils import clip_grad
 
 from cotrain_compile import files
@@ -31,6 +32,7 @@ from cotrain_compile.cluster.model.stage_plan import StagePlan
 from cotrain_compile.cluster.model.strategy import Answer
 from cotrain_compile.errors import DistributeError, OptionError
 from cotrain_compile.pipelining.cut import cut, keep, try_out
+from cotrain_compile.pipelining.grid import Grid
 from cotrain_compile.pipelining.memory import StageMemory, stage_memory
 from cotrain_compile.pipelining.together import Together, compared
 from cotrain_compile.pipelining.torch_stages import (
@@ -59,6 +61,7 @@ class Pipeline:
         gradients: Gradients,
         memory: StageMemory,
         ranks: Together,
+        grid: Grid,
     ) -> None:
         self.plan = plan
         self.stages = stages
@@ -66,14 +69,26 @@ class Pipeline:
         self.memory = memory
         self._gradients = gradients
         self._ranks = ranks
+        self._grid = grid
+
+    @property
+    def replica(self) -> int:
+        """Which of the `replicas` this rank's stages belong to."""
+        return self._grid.replica
+
+    @property
+    def replicas(self) -> int:
+        """How many pipelines there are, each with samples of its own."""
+        return self._grid.replicas
 
     def step(
         self, *batch: torch.Tensor, target: torch.Tensor, losses: list[torch.Tensor] | None = None
     ) -> None:
-        """Forward and backward of all micro-batches; every rank gives the whole batch.
+        """Forward and backward of all micro-batches; every rank gives the batch of its replica.
 
-        Gradients are in `.grad` then. `losses` gets the loss of each micro-batch, the same on all
-        ranks, so that they decide alike.
+        Gradients are in `.grad` then, means over all samples of all replicas. `losses` gets the
+        loss of each micro-batch, those of all replicas, the same on all ranks, so that they decide
+        alike.
 
         Where a rank fails no rank has gradients, and each raises: `RanksApart` where ranks have
         other batches or one tells of its error, `ExchangeFailed` where one dies or hangs,
@@ -95,12 +110,12 @@ class Pipeline:
         Between `step` and the update, by every rank. `torch.nn.utils.clip_grad_norm_` of the
         parameters of a rank is refused.
         """
-        params = [param for stage in self.stages for param in stage.turns.part.module.parameters()]
-        params = [param for param in dict.fromkeys(params) if param.grad is not None]
-        gradients = [param.grad for param in params if param.grad is not None]
-        norm = total_norm(gradients, norm_type, self._ranks.numbers_of_all)
-        nn.utils.clip_grads_with_norm_(params, max_norm, norm)
+        norm = total_norm(self._gradients.all(), norm_type, self._norms_of_stages)
+        nn.utils.clip_grads_with_norm_(self._gradients.params(), max_norm, norm)
         return norm
+
+    def _norms_of_stages(self, own: float) -> list[float]:
+        return self._grid.of_one_replica(self._ranks.numbers_of_all(own))
 
     def compiled_update(self, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
         """What updates the parameters of this rank, and sets gradients to zero."""
@@ -124,15 +139,29 @@ class Pipeline:
         self.memory.begin(training=name == "step")
         try:
             with self._ranks.exchanges(), without_dumps():
+                self._grid.send_first(self._buffers())
                 run(*batch, target=target, return_outputs=False, **kept)
             self.memory.leave()
             failed = next(filter(None, (stage.failed for stage in self.stages)), None)
             of_all = self._ranks.all_done(failed, [float(loss) for loss in found])
+            if name == "step":
+                with self._ranks.exchanges():
+                    self._grid.add_up(self._gradients.all())
         except BaseException:
             self._gradients.detach()
             raise
         if losses is not None:
-            losses += found or list(torch.tensor(of_all))
+            is_all = found and self.replicas == 1
+            losses += found if is_all else list(torch.tensor(of_all))
+
+    def begin_alike(self) -> None:
+        """Give all replicas the parameters and buffers of the first one."""
+        with self._ranks.exchanges():
+            self._grid.send_first([*self._gradients.params(), *self._buffers()])
+
+    def _buffers(self) -> list[torch.Tensor]:
+        modules = (stage.turns.part.module for stage in self.stages)
+        return list(dict.fromkeys(buffer for module in modules for buffer in module.buffers()))
 
     def _refuse_other_size(self, shapes: Sequence[tuple[int, ...]]) -> None:
         for shape in shapes:
@@ -153,6 +182,7 @@ def pipeline(
     *,
     strategy: str | None = None,
     options: Mapping[str, Any] | None = None,
+    mesh: DeviceMesh | None = None,
 ) -> Pipeline:
     """Cut `model` into stages over all ranks, in place, and return what trains it.
 
@@ -176,11 +206,14 @@ def pipeline(
             "torch.distributed.init_process_group() before"
         )
     ranks = Together()
+    grid = ranks.make(lambda: Grid(mesh))
     read = ranks.make(lambda: plan if isinstance(plan, StagePlan) else read_plan(plan, strategy))
     samples = (*batch, target)
     same = compared(model, read, loss_fn, samples)
     ranks.make(lambda: _refuse_other_batch(samples, read), same)
-    return ranks.make(lambda: _made(model, read, loss_fn, samples, options or {}, ranks))
+    made = ranks.make(lambda: _made(model, read, loss_fn, samples, options or {}, ranks, grid))
+    made.begin_alike()
+    return made
 
 
 def read_plan(path: str | os.PathLike[str], strategy: str | None = None) -> StagePlan:
@@ -210,8 +243,9 @@ def _made(
     batch: Sequence[torch.Tensor],
     options: Mapping[str, Any],
     together: Together,
+    grid: Grid,
 ) -> Pipeline:
-    ranks, rank = dist.get_world_size(), dist.get_rank()
+    ranks, rank = grid.ranks, grid.rank
     schedule_class(plan.schedule, plan.stages, ranks)
     *micro_batch, target = (tensor[: plan.micro_batch].clone() for tensor in batch)
     found = visits(model, plan.split_points, micro_batch)
@@ -229,7 +263,7 @@ def _made(
         turns = Turns(
             part,
             loss_fn,
-            1.0 / plan.micro_batches,
+            1.0 / (plan.micro_batches * grid.replicas),
             memory.of_forward(part),
             memory.of_backward(part),
             memory.bring(part),
@@ -237,13 +271,15 @@ def _made(
         turns.rehearse(micro_batch, target)
         memory.require_whole(part, turns.functions)
         result = torch.empty((), device="meta")
-        stages.append(TurnStage(turns, number, plan.stages, device, micro_batch, result))
+        stages.append(
+            TurnStage(turns, number, plan.stages, device, micro_batch, result, grid.group)
+        )
     memory.set_up_is_done()
     gradients.detach()
     if ranks > 1:
         refuse_norms_of_parts(model.parameters())
     schedule = make_schedule(plan.schedule, stages, ranks, plan.micro_batches)
-    return Pipeline(plan, stages, schedule, gradients, memory, together)
+    return Pipeline(plan, stages, schedule, gradients, memory, together, grid)
 
 
 def _refuse_other_batch(batch: Sequence[torch.Tensor], plan: StagePlan) -> None:
