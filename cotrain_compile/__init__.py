@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from cotrain_compile.entry.typed_compile import compile
     from cotrain_compile.options import Options
     from cotrain_compile.pipelining.pipeline import pipeline
+    from cotrain_compile.scaling.scale import scale
 
 __all__ = [
     "Options",
@@ -46,6 +47,7 @@ __all__ = [
     "reload",
     "report",
     "scalars",
+    "scale",
     "shard",
     "synchronize",
     "trace",
@@ -66,6 +68,7 @@ _HOMES = {
     "reload": "entry.compiled",
     "report": "entry.compiled",
     "scalars": "entry.compiled",
+    "scale": "scaling.scale",
     "shard": "distribute.shard",
     "synchronize": "entry.compiled",
     "trace": "entry.tracing",

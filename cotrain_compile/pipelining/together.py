@@ -1,4 +1,4 @@
-"""Together: the ranks of a pipeline train the same, and each step is one of all of them or of none.
+"""Together: ranks train the same, and each step is one of all of them or of none.
 
 They compare what they are set up with, meet before a step is sent anywhere and again when all have
 done it, so that a rank that fails in between lets none of them update.
@@ -45,14 +45,14 @@ class Together:
             value = made()
         except Exception as problem:
             error = problem
-        told = "sets up a pipeline"
+        told = "sets up its part of the training"
         self._meeting.meet(told, lambda: told, LONGEST)  # others may still plan and compile
         found = self._meeting.gather((tuple(same), None if error is None else str(error)))
         if error is not None:
             raise error
         failed = [f"rank {rank}: {why}" for rank, (_, why) in enumerate(found) if why is not None]
         if failed:
-            raise DistributeError("another rank cannot run its stages: " + "; ".join(failed))
+            raise DistributeError("another rank cannot set up its part: " + "; ".join(failed))
         for place, (name, own) in enumerate(same):
             apart = [str(rank) for rank, (other, _) in enumerate(found) if other[place][1] != own]
             if apart:
@@ -103,7 +103,7 @@ class Together:
 
 
 def compared(
-    model: nn.Module, plan: StagePlan, loss_fn: Any, batch: Sequence[torch.Tensor]
+    model: nn.Module, plan: StagePlan | None, loss_fn: Any, batch: Sequence[torch.Tensor]
 ) -> list[tuple[str, str]]:
     """What ranks that train the same have alike, by its name."""
     parameters = [f"{name} {tuple(p.shape)} {p.dtype}" for name, p in model.named_parameters()]
@@ -112,7 +112,7 @@ def compared(
     versions = (cotrain_compile.__version__, torch.__version__, platform.python_version())
     return [
         ("version of cotrain-compile, torch or Python", " ".join(versions)),
-        ("plan", files.to_json(plan)),
+        ("plan", "" if plan is None else files.to_json(plan)),
         ("model", _short(parameters)),
         ("batch", str([(tuple(tensor.shape), str(tensor.dtype)) for tensor in batch])),
         ("code of the model or of the loss", _short([*codes, _code(loss_fn)])),
