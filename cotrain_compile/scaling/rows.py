@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from cotrain_compile import files
 from cotrain_compile.cluster.model.layout import DIMENSIONS, Layout
@@ -24,7 +25,7 @@ _ELSEWHERE = {
     "byteps": "cotrain_compile.cpu_helpers(model, helpers)",
     "harmony-dp": 'DistributedDataParallel, with micro_batch_order="by-layer" in the options',
 }
-_DATA_PARALLEL = {"replicate": "replicate", "shard": "shard"}
+_DATA_PARALLEL = ("replicate", "shard")
 # What stages are not combined with yet.
 _NOT_IN_STAGES = ("shard", "experts", "tensor")
 
@@ -82,7 +83,8 @@ def _layout_of(sizes: Mapping[str, int]) -> Layout:
         raise OptionError(
             f"a mesh has no dimension {unknown[0]!r}; known are {', '.join(DIMENSIONS)}"
         )
-    return Layout(**sizes)
+    by_name: dict[str, Any] = dict(sizes)
+    return Layout(**by_name)
 
 
 def _row_of(answer: Answer, where: str, strategy: str | None) -> Row:
@@ -101,7 +103,7 @@ def _row_of_strategy(found: RankedStrategy) -> Row:
     if found.stages is not None:
         return Row(Layout(pipeline=found.devices), found.stages)
     if found.name in _DATA_PARALLEL:
-        return Row(Layout(**{_DATA_PARALLEL[found.name]: found.devices}))
+        return Row(_layout_of({found.name: found.devices}))
     how = _ELSEWHERE.get(found.name, "docs/which_way.md says what")
     raise DistributeError(f"{found.name} is not on a mesh of ranks; what runs it: {how}")
 
