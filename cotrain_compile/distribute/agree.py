@@ -147,7 +147,7 @@ class Together:
         numbers = numbers_of(step)
         ranks = frozenset(self._ranks)
         own = _Compiled(
-            signature_of_step(step),
+            self._signature,
             told_of_step(step),
             step.fingerprint,
             numbers.of_updates,
@@ -342,7 +342,7 @@ def ranks_of(step: StepGraph, code: CodeType | None = None) -> Together:
         return ALONE
     where = f"{code.co_name} ({code.co_filename}:{code.co_firstlineno})" if code else "a step"
     told = f"{where} with {told_of_step(step)}"
-    together = Together(meeting_of(ranks), signature_of_step(step), told, ranks)
+    together = Together(meeting_of(ranks), signature_of_step(step, code), told, ranks)
     if code is not None:
         _of_steps[code] = together
     return together

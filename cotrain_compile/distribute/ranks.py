@@ -60,6 +60,15 @@ def note_exchanges_outside(code: CodeType) -> None:
     _exchange_outside.add(code)
 
 
+# Functions whose ranks are meant to get batches of other sizes, and weigh their losses by them.
+_unequal_batches: set[CodeType] = set()
+
+
+def note_unequal_batches(code: CodeType) -> None:
+    """Ranks that run a function of this `code` may have batches of different sizes."""
+    _unequal_batches.add(code)
+
+
 def warn_where_ranks_train_apart(step: StepGraph, code: CodeType | None = None) -> None:
     """Warn where there are several ranks, and each would train a model of its own.
 
@@ -78,16 +87,18 @@ def warn_where_ranks_train_apart(step: StepGraph, code: CodeType | None = None) 
         )
 
 
-def signature_of_step(step: StepGraph) -> str:
+def signature_of_step(step: StepGraph, code: CodeType | None = None) -> str:
     """Equal for steps that issue the same collectives, on batches of the same shape.
 
     What a rank does between them may differ, as with parts of unequal size, which each pads or
-    slices in its own way.
+    slices in its own way; so may its batch, where that is noted for `code`, the user's function.
     """
     lines = [f"{item.name} {item.role}" for item in step.inputs]
     groups = group_numbers(step.nodes)
     lines += [_exchanged(node, groups) for node in step.nodes if is_collective(node)]
-    return hashlib.sha256("\n".join([*lines, told_of_step(step)]).encode()).hexdigest()
+    if code not in _unequal_batches:
+        lines.append(told_of_step(step))
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def _exchanged(collective: fx.Node, groups: Mapping[str, int]) -> str:

@@ -116,13 +116,13 @@ def _refuse_not_executed(row: Row) -> None:
             "take a row without, such as shard, or write the exchange into the model and scale "
             "the other dimensions"
         )
-    if layout.samples:
-        raise DistributeError(
-            f"the plan gives ranks unequal shares of the samples {layout.samples}, and steps whose "
-            "batches differ between ranks are refused; take a row with equal ones"
-        )
     if layout.pipeline == 1:
         return
+    if layout.samples:
+        raise DistributeError(
+            f"replicas of a pipeline run as many samples each, and the plan has {layout.samples}; "
+            "take a row with equal ones, or one without a pipeline"
+        )
     beside = [name for name in _NOT_IN_STAGES if layout.sizes[name] > 1]
     if beside:
         raise DistributeError(

@@ -19,6 +19,7 @@ from cotrain_compile import files
 from cotrain_compile.cluster.model.layout import Layout
 from cotrain_compile.cluster.model.stage_plan import StagePlan
 from cotrain_compile.distribute.clip import clip_grad_norm
+from cotrain_compile.distribute.ranks import note_unequal_batches
 from cotrain_compile.errors import DistributeError
 from cotrain_compile.pipelining.pipeline import Pipeline, pipeline
 from cotrain_compile.pipelining.together import Together, compared
@@ -78,7 +79,7 @@ class Scaled:
         """
         if self.pipe is not None:
             return _step_in_stages(self.pipe, optimizer, max_norm)
-        step = _step(self.model, self._loss_fn, optimizer, self.layout.micro_batches, max_norm)
+        step = _step(self.model, self._loss_fn, optimizer, self.layout, max_norm)
         made: Step = torch.compile(step, backend="cotrain", options=dict(self._options))
         return made
 
@@ -119,7 +120,8 @@ def scale(
     ranks = Together()
     row = ranks.make(lambda: read_row(plan, dist.get_world_size(), strategy, stages))
     splits = ranks.make(lambda: _splits(model, row, tensor_plan))
-    same = compared(model, row.stages, loss_fn, (*batch, target))
+    compared_batch = () if row.layout.samples else (*batch, target)
+    same = compared(model, row.stages, loss_fn, compared_batch)
     ranks.make(lambda: None, [("layout", files.to_json(row.layout)), *same, _told(splits)])
     mesh = mesh_of(row.layout, next(model.parameters()).device)
     begin_alike(model)
@@ -147,23 +149,33 @@ def _step(
     model: nn.Module,
     loss_fn: LossFunction,
     optimizer: torch.optim.Optimizer,
-    micro_batches: int,
+    layout: Layout,
     max_norm: float | None,
 ) -> Step:
+    """Gradients are means over replicas: one with more samples than others weighs as much more."""
+    samples = layout.samples[layout.replica(dist.get_rank())] if layout.samples else 0
+    weight = samples * layout.replicas / layout.step_samples if samples else 1.0
+
     def step(*batch: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if samples and len(target) != samples:
+            raise DistributeError(
+                f"this replica has {samples} of the samples of a step, and the batch {len(target)}"
+            )
         optimizer.zero_grad()
         total = torch.zeros((), device=target.device)
         for *part, wanted in zip(
-            *(tensor.chunk(micro_batches) for tensor in (*batch, target)), strict=True
+            *(tensor.chunk(layout.micro_batches) for tensor in (*batch, target)), strict=True
         ):
-            loss = loss_fn(model(*part), wanted) / micro_batches
-            loss.backward()
+            loss = loss_fn(model(*part), wanted) * (len(wanted) / len(target))
+            (loss * weight if samples else loss).backward()
             total = total + loss.detach()
         if max_norm is not None:
             clip_grad_norm(model.parameters(), max_norm)
         optimizer.step()
         return total
 
+    if samples:
+        note_unequal_batches(step.__code__)
     return step
 
 

@@ -158,17 +158,24 @@ def optimizer_of(case: Case, params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=1e-2, betas=(0.5, 0.75))
 
 
-def samples_of(step: int, replica: int = 0, replicas: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+def samples_of(
+    step: int, layout: Layout | None = None, replica: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The samples of a replica, or all of them."""
     generator = torch.Generator().manual_seed(step)
     ids = torch.randint(0, WORDS, (SAMPLES, TOKENS), generator=generator)
-    return ids.chunk(replicas)[replica], ids.roll(-1, 1).chunk(replicas)[replica]
+    if layout is None:
+        return ids, ids.roll(-1, 1)
+    shares = layout.samples or [SAMPLES // layout.replicas] * layout.replicas
+    own = ids.split(list(shares))[replica]
+    return own, own.roll(-1, 1)
 
 
 def trained(rank: int, case: Case) -> Trained:
     """A training of this rank's part, which begins with the model of rank 0."""
     layout = case.layout
     model = model_of(case, seed=rank)
-    ids, target = samples_of(0, layout.replica(rank), layout.replicas)
+    ids, target = samples_of(0, layout, layout.replica(rank))
     options = {"quiet": True, "host_kernels": "captured", "policy": "greedy"}
     if case.budget is not None:
         options |= {"memory_budget": case.budget}
@@ -179,7 +186,7 @@ def trained(rank: int, case: Case) -> Trained:
     step = scaled.compiled_step(optimizer_of(case, scaled.parameters()), MAX_NORM)
     losses = []
     for number in range(STEPS):
-        ids, target = samples_of(number, scaled.replica, scaled.replicas)
+        ids, target = samples_of(number, layout, scaled.replica)
         losses.append(float(step(ids, target=target)))
     state = {
         name.removeprefix("module."): value.full_tensor() if isinstance(value, DTensor) else value
@@ -202,9 +209,9 @@ def alone(case: Case) -> Trained:
     for number in range(STEPS):
         optimizer.zero_grad()
         for replica in range(replicas):
-            ids, target = samples_of(number, replica, replicas)
+            ids, target = samples_of(number, case.layout, replica)
             loss = loss_of(model(ids), target)
-            (loss / replicas).backward()
+            (loss * len(ids) / SAMPLES).backward()
             losses.append(loss.item())
         nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         optimizer.step()

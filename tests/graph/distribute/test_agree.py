@@ -14,7 +14,11 @@ from torch._dispatch.python import enable_python_dispatcher
 from cotrain_compile.dataflow import Role
 from cotrain_compile.distribute.agree import Together
 from cotrain_compile.distribute.meet import Meeting
-from cotrain_compile.distribute.ranks import groups_apart, signature_of_step
+from cotrain_compile.distribute.ranks import (
+    groups_apart,
+    note_unequal_batches,
+    signature_of_step,
+)
 from cotrain_compile.graph import StepGraph, StepInput
 from tests.support import ddp_cases, ranks_apart, ranks_of_other_numbers
 from tests.support.ranks import Ranks
@@ -87,6 +91,19 @@ def test_groups_of_a_mesh_have_other_names_on_each_rank() -> None:
     other = reduced_over("2", "4", "4")
     assert step.fingerprint == same.fingerprint != other.fingerprint
     assert signature_of_step(step) == signature_of_step(same) != signature_of_step(other)
+
+
+def test_batches_of_other_sizes_are_alike_where_they_are_meant() -> None:
+    def step() -> None: ...
+
+    def weighted() -> None: ...
+
+    note_unequal_batches(weighted.__code__)
+    few, many = reduced_over("0"), reduced_over("0")
+    for graph, rows in ((few, 3), (many, 5)):
+        graph.nodes[0].meta["val"] = torch.empty(rows)
+    assert signature_of_step(few, step.__code__) != signature_of_step(many, step.__code__)
+    assert signature_of_step(few, weighted.__code__) == signature_of_step(many, weighted.__code__)
 
 
 def test_ranks_with_other_meshes_are_told_which_exchange_they_do_not_share() -> None:

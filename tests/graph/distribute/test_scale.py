@@ -63,6 +63,20 @@ def test_every_layout_trains_as_one_process(four_ranks: Ranks, case: Case) -> No
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(
+    ("layout", "budget"),
+    [
+        (Layout(replicate=2, samples=(5, 3), micro_batches=2), 80_000),
+        (Layout(shard=2, samples=(6, 2), micro_batches=2), 60_000),
+    ],
+)
+def test_unequal_shares_of_samples_make_the_mean_over_all(
+    two_ranks: Ranks, layout: Layout, budget: int
+) -> None:
+    check(two_ranks, Case(layout, budget=budget))
+
+
+@pytest.mark.long
 def test_a_plan_is_a_file(two_ranks: Ranks, tmp_path: Path) -> None:
     files.save(Layout(tensor=2), tmp_path / "plan.json")
     for told in two_ranks.run(refused, tmp_path / "plan.json", "plain"):

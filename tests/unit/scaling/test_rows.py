@@ -58,7 +58,7 @@ def test_layouts_and_stages_are_plans_too(tmp_path: Path) -> None:
         ({"experts": 4}, r"divides experts \(experts 4\), whose exchange of tokens is not"),
         ({"pipeline": 2, "shard": 2}, "stages with shard in each are planned and not executed"),
         ({"pipeline": 4}, "has a pipeline, and says not where stages begin; pass stages="),
-        (Layout(replicate=4, samples=(3, 2, 2, 1)), r"unequal shares of the samples \(3, 2, 2, 1"),
+        (Layout(2, 2, samples=(3, 1)), r"as many samples each, and the plan has \(3, 1\)"),
     ],
 )
 def test_what_is_not_executed_is_refused_in_words(plan: Any, told: str) -> None:
