@@ -23,17 +23,34 @@ def clip_grad_norm(
     eager; for plain parameters and DTensors of any meshes together. What is plain has to be the
     same on all ranks: stages of a pipeline have a `clip_grad_norm` of their own.
     """
-    alike: dict[Any, list[torch.Tensor]] = {}
-    for param in parameters:
-        if param.grad is not None:
-            alike.setdefault(_mesh_of(param.grad), []).append(param)
-    norms = [_norm(group, norm_type) for group in alike.values()]
+    params = [param for param in parameters if param.grad is not None]
+    whole = norm_of_gradients(params, norm_type)
+    clip_by_norm(params, max_norm, whole)
+    return whole
+
+
+def norm_of_gradients(parameters: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
+    """The norm of the gradients of `parameters`; 0 where there are none."""
+    norms = [_norm(group, norm_type) for group in _alike(parameters)]
     if not norms:
         return torch.zeros(())
     whole: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
-    for group in alike.values():
-        nn.utils.clip_grads_with_norm_(group, max_norm, whole)
     return whole
+
+
+def clip_by_norm(parameters: Iterable[torch.Tensor], max_norm: float, whole: torch.Tensor) -> None:
+    """Clip the gradients of `parameters`, whose norm is `whole`."""
+    for group in _alike(parameters):
+        nn.utils.clip_grads_with_norm_(group, max_norm, whole)
+
+
+def _alike(parameters: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Parameters with gradients that torch takes together."""
+    found: dict[Any, list[torch.Tensor]] = {}
+    for param in parameters:
+        if param.grad is not None:
+            found.setdefault(_mesh_of(param.grad), []).append(param)
+    return list(found.values())
 
 
 def _norm(params: list[torch.Tensor], norm_type: float) -> torch.Tensor:

@@ -21,7 +21,7 @@ import cotrain_compile
 from cotrain_compile import files
 from cotrain_compile.cluster.model.stage_plan import StagePlan
 from cotrain_compile.distribute.meet import LONGEST, first_line, meeting_of
-from cotrain_compile.errors import DistributeError, ExchangeFailed
+from cotrain_compile.errors import DistributeError, ExchangeFailed, RanksApart
 
 T = TypeVar("T")
 _START_AGAIN = "start all ranks again from a checkpoint"
@@ -78,17 +78,18 @@ class Together:
                 f"anything from this step. Look at the first error of the others; {_START_AGAIN}"
             ) from error
 
-    def all_done(self, failed: Exception | None, losses: Sequence[float]) -> list[float]:
-        """The losses of the rank that has some, when every rank has done the step.
+    def all_done(self, failed: Exception | None, losses: Sequence[float]) -> list[list[float]]:
+        """The losses that each rank has, when every rank has done the step.
 
         Where one has `failed`, it raises its error, and all others `RanksApart`.
         """
         if failed is not None:
-            self._meeting.tell_failure(failed)
+            # Ranks that share a layer have told each other, and not those of other stages.
+            self._meeting.tell_failure(DistributeError(str(failed)) if _is_told(failed) else failed)
             raise failed
         self._meeting.meet("end of a step", lambda: "has done its part of the step")
         found: list[list[float]] = self._meeting.gather(list(losses))
-        return [loss for of_rank in found for loss in of_rank]
+        return found
 
     def numbers_of_all(self, number: float) -> list[float]:
         """The number that each rank gives."""
@@ -100,6 +101,10 @@ class Together:
         """Let the others know that this rank has not updated, when they come to their next step."""
         told = f"its update failed ({error}), so stages are of different steps: "
         self._meeting.tell_failure(DistributeError(told + _START_AGAIN))
+
+
+def _is_told(failed: Exception) -> bool:
+    return isinstance(failed, RanksApart | ExchangeFailed)
 
 
 def compared(

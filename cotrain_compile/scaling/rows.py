@@ -26,8 +26,6 @@ _ELSEWHERE = {
     "harmony-dp": 'DistributedDataParallel, with micro_batch_order="by-layer" in the options',
 }
 _DATA_PARALLEL = ("replicate", "shard")
-# What stages are not combined with yet.
-_NOT_IN_STAGES = ("shard", "experts", "tensor")
 
 
 @dataclass(frozen=True)
@@ -123,11 +121,10 @@ def _refuse_not_executed(row: Row) -> None:
             f"replicas of a pipeline run as many samples each, and the plan has {layout.samples}; "
             "take a row with equal ones, or one without a pipeline"
         )
-    beside = [name for name in _NOT_IN_STAGES if layout.sizes[name] > 1]
-    if beside:
+    if layout.sequence or (layout.shard > 1 and layout.tensor > 1):
         raise DistributeError(
-            f"stages with {' and '.join(beside)} in each are planned and not executed yet "
-            f"({layout}); take a row of a pipeline and replicas, or one without a pipeline"
+            "stages that are both sharded and split, or divided by tokens, are planned and not "
+            f"executed yet ({layout}); take a row without one of these"
         )
     if row.stages is None:
         raise OptionError(

@@ -129,7 +129,9 @@ def scale(
     if row.stages is None:
         model = wrapped(model, row.layout, mesh, splits)
         return Scaled(model, row.layout, mesh, loss_fn, chosen)
-    pipe = pipeline(model, row.stages, loss_fn, batch, target, options=chosen, mesh=mesh)
+    pipe = pipeline(
+        model, row.stages, loss_fn, batch, target, options=chosen, mesh=mesh, tensor_plan=splits
+    )
     return Scaled(model, row.layout, mesh, loss_fn, chosen, pipe)
 
 

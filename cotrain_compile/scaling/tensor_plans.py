@@ -6,13 +6,13 @@ A user gives one, or the model is of Hugging Face, whose models carry theirs in 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from fnmatch import fnmatchcase
 
 from torch import nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from cotrain_compile.errors import DistributeError
+from cotrain_compile.pipelining.divide import is_called
 
 
 def _style(word: str) -> ParallelStyle | None:
@@ -80,17 +80,11 @@ def _own_plan(model: nn.Module) -> dict[str, ParallelStyle]:
 def _refuse_unknown(model: nn.Module, plan: Mapping[str, ParallelStyle]) -> None:
     known = [name for name, _ in model.named_modules()]
     for pattern in plan:
-        if not any(_is_called(name, pattern) for name in known):
+        if not any(is_called(name, pattern) for name in known):
             raise DistributeError(
                 f"tensor_plan splits {pattern}, and {type(model).__name__} has no such module; "
                 "take names as in model.named_modules(), with * for any one part of a name"
             )
-
-
-def _is_called(name: str, pattern: str) -> bool:
-    """Whether `parallelize_module` takes the module of that name for `pattern`: part by part."""
-    parts, wanted = name.split("."), pattern.split(".")
-    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
 
 def _refuse_shared(model: nn.Module, plan: Mapping[str, ParallelStyle]) -> None:
@@ -113,5 +107,5 @@ def _shared_in(model: nn.Module, pattern: str) -> list[tuple[str, str]]:
         for all_names in names.values()
         if len(all_names) > 1
         for name in all_names
-        if _is_called(name.rpartition(".")[0], pattern)
+        if is_called(name.rpartition(".")[0], pattern)
     ]

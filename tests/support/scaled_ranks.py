@@ -21,8 +21,8 @@ from torch.distributed.tensor.parallel import (
 import cotrain_compile
 from cotrain_compile.cluster.model.layout import Layout
 from cotrain_compile.cluster.model.stage_plan import StagePlan
-from cotrain_compile.errors import CotrainError
 from cotrain_compile.machine import Tier
+from tests.support.failing_stages import short_of_memory, told
 from tests.support.pipelines import llama, loss_of
 
 WIDTH, HEADS, WORDS, TOKENS, SAMPLES, STEPS = 16, 4, 32, 8, 8, 3
@@ -137,13 +137,17 @@ class Case:
 
 @dataclass(frozen=True)
 class Trained:
-    """Losses of this rank's samples by step, what it has in the end, and metered peaks."""
+    """Losses of this rank's samples by step, what it has in the end, and metered peaks.
+
+    `overrun` is what it was told of a step that failed.
+    """
 
     losses: list[float]
     replica: int
     state: dict[str, torch.Tensor]
     peak_bytes: int = 0
     moves: int = 0
+    overrun: str = ""
 
 
 def model_of(case: Case, seed: int = 0) -> nn.Module:
@@ -171,8 +175,11 @@ def samples_of(
     return own, own.roll(-1, 1)
 
 
-def trained(rank: int, case: Case) -> Trained:
-    """A training of this rank's part, which begins with the model of rank 0."""
+def trained(rank: int, case: Case, fails: bool = False) -> Trained:
+    """A training of this rank's part, which begins with the model of rank 0.
+
+    If it `fails`, rank 1 has no memory for a turn of a step before that.
+    """
     layout = case.layout
     model = model_of(case, seed=rank)
     ids, target = samples_of(0, layout, layout.replica(rank))
@@ -184,6 +191,10 @@ def trained(rank: int, case: Case) -> Trained:
         stages=case.stages, tensor_plan=SPLITS[case.split](), options=options,
     )  # fmt: skip
     step = scaled.compiled_step(optimizer_of(case, scaled.parameters()), MAX_NORM)
+    overrun = ""
+    if fails and scaled.pipe is not None:
+        with short_of_memory(scaled.pipe.stages[0].turns.functions[0], rank):
+            overrun = told(lambda: step(ids, target=target))
     losses = []
     for number in range(STEPS):
         ids, target = samples_of(number, layout, scaled.replica)
@@ -192,12 +203,16 @@ def trained(rank: int, case: Case) -> Trained:
         name.removeprefix("module."): value.full_tensor() if isinstance(value, DTensor) else value
         for name, value in scaled.model.state_dict().items()
     }
+    functions: list[Callable[..., object]] = [step]
+    held = 0
     if scaled.pipe is not None:
-        return Trained(losses, scaled.replica, state)
-    compiled = cotrain_compile.inspect(step)
-    assert compiled.measured is not None
-    peak, moves = compiled.measured.peak_bytes[Tier.DEVICE], len(compiled.plan.tasks)
-    return Trained(losses, scaled.replica, state, peak, moves)
+        functions = [f for stage in scaled.pipe.stages for f in stage.turns.functions]
+        budgets = scaled.pipe.memory.budgets
+        held = 0 if budgets is None else budgets.held
+    steps = [cotrain_compile.inspect(function) for function in functions]
+    peaks = [each.measured.peak_bytes[Tier.DEVICE] for each in steps if each.measured is not None]
+    moves = sum(len(each.plan.tasks) for each in steps)
+    return Trained(losses, scaled.replica, state, held + max(peaks), moves, overrun)
 
 
 def alone(case: Case) -> Trained:
@@ -221,10 +236,8 @@ def alone(case: Case) -> Trained:
 def refused(rank: int, plan: Any, split: str = "") -> str:
     """What a rank is told of a plan."""
     ids, target = samples_of(0)
-    try:
-        cotrain_compile.scale(
+    return told(
+        lambda: cotrain_compile.scale(
             Language(False), plan, loss_of, (ids,), target, tensor_plan=SPLITS[split]()
         )
-    except CotrainError as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
+    )

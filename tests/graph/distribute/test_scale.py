@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,15 +17,23 @@ from cotrain_compile.errors import DistributeError
 from cotrain_compile.scaling.tensor_plans import tensor_plan_of
 from tests.support.pipelines import gpt2, llama
 from tests.support.ranks import Ranks
-from tests.support.scaled_ranks import SPLITS, Case, Language, alone, refused, trained
+from tests.support.scaled_ranks import (
+    SPLITS,
+    Case,
+    Language,
+    Trained,
+    alone,
+    refused,
+    trained,
+)
 
 STAGES = StagePlan("1F1B", ("blocks.1",), 2, 2)
 
 
-def check(ranks: Ranks, case: Case) -> None:
+def check(ranks: Ranks, case: Case, *, fails: bool = False) -> list[Trained]:
     """Losses of each replica, and all parameters, which every rank has some of."""
     reference, replicas = alone(case), case.layout.replicas
-    found = ranks.run(trained, case)
+    found: list[Trained] = ranks.run(trained, case, fails)
     for rank, of_rank in enumerate(found):
         assert of_rank.replica == case.layout.replica(rank)
         expected = reference.losses[of_rank.replica :: replicas]
@@ -35,6 +44,7 @@ def check(ranks: Ranks, case: Case) -> None:
             assert of_rank.peak_bytes <= case.budget
             assert of_rank.moves
     assert {name for of_rank in found for name in of_rank.state} == set(reference.state)
+    return found
 
 
 def test_split_and_sharded_layers_train_within_a_budget(four_ranks: Ranks) -> None:
@@ -54,12 +64,27 @@ def test_split_and_sharded_layers_train_within_a_budget(four_ranks: Ranks) -> No
         Case(Layout(replicate=2, tensor=2), "plain", attends=True),
         Case(Layout(shard=2, tensor=2, sequence=True), "tokens", attends=True, budget=56_000),
         Case(Layout(pipeline=2, replicate=2), stages=STAGES),
+        Case(Layout(pipeline=2, shard=2), stages=STAGES, budget=40_000),
         Case(Layout(shard=2, tensor=2), "its own"),
     ],
     ids=lambda case: f"{case.layout} {case.split}",
 )
 def test_every_layout_trains_as_one_process(four_ranks: Ranks, case: Case) -> None:
     check(four_ranks, case)
+
+
+@pytest.mark.long
+def test_stages_whose_layers_are_split_train_as_one_process_also_after_a_failure(
+    four_ranks: Ranks,
+) -> None:
+    """Rank 0 learns of it at their next exchange, and the ranks of the other stage from both."""
+    stages = replace(STAGES, micro_batch=4)
+    case = Case(Layout(pipeline=2, tensor=2), "mlp", budget=40_000, stages=stages)
+    first, failed, *others = check(four_ranks, case, fails=True)
+    assert failed.overrun.startswith("OutOfDeviceMemory: ")
+    for of_rank in (first, *others):
+        assert of_rank.overrun.startswith("RanksApart: ")
+        assert "rank 1: failed: OutOfDeviceMemory" in of_rank.overrun
 
 
 @pytest.mark.long
