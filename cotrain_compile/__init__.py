@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from cotrain_compile import errors
     from cotrain_compile.distribute.burst import burst
+    from cotrain_compile.distribute.clip import clip_grad_norm
     from cotrain_compile.distribute.cpu_helpers import cpu_helpers
     from cotrain_compile.distribute.shard import shard
     from cotrain_compile.entry.compiled import (
@@ -31,10 +32,12 @@ if TYPE_CHECKING:
     from cotrain_compile.entry.typed_compile import compile
     from cotrain_compile.options import Options
     from cotrain_compile.pipelining.pipeline import pipeline
+    from cotrain_compile.scaling.scale import scale
 
 __all__ = [
     "Options",
     "burst",
+    "clip_grad_norm",
     "compile",
     "cpu_helpers",
     "errors",
@@ -44,6 +47,7 @@ __all__ = [
     "reload",
     "report",
     "scalars",
+    "scale",
     "shard",
     "synchronize",
     "trace",
@@ -55,6 +59,7 @@ __version__ = "0.2.0"
 _HOMES = {
     "Options": "options",
     "burst": "distribute.burst",
+    "clip_grad_norm": "distribute.clip",
     "compile": "entry.typed_compile",
     "cpu_helpers": "distribute.cpu_helpers",
     "inspect": "entry.compiled",
@@ -63,6 +68,7 @@ _HOMES = {
     "reload": "entry.compiled",
     "report": "entry.compiled",
     "scalars": "entry.compiled",
+    "scale": "scaling.scale",
     "shard": "distribute.shard",
     "synchronize": "entry.compiled",
     "trace": "entry.tracing",

@@ -5,9 +5,6 @@ compare their steps, take the plan of the first of them, and after a rehearsal d
 whether to plan again. In every step they meet before the first collective, with the settings that
 are inputs of the step; in some, they compare the parameters that have to be the same on all. They
 talk over a group of their own, on CPUs, so that nothing of this meets a collective of a step.
-
-Private torch API used: `_resolve_process_group`, which no public function is. Tried on torch
-2.13.0.
 """
 
 from __future__ import annotations
@@ -33,7 +30,12 @@ from cotrain_compile.distribute.meet import (
     Meeting,
     meeting_of,
 )
-from cotrain_compile.distribute.ranks import signature_of_step, told_of_step
+from cotrain_compile.distribute.ranks import (
+    groups_apart,
+    members_of,
+    signature_of_step,
+    told_of_step,
+)
 from cotrain_compile.distribute.replicas import Digests, Ranks, first_apart, same_on
 from cotrain_compile.distribute.same_numbers import (
     by_rank,
@@ -48,7 +50,7 @@ from cotrain_compile.distribute.same_numbers import (
 from cotrain_compile.errors import CotrainError, DistributeError, PlacementError, RanksApart
 from cotrain_compile.files import from_json, to_json
 from cotrain_compile.graph import StepGraph
-from cotrain_compile.graph.collectives import group_name_of, is_collective
+from cotrain_compile.graph.collectives import group_name_of, group_numbers, is_collective
 from cotrain_compile.graph.user_lines import user_line
 from cotrain_compile.machine import Tier
 from cotrain_compile.plan import Plan
@@ -60,6 +62,9 @@ _SAME_SETTINGS = (
 )
 
 _CHANGED_ALONE = "a number has changed on some ranks alone, and is an input of their step only"
+_SAME_MESH = (
+    "Make the same DeviceMesh on every rank, and use its dimensions alike; nothing was updated"
+)
 _ANEW = (
     "Give every rank the same settings, then call torch._dynamo.reset() on every rank, which "
     "compiles the step anew; nothing was updated"
@@ -85,7 +90,8 @@ class _Compiled:
 
     `updates` and `losses` are digests of its numbers, `same_on` has the ranks with the same
     parameters, `check_every` after how many steps they are compared. `read` has the numbers that
-    are inputs: what has changed on this rank once, and is a constant before.
+    are inputs: what has changed on this rank once, and is a constant before. `groups` has the
+    ranks of each group that it exchanges something with, in the order of its step.
     """
 
     signature: str
@@ -96,6 +102,7 @@ class _Compiled:
     same_on: Mapping[str, Ranks]
     check_every: int
     read: tuple[str, ...]
+    groups: tuple[tuple[int, ...], ...]
 
 
 class Together:
@@ -140,14 +147,15 @@ class Together:
         numbers = numbers_of(step)
         ranks = frozenset(self._ranks)
         own = _Compiled(
-            signature_of_step(step),
+            self._signature,
             told_of_step(step),
             step.fingerprint,
             numbers.of_updates,
             numbers.of_losses,
-            same_on(step, dist.get_rank(), ranks, lambda name: frozenset(_members(name))),
+            same_on(step, dist.get_rank(), ranks, lambda name: frozenset(members_of(name))),
             check_every,
             tuple(_numbers_read(step)),
+            tuple(map(members_of, group_numbers(step.nodes))),
         )
         found: list[_Compiled] = self._exchange(own, "compiles")
         self.plans_alike = len({each.fingerprint for each in found}) == 1
@@ -163,6 +171,8 @@ class Together:
                 raise RanksApart(f"{_CHANGED_ALONE}: {first_few(read_apart)}{also}. {_ANEW}")
             why = "the ranks compiled different steps and would wait for each other for ever"
             raise RanksApart(f"{why}: {told}{also}. {SAME_BATCHES}")
+        if lost := groups_apart({r: e.groups for r, e in zip(self._ranks, found, strict=True)}):
+            raise RanksApart(f"the ranks would wait for each other for ever: {lost}. {_SAME_MESH}")
         if apart:
             raise RanksApart(f"{_WOULD_DIFFER}: {first_few(apart)}. {_SAME_SETTINGS}")
         if self.plans_alike and not same_losses and (told_of_losses := losses_apart(of_all)):
@@ -326,13 +336,13 @@ def ranks_of(step: StepGraph, code: CodeType | None = None) -> Together:
     if not names or not dist.is_initialized() or dist.get_backend() == "fake":
         return ALONE
     world = tuple(range(dist.get_world_size()))
-    groups = {_members(name) for name in names}
+    groups = {members_of(name) for name in names}
     ranks = groups.pop() if len(groups) == 1 else world
     if len(ranks) == 1:
         return ALONE
     where = f"{code.co_name} ({code.co_filename}:{code.co_firstlineno})" if code else "a step"
     told = f"{where} with {told_of_step(step)}"
-    together = Together(meeting_of(ranks), signature_of_step(step), told, ranks)
+    together = Together(meeting_of(ranks), signature_of_step(step, code), told, ranks)
     if code is not None:
         _of_steps[code] = together
     return together
@@ -366,12 +376,6 @@ def _read_apart(found: Sequence[Sequence[str]]) -> list[str]:
 
 def _sentence(text: str) -> str:
     return text[:1].upper() + text[1:]
-
-
-def _members(group_name: str) -> tuple[int, ...]:
-    name: Any = group_name  # a type of its own for checkers
-    group = torch._C._distributed_c10d._resolve_process_group(name)
-    return tuple(sorted(dist.get_process_group_ranks(group)))
 
 
 def _as_sent(made: Plan | CotrainError | None) -> tuple[str, dict[str, Any] | str | None]:

@@ -17,19 +17,38 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._pytree import tree_map
 
 
 @dataclass(frozen=True)
+class LayerPart:
+    """The part of a tensor parallel layer's parameter that `fully_shard` has sharded further.
+
+    It is gathered over `data`, has this `shape` then, and is a DTensor of `tensor`.
+    """
+
+    data: DeviceMesh
+    tensor: DeviceMesh
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Gathering:
-    """The dtypes in which a parameter is gathered and its gradient reduced; None for its own."""
+    """The dtypes in which a parameter is gathered and its gradient reduced; None for its own.
+
+    `part` is None where the whole of it is gathered.
+    """
 
     param_dtype: torch.dtype | None
     reduce_dtype: torch.dtype | None
+    part: LayerPart | None = None
 
 
 @dataclass
@@ -61,8 +80,18 @@ def gatherings(state: FSDPState) -> dict[int, Gathering]:
             policy = held.mp_policy
             own = held.sharded_param.dtype
             low = policy.param_dtype if own.is_floating_point else None
-            found[id(held.sharded_param)] = Gathering(low, policy.reduce_dtype or low)
+            gathering = Gathering(low, policy.reduce_dtype or low, _layer_part(held))
+            found[id(held.sharded_param)] = gathering
     return found
+
+
+def _layer_part(held: Any) -> LayerPart | None:
+    """None for what is not tensor parallel as well."""
+    layer = held._unsharded_dtensor_spec
+    if layer is None or getattr(held.mesh_info, "is_spmd_mesh", False):
+        return None
+    size, stride = held._orig_size, held._contiguous_orig_stride
+    return LayerPart(held.mesh_info.mesh, layer.mesh, size, tuple(stride))
 
 
 def keep_sharded(module: nn.Module) -> bool:
@@ -134,12 +163,13 @@ def _why_state_refused(state: FSDPState) -> str | None:
 def _why_param_refused(held: Any) -> str | None:
     param = held.sharded_param
     where = f"{type(held._module_info.module).__name__}.{held._module_info.param_name}"
-    if not isinstance(param, DTensor) or param.device_mesh != held.mesh_info.mesh:
+    if not isinstance(param, DTensor) or getattr(held.mesh_info, "is_spmd_mesh", False):
         return (
-            f"{where} is split over more than the mesh of fully_shard (tensor parallelism), which "
-            "is not captured together; use one of them"
+            f"{where} was a DTensor of the whole mesh before fully_shard (dp_mesh_dims), which is "
+            "not captured; call parallelize_module on the tensor dimension of the mesh, and "
+            "fully_shard on the others"
         )
-    if not all(type(placement) in (Replicate, Shard) for placement in param.placements):
+    if not all(type(each) in (Replicate, Shard, _StridedShard) for each in param.placements):
         return f"{where} is placed as {param.placements}; use the default placement, or a Shard"
     if param.to_local().device.type != param.device_mesh.device_type:
         return (

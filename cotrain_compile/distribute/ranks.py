@@ -1,13 +1,18 @@
 """Ranks: how many processes train together, and whether a step exchanges anything with them.
 
 From which torch on a step can hold what they share, and what of it all have to issue alike.
+
+Private torch API used: `_resolve_process_group`, which no public function is. Tried on torch
+2.13.0.
 """
 
 from __future__ import annotations
 
 import hashlib
 import warnings
+from collections.abc import Mapping, Sequence
 from types import CodeType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +22,7 @@ from torch.torch_version import TorchVersion
 from cotrain_compile.dataflow import Role
 from cotrain_compile.errors import DistributeError
 from cotrain_compile.graph import StepGraph
-from cotrain_compile.graph.collectives import is_collective
+from cotrain_compile.graph.collectives import group_numbers, is_collective
 
 # Dynamo of torch 2.11 takes no DTensor as a leaf that a gradient is computed for.
 _FIRST_WITH_DTENSORS = "2.13"
@@ -55,6 +60,15 @@ def note_exchanges_outside(code: CodeType) -> None:
     _exchange_outside.add(code)
 
 
+# Functions whose ranks are meant to get batches of other sizes, and weigh their losses by them.
+_unequal_batches: set[CodeType] = set()
+
+
+def note_unequal_batches(code: CodeType) -> None:
+    """Ranks that run a function of this `code` may have batches of different sizes."""
+    _unequal_batches.add(code)
+
+
 def warn_where_ranks_train_apart(step: StepGraph, code: CodeType | None = None) -> None:
     """Warn where there are several ranks, and each would train a model of its own.
 
@@ -73,22 +87,29 @@ def warn_where_ranks_train_apart(step: StepGraph, code: CodeType | None = None) 
         )
 
 
-def signature_of_step(step: StepGraph) -> str:
+def signature_of_step(step: StepGraph, code: CodeType | None = None) -> str:
     """Equal for steps that issue the same collectives, on batches of the same shape.
 
     What a rank does between them may differ, as with parts of unequal size, which each pads or
-    slices in its own way.
+    slices in its own way; so may its batch, where that is noted for `code`, the user's function.
     """
     lines = [f"{item.name} {item.role}" for item in step.inputs]
-    lines += [_exchanged(node) for node in step.nodes if is_collective(node)]
-    return hashlib.sha256("\n".join([*lines, told_of_step(step)]).encode()).hexdigest()
+    groups = group_numbers(step.nodes)
+    lines += [_exchanged(node, groups) for node in step.nodes if is_collective(node)]
+    if code not in _unequal_batches:
+        lines.append(told_of_step(step))
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def _exchanged(collective: fx.Node) -> str:
+def _exchanged(collective: fx.Node, groups: Mapping[str, int]) -> str:
     """What all ranks have to issue alike: the collective, its settings, and its result's shape."""
     value = collective.meta.get("val")
     result = (value.dtype, tuple(value.shape)) if isinstance(value, torch.Tensor) else None
-    settings = [item for item in collective.args if not isinstance(item, fx.Node | list | tuple)]
+    settings = [
+        groups.get(item, item) if isinstance(item, str) else item
+        for item in collective.args
+        if not isinstance(item, fx.Node | list | tuple)
+    ]
     return f"{collective.target} {settings} {result}"
 
 
@@ -101,3 +122,23 @@ def told_of_step(step: StepGraph) -> str:
         if item.role is Role.BATCH and isinstance(value := node.meta.get("val"), torch.Tensor)
     ]
     return f"{exchanges} collectives, batch {', '.join(batch) or 'none'}"
+
+
+def members_of(group_name: str) -> tuple[int, ...]:
+    """The ranks of the process group of that name."""
+    name: Any = group_name  # a type of its own for checkers
+    group = torch._C._distributed_c10d._resolve_process_group(name)
+    return tuple(sorted(dist.get_process_group_ranks(group)))
+
+
+def groups_apart(groups: Mapping[int, Sequence[Sequence[int]]]) -> str:
+    """Of ranks with the same exchanges, in words, the first that two of them do not share."""
+    for rank, own in groups.items():
+        for place, members in enumerate(own):
+            for other in members:
+                if groups[other][place] != members:
+                    return (
+                        f"rank {rank} exchanges with ranks {list(members)} what rank {other} "
+                        f"exchanges with {list(groups[other][place])}"
+                    )
+    return ""

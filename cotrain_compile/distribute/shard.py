@@ -81,6 +81,37 @@ def gathered(
     return whole.to_local(grad_placements=[Partial("avg")] * dimensions)
 
 
+def gathered_part(
+    param: DTensor,
+    data: DeviceMesh,
+    tensor: DeviceMesh,
+    shape: torch.Size,
+    stride: tuple[int, ...],
+    param_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+) -> DTensor:
+    """What a rank's layer works on, of a `param` whose parts for `tensor` are sharded over `data`.
+
+    `gathered` over the mesh `data` alone: `shape` and `stride` are those of the part of this rank's
+    layer, and the result is a DTensor of `tensor`, as before it was sharded.
+    """
+    over_data = [
+        Replicate() if placement.is_replicate() else Shard(placement.dim)  # type: ignore[attr-defined]
+        for placement in param.placements[: data.ndim]
+    ]
+    own = DTensor.from_local(
+        param.to_local(), data, over_data, run_check=False, shape=shape, stride=stride
+    )
+    return DTensor.from_local(
+        gathered(own, param_dtype, reduce_dtype),
+        tensor,
+        param.placements[data.ndim :],
+        run_check=False,
+        shape=param.shape,
+        stride=param.stride(),
+    )
+
+
 class _Uses:
     """Whether a forward of a sharded model is running."""
 

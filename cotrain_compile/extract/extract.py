@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import sympy
@@ -45,6 +46,7 @@ from cotrain_compile.graph.collectives import (
     awaited_by,
     copies_its_input,
     group_name_of,
+    group_numbers,
     is_collective,
     is_wait,
     kind_of,
@@ -113,6 +115,10 @@ class _Namer:
     nbytes_expressions: dict[str, sympy.Expr] = field(default_factory=dict)
     _by_storage: dict[object, str] = field(default_factory=dict)
 
+    @cached_property
+    def _groups(self) -> dict[str, int]:
+        return group_numbers(self.step.nodes)
+
     def read(self, node: fx.Node) -> None:
         if node.op == "placeholder":
             item = self.step.input_of_node[node.name]
@@ -137,7 +143,8 @@ class _Namer:
         ordered = [self._name_order("generator", d, Role.RNG) for d in generators_of(node)]
         held = _held_until(node)
         if is_collective(node):
-            ordered.append(self._name_order("group", group_name_of(node), Role.GROUP))
+            number = str(self._groups[group_name_of(node)])
+            ordered.append(self._name_order("group", number, Role.GROUP))
         read = [name for source in (node, *held) for name in self._buffers_in(source)]
         reads = tuple(dict.fromkeys([*read, *ordered]))
         written = [*self._written_arguments(node), *ordered]

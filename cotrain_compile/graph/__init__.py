@@ -20,7 +20,7 @@ from torch import fx
 from torch.fx.node import map_aggregate
 
 from cotrain_compile.dataflow import Checkpoints, Phase, Role
-from cotrain_compile.graph.collectives import is_wait
+from cotrain_compile.graph.collectives import group_numbers, is_collective, is_wait
 from cotrain_compile.graph.lazy_module import graph_module
 
 _CARD = re.compile(r"device\(type='cuda', index=\d+\)")
@@ -126,13 +126,15 @@ class StepGraph:
         digest = hashlib.sha256()
         for item in self.inputs:
             digest.update(f"{item.node} {item.name} {item.role.value}\n".encode())
+        groups = group_numbers(self.module.graph.nodes)
         for node in self.module.graph.nodes:
-            digest.update(_line(node, node.name, node.args, node.kwargs))
+            digest.update(_line(node, node.name, node.args, node.kwargs, groups))
         return f"{self._of_model()}-{digest.hexdigest()[:8]}"
 
     def _of_model(self) -> str:
         digest, told, numbers = hashlib.sha256(), dict[fx.Node, str](), itertools.count()
         by_node = {item.node: item for item in self.inputs}
+        groups = group_numbers(self.module.graph.nodes)
         for node in self.module.graph.nodes:
             item = by_node.get(node.name)
             is_update = self.phases.get(node.name) is Phase.OPTIMIZER
@@ -141,20 +143,29 @@ class StepGraph:
                 continue
             told[node] = f"%{next(numbers)}" if item is None else f"{item.role.value} {item.name}"
             args, kwargs = fx.map_arg((node.args, node.kwargs), told.__getitem__)
-            digest.update(_line(node, told[node], args, kwargs))
+            digest.update(_line(node, told[node], args, kwargs, groups))
         return digest.hexdigest()[:8]
 
 
-def _line(node: fx.Node, name: str, args: Any, kwargs: Any) -> bytes:
-    """What a fingerprint takes of a node. Which card of a computer is no part of what it does."""
+def _line(node: fx.Node, name: str, args: Any, kwargs: Any, groups: Mapping[str, int]) -> bytes:
+    """What a fingerprint takes of a node. Which card of a computer is no part of what it does.
+
+    Nor are the names of `groups`, which have their numbers instead.
+    """
     target = name if node.op == "placeholder" else node.target
     args, kwargs = map_aggregate((args, kwargs), _without_fraction)
+    if is_collective(node):
+        args, kwargs = map_aggregate((args, kwargs), lambda own: _numbered(own, groups))
     line = f"{name} {node.op} {target} {args} {kwargs} {shape(node)}\n"
     return _CARD.sub("device(type='cuda')", line).encode()
 
 
 def _without_fraction(argument: Any) -> Any:
     return float if type(argument) is float else argument
+
+
+def _numbered(argument: Any, groups: Mapping[str, int]) -> Any:
+    return str(groups.get(argument, argument)) if isinstance(argument, str) else argument
 
 
 def writes(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node, fx.Node]]:

@@ -11,7 +11,7 @@ Tried on torch 2.13.0.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -47,6 +47,15 @@ def group_name_of(node: fx.Node) -> str:
     if found is None and "group_name" in names and names.index("group_name") < len(node.args):
         found = node.args[names.index("group_name")]
     return str(found or "")
+
+
+def group_numbers(nodes: Iterable[fx.Node]) -> dict[str, int]:
+    """By the name of each group that exchanges something in `nodes`, its place among them.
+
+    Ranks in different rows of a mesh exchange the same in groups of other names.
+    """
+    names = dict.fromkeys(group_name_of(node) for node in nodes if is_collective(node))
+    return {name: number for number, name in enumerate(names)}
 
 
 def ranks_in(node: fx.Node) -> int:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from cotrain_compile import presets
 from cotrain_compile.cluster.model.stage_plan import StagePlan
@@ -251,4 +252,6 @@ def _budgets(
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    """Of what this rank has of it."""
+    own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return own.numel() * own.element_size()

@@ -3,35 +3,30 @@
 `pipeline(model, plan, loss_fn, batch)` is called by every rank. It cuts the model where the plan
 says, compiles the turns of this rank's stages and makes torch's schedule of them. The ranks compare
 what they have before anything is sent.
-
-torch's functions take the norm of what they are given: of a rank's own part it is another one than
-without the pipeline, and each stage would be clipped by its own. They are refused by name.
-
-Private torch API used: `torch.nn.utils.clip_grad._get_total_norm`, and that it is a closure over
-the function that does the work. Reason: every function of torch's that takes such a norm calls it,
-and so do names that a script has imported before. Tried on torch 2.13.0; where a torch has no such
-function, nothing is refused.
 """
 
 from __future__ import annotations
 
-import functools
 import os
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.utils import clip_grad
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from cotrain_compile import files
 from cotrain_compile.cluster.model.stage_plan import StagePlan
 from cotrain_compile.cluster.model.strategy import Answer
+from cotrain_compile.distribute.clip import clip_by_norm, norm_of_gradients
 from cotrain_compile.errors import DistributeError, OptionError
 from cotrain_compile.pipelining.cut import cut, keep, try_out
+from cotrain_compile.pipelining.divide import divide
+from cotrain_compile.pipelining.grid import Grid
 from cotrain_compile.pipelining.memory import StageMemory, stage_memory
+from cotrain_compile.pipelining.norms import refuse_norms_of_parts, torch_takes_norms
 from cotrain_compile.pipelining.together import Together, compared
 from cotrain_compile.pipelining.torch_stages import (
     TurnStage,
@@ -59,6 +54,7 @@ class Pipeline:
         gradients: Gradients,
         memory: StageMemory,
         ranks: Together,
+        grid: Grid,
     ) -> None:
         self.plan = plan
         self.stages = stages
@@ -66,14 +62,26 @@ class Pipeline:
         self.memory = memory
         self._gradients = gradients
         self._ranks = ranks
+        self._grid = grid
+
+    @property
+    def replica(self) -> int:
+        """Which of the `replicas` this rank's stages belong to."""
+        return self._grid.replica
+
+    @property
+    def replicas(self) -> int:
+        """How many pipelines there are, each with samples of its own."""
+        return self._grid.replicas
 
     def step(
         self, *batch: torch.Tensor, target: torch.Tensor, losses: list[torch.Tensor] | None = None
     ) -> None:
-        """Forward and backward of all micro-batches; every rank gives the whole batch.
+        """Forward and backward of all micro-batches; every rank gives the batch of its replica.
 
-        Gradients are in `.grad` then. `losses` gets the loss of each micro-batch, the same on all
-        ranks, so that they decide alike.
+        Gradients are in `.grad` then, means over all samples of all replicas. `losses` gets the
+        loss of each micro-batch, those of all replicas, the same on all ranks, so that they decide
+        alike.
 
         Where a rank fails no rank has gradients, and each raises: `RanksApart` where ranks have
         other batches or one tells of its error, `ExchangeFailed` where one dies or hangs,
@@ -95,11 +103,13 @@ class Pipeline:
         Between `step` and the update, by every rank. `torch.nn.utils.clip_grad_norm_` of the
         parameters of a rank is refused.
         """
-        params = [param for stage in self.stages for param in stage.turns.part.module.parameters()]
-        params = [param for param in dict.fromkeys(params) if param.grad is not None]
-        gradients = [param.grad for param in params if param.grad is not None]
-        norm = total_norm(gradients, norm_type, self._ranks.numbers_of_all)
-        nn.utils.clip_grads_with_norm_(params, max_norm, norm)
+        params = self._gradients.params()
+        with torch_takes_norms():
+            own = norm_of_gradients(params, norm_type)
+        norms = self._grid.of_one_replica(self._ranks.numbers_of_all(float(own)))
+        of_stages = torch.tensor(norms, dtype=torch.float64)
+        norm: torch.Tensor = torch.linalg.vector_norm(of_stages, norm_type).to(own)
+        clip_by_norm(params, max_norm, norm)
         return norm
 
     def compiled_update(self, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
@@ -124,15 +134,29 @@ class Pipeline:
         self.memory.begin(training=name == "step")
         try:
             with self._ranks.exchanges(), without_dumps():
+                self._grid.send_first(self._buffers())
                 run(*batch, target=target, return_outputs=False, **kept)
             self.memory.leave()
             failed = next(filter(None, (stage.failed for stage in self.stages)), None)
             of_all = self._ranks.all_done(failed, [float(loss) for loss in found])
+            if name == "step":
+                with self._ranks.exchanges():
+                    self._grid.add_up(self._gradients.all())
         except BaseException:
             self._gradients.detach()
             raise
         if losses is not None:
-            losses += found or list(torch.tensor(of_all))
+            is_all = found and self.replicas == 1
+            losses += found if is_all else list(torch.tensor(self._grid.of_replicas(of_all)))
+
+    def begin_alike(self) -> None:
+        """Give all replicas the parameters and buffers of the first one."""
+        with self._ranks.exchanges():
+            self._grid.begin_alike([*self._gradients.params(), *self._buffers()])
+
+    def _buffers(self) -> list[torch.Tensor]:
+        modules = (stage.turns.part.module for stage in self.stages)
+        return list(dict.fromkeys(buffer for module in modules for buffer in module.buffers()))
 
     def _refuse_other_size(self, shapes: Sequence[tuple[int, ...]]) -> None:
         for shape in shapes:
@@ -153,6 +177,8 @@ def pipeline(
     *,
     strategy: str | None = None,
     options: Mapping[str, Any] | None = None,
+    mesh: DeviceMesh | None = None,
+    tensor_plan: Mapping[str, ParallelStyle] | None = None,
 ) -> Pipeline:
     """Cut `model` into stages over all ranks, in place, and return what trains it.
 
@@ -176,11 +202,17 @@ def pipeline(
             "torch.distributed.init_process_group() before"
         )
     ranks = Together()
+    grid = ranks.make(lambda: Grid(mesh))
     read = ranks.make(lambda: plan if isinstance(plan, StagePlan) else read_plan(plan, strategy))
     samples = (*batch, target)
     same = compared(model, read, loss_fn, samples)
     ranks.make(lambda: _refuse_other_batch(samples, read), same)
-    return ranks.make(lambda: _made(model, read, loss_fn, samples, options or {}, ranks))
+    splits = tensor_plan or {}
+    made = ranks.make(
+        lambda: _made(model, read, loss_fn, samples, options or {}, ranks, grid, splits)
+    )
+    made.begin_alike()
+    return made
 
 
 def read_plan(path: str | os.PathLike[str], strategy: str | None = None) -> StagePlan:
@@ -210,8 +242,10 @@ def _made(
     batch: Sequence[torch.Tensor],
     options: Mapping[str, Any],
     together: Together,
+    grid: Grid,
+    tensor_plan: Mapping[str, ParallelStyle],
 ) -> Pipeline:
-    ranks, rank = dist.get_world_size(), dist.get_rank()
+    ranks, rank = grid.ranks, grid.rank
     schedule_class(plan.schedule, plan.stages, ranks)
     *micro_batch, target = (tensor[: plan.micro_batch].clone() for tensor in batch)
     found = visits(model, plan.split_points, micro_batch)
@@ -220,6 +254,7 @@ def _made(
     for part in parts:
         try_out(part, micro_batch)
     keep(model, plan.split_points, found, set(own))
+    divide(model, [part.module for part in parts], plan, grid, tensor_plan)
     device = next(model.parameters()).device
     gradients = Gradients(model)
     gradients.attach()
@@ -229,7 +264,7 @@ def _made(
         turns = Turns(
             part,
             loss_fn,
-            1.0 / plan.micro_batches,
+            1.0 / (plan.micro_batches * grid.summed),
             memory.of_forward(part),
             memory.of_backward(part),
             memory.bring(part),
@@ -237,13 +272,15 @@ def _made(
         turns.rehearse(micro_batch, target)
         memory.require_whole(part, turns.functions)
         result = torch.empty((), device="meta")
-        stages.append(TurnStage(turns, number, plan.stages, device, micro_batch, result))
+        stages.append(
+            TurnStage(turns, number, plan.stages, device, micro_batch, result, grid.group)
+        )
     memory.set_up_is_done()
     gradients.detach()
-    if ranks > 1:
+    if dist.get_world_size() > 1:
         refuse_norms_of_parts(model.parameters())
     schedule = make_schedule(plan.schedule, stages, ranks, plan.micro_batches)
-    return Pipeline(plan, stages, schedule, gradients, memory, together)
+    return Pipeline(plan, stages, schedule, gradients, memory, together, grid)
 
 
 def _refuse_other_batch(batch: Sequence[torch.Tensor], plan: StagePlan) -> None:
@@ -253,53 +290,3 @@ def _refuse_other_batch(batch: Sequence[torch.Tensor], plan: StagePlan) -> None:
                 f"the plan has micro-batches of {plan.micro_batch} samples, and the example batch "
                 f"has a tensor of {tuple(tensor.shape)}; give as many samples as a step has, first"
             )
-
-
-_of_stages: weakref.WeakSet[nn.Parameter] = weakref.WeakSet()
-
-
-def total_norm(
-    gradients: Sequence[torch.Tensor],
-    norm_type: float,
-    of_ranks: Callable[[float], Sequence[float]],
-) -> torch.Tensor:
-    """The norm of `gradients` and of those of all other ranks, the same on each of them.
-
-    `of_ranks` exchanges one number of each rank.
-    """
-    norms = [torch.linalg.vector_norm(gradient, norm_type) for gradient in gradients]
-    own = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
-    found = torch.tensor(of_ranks(float(own)), dtype=torch.float64)
-    whole: torch.Tensor = torch.linalg.vector_norm(found, norm_type).to(own)
-    return whole
-
-
-def refuse_norms_of_parts(parameters: Iterable[nn.Parameter]) -> None:
-    """From here on torch's functions refuse to take the norm of the gradients of `parameters`."""
-    _of_stages.update(parameters)
-    _put_in_place()
-
-
-@functools.cache
-def _put_in_place() -> None:
-    for cell in getattr(getattr(clip_grad, "_get_total_norm", None), "__closure__", None) or ():
-        if callable(cell.cell_contents):
-            cell.cell_contents = _refusing(cell.cell_contents)
-
-
-def _refusing(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def norm(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # of a step, which has all of its model
-            return original(tensors, *args, **kwargs)
-        tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        known = {id(param.grad) for param in _of_stages if param.grad is not None}
-        if any(id(tensor) in known for tensor in tensors):
-            raise DistributeError(
-                "clip_grad_norm_ on a rank of a pipeline would clip by the norm of this rank's "
-                "part alone, and every rank by another one; call clip_grad_norm(max_norm) of what "
-                "pipeline() returned, on every rank: it takes the norm of the whole model"
-            )
-        return original(tensors, *args, **kwargs)
-
-    return norm

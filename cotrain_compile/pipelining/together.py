@@ -1,4 +1,4 @@
-"""Together: the ranks of a pipeline train the same, and each step is one of all of them or of none.
+"""Together: ranks train the same, and each step is one of all of them or of none.
 
 They compare what they are set up with, meet before a step is sent anywhere and again when all have
 done it, so that a rank that fails in between lets none of them update.
@@ -21,7 +21,7 @@ import cotrain_compile
 from cotrain_compile import files
 from cotrain_compile.cluster.model.stage_plan import StagePlan
 from cotrain_compile.distribute.meet import LONGEST, first_line, meeting_of
-from cotrain_compile.errors import DistributeError, ExchangeFailed
+from cotrain_compile.errors import DistributeError, ExchangeFailed, RanksApart
 
 T = TypeVar("T")
 _START_AGAIN = "start all ranks again from a checkpoint"
@@ -45,14 +45,14 @@ class Together:
             value = made()
         except Exception as problem:
             error = problem
-        told = "sets up a pipeline"
+        told = "sets up its part of the training"
         self._meeting.meet(told, lambda: told, LONGEST)  # others may still plan and compile
         found = self._meeting.gather((tuple(same), None if error is None else str(error)))
         if error is not None:
             raise error
         failed = [f"rank {rank}: {why}" for rank, (_, why) in enumerate(found) if why is not None]
         if failed:
-            raise DistributeError("another rank cannot run its stages: " + "; ".join(failed))
+            raise DistributeError("another rank cannot set up its part: " + "; ".join(failed))
         for place, (name, own) in enumerate(same):
             apart = [str(rank) for rank, (other, _) in enumerate(found) if other[place][1] != own]
             if apart:
@@ -78,17 +78,18 @@ class Together:
                 f"anything from this step. Look at the first error of the others; {_START_AGAIN}"
             ) from error
 
-    def all_done(self, failed: Exception | None, losses: Sequence[float]) -> list[float]:
-        """The losses of the rank that has some, when every rank has done the step.
+    def all_done(self, failed: Exception | None, losses: Sequence[float]) -> list[list[float]]:
+        """The losses that each rank has, when every rank has done the step.
 
         Where one has `failed`, it raises its error, and all others `RanksApart`.
         """
         if failed is not None:
-            self._meeting.tell_failure(failed)
+            # Ranks that share a layer have told each other, and not those of other stages.
+            self._meeting.tell_failure(DistributeError(str(failed)) if _is_told(failed) else failed)
             raise failed
         self._meeting.meet("end of a step", lambda: "has done its part of the step")
         found: list[list[float]] = self._meeting.gather(list(losses))
-        return [loss for of_rank in found for loss in of_rank]
+        return found
 
     def numbers_of_all(self, number: float) -> list[float]:
         """The number that each rank gives."""
@@ -102,8 +103,12 @@ class Together:
         self._meeting.tell_failure(DistributeError(told + _START_AGAIN))
 
 
+def _is_told(failed: Exception) -> bool:
+    return isinstance(failed, RanksApart | ExchangeFailed)
+
+
 def compared(
-    model: nn.Module, plan: StagePlan, loss_fn: Any, batch: Sequence[torch.Tensor]
+    model: nn.Module, plan: StagePlan | None, loss_fn: Any, batch: Sequence[torch.Tensor]
 ) -> list[tuple[str, str]]:
     """What ranks that train the same have alike, by its name."""
     parameters = [f"{name} {tuple(p.shape)} {p.dtype}" for name, p in model.named_parameters()]
@@ -112,7 +117,7 @@ def compared(
     versions = (cotrain_compile.__version__, torch.__version__, platform.python_version())
     return [
         ("version of cotrain-compile, torch or Python", " ".join(versions)),
-        ("plan", files.to_json(plan)),
+        ("plan", "" if plan is None else files.to_json(plan)),
         ("model", _short(parameters)),
         ("batch", str([(tuple(tensor.shape), str(tensor.dtype)) for tensor in batch])),
         ("code of the model or of the loss", _short([*codes, _code(loss_fn)])),

@@ -56,12 +56,18 @@ class TurnStage(PipelineStage):
         device: torch.device,
         batch: Sequence[torch.Tensor],
         result: torch.Tensor,
+        group: Any,
     ) -> None:
-        """`batch` is one micro-batch, `result` what the last stage is said to give, a scalar."""
+        """`batch` is one micro-batch, `result` what the last stage is said to give, a scalar.
+
+        `group` has the ranks of all stages.
+        """
         part = turns.part
         inputs = tuple(batch) if part.enters is None else _with_gradient(part.enters)
         outputs = result if part.leaves is None else _with_gradient(part.leaves)
-        super().__init__(part.module, index, count, device, input_args=inputs, output_args=outputs)
+        super().__init__(
+            part.module, index, count, device, inputs, output_args=outputs, group=group
+        )
         self.turns = turns
         self.sent_bytes = 0
         self.failed: Exception | None = None

@@ -177,6 +177,14 @@ class Gradients:
     def __init__(self, module: nn.Module) -> None:
         self._of = {p: torch.zeros_like(p) for p in module.parameters() if p.requires_grad}
 
+    def params(self) -> list[nn.Parameter]:
+        """The parameters that have one."""
+        return list(self._of)
+
+    def all(self) -> list[torch.Tensor]:
+        """Where parameters have gradients, these, in their order."""
+        return [param.grad for param in self._of if param.grad is not None]
+
     def attach(self) -> None:
         """Where a parameter has no gradient, give it one of zeros."""
         for param, gradient in self._of.items():

@@ -15,9 +15,11 @@ import torch
 import torch.distributed as dist
 
 from cotrain_compile.errors import CotrainError
-from tests.support.sharded_training import Trained, Training, furthest, train
+from tests.support.sharded_training import Trained, Training, furthest, part_of_batch, train
 
 SHARED = ("ddp", "fully_shard", "shard", "replicas of fully_shard", "tensor parallel")
+# Whose layers are split; the latter needs an even number of ranks.
+SPLIT = ("tensor parallel", "sharded tensor parallel")
 OPTIMIZERS = ("sgd", "adam", "adamw", "nadam", "rmsprop", "adagrad")
 WAYS = ("plain", "clipped", "accumulated", "autocast", "scaled")
 MEMORIES = ("resident", "budget", "again")
@@ -44,14 +46,14 @@ class Cell:
     def training(self) -> Training:
         """The step in eager, where nothing needs to be made again: numbers are the same."""
         way = self.way
-        if self.shared == "tensor parallel" and way == "clipped":
-            way = "clipped apart"  # torch takes no norm of sharded beside whole tensors
+        if self.shared in SPLIT and way == "clipped":
+            way = "clipped together"  # torch takes no norm of tensors that are shared in two ways
         return Training(self.shared, way, self.optimizer, bare=True)
 
 
 def _exists(cell: Cell) -> bool:
-    """In eager a GradScaler takes no gradients of sharded beside whole tensors."""
-    return (cell.shared, cell.way) != ("tensor parallel", "scaled")
+    """In eager a GradScaler takes no gradients of tensors that are shared in two ways."""
+    return cell.shared not in SPLIT or cell.way != "scaled"
 
 
 _EVERY = itertools.starmap(Cell, itertools.product(SHARED, MEMORIES, OPTIMIZERS, WAYS))
@@ -91,8 +93,7 @@ def problems(rank: int, cells: Sequence[Cell]) -> dict[Cell, str]:
 
 def _of_memories(rank: int, training: Training, memories: Collection[str]) -> dict[str, str]:
     """What is wrong with a step in each of `memories`."""
-    # Layers that are split get the same batch on every rank.
-    at = 0 if training.model == "tensor parallel" else rank
+    at = part_of_batch(training.model, rank)
     eager = train(at, training)
     resident = _compiled(at, training, {"policy": "resident"})
     wrong = _apart(resident, eager, ROUNDING.get(training.way, USUAL_ROUNDING))

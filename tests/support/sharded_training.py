@@ -27,6 +27,8 @@ from cotrain_compile.machine import Tier
 from tests.support.closeness import relative_gap
 
 SIZE, BATCH, STEPS = 12, 4, 3
+# Ranks that share a layer where it is sharded, too.
+TENSOR = 2
 # Their powers are exact in float32, so that bias corrections agree, in whichever width.
 SOFT_BETAS = (0.5, 0.75)
 
@@ -84,10 +86,10 @@ class Training:
     """How the model is trained.
 
     `model` is one of `MODELS`, `optimizer` of `OPTIMIZERS`, `way` "plain", "clipped",
-    "clipped apart", "accumulated", "autocast", "checkpointed" or "scaled" (by a GradScaler, where
-    gradients of rank 1 alone overflow in the second step). Without `options` the step runs in
-    eager. A `checkpointed` block makes its values again for the backward, a `bare` model has
-    matrices alone.
+    "clipped together" (also of tensors that torch clips apart), "accumulated", "autocast",
+    "checkpointed" or "scaled" (by a GradScaler, where gradients of rank 1 alone overflow in the
+    second step). Without `options` the step runs in eager. A `checkpointed` block makes its values
+    again for the backward, a `bare` model has matrices alone.
     """
 
     model: str = "shard"
@@ -138,6 +140,11 @@ def batches(training: Training, rank: int) -> list[tuple[torch.Tensor, torch.Ten
     return found
 
 
+def part_of_batch(model: str, rank: int) -> int:
+    """Whose batches `rank` trains on: those that share a layer have the same."""
+    return {"tensor parallel": 0, "sharded tensor parallel": rank // TENSOR}.get(model, rank)
+
+
 def batch(number: int, rank: int, size: int = SIZE) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1000 * number + rank)
     x, y = torch.randn(2, BATCH, size, generator=generator)
@@ -177,23 +184,12 @@ def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, way: str) -> Cal
             total = total + loss.detach()
         if way == "clipped":
             nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        if way == "clipped apart":
-            clip_apart(model)
+        if way == "clipped together":
+            cotrain_compile.clip_grad_norm(model.parameters(), 0.1)
         optimizer.step()
         return total
 
     return scaled if way == "scaled" else step
-
-
-def clip_apart(model: nn.Module) -> None:
-    """`clip_grad_norm_` for a model that has both DTensors and plain parameters."""
-    split = [p for p in model.parameters() if p.grad is not None and isinstance(p, DTensor)]
-    others = [p for p in model.parameters() if p.grad is not None and not isinstance(p, DTensor)]
-    of_split: Any = nn.utils.get_total_norm([p.grad for p in split if p.grad is not None])
-    of_others = nn.utils.get_total_norm([p.grad for p in others if p.grad is not None])
-    norm = torch.stack([of_split.full_tensor(), of_others]).norm()
-    for params in (split, others):
-        nn.utils.clip_grads_with_norm_(params, 0.1, norm)
 
 
 def _with_plan(trained: Trained, step: Any) -> Trained:
@@ -241,9 +237,22 @@ def _tensor_parallel(model: Net) -> nn.Module:
     return model
 
 
+def _sharded_tensor_parallel(model: Net) -> nn.Module:
+    """Each layer over two ranks, which have the same samples, and sharded over the others."""
+    ranks = dist.get_world_size()
+    names = ("replicate", "shard", "tensor")
+    mesh = init_device_mesh("cpu", (1, ranks // TENSOR, TENSOR), mesh_dim_names=names)
+    split = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    parallelize_module(model.block, mesh["tensor"], split)
+    fully_shard(model.block, mesh=mesh["shard"])
+    fully_shard(model, mesh=mesh["replicate", "shard"])
+    return model
+
+
 MODELS: Mapping[str, Callable[[Net], Any]] = {
     "ddp": DistributedDataParallel,
     "tensor parallel": _tensor_parallel,
+    "sharded tensor parallel": _sharded_tensor_parallel,
     "shard": cotrain_compile.shard,
     "fully_shard": fully_sharded,
     "fully_shard in low precision": _in_low_precision,

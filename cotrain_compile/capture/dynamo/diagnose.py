@@ -157,8 +157,7 @@ def _why_not_on_shards(text: str) -> str:
     if mixed is not None:
         return (
             f"{mixed[1]} gets sharded and whole tensors, which DTensor does not take together; "
-            "take them apart: to clip, torch.nn.utils.get_total_norm of each, .full_tensor() of "
-            "the first, their norm, and torch.nn.utils.clip_grads_with_norm_ of each"
+            "take them apart, and clip with cotrain_compile.clip_grad_norm, which does"
         )
     if no_rule is not None:
         return (

@@ -21,16 +21,19 @@ from unittest import mock
 import torch
 from torch._dynamo import config
 from torch._dynamo.exc import RestartAnalysis, unimplemented
+from torch._dynamo.source import GlobalSource
 from torch._dynamo.variables import ConstantVariable
+from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.functions import UserFunctionVariable
 from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from cotrain_compile.capture.dynamo.session import Session
 from cotrain_compile.distribute import fsdp
 from cotrain_compile.distribute.ranks import why_no_dtensor_steps
-from cotrain_compile.distribute.shard import gathered
+from cotrain_compile.distribute.shard import gathered, gathered_part
 
 _READ = "manually_trace_nn_module_getattr"
 # All hooks of FSDP's are one function around different ones.
@@ -135,12 +138,27 @@ def _gathering(session: Session, original: Callable[..., Any]) -> Callable[..., 
         # What the body of a checkpoint makes is not known outside of it.
         key = id(param), tx.output.current_tracer, torch.is_grad_enabled()
         if key not in trace.gathered:
-            dtypes = map(ConstantVariable.create, (how.param_dtype, how.reduce_dtype))
-            gather = _traced(gathered)
-            trace.gathered[key] = gather.call_function(tx, [found.realize(), *dtypes], {})
+            trace.gathered[key] = _gathered(tx, found.realize(), how)
         return trace.gathered[key]
 
     return read
+
+
+def _gathered(tx: Any, param: Any, how: fsdp.Gathering) -> Any:
+    """What stands for `param` while a forward uses it."""
+    dtypes = [*map(ConstantVariable.create, (how.param_dtype, how.reduce_dtype))]
+    if how.part is None:
+        return _traced(gathered).call_function(tx, [param, *dtypes], {})
+    meshes = [_mesh(tx, mesh) for mesh in (how.part.data, how.part.tensor)]
+    sizes = [VariableTracker.build(tx, size) for size in (how.part.shape, how.part.stride)]
+    return _traced(gathered_part).call_function(tx, [param, *meshes, *sizes, *dtypes], {})
+
+
+def _mesh(tx: Any, mesh: DeviceMesh) -> VariableTracker:
+    """`mesh` as what a graph is given: a trace knows none that comes from nowhere."""
+    source = GlobalSource(tx.output.install_global_by_id("_cotrain_mesh", mesh))
+    found: VariableTracker = VariableTracker.build(tx, mesh, source)
+    return found
 
 
 def _refuse(session: Session, message: str) -> NoReturn:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from cotrain_compile.capture.state.optimizer_state import OptimizerRecord
 from cotrain_compile.capture.state.scaler_state import ScalerRecord
@@ -99,6 +100,8 @@ def _from_source(placeholder: fx.Node, value: object) -> _Known:
     text = str(getattr(source, "name", "") or placeholder.name)
     if callable(getattr(source, "name", None)):
         text = source.name()
+    if isinstance(value, DeviceMesh):
+        return _Known("mesh", Role.MESH)  # where it was found may differ by rank
     text = text.rpartition("_hooks[")[2]  # what a hook uses is its own, and not its parameter's
     name = _readable(text)
     if "param_groups" in text or not isinstance(value, torch.Tensor):

@@ -23,6 +23,12 @@ def three_ranks() -> Iterator[Ranks]:
         yield started
 
 
+@pytest.fixture(scope="session")
+def four_ranks() -> Iterator[Ranks]:
+    with ranks(4) as started:
+        yield started
+
+
 @pytest.fixture
 def rank_of_two() -> Iterator[None]:
     """A process group of two ranks, of which the other is not there and exchanges nothing."""

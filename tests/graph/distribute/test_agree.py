@@ -8,10 +8,18 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 
+from cotrain_compile.dataflow import Role
 from cotrain_compile.distribute.agree import Together
 from cotrain_compile.distribute.meet import Meeting
+from cotrain_compile.distribute.ranks import (
+    groups_apart,
+    note_unequal_batches,
+    signature_of_step,
+)
+from cotrain_compile.graph import StepGraph, StepInput
 from tests.support import ddp_cases, ranks_apart, ranks_of_other_numbers
 from tests.support.ranks import Ranks
 
@@ -63,6 +71,47 @@ def test_where_one_rank_runs_out_of_memory_all_plan_again(two_ranks: Ranks) -> N
     (peak_bytes, moves, placement), other = two_ranks.run(ddp_cases.with_one_rank_out_of_memory)
     assert (peak_bytes, moves, placement) == other
     assert moves
+
+
+def reduced_over(*groups: str) -> StepGraph:
+    """A step that sums its batch over these groups, one after the other."""
+    graph = fx.Graph()
+    value = graph.placeholder("x")
+    for group in groups:
+        reduce = torch.ops._c10d_functional.all_reduce.default
+        value = graph.call_function(reduce, (value, "sum", group))
+    graph.output((value,))
+    module = fx.GraphModule(torch.nn.Module(), graph)
+    return StepGraph(module, (StepInput("x", "x", Role.BATCH),), {})
+
+
+def test_groups_of_a_mesh_have_other_names_on_each_rank() -> None:
+    """What counts is which of them comes when."""
+    step, same = reduced_over("1", "3", "1"), reduced_over("2", "4", "2")
+    other = reduced_over("2", "4", "4")
+    assert step.fingerprint == same.fingerprint != other.fingerprint
+    assert signature_of_step(step) == signature_of_step(same) != signature_of_step(other)
+
+
+def test_batches_of_other_sizes_are_alike_where_they_are_meant() -> None:
+    def step() -> None: ...
+
+    def weighted() -> None: ...
+
+    note_unequal_batches(weighted.__code__)
+    few, many = reduced_over("0"), reduced_over("0")
+    for graph, rows in ((few, 3), (many, 5)):
+        graph.nodes[0].meta["val"] = torch.empty(rows)
+    assert signature_of_step(few, step.__code__) != signature_of_step(many, step.__code__)
+    assert signature_of_step(few, weighted.__code__) == signature_of_step(many, weighted.__code__)
+
+
+def test_ranks_with_other_meshes_are_told_which_exchange_they_do_not_share() -> None:
+    rows, columns = ((0, 1), (2, 3)), ((0, 2), (1, 3))
+    mesh = {rank: (rows[rank // 2], columns[rank % 2]) for rank in range(4)}
+    assert groups_apart(mesh) == ""
+    told = groups_apart({**mesh, 3: (columns[1], rows[1])})
+    assert told == "rank 1 exchanges with ranks [1, 3] what rank 3 exchanges with [2, 3]"
 
 
 def test_ranks_talk_without_pythons_lock_also_within_a_trace() -> None:

@@ -28,6 +28,8 @@ PLANS = {
         ("pipeline", 2, "--plan pipeline.json --save folder"),
         ("pipeline", 2, "--plan swapped.json --save folder --budget 128KiB"),
         ("burst", 2, "--checkpoint model.pt"),
+        ("scaled", 4, "--mesh shard=2,tensor=2"),
+        ("scaled", 4, "--mesh pipeline=2,replicate=2 --budget 400KiB"),
         ("cpu_helpers", 3, "--helpers 1 --checkpoint model.pt"),
     ],
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.matrix_of_ranks import ALL, Cell, alike, problems, sample
+from tests.support.matrix_of_ranks import ALL, MEMORIES, Cell, alike, problems, sample
 from tests.support.ranks import Ranks
 
 # A GradScaler with an overflow of one rank alone, on parts of parameters, in a small budget.
@@ -18,6 +18,20 @@ def check(ranks: Ranks, cells: list[Cell]) -> None:
 
 def test_a_step_is_that_of_eager_however_it_is_shared(two_ranks: Ranks) -> None:
     check(two_ranks, FEW)
+
+
+def test_layers_that_are_split_and_sharded_train_on_a_mesh_of_two_dimensions(
+    four_ranks: Ranks,
+) -> None:
+    """Groups of the mesh have other names on each rank, and one plan is right for all."""
+    check(four_ranks, [Cell("sharded tensor parallel", "budget", "adamw", "clipped")])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("shared", ["replicas of fully_shard", "sharded tensor parallel"])
+def test_meshes_of_two_dimensions(four_ranks: Ranks, shared: str) -> None:
+    check(four_ranks, [Cell(shared, memory, "adamw", "accumulated") for memory in MEMORIES])
+    check(four_ranks, [Cell(shared, "again", "adam", "clipped")])
 
 
 @pytest.mark.long

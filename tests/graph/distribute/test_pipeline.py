@@ -175,7 +175,7 @@ def test_ranks_that_cannot_train_together_are_all_told(two_ranks: Ranks) -> None
     for told in two_ranks.run(refused, [plan, other], [10**7, 10**7]):
         assert "have another plan than rank" in told
     first, second = two_ranks.run(refused, [plan, plan], [10**7, 1000])
-    assert "another rank cannot run its stages: rank 1: what goes from stage to stage, " in first
+    assert "another rank cannot set up its part: rank 1: what goes from stage to stage, " in first
     assert second.startswith("PlacementError: ")
     for told in two_ranks.run(failing_stages.other_code, plan):
         assert "another code of the model or of the loss than rank" in told

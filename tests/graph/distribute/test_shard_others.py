@@ -53,7 +53,7 @@ def _split_in_layers(rank: int, parallel: bool) -> dict[str, torch.Tensor]:
     if parallel:
         _tensor_parallel(net, init_device_mesh("cpu", (2,)))
     optimizer = OPTIMIZERS["adamw"]([p for p in net.parameters() if p.requires_grad])
-    step = step_of(net, optimizer, "clipped apart" if parallel else "clipped")
+    step = step_of(net, optimizer, "clipped together" if parallel else "clipped")
     if parallel:
         options: dict[str, Any] = {"memory_budget": 14_000, "quiet": True}
         step = torch.compile(step, backend="cotrain", options=options)

@@ -1,0 +1,125 @@
+"""Grid: the ranks of a pipeline, with stages along one dimension of a mesh.
+
+Along "replicate" and "shard" ranks have the same stages and other samples, along "tensor" the same
+samples and a part of each layer. What replicas exchange beside the graphs of their turns is what
+`DistributedDataParallel` would: values of the first one when they begin, its buffers before each
+step, and sums of gradients after the last micro-batch, in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from cotrain_compile.errors import DistributeError
+
+STAGES, REPLICATE, SHARD, TENSOR = "pipeline", "replicate", "shard", "tensor"
+_KNOWN = (STAGES, REPLICATE, SHARD, TENSOR)
+
+
+class Grid:
+    """`rank` of `ranks` is this rank's place among the stages, `replica` that of its samples.
+
+    Without a mesh all ranks of the process group are one pipeline. `group` is that of the ranks of
+    this pipeline; `shard` and `tensor` are the parts of the mesh whose ranks have a part each of
+    the parameters. Gradients are added up over `summed` ranks beside the graphs.
+    """
+
+    def __init__(self, mesh: DeviceMesh | None) -> None:
+        """Raises `DistributeError` for a mesh that is not one of stages and what is known here."""
+        self._mesh = mesh
+        self.group: Any = dist.group.WORLD
+        self._places = [(rank, 0, 0) for rank in range(dist.get_world_size())]
+        if mesh is not None:
+            _refuse_other(mesh)
+            self.group = mesh.get_group(STAGES)
+            self._places = [self._place(mesh, rank) for rank in range(mesh.size())]
+        self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self.summed = self._size(REPLICATE)
+        self.replicas = self.summed * self._size(SHARD)
+        self.replica = self._places[dist.get_rank()][1]
+        self.shard, self.tensor = self._along(SHARD), self._along(TENSOR)
+
+    def _place(self, mesh: DeviceMesh, rank: int) -> tuple[int, int, int]:
+        """The stage, the replica, and the part of layers of a rank."""
+        (found,) = (mesh.mesh == rank).nonzero().tolist()
+        at = dict(zip(mesh.mesh_dim_names or (), found, strict=True))
+        replica = at.get(REPLICATE, 0) * self._size(SHARD) + at.get(SHARD, 0)
+        return at[STAGES], replica, at.get(TENSOR, 0)
+
+    def _along(self, name: str) -> DeviceMesh | None:
+        """The part of the mesh along a dimension; None where there is one rank."""
+        return self._mesh[name] if self._mesh is not None and self._size(name) > 1 else None
+
+    def _size(self, name: str) -> int:
+        names = () if self._mesh is None else self._mesh.mesh_dim_names or ()
+        return self._mesh.size(names.index(name)) if self._mesh is not None and name in names else 1
+
+    def of_one_replica(self, numbers: Sequence[float]) -> list[float]:
+        """Of the numbers of all ranks one for each stage: those of the first pipeline."""
+        return [n for n, place in zip(numbers, self._places, strict=True) if place[1:] == (0, 0)]
+
+    def of_replicas(self, losses: Sequence[Sequence[float]]) -> list[float]:
+        """Of the losses that ranks have, those of each replica, in their order."""
+        both = zip(self._places, losses, strict=True)
+        first = [(replica, found) for (_, replica, part), found in both if part == 0]
+        ordered = sorted(first, key=lambda each: each[0])
+        return [loss for _, found in ordered for loss in found]
+
+    def send_first(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Give `tensors` the values that the first replica has."""
+        self._send(list(tensors), (SHARD, REPLICATE))
+
+    def begin_alike(self, tensors: Iterable[torch.Tensor]) -> None:
+        """`send_first`, to the ranks that share layers too; parts are sent to those with the same.
+
+        What is a part has come from the first of those that have one.
+        """
+        tensors = list(tensors)
+        parts = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
+        whole = [tensor for tensor in tensors if not isinstance(tensor, DTensor)]
+        self._send(whole, (TENSOR, SHARD, REPLICATE))
+        self._send([part.to_local() for part in parts], (REPLICATE,))
+
+    def add_up(self, gradients: Iterable[torch.Tensor]) -> None:
+        """Make `gradients` their sums over all replicas; those of shards are, along these."""
+        over = self._along(REPLICATE)
+        if over is not None:
+            own = [each.to_local() if isinstance(each, DTensor) else each for each in gradients]
+            group = over.get_group()
+            _await([dist.all_reduce(each, group=group, async_op=True) for each in own])
+
+    def _send(self, tensors: Sequence[torch.Tensor], dimensions: Sequence[str]) -> None:
+        for name in dimensions:
+            over = self._along(name)
+            if over is not None:
+                group = over.get_group()
+                source = dist.get_global_rank(group, 0)
+                whole = [tensor.detach() for tensor in tensors]
+                _await([dist.broadcast(each, source, group, async_op=True) for each in whole])
+
+
+def _refuse_other(mesh: DeviceMesh) -> None:
+    names = mesh.mesh_dim_names or ()
+    world = dist.get_world_size()
+    if STAGES not in names or not set(names) <= set(_KNOWN) or mesh.size() != world:
+        raise DistributeError(
+            f"a pipeline of {world} ranks has a mesh of all of them, with the dimension {STAGES!r} "
+            f"and others of {', '.join(_KNOWN[1:])}, not {mesh}; "
+            'init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "replicate")) has two '
+            "stages, twice"
+        )
+    if all(name in names and mesh.size(names.index(name)) > 1 for name in (SHARD, TENSOR)):
+        raise DistributeError(
+            f"stages are not both sharded and split ({mesh}); take one of the two, or replicas"
+        )
+
+
+def _await(works: Iterable[Any]) -> None:
+    for work in works:
+        work.wait()

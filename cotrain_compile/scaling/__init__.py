@@ -1,0 +1,1 @@
+"""Scaling: a model on the mesh of a plan's row, ready to train."""

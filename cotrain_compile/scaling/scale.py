@@ -1,0 +1,198 @@
+"""Scale: from the row of a plan to a step that trains, the same for each of them.
+
+`scale(model, plan, loss_fn, batch, target)` is called by every rank, and arranges the ranks as the
+row says: replicas, shards, split layers, and what these make together, or stages with replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from cotrain_compile import files
+from cotrain_compile.cluster.model.layout import Layout
+from cotrain_compile.cluster.model.stage_plan import StagePlan
+from cotrain_compile.distribute.clip import clip_grad_norm
+from cotrain_compile.distribute.ranks import note_unequal_batches
+from cotrain_compile.errors import DistributeError
+from cotrain_compile.pipelining.pipeline import Pipeline, pipeline
+from cotrain_compile.pipelining.together import Together, compared
+from cotrain_compile.pipelining.turns import LossFunction
+from cotrain_compile.scaling.rows import Plan, Row, read_row
+from cotrain_compile.scaling.tensor_plans import tensor_plan_of
+from cotrain_compile.scaling.wrap import begin_alike, mesh_of, wrapped
+
+# A compiled step: takes a batch and its target, gives the mean loss of this replica's samples.
+Step = Callable[..., torch.Tensor]
+
+
+class Scaled:
+    """A model on a `mesh` of ranks, as `layout` arranges them.
+
+    `model` is what a step calls; it is `pipe` that trains where that is not None, and `model` has
+    the parameters of this rank's stages.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layout: Layout,
+        mesh: DeviceMesh,
+        loss_fn: LossFunction,
+        options: Mapping[str, Any],
+        pipe: Pipeline | None = None,
+    ) -> None:
+        self.model = model
+        self.layout = layout
+        self.mesh = mesh
+        self.pipe = pipe
+        self._loss_fn = loss_fn
+        self._options = options
+
+    @property
+    def replica(self) -> int:
+        """Which of the `replicas` this rank belongs to: its samples are those of that replica."""
+        return self.layout.replica(dist.get_rank())
+
+    @property
+    def replicas(self) -> int:
+        """How many ranks, or groups of ranks, have samples of their own in a step."""
+        return self.layout.replicas
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """What this rank's optimizer has."""
+        return self.model.parameters()
+
+    def compiled_step(
+        self, optimizer: torch.optim.Optimizer, max_norm: float | None = None
+    ) -> Step:
+        """A step by this backend: `step(*batch, target=target)`, of the samples of this replica.
+
+        It returns their mean loss. With `max_norm` gradients are clipped by the norm of the whole
+        model. Raises as a compiled step and `Pipeline.step` do.
+        """
+        if self.pipe is not None:
+            return _step_in_stages(self.pipe, optimizer, max_norm)
+        step = _step(self.model, self._loss_fn, optimizer, self.layout, max_norm)
+        made: Step = torch.compile(step, backend="cotrain", options=dict(self._options))
+        return made
+
+
+def scale(
+    model: nn.Module,
+    plan: Plan,
+    loss_fn: LossFunction,
+    batch: Sequence[torch.Tensor],
+    target: torch.Tensor,
+    *,
+    strategy: str | None = None,
+    stages: StagePlan | None = None,
+    tensor_plan: Mapping[str, ParallelStyle] | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Scaled:
+    """Arrange all ranks as a row of `plan` says, and `model` on them, in place.
+
+    Every rank calls it with the same model, after the process group was initialised and before an
+    optimizer is made; all begin with the values of rank 0. `plan` is the file that
+    `cotrain-compile cluster` has saved, of which the fastest row counts or the one that `strategy`
+    names; or a `Layout`, or the sizes of its dimensions. `loss_fn` takes what the model returns and
+    the target, and gives the mean over its samples. `batch` is an example of what a replica gets in
+    a step, with its `target`. `options` are those of this backend.
+
+    Where the row has a pipeline, `stages` says where stages begin if the plan does not. Where it
+    divides layers, `tensor_plan` has a style of torch's for names of modules, which may have
+    wildcards; models of Hugging Face have their own.
+
+    Raises `DistributeError`, on every rank, where the plan is for other ranks, is not for this
+    model, or is of a kind that is not executed; `OptionError` where it has no such row.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        raise DistributeError(
+            "scale() needs a process group: start the script by torchrun, and call "
+            "torch.distributed.init_process_group() before"
+        )
+    ranks = Together()
+    row = ranks.make(lambda: read_row(plan, dist.get_world_size(), strategy, stages))
+    splits = ranks.make(lambda: _splits(model, row, tensor_plan))
+    compared_batch = () if row.layout.samples else (*batch, target)
+    same = compared(model, row.stages, loss_fn, compared_batch)
+    ranks.make(lambda: None, [("layout", files.to_json(row.layout)), *same, _told(splits)])
+    mesh = mesh_of(row.layout, next(model.parameters()).device)
+    begin_alike(model)
+    chosen = dict(options or {})
+    if row.stages is None:
+        model = wrapped(model, row.layout, mesh, splits)
+        return Scaled(model, row.layout, mesh, loss_fn, chosen)
+    pipe = pipeline(
+        model, row.stages, loss_fn, batch, target, options=chosen, mesh=mesh, tensor_plan=splits
+    )
+    return Scaled(model, row.layout, mesh, loss_fn, chosen, pipe)
+
+
+def _splits(
+    model: nn.Module, row: Row, given: Mapping[str, ParallelStyle] | None
+) -> dict[str, ParallelStyle]:
+    if row.layout.tensor == 1:
+        return {}
+    return tensor_plan_of(model, given, sequence=row.layout.sequence)
+
+
+def _told(splits: Mapping[str, ParallelStyle]) -> tuple[str, str]:
+    return "tensor_plan", str({name: str(style) for name, style in splits.items()})
+
+
+def _step(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    optimizer: torch.optim.Optimizer,
+    layout: Layout,
+    max_norm: float | None,
+) -> Step:
+    """Gradients are means over replicas: one with more samples than others weighs as much more."""
+    samples = layout.samples[layout.replica(dist.get_rank())] if layout.samples else 0
+    weight = samples * layout.replicas / layout.step_samples if samples else 1.0
+
+    def step(*batch: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if samples and len(target) != samples:
+            raise DistributeError(
+                f"this replica has {samples} of the samples of a step, and the batch {len(target)}"
+            )
+        optimizer.zero_grad()
+        total = torch.zeros((), device=target.device)
+        for *part, wanted in zip(
+            *(tensor.chunk(layout.micro_batches) for tensor in (*batch, target)), strict=True
+        ):
+            loss = loss_fn(model(*part), wanted) * (len(wanted) / len(target))
+            (loss * weight if samples else loss).backward()
+            total = total + loss.detach()
+        if max_norm is not None:
+            clip_grad_norm(model.parameters(), max_norm)
+        optimizer.step()
+        return total
+
+    if samples:
+        note_unequal_batches(step.__code__)
+    return step
+
+
+def _step_in_stages(
+    pipe: Pipeline, optimizer: torch.optim.Optimizer, max_norm: float | None
+) -> Step:
+    update = pipe.compiled_update(optimizer)
+    first = pipe.replica * pipe.plan.micro_batches
+
+    def step(*batch: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        losses: list[torch.Tensor] = []
+        pipe.step(*batch, target=target, losses=losses)
+        if max_norm is not None:
+            pipe.clip_grad_norm(max_norm)
+        update()
+        return torch.stack(losses[first : first + pipe.plan.micro_batches]).mean()
+
+    return step

@@ -1,0 +1,128 @@
+"""A row of a plan is a step that trains, equal to one process with the samples of all ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+from cotrain_compile import files
+from cotrain_compile.cluster.model.layout import Layout
+from cotrain_compile.cluster.model.stage_plan import StagePlan
+from cotrain_compile.errors import DistributeError
+from cotrain_compile.scaling.tensor_plans import tensor_plan_of
+from tests.support.pipelines import gpt2, llama
+from tests.support.ranks import Ranks
+from tests.support.scaled_ranks import (
+    SPLITS,
+    Case,
+    Language,
+    Trained,
+    alone,
+    refused,
+    trained,
+)
+
+STAGES = StagePlan("1F1B", ("blocks.1",), 2, 2)
+
+
+def check(ranks: Ranks, case: Case, *, fails: bool = False) -> list[Trained]:
+    """Losses of each replica, and all parameters, which every rank has some of."""
+    reference, replicas = alone(case), case.layout.replicas
+    found: list[Trained] = ranks.run(trained, case, fails)
+    for rank, of_rank in enumerate(found):
+        assert of_rank.replica == case.layout.replica(rank)
+        expected = reference.losses[of_rank.replica :: replicas]
+        assert of_rank.losses == pytest.approx(expected, abs=2e-6)
+        for name, value in of_rank.state.items():
+            torch.testing.assert_close(value, reference.state[name], rtol=1e-5, atol=2e-6)
+        if case.budget is not None:
+            assert of_rank.peak_bytes <= case.budget
+            assert of_rank.moves
+    assert {name for of_rank in found for name in of_rank.state} == set(reference.state)
+    return found
+
+
+def test_split_and_sharded_layers_train_within_a_budget(four_ranks: Ranks) -> None:
+    check(four_ranks, Case(Layout(shard=2, tensor=2), "mlp", budget=60_000))
+    for told in four_ranks.run(refused, {"shard": 2}):
+        assert told.startswith("DistributeError: the plan is for 2 ranks (shard 2), and there are")
+    for told in four_ranks.run(refused, Layout(shard=2, tensor=2)):
+        assert "the plan divides layers, and Language does not say which" in told
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(Layout(replicate=4, micro_batches=2), budget=80_000),
+        Case(Layout(replicate=2, shard=2), budget=60_000, attends=True),
+        Case(Layout(replicate=2, tensor=2), "plain", attends=True),
+        Case(Layout(shard=2, tensor=2, sequence=True), "tokens", attends=True, budget=56_000),
+        Case(Layout(pipeline=2, replicate=2), stages=STAGES),
+        Case(Layout(pipeline=2, shard=2), stages=STAGES, budget=40_000),
+        Case(Layout(shard=2, tensor=2), "its own"),
+    ],
+    ids=lambda case: f"{case.layout} {case.split}",
+)
+def test_every_layout_trains_as_one_process(four_ranks: Ranks, case: Case) -> None:
+    check(four_ranks, case)
+
+
+@pytest.mark.long
+def test_stages_whose_layers_are_split_train_as_one_process_also_after_a_failure(
+    four_ranks: Ranks,
+) -> None:
+    """Rank 0 learns of it at their next exchange, and the ranks of the other stage from both."""
+    stages = replace(STAGES, micro_batch=4)
+    case = Case(Layout(pipeline=2, tensor=2), "mlp", budget=40_000, stages=stages)
+    first, failed, *others = check(four_ranks, case, fails=True)
+    assert failed.overrun.startswith("OutOfDeviceMemory: ")
+    for of_rank in (first, *others):
+        assert of_rank.overrun.startswith("RanksApart: ")
+        assert "rank 1: failed: OutOfDeviceMemory" in of_rank.overrun
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("layout", "budget"),
+    [
+        (Layout(replicate=2, samples=(5, 3), micro_batches=2), 80_000),
+        (Layout(shard=2, samples=(6, 2), micro_batches=2), 60_000),
+    ],
+)
+def test_unequal_shares_of_samples_make_the_mean_over_all(
+    two_ranks: Ranks, layout: Layout, budget: int
+) -> None:
+    check(two_ranks, Case(layout, budget=budget))
+
+
+@pytest.mark.long
+def test_a_plan_is_a_file(two_ranks: Ranks, tmp_path: Path) -> None:
+    files.save(Layout(tensor=2), tmp_path / "plan.json")
+    for told in two_ranks.run(refused, tmp_path / "plan.json", "plain"):
+        assert "splits blocks.*.attention.q, and Language has no such module" in told
+
+
+def test_a_model_of_hugging_face_says_which_layers_are_split() -> None:
+    plan = tensor_plan_of(llama(), None, sequence=False)
+    assert isinstance(plan["model.model.layers.*.self_attn.q_proj"], ColwiseParallel)
+    assert isinstance(plan["model.model.layers.*.mlp.down_proj"], RowwiseParallel)
+    assert "model.lm_head" in plan
+    with pytest.raises(DistributeError, match="does not say which"):
+        tensor_plan_of(gpt2(), None, sequence=False)
+    with pytest.raises(DistributeError, match="by tokens, and nobody knows where in this model"):
+        tensor_plan_of(llama(), None, sequence=True)
+
+
+def test_a_split_layer_that_shares_its_weight_is_refused() -> None:
+    model = Language(attends=False)
+    model.head.weight = nn.Parameter(model.embed.weight.detach())
+    model.embed.weight = model.head.weight
+    with pytest.raises(DistributeError, match=r"head\.weight.* shares its weight with embed\.wei"):
+        tensor_plan_of(model, {"head": ColwiseParallel()}, sequence=False)
+    assert tensor_plan_of(model, SPLITS["mlp"](), sequence=False)
