@@ -118,7 +118,7 @@ def whole_step_tracing(session: Session) -> Iterator[None]:
         stack.enter_context(backward_traced(session))
         stack.enter_context(means_traced(session))
         stack.enter_context(gathering_traced(session))
-        stack.enter_context(settings_traced(session.function))
+        stack.enter_context(settings_traced(session.settings))
         stack.enter_context(leaves_traced(session.leaves_made, session.copied_data))
         stack.enter_context(in_place_traced())
         stack.enter_context(grouped_at_once())
