@@ -15,6 +15,12 @@ class Found:
 
 FOUND = (
     Found(
+        "What had changed in one training was remembered for all that run the same code, beyond "
+        "`torch._dynamo.reset()` too: ranks with different pasts compiled different steps, and "
+        "raised RanksApart though they did the same.",
+        "tests/graph/capture/test_recompiles.py",
+    ),
+    Found(
         "A batch in the memory of a parameter, in a step whose sizes change, and gradients in a "
         "buffer of the dtype that the model had before, ended in errors of torch's.",
         "tests/graph/backends/test_one_home.py",

@@ -101,11 +101,10 @@ def take_norms_early(graph: fx.Graph) -> None:
 
 
 def _move_up(graph: fx.Graph, moves: Callable[[fx.Node], bool]) -> None:
-    order = {node: index for index, node in enumerate(graph.nodes)}
+    """Move each of these nodes to right behind the last that it reads, where that is by then."""
     for node in list(graph.nodes):
         if moves(node):
-            latest = max(node.all_input_nodes, key=order.__getitem__)
-            latest.append(node)
+            max(node.all_input_nodes).append(node)
 
 
 def give_updates_their_own_casts(graph: fx.Graph) -> None:

@@ -6,11 +6,11 @@ the same as long as nobody reads the list behind `backward()`: that is refused, 
 there before the step. A reentrant checkpoint adds tensors without gradients, and stays refused.
 
 Private torch API used: `CheckpointHigherOrderVariable._call_function`,
-`SideEffects.check_allowed_side_effect` and `.id_to_variable`,
+`SideEffects.check_allowed_side_effect`, `.id_to_variable` and `.store_attr_mutations`,
 `SubgraphTracer.traced_with_externally_visible_side_effects`,
 `bytecode_analysis.livevars_analysis`, `current_scope_id`. Reason: they
 decide what a checkpoint may change, return it from there, and say what is read later. Tried on
-torch 2.13.0.
+torch 2.11.0 and 2.13.0.
 """
 
 from __future__ import annotations
@@ -113,15 +113,19 @@ def _unread(
 
 def _is_reached(tx: Any, items: set[int]) -> bool:
     """Whether any of `items` can be had from what is still read, or outlives the step."""
-    found = False
+    effects = tx.output.side_effects
+    outlives = [v for v in effects.id_to_variable.values() if getattr(v, "source", None)]
+    found, visited = False, dict[int, Any]()
+    waiting = [*outlives, *_still_read(tx)]
 
     def look(variable: VariableTracker) -> None:
         nonlocal found
         found = found or id(variable) in items
+        # What the step has set on an object lies beside it; torch 2.11 does not visit that.
+        waiting.extend(effects.store_attr_mutations.get(variable, {}).values())
 
-    effects = tx.output.side_effects
-    outlives = [v for v in effects.id_to_variable.values() if getattr(v, "source", None)]
-    VariableTracker.visit(look, [*outlives, *_still_read(tx)], side_effects=effects)
+    while waiting:
+        VariableTracker.visit(look, waiting.pop(), visited)
     return found
 
 

@@ -34,18 +34,19 @@ from torch._dynamo.types import ConvertFrameReturn
 
 from cotrain_compile.capture.counts import calls_counted
 from cotrain_compile.capture.dynamo.ambient import why_passed_over, why_refused
+from cotrain_compile.capture.dynamo.called_step import FrameObjects, called_step
 from cotrain_compile.capture.dynamo.compute_device import chosen_device, seen_on_compute_device
 from cotrain_compile.capture.dynamo.data_sizes import size_behind
 from cotrain_compile.capture.dynamo.diagnose import diagnose
 from cotrain_compile.capture.dynamo.left_to_eager import (
-    called_step,
     in_eager,
     is_left,
     leave_call,
     leave_for_good,
 )
 from cotrain_compile.capture.dynamo.patches import whole_step_tracing
-from cotrain_compile.capture.dynamo.session import FrameObjects, Session, active
+from cotrain_compile.capture.dynamo.session import Session, active
+from cotrain_compile.capture.dynamo.settings import seen_settings
 from cotrain_compile.capture.dynamo.ways_on import way_on_of
 from cotrain_compile.errors import CaptureError, CotrainError
 from cotrain_compile.options import Options
@@ -181,8 +182,10 @@ class _Refused(ShortenTraceback):
 def _trace_step(
     trace: Callable[[], ConvertFrameReturn], frame: Mapping[str, Any], options: Options
 ) -> ConvertFrameReturn:
-    code, device = frame["code"], chosen_device(options.device)
-    session = Session(options, code, frame_objects(code, frame["closure"]), device)
+    code, kept = frame["code"], frame["frame_state"]
+    objects = frame_objects(code, frame["closure"])
+    step = called_step(code, frame["compiler_fn"], objects, frame["locals"])
+    session = Session(options, step, seen_settings(kept, step), chosen_device(options.device))
     reason = why_refused()
     try:
         if reason is not None:
@@ -221,10 +224,8 @@ def _trace_step(
         if known is None:
             raise
         if isinstance(known, CaptureError) and warns:
-            values = frame["locals"]
-            step = called_step(code, frame["compiler_fn"], session.frame_objects, values)
             leave = leave_for_good if reason is None else leave_call
-            return leave(frame["frame_state"], step, known)
+            return leave(kept, step, known)
         raise known from error
     except BaseException:
         session.undo()

@@ -1,9 +1,8 @@
 """Left to eager: which steps run there (`on_break="warn"`), and that each of them is told.
 
 Dynamo leaves code to eager for good, and with it every other step that the same function has made,
-without a word. Here one call is left to eager at a time, and what is remembered is the step: what
-`torch.compile` was called with, what the function closes over, and the object it is a method of.
-It is remembered where Dynamo keeps what it knows of the code, so `torch._dynamo.reset()` forgets.
+without a word. Here one call is left to eager at a time, and what is remembered is the step. It is
+remembered where Dynamo keeps what it knows of the code, so `torch._dynamo.reset()` forgets.
 
 Private torch API used: `torch._dynamo.types`, the dictionary `frame_state` that Dynamo keeps for
 each code and hands to its callback. Tried on torch 2.13.0.
@@ -12,59 +11,20 @@ each code and hands to its callback. Tried on torch 2.13.0.
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import CodeType
 from typing import Any
 
-import torch
 from torch._dynamo.types import (  # type: ignore[attr-defined]
     ConvertFrameReturn,
     FrameAction,
     FrameExecStrategy,
 )
 
-from cotrain_compile.capture.dynamo.session import FrameObjects
+from cotrain_compile.capture.dynamo.called_step import CalledStep
 from cotrain_compile.errors import CaptureError
 
 _KEPT_AS = "_cotrain_left_to_eager"
-
-
-@dataclass(frozen=True)
-class CalledStep:
-    """The step of a call: two that one function has made, or two objects have, are two."""
-
-    code: CodeType
-    compiler_fn: object
-    objects: FrameObjects
-    owner: weakref.ref[Any] | None
-
-    def is_same(self, other: CalledStep) -> bool:
-        """Whether both are of one step, which is still there."""
-        if self.compiler_fn is not other.compiler_fn or self.objects != other.objects:
-            return False
-        if self.owner is None or other.owner is None:
-            return self.owner is other.owner
-        return self.owner() is other.owner()
-
-
-def called_step(
-    code: CodeType, compiler_fn: object, objects: FrameObjects, values: Mapping[str, Any]
-) -> CalledStep:
-    """The step of a frame with these local `values`."""
-    return CalledStep(code, compiler_fn, objects, _owner(code, values))
-
-
-def _owner(code: CodeType, values: Mapping[str, Any]) -> weakref.ref[Any] | None:
-    """What the code is a method of, or None."""
-    first = values.get(code.co_varnames[0]) if code.co_argcount else None
-    if isinstance(first, torch.Tensor) or not hasattr(type(first), code.co_name):
-        return None
-    try:
-        return weakref.ref(first)
-    except TypeError:  # of a class that allows none
-        return None
 
 
 @dataclass

@@ -30,7 +30,6 @@ from torch.optim import optimizer as torch_optimizer
 
 from cotrain_compile.capture.dynamo.scaling import STEP_OF_SCALER
 from cotrain_compile.capture.dynamo.session import Session
-from cotrain_compile.capture.dynamo.settings import note_settings
 from cotrain_compile.capture.dynamo.step_hooks import (
     call_hooks_after,
     call_hooks_before,
@@ -51,7 +50,7 @@ def build_optimizer_variable(
         attempt.side_effects.track_object_existing(value, wrapper)
         return wrapper
     session.record_of(value).start_tracing(attempt)
-    note_settings(value, session.function)
+    session.settings.note(value)
     variable = CapturedOptimizer(value, **kwargs)
     variable.session = session
     # Dynamo drops what is written to an object that it does not track: a count of steps, say.

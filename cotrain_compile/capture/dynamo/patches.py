@@ -54,6 +54,7 @@ from cotrain_compile.capture.dynamo.inference_mode import inference_mode_traced
 from cotrain_compile.capture.dynamo.leaves import leaves_traced
 from cotrain_compile.capture.dynamo.log_calls import Said, log_calls_traced, said_in_trace
 from cotrain_compile.capture.dynamo.numbers_of_ops import numbers_traced
+from cotrain_compile.capture.dynamo.older_dynamo import rules_added
 from cotrain_compile.capture.dynamo.one_group import grouped_at_once
 from cotrain_compile.capture.dynamo.optimizers import build_optimizer_variable, update_itself
 from cotrain_compile.capture.dynamo.own_errors import errors_noted
@@ -99,6 +100,7 @@ def whole_step_tracing(session: Session) -> Iterator[None]:
         for owner, name, instead in chain(
             _general(session, said),
             _of_this_torch(),
+            rules_added(),
             reasons_noted(session),
             errors_noted(session),
             log_calls_traced(said),
@@ -118,7 +120,7 @@ def whole_step_tracing(session: Session) -> Iterator[None]:
         stack.enter_context(backward_traced(session))
         stack.enter_context(means_traced(session))
         stack.enter_context(gathering_traced(session))
-        stack.enter_context(settings_traced(session.function))
+        stack.enter_context(settings_traced(session.settings))
         stack.enter_context(leaves_traced(session.leaves_made, session.copied_data))
         stack.enter_context(in_place_traced())
         stack.enter_context(grouped_at_once())

@@ -12,7 +12,9 @@ import torch
 from torch import fx
 from torch.amp.grad_scaler import GradScaler
 
+from cotrain_compile.capture.dynamo.called_step import CalledStep, FrameObjects
 from cotrain_compile.capture.dynamo.data_writes import CopiedData
+from cotrain_compile.capture.dynamo.settings import SeenSettings
 from cotrain_compile.capture.state.optimizer_state import OptimizerRecord
 from cotrain_compile.capture.state.scaler_state import ScalerRecord
 from cotrain_compile.distribute.ddp import SeenDdp
@@ -20,17 +22,14 @@ from cotrain_compile.distribute.fsdp import ShardedTrace
 from cotrain_compile.errors import CaptureError
 from cotrain_compile.options import Options
 
-# What a function closes over: "object" or "cell", and its id.
-FrameObjects = tuple[tuple[str, int], ...]
-
 
 @dataclass
 class Session:
-    """What one tracing knows: options, frame, and the optimizers and loss scalers it has met."""
+    """What one tracing knows: options, step, and the optimizers and loss scalers it has met."""
 
     options: Options
-    code: CodeType
-    frame_objects: FrameObjects
+    step: CalledStep
+    settings: SeenSettings
     # Where the user wants the step to compute; None: where its model is.
     device: torch.device | None = None
     optimizers: list[OptimizerRecord] = field(default_factory=list)
@@ -60,6 +59,16 @@ class Session:
     own_error: BaseException | None = None
     refusal: CaptureError | None = None
     graph_was_compiled: bool = False
+
+    @property
+    def code(self) -> CodeType:
+        """What is traced."""
+        return self.step.code
+
+    @property
+    def frame_objects(self) -> FrameObjects:
+        """What its function closes over."""
+        return self.step.objects
 
     @property
     def function(self) -> tuple[CodeType, FrameObjects]:

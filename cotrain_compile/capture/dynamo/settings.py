@@ -14,9 +14,14 @@ A trace may begin again with fewer states: an optimizer's state of a parameter t
 is dropped, and `list(optimizer.state)[1]` is another one than before. To Dynamo a tensor of that
 name has changed its size, and would have one that changes from then on.
 
+What is remembered is of one step and lies where Dynamo keeps what it knows of the code: another
+training by the same code has its own, and `torch._dynamo.reset()` forgets it. Otherwise ranks that
+have trained before, in different ways, would compile the same step differently.
+
 Private torch API used: `variables.builder.process_automatic_dynamic`, `pgo.auto_dynamic`,
-`GuardSource.GLOBAL`. Reason: they decide which numbers are inputs. Tried on torch 2.11.0, 2.13.0
-and 2.15.0, the last one on 2.13.0 alone.
+`GuardSource.GLOBAL`, the dictionary `frame_state` that Dynamo keeps for each code. Reason: they
+decide which numbers are inputs. Tried on torch 2.11.0, 2.13.0 and 2.15.0, `GuardSource.GLOBAL` and
+`frame_state` on 2.13.0 alone.
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ from __future__ import annotations
 import functools
 import gc
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -37,31 +42,49 @@ from torch._guards import GuardSource
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_leaves
 
+from cotrain_compile.capture.dynamo.called_step import CalledStep
+
+_KEPT_AS = "_cotrain_settings"
+
 
 @dataclass
 class _Seen:
-    """The settings of an optimizer when a function was first traced, and which have changed.
+    """The settings of an optimizer when a step was first traced, and which have changed.
 
-    With `as_inputs` they have changed at different times, and all are inputs from then on. One that
-    is `scheduled` has a scheduler that moves its rates.
+    One that is `scheduled` has a scheduler that moves its rates.
     """
 
     first: Mapping[tuple[int, str, int], float]
     scheduled: bool
     changed: set[tuple[int, str, int]] = field(default_factory=set)
+
+
+@dataclass
+class SeenSettings:
+    """The settings of all optimizers of one step, as its traces have found them.
+
+    With `as_inputs` they have changed at different times, and all are inputs from then on.
+    """
+
+    step: CalledStep
+    of: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Seen]
     as_inputs: bool = False
 
+    def note(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note the settings with which `optimizer` is first traced."""
+        if optimizer not in self.of:
+            self.of[optimizer] = _Seen(_settings(optimizer), _is_scheduled(optimizer))
 
-# By optimizer, then by the function that steps it.
-_seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[Hashable, _Seen]]
-_seen = weakref.WeakKeyDictionary()
 
-
-def note_settings(optimizer: torch.optim.Optimizer, function: Hashable) -> None:
-    """Note with which settings `function`, that steps `optimizer`, is first traced."""
-    of = _seen.setdefault(optimizer, {})
-    if function not in of:
-        of[function] = _Seen(_settings(optimizer), _is_scheduled(optimizer))
+def seen_settings(frame_state: dict[str, Any], step: CalledStep) -> SeenSettings:
+    """What is remembered of `step`; trainings whose optimizers are gone are forgotten."""
+    kept: list[SeenSettings] = frame_state.setdefault(_KEPT_AS, [])
+    kept[:] = [seen for seen in kept if seen.of or seen.step.is_same(step)]
+    for seen in kept:
+        if seen.step.is_same(step):
+            return seen
+    kept.append(SeenSettings(step, weakref.WeakKeyDictionary()))
+    return kept[-1]
 
 
 def _is_scheduled(optimizer: torch.optim.Optimizer) -> bool:
@@ -81,12 +104,12 @@ def _is_scheduled(optimizer: torch.optim.Optimizer) -> bool:
 
 
 @contextmanager
-def settings_traced(function: Hashable) -> Iterator[None]:
-    """Within it, a trace of `function` takes settings as inputs that change.
+def settings_traced(seen: SeenSettings) -> Iterator[None]:
+    """Within it, a trace of the step that they are of takes settings as inputs that change.
 
     All of them are inputs, if it has come to that.
     """
-    every_one = _change_at_different_times(function)
+    _note_changes(seen)
     original = builder.process_automatic_dynamic  # type: ignore[attr-defined]
     fixed: dict[str, Any] = {}
 
@@ -94,7 +117,7 @@ def settings_traced(function: Hashable) -> Iterator[None]:
         found = original(tx, name, entry, **options)
         _keep_size(name, entry, found, fixed)
         is_setting = "param_groups" in name and isinstance(entry.scalar, float)
-        if is_setting and (every_one or _is_to_change(function, name, entry.scalar)):
+        if is_setting and (seen.as_inputs or _is_to_change(seen, name, entry.scalar)):
             return replace(found, scalar=pgo.auto_dynamic)
         return found
 
@@ -126,7 +149,7 @@ def whole_numbers_traced(is_constant: Callable[[Any, Any], bool]) -> Callable[[A
     return decide
 
 
-def _is_to_change(function: Hashable, name: str, value: float) -> bool:
+def _is_to_change(seen: SeenSettings, name: str, value: float) -> bool:
     """Whether the setting that Dynamo names so, with this value, is going to change.
 
     The name does not say which optimizer it is of: a rate that equals that of another is an input
@@ -134,9 +157,8 @@ def _is_to_change(function: Hashable, name: str, value: float) -> bool:
     """
     return any(
         name.endswith(place) and value == setting
-        for optimizer, of in _seen.items()
-        if function in of
-        for place, setting in _to_change(optimizer, of[function].scheduled)
+        for optimizer, settings in seen.of.items()
+        for place, setting in _to_change(optimizer, settings.scheduled)
     )
 
 
@@ -160,16 +182,14 @@ def _to_change(optimizer: torch.optim.Optimizer, scheduled: bool) -> Iterator[tu
             yield "['momentum']", group["momentum"]
 
 
-def _change_at_different_times(function: Hashable) -> bool:
-    """Whether settings have changed that had not when others brought about an earlier trace."""
-    found = [(optimizer, of[function]) for optimizer, of in _seen.items() if function in of]
-    not_the_first = any(seen.changed for _, seen in found)
-    for optimizer, seen in found:
+def _note_changes(seen: SeenSettings) -> None:
+    """Note which settings have changed, and if others had when they brought about a trace."""
+    not_the_first = any(settings.changed for settings in seen.of.values())
+    for optimizer, settings in seen.of.items():
         now = _settings(optimizer)
-        changed = {place for place, value in seen.first.items() if now.get(place) != value}
-        seen.as_inputs |= not_the_first and not changed <= seen.changed
-        seen.changed |= changed
-    return any(seen.as_inputs for _, seen in found)
+        changed = {place for place, value in settings.first.items() if now.get(place) != value}
+        seen.as_inputs |= not_the_first and not changed <= settings.changed
+        settings.changed |= changed
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> dict[tuple[int, str, int], float]:

@@ -12,7 +12,8 @@ of training over inputs in many layouts. There are three kinds:
 - `_AS_SUMS`: the kernel lays the result out as the sum of two arguments.
 
 Private torch API used: `FakeTensorMode.dispatch`, `torch._prims_common.suggest_memory_format`.
-Reason: a fake kernel of torch's own cannot be registered again. Tried on torch 2.13.0.
+Reason: a fake kernel of torch's own cannot be registered again. Tried on torch 2.11.0 and
+2.13.0.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ _AS_SUGGESTED: Mapping[object, int] = {
     aten._batch_norm_no_update.default: 0,
     aten.native_batch_norm_backward.default: 1,
     aten.batch_norm_backward.default: 1,
+    aten.reflection_pad2d.default: 0,  # torch 2.11
+    aten.replication_pad2d.default: 0,  # torch 2.11
     aten.reflection_pad3d.default: 0,
     aten.replication_pad3d.default: 0,
     aten.reflection_pad2d_backward.default: 1,

@@ -16,7 +16,8 @@ import torch
 from torch import fx
 from torch.optim import Optimizer
 
-from cotrain_compile.capture.dynamo.session import FrameObjects, Session
+from cotrain_compile.capture.dynamo.called_step import FrameObjects
+from cotrain_compile.capture.dynamo.session import Session
 from cotrain_compile.errors import CaptureError
 from cotrain_compile.graph import StepGraph, writes
 from cotrain_compile.graph.user_lines import first_line

@@ -72,6 +72,47 @@ def test_a_second_compile_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     assert graphs() == 5
 
 
+class Training:
+    """A training whose step is a method, so that all of them run one code."""
+
+    def __init__(self) -> None:
+        model = make_lean_mlp()
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        self.compute = make_step(model, [self.optimizer], cross_entropy)
+        self.run = cotrain(policy="resident")(self.step)
+
+    def step(self, x: Tensor, y: Tensor) -> Tensor:
+        loss: Tensor = self.compute(x, y)
+        return loss
+
+    def graphs_with(self, *changing: str) -> list[int]:
+        """How many graphs there are more after the first call, and after each setting changed."""
+        found, before = [], graphs()
+        self.run(*vectors())
+        found.append(graphs() - before)
+        for setting in changing:
+            self.optimizer.param_groups[0][setting] *= 0.5
+            self.run(*vectors())
+            found.append(graphs() - before)
+        return found
+
+
+def test_what_has_changed_in_one_training_says_nothing_of_the_next_by_the_same_code() -> None:
+    """Ranks that had trained before, in different ways, compiled the same step differently."""
+    before = Training()
+    assert before.graphs_with("weight_decay") == [1, 2]
+    torch._dynamo.reset()
+    # A memory of both would make all settings inputs in the second compile, the decay's.
+    assert Training().graphs_with("lr", "weight_decay", "eps") == [1, 2, 3, 3]
+
+
+def test_settings_are_forgotten_where_dynamo_is_reset() -> None:
+    training = Training()
+    assert training.graphs_with("weight_decay") == [1, 2]
+    torch._dynamo.reset()
+    assert training.graphs_with("lr", "weight_decay", "eps") == [1, 2, 3, 3]
+
+
 def test_a_term_that_comes_and_goes_compiles_once_for_each() -> None:
     def train(compile_with: Callable[[Step], Step]) -> dict[str, Any]:
         torch.manual_seed(SEED)
