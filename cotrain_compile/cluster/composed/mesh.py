@@ -5,18 +5,11 @@ of micro-batches, what is gathered again, what is made again. An option's bound 
 plans are made, which are cut, placed in memory and simulated by what runs one rank: replicas or
 shards (`data_parallel`), or a stage of a pipeline (`pipeline`), on the profile of a rank.
 
-    a rank alone        its micro-batches, at the rate of the slowest device; each lane of exchanges
-    p stages            T >= B / (1 - (1 - 1/m)^p), of m micro-batches that take B in all layers:
-                        stage k begins when a micro-batch has passed those before it, and computes m
-                        of its own, so that T >= b_0 + ... + b_(k-1) + m b_k for every k; the sum of
-                        all b that this allows is T (1 - (1 - 1/m)^p). And m times the longest layer
-
 No torch.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -35,8 +28,15 @@ from cotrain_compile.cluster.data_parallel.step import Replicas, Sharding
 from cotrain_compile.cluster.model.layout import Layout
 from cotrain_compile.cluster.model.profiles import LayerProfile, ways_of
 from cotrain_compile.cluster.pipeline.cuts import PipelineDevices, PipelineOrder
-from cotrain_compile.cluster.pipeline.pipeline import Batches, Beside, PipelinePlan, plans_at
-from cotrain_compile.cluster.steps.stage_step import ROUNDING, Does, Ring
+from cotrain_compile.cluster.pipeline.pipeline import (
+    Batches,
+    Beside,
+    PipelinePlan,
+    least_of,
+    once_s,
+    plans_at,
+)
+from cotrain_compile.cluster.steps.stage_step import ROUNDING, Ring
 
 # GPipe takes as long, and keeps more.
 ORDER = PipelineOrder.ONE_F_ONE_B
@@ -60,9 +60,7 @@ class RankLayers:
     def again_s(self, divided: Divided, samples: int) -> tuple[float, float]:
         """Of a micro-batch whose layers run again: all of them, and the longest."""
         if (divided, samples) not in self._seconds:
-            layers = self.profile(divided).layers
-            each = [one.compute_s(samples) + one.forward_s.at(samples) for one in layers]
-            self._seconds[divided, samples] = sum(each), max(each)
+            self._seconds[divided, samples] = once_s(self.profile(divided), samples).again
         return self._seconds[divided, samples]
 
     def _of(self, divided: Divided) -> tuple[LayerProfile, Sequence[LayersAs]]:
@@ -171,8 +169,7 @@ class Mesh:
                 micro_batches=replicas.micro_batches,
                 micro_batch=each,
             )
-            least_s = max(choice.least_s, *_lanes_s(replicas).values(), 0.0) * ROUNDING
-            yield Option(self, found, least_s, choice)
+            yield Option(self, found, max(choice.least_s * ROUNDING, choice.lanes_s), choice)
 
     def _in_stages(self) -> Iterator[Option]:
         stages = self.layout.pipeline
@@ -181,8 +178,7 @@ class Mesh:
             if self.share % each:
                 continue
             count = self.share // each
-            all_s, longest_s = self.layers.again_s(self.divided, each)
-            passed_s = all_s / (1 - (1 - 1 / count) ** stages)
+            least_s = least_of(self.layers.again_s(self.divided, each), count, stages)
             found = replace(
                 self.layout,
                 gathered_again=False,
@@ -190,8 +186,7 @@ class Mesh:
                 micro_batches=count,
                 micro_batch=each,
             )
-            least_s = fastest * max(passed_s, count * longest_s) * ROUNDING
-            yield Option(self, found, least_s, Batches(each, count, recompute=True))
+            yield Option(self, found, fastest * least_s, Batches(each, count, recompute=True))
 
     @cached_property
     def stages(self) -> PipelineDevices:
@@ -205,20 +200,3 @@ class Mesh:
             kinds.append(max(own, key=lambda kind: self.layers.whole.times_slower([kind])))
         hosts = tuple((0, stage) for stage in range(len(machines)))
         return PipelineDevices(tuple(machines), tuple(kinds), hosts)
-
-
-def _lanes_s(replicas: Replicas) -> Mapping[str, float]:
-    """Seconds that each lane exchanges at least."""
-    found: defaultdict[str, float] = defaultdict(float)
-    count, ring = replicas.micro_batches, replicas.ring
-    if ring and replicas.sharded:
-        gathers = [ring.seconds(Does.GATHER, unit.param_bytes) for unit in replicas.units]
-        again = replicas.sharding is Sharding.AGAIN
-        found[ring.lane] += count * (sum(gathers) * (1 + again) - again * gathers[-1])
-    for unit in replicas.units:
-        for does, nbytes, over in replicas.exchanges(unit):
-            own = replicas.rings[over] if over else ring
-            if own:
-                times = count if replicas.sharded else 1
-                found[own.lane] += times * own.seconds(does, nbytes)
-    return found

@@ -21,16 +21,16 @@ from cotrain_compile.cluster.model.description import Cluster, first_devices
 from cotrain_compile.cluster.model.layout import Layout
 from cotrain_compile.cluster.model.profiles import LayerProfile
 from cotrain_compile.cluster.pipeline.pipeline import PipelinePlan
-from cotrain_compile.cluster.steps.stage_step import EXCHANGES, Does, StageStep
+from cotrain_compile.cluster.steps.stage_step import EXCHANGES, Does, StageStep, fastest_option
 from cotrain_compile.errors import OptionError, PlacementError
 from cotrain_compile.support.units import format_bytes
 
+_STAGED_SHARDS = ("pipeline", "replicate", "shard")
 # Each layout of two dimensions or more, or of divided layers or experts, is of one kind.
 KINDS: Mapping[str, Callable[[Layout], bool]] = {
     "hsdp": lambda of: set(of.mesh) == {"replicate", "shard"},
-    "pipeline-data": lambda of: (
-        of.pipeline > 1 and of.replicate * of.shard > 1 and of.tensor == of.experts == 1
-    ),
+    "pipeline-replicate": lambda of: set(of.mesh) == {"pipeline", "replicate"},
+    "pipeline-shard": lambda of: {"pipeline", "shard"} <= set(of.mesh) <= {*_STAGED_SHARDS},
     "tensor": lambda of: of.tensor > 1 and of.pipeline == of.experts == 1,
     "pipeline-tensor": lambda of: of.tensor > 1 and of.pipeline > 1 and of.experts == 1,
     "experts": lambda of: of.experts > 1,
@@ -116,19 +116,12 @@ def plan_composed(profile: LayerProfile, cluster: Cluster, samples: int, kind: s
         OptionError: there are no such layouts, and why.
         PlacementError: none of them fits.
     """
-    found = sorted(options_of(profile, cluster, samples, kind), key=lambda option: option.least_s)
-    best: ComposedPlan | None = None
-    for option in found:
-        if best and option.least_s >= best.step.seconds:
-            break
-        for plan in option.plans():
-            if best is None or (
-                plan.least_s < best.step.seconds and plan.step.seconds < best.step.seconds
-            ):
-                best = ComposedPlan(option.mesh, option.layout, plan)
-    if best is None:
-        raise _nothing_fits(found, kind)
-    return best
+    options = list(options_of(profile, cluster, samples, kind))
+    found = fastest_option(options)
+    if found is None:
+        raise _nothing_fits(options, kind)
+    number, plan = found
+    return ComposedPlan(options[number].mesh, options[number].layout, plan)
 
 
 def options_of(

@@ -21,7 +21,12 @@ from functools import cached_property
 from itertools import product
 from math import ceil
 
-from cotrain_compile.cluster.data_parallel.step import Replicas, Sharding, data_parallel_step
+from cotrain_compile.cluster.data_parallel.step import (
+    Replicas,
+    Sharding,
+    data_parallel_step,
+    lanes_s,
+)
 from cotrain_compile.cluster.model.description import Cluster, first_devices
 from cotrain_compile.cluster.model.machines import machines_by_kind
 from cotrain_compile.cluster.model.profiles import LayerProfile, knows_peaks, units_of, ways_of
@@ -32,7 +37,7 @@ from cotrain_compile.cluster.steps.rank_memory import (
     Residence,
     WorkingMemory,
 )
-from cotrain_compile.cluster.steps.stage_step import EXCHANGES, Rank, Ring, StageStep
+from cotrain_compile.cluster.steps.stage_step import EXCHANGES, ROUNDING, Rank, Ring, StageStep
 from cotrain_compile.errors import OptionError
 
 SHARD = (Sharding.ONCE, Sharding.AGAIN)
@@ -84,6 +89,11 @@ class DataParallelPlan:
         times = max(rank.slowness for rank in self.replicas.ranks)
         compute_s = self.layers.compute_s(self.replicas.micro_batch)
         return times * self.replicas.micro_batches * compute_s
+
+    @cached_property
+    def lanes_s(self) -> float:
+        """The busiest lane, which the step takes at least."""
+        return max(lanes_s(self.replicas).values()) * ROUNDING
 
     @cached_property
     def demand(self) -> RankDemand | None:
@@ -187,8 +197,7 @@ def plan_data_parallel(
 
 def _is_faster(plan: DataParallelPlan, best: DataParallelPlan) -> bool:
     """What has a lane as busy as the best one takes is not simulated."""
-    least_s = max(plan.step.lanes_s.values())
-    return least_s < best.step.seconds and plan.step.seconds < best.step.seconds
+    return plan.lanes_s < best.step.seconds and plan.step.seconds < best.step.seconds
 
 
 def _nearest(choices: Sequence[DataParallelPlan]) -> DataParallelPlan:

@@ -17,13 +17,22 @@ clips them does. No torch.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from cotrain_compile.cluster.model.profiles import Unit
 from cotrain_compile.cluster.steps.rank_memory import ON_DEVICE, Residence
-from cotrain_compile.cluster.steps.stage_step import Does, Rank, Ring, StageStep, StageTask
+from cotrain_compile.cluster.steps.stage_step import (
+    EXCHANGES,
+    Does,
+    Rank,
+    Ring,
+    StageStep,
+    StageTask,
+)
 
 
 class Sharding(StrEnum):
@@ -90,6 +99,53 @@ def data_parallel_step(replicas: Replicas) -> StageStep:
     """All that they do."""
     tasks = tuple(_Tasks(replicas).all())
     return StageStep(replicas.ranks, tasks, replicas.ring, replicas.rings)
+
+
+def lanes_s(replicas: Replicas) -> Mapping[str, float]:
+    """The seconds that each lane of the step is busy, by what each unit brings to it: no task is
+    made for that."""
+    found: defaultdict[str, float] = defaultdict(float)
+    for number in range(len(replicas.units)):
+        for does, amount, over, times in _of_unit(replicas, number):
+            if does in EXCHANGES:
+                ring = replicas.rings[over] if over else replicas.ring
+                assert ring is not None  # who exchanges has a ring
+                found[ring.lane] += times * ring.seconds(does, amount)
+                continue
+            for i, rank in enumerate(replicas.ranks):
+                own = amount[i] if isinstance(amount, tuple) else amount
+                found[rank.lane_of(does)] += times * rank.seconds(does, own)
+    return found
+
+
+def _of_unit(of: Replicas, number: int) -> Iterator[tuple[Does, Any, str, int]]:
+    """What is done for a unit in a step, of how much, over which ring, and how often."""
+    unit, rests, parts, count = of.units[number], of.residence, of.parts, of.micro_batches
+    offloaded = number < rests.gradients
+    yield Does.COMPUTE, of.by_rank(unit.forward_s), "", count
+    yield Does.COMPUTE, of.by_rank(unit.backward_s), "", count
+    last = number == len(of.units) - 1
+    brought = count * (1 if of.sharding is Sharding.ONCE or last else 2)
+    if number < rests.params:
+        yield Does.FETCH, unit.param_bytes / parts, "", brought
+    if of.sharded:
+        yield Does.GATHER, unit.param_bytes, "", brought
+    if number < rests.kept:
+        yield Does.STORE, of.by_rank(unit.kept_bytes), "", count
+        yield Does.FETCH, of.by_rank(unit.kept_bytes), "", count
+    if unit.grad_bytes:
+        for does, nbytes, over in of.exchanges(unit):
+            yield does, nbytes, over, count if of.sharded or offloaded else 1
+        if offloaded or number < rests.states:
+            yield Does.STORE, unit.grad_bytes / parts, "", count if offloaded else 1
+        if offloaded:
+            yield Does.ADD, unit.grad_bytes / parts, "", count - 1
+    if number >= rests.states:
+        yield Does.UPDATE, unit.touched_bytes / parts, "", 1
+    elif unit.grad_bytes:
+        yield Does.HOST_UPDATE, unit.touched_bytes / parts, "", 1
+        if number >= rests.params:
+            yield Does.FETCH, unit.param_bytes / parts, "", 1
 
 
 _Turn = tuple[str, int, int]  # forward or backward, the micro-batch, the unit's number

@@ -30,7 +30,7 @@ from cotrain_compile.cluster.pipeline.cuts import (
 from cotrain_compile.cluster.pipeline.hosted import BOTH, fitting_cuts, hosted, relieved
 from cotrain_compile.cluster.pipeline.step import Part, Stage, StagesInOrder, pipeline_step
 from cotrain_compile.cluster.steps.rank_memory import Residence
-from cotrain_compile.cluster.steps.stage_step import Does, Ring, StageStep, fastest
+from cotrain_compile.cluster.steps.stage_step import ROUNDING, Does, Ring, StageStep, fastest_option
 from cotrain_compile.errors import OptionError, PlacementError
 from cotrain_compile.support.units import format_bytes
 
@@ -135,11 +135,11 @@ def plan_pipeline(
     """
     if samples < 1:
         raise OptionError(f"a step has at least one sample, not {samples}")
-    best = fastest(plans_of(profile, rows, order, samples, again_only=again_only))
-    if best is None:
+    found = fastest_option(options_of(profile, rows, order, samples, again_only=again_only))
+    if found is None:
         longest = max(rows, key=lambda row: len(row.machines))
         raise _nothing_fits(profile, longest, order, samples)
-    return best
+    return found[1]
 
 
 def _nothing_fits(
@@ -176,11 +176,71 @@ def plans_of(
     again_only: bool = False,
 ) -> Iterator[PipelinePlan]:
     """All that is tried and fits."""
+    for option in options_of(profile, rows, order, samples, again_only=again_only):
+        yield from option.plans()
+
+
+def options_of(
+    profile: LayerProfile,
+    rows: Sequence[PipelineDevices],
+    order: PipelineOrder,
+    samples: int,
+    *,
+    again_only: bool = False,
+) -> Iterator[PipelineOption]:
+    """Each row of devices with each size of micro-batches, as layers are and run again."""
     keeps = not again_only and all(layer.kept_bytes for layer in profile.layers)
     sizes = [each for each in range(1, samples + 1) if samples % each == 0]
+    known = {each: once_s(profile, each) for each in sizes}
     for devices, each, recompute in product(rows, sizes, [False, True] if keeps else [True]):
         batches = Batches(each, samples // each, recompute)
-        yield from plans_at(profile, devices, order, batches)
+        slowness = min(rank.slowness for rank in devices.ranks(profile))
+        seconds = known[each].again if recompute else known[each].kept
+        least_s = slowness * least_of(seconds, batches.micro_batches, len(devices.machines))
+        yield PipelineOption(profile, devices, order, batches, least_s)
+
+
+class OnceSeconds(NamedTuple):
+    """A micro-batch once through all layers and back, and through the longest: as what layers make
+    is kept, and where they run again."""
+
+    kept: tuple[float, float]
+    again: tuple[float, float]
+
+
+def once_s(profile: LayerProfile, samples: int) -> OnceSeconds:
+    """For a micro-batch of so many samples."""
+    both_s = [layer.compute_s(samples) for layer in profile.layers]
+    forward_s = [layer.forward_s.at(samples) for layer in profile.layers]
+    again_s = [both + forward for both, forward in zip(both_s, forward_s, strict=True)]
+    return OnceSeconds((sum(both_s), max(both_s)), (sum(again_s), max(again_s)))
+
+
+def least_of(once: tuple[float, float], micro_batches: int, stages: int) -> float:
+    """What no cut of layers that take so long in so many stages passes under.
+
+    Stage k begins when a micro-batch has passed those before it, and computes all m of its own, so
+    that T >= b_0 + ... + b_(k-1) + m b_k for every k; the sum of all b that this allows is
+    T (1 - (1 - 1/m)^p). And a stage has the longest layer for every micro-batch.
+    """
+    all_s, longest_s = once
+    m = micro_batches
+    return max(all_s / (1 - (1 - 1 / m) ** stages), m * longest_s) * ROUNDING
+
+
+@dataclass(frozen=True)
+class PipelineOption:
+    """A row of devices with micro-batches of a size, and what none of its cuts passes under."""
+
+    profile: LayerProfile
+    devices: PipelineDevices
+    order: PipelineOrder
+    batches: Batches
+    least_s: float
+
+    def plans(self) -> Iterator[PipelinePlan]:
+        """All cuts that fit."""
+        yield from plans_at(self.profile, self.devices, self.order, self.batches)
 
 
 class Batches(NamedTuple):

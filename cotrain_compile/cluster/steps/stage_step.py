@@ -92,6 +92,10 @@ class Rank:
     slowness: float = 1.0
     said: str = ""
 
+    def lane_of(self, does: Does) -> str:
+        """Where it does what is no exchange."""
+        return f"{self.lane}{_STREAMS[does]}"
+
     def seconds(self, does: Does, amount: float) -> float:
         """What a task takes that is no exchange."""
         machine = self.machine
@@ -230,6 +234,16 @@ class Candidate(Protocol):
 
 
 P = TypeVar("P", bound=Candidate)
+Made = TypeVar("Made", bound=Candidate, covariant=True)
+
+
+class Option(Protocol[Made]):
+    """Some choices with seconds that none of them passes under, before any of them is made."""
+
+    @property
+    def least_s(self) -> float: ...
+
+    def plans(self) -> Iterable[Made]: ...
 
 
 def fastest(plans: Iterable[P]) -> P | None:
@@ -246,6 +260,27 @@ def fastest(plans: Iterable[P]) -> P | None:
     return best
 
 
+def fastest_option(options: Iterable[Option[P]]) -> tuple[int, P] | None:
+    """The same of all plans of all options, behind the number of its option; of those whose bound
+    is above the best no plan is made.
+
+    Of those that take as long the one with the least bound, then the first.
+    """
+    found: tuple[float, float, tuple[int, int]] | None = None
+    best: tuple[int, P] | None = None
+    numbered = sorted(enumerate(options), key=lambda each: (each[1].least_s, each[0]))
+    for number, option in numbered:
+        if found and option.least_s > found[0]:
+            break
+        for i, plan in enumerate(option.plans()):
+            if found and plan.least_s > found[0]:
+                continue
+            key = plan.step.seconds, plan.least_s, (number, i)
+            if found is None or key < found:
+                found, best = key, (number, plan)
+    return best
+
+
 def works_of(step: StageStep) -> Iterator[Work]:
     """All works of a step, in the order of its tasks."""
     names = {task.name: tuple(_names(step, task)) for task in step.tasks}
@@ -257,7 +292,7 @@ def works_of(step: StageStep) -> Iterator[Work]:
             continue
         for name, number in zip(names[task.name], _ranks(step, task), strict=True):
             rank = step.ranks[number]
-            lane = task.lane or f"{rank.lane}{_STREAMS[task.does]}"
+            lane = task.lane or rank.lane_of(task.does)
             yield Work(name, lane, rank.seconds(task.does, task.amount_of(number)), after)
 
 
