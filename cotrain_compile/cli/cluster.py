@@ -23,6 +23,7 @@ from cotrain_compile.cluster.sources.repeated_layers import with_layers
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import OptionError
 from cotrain_compile.viz.strategies import HOW_TO_READ, cells, details, headings, title, verdict
+from cotrain_compile.viz.text.terminal import PlainConsole
 
 if TYPE_CHECKING:
     from cotrain_compile.cluster.ranks.rank_plan import NoRankPlan, RankPlan
@@ -146,7 +147,10 @@ def _planned(
 def print_answer(found: Answer) -> None:
     """The table of all strategies, then what is said of each, then what is assumed."""
     console.print(_filled(title(found)))
-    console.print(_table(found), width=max(console.width, _WIDTH), crop=False)
+    wide = PlainConsole(
+        file=console.file, width=max(console.width, _WIDTH)
+    )  # figures stay on a line
+    wide.print(_table(found), crop=False)
     for line in _lines(found):
         console.print(line)
 

@@ -223,7 +223,8 @@ def read_plan(path: str | os.PathLike[str], strategy: str | None = None) -> Stag
     if files.kind_of(path) != "answer":
         return files.load(path, StagePlan)
     answer = files.load(path, Answer)
-    known = {one.name: one.stages for one in answer.strategies if one.stages is not None}
+    alone = (one for one in answer.strategies if one.layout is None)  # else on a mesh of ranks
+    known = {one.name: one.stages for one in alone if one.stages is not None}
     if not known:
         raise OptionError(
             f"{path} has no pipeline that fits; let `cotrain-compile cluster` judge "

@@ -30,6 +30,7 @@ from cotrain_compile.cluster.swapped.one_machine import replicas_by_layer, stage
 from cotrain_compile.cluster.swapped.replicas import SwappedReplicas
 from cotrain_compile.cluster.swapped.turn_step import StagesInTurn
 from cotrain_compile.cluster.widths.burst import BurstPlan, plan_burst
+from cotrain_compile.errors import OptionError
 from cotrain_compile.support.units import format_bytes
 
 NO_PEAKS = "the profile knows no peaks, so nobody knows whether it fits"
@@ -57,6 +58,10 @@ def judge_byteps(question: Question, name: str) -> RankedStrategy:
     cluster, samples = question.cluster, question.samples
     profile = question.profile.on(cluster.kinds)
     judge_helpers(profile, cluster, samples)  # refuses what it is not for
+    if not cluster.cpu_machines:
+        raise OptionError(
+            f"{cluster.name} has no machines without devices, which could help; take `replicate`"
+        )
     latency_s = max(group.nic.latency_s for group in cluster.groups if group.nic)
 
     def sums_of(part: Cluster) -> Callable[[float], float]:
@@ -96,7 +101,7 @@ def _data_parallel(
         "host to devices": devices * ceil(moved[Does.FETCH]),
         "devices to host": devices * ceil(moved[Does.STORE]),
     }
-    setting = _micro_batches(replicas.micro_batches, replicas.micro_batch, plan.recompute)
+    setting = micro_batches_in_words(replicas.micro_batches, replicas.micro_batch, plan.recompute)
     if replicas.sharding in SHARD and devices > 1:
         setting += f", parameters {replicas.sharding}"
         setting += " in each" * (replicas.micro_batches > 1)
@@ -133,10 +138,10 @@ def _all_alike(
     capacities = question.cluster.capacities_bytes[: plan.devices]
     peak, missing = plan.peak_bytes, plan.missing_bytes
     if peak is None:
-        found = _strategy(question, name, step, traffic, None, capacities, setting, run)
+        found = a_strategy(question, name, step, traffic, None, capacities, setting, run)
         return replace(found, reason=NO_PEAKS, fits=None)
     peaks = (peak,) * plan.devices
-    found = _strategy(question, name, step, traffic, peaks, capacities, setting, run)
+    found = a_strategy(question, name, step, traffic, peaks, capacities, setting, run)
     return replace(found, reason=_missing(missing), fits=not missing)
 
 
@@ -151,12 +156,12 @@ def judge_pipeline(question: Question, name: str) -> RankedStrategy:
     peaks = tuple(compress(plan.cut.peak_bytes, used))
     hops = {f"hop {i} to {i + 1}": nbytes for i, nbytes in enumerate(plan.hop_bytes)}
     stored, fetched = plan.swapped_bytes
-    setting = _micro_batches(plan.micro_batches, plan.micro_batch, plan.recompute)
-    setting = "; ".join(filter(None, (setting, _on_hosts(plan.residence))))
+    setting = micro_batches_in_words(plan.micro_batches, plan.micro_batch, plan.recompute)
+    setting = "; ".join(filter(None, (setting, on_hosts(plan.residence))))
     splits = plan.cut.split_points
     if splits:
         setting += f"; stages begin at {', '.join(splits)}"
-    found = _strategy(
+    found = a_strategy(
         question,
         name,
         plan.step,
@@ -179,7 +184,7 @@ def judge_harmony_dp(question: Question, name: str) -> RankedStrategy:
     plan, group = replicas_by_layer(question)
     n, count = plan.devices, plan.micro_batches
     option = ' and micro_batch_order="by-layer"' if count > 1 else ""
-    setting = _micro_batches(count, plan.micro_batch, recompute=False)
+    setting = micro_batches_in_words(count, plan.micro_batch, recompute=False)
     return _of_machine(
         question,
         name,
@@ -204,7 +209,7 @@ def _packs_in_words(plan: SwappedReplicas) -> str:
 def judge_harmony_pp(question: Question, name: str) -> RankedStrategy:
     """Packs as stages that come to the devices of one machine by turns."""
     plan, group = stages_by_turns(question)
-    setting = f"{_micro_batches(plan.micro_batches, plan.micro_batch, recompute=True)}; "
+    setting = f"{micro_batches_in_words(plan.micro_batches, plan.micro_batch, recompute=True)}; "
     ahead = ", the next one fetched ahead" if plan.ahead else ""
     found = _of_machine(
         question,
@@ -247,11 +252,13 @@ def _of_machine(
     idle = question.cluster.device_machines - 1
     setting += f"; one machine, {idle} idle" if idle else ""
     capacities = tuple(each.device.capacity_bytes for each in group.each)[: plan.devices]
-    found = _strategy(question, name, plan.step, traffic, plan.peak_bytes, capacities, setting, run)
+    found = a_strategy(
+        question, name, plan.step, traffic, plan.peak_bytes, capacities, setting, run
+    )
     return replace(found, host_bytes=copies * question.profile.resting_bytes)
 
 
-def _strategy(
+def a_strategy(
     question: Question,
     name: str,
     step: StageStep | BurstPlan,
@@ -284,12 +291,13 @@ def _strategy(
     )
 
 
-def _micro_batches(count: int, each: int, recompute: bool) -> str:
+def micro_batches_in_words(count: int, each: int, recompute: bool) -> str:
+    """How many of which size, and whether layers run again."""
     batches = f"{count} micro-batches of {each}" if count > 1 else f"one micro-batch of {each}"
     return batches + (", layers run again" if recompute else "")
 
 
-def _on_hosts(residence: Sequence[Residence]) -> str:
+def on_hosts(residence: Sequence[Residence]) -> str:
     """What of a pipeline rests on hosts."""
     states, kept = sum(each.states for each in residence), sum(each.kept > 0 for each in residence)
     said = [f"states of {states} layer{'s' * (states > 1)}"] if states else []

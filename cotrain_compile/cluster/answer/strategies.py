@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from cotrain_compile.cluster.answer import judges
+from cotrain_compile.cluster.answer.composed_rows import judge_composed
+from cotrain_compile.cluster.composed.search import KINDS
 from cotrain_compile.cluster.model.description import Cluster, fastest_first, first_devices
 from cotrain_compile.cluster.model.machines import machines_by_kind
 from cotrain_compile.cluster.model.profiles import Layer, LayerProfile
@@ -119,6 +121,7 @@ _JUDGES: dict[str, Callable[[Question, str], RankedStrategy]] = {
     "harmony-pp": judges.judge_harmony_pp,
     "burst": judges.judge_burst,
     "byteps": judges.judge_byteps,
+    **dict.fromkeys(KINDS, judge_composed),
 }
 STRATEGIES = tuple(_JUDGES)
 

@@ -21,7 +21,12 @@ from functools import cached_property
 from itertools import product
 from math import ceil
 
-from cotrain_compile.cluster.data_parallel.step import Replicas, Sharding, data_parallel_step
+from cotrain_compile.cluster.data_parallel.step import (
+    Replicas,
+    Sharding,
+    data_parallel_step,
+    lanes_s,
+)
 from cotrain_compile.cluster.model.description import Cluster, first_devices
 from cotrain_compile.cluster.model.machines import machines_by_kind
 from cotrain_compile.cluster.model.profiles import LayerProfile, knows_peaks, units_of, ways_of
@@ -32,13 +37,13 @@ from cotrain_compile.cluster.steps.rank_memory import (
     Residence,
     WorkingMemory,
 )
-from cotrain_compile.cluster.steps.stage_step import EXCHANGES, Rank, Ring, StageStep
+from cotrain_compile.cluster.steps.stage_step import EXCHANGES, ROUNDING, Rank, Ring, StageStep
 from cotrain_compile.errors import OptionError
 
 SHARD = (Sharding.ONCE, Sharding.AGAIN)
 
 
-class _Layers:
+class LayersAs:
     """The layers as they are, or run again; what they take is worked out once for each size."""
 
     def __init__(self, profile: LayerProfile, recompute: bool) -> None:
@@ -62,7 +67,7 @@ class _Layers:
 class DataParallelPlan:
     """How samples are shared by all devices of `cluster`, and what of a rank rests on its host."""
 
-    layers: _Layers
+    layers: LayersAs
     cluster: Cluster
     replicas: Replicas
 
@@ -84,6 +89,11 @@ class DataParallelPlan:
         times = max(rank.slowness for rank in self.replicas.ranks)
         compute_s = self.layers.compute_s(self.replicas.micro_batch)
         return times * self.replicas.micro_batches * compute_s
+
+    @cached_property
+    def lanes_s(self) -> float:
+        """The busiest lane, which the step takes at least."""
+        return max(lanes_s(self.replicas).values()) * ROUNDING
 
     @cached_property
     def demand(self) -> RankDemand | None:
@@ -139,6 +149,13 @@ class DataParallelPlan:
         found = self.demand.fitting() if self.demand else [ON_DEVICE]
         return [self.but(residence) for residence in found]
 
+    def plans(self) -> list[DataParallelPlan]:
+        """`fitting`, and where that needs the host, with one unit whole at once as well."""
+        found = self.fitting()
+        if [plan.replicas.residence for plan in found] != [ON_DEVICE]:
+            found += self.one_at_a_time.fitting()
+        return found
+
 
 # What an exchange of gradients takes in place of a ring's, by the cluster it is in.
 SumsOf = Callable[[Cluster], Callable[[float], float]]
@@ -172,10 +189,7 @@ def plan_data_parallel(
     for choice in choices:
         if best and choice.least_s >= best.step.seconds:
             break
-        plans = choice.fitting()
-        if [plan.replicas.residence for plan in plans] != [ON_DEVICE]:
-            plans += choice.one_at_a_time.fitting()
-        for plan in plans:
+        for plan in choice.plans():
             if best is None or _is_faster(plan, best):
                 best = plan
     return best or _nearest([choice.one_at_a_time for choice in choices])
@@ -183,8 +197,7 @@ def plan_data_parallel(
 
 def _is_faster(plan: DataParallelPlan, best: DataParallelPlan) -> bool:
     """What has a lane as busy as the best one takes is not simulated."""
-    least_s = max(plan.step.lanes_s.values())
-    return least_s < best.step.seconds and plan.step.seconds < best.step.seconds
+    return plan.lanes_s < best.step.seconds and plan.step.seconds < best.step.seconds
 
 
 def _nearest(choices: Sequence[DataParallelPlan]) -> DataParallelPlan:
@@ -203,26 +216,26 @@ def _choices(
 ) -> Iterator[DataParallelPlan]:
     if samples < 1:
         raise OptionError(f"a step has at least one sample, not {samples}")
-    ways = [_Layers(way, recompute) for way, recompute in ways_of(profile)]
+    ways = [LayersAs(way, recompute) for way, recompute in ways_of(profile)]
     for count in counts:
         if samples % count:
             continue
         part, share = first_devices(cluster, count), samples // count
-        ranks = tuple(_ranks(part, profile))
+        ranks = tuple(ranks_of(part, profile))
         sum_s = sums_of(part) if sums_of and part.ring else None
         ring = Ring(part.ring, count, sum_s) if part.ring else None
-        for each, sharding, layers in product(_sizes(ways, share), shardings, ways):
+        for each, sharding, layers in product(sizes_of(ways, share), shardings, ways):
             replicas = Replicas(layers.units, each, share // each, ranks, ring, sharding)
             yield DataParallelPlan(layers, part, replicas)
 
 
-def _ranks(part: Cluster, profile: LayerProfile) -> Iterator[Rank]:
+def ranks_of(part: Cluster, profile: LayerProfile) -> Iterator[Rank]:
     """One for each kind of device."""
     for kind, machine in machines_by_kind(part).items():
         yield Rank(machine, f"compute {kind}", profile.times_slower([kind]), f" on {kind}")
 
 
-def _sizes(ways: Sequence[_Layers], share: int) -> list[int]:
+def sizes_of(ways: Sequence[LayersAs], share: int) -> list[int]:
     """Micro-batches are for memory: where no peaks are known there is one."""
     if not any(layers.knows_peaks for layers in ways):
         return [share]

@@ -17,13 +17,22 @@ clips them does. No torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from cotrain_compile.cluster.model.profiles import Unit
 from cotrain_compile.cluster.steps.rank_memory import ON_DEVICE, Residence
-from cotrain_compile.cluster.steps.stage_step import Does, Rank, Ring, StageStep, StageTask
+from cotrain_compile.cluster.steps.stage_step import (
+    EXCHANGES,
+    Does,
+    Rank,
+    Ring,
+    StageStep,
+    StageTask,
+)
 
 
 class Sharding(StrEnum):
@@ -39,7 +48,11 @@ class Sharding(StrEnum):
 class Replicas:
     """Ranks that have all units, or a part of each; `ring` is None where there is one device.
 
-    Of so many turns parameters are whole, and gradients leave, at once: `ahead` is 2 or 1.
+    Of so many turns parameters are whole, and gradients leave, at once: `ahead` is 2 or 1. Where
+    ranks differ, `samples` has the size of a micro-batch for each of them, the largest first.
+    `rings` are beside the first: ranks that have the same part of a shard sum its gradients over
+    `data`, and those that have the same experts theirs over `replicate`, where `experts` are
+    divided.
     """
 
     units: tuple[Unit, ...]
@@ -50,6 +63,9 @@ class Replicas:
     sharding: Sharding = Sharding.REPLICATE
     residence: Residence = ON_DEVICE
     ahead: int = 2
+    samples: tuple[int, ...] = ()
+    rings: Mapping[str, Ring] = field(default_factory=dict)
+    experts: bool = False
 
     @property
     def sharded(self) -> bool:
@@ -60,10 +76,76 @@ class Replicas:
         """In how many parts a layer rests."""
         return self.ring.ranks if self.ring and self.sharded else 1
 
+    def by_rank(self, figure: Callable[[int], float]) -> float | tuple[float, ...]:
+        """A figure of a micro-batch, of each rank where these differ."""
+        if not self.samples:
+            return figure(self.micro_batch)
+        return tuple(map(figure, self.samples))
+
+    def exchanges(self, unit: Unit) -> Iterator[tuple[Does, float, str]]:
+        """What becomes of a unit's gradients, one behind the other, and over which ring."""
+        own = unit.expert_grad_bytes if self.experts else 0.0
+        shared = unit.grad_bytes - own
+        if self.sharded:
+            yield Does.SCATTER, unit.grad_bytes, ""
+        elif self.ring:
+            yield Does.SUM, shared, ""
+        for name, nbytes in (("data", shared), ("replicate", own)):
+            if name in self.rings and nbytes:
+                yield Does.SUM, nbytes / self.parts, name
+
 
 def data_parallel_step(replicas: Replicas) -> StageStep:
     """All that they do."""
-    return StageStep(replicas.ranks, tuple(_Tasks(replicas).all()), replicas.ring)
+    tasks = tuple(_Tasks(replicas).all())
+    return StageStep(replicas.ranks, tasks, replicas.ring, replicas.rings)
+
+
+def lanes_s(replicas: Replicas) -> Mapping[str, float]:
+    """The seconds that each lane of the step is busy, by what each unit brings to it: no task is
+    made for that."""
+    found: defaultdict[str, float] = defaultdict(float)
+    for number in range(len(replicas.units)):
+        for does, amount, over, times in _of_unit(replicas, number):
+            if does in EXCHANGES:
+                ring = replicas.rings[over] if over else replicas.ring
+                assert ring is not None  # who exchanges has a ring
+                found[ring.lane] += times * ring.seconds(does, amount)
+                continue
+            for i, rank in enumerate(replicas.ranks):
+                own = amount[i] if isinstance(amount, tuple) else amount
+                found[rank.lane_of(does)] += times * rank.seconds(does, own)
+    return found
+
+
+def _of_unit(of: Replicas, number: int) -> Iterator[tuple[Does, Any, str, int]]:
+    """What is done for a unit in a step, of how much, over which ring, and how often."""
+    unit, rests, parts, count = of.units[number], of.residence, of.parts, of.micro_batches
+    offloaded = number < rests.gradients
+    yield Does.COMPUTE, of.by_rank(unit.forward_s), "", count
+    yield Does.COMPUTE, of.by_rank(unit.backward_s), "", count
+    last = number == len(of.units) - 1
+    brought = count * (1 if of.sharding is Sharding.ONCE or last else 2)
+    if number < rests.params:
+        yield Does.FETCH, unit.param_bytes / parts, "", brought
+    if of.sharded:
+        yield Does.GATHER, unit.param_bytes, "", brought
+    if number < rests.kept:
+        yield Does.STORE, of.by_rank(unit.kept_bytes), "", count
+        yield Does.FETCH, of.by_rank(unit.kept_bytes), "", count
+    if unit.grad_bytes:
+        for does, nbytes, over in of.exchanges(unit):
+            yield does, nbytes, over, count if of.sharded or offloaded else 1
+        if offloaded or number < rests.states:
+            yield Does.STORE, unit.grad_bytes / parts, "", count if offloaded else 1
+        if offloaded:
+            yield Does.ADD, unit.grad_bytes / parts, "", count - 1
+    if number >= rests.states:
+        yield Does.UPDATE, unit.touched_bytes / parts, "", 1
+    elif unit.grad_bytes:
+        yield Does.HOST_UPDATE, unit.touched_bytes / parts, "", 1
+        if number >= rests.params:
+            yield Does.FETCH, unit.param_bytes / parts, "", 1
 
 
 _Turn = tuple[str, int, int]  # forward or backward, the micro-batch, the unit's number
@@ -101,13 +183,13 @@ class _Tasks:
 
     def _compute(self, place: int) -> StageTask:
         kind, _, number = self.turns[place]
-        unit, samples = self.of.units[number], self.of.micro_batch
+        unit = self.of.units[number]
         after = [*self.arrived[place]]
         if kind == "forward":
-            seconds = unit.forward_s(samples)
+            seconds = self.of.by_rank(unit.forward_s)
             after += [self.stored[number - 2]] if number - 2 in self.stored else []
         else:
-            seconds = unit.backward_s(samples)
+            seconds = self.of.by_rank(unit.backward_s)
             after += self.left[-self.of.ahead :][:1] if len(self.left) >= self.of.ahead else []
         return StageTask(self._name(place), Does.COMPUTE, seconds, after)
 
@@ -129,7 +211,7 @@ class _Tasks:
         if kind == "backward" and number < of.residence.kept:
             kept = f"kept for {turn}"
             after = [self.stored[number], *ended]
-            yield StageTask(kept, Does.FETCH, unit.kept_bytes(of.micro_batch), after)
+            yield StageTask(kept, Does.FETCH, of.by_rank(unit.kept_bytes), after)
             arrived = [*arrived, kept]
         self.arrived[place] = arrived
 
@@ -142,7 +224,7 @@ class _Tasks:
 
     def _keep(self, place: int) -> StageTask:
         number, name = self.turns[place][2], self._name(place)
-        kept = self.of.units[number].kept_bytes(self.of.micro_batch)
+        kept = self.of.by_rank(self.of.units[number].kept_bytes)
         self.stored[number] = f"kept by {name}"
         return StageTask(self.stored[number], Does.STORE, kept, [name])
 
@@ -151,10 +233,11 @@ class _Tasks:
         of, nbytes = self.of, self.of.units[number].grad_bytes
         last, offloaded = i == of.micro_batches - 1, number < of.residence.gradients
         ready = name
-        if of.ring and (of.sharded or offloaded or last):
-            does = Does.SCATTER if of.sharded else Does.SUM
-            ready = f"{'scatter' if of.sharded else 'sum'} after {name}"
-            yield StageTask(ready, does, nbytes, [name])
+        for does, exchanged, over in of.exchanges(of.units[number]):
+            if of.sharded or offloaded or last:
+                word = "scatter" if does is Does.SCATTER else "sum"
+                before, ready = ready, f"{word}{f' over {over}' if over else ''} after {name}"
+                yield StageTask(ready, does, exchanged, [before], over=over)
         if offloaded or (last and number < of.residence.states):
             home = self.home[number] = f"gradients after {name}"
             yield StageTask(home, Does.STORE, nbytes / of.parts, [ready])

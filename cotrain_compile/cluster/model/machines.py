@@ -176,7 +176,7 @@ def machines_by_kind(cluster: Cluster) -> dict[str, Machine]:
     for group in cluster.groups:
         for device, kind in enumerate(group.kinds):
             own = rank_machine(group, device)
-            found[kind] = _slower(own, found[kind]) if kind in found else own
+            found[kind] = slower_of(own, found[kind]) if kind in found else own
     return found
 
 
@@ -215,7 +215,8 @@ def _to_host(group: MachineGroup, links: list[float]) -> float:
     )
 
 
-def _slower(one: Machine, other: Machine) -> Machine:
+def slower_of(one: Machine, other: Machine) -> Machine:
+    """The less of both, figure by figure; the name of the first."""
     update = min(one.host_update, other.host_update, key=beside_copies)
     return one.but(
         device=_less(one.device, other.device),

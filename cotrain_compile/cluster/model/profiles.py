@@ -88,6 +88,28 @@ class Read:
 
 
 @dataclass(frozen=True)
+class Division:
+    """What of a layer ranks may divide among them, by any number of them that divides `most`.
+
+    `seconds`, `params` and `kept` are parts of the whole, from 0 to 1: of its forward and backward,
+    of its parameters (as of gradients and states), of what it keeps. Ranks that divide it exchange
+    `exchanged` bytes, `times` in its forward and as often in its backward.
+    """
+
+    most: int
+    seconds: float
+    params: float
+    kept: float
+    exchanged: BySamples
+    times: int = 2
+
+    def __post_init__(self) -> None:
+        parts = (self.seconds, self.params, self.kept)
+        if self.most < 1 or self.times < 0 or not all(0 <= part <= 1 for part in parts):
+            raise ValueError(f"{self!r}: parts are from 0 to 1, and most is at least 1")
+
+
+@dataclass(frozen=True)
 class Layer:
     """A layer: `name` is its module where there is one, `op` says what it does.
 
@@ -95,6 +117,7 @@ class Layer:
     host takes for the update of its parameters. The peaks are bytes on a device that runs this
     layer alone, with parameters (and gradients in the backward) but without what it reads. What is
     `kept` rests from forward to backward where nothing is made again. None: nobody has measured it.
+    `tensor` and `experts` say what of it several ranks can divide; None: nothing, or nobody knows.
     """
 
     name: str
@@ -110,6 +133,8 @@ class Layer:
     forward_peak_bytes: BySamples | None = None
     backward_peak_bytes: BySamples | None = None
     kept_bytes: BySamples | None = None
+    tensor: Division | None = None
+    experts: Division | None = None
 
     def __post_init__(self) -> None:
         if not self.name or not self.reads:
@@ -275,6 +300,11 @@ class Unit:
     def state_bytes(self) -> int:
         return sum(layer.state_bytes for layer in self.layers)
 
+    @cached_property
+    def expert_grad_bytes(self) -> float:
+        """Of its gradients those of experts."""
+        return sum(each.grad_bytes * each.experts.params for each in self.layers if each.experts)
+
     @property
     def resting_bytes(self) -> int:
         """Parameters, gradients and optimizer states."""
@@ -297,10 +327,15 @@ class Unit:
 
 
 def units_of(profile: LayerProfile) -> tuple[Unit, ...]:
-    """The layers in units of `BUCKET_BYTES` or more, from the back as gradients come."""
+    """All layers, as `units_in` has them."""
+    return units_in(profile.layers)
+
+
+def units_in(layers: Sequence[Layer]) -> tuple[Unit, ...]:
+    """Layers in units of `BUCKET_BYTES` or more, from the back as gradients come."""
     units: list[Unit] = []
     held: list[Layer] = []
-    for layer in reversed(profile.layers):
+    for layer in reversed(layers):
         held.insert(0, layer)
         if sum(each.param_bytes for each in held) >= BUCKET_BYTES:
             units.insert(0, Unit(held[0].name, tuple(held)))
@@ -335,17 +370,17 @@ def running_again(profile: LayerProfile) -> LayerProfile:
 def _running_again(layer: Layer) -> Layer:
     entering = layer.reads[0].nbytes
     for read in layer.reads[1:]:
-        entering = _sum(entering, read.nbytes)
+        entering = added(entering, read.nbytes)
     peak = layer.backward_peak_bytes
     return replace(
         layer,
-        backward_s=_sum(layer.backward_s, layer.forward_s),
+        backward_s=added(layer.backward_s, layer.forward_s),
         kept_bytes=entering,
-        backward_peak_bytes=_sum(peak, entering) if peak else None,
+        backward_peak_bytes=added(peak, entering) if peak else None,
     )
 
 
-def _sum(one: BySamples, other: BySamples) -> BySamples:
+def added(one: BySamples, other: BySamples) -> BySamples:
     """Both together, at all numbers of samples at which either is known."""
     known = tuple(sorted({*one.samples, *other.samples}))
     return BySamples(known, tuple(one.at(n) + other.at(n) for n in known))

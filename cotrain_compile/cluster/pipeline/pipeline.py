@@ -5,121 +5,34 @@ step. Out: a `PipelinePlan`: where the model is cut, the size of a micro-batch, 
 again for the backward, what of each stage rests on its host, and from these the step, and the peak
 of each device. A device of another kind takes as many times as long as the profile says.
 
-Something rests on hosts where else a size of micro-batches does not fit, as little as makes it fit
-(`hosted`).
-
-On hosts may be the optimizer states of a stage's first layers: the host updates these, their
-gradients go there behind the last backward and parameters come back. And what micro-batches in
-flight keep from forward to backward: on the device are then that of the one at work, of the one
-whose forward was before, which leaves, and of the one whose backward is next, which comes.
+Something rests on hosts where else a size of micro-batches does not fit (`hosted`). Where several
+ranks have each stage, each for its share of the samples, `Beside` says what they exchange.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise, product
 from math import ceil
 from typing import NamedTuple
 
-from cotrain_compile.cluster.model.profiles import Layer, LayerProfile
+from cotrain_compile.cluster.model.profiles import Layer, LayerProfile, Unit, units_in
 from cotrain_compile.cluster.pipeline.cuts import (
     LayerPeaks,
     PipelineDevices,
     PipelineOrder,
     StageProblem,
     Stages,
-    cut_by_time,
     cut_stages,
 )
-from cotrain_compile.cluster.pipeline.step import Stage, StagesInOrder, pipeline_step
-from cotrain_compile.cluster.steps.rank_memory import ON_DEVICE, Residence
-from cotrain_compile.cluster.steps.stage_step import Does, StageStep, fastest
+from cotrain_compile.cluster.pipeline.hosted import BOTH, fitting_cuts, hosted, relieved
+from cotrain_compile.cluster.pipeline.step import Part, Stage, StagesInOrder, pipeline_step
+from cotrain_compile.cluster.steps.rank_memory import Residence
+from cotrain_compile.cluster.steps.stage_step import ROUNDING, Does, Ring, StageStep, fastest_option
 from cotrain_compile.errors import OptionError, PlacementError
 from cotrain_compile.support.units import format_bytes
-
-# Micro-batches whose kept values are on a device where others are offloaded.
-HELD = 3
-
-
-# What may be offloaded of all stages, by the least of it first.
-KEPT, STATES, BOTH = Residence(kept=1), Residence(states=1), Residence(states=1, kept=1)
-
-
-def relieved(problem: StageProblem, profile: LayerProfile, may: Residence) -> StageProblem:
-    """The problem of stages of which all that may be offloaded is."""
-    layers = problem.layers
-    if may.states:
-        gone = [layer.state_bytes for layer in profile.layers]
-        layers = LayerPeaks(
-            layers.names,
-            tuple(peak - own for peak, own in zip(layers.isolated_bytes, gone, strict=True)),
-            tuple(grow - own for grow, own in zip(layers.added_bytes, gone, strict=True)),
-            layers.kept_bytes,
-            layers.working_bytes,
-        )
-    return replace(problem, layers=layers, held=HELD if may.kept else 0)
-
-
-class HostedCut(NamedTuple):
-    """A cut with the peaks of its stages, what of each rests on its host, how much that is on all
-    hosts, and what these have too little."""
-
-    stages: Stages
-    residence: tuple[Residence, ...]
-    host_bytes: int
-    missing_bytes: int
-
-
-def hosted(
-    problem: StageProblem,
-    profile: LayerProfile,
-    devices: PipelineDevices,
-    stages: Stages,
-    may: Residence,
-) -> HostedCut:
-    """As little as fits is offloaded; `problem` is the one in which nothing is."""
-    residences: list[Residence] = []
-    peaks: list[int] = []
-    on_host: list[int] = []
-    for device, (first, last) in enumerate(pairwise(stages.bounds)):
-        residence, peak = _least(problem, profile, first, last, device, may)
-        residences.append(residence)
-        peaks.append(peak)
-        updated = profile.layers[first : first + residence.states]
-        own = sum(each.param_bytes + each.grad_bytes + each.state_bytes for each in updated)
-        if residence.kept:
-            own += problem.on_device(device) * sum(problem.layers.kept_bytes[first:last])
-        on_host.append(own)
-    missing = devices.missing_on_hosts(on_host) if any(on_host) else 0
-    return HostedCut(
-        replace(stages, peak_bytes=tuple(peaks)), tuple(residences), sum(on_host), missing
-    )
-
-
-def _least(
-    problem: StageProblem, profile: LayerProfile, first: int, last: int, device: int, may: Residence
-) -> tuple[Residence, int]:
-    """The first of all ways that fits, and its peak; the last one fits."""
-    held = replace(problem, held=HELD)
-    residence, peak = ON_DEVICE, 0
-    for residence in _ways(last - first, may):
-        own = held if residence.kept else problem
-        gone = sum(layer.state_bytes for layer in profile.layers[first : first + residence.states])
-        peak = own.peak_bytes(first, last, device) - gone
-        if peak <= problem.capacity_bytes[device]:
-            break
-    return residence, peak
-
-
-def _ways(layers: int, may: Residence) -> Iterator[Residence]:
-    yield ON_DEVICE
-    if may.kept:
-        yield Residence(kept=layers)
-    for kept in (0, layers) if may.kept else (0,):
-        for states in range(1, layers + 1) if may.states else ():
-            yield Residence(states, kept=kept)
 
 
 @dataclass(frozen=True)
@@ -222,11 +135,11 @@ def plan_pipeline(
     """
     if samples < 1:
         raise OptionError(f"a step has at least one sample, not {samples}")
-    best = fastest(plans_of(profile, rows, order, samples, again_only=again_only))
-    if best is None:
+    found = fastest_option(options_of(profile, rows, order, samples, again_only=again_only))
+    if found is None:
         longest = max(rows, key=lambda row: len(row.machines))
         raise _nothing_fits(profile, longest, order, samples)
-    return best
+    return found[1]
 
 
 def _nothing_fits(
@@ -263,51 +176,201 @@ def plans_of(
     again_only: bool = False,
 ) -> Iterator[PipelinePlan]:
     """All that is tried and fits."""
+    for option in options_of(profile, rows, order, samples, again_only=again_only):
+        yield from option.plans()
+
+
+def options_of(
+    profile: LayerProfile,
+    rows: Sequence[PipelineDevices],
+    order: PipelineOrder,
+    samples: int,
+    *,
+    again_only: bool = False,
+) -> Iterator[PipelineOption]:
+    """Each row of devices with each size of micro-batches, as layers are and run again."""
     keeps = not again_only and all(layer.kept_bytes for layer in profile.layers)
     sizes = [each for each in range(1, samples + 1) if samples % each == 0]
+    known = {each: once_s(profile, each) for each in sizes}
     for devices, each, recompute in product(rows, sizes, [False, True] if keeps else [True]):
-        yield from _plans(profile, devices, order, each, samples // each, recompute)
+        batches = Batches(each, samples // each, recompute)
+        slowness = min(rank.slowness for rank in devices.ranks(profile))
+        seconds = known[each].again if recompute else known[each].kept
+        least_s = slowness * least_of(seconds, batches.micro_batches, len(devices.machines))
+        yield PipelineOption(profile, devices, order, batches, least_s)
 
 
-def _plans(
+class OnceSeconds(NamedTuple):
+    """A micro-batch once through all layers and back, and through the longest: as what layers make
+    is kept, and where they run again."""
+
+    kept: tuple[float, float]
+    again: tuple[float, float]
+
+
+def once_s(profile: LayerProfile, samples: int) -> OnceSeconds:
+    """For a micro-batch of so many samples."""
+    both_s = [layer.compute_s(samples) for layer in profile.layers]
+    forward_s = [layer.forward_s.at(samples) for layer in profile.layers]
+    again_s = [both + forward for both, forward in zip(both_s, forward_s, strict=True)]
+    return OnceSeconds((sum(both_s), max(both_s)), (sum(again_s), max(again_s)))
+
+
+def least_of(once: tuple[float, float], micro_batches: int, stages: int) -> float:
+    """What no cut of layers that take so long in so many stages passes under.
+
+    Stage k begins when a micro-batch has passed those before it, and computes all m of its own, so
+    that T >= b_0 + ... + b_(k-1) + m b_k for every k; the sum of all b that this allows is
+    T (1 - (1 - 1/m)^p). And a stage has the longest layer for every micro-batch.
+    """
+    all_s, longest_s = once
+    m = micro_batches
+    return max(all_s / (1 - (1 - 1 / m) ** stages), m * longest_s) * ROUNDING
+
+
+@dataclass(frozen=True)
+class PipelineOption:
+    """A row of devices with micro-batches of a size, and what none of its cuts passes under."""
+
+    profile: LayerProfile
+    devices: PipelineDevices
+    order: PipelineOrder
+    batches: Batches
+    least_s: float
+
+    def plans(self) -> Iterator[PipelinePlan]:
+        """All cuts that fit."""
+        yield from plans_at(self.profile, self.devices, self.order, self.batches)
+
+
+class Batches(NamedTuple):
+    """Micro-batches of a size, and whether layers run again for the backward of each."""
+
+    micro_batch: int
+    micro_batches: int
+    recompute: bool
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Ranks that run each stage on other samples, and the rings over which they exchange.
+
+    Over `shard` each has a part of every layer, which is gathered for a step; over `data` gradients
+    are summed, but those of `experts`, where they are divided, over `replicate`.
+    """
+
+    rings: Mapping[str, Ring] = field(default_factory=dict)
+    experts: bool = False
+
+    @property
+    def parts(self) -> int:
+        """In how many parts a layer rests between two steps."""
+        return self.rings["shard"].ranks if "shard" in self.rings else 1
+
+    def at_rest(self, profile: LayerProfile) -> LayerProfile:
+        """The layers with parameters and gradients whole during a step, and their parts and those
+        of states as what rests besides."""
+        if self.parts == 1:
+            return profile
+        return replace(
+            profile,
+            layers=tuple(
+                replace(
+                    each,
+                    state_bytes=ceil(
+                        (each.param_bytes + each.grad_bytes + each.state_bytes) / self.parts
+                    ),
+                )
+                for each in profile.layers
+            ),
+        )
+
+    def own(self, layer: Layer) -> Layer:
+        """What a rank updates of a layer."""
+        return replace(
+            layer,
+            param_bytes=ceil(layer.param_bytes / self.parts),
+            grad_bytes=ceil(layer.grad_bytes / self.parts),
+            state_bytes=ceil(layer.state_bytes / self.parts),
+        )
+
+    def exchanges(self, unit: Unit) -> Iterator[tuple[Does, float, str]]:
+        """What becomes of a unit's gradients behind the last backward."""
+        own = unit.expert_grad_bytes if self.experts else 0.0
+        if "shard" in self.rings:
+            yield Does.SCATTER, unit.grad_bytes, "shard"
+        for name, nbytes in (("data", unit.grad_bytes - own), ("replicate", own)):
+            if name in self.rings and nbytes:
+                yield Does.SUM, nbytes / self.parts, name
+
+
+ALONE = Beside()
+
+
+def plans_at(
     profile: LayerProfile,
     devices: PipelineDevices,
     order: PipelineOrder,
-    each: int,
-    micro_batches: int,
-    recompute: bool,
+    batches: Batches,
+    beside: Beside = ALONE,
 ) -> Iterator[PipelinePlan]:
-    problem = StageProblem(
-        layer_peaks(profile, each, recompute=recompute),
-        devices.capacity_bytes,
-        order,
-        micro_batches,
-    )
-    forward_s = [layer.forward_s.at(each) for layer in profile.layers]
-    again_s = forward_s if recompute else [0.0] * len(forward_s)
+    """All that fits of one size of micro-batches, on one row of devices."""
+    at_rest = beside.at_rest(profile)
+    peaks = layer_peaks(at_rest, batches.micro_batch, recompute=batches.recompute)
+    problem = StageProblem(peaks, devices.capacity_bytes, order, batches.micro_batches)
+    forward_s = [layer.forward_s.at(batches.micro_batch) for layer in profile.layers]
+    again_s = forward_s if batches.recompute else [0.0] * len(forward_s)
     backward_s = [
-        layer.backward_s.at(each) + again
+        layer.backward_s.at(batches.micro_batch) + again
         for layer, again in zip(profile.layers, again_s, strict=True)
     ]
     both_s = [f + b for f, b in zip(forward_s, backward_s, strict=True)]
     ranks = devices.ranks(profile)
-    for cut in _cuts(problem, profile, devices, both_s, [rank.slowness for rank in ranks]):
+    slowness = [rank.slowness for rank in ranks]
+    in_parts = beside.parts > 1
+    for cut in fitting_cuts(problem, at_rest, devices, both_s, slowness, in_parts=in_parts):
         stages = []
         for (first, end), own in zip(pairwise(cut.stages.bounds), cut.residence, strict=True):
-            layers = profile.layers[first:end]
+            layers = [beside.own(layer) for layer in profile.layers[first:end]]
             stages.append(
                 Stage(
                     sum(forward_s[first:end]),
                     sum(backward_s[first:end]),
-                    _crossing(profile, end, each),
+                    _crossing(profile, end, batches.micro_batch),
                     sum(layer.touched_bytes for layer in layers[own.states :]),
-                    sum(problem.layers.kept_bytes[first:end]) if own.kept else 0,
+                    sum(peaks.kept_bytes[first:end]) if own.kept else 0,
                     [layer for layer in layers[: own.states] if layer.grad_bytes],
+                    list(_parts(profile, first, end, batches, beside)),
                 )
             )
-        in_order = StagesInOrder(ranks, stages, order, micro_batches)
+        in_order = StagesInOrder(ranks, stages, order, batches.micro_batches, beside.rings)
         yield PipelinePlan(
-            profile, cut.stages, each, recompute, in_order, cut.residence, cut.host_bytes
+            profile,
+            cut.stages,
+            batches.micro_batch,
+            batches.recompute,
+            in_order,
+            cut.residence,
+            cut.host_bytes,
+        )
+
+
+def _parts(
+    profile: LayerProfile, first: int, end: int, batches: Batches, beside: Beside
+) -> Iterator[Part]:
+    """What of a stage is exchanged at once, where other ranks have it too."""
+    if first == end or not beside.rings:
+        return
+    for unit in units_in(profile.layers[first:end]):
+        forward_s, backward_s = (
+            unit.forward_s(batches.micro_batch),
+            unit.backward_s(batches.micro_batch),
+        )
+        yield Part(
+            forward_s,
+            backward_s + (forward_s if batches.recompute else 0.0),
+            unit.param_bytes if beside.parts > 1 else 0,
+            tuple(beside.exchanges(unit)),
         )
 
 
@@ -315,26 +378,3 @@ def _crossing(profile: LayerProfile, bound: int, samples: int) -> float:
     """What a micro-batch brings over a hop, where layers are on both sides of it."""
     between = 0 < bound < len(profile.layers)
     return profile.layers[bound].input_bytes(samples) if between else 0.0
-
-
-def _cuts(
-    problem: StageProblem,
-    profile: LayerProfile,
-    devices: PipelineDevices,
-    both_s: Sequence[float],
-    slowness: Sequence[float],
-) -> Iterator[HostedCut]:
-    """Cuts that fit, with what rests on hosts: nothing, or one thing, or both where that does not
-    do."""
-    found: dict[HostedCut, None] = {}
-    for may_be in ((ON_DEVICE,), (KEPT, STATES), (BOTH,)) if devices.hosts else ((ON_DEVICE,),):
-        for may in may_be:
-            problem_of_rest = relieved(problem, profile, may)
-            balanced = cut_by_time(problem_of_rest, both_s, slowness)
-            if balanced is not None:
-                for stages in dict.fromkeys((balanced, cut_stages(problem_of_rest))):
-                    cut = hosted(problem, profile, devices, stages, may)
-                    found |= {} if cut.missing_bytes else {cut: None}
-        if found:
-            break
-    yield from found

@@ -7,20 +7,40 @@ A stage runs its micro-batches in the order of GPipe (all forwards, then all bac
 (as many forwards as stages follow, then a backward and a forward in turn). What goes from stage to
 stage is sent while they compute. Where what a stage keeps is offloaded, it goes to the host behind
 its forward, which the next forward but one waits for, and comes back behind the turn before the
-last, so that no more than `stage_residence.HELD` micro-batches are on the device. Each stage
+last, so that no more than `hosted.HELD` micro-batches are on the device. Each stage
 updates at its end, on the device what rests there, and on the host, layer by layer, what rests
 there.
+
+Where other ranks run the same stage on other samples, its layers are gathered before its first
+forward, part by part, and its gradients are exchanged behind its last backward, part by part too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from cotrain_compile.cluster.model.profiles import Layer
 from cotrain_compile.cluster.pipeline.cuts import PipelineOrder
-from cotrain_compile.cluster.steps.stage_step import ROUNDING, Does, Rank, StageStep, StageTask
+from cotrain_compile.cluster.steps.stage_step import (
+    ROUNDING,
+    Does,
+    Rank,
+    Ring,
+    StageStep,
+    StageTask,
+)
+
+
+class Part(NamedTuple):
+    """Layers of a stage that are gathered at once (0 bytes: they are whole), and whose gradients
+    are exchanged at once: what is done, of how many bytes, and over which ring."""
+
+    forward_s: float
+    backward_s: float
+    gathered_bytes: float
+    exchanges: tuple[tuple[Does, float, str], ...]
 
 
 class Stage(NamedTuple):
@@ -28,7 +48,7 @@ class Stage(NamedTuple):
 
     So many go to the next stage, and as many come back as a gradient. An update on the device
     touches `touched_bytes`. What is `kept_bytes` of a micro-batch goes to the host and comes back;
-    the host updates the layers `hosted`.
+    the host updates the layers `hosted`. Its `parts` are told where other ranks have it too.
     """
 
     forward_s: float
@@ -37,16 +57,21 @@ class Stage(NamedTuple):
     touched_bytes: float = 0.0
     kept_bytes: float = 0.0
     hosted: Sequence[Layer] = ()
+    parts: Sequence[Part] = ()
 
 
 @dataclass(frozen=True)
 class StagesInOrder:
-    """Stages, each on the rank of its number, that run so many micro-batches."""
+    """Stages, each on the rank of its number, that run so many micro-batches.
+
+    Each rank stands for all that run its stage; these exchange over `rings`.
+    """
 
     ranks: Sequence[Rank]
     stages: Sequence[Stage]
     order: PipelineOrder
     micro_batches: int
+    rings: Mapping[str, Ring] = field(default_factory=dict)
 
     def least_s(self) -> float:
         """No step takes less: a stage with all its micro-batches, and the way there and back.
@@ -94,6 +119,7 @@ def pipeline_step(stages: StagesInOrder) -> StageStep:
     return StageStep(
         tuple(stages.ranks),
         tuple(task for number in numbers for task in _tasks(stages, number)),
+        rings=stages.rings,
     )
 
 
@@ -126,7 +152,10 @@ def _forward(of: StagesInOrder, number: int, turn: _Turn) -> Iterator[StageTask]
     after = [f"activations {i} over hop {number - 1}"] if number else []
     if stage.kept_bytes and i >= 2:
         after.append(f"kept {i - 2} of stage {number}")
-    yield StageTask(name, Does.COMPUTE, stage.forward_s, after, number)
+    if i == 0 and any(part.gathered_bytes for part in stage.parts):
+        yield from _gathered(of, number, name, after)
+    else:
+        yield StageTask(name, Does.COMPUTE, stage.forward_s, after, number)
     if number < len(of.stages) - 1:
         yield _hop(of, f"activations {i}", number, name)
     if stage.kept_bytes:
@@ -151,9 +180,52 @@ def _backward(
         waits += [f"kept {forwards - 2} of stage {number}"] if forwards >= 2 else []
         after.append(f"kept {i} back to stage {number}")
         yield StageTask(after[-1], Does.FETCH, stage.kept_bytes, waits, number)
-    yield StageTask(turn.at(number), Does.COMPUTE, stage.backward_s, after, number)
+    if i == of.micro_batches - 1 and stage.parts:
+        yield from _exchanged(of, number, turn.at(number), after)
+    else:
+        yield StageTask(turn.at(number), Does.COMPUTE, stage.backward_s, after, number)
     if number:
         yield _hop(of, f"gradients {i}", number - 1, turn.at(number))
+
+
+def _gathered(
+    of: StagesInOrder, number: int, name: str, after: Sequence[str]
+) -> Iterator[StageTask]:
+    """The first forward of a stage, each part of it when its parameters are there."""
+    parts = of.stages[number].parts
+    lane = _lane(of, "shard", number)
+    for k, part in enumerate(parts):
+        gather = f"gather of part {k} of stage {number}"
+        yield StageTask(gather, Does.GATHER, part.gathered_bytes, (), None, lane, "shard")
+        made = name if k == len(parts) - 1 else f"{name}, part {k}"
+        yield StageTask(made, Does.COMPUTE, part.forward_s, [*after, gather], number)
+        after = ()
+
+
+def _exchanged(
+    of: StagesInOrder, number: int, name: str, after: Sequence[str]
+) -> Iterator[StageTask]:
+    """The last backward of a stage, and behind each part of it what becomes of its gradients."""
+    parts = of.stages[number].parts
+    for k, part in reversed(list(enumerate(parts))):
+        before = name if k == 0 else f"{name}, part {k}"
+        yield StageTask(before, Does.COMPUTE, part.backward_s, after, number)
+        after = ()
+        named = zip(_names(part, k, number), part.exchanges, strict=True)
+        for exchange, (does, nbytes, over) in named:
+            lane = _lane(of, over, number)
+            yield StageTask(exchange, does, nbytes, [before], None, lane, over)
+            before = exchange
+
+
+def _names(part: Part, k: int, number: int) -> list[str]:
+    """Of the exchanges of a part."""
+    return [f"{does} over {over} of part {k}, stage {number}" for does, _, over in part.exchanges]
+
+
+def _lane(of: StagesInOrder, over: str, number: int) -> str:
+    """Each stage has rings of its own."""
+    return f"{of.rings[over].lane} of stage {number}"
 
 
 def _hop(of: StagesInOrder, what: str, hop: int, made: str) -> StageTask:
@@ -163,10 +235,12 @@ def _hop(of: StagesInOrder, what: str, hop: int, made: str) -> StageTask:
 
 
 def _updates(stage: Stage, number: int, last: str) -> Iterator[StageTask]:
-    yield StageTask(f"update of stage {number}", Does.UPDATE, stage.touched_bytes, (), number)
+    summed = [names[-1] for k, part in enumerate(stage.parts) if (names := _names(part, k, number))]
+    touched = stage.touched_bytes
+    yield StageTask(f"update of stage {number}", Does.UPDATE, touched, summed, number)
     for layer in stage.hosted:
         down, update = f"gradients of {layer.name}", f"update of {layer.name}"
-        yield StageTask(down, Does.STORE, layer.grad_bytes, [last], number)
+        yield StageTask(down, Does.STORE, layer.grad_bytes, [last, *summed], number)
         yield StageTask(update, Does.HOST_UPDATE, layer.touched_bytes, [down], number)
         yield StageTask(f"weights of {layer.name}", Does.FETCH, layer.param_bytes, [update], number)
 

@@ -81,7 +81,8 @@ def _figures(layer: Layer) -> list[BySamples]:
     return found
 
 
-_FIGURES = [one.name for one in fields(Layer) if one.name not in ("name", "op", "reads")]
+_NOT_FIGURES = ("name", "op", "reads", "tensor", "experts")
+_FIGURES = [one.name for one in fields(Layer) if one.name not in _NOT_FIGURES]
 
 
 def _largest(layers: Sequence[Layer]) -> Layer:

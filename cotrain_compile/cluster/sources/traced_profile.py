@@ -17,16 +17,29 @@ that device's host, all of it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from cotrain_compile.analysis.costs import roofline
 from cotrain_compile.analysis.layers import layer as layer_of
 from cotrain_compile.analysis.liveness import Liveness, liveness
 from cotrain_compile.analysis.symbolic import at
 from cotrain_compile.cluster.model.description import Cluster
-from cotrain_compile.cluster.model.profiles import BySamples, Layer, LayerProfile, chain
+from cotrain_compile.cluster.model.profiles import (
+    BySamples,
+    Division,
+    Layer,
+    LayerProfile,
+    chain,
+)
+from cotrain_compile.cluster.sources.divisions import (
+    MOST,
+    Split,
+    divisions,
+    figures_of,
+    split_layer,
+)
 from cotrain_compile.dataflow import Dataflow, Op, Phase, Role
 from cotrain_compile.errors import OptionError
 from cotrain_compile.machine import Machine
@@ -67,6 +80,10 @@ def profile_of_step(
         return BySamples(tuple(sizes), tuple(float(at_n[layer][figure]) for at_n in found))
 
     names = split.names
+    divided = [
+        divisions(one, params, partial(table, i), table(i, "input"))
+        for i, (one, params) in enumerate(zip(split.divided, split.params, strict=True))
+    ]
     reads = chain([table(i, "input") for i in range(len(names))], names)
     updates_s = roofline(step, machine).host_update_s
     return LayerProfile(
@@ -85,13 +102,32 @@ def profile_of_step(
                 forward_peak_bytes=table(i, "forward_peak"),
                 backward_peak_bytes=table(i, "backward_peak"),
                 kept_bytes=table(i, "kept"),
+                tensor=divided[i][0],
+                experts=divided[i][1],
             )
             for i, params in enumerate(split.params)
         ),
         source=f"traced step {step.fingerprint[:12]}, roofline of {machine.name}",
-        assumed=("Seconds are those of a roofline; nothing was run.", *taken),
+        assumed=(_seconds_of(machine), *taken, *_parts_assumed(divided)),
         tokens_per_sample=tokens_per_sample,
     )
+
+
+def _seconds_of(machine: Machine) -> str:
+    code = "compiled code" if machine.fuses_updates and machine.device.factors else "eager code"
+    return f"Seconds are those of a roofline of {code}; nothing was run."
+
+
+def _parts_assumed(
+    divided: Sequence[tuple[Division | None, Division | None]],
+) -> Iterator[str]:
+    if any(tensor for tensor, _ in divided):
+        yield (
+            f"Heads, and rows and columns of weights, are taken to be shared evenly by {MOST} "
+            "ranks at most; a step does not say how many there are."
+        )
+    if any(experts and experts.most == MOST for _, experts in divided):
+        yield f"A layer is taken to have {MOST} experts, or a multiple, each as busy as any other."
 
 
 def sample_symbols(step: Dataflow, symbols: Sequence[str] = ()) -> Sequence[str]:
@@ -220,6 +256,15 @@ class _Split:
         ]
 
     @cached_property
+    def divided(self) -> Sequence[Split]:
+        """Of each layer what ranks can divide."""
+        own: list[list[Op]] = [[] for _ in self.names]
+        for op in self.step.ops:
+            if op.name in self.ops:
+                own[self.ops[op.name]].append(op)
+        return [split_layer(self.step, *each) for each in zip(own, self.params, strict=True)]
+
+    @cached_property
     def made(self) -> Mapping[str, int]:
         """The layer of each value that the step makes: that of the op that first writes it."""
         found: dict[str, int] = {}
@@ -243,13 +288,16 @@ def _at_size(split: _Split, step: Dataflow, machine: Machine) -> list[dict[str, 
         forward = [(index, op) for index, op in own if op.phase is Phase.FORWARD]
         backward = [(index, op) for index, op in own if op.phase is Phase.BACKWARD]
         mine = [name for name, layer in split.made.items() if layer == i]
+        kept = _kept(step, mine)
+        both = [op for _, op in (*forward, *backward)]
         figures.append(
             {
+                **figures_of(split.divided[i], step, both, kept, costs.device_s),
                 "forward_s": sum(costs.device_s[op.name] for _, op in forward),
                 "backward_s": sum(costs.device_s[op.name] for _, op in backward),
                 "forward_peak": param_bytes + _peak(step, alive, mine, forward),
                 "backward_peak": param_bytes + _peak(step, alive, mine, backward),
-                "kept": _kept_bytes(step, mine),
+                "kept": sum(step.buffer[name].nbytes for name in kept),
                 "input": _input_bytes(split, step, i),
             }
         )
@@ -267,11 +315,11 @@ def _peak(
     )
 
 
-def _kept_bytes(step: Dataflow, made: Sequence[str]) -> int:
+def _kept(step: Dataflow, made: Sequence[str]) -> list[str]:
     """Of what a layer makes in the forward, what the backward reads."""
     written = {n for op in step.ops if op.phase is Phase.FORWARD for n in op.writes}
     read = {n for op in step.ops if op.phase is Phase.BACKWARD for n in op.reads}
-    return sum(step.buffer[name].nbytes for name in made if name in written and name in read)
+    return [name for name in made if name in written and name in read]
 
 
 def _input_bytes(split: _Split, step: Dataflow, layer: int) -> int:
@@ -323,6 +371,10 @@ def profile_on_cluster(
     )
     first_s = _device_s(step, first)
     slowness = {other.name: _device_s(step, other) / first_s for other in others}
+    halved = [one.name for one in (first, *others) if runnable_on(step, one) is not step]
+    if halved and any(op.dtype == "bfloat16" for op in step.ops):
+        told = f"{', '.join(halved)} computes in float16 what is bfloat16 in the step."
+        profile = replace(profile, assumed=(*profile.assumed, told))
     return replace(profile, slowness=slowness)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from typing import NamedTuple, Protocol, TypeVar
@@ -62,15 +62,21 @@ class StageTask(NamedTuple):
     """What one rank does, or where none is named every rank at once; an exchange all together.
 
     It begins when all tasks that it comes `after` have ended. `lane` is told where it is another
-    one than that of what it does.
+    one than that of what it does. The amount is that of every rank, or one for each of them. An
+    exchange goes `over` the ring of that name, without one over that of the step.
     """
 
     name: str
     does: Does
-    amount: float
+    amount: float | tuple[float, ...]
     after: Sequence[str] = ()
     rank: int | None = None
     lane: str = ""
+    over: str = ""
+
+    def amount_of(self, rank: int) -> float:
+        """What that rank does."""
+        return self.amount[rank] if isinstance(self.amount, tuple) else self.amount
 
 
 @dataclass(frozen=True)
@@ -85,6 +91,10 @@ class Rank:
     lane: str
     slowness: float = 1.0
     said: str = ""
+
+    def lane_of(self, does: Does) -> str:
+        """Where it does what is no exchange."""
+        return f"{self.lane}{_STREAMS[does]}"
 
     def seconds(self, does: Does, amount: float) -> float:
         """What a task takes that is no exchange."""
@@ -117,12 +127,14 @@ def _sent_s(nbytes: float, network: Network | None) -> float:
 class Ring:
     """So many ranks, each of which sends to the next over `network`.
 
-    `sum_s` is what so many bytes take to be summed, where the ring does not sum them.
+    `sum_s` is what so many bytes take to be summed, where the ring does not sum them. Exchanges of
+    all rings on a `lane` take turns.
     """
 
     network: Network
     ranks: int
     sum_s: Callable[[float], float] | None = None
+    lane: str = NETWORK
 
     def seconds(self, does: Does, nbytes: float) -> float:
         """What an exchange of so many bytes takes."""
@@ -142,11 +154,13 @@ class Ring:
 
 @dataclass(frozen=True)
 class StageStep:
-    """The tasks of ranks; `ring` is what they exchange over, None where they exchange nothing."""
+    """The tasks of ranks; `ring` is what they exchange over, None where they exchange nothing, and
+    `rings` are others that some of them do, by name."""
 
     ranks: tuple[Rank, ...]
     tasks: tuple[StageTask, ...]
     ring: Ring | None = None
+    rings: Mapping[str, Ring] = field(default_factory=dict)
 
     @cached_property
     def works(self) -> tuple[Work, ...]:
@@ -186,20 +200,26 @@ class StageStep:
 
     def task_s(self, task: StageTask) -> float:
         """What a task takes, on the first of its ranks."""
+        first = task.rank or 0
         if task.does not in EXCHANGES:
-            return self.ranks[task.rank or 0].seconds(task.does, task.amount)
-        assert self.ring is not None  # who exchanges has a ring
-        return self.ring.seconds(task.does, task.amount)
+            return self.ranks[first].seconds(task.does, task.amount_of(first))
+        return self.ring_of(task).seconds(task.does, task.amount_of(0))
+
+    def ring_of(self, task: StageTask) -> Ring:
+        """What an exchange goes over."""
+        found = self.rings[task.over] if task.over else self.ring
+        assert found is not None  # who exchanges has a ring
+        return found
 
     @cached_property
     def moved_bytes(self) -> Mapping[Does, float]:
         """What is copied and sent: of what every rank does, by each of them."""
         moved = dict.fromkeys((Does.FETCH, Does.STORE, Does.SEND, *EXCHANGES), 0.0)
         for task in self.tasks:
-            if self.ring and task.does in EXCHANGES:
-                moved[task.does] += self.ring.sent_bytes(task.does, task.amount)
+            if task.does in EXCHANGES:
+                moved[task.does] += self.ring_of(task).sent_bytes(task.does, task.amount_of(0))
             elif task.does in moved:
-                moved[task.does] += task.amount
+                moved[task.does] += task.amount_of(task.rank or 0)
         return moved
 
 
@@ -214,6 +234,16 @@ class Candidate(Protocol):
 
 
 P = TypeVar("P", bound=Candidate)
+Made = TypeVar("Made", bound=Candidate, covariant=True)
+
+
+class Option(Protocol[Made]):
+    """Some choices with seconds that none of them passes under, before any of them is made."""
+
+    @property
+    def least_s(self) -> float: ...
+
+    def plans(self) -> Iterable[Made]: ...
 
 
 def fastest(plans: Iterable[P]) -> P | None:
@@ -230,28 +260,51 @@ def fastest(plans: Iterable[P]) -> P | None:
     return best
 
 
+def fastest_option(options: Iterable[Option[P]]) -> tuple[int, P] | None:
+    """The same of all plans of all options, behind the number of its option; of those whose bound
+    is above the best no plan is made.
+
+    Of those that take as long the one with the least bound, then the first.
+    """
+    found: tuple[float, float, tuple[int, int]] | None = None
+    best: tuple[int, P] | None = None
+    numbered = sorted(enumerate(options), key=lambda each: (each[1].least_s, each[0]))
+    for number, option in numbered:
+        if found and option.least_s > found[0]:
+            break
+        for i, plan in enumerate(option.plans()):
+            if found and plan.least_s > found[0]:
+                continue
+            key = plan.step.seconds, plan.least_s, (number, i)
+            if found is None or key < found:
+                found, best = key, (number, plan)
+    return best
+
+
 def works_of(step: StageStep) -> Iterator[Work]:
     """All works of a step, in the order of its tasks."""
     names = {task.name: tuple(_names(step, task)) for task in step.tasks}
     for task in step.tasks:
         after = tuple(name for before in task.after for name in names[before])
         if task.does in EXCHANGES:
-            yield Work(task.name, task.lane or NETWORK, step.task_s(task), after)
+            lane = task.lane or step.ring_of(task).lane
+            yield Work(task.name, lane, step.task_s(task), after)
             continue
-        for name, rank in zip(names[task.name], _ranks(step, task), strict=True):
-            lane = task.lane or f"{rank.lane}{_STREAMS[task.does]}"
-            yield Work(name, lane, rank.seconds(task.does, task.amount), after)
+        for name, number in zip(names[task.name], _ranks(step, task), strict=True):
+            rank = step.ranks[number]
+            lane = task.lane or rank.lane_of(task.does)
+            yield Work(name, lane, rank.seconds(task.does, task.amount_of(number)), after)
 
 
-def _ranks(step: StageStep, task: StageTask) -> Sequence[Rank]:
-    return step.ranks if task.rank is None else (step.ranks[task.rank],)
+def _ranks(step: StageStep, task: StageTask) -> Sequence[int]:
+    return range(len(step.ranks)) if task.rank is None else (task.rank,)
 
 
 def _names(step: StageStep, task: StageTask) -> Iterator[str]:
     if task.does in EXCHANGES:
         yield task.name
     else:
-        yield from (f"{task.name}{rank.said}" for rank in _ranks(step, task))
+        yield from (f"{task.name}{step.ranks[number].said}" for number in _ranks(step, task))
 
 
 def last_end_s(works: Iterable[Work]) -> float:

@@ -1,0 +1,1 @@
+"""Composed: pipelines, replicas, shards, divided layers and experts at once, on one mesh."""
