@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
 from cotrain_compile.machine import Tier
+from cotrain_compile.placement.search import solve as searches
 from cotrain_compile.placement.search.solve import SolveSettings, solve
 from cotrain_compile.plan import Plan, SolveReport
 from cotrain_compile.support.units import format_seconds
@@ -57,3 +60,23 @@ def test_a_search_is_told_in_one_line() -> None:
         report, with_bound=True
     )
     assert plan.budgets[Tier.DEVICE] < PROBLEM.machine.device.capacity_bytes
+
+
+def test_a_plan_far_from_the_bound_is_scheduled_in_other_ways_behind_the_programs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else they take the work with which a program finds a better one."""
+    begun: list[str] = []
+
+    def told(name: str, part: Callable[..., Any]) -> Callable[..., Any]:
+        def tell(*given: Any) -> Any:
+            begun.append(name)
+            return part(*given)
+
+        return tell
+
+    monkeypatch.setattr(searches, "FAR", 0.0)  # as if all were far
+    for name in ("climb_by_program", "fetch_late"):
+        monkeypatch.setattr(searches, name, told(name, getattr(searches, name)))
+    solve(PROBLEM)
+    assert begun[:2] == ["climb_by_program", "fetch_late"]
