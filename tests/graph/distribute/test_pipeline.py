@@ -87,7 +87,7 @@ PICTURE = 8 * 4 * 4 * 4
 @pytest.mark.parametrize(
     ("kind", "schedule", "layers", "sample_bytes", "budget"),
     [
-        ("llama", "1F1B", (1,), TOKENS, 180_000),
+        pytest.param("llama", "1F1B", (1,), TOKENS, 180_000, marks=pytest.mark.long),
         # More stages than ranks: weights come and go with the turns, as in Harmony's pipeline.
         ("resnet", "Interleaved1F1B", (1, 2, 3), PICTURE, 50_000),
         pytest.param("gpt2", "1F1B", (1,), TOKENS, 200_000, marks=pytest.mark.long),
@@ -115,7 +115,7 @@ def test_stages_train_within_a_budget_in_which_they_do_not_fit(
         assert "a batch of 7 samples, and the plan has 4 micro-batches of 2" in of_rank.told
 
 
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("ahead", [pytest.param(False, marks=pytest.mark.long), True])
 def test_swapped_stages_come_once_for_all_micro_batches(
     two_ranks: Ranks, tmp_path: Path, ahead: bool
 ) -> None:
