@@ -27,6 +27,7 @@ from cotrain_compile.plan import Lane, Span, exchange_of
 from cotrain_compile.runtime.device import Device
 from cotrain_compile.runtime.network import ThrottledNetwork
 from cotrain_compile.runtime.ops import Runtime, current_runtime
+from cotrain_compile.support.frame_room import with_room
 
 
 def _alone(node: fx.Node) -> None:
@@ -112,6 +113,7 @@ class EagerProgram:
         """From here on nothing has been written."""
         self.written, self.ended = [], 0
 
+    @with_room
     def run_step(self, inputs: Sequence[Any], *, rehearse: bool = False) -> Any:
         """Run the step once on `inputs`, in the order of its placeholders.
 

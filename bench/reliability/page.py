@@ -43,6 +43,7 @@ def page(
     """
     parts = (
         _head(campaigns),
+        _totals(campaigns),
         _table(campaigns),
         _broken(campaigns),
         _kinds(campaigns),
@@ -82,6 +83,34 @@ def _head(campaigns: dict[str, dict[str, Any]]) -> Iterator[str]:
     yield "and *rehearsal* are explained below or in the [glossary](glossary.md).\n"
     yield "`python -m bench.reliability.page` makes this page from the JSON file of each"
     yield "campaign. Every case has a seed, so that you can run it again.\n"
+
+
+# By how the names of a kind's files go on behind "reliability_".
+KINDS = {
+    "steps": "random programs",
+    "api_sequences": "sequences of changes around a step",
+    "rank_sequences": "sequences on several ranks",
+    "matrix_of_ranks": "ways to share a step among ranks",
+    "ranks": "ranks that fail",
+    "idioms": "ways to write a step",
+    "faults": "faults in a step",
+    "delays": "delays in a step",
+    "processes": "processes that were killed",
+    "files": "damaged files",
+}
+
+
+def _totals(campaigns: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """All campaigns of a kind together, with how many of what broke is open."""
+    yield "| what was tried | cases | held | refused in our words | broke | of these open |"
+    yield "|---|---|---|---|---|---|"
+    for prefix, kind in KINDS.items():
+        of_kind = [r for file, r in campaigns.items() if file.startswith(f"reliability_{prefix}")]
+        broken = [entry for result in of_kind for entry in result["broken"]]
+        counts = [sum(r[key] for r in of_kind) for key in ("cases", "held", "refused")]
+        counts += [len(broken), sum(entry.get("since", "open")[:4] == "open" for entry in broken)]
+        yield f"| {kind} | " + " | ".join(f"{count:,}" for count in counts) + " |"
+    yield ""
 
 
 def _table(campaigns: dict[str, dict[str, Any]]) -> Iterator[str]:
