@@ -46,7 +46,6 @@ def page(
         _totals(campaigns),
         _table(campaigns),
         _broken(campaigns),
-        _kinds(campaigns),
         _soak(soak),
         _tests(tests or {}),
         _mutants(mutants or {}),
@@ -78,9 +77,9 @@ def _head(campaigns: dict[str, dict[str, Any]]) -> Iterator[str]:
     yield "# Reliability\n"
     yield "This page says what we did to break the program, and what happened. We ran random"
     yield "training programs, damaged files, failed ranks, and processes that were killed. Of"
-    yield f"{cases:,} cases {broke} broke a promise. Each of them is listed below with its"
-    yield "reason; a test now fails if a fault that was fixed comes back. Words such as *held*"
-    yield "and *rehearsal* are explained below or in the [glossary](glossary.md).\n"
+    yield f"{cases:,} cases {broke} broke a promise. What they showed is listed below; a test now"
+    yield "fails if a fault that was fixed comes back. Words such as *held* and *rehearsal* are"
+    yield "explained below or in the [glossary](glossary.md).\n"
     yield "`python -m bench.reliability.page` makes this page from the JSON file of each"
     yield "campaign. Every case has a seed, so that you can run it again.\n"
 
@@ -113,14 +112,26 @@ def _totals(campaigns: dict[str, dict[str, Any]]) -> Iterator[str]:
     yield ""
 
 
+COUNTED = ("minutes", "cases", "held", "refused", "faults")
+
+
+def _alike(campaigns: dict[str, dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
+    """Campaigns that tried the same, whatever was fixed between them, by what they tried."""
+    alike: dict[str, dict[str, dict[str, Any]]] = {}
+    for file, result in campaigns.items():
+        alike.setdefault(result["campaign"].partition(" (")[0], {})[file] = result
+    return alike
+
+
 def _table(campaigns: dict[str, dict[str, Any]]) -> Iterator[str]:
     yield "| campaign | minutes | cases | held | refused in our words | faults | broke |"
     yield "|---|---|---|---|---|---|---|"
-    for file, result in campaigns.items():
-        columns = (result[key] for key in ("minutes", "cases", "held", "refused", "faults"))
-        cells = " | ".join(str(value) for value in columns)
-        name = f"[{result['campaign']}](../bench/results/{file})"
-        yield f"| {name} | {cells} | {len(result['broken'])} |"
+    for name, runs in _alike(campaigns).items():
+        columns = (sum(result[key] for result in runs.values()) for key in COUNTED)
+        cells = " | ".join(f"{value:,g}" for value in columns)
+        files = ", ".join(f"[{n}](../bench/results/{file})" for n, file in enumerate(runs, 1))
+        broke = sum(len(result["broken"]) for result in runs.values())
+        yield f"| {name} ({files}) | {cells} | {broke} |"
     yield "\n*Faults* counts the cases in which something was made to fail. A training program"
     yield "*held* when all of this was true:\n"
     yield "- The placed step left the same bits as the captured step. Where fused or compiled"
@@ -135,27 +146,17 @@ def _table(campaigns: dict[str, dict[str, Any]]) -> Iterator[str]:
 
 
 def _broken(campaigns: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """What nothing has been done about since; of the rest the files have each, by its seed."""
     for file, result in campaigns.items():
         for entry in result["broken"]:
-            seed = f", seed {entry['seed']}" if "seed" in entry else ""
-            then = f"; {entry['since']}" if "since" in entry else ""
-            yield f"- broke in {file}{seed}: {entry['what']}{then}"
-
-
-def _kinds(campaigns: dict[str, dict[str, Any]]) -> Iterator[str]:
-    tried = [(name, kinds) for name, result in campaigns.items() if (kinds := result.get("kinds"))]
-    if not tried:
-        return
-    yield "\n## What was tried how often\n"
-    yield "| campaign | kind | cases |"
-    yield "|---|---|---|"
-    for name, kinds in tried:
-        yield from (f"| {name} | {kind} | {number:,} |" for kind, number in sorted(kinds.items()))
-    yield "*A schedule with random delays*: in three steps, a third of all tasks start late,"
+            if "since" not in entry:
+                seed = f", seed {entry['seed']}" if "seed" in entry else ""
+                yield f"- broke in {file}{seed}: {entry['what']}"
+    yield "\n*A schedule with random delays*: in three steps, a third of all tasks start late,"
     yield "are waited for late or begin late, and memory holds NaN until it is written. The"
     yield "steps must leave the same bits as the graph without a plan. *A signal to a process*:"
     yield "the checkpoint on disk must be a state of the undisturbed run, to the bit, and the"
-    yield "next process must continue from it."
+    yield "next process must continue from it. The files say how often each kind was tried."
 
 
 def _soak(soak: dict[str, Any] | None) -> Iterator[str]:

@@ -53,6 +53,7 @@ from cotrain_compile.support.units import format_bytes, format_rate, format_seco
 from cotrain_compile.viz.report.page import write_report
 from cotrain_compile.viz.specification import specify
 from cotrain_compile.viz.text.summary import summary
+from cotrain_compile.viz.text.verdict import verdict, verdict_lines
 from cotrain_compile.viz.timeline import draw_timelines
 
 # Host and device of the emulated device are one memory, so a copy between them costs next to
@@ -316,7 +317,8 @@ def _report(console: Console, outcome: Outcome) -> None:
     eager_s = statistics.median(result.seconds for result in eager[1:])
     apart = max(abs(a.loss - b.loss) for a, b in zip(results, eager, strict=True))
     console.print(
-        f"{summary(placed.plan, placed.problem.dataflow)}\n"
+        "\n".join(verdict_lines(verdict(placed.problem, placed.plan, [outcome.typical])))
+        + f"\n\n{summary(placed.plan, placed.problem.dataflow)}\n"
         f"device      measured peak {peak:,} bytes, predicted {predicted:,}, budget {budget:,}\n"
         f"            {format_bytes(budget - peak)} to spare\n"
         f"predicted   {format_seconds(placed.predicted.makespan_s)} a step\n"

@@ -27,6 +27,7 @@ HEADINGS = (
     "sizes",
     "device budget",
     "a step",
+    "each GiB",
     "above bound",
     "limited by",
     "traffic",
@@ -60,26 +61,40 @@ _INK = "#5d6670"
 
 
 def sweep_rows(sweep: Sweep) -> Iterator[tuple[str, ...]]:
-    """One row for each point, as `HEADINGS` say."""
+    """One row for each point, as `HEADINGS` say: "each GiB" is what one more has bought since."""
+    before: dict[object, Point] = {}
     for point in sweep.points:
         sizes = ", ".join(f"{name}={size}" for name, size in point.sizes.items())
         budget = format_bytes(point.device_budget_bytes)
         if point.step_s is None:
             lacks = f"{format_bytes(point.shortfall_bytes)} missing on the {point.shortfall_tier}"
             missing = f"does not fit: {lacks}"
-            yield point.machine, sizes, budget, "", "", missing, "", ""
+            yield point.machine, sizes, budget, "", "", "", missing, "", ""
             continue
+        alike = (point.machine, sizes, point.host_budget_bytes)
+        bought = _bought(before.get(alike), point)
+        before[alike] = point
         bound_s = point.lower_bound_s
         yield (
             point.machine,
             sizes,
             budget,
             format_seconds(point.step_s),
+            bought,
             f"{point.step_s / bound_s - 1:.1%}" if bound_s else "",
             REGIMES[point.regime],
             format_bytes(point.traffic_bytes),
             "limit" if point.stopped_early else "",
         )
+
+
+def _bought(less: Point | None, more: Point) -> str:
+    """How much shorter a step is for each GiB that `more` has beyond `less`; "" where it is not."""
+    if less is None or less.step_s is None or more.step_s is None:
+        return ""
+    gib = (more.device_budget_bytes - less.device_budget_bytes) / 2**30
+    spared_s = less.step_s - more.step_s
+    return f"-{format_seconds(spared_s / gib)}" if gib > 0 and spared_s > 0 else ""
 
 
 def sweep_table(sweep: Sweep) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:

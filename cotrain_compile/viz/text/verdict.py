@@ -35,6 +35,7 @@ _PACES: Mapping[str, str] = {
     Lane.DISK_WRITE: "writing to disk sets",
     Lane.NETWORK: "exchanges with other ranks set",
 }
+_EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 # A part of the device's peak that is worth telling.
 _MUCH = 0.2
 _TOKEN_BYTES = 8  # token numbers are int64
@@ -113,7 +114,7 @@ def verdict(
     points: Sequence[Point] = (),
 ) -> Verdict:
     """Of `plan`, made for `problem`, beside what was `measured`; `points` are those of a sweep."""
-    answer, remark = fits(plan, problem.dataflow, measured)
+    answer, remark = fits(problem, plan, measured)
     slowest_s = max((timeline.makespan_s for timeline in measured), default=0.0)
     taken_s = slowest_s or plan.predicted.makespan_s
     found = limits(problem, plan)
@@ -129,7 +130,7 @@ def verdict(
     )
 
 
-def fits(plan: Plan, dataflow: Dataflow, measured: Sequence[Timeline] = ()) -> tuple[str, str]:
+def fits(problem: Problem, plan: Plan, measured: Sequence[Timeline] = ()) -> tuple[str, str]:
     """Whether the step fits, and in what: in its budgets as planned, as measured, as reserved."""
     above = [
         tier.value
@@ -138,15 +139,15 @@ def fits(plan: Plan, dataflow: Dataflow, measured: Sequence[Timeline] = ()) -> t
     ]
     if above:
         return "Does not fit", f"{' and '.join(above)} memory was measured above its budget"
-    found = reserved_on_card(plan, dataflow)
-    if found is not None and found.reserved_bytes > plan.budgets[Tier.DEVICE]:
-        return (
-            "Fits with one setting",
-            "on a card set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, since torch's "
-            f"allocator reserves {format_bytes(found.reserved_bytes)} for these tensors without it",
-        )
     memories = " and ".join(tier.value for tier in plan.tiers)
-    return "Fits", f"{memories} memory within budget{', as measured' if measured else ''}"
+    within = f"{memories} memory within budget{', as measured' if measured else ''}"
+    found = reserved_on_card(plan, problem.dataflow)
+    if found is None or found.reserved_bytes <= plan.budgets[Tier.DEVICE]:
+        return "Fits", within
+    reserves = f"torch's allocator reserves {format_bytes(found.reserved_bytes)} for these tensors"
+    if found.reserved_bytes <= problem.machine.device.capacity_bytes:
+        return "Fits", f"{within}; {reserves}, which the card has, unless {_EXPANDABLE} is set"
+    return "Fits with one setting", f"on a card set {_EXPANDABLE}, since {reserves} without it"
 
 
 def pace(plan: Plan, found: Limits) -> str:
@@ -214,7 +215,8 @@ def _smaller_batch(problem: Problem, plan: Plan) -> Iterator[Help]:
         told = (
             f"activations are {format_bytes(nbytes)} of the {format_bytes(used[slot])} at the peak"
         )
-        yield Help("a smaller batch, or shorter sequences", None, told)
+        shorter = ", or shorter sequences" * (work_of(problem.dataflow)[1] == "tokens")
+        yield Help(f"a smaller batch{shorter}", None, told)
 
 
 def work_of(dataflow: Dataflow) -> tuple[int, str]:

@@ -53,14 +53,17 @@ def test_a_campaign_runs_cases_by_the_clock_in_a_process_of_its_own() -> None:
     assert case.message == ""
 
 
-def test_the_page_has_every_campaign_and_what_it_broke() -> None:
+def test_the_page_adds_up_campaigns_and_has_what_nobody_has_mended() -> None:
     result = {"campaign": "damaged files", "minutes": 2, "cases": 9, "held": 3, "refused": 5}
-    result |= {"faults": 0, "broken": [{"seed": 4, "what": "KeyError: 'w'", "since": "fixed"}]}
-    text = page({"reliability_files.json": result}, None)
-    assert (
-        "damaged files](../bench/results/reliability_files.json) | 2 | 9 | 3 | 5 | 0 | 1 |" in text
-    )
-    assert "- broke in reliability_files.json, seed 4: KeyError: 'w'; fixed" in text
+    result |= {"faults": 0, "broken": [{"seed": 4, "what": "KeyError: 'w'"}]}
+    later = {**result, "campaign": "damaged files (after that fix)", "held": 4}
+    mended = {**later, "broken": [{"seed": 5, "what": "KeyError: 'v'", "since": "fixed"}]}
+    text = page({"reliability_files.json": result, "reliability_files_2.json": mended}, None)
+    folder = "../bench/results/reliability_files"
+    row = f"damaged files ([1]({folder}.json), [2]({folder}_2.json)) | 4 | 18 | 7 | 10 | 0 | 2 |"
+    assert row in text
+    assert "- broke in reliability_files.json, seed 4: KeyError: 'w'" in text
+    assert "seed 5" not in text
 
 
 def test_the_committed_page_is_the_one_of_the_committed_figures() -> None:

@@ -60,6 +60,7 @@ def test_it_trains_within_a_budget_that_no_rule_fits_and_matches_eager(
     for rule in RULES:
         assert re.search(rf"{rule} +│ +[\d.]+ KiB +│ +[\d.]+ KiB short", said)
     assert "train 7/7" in said
+    assert re.search(r"how fast\?   .* a step; measured; predicted", said)
     losses, eager = outcome.figures["losses"], outcome.figures["eager_losses"]
     assert losses == pytest.approx(eager, rel=1e-4)
     assert re.search(r"measured peak ([\d,]+) bytes, predicted \1, budget 184,320", said)

@@ -74,7 +74,7 @@ def test_what_is_missing_on_the_host_is_said_to_be_missing_there() -> None:
     missing, _ = try_case(STEP, Case(MACHINE, budgets), SolveSettings("zero-offload"))
     assert missing.shortfall_tier is Tier.HOST
     (row,) = sweep_rows(Sweep(STEP.fingerprint, (missing,)))
-    assert row[5].endswith("missing on the host")
+    assert row[6].endswith("missing on the host")
     with pytest.raises(PlacementError) as refusal:
         refuse_if_nothing_fits((missing,))
     assert refusal.value.tier is Tier.HOST
@@ -143,13 +143,20 @@ def test_a_row_for_each_point_and_a_line_for_each_machine() -> None:
     missing = point(1, None, regime="", shortfall_bytes=2048)
     points = (missing, point(1 << 30, 2.0, lower_bound_s=1.6), point(2, 3.0, machine="n"))
     rows = list(sweep_rows(Sweep("f", points)))
-    assert rows[0][5] == "does not fit: 2.0 KiB missing on the device"
-    assert rows[1][2:6] == ("1.0 GiB", "2.00 s", "25.0%", "link up")
+    assert rows[0][6] == "does not fit: 2.0 KiB missing on the device"
+    assert rows[1][2:7] == ("1.0 GiB", "2.00 s", "", "25.0%", "link up")
     (axes,) = draw_sweep(Sweep("f", points)).axes
     times_s = [
         np.asarray(line.get_ydata()).tolist() for line in axes.lines if line.get_linestyle() == "-"
     ]
     assert times_s == [[2.0], [3.0]]
+
+
+def test_a_row_says_what_each_gib_has_bought_since_the_one_before() -> None:
+    gib = 1 << 30
+    same = (point(gib, 4.0), point(3 * gib, 3.0), point(4 * gib, 3.0))
+    points = (*same, point(5 * gib, 1.0, machine="n"), point(6 * gib, 1.0, sizes={"batch": 4}))
+    assert [row[4] for row in sweep_rows(Sweep("f", points))] == ["", "-500.0 ms", "", "", ""]
 
 
 def test_a_point_at_which_the_solver_stopped_early_is_hollow_and_told() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from cotrain_compile.dataflow import Buffer, Job, Role
-from cotrain_compile.machine import MEMORIES, Processor, Tier
+from cotrain_compile.machine import MEMORIES, Processor, Space, Tier
 from cotrain_compile.placement.explain.helps import TIMES, helps
 from cotrain_compile.placement.explain.sensitivity import limits
 from cotrain_compile.placement.explain.sweep import Case, Point, try_case
@@ -23,8 +23,8 @@ from tests.unit.viz.test_report import KIB, MEASURED, PLAN, PROBLEM, STEP
 
 
 def test_it_says_whether_the_step_fits_as_planned_as_measured_and_as_reserved() -> None:
-    assert fits(PLAN, STEP) == ("Fits", "device and host memory within budget")
-    assert fits(PLAN, STEP, [MEASURED])[1].endswith("as measured")
+    assert fits(PROBLEM, PLAN) == ("Fits", "device and host memory within budget")
+    assert fits(PROBLEM, PLAN, [MEASURED])[1].endswith("as measured")
     above = replace(MEASURED, peak_bytes={**MEASURED.peak_bytes, Tier.DEVICE: 2000 * KIB})
     found = verdict(PROBLEM, PLAN, [above])
     assert (found.fits, found.remark) == (
@@ -34,7 +34,7 @@ def test_it_says_whether_the_step_fits_as_planned_as_measured_and_as_reserved() 
     assert found.memories[0].is_above
 
 
-def test_what_torch_reserves_above_the_budget_is_a_setting_away() -> None:
+def test_what_torch_reserves_above_the_card_is_a_setting_away() -> None:
     step = chain(4, width=8192)
     plan = solve(formulate(step, find("rtx4090"), dict.fromkeys(MEMORIES, 1 << 40)))
     tight = {**plan.budgets, Tier.DEVICE: plan.predicted.peak_bytes[Tier.DEVICE]}
@@ -42,8 +42,11 @@ def test_what_torch_reserves_above_the_budget_is_a_setting_away() -> None:
     found = verdict(problem, plan)
     (reserved,) = (one for one in found.memories if one.name == "reserved")
     assert reserved.is_above
-    assert found.fits == "Fits with one setting"
+    assert found.fits == "Fits"
     assert "expandable_segments" in found.remark
+    spaces = {**problem.machine.spaces, "device": Space(tight[Tier.DEVICE])}
+    small = replace(problem, machine=replace(problem.machine, spaces=spaces))
+    assert fits(small, plan)[0] == "Fits with one setting"
 
 
 def test_a_device_twice_as_fast_takes_what_a_machine_with_one_does() -> None:
