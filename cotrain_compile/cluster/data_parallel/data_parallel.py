@@ -84,14 +84,14 @@ class DataParallelPlan:
         return data_parallel_step(self.replicas)
 
     @property
-    def least_s(self) -> float:
+    def compute_s(self) -> float:
         """Computing alone, on the slowest kind of device."""
         times = max(rank.slowness for rank in self.replicas.ranks)
         compute_s = self.layers.compute_s(self.replicas.micro_batch)
         return times * self.replicas.micro_batches * compute_s
 
     @cached_property
-    def lanes_s(self) -> float:
+    def least_s(self) -> float:
         """The busiest lane, which the step takes at least."""
         return max(lanes_s(self.replicas).values()) * ROUNDING
 
@@ -184,10 +184,10 @@ def plan_data_parallel(
             f"{samples} samples are not shared evenly by {', '.join(map(str, counts))} devices; "
             "take another number of samples"
         )
-    choices.sort(key=lambda choice: (choice.least_s, choice.replicas.micro_batches))
+    choices.sort(key=lambda choice: (choice.compute_s, choice.replicas.micro_batches))
     best: DataParallelPlan | None = None
     for choice in choices:
-        if best and choice.least_s >= best.step.seconds:
+        if best and choice.compute_s >= best.step.seconds:
             break
         for plan in choice.plans():
             if best is None or _is_faster(plan, best):
@@ -197,7 +197,7 @@ def plan_data_parallel(
 
 def _is_faster(plan: DataParallelPlan, best: DataParallelPlan) -> bool:
     """What has a lane as busy as the best one takes is not simulated."""
-    return plan.lanes_s < best.step.seconds and plan.step.seconds < best.step.seconds
+    return plan.least_s < best.step.seconds and plan.step.seconds < best.step.seconds
 
 
 def _nearest(choices: Sequence[DataParallelPlan]) -> DataParallelPlan:
