@@ -89,6 +89,7 @@ SECTIONS = (
     Section("Micro-batches by layer", "micro_batches", own_table("runtime.micro_batches")),
     Section("Servers of several cards", "several_cards", own_table("plans.several_cards")),
     Section("Six clusters", "six_clusters", own_table("cluster.six_clusters")),
+    Section("Megatron's table", "megatron", own_table("cluster.megatron")),
     Section(
         "Plans of a cluster, predicted against measured",
         "cluster_runs",

@@ -18,8 +18,10 @@ from cotrain_compile.cluster.data_parallel.data_parallel import (
     DataParallelPlan,
     plan_data_parallel,
 )
+from cotrain_compile.cluster.data_parallel.step import Sharding
 from cotrain_compile.cluster.helpers import judge_helpers
 from cotrain_compile.cluster.model.description import Cluster, MachineGroup, first_devices
+from cotrain_compile.cluster.model.layout import Layout
 from cotrain_compile.cluster.model.stage_plan import StagePlan
 from cotrain_compile.cluster.model.strategy import Question, RankedStrategy
 from cotrain_compile.cluster.pipeline.cuts import PipelineOrder, devices_of
@@ -105,11 +107,40 @@ def _data_parallel(
     if replicas.sharding in SHARD and devices > 1:
         setting += f", parameters {replicas.sharding}"
         setting += " in each" * (replicas.micro_batches > 1)
+    layout = _layout(plan) if plan.by_speed else None
+    if layout:
+        setting += f"; samples by speed: {_shares(plan)}"
+        how = f'the model and {_SAVED} in cotrain_compile.scale, strategy="{name}"'
+        run = f"{launch(question.cluster, devices)}: {how}"
     on_host = replicas.residence.in_words(len(replicas.units))
     one = "one unit at a time, nothing ahead" if replicas.ahead == 1 else ""
     setting = "; ".join(filter(None, (setting, on_host, one)))
     found = _all_alike(question, name, plan.step, plan, traffic, setting, run)
-    return replace(found, host_bytes=devices * plan.host_bytes)
+    return replace(found, host_bytes=plan.host_bytes, layout=layout)
+
+
+def _layout(plan: DataParallelPlan) -> Layout:
+    """Of samples by speed: how many each rank has."""
+    replicas = plan.replicas
+    sharded = replicas.sharding in SHARD
+    return Layout(
+        replicate=1 if sharded else plan.devices,
+        shard=plan.devices if sharded else 1,
+        gathered_again=replicas.sharding is Sharding.AGAIN,
+        recompute=plan.recompute,
+        micro_batches=replicas.micro_batches,
+        micro_batch=replicas.micro_batch,
+        samples=tuple(replicas.micro_batches * own for own in plan.by_speed),
+    )
+
+
+def _shares(plan: DataParallelPlan) -> str:
+    """Of a micro-batch, by kind of device."""
+    each: dict[str, set[int]] = {}
+    for kind, own in zip(plan.cluster.kinds, plan.by_speed, strict=True):
+        each.setdefault(kind, set()).add(own)
+    words = ((kind, " or ".join(map(str, sorted(own)))) for kind, own in each.items())
+    return ", ".join(f"{own} on each {kind}" for kind, own in words)
 
 
 def judge_burst(question: Question, name: str) -> RankedStrategy:
@@ -134,13 +165,16 @@ def _all_alike(
     setting: str,
     run: str,
 ) -> RankedStrategy:
-    """All devices hold what the fullest one holds, if anybody knows that."""
+    """All devices do the same, or all of a kind, if anybody knows what they hold."""
     capacities = question.cluster.capacities_bytes[: plan.devices]
-    peak, missing = plan.peak_bytes, plan.missing_bytes
-    if peak is None:
+    missing = plan.missing_bytes
+    if isinstance(plan, DataParallelPlan):
+        peaks = plan.peaks_bytes
+    else:
+        peaks = None if plan.peak_bytes is None else (plan.peak_bytes,) * plan.devices
+    if peaks is None:
         found = a_strategy(question, name, step, traffic, None, capacities, setting, run)
         return replace(found, reason=NO_PEAKS, fits=None)
-    peaks = (peak,) * plan.devices
     found = a_strategy(question, name, step, traffic, peaks, capacities, setting, run)
     return replace(found, reason=_missing(missing), fits=not missing)
 

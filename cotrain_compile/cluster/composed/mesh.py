@@ -36,7 +36,7 @@ from cotrain_compile.cluster.pipeline.pipeline import (
     once_s,
     plans_at,
 )
-from cotrain_compile.cluster.steps.stage_step import ROUNDING, Ring
+from cotrain_compile.cluster.steps.stage_step import Ring
 
 # GPipe takes as long, and keeps more.
 ORDER = PipelineOrder.ONE_F_ONE_B
@@ -169,7 +169,7 @@ class Mesh:
                 micro_batches=replicas.micro_batches,
                 micro_batch=each,
             )
-            yield Option(self, found, max(choice.least_s * ROUNDING, choice.lanes_s), choice)
+            yield Option(self, found, choice.least_s, choice)
 
     def _in_stages(self) -> Iterator[Option]:
         stages = self.layout.pipeline

@@ -61,14 +61,14 @@ class ComposedPlan:
         """Of each device, in the order of ranks."""
         if isinstance(self.plan, PipelinePlan):
             return tuple(peak for peak in self.plan.cut.peak_bytes for _ in range(self.ranks))
-        peak = self.plan.peak_bytes
-        assert peak is not None  # only profiles that know peaks are planned
-        return (peak,) * self.ranks
+        assert self.plan.peaks_bytes is not None  # only profiles that know peaks are planned
+        return self.plan.peaks_bytes
 
     @property
     def host_bytes(self) -> int:
         """On all hosts together."""
-        return self.ranks * self.plan.host_bytes
+        staged = isinstance(self.plan, PipelinePlan)
+        return self.plan.host_bytes * (self.ranks if staged else 1)
 
     @property
     def passes(self) -> int:

@@ -9,8 +9,10 @@ rests on the host, and from these the step, and the peak of a device.
 for each micro-batch, once or again for its backward, and gradients scattered after each backward.
 Of N devices each sends in a ring 2 (N-1) / N of the bytes that are summed, and (N-1) / N of what is
 gathered or scattered. Consecutive layers are exchanged together, `BUCKET_BYTES` or more at once.
-Exchanges wait for the slowest kind of device; updates go by the rate of their memory. Where a
-choice does not fit, as little as makes it fit rests on the rank's share of its host (`residence`).
+Exchanges wait for the slowest kind of device; updates go by the rate of their memory. Where kinds
+are not as fast, samples may go by speed: of a micro-batch each device has a share of its own.
+Where a choice does not fit, as little as makes it fit rests on the rank's share of its host
+(`residence`).
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from heapq import heapify, heapreplace
 from itertools import product
 from math import ceil
 
@@ -65,11 +68,15 @@ class LayersAs:
 
 @dataclass(frozen=True)
 class DataParallelPlan:
-    """How samples are shared by all devices of `cluster`, and what of a rank rests on its host."""
+    """How samples are shared by all devices of `cluster`, and what of a rank rests on its host.
+
+    Where they go `by_speed`, it has those of a micro-batch for each device.
+    """
 
     layers: LayersAs
     cluster: Cluster
     replicas: Replicas
+    by_speed: tuple[int, ...] = ()
 
     @property
     def devices(self) -> int:
@@ -84,51 +91,82 @@ class DataParallelPlan:
         return data_parallel_step(self.replicas)
 
     @property
-    def least_s(self) -> float:
-        """Computing alone, on the slowest kind of device."""
-        times = max(rank.slowness for rank in self.replicas.ranks)
-        compute_s = self.layers.compute_s(self.replicas.micro_batch)
-        return times * self.replicas.micro_batches * compute_s
+    def compute_s(self) -> float:
+        """Computing alone, on the kind of device that takes longest."""
+        replicas = self.replicas
+        return replicas.micro_batches * max(
+            rank.slowness * self.layers.compute_s(samples)
+            for rank, samples in zip(replicas.ranks, replicas.sizes, strict=True)
+        )
 
     @cached_property
-    def lanes_s(self) -> float:
+    def least_s(self) -> float:
         """The busiest lane, which the step takes at least."""
         return max(lanes_s(self.replicas).values()) * ROUNDING
 
     @cached_property
     def demand(self) -> RankDemand | None:
-        """What it takes, and what devices and hosts have; None where nobody knows peaks."""
-        replicas = self.replicas
-        working = self.layers.working(replicas.micro_batch)
-        if working is None:
+        """What it takes, and what devices and hosts have, of the kind that has least left; None
+        where nobody knows peaks."""
+        if not self.layers.knows_peaks:
             return None
-        streamed = replicas.sharding is Sharding.AGAIN
-        memory = RankMemory(
-            working, replicas.parts, streamed, replicas.micro_batches, replicas.ahead
-        )
-        return RankDemand(
-            len(replicas.units),
-            replicas.sharding is not Sharding.ONCE,
-            memory.peak_bytes,
-            memory.host_bytes,
-            min(self.cluster.capacities_bytes),
-            min(rank.machine.host.capacity_bytes for rank in replicas.ranks),
-        )
+        replicas, ranks = self.replicas, self._kinds
+        rooms = [room for _, room in ranks]
+        hosts = [rank.machine.host.capacity_bytes for rank in replicas.ranks]
+
+        def on_device(residence: Residence) -> int:
+            return max(own.peak_bytes(residence) - room for own, room in ranks) + min(rooms)
+
+        def on_host(residence: Residence) -> int:
+            each = zip((own for own, _ in ranks), hosts, strict=True)
+            return max(own.host_bytes(residence) - room for own, room in each) + min(hosts)
+
+        streamed = replicas.sharding is not Sharding.ONCE
+        units = len(replicas.units)
+        return RankDemand(units, streamed, on_device, on_host, min(rooms), min(hosts))
+
+    @cached_property
+    def _kinds(self) -> list[tuple[RankMemory, int]]:
+        """Of each kind of device what it holds and has; of equal samples that of the smallest."""
+        part = self.cluster
+        rooms = [min(part.capacities_bytes)] * len(self.replicas.ranks)
+        if self.by_speed:
+            rooms = list(dict(zip(part.kinds, part.capacities_bytes, strict=True)).values())
+        return list(zip(map(self._memory, self.replicas.sizes), rooms, strict=True))
+
+    def _memory(self, samples: int) -> RankMemory:
+        replicas, working = self.replicas, self.layers.working(samples)
+        assert working is not None  # asked for where peaks are known
+        again = replicas.sharding is Sharding.AGAIN
+        return RankMemory(working, replicas.parts, again, replicas.micro_batches, replicas.ahead)
 
     @property
     def peak_bytes(self) -> int | None:
-        """Of each device, None where the profile knows no peaks."""
-        return self.demand.peak_bytes(self.replicas.residence) if self.demand else None
+        """Of the fullest device, None where the profile knows no peaks."""
+        peaks = self.peaks_bytes
+        return None if peaks is None else max(peaks)
+
+    @property
+    def peaks_bytes(self) -> tuple[int, ...] | None:
+        """By device."""
+        return self._by_device(lambda own: own.peak_bytes(self.replicas.residence))
 
     @property
     def missing_bytes(self) -> int:
-        """What the smallest device has too little."""
+        """What the device that has least left has too little."""
         return self.demand.missing_bytes(self.replicas.residence) if self.demand else 0
 
     @property
     def host_bytes(self) -> int:
-        """What rests on the host, of each rank."""
-        return self.demand.host_bytes(self.replicas.residence) if self.demand else 0
+        """What rests on all hosts."""
+        return sum(self._by_device(lambda own: own.host_bytes(self.replicas.residence)) or ())
+
+    def _by_device(self, figure: Callable[[RankMemory], int]) -> tuple[int, ...] | None:
+        if not self.layers.knows_peaks:
+            return None
+        each = [figure(memory) for memory, _ in self._kinds]
+        own = dict(zip(dict.fromkeys(self.cluster.kinds), each, strict=True))
+        return tuple(own[kind] for kind in self.cluster.kinds)
 
     @property
     def sent_bytes(self) -> int:
@@ -184,10 +222,10 @@ def plan_data_parallel(
             f"{samples} samples are not shared evenly by {', '.join(map(str, counts))} devices; "
             "take another number of samples"
         )
-    choices.sort(key=lambda choice: (choice.least_s, choice.replicas.micro_batches))
+    choices.sort(key=lambda choice: (choice.compute_s, choice.replicas.micro_batches))
     best: DataParallelPlan | None = None
     for choice in choices:
-        if best and choice.least_s >= best.step.seconds:
+        if best and choice.compute_s >= best.step.seconds:
             break
         for plan in choice.plans():
             if best is None or _is_faster(plan, best):
@@ -197,7 +235,7 @@ def plan_data_parallel(
 
 def _is_faster(plan: DataParallelPlan, best: DataParallelPlan) -> bool:
     """What has a lane as busy as the best one takes is not simulated."""
-    return plan.lanes_s < best.step.seconds and plan.step.seconds < best.step.seconds
+    return plan.least_s < best.step.seconds and plan.step.seconds < best.step.seconds
 
 
 def _nearest(choices: Sequence[DataParallelPlan]) -> DataParallelPlan:
@@ -218,15 +256,51 @@ def _choices(
         raise OptionError(f"a step has at least one sample, not {samples}")
     ways = [LayersAs(way, recompute) for way, recompute in ways_of(profile)]
     for count in counts:
-        if samples % count:
-            continue
-        part, share = first_devices(cluster, count), samples // count
+        part = first_devices(cluster, count)
         ranks = tuple(ranks_of(part, profile))
         sum_s = sums_of(part) if sums_of and part.ring else None
         ring = Ring(part.ring, count, sum_s) if part.ring else None
-        for each, sharding, layers in product(sizes_of(ways, share), shardings, ways):
-            replicas = Replicas(layers.units, each, share // each, ranks, ring, sharding)
-            yield DataParallelPlan(layers, part, replicas)
+        if samples % count == 0:
+            share = samples // count
+            for each, sharding, layers in product(sizes_of(ways, share), shardings, ways):
+                replicas = Replicas(layers.units, each, share // each, ranks, ring, sharding)
+                yield DataParallelPlan(layers, part, replicas)
+        slowness = [profile.times_slower([kind]) for kind in part.kinds]
+        if len(set(slowness)) > 1 and not sums_of:
+            for batch, sharding, layers in product(sizes_of(ways, samples), shardings, ways):
+                if batch >= count:
+                    plan = samples_by_speed(slowness, batch)
+                    replicas = Replicas(
+                        layers.units,
+                        max(plan),
+                        samples // batch,
+                        ranks,
+                        ring,
+                        sharding,
+                        samples=_largest(part, plan),
+                    )
+                    yield DataParallelPlan(layers, part, replicas, plan)
+
+
+def samples_by_speed(slowness: Sequence[float], batch: int) -> tuple[int, ...]:
+    """The samples of a micro-batch by device, at least one each, of devices that take so many times
+    as long: what the last of them takes is least, for each goes where it is done first."""
+    shares = [1] * len(slowness)
+    queue = [(2 * times, i) for i, times in enumerate(slowness)]
+    heapify(queue)
+    for _ in range(batch - len(shares)):
+        _, i = queue[0]
+        shares[i] += 1
+        heapreplace(queue, (slowness[i] * (shares[i] + 1), i))
+    return tuple(shares)
+
+
+def _largest(part: Cluster, shares: Sequence[int]) -> tuple[int, ...]:
+    """Of each kind of device, in order."""
+    found: dict[str, int] = {}
+    for kind, own in zip(part.kinds, shares, strict=True):
+        found[kind] = max(own, found.get(kind, 0))
+    return tuple(found.values())
 
 
 def ranks_of(part: Cluster, profile: LayerProfile) -> Iterator[Rank]:

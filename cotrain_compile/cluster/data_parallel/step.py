@@ -49,7 +49,7 @@ class Replicas:
     """Ranks that have all units, or a part of each; `ring` is None where there is one device.
 
     Of so many turns parameters are whole, and gradients leave, at once: `ahead` is 2 or 1. Where
-    ranks differ, `samples` has the size of a micro-batch for each of them, the largest first.
+    samples go by speed, `samples` has the largest micro-batch of each kind, in order of `ranks`.
     `rings` are beside the first: ranks that have the same part of a shard sum its gradients over
     `data`, and those that have the same experts theirs over `replicate`, where `experts` are
     divided.
@@ -75,6 +75,11 @@ class Replicas:
     def parts(self) -> int:
         """In how many parts a layer rests."""
         return self.ring.ranks if self.ring and self.sharded else 1
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Of each rank that of a micro-batch, at most."""
+        return self.samples or (self.micro_batch,) * len(self.ranks)
 
     def by_rank(self, figure: Callable[[int], float]) -> float | tuple[float, ...]:
         """A figure of a micro-batch, of each rank where these differ."""

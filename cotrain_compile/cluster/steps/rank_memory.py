@@ -162,12 +162,29 @@ class WorkingMemory:
 
         A unit that computes has its own, and that of the unit before: it leaves still, or comes.
         """
-        kept = [unit.kept_bytes(self.samples) for unit in self.units]
+        if offloaded not in self._most:
+            self._most[offloaded] = self._fullest(offloaded)
+        return self._most[offloaded]
+
+    @cached_property
+    def _most(self) -> dict[int, float]:
+        return {}
+
+    @cached_property
+    def kept(self) -> list[list[float]]:
+        """Of each unit what it keeps up to each of its layers."""
+        return [
+            list(accumulate(layer.kept(self.samples) for layer in unit.layers))
+            for unit in self.units
+        ]
+
+    def _fullest(self, offloaded: int) -> float:
+        kept = [held[-1] for held in self.kept]
         most = resting = 0.0
         working = iter(self.beside)
-        for i, unit in enumerate(self.units):
+        for i, held_by in enumerate(self.kept):
             before = kept[i - 1] if 0 < i <= offloaded else 0.0
-            for held in accumulate(layer.kept(self.samples) for layer in unit.layers):
+            for held in held_by:
                 own = kept[i] if i < offloaded else resting + held
                 most = max(most, before + own + next(working))
             resting += kept[i] if i >= offloaded else 0.0
@@ -229,7 +246,7 @@ class RankMemory:
         units = self.working.units
         updated = sum(unit.resting_bytes for unit in units[: residence.states])
         coming = 2 * max([unit.grad_bytes for unit in units[: residence.gradients]], default=0)
-        kept = sum(unit.kept_bytes(self.working.samples) for unit in units[: residence.kept])
+        kept = sum(held[-1] for held in self.working.kept[: residence.kept])
         return ceil((updated + coming) / self.parts + kept)
 
     def _whole_bytes(self, offloaded: int) -> float:

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
+from operator import mul
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from cotrain_compile.cluster.data_parallel.data_parallel import SHARD, plan_data_parallel
-from cotrain_compile.cluster.data_parallel.step import Sharding
-from cotrain_compile.cluster.model.description import first_devices
+from cotrain_compile.cluster.data_parallel.data_parallel import (
+    SHARD,
+    plan_data_parallel,
+    samples_by_speed,
+)
+from cotrain_compile.cluster.data_parallel.step import Sharding, lanes_s
+from cotrain_compile.cluster.model.description import Cluster, Devices, first_devices
 from cotrain_compile.cluster.model.profiles import BUCKET_BYTES, per_sample
 from cotrain_compile.cluster.sources.cluster_presets import find_cluster
 from cotrain_compile.errors import OptionError
-from tests.support.clusters import SMALL_HOST, a_box, a_model
+from tests.support.clusters import SMALL_HOST, a_box, a_device, a_model
+from tests.support.examples import examples
 
 # Two layers that are exchanged one by one. A gather of one takes 1.5 s between two devices.
 MODEL = a_model((BUCKET_BYTES, BUCKET_BYTES), per_sample(30))
@@ -104,3 +113,44 @@ def test_the_first_devices_of_a_cluster_are_a_cluster() -> None:
     assert (helped.ring, helped.cpu_machines) == (None, 16)
     with pytest.raises(OptionError, match="1 to 16 devices"):
         first_devices(cluster, 17)
+
+
+@examples(30)
+@given(
+    slowness=st.lists(st.sampled_from((1.0, 1.5, 2.0, 3.7)), min_size=1, max_size=4),
+    batch=st.integers(4, 9),
+)
+def test_shares_by_speed_are_done_first(slowness: list[float], batch: int) -> None:
+    """Of all ways to share a batch, the last device is done first in this one."""
+    found = samples_by_speed(slowness, batch)
+    ways = (way for way in product(range(1, batch + 1), repeat=len(slowness)) if sum(way) == batch)
+    best = min(max(map(mul, way, slowness)) for way in ways)
+    assert sum(found) == batch
+    assert max(map(mul, found, slowness)) == best
+
+
+def two_kinds() -> Cluster:
+    """Two devices named fast and two named slow in one box."""
+    (group,) = a_box(2, RATE * 1000).groups
+    one = a_device(10**15, RATE * 1000).one
+    devices = tuple(Devices(one.but(name=name), 2) for name in ("fast", "slow"))
+    return Cluster("two kinds", (replace(group, devices=devices),))
+
+
+def test_a_slow_kind_of_device_gets_fewer_samples() -> None:
+    """Two devices that are three times as slow as two others share 16 samples with them."""
+    cluster = two_kinds()
+    model = replace(MODEL, slowness={"fast": 1.0, "slow": 3.0})
+    for shardings in ((Sharding.REPLICATE,), SHARD):
+        plan = plan_data_parallel(model, cluster, 16, shardings)
+        assert plan.by_speed == (6, 6, 2, 2)
+        assert plan.replicas.samples == (6, 2)
+        # Forward and backward of two layers: three seconds a sample each.
+        assert plan.step.seconds >= 36
+        equal = plan_data_parallel(replace(model, slowness={}), cluster, 16, shardings)
+        assert equal.by_speed == ()
+        assert plan.step.seconds < 3 * equal.step.seconds
+        assert dict(lanes_s(plan.replicas)) == pytest.approx(dict(plan.step.lanes_s))
+        assert plan.peaks_bytes is not None
+        fast, _, slow, _ = plan.peaks_bytes
+        assert fast > slow
