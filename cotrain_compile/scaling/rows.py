@@ -108,11 +108,10 @@ def _row_of_strategy(found: RankedStrategy) -> Row:
 
 def _refuse_not_executed(row: Row) -> None:
     layout = row.layout
-    if layout.experts > 1:
+    if layout.experts > 1 and (layout.experts < layout.devices or layout.samples):
         raise DistributeError(
-            f"the plan divides experts ({layout}), whose exchange of tokens is not executed yet; "
-            "take a row without, such as shard, or write the exchange into the model and scale "
-            "the other dimensions"
+            f"experts beside other dimensions, or with unequal samples ({layout}), are planned and "
+            f"not executed yet; take a row of experts {layout.devices}, or one without"
         )
     if layout.pipeline == 1:
         return

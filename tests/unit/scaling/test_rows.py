@@ -55,7 +55,10 @@ def test_layouts_and_stages_are_plans_too(tmp_path: Path) -> None:
     [
         ({"data": 4}, "no dimension 'data'; known are pipeline, "),
         ({"shard": 8}, r"for 8 ranks \(shard 8\), and there are 4"),
-        ({"experts": 4}, r"divides experts \(experts 4\), whose exchange of tokens is not"),
+        (
+            {"shard": 2, "experts": 2},
+            r"beside other dimensions, .* take a row of experts 4, or one",
+        ),
         (Layout(2, tensor=2, sequence=True), "or divided by tokens, are planned and not executed"),
         ({"pipeline": 4}, "has a pipeline, and says not where stages begin; pass stages="),
         (Layout(2, 2, samples=(3, 1)), r"as many samples each, and the plan has \(3, 1\)"),
