@@ -23,6 +23,7 @@ from cotrain_compile.scaling.experts import ExpertParallel
 from cotrain_compile.scaling.tensor_plans import tensor_plan_of
 from tests.support.pipelines import gpt2, llama
 from tests.support.ranks import Ranks
+from tests.support.scaled_checkpoints import alone_goes_on, goes_on
 from tests.support.scaled_ranks import (
     SPLITS,
     Case,
@@ -148,3 +149,24 @@ def test_a_split_layer_that_shares_its_weight_is_refused() -> None:
     with pytest.raises(DistributeError, match=r"head\.weight.* shares its weight with embed\.wei"):
         tensor_plan_of(model, {"head": ColwiseParallel()}, sequence=False)
     assert tensor_plan_of(model, SPLITS["mlp"](), sequence=False)
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_a_checkpoint_goes_from_layout_to_layout_and_to_one_process(
+    four_ranks: Ranks, tmp_path: Path
+) -> None:
+    """Split and sharded first, then in replicas of stages, which one process goes on from."""
+    split = Case(Layout(shard=2, tensor=2), "mlp")
+    stages = Case(Layout(pipeline=2, replicate=2), stages=STAGES)
+    hybrid = Case(Layout(replicate=2, shard=2))
+    folders = [tmp_path / name for name in ("split", "stages", "hybrid")]
+    four_ranks.run(goes_on, split, None, folders[0], 0)
+    for case, load, save in ((stages, folders[0], folders[1]), (hybrid, folders[0], folders[2])):
+        found = four_ranks.run(goes_on, case, load, save, 2)
+        expected = alone_goes_on(case, folders[0], 2)
+        for rank, losses in enumerate(found):
+            own = expected[case.layout.replica(rank) :: case.layout.replicas]
+            assert losses == pytest.approx(own, abs=5e-6)
+    reference = alone_goes_on(split, folders[2], 4)
+    assert alone_goes_on(split, folders[1], 4) == pytest.approx(reference, abs=5e-6)
