@@ -6,20 +6,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
     set_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
+from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoint
 
 import cotrain_compile
+from tests.support.pipelines import loss_of
 from tests.support.scaled_ranks import (
     MAX_NORM,
     SPLITS,
     Case,
-    loss_of,
     model_of,
     optimizer_of,
     samples_of,
@@ -46,7 +47,7 @@ def goes_on(rank: int, case: Case, load: Path | None, save: Path, first: int) ->
     for number in range(first, first + 2):
         ids, target = samples_of(number, layout, scaled.replica)
         losses.append(float(step(ids, target=target)))
-    dcp.save(states_of(scaled.model, optimizer), checkpoint_id=save)
+    save_checkpoint(states_of(scaled.model, optimizer), checkpoint_id=save)
     return losses
 
 
@@ -57,7 +58,7 @@ def states_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, A
 
 def restore(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     states = states_of(model, optimizer)
-    dcp.load(states, checkpoint_id=folder)
+    load_checkpoint(states, checkpoint_id=folder)
     set_state_dict(
         model,
         optimizer,
