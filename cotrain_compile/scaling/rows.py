@@ -108,24 +108,12 @@ def _row_of_strategy(found: RankedStrategy) -> Row:
 
 def _refuse_not_executed(row: Row) -> None:
     layout = row.layout
-    if layout.experts > 1 and (layout.experts < layout.devices or layout.samples):
+    if layout.not_executed:
         raise DistributeError(
-            f"experts beside other dimensions, or with unequal samples ({layout}), are planned and "
-            f"not executed yet; take a row of experts {layout.devices}, or one without"
+            f"{layout.not_executed} are planned and not executed yet ({layout}); take another row, "
+            "or sizes without"
         )
-    if layout.pipeline == 1:
-        return
-    if layout.samples:
-        raise DistributeError(
-            f"replicas of a pipeline run as many samples each, and the plan has {layout.samples}; "
-            "take a row with equal ones, or one without a pipeline"
-        )
-    if layout.sequence or (layout.shard > 1 and layout.tensor > 1):
-        raise DistributeError(
-            "stages that are both sharded and split, or divided by tokens, are planned and not "
-            f"executed yet ({layout}); take a row without one of these"
-        )
-    if row.stages is None:
+    if layout.pipeline > 1 and row.stages is None:
         raise OptionError(
             "the plan has a pipeline, and says not where stages begin; pass "
             "stages=StagePlan(schedule, split_points, micro_batches, micro_batch)"
