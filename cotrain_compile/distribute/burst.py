@@ -5,7 +5,9 @@ have none: they run a stand-in of one row, whose gradient is zero, since models 
 Before a layer of another width samples are sent to where they belong, and their gradients back. A
 parameter's gradient is summed over the ranks of its layer, so it is that of one process; a rank
 outside has none and leaves the parameter as it is. The first rank has all of them. Ranks meet
-before each of these exchanges, so that one that fails between two of them is an error on all.
+before samples are sent, and when all have done their backward, so that one that fails between two
+of these is an error on all. Sums go beside the backward, the last layers first; after an error all
+ranks make those that are left, so that none waits for one, and nobody looks at them.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from torch import nn
 
 from cotrain_compile import files
 from cotrain_compile.cluster.model.strategy import Answer
+from cotrain_compile.distribute.in_order import calls_in_order
 from cotrain_compile.distribute.meet import first_line, meeting_of
 from cotrain_compile.errors import CotrainError, DistributeError, ExchangeFailed, OptionError
 
@@ -69,12 +72,15 @@ class Burst:
         )
         self._samples, self._width = len(batch), next(iter(self.widths.values()))
         _check_samples(self._samples, self.widths)
+        self._sums = _Sums(self.model, self._width_of, self._groups)
         try:
             with _exchanges():
                 return self._loss(loss_fn, batch, target)
         except BaseException as error:
-            self.model.zero_grad(set_to_none=True)
             self._meeting.tell_failure(error)
+            if not isinstance(error, ExchangeFailed):
+                self._sums.finish()
+            self.model.zero_grad(set_to_none=True)
             raise
 
     def _loss(
@@ -90,9 +96,10 @@ class Burst:
             loss = loss_fn(output, target[rows]) / self._width
         else:
             loss = output.sum() * 0  # it sends and receives with the others
-        loss.backward()
+        with calls_in_order(self._sums.params, self._sums.begin_next):
+            loss.backward()
         self._meet("sums gradients")
-        self._reduce()
+        self._sums.finish()
         total = loss.detach().clone()
         dist.all_reduce(total)
         return float(total)
@@ -142,20 +149,38 @@ class Burst:
         self._meet(f"sends {what} of {name}")
         return _exchanged(rows, sent, received)
 
-    def _reduce(self) -> None:
-        for name, param in self.model.named_parameters():
-            if not param.requires_grad:
-                continue
-            width = self._width_of[name]
-            if self.rank >= width:
-                param.grad = None
-                continue
-            if param.grad is None:
-                param.grad = torch.zeros_like(param)
-            if width > 1:
-                whole = param.grad.contiguous()
-                dist.all_reduce(whole, group=self._groups[width])
-                param.grad = whole
+
+class _Sums:
+    """The sums of gradients of a step: `params` have one each, with those of the same width.
+
+    They are in the order in which all ranks begin them, the last parameters first; a rank takes
+    part in those of its layers.
+    """
+
+    def __init__(self, model: nn.Module, width_of: Mapping[str, int], groups: Any) -> None:
+        rank = dist.get_rank()
+        trained = [(width_of[name], p) for name, p in model.named_parameters() if p.requires_grad]
+        self.params = [[param] for width, param in reversed(trained) if rank < width]
+        self._of = [groups[width] for width, _ in reversed(trained) if rank < width]
+        self._left = [param for width, param in trained if rank >= width]
+        self._works: list[Any] = []
+
+    def begin_next(self) -> None:
+        """The next gradient is there, or is zero."""
+        place = len(self._works)
+        (param,), group = self.params[place], self._of[place]
+        grad = torch.zeros_like(param) if param.grad is None else param.grad
+        param.grad = grad.contiguous()
+        self._works.append(dist.all_reduce(param.grad, group=group, async_op=True))
+
+    def finish(self) -> None:
+        """All are summed after it; a parameter of other ranks has no gradient."""
+        while len(self._works) < len(self.params):
+            self.begin_next()
+        for work in self._works:
+            work.wait()
+        for param in self._left:
+            param.grad = None
 
 
 class _Moved(torch.autograd.Function):

@@ -5,17 +5,18 @@ exchange of the same model. Workers bring their gradients after each backward; h
 all workers are done. Gradients go in rounds, each of two uneven all-to-alls with a sum between:
 each part goes to the rank that owns it by the planner's shares, and its sum to every worker. While
 sums of a round come back, gradients of the next one go to their owners, so that network cards send
-and receive at once, as the planner's figures have it.
+and receive at once, as the planner's figures have it. Rounds are of the last parameters first, as a
+backward makes their gradients, so that all but the last rounds can go on beside it.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
-from itertools import pairwise
 from types import TracebackType
 from typing import Any
 
@@ -31,6 +32,7 @@ from cotrain_compile.cluster.helpers import (
     sent_bytes,
     share,
 )
+from cotrain_compile.distribute.in_order import calls_in_order
 from cotrain_compile.distribute.meet import LONGEST, first_line, meeting_of, timeout_of
 from cotrain_compile.errors import DistributeError, ExchangeFailed, OptionError, RanksApart
 
@@ -64,6 +66,12 @@ class _Flat:
         for chunk in self.chunks:
             counts[chunk.owner] += chunk.nbytes // self.dtype.itemsize
         return counts
+
+    @property
+    def exchanged(self) -> list[nn.Parameter]:
+        """The parameters of which some elements go in this round."""
+        by_name = dict(self.params)
+        return [by_name[name] for name in dict.fromkeys(chunk.layer for chunk in self.chunks)]
 
     def pieces(self) -> list[tuple[int, nn.Parameter, slice]]:
         """The elements of parameters, with their owners, those of one owner next to each other."""
@@ -110,6 +118,7 @@ class HelpedExchange:
         self.helpers = helpers
         self.rank = dist.get_rank()
         self.sent_bytes = 0
+        self._is_under_way = False
         self._flats = _flats(model, self.workers, helpers, helper_rate, chunk_bytes)
         ranks = tuple(range(self.workers + helpers))
         wait = min(LONGEST, timeout_of(dist.group.WORLD))
@@ -141,8 +150,42 @@ class HelpedExchange:
         Raises `RanksApart` on all ranks where one has failed or is done, `ExchangeFailed` where one
         has died.
         """
+        self._refuse_helper()
+        self._refuse_missing()
+        self._tell(_Does.SUM)
+        self._sum()
+
+    @contextmanager
+    def beside_backward(self) -> Iterator[None]:
+        """Within it, the backward of a step's last micro-batch; then gradients are means.
+
+        Rounds of the exchange begin as soon as all workers have their gradients. Raises as
+        `average_gradients` does, also from within `backward()`. A worker whose backward fails when
+        the exchange has begun cannot tell the others: they are told by their timeout.
+        """
+        self._refuse_helper()
+        rounds = self._rounds()
+
+        def begin_next() -> None:
+            if not self._is_under_way:
+                self._tell(_Does.SUM)
+                self._is_under_way = True
+            next(rounds)
+
+        with calls_in_order([flat.exchanged for flat in self._flats], begin_next):
+            yield
+        self._refuse_missing()
+        if not self._is_under_way:
+            self._tell(_Does.SUM)
+        for _ in rounds:
+            pass
+        self._is_under_way = False
+
+    def _refuse_helper(self) -> None:
         if self.helps:
             raise DistributeError("this rank is a helper: let it call serve(), and train nothing")
+
+    def _refuse_missing(self) -> None:
         for flat in self._flats:
             for name, param in flat.params:
                 if param.grad is None or param.grad.layout != torch.strided:
@@ -151,8 +194,6 @@ class HelpedExchange:
                         "the same ones; use it in the loss, or requires_grad_(False) before "
                         "cpu_helpers"
                     )
-        self._tell(_Does.SUM)
-        self._sum()
 
     def serve(self) -> None:
         """Sum gradients until all workers are done; called by each helper."""
@@ -173,7 +214,7 @@ class HelpedExchange:
         if error is None:
             if not self.helps:
                 self._tell(_Does.STOP)
-        elif not isinstance(error, RanksApart | ExchangeFailed):
+        elif not (isinstance(error, RanksApart | ExchangeFailed) or self._is_under_way):
             try:
                 self._tell(_Does.FAIL)
             except RanksApart:
@@ -205,18 +246,27 @@ class HelpedExchange:
         return each[0]
 
     def _sum(self) -> None:
-        """All rounds: gradients of one go to owners while sums of the one before come back."""
-        going = self._to_owners(self._flats[0])
+        """All rounds."""
+        for _ in self._rounds():
+            pass
+
+    def _rounds(self) -> Iterator[None]:
+        """Each begins to go, and sums of the one before come back meanwhile."""
+        before: _UnderWay | None = None
         coming: list[_UnderWay] = []
-        for flat, following in pairwise((*self._flats, None)):
-            assert flat is not None  # only the last one has none behind it
-            came = going.wait()
-            if following is not None:
-                going = self._to_owners(following)
-            coming.append(self._to_workers(flat, came))
-            if len(coming) > 1:
-                self._keep(coming.pop(0))
-        self._keep(coming.pop())
+        for flat in self._flats:
+            came = None if before is None else before.wait()
+            going = self._to_owners(flat)
+            if before is not None and came is not None:
+                coming.append(self._to_workers(before.flat, came))
+                if len(coming) > 1:
+                    self._keep(coming.pop(0))
+            before = going
+            yield
+        assert before is not None  # a model has parameters
+        coming.append(self._to_workers(before.flat, before.wait()))
+        for sums in coming:
+            self._keep(sums)
 
     def _to_owners(self, flat: _Flat) -> _UnderWay:
         """Gradients of a round begin to go."""
@@ -302,7 +352,7 @@ def _flats(
     model: nn.Module, workers: int, helpers: int, helper_rate: float, chunk_bytes: int
 ) -> tuple[_Flat, ...]:
     by_type: defaultdict[torch.dtype, list[tuple[str, nn.Parameter]]] = defaultdict(list)
-    for name, param in model.named_parameters():
+    for name, param in reversed(list(model.named_parameters())):
         if param.requires_grad and param.numel():
             by_type[param.dtype].append((name, param))
     if not by_type:

@@ -11,7 +11,7 @@ Tried on torch 2.13.0.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -97,6 +97,10 @@ def _scattered(whole: torch.Tensor, how: str, ranks: int, *_: Any) -> torch.Tens
     return whole.chunk(ranks)[0].clone()
 
 
+def _exchanged(rows: torch.Tensor, received: Sequence[int], *_: Any) -> torch.Tensor:
+    return rows.new_zeros((sum(received), *rows.shape[1:]))
+
+
 def _same(value: torch.Tensor, *_: Any) -> torch.Tensor:
     return value.clone(memory_format=torch.contiguous_format)
 
@@ -106,6 +110,7 @@ _STAND_INS: dict[str, Callable[..., Any]] = {
     "broadcast": _same,
     "all_gather_into_tensor": _gathered,
     "reduce_scatter_tensor": _scattered,
+    "all_to_all_single": _exchanged,
 }
 
 

@@ -108,25 +108,12 @@ def _row_of_strategy(found: RankedStrategy) -> Row:
 
 def _refuse_not_executed(row: Row) -> None:
     layout = row.layout
-    if layout.experts > 1:
+    if layout.not_executed:
         raise DistributeError(
-            f"the plan divides experts ({layout}), whose exchange of tokens is not executed yet; "
-            "take a row without, such as shard, or write the exchange into the model and scale "
-            "the other dimensions"
+            f"{layout.not_executed} are planned and not executed yet ({layout}); take another row, "
+            "or sizes without"
         )
-    if layout.pipeline == 1:
-        return
-    if layout.samples:
-        raise DistributeError(
-            f"replicas of a pipeline run as many samples each, and the plan has {layout.samples}; "
-            "take a row with equal ones, or one without a pipeline"
-        )
-    if layout.sequence or (layout.shard > 1 and layout.tensor > 1):
-        raise DistributeError(
-            "stages that are both sharded and split, or divided by tokens, are planned and not "
-            f"executed yet ({layout}); take a row without one of these"
-        )
-    if row.stages is None:
+    if layout.pipeline > 1 and row.stages is None:
         raise OptionError(
             "the plan has a pipeline, and says not where stages begin; pass "
             "stages=StagePlan(schedule, split_points, micro_batches, micro_batch)"

@@ -24,8 +24,9 @@ from cotrain_compile.errors import DistributeError
 from cotrain_compile.pipelining.pipeline import Pipeline, pipeline
 from cotrain_compile.pipelining.together import Together, compared
 from cotrain_compile.pipelining.turns import LossFunction
+from cotrain_compile.scaling.experts import take_means
 from cotrain_compile.scaling.rows import Plan, Row, read_row
-from cotrain_compile.scaling.tensor_plans import tensor_plan_of
+from cotrain_compile.scaling.tensor_plans import expert_plan_of, tensor_plan_of
 from cotrain_compile.scaling.wrap import begin_alike, mesh_of, wrapped
 
 # A compiled step: takes a batch and its target, gives the mean loss of this replica's samples.
@@ -65,6 +66,10 @@ class Scaled:
         """How many ranks, or groups of ranks, have samples of their own in a step."""
         return self.layout.replicas
 
+    @property
+    def _has_experts(self) -> bool:
+        return self.layout.experts > 1
+
     def parameters(self) -> Iterator[nn.Parameter]:
         """What this rank's optimizer has."""
         return self.model.parameters()
@@ -79,7 +84,8 @@ class Scaled:
         """
         if self.pipe is not None:
             return _step_in_stages(self.pipe, optimizer, max_norm)
-        step = _step(self.model, self._loss_fn, optimizer, self.layout, max_norm)
+        group_name = str(self.mesh.get_group("experts").group_name) if self._has_experts else ""
+        step = _step(self.model, self._loss_fn, optimizer, self.layout, max_norm, group_name)
         made: Step = torch.compile(step, backend="cotrain", options=dict(self._options))
         return made
 
@@ -94,6 +100,7 @@ def scale(
     strategy: str | None = None,
     stages: StagePlan | None = None,
     tensor_plan: Mapping[str, ParallelStyle] | None = None,
+    experts: Sequence[str] = (),
     options: Mapping[str, Any] | None = None,
 ) -> Scaled:
     """Arrange all ranks as a row of `plan` says, and `model` on them, in place.
@@ -107,7 +114,8 @@ def scale(
 
     Where the row has a pipeline, `stages` says where stages begin if the plan does not. Where it
     divides layers, `tensor_plan` has a style of torch's for names of modules, which may have
-    wildcards; models of Hugging Face have their own.
+    wildcards; models of Hugging Face have their own. Where it divides experts, `experts` names the
+    modules that have them (`scaling.experts`).
 
     Raises `DistributeError`, on every rank, where the plan is for other ranks, is not for this
     model, or is of a kind that is not executed; `OptionError` where it has no such row.
@@ -119,7 +127,7 @@ def scale(
         )
     ranks = Together()
     row = ranks.make(lambda: read_row(plan, dist.get_world_size(), strategy, stages))
-    splits = ranks.make(lambda: _splits(model, row, tensor_plan))
+    splits = ranks.make(lambda: _splits(model, row, tensor_plan, experts))
     compared_batch = () if row.layout.samples else (*batch, target)
     same = compared(model, row.stages, loss_fn, compared_batch)
     ranks.make(lambda: None, [("layout", files.to_json(row.layout)), *same, _told(splits)])
@@ -127,8 +135,8 @@ def scale(
     begin_alike(model)
     chosen = dict(options or {})
     if row.stages is None:
-        model = wrapped(model, row.layout, mesh, splits)
-        return Scaled(model, row.layout, mesh, loss_fn, chosen)
+        made = ranks.make(lambda: wrapped(model, row.layout, mesh, splits))
+        return Scaled(made, row.layout, mesh, loss_fn, chosen)
     pipe = pipeline(
         model, row.stages, loss_fn, batch, target, options=chosen, mesh=mesh, tensor_plan=splits
     )
@@ -136,15 +144,21 @@ def scale(
 
 
 def _splits(
-    model: nn.Module, row: Row, given: Mapping[str, ParallelStyle] | None
+    model: nn.Module,
+    row: Row,
+    given: Mapping[str, ParallelStyle] | None,
+    experts: Sequence[str],
 ) -> dict[str, ParallelStyle]:
+    if row.layout.experts > 1:
+        return expert_plan_of(model, experts)
     if row.layout.tensor == 1:
         return {}
     return tensor_plan_of(model, given, sequence=row.layout.sequence)
 
 
 def _told(splits: Mapping[str, ParallelStyle]) -> tuple[str, str]:
-    return "tensor_plan", str({name: str(style) for name, style in splits.items()})
+    """Layouts that styles have differ in what ranks exchange, which is compared with the step."""
+    return "splitting of layers", str({name: type(each).__name__ for name, each in splits.items()})
 
 
 def _step(
@@ -153,8 +167,12 @@ def _step(
     optimizer: torch.optim.Optimizer,
     layout: Layout,
     max_norm: float | None,
+    experts_group: str,
 ) -> Step:
-    """Gradients are means over replicas: one with more samples than others weighs as much more."""
+    """Gradients are means over replicas: one with more samples than others weighs as much more.
+
+    `experts_group` is the name of the group over which the step takes these means, if there is one.
+    """
     samples = layout.samples[layout.replica(dist.get_rank())] if layout.samples else 0
     weight = samples * layout.replicas / layout.step_samples if samples else 1.0
 
@@ -171,6 +189,8 @@ def _step(
             loss = loss_fn(model(*part), wanted) * (len(wanted) / len(target))
             (loss * weight if samples else loss).backward()
             total = total + loss.detach()
+        if experts_group:
+            take_means(model.parameters(), experts_group, layout.experts)
         if max_norm is not None:
             clip_grad_norm(model.parameters(), max_norm)
         optimizer.step()

@@ -5,7 +5,7 @@ A user gives one, or the model is of Hugging Face, whose models carry theirs in 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 from torch.distributed.tensor import Replicate
@@ -13,6 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from cotrain_compile.errors import DistributeError
 from cotrain_compile.pipelining.divide import is_called
+from cotrain_compile.scaling.experts import ExpertParallel
 
 
 def _style(word: str) -> ParallelStyle | None:
@@ -57,6 +58,23 @@ def tensor_plan_of(
     return plan
 
 
+def expert_plan_of(model: nn.Module, experts: Sequence[str]) -> dict[str, ParallelStyle]:
+    """By name of module of experts how it is divided; names may have wildcards.
+
+    Raises `DistributeError` where there are none, or no such modules, or they share a weight.
+    """
+    if not experts:
+        raise DistributeError(
+            "the plan divides experts, and nobody knows which modules have them; pass experts=, "
+            'such as ["layers.*.experts"]: modules that map rows of tokens (experts, tokens, '
+            "width), with parameters of a row for each expert"
+        )
+    plan: dict[str, ParallelStyle] = {name: ExpertParallel() for name in experts}
+    _refuse_unknown(model, plan)
+    _refuse_shared(model, plan)
+    return plan
+
+
 def _own_plan(model: nn.Module) -> dict[str, ParallelStyle]:
     """Of the outermost modules that have one."""
     found: dict[str, ParallelStyle] = {}
@@ -82,7 +100,7 @@ def _refuse_unknown(model: nn.Module, plan: Mapping[str, ParallelStyle]) -> None
     for pattern in plan:
         if not any(is_called(name, pattern) for name in known):
             raise DistributeError(
-                f"tensor_plan splits {pattern}, and {type(model).__name__} has no such module; "
+                f"{pattern} is to be split, and {type(model).__name__} has no such module; "
                 "take names as in model.named_modules(), with * for any one part of a name"
             )
 
@@ -93,7 +111,7 @@ def _refuse_shared(model: nn.Module, plan: Mapping[str, ParallelStyle]) -> None:
             raise DistributeError(
                 f"{name} is to be split and shares its weight with {other}, which would train one "
                 "of its own; untie them (tie_word_embeddings=False in a configuration of Hugging "
-                f"Face), or leave {pattern} out of tensor_plan"
+                f"Face), or leave {pattern} whole"
             )
 
 

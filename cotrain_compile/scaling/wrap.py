@@ -33,13 +33,14 @@ def mesh_of(layout: Layout, device: torch.device) -> DeviceMesh:
 
 
 def wrapped(
-    model: nn.Module, layout: Layout, mesh: DeviceMesh, tensor_plan: Mapping[str, ParallelStyle]
+    model: nn.Module, layout: Layout, mesh: DeviceMesh, splits: Mapping[str, ParallelStyle]
 ) -> nn.Module:
-    """`model`, changed in place, or what wraps it."""
+    """`model`, changed in place, or what wraps it; `splits` has styles of layers or of experts."""
     names = mesh.mesh_dim_names or ()
-    if layout.tensor > 1:
-        require_dtensor_steps()
-        parallelize_module(model, mesh["tensor"], dict(tensor_plan))
+    for dimension in ("tensor", "experts"):
+        if layout.sizes[dimension] > 1:
+            require_dtensor_steps()
+            parallelize_module(model, mesh[dimension], dict(splits))
     if "shard" in names:
         require_dtensor_steps()
         over = mesh["replicate", "shard"] if "replicate" in names else mesh["shard"]

@@ -39,8 +39,8 @@ def train(helpers: int, steps: int, checkpoint: Path) -> list[float]:
             x, y = batch(number, exchange.rank)
             optimizer.zero_grad()
             loss = F.cross_entropy(model(x), y)
-            loss.backward()
-            exchange.average_gradients()
+            with exchange.beside_backward():
+                loss.backward()
             optimizer.step()
             losses.append(loss.item())
     if exchange.rank == 0:

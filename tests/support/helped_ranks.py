@@ -54,6 +54,32 @@ def integers(rank: int) -> tuple[list[torch.Tensor], list[torch.Tensor], int, in
     )
 
 
+def beside_backward(rank: int) -> tuple[list[torch.Tensor], list[torch.Tensor], list[int]]:
+    """Means by an exchange beside the backward, and by all-reduce; what was sent before the first
+    layer had its gradient, in all, and by the plan."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
+    params = list(model.parameters())
+    sent: list[int] = []
+    with cotrain_compile.cpu_helpers(model, HELPERS, chunk_bytes=64) as exchange:
+        if exchange.helps:
+            exchange.serve()
+        else:
+            params[0].register_hook(lambda gradient: sent.append(exchange.sent_bytes))
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(rank))
+            loss = model(x).square().mean()
+            own = torch.autograd.grad(loss, params, retain_graph=True)
+            sent.clear()
+            with exchange.beside_backward():
+                loss.backward()
+    reduced = [torch.zeros_like(param) for param in params] if exchange.helps else list(own)
+    for tensor in reduced:
+        dist.all_reduce(tensor)
+    means = [tensor / exchange.workers for tensor in reduced]
+    found = [param.grad for param in params if param.grad is not None]
+    return found, means, [*sent, exchange.sent_bytes, exchange.planned_bytes]
+
+
 def trained(rank: int, folder: Path) -> Any:
     return example("cpu_helpers").train(HELPERS, 3, folder / "model.pt")
 

@@ -25,7 +25,7 @@ from cotrain_compile.machine import Tier
 from tests.support.failing_stages import short_of_memory, told
 from tests.support.pipelines import llama, loss_of
 
-WIDTH, HEADS, WORDS, TOKENS, SAMPLES, STEPS = 16, 4, 32, 8, 8, 3
+WIDTH, HEADS, WORDS, TOKENS, SAMPLES, STEPS, EXPERTS = 16, 4, 32, 8, 8, 3, 4
 MAX_NORM = 0.5
 
 
@@ -44,6 +44,38 @@ class Attention(nn.Module):
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         mixed: torch.Tensor = self.o(out.transpose(1, 2).flatten(2))
         return mixed
+
+
+class Experts(nn.Module):
+    """MLPs, each for rows of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(0.3 * torch.randn(EXPERTS, WIDTH, WIDTH))
+        self.down = nn.Parameter(0.3 * torch.randn(EXPERTS, WIDTH, WIDTH))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.bmm(F.silu(torch.bmm(rows, self.up)), self.down)
+
+
+class Mixture(nn.Module):
+    """Each token goes to one expert, which has room for some of each sequence (GShard)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
+        self.experts = Experts()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        room = 2 * x.shape[1] // EXPERTS
+        weights, chosen = self.router(x).softmax(-1).max(-1)
+        wanted = F.one_hot(chosen, EXPERTS)
+        place = wanted.cumsum(1) * wanted - 1
+        taken = (place[..., None] == torch.arange(room)).to(x.dtype)
+        rows = torch.einsum("bsec,bsd->ebcd", taken, x).flatten(1, 2)
+        made = self.experts(rows).unflatten(1, (-1, room))
+        mixed: torch.Tensor = torch.einsum("bsec,ebcd->bsd", taken * weights[..., None, None], made)
+        return x + mixed
 
 
 class Block(nn.Module):
@@ -67,10 +99,10 @@ class Block(nn.Module):
 class Language(nn.Module):
     """A small language model."""
 
-    def __init__(self, attends: bool) -> None:
+    def __init__(self, attends: bool, mixes: bool = False) -> None:
         super().__init__()
         self.embed = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.ModuleList(Block(attends) for _ in range(2))
+        self.blocks = nn.ModuleList(Mixture() if mixes else Block(attends) for _ in range(2))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
 
@@ -152,7 +184,7 @@ class Trained:
 
 def model_of(case: Case, seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
-    return llama() if case.split == "its own" else Language(case.attends)
+    return llama() if case.split == "its own" else Language(case.attends, case.layout.experts > 1)
 
 
 def optimizer_of(case: Case, params: Any) -> torch.optim.Optimizer:
@@ -188,7 +220,8 @@ def trained(rank: int, case: Case, fails: bool = False) -> Trained:
         options |= {"memory_budget": case.budget}
     scaled = cotrain_compile.scale(
         model, layout, loss_of, (ids,), target,
-        stages=case.stages, tensor_plan=SPLITS[case.split](), options=options,
+        stages=case.stages, tensor_plan=SPLITS[case.split](), experts=["blocks.*.experts"],
+        options=options,
     )  # fmt: skip
     step = scaled.compiled_step(optimizer_of(case, scaled.parameters()), MAX_NORM)
     overrun = ""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 import cotrain_compile
@@ -31,6 +33,19 @@ def trained_gpt2(rank: int, widths: dict[str, int]) -> Trained:
         optimizer.step()
         optimizer.zero_grad()
     return Trained(losses, model.state_dict())
+
+
+def sums_begun(rank: int) -> tuple[int, int]:
+    """How many sums have begun when the first layer gets its gradient, and in all."""
+    code = example("burst")
+    model = code.make_model()
+    wide = cotrain_compile.burst(model, code.WIDTHS)
+    early: list[int] = []
+    with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as sums:
+        first = next(model.parameters())
+        first.register_hook(lambda gradient: early.append(sums.call_count))
+        wide.backward(F.cross_entropy, *code.batch(0))
+        return early[0], sums.call_count
 
 
 def other_plans(rank: int) -> str:

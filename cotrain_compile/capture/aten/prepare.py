@@ -14,6 +14,7 @@ from cotrain_compile.capture.aten.bucket_exchanges import bucket_exchanges
 from cotrain_compile.capture.aten.exchange_times import wait_late
 from cotrain_compile.capture.aten.like_ops import take_shapes_alone
 from cotrain_compile.capture.aten.means_over_ranks import take_means_once, takes_mean
+from cotrain_compile.capture.aten.sums_over_ranks import sum_once
 from cotrain_compile.capture.aten.zero_tensors import give_zeros_memory
 from cotrain_compile.capture.nodes.phases import PHASE_ANNOTATION, phases
 from cotrain_compile.capture.nodes.skipped_values import keep_values_early
@@ -136,6 +137,7 @@ PREPARATIONS: tuple[Callable[[fx.Graph], None], ...] = (
     drop_redundant_copies,
     keep_values_early,
     take_means_once,
+    sum_once,
     write_updates_early,
     reduce_gradients_early,
     bucket_exchanges,

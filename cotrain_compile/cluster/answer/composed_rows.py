@@ -42,11 +42,8 @@ def judge_composed(question: Question, name: str) -> RankedStrategy:
 
 def _run(question: Question, layout: Layout) -> str:
     """How to run it, or that nothing here does."""
-    beside = [name for name in ("shard", "tensor") if layout.sizes[name] > 1]
-    if layout.experts > 1:
-        return "planned and not executed: nothing here exchanges the tokens of experts"
-    if layout.pipeline > 1 and beside:
-        return f"planned and not executed: stages with {' and '.join(beside)} in each"
+    if layout.not_executed:
+        return f"planned and not executed: {layout.not_executed}"
     started = launch(question.cluster, layout.devices)
     how = f'the model and the answer that -o saves in cotrain_compile.scale, strategy="{layout}"'
     return f"{started}: {how}"

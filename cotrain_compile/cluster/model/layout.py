@@ -88,6 +88,19 @@ class Layout:
         """The samples of a step, over all ranks."""
         return sum(self.samples) or self.replicas * self.micro_batches * self.micro_batch
 
+    @property
+    def not_executed(self) -> str:
+        """What of it `cotrain_compile.scale` does not run yet, in words; "" where it runs all."""
+        if self.experts > 1 and (self.experts < self.devices or self.samples):
+            return "experts beside other dimensions, or with unequal samples"
+        if self.pipeline == 1:
+            return ""
+        if self.sequence:
+            return "stages whose layers are divided by tokens"
+        if self.shard > 1 and self.tensor > 1:
+            return "stages that are both sharded and split"
+        return "replicas of a pipeline with unequal samples" if self.samples else ""
+
     def coordinates(self, rank: int) -> dict[str, int]:
         """The place of a rank in each dimension."""
         if not 0 <= rank < self.devices:

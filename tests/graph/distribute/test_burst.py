@@ -22,6 +22,11 @@ def test_gpt2_trains_as_one_process_does(three_ranks: Ranks) -> None:
     torch.testing.assert_close(found[0].state, dict(wanted.state), rtol=1e-4, atol=1e-5)
 
 
+def test_sums_begin_while_the_backward_makes_other_gradients(two_ranks: Ranks) -> None:
+    for early, in_all in two_ranks.run(wide_ranks.sums_begun):
+        assert 0 < early < in_all
+
+
 def test_the_example_trains_as_one_process_does(three_ranks: Ranks, tmp_path: Path) -> None:
     wanted, state = trained_alone(example("burst"), 1)
     for losses in three_ranks.run(wide_ranks.trained_example, tmp_path):

@@ -21,6 +21,14 @@ def test_whole_numbers_are_those_of_an_all_reduce_and_bytes_those_of_the_plan(
             assert torch.equal(one, other)
 
 
+def test_gradients_go_while_the_backward_makes_others(three_ranks: Ranks) -> None:
+    *workers, (found, _, (sent, planned)) = three_ranks.run(helped_ranks.beside_backward)
+    assert (found, sent) == ([], planned)
+    for means, wanted, (early, sent, planned) in workers:
+        assert 0 < early < sent == planned
+        torch.testing.assert_close(means, wanted)
+
+
 def test_the_example_trains_as_one_process_does(three_ranks: Ranks, tmp_path: Path) -> None:
     losses, state = trained_alone(example("cpu_helpers"), 2)
     first, second, helper = three_ranks.run(helped_ranks.trained, tmp_path)

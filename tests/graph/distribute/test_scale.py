@@ -8,15 +8,22 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from cotrain_compile import files
 from cotrain_compile.cluster.model.layout import Layout
 from cotrain_compile.cluster.model.stage_plan import StagePlan
 from cotrain_compile.errors import DistributeError
+from cotrain_compile.scaling.experts import ExpertParallel
 from cotrain_compile.scaling.tensor_plans import tensor_plan_of
 from tests.support.pipelines import gpt2, llama
 from tests.support.ranks import Ranks
+from tests.support.scaled_checkpoints import alone_goes_on, goes_on
 from tests.support.scaled_ranks import (
     SPLITS,
     Case,
@@ -101,11 +108,17 @@ def test_unequal_shares_of_samples_make_the_mean_over_all(
     check(two_ranks, Case(layout, budget=budget))
 
 
+def test_experts_are_divided_and_tokens_go_to_them(two_ranks: Ranks) -> None:
+    check(two_ranks, Case(Layout(experts=2), budget=44_000))
+    for told in two_ranks.run(refused, Layout(experts=2)):
+        assert "divides experts, and nobody knows which modules have them; pass experts=" in told
+
+
 @pytest.mark.long
 def test_a_plan_is_a_file(two_ranks: Ranks, tmp_path: Path) -> None:
     files.save(Layout(tensor=2), tmp_path / "plan.json")
     for told in two_ranks.run(refused, tmp_path / "plan.json", "plain"):
-        assert "splits blocks.*.attention.q, and Language has no such module" in told
+        assert "blocks.*.attention.q is to be split, and Language has no such module" in told
 
 
 def test_a_model_of_hugging_face_says_which_layers_are_split() -> None:
@@ -119,6 +132,16 @@ def test_a_model_of_hugging_face_says_which_layers_are_split() -> None:
         tensor_plan_of(llama(), None, sequence=True)
 
 
+def test_experts_that_are_not_rows_of_parameters_are_refused(rank_of_two: None) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    for module, told in (
+        (nn.Linear(3, 3), r"over 2 ranks, and has parameters of \[3\] rows; have one parameter"),
+        (nn.ModuleList([nn.Linear(2, 2)] * 2), "rows, and more in modules within it"),
+    ):
+        with pytest.raises(DistributeError, match=told):
+            parallelize_module(module, mesh, ExpertParallel())
+
+
 def test_a_split_layer_that_shares_its_weight_is_refused() -> None:
     model = Language(attends=False)
     model.head.weight = nn.Parameter(model.embed.weight.detach())
@@ -126,3 +149,24 @@ def test_a_split_layer_that_shares_its_weight_is_refused() -> None:
     with pytest.raises(DistributeError, match=r"head\.weight.* shares its weight with embed\.wei"):
         tensor_plan_of(model, {"head": ColwiseParallel()}, sequence=False)
     assert tensor_plan_of(model, SPLITS["mlp"](), sequence=False)
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_a_checkpoint_goes_from_layout_to_layout_and_to_one_process(
+    four_ranks: Ranks, tmp_path: Path
+) -> None:
+    """Split and sharded first, then in replicas of stages, which one process goes on from."""
+    split = Case(Layout(shard=2, tensor=2), "mlp")
+    stages = Case(Layout(pipeline=2, replicate=2), stages=STAGES)
+    hybrid = Case(Layout(replicate=2, shard=2))
+    folders = [tmp_path / name for name in ("split", "stages", "hybrid")]
+    four_ranks.run(goes_on, split, None, folders[0], 0)
+    for case, load, save in ((stages, folders[0], folders[1]), (hybrid, folders[0], folders[2])):
+        found = four_ranks.run(goes_on, case, load, save, 2)
+        expected = alone_goes_on(case, folders[0], 2)
+        for rank, losses in enumerate(found):
+            own = expected[case.layout.replica(rank) :: case.layout.replicas]
+            assert losses == pytest.approx(own, abs=5e-6)
+    reference = alone_goes_on(split, folders[2], 4)
+    assert alone_goes_on(split, folders[1], 4) == pytest.approx(reference, abs=5e-6)
