@@ -7,6 +7,7 @@ _HOST = "cotrain_compile/runtime/host"
 _AGAIN = f"{_CHECK}/recomputed.py check_recomputed"
 _ANY_NUMBER = "versions of a buffer are only asked whether they are equal, and no two are"
 _NEVER = "never reached: it is there for the type checker"
+_SIZE_OF_PIECES = "pieces of another size: the numbers are the same, and only the time is another"
 
 EQUIVALENT: dict[str, str] = {
     f"{_AGAIN}: 1 -> 2": _ANY_NUMBER,
@@ -17,5 +18,8 @@ EQUIVALENT: dict[str, str] = {
     f"{_HOST}/fused_loops.py _adam: False -> True": (
         "never read: every group of torch's Adam and AdamW has decoupled_weight_decay"
     ),
+    f"{_HOST}/gradient_prologue.py module: 1 -> 2": _SIZE_OF_PIECES,
+    f"{_HOST}/gradient_prologue.py cache_rows: PIECE_ELEMENTS * source.shape[0] -> "
+    "PIECE_ELEMENTS + source.shape[0]": _SIZE_OF_PIECES,
     f"{_CHECK}/copies.py peak: 2 -> 3": "one more tick behind the end, at which nothing is there",
 }
