@@ -3,8 +3,8 @@
     %gelu, ..., %mm_2(%gelu)   ->   %gelu, ..., %gelu_recomputed, %mm_2(%gelu_recomputed)
 
 A view of such a value is made again with it, and a gather with its wait: it begins before the wait
-for the one before it. A dropout draws once: what it drops from is multiplied again by its mask. What the graph becomes is, as data, what
-`placement.recompute.rewrite` makes of the step.
+for the one before it. A dropout draws once: what it drops from is multiplied again by its mask.
+What the graph becomes is, as data, what `placement.recompute.rewrite` makes of the step.
 """
 
 from __future__ import annotations

@@ -214,10 +214,12 @@ class DecisionSpace:
         base = resident(self.problem.dataflow)
         homes, updates, away = dict(base.homes), dict(base.updates), list[str]()
         recomputed, speculative = list(self.problem.recomputed), list[str]()
+        refetched = dict[str, None]()  # of several gaps the longest counts
         for placed in self._placed(decisions):
             homes |= placed.homes
             updates |= placed.updates
             away += placed.away
+            refetched |= dict.fromkeys(placed.refetched)
             recomputed += placed.recomputed
             speculative += placed.speculative
         return Placement(
@@ -225,6 +227,7 @@ class DecisionSpace:
             homes,
             updates,
             tuple(away),
+            tuple(name for name in away if name in refetched),
             early_updates=True,
             recomputed=tuple(recomputed),
             speculative=tuple(speculative),

@@ -32,7 +32,12 @@ from cotrain_compile.placement.search.climb_levels import (
     follow_users,
 )
 from cotrain_compile.placement.search.guessing import hedged
-from cotrain_compile.placement.search.improve import fetch_late, let_small_rest, share_updates
+from cotrain_compile.placement.search.improve import (
+    cover_values,
+    fetch_late,
+    let_small_rest,
+    share_updates,
+)
 from cotrain_compile.placement.search.infeasible import floor_bytes, refuse, refuse_rule
 from cotrain_compile.placement.search.least import Least
 from cotrain_compile.placement.search.orders import best_order
@@ -59,7 +64,7 @@ FRACTIONS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 # again.
 LEVELS_SHARE = 0.7
 # And before that, what is for all that needs no program.
-QUICK_SHARE = 0.3
+QUICK_SHARE = 0.4
 # Parts of the device's memory that plans are looked for in besides.
 LESS = (0.9, 0.8)
 # What the bound may take, beside all that the search itself does.
@@ -241,6 +246,7 @@ class _Search(Attempts):
 
     def _improve_fastest(self) -> None:
         """The fastest plan with moves up late, and with what is small at rest."""
+        cover_values(self)
         share_updates(self)
         fetch_late(self)
         let_small_rest(self)
