@@ -78,7 +78,6 @@ class Placement:
     homes: Mapping[str, Tier]
     updates: Mapping[str, UpdateMode]
     away: tuple[str, ...] = ()
-    refetched: tuple[str, ...] = ()
     early_updates: bool = False
     overlap_steps: bool = False
     recomputed: tuple[str, ...] = ()
@@ -86,6 +85,7 @@ class Placement:
     layers_per_pack: int = 0
     splits: Mapping[str, int] = field(default_factory=dict)
     piece_bytes: int = 0
+    refetched: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

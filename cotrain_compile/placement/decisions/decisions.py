@@ -227,12 +227,12 @@ class DecisionSpace:
             homes,
             updates,
             tuple(away),
-            tuple(name for name in away if name in refetched),
             early_updates=True,
             recomputed=tuple(recomputed),
             speculative=tuple(speculative),
             piece_bytes=PIECE_BYTES,
             splits=self.problem.splits,
+            refetched=tuple(name for name in away if name in refetched),
         )
 
     def _placed(self, decisions: Decisions) -> Iterator[Placed]:

@@ -113,8 +113,8 @@ def _cut_replays(attempts: Attempts, levels: Levels) -> None:
     by the greedy, too.
     """
     budget_bytes = attempts.problem.budgets[Tier.DEVICE]
-    replays_bytes = levels.variant(levels.count).least.nbytes if levels.count else 0
-    if replays_bytes <= max(ROOMY * budget_bytes, attempts.step.least.nbytes):
+    replays_bytes = levels.variant(levels.count).once_away_bytes if levels.count else 0
+    if replays_bytes <= max(ROOMY * budget_bytes, attempts.step.once_away_bytes):
         return
     chosen: tuple[Cut, ...] = ()
     best_s = attempts.try_cover(attempts.known(levels.variant(levels.count)))
@@ -147,9 +147,9 @@ def _next_cut(
         found_s |= {cut: try_one(cut) for cut in near}
         if min(found_s, key=found_s.__getitem__) == best:
             break
-    best = min(found_s, key=found_s.__getitem__, default=None)
-    if best is None or found_s[best] >= best_s:
+    if min(found_s.values(), default=math.inf) >= best_s:
         return None
+    best = min(found_s, key=found_s.__getitem__)
     return _in_order((*chosen, best)), found_s[best]
 
 
