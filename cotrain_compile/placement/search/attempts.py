@@ -55,7 +55,7 @@ TRUST = 1.03
 AS_FAST = 1.005
 # What a solution is followed by takes about so many times what the dearest schedule has taken: its
 # own schedules, those of the fastest plan in other ways, and its timeline.
-FOLLOWING = 4
+FOLLOWING = 6
 # Of the work for levels, how much is for the program that proposes them: near the least memory it
 # may take more to find out that there is nothing to propose than to try them.
 PROPOSAL_SHARE = 0.4
@@ -147,6 +147,7 @@ class Attempts:
             return True
         if not is_new and (not by_program or variant.relaxed is not None):
             return False
+        by_program = by_program and not self.covers
         is_rounded = by_program and self.solver.has_solutions and self.relax(variant)
         if is_new and not (is_rounded or self.is_hopeless(level)):
             self.decide_quickly(level)
@@ -160,6 +161,15 @@ class Attempts:
         self.try_greedy(level, TACTICS[:1])
         if self.covers is None:
             self.covers = covered_s <= self.found.fastest_s(level.recomputed)
+
+    @property
+    def is_led_by_programs(self) -> bool:
+        """Whether one has decided a plan that is far faster than any that none has."""
+        fastest = self.found.fastest
+        if fastest is None or not _is_by_program(fastest.placement.policy):
+            return False
+        others = (d.step_s for n, d in self.found.drafts.items() if not _is_by_program(n))
+        return FAR * fastest.step_s < min(others, default=math.inf)
 
     def known(self, variant: Variant) -> Variant:
         """The one of `variants` that makes the same again; else this one, which joins them."""
@@ -422,6 +432,10 @@ class Attempts:
                 margins[tier] *= 2  # what is missing is not what the program counts
             before_short = short
             margins[tier] += 1.05 * short + 0.01 * budgets[tier]
+
+
+def _is_by_program(policy: str) -> bool:
+    return policy.startswith(("lp-round", "ilp"))
 
 
 def _different(tactics: Sequence[Tactics], moves: Moves) -> Sequence[Tactics]:

@@ -18,7 +18,7 @@ from cotrain_compile.machine import Tier
 from cotrain_compile.placement.policies import smallest
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.schedule.find_moves import moves_of
-from cotrain_compile.placement.schedule.list_scheduler import EAGER, Tactics
+from cotrain_compile.placement.schedule.list_scheduler import Tactics
 from cotrain_compile.placement.search.attempts import LATE, TACTICS, Attempts
 from cotrain_compile.placement.search.cover import covered
 from cotrain_compile.placement.search.share_updates import (
@@ -66,11 +66,9 @@ def cover_values(attempts: Attempts) -> None:
     if placement.policy.startswith("cover"):
         return
     placement, moves = covered(problem, placement, problem.budgets[Tier.DEVICE])
-    for tactics in dict.fromkeys((fastest.tactics, EAGER, LATE)):
-        if not _has_work_for_one(attempts):
-            return
+    if _has_work_for_one(attempts):
         with suppress(PlacementError):
-            found = attempts.drafted(problem, placement, moves, tactics)
+            found = attempts.drafted(problem, placement, moves, fastest.tactics)
             attempts.found.keep(placement.policy, found)
 
 

@@ -160,7 +160,8 @@ class _Search(Attempts):
             return
         self._ask_programs()
         self._improve_fastest()
-        if not self.is_late:  # the rest of what the first part of the work was too little for
+        # The rest of what the first part of the work was too little for.
+        if not (self.is_late or self.is_led_by_programs):
             self._settle_quickly(self.work)
 
     def _settle_quickly(self, until: Allowance) -> bool:
@@ -202,6 +203,7 @@ class _Search(Attempts):
         if fastest is None:
             return True
         hopeless = self.step.least_s > HOPELESS * fastest.step_s
+        hopeless |= self.is_led_by_programs
         return not (hopeless or self.is_late) and self.is_slower_than(NEAR * self.claim_s)
 
     def _follow_rules(self, variant: Variant) -> None:
@@ -232,10 +234,21 @@ class _Search(Attempts):
         if not self.is_slower_than((1.0 + gap) * max(self.claim_s, self._certified_s())):
             hopeful = []  # nor has any other level a better plan
         self.solution = None if hopeful else fastest_of(self.variants, self.found.fastest_s).relaxed
+        hopeful = [variant for variant in hopeful if self._may_lead(variant)]
         for number, variant in enumerate(hopeful):
             self.until = self.work.part(1.0 / (len(hopeful) - number))
             self.programs(variant)
         self.until = self.work
+
+    def _may_lead(self, variant: Variant) -> bool:
+        """Whether its relaxation, rounded, is not far slower than the fastest plan."""
+        rounded = self.found.drafts.get("lp-round" + variant.suffix)
+        return rounded is None or not self.settings.recompute or not self.is_faster_by_far(rounded)
+
+    def is_faster_by_far(self, than: Draft) -> bool:
+        """Whether the fastest plan is."""
+        fastest = self.found.fastest
+        return fastest is not None and FAR * fastest.step_s < than.step_s
 
     def _certified_s(self) -> float:
         """The certified bound, 0 where there is none. It began with the search.
