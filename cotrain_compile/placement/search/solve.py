@@ -230,6 +230,8 @@ class _Search(Attempts):
         """The integer programs of the steps that may have a faster plan, each in its time."""
         # Of steps that overlap the relaxation says nothing.
         gap = -1.0 if self.settings.overlap_steps else self.settings.gap
+        if self.settings.recompute and not self.settings.overlap_steps:
+            gap = max(gap, FAR - 1.0)  # other values made again would gain more
         hopeful = promising(self.variants, self.found.fastest_s, gap)
         if not self.is_slower_than((1.0 + gap) * max(self.claim_s, self._certified_s())):
             hopeful = []  # nor has any other level a better plan
