@@ -60,9 +60,11 @@ class Placement:
     group, by parameter name. A parameter at home on the host is fetched for its uses: itself, or
     the low-precision copy of its group, which the host then makes. `away` names what leaves the
     device in the longest gap between two uses, from forward to backward: activations, and such
-    fetched weights, which are then fetched twice. With `early_updates` an update, wherever it runs,
-    starts as soon as its gradient allows, otherwise after the backward. With `overlap_steps` an
-    update on the host and its weight's way back may end in the next step (`Task.carried`).
+    fetched weights, which are then fetched twice. Activations that are `refetched`, too, are gone
+    once more, in the longest gap behind that, and come back from the same copy. With
+    `early_updates` an update, wherever it runs, starts as soon as its gradient allows, otherwise
+    after the backward. With `overlap_steps` an update on the host and its weight's way back may end
+    in the next step (`Task.carried`).
     The updates of `speculative` parameters, all on the host, begin before the values are there that
     mostly change nothing (`guesses`). `recomputed` names forward values that are made again for the
     backward; tasks are those of the step in which they are. With `layers_per_pack` above 0 its
@@ -83,6 +85,7 @@ class Placement:
     layers_per_pack: int = 0
     splits: Mapping[str, int] = field(default_factory=dict)
     piece_bytes: int = 0
+    refetched: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

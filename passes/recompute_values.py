@@ -3,8 +3,8 @@
     %gelu, ..., %mm_2(%gelu)   ->   %gelu, ..., %gelu_recomputed, %mm_2(%gelu_recomputed)
 
 A view of such a value is made again with it, and a gather with its wait: it begins before the wait
-for the one before it. What the graph becomes is, as data, what
-`placement.recompute.rewrite` makes of the step.
+for the one before it. A dropout draws once: what it drops from is multiplied again by its mask.
+What the graph becomes is, as data, what `placement.recompute.rewrite` makes of the step.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
 
+import torch
 from torch import fx
 
 from cotrain_compile.capture.nodes.copies import Copier
@@ -26,6 +27,8 @@ from cotrain_compile.passes.views import viewed
 from cotrain_compile.placement.recompute.rewrite import again_name
 from cotrain_compile.plan import Plan
 
+_DROPOUT = torch.ops.aten.native_dropout.default
+
 
 def recompute_values(step: StepGraph, plan: Plan) -> StepGraph:
     """A step graph in which the values that `plan` names are made again for the backward."""
@@ -33,7 +36,7 @@ def recompute_values(step: StepGraph, plan: Plan) -> StepGraph:
     if not names:
         return step
     # Items are taken at once: a tuple would keep them where a plan sends them away.
-    copier = Copier(_made_again(step, names), again_name, items_at_once=True)
+    copier = _Copier(_made_again(step, names), again_name, items_at_once=True)
     for node in step.nodes:
         if node.op == "call_function" and _phase(step, node) is not Phase.FORWARD:
             copier.use_copies(node)
@@ -48,6 +51,39 @@ def recompute_values(step: StepGraph, plan: Plan) -> StepGraph:
         phases={**step.phases, **dict.fromkeys(ops, Phase.BACKWARD)},
         modules={**step.modules, **modules},
     )
+
+
+class _Copier(Copier):
+    """Copies, of a dropout its product by the mask that it has drawn."""
+
+    def _make_one(self, node: fx.Node, place: fx.Node) -> None:
+        if node.target is not _DROPOUT:
+            super()._make_one(node, place)
+            return
+        product, mask = (next(u for u in node.users if u.args == (node, i)) for i in range(2))
+        source = node.all_input_nodes[0]
+        with place.graph.inserting_before(place):
+            copy = place.graph.create_node(
+                "call_function",
+                torch.ops.aten.native_dropout_backward.default,
+                (self.copies.get(source, source), mask, _scale(node)),
+                name=again_name(node.name),
+            )
+        self._note(node, copy)
+        self.copies[node] = self.copies[product] = copy
+
+
+def _scale(dropout: fx.Node) -> float:
+    """What its kernel multiplies by: 1 / (1 - p), on a card as a float where it computes in one."""
+    probability, trains = dropout.args[1:3]
+    assert isinstance(probability, float | int)
+    kept = 1.0 - probability
+    if trains is False or not kept:
+        return float(trains is False)
+    value = dropout.all_input_nodes[0].meta["val"]
+    if value.device.type != "cpu" and value.dtype is not torch.float64:
+        kept = torch.tensor(kept, dtype=torch.float32).item()
+    return 1.0 / kept
 
 
 def _is_op(copy: fx.Node) -> bool:
@@ -70,8 +106,9 @@ def _gather_ahead(step: StepGraph, copies: set[fx.Node]) -> None:
 
 def _check_names(copies: Mapping[fx.Node, fx.Node]) -> None:
     """The plan knows the copies by their names."""
+    named: dict[fx.Node, fx.Node] = {}  # by copy, the op before what shows it
     for node, copy in copies.items():
-        name = again_name(node.name)
+        name = again_name(named.setdefault(copy, node).name)
         if copy.name != name:
             raise PlanError(
                 f"the step has a value called {name}, as {node.name} would be where it is made "

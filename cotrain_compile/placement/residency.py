@@ -158,6 +158,17 @@ def low_precision_copies(dataflow: Dataflow) -> dict[str, str]:
     return {param: copy for param, copy in copy_of.items() if param not in used_otherwise}
 
 
+def owners(dataflow: Dataflow) -> dict[str, str]:
+    """The parameter that each buffer is decided on with: itself, its copy, states and gradients."""
+    found = {b.name: b.name for b in dataflow.buffers if b.role is Role.PARAM}
+    found |= {copy: param for param, copy in low_precision_copies(dataflow).items()}
+    for param, gradients in dataflow.kept_gradients.items():
+        found |= dict.fromkeys(gradients, param)
+    for group in dataflow.updates:
+        found |= dict.fromkeys((*group.states, group.gradient), group.param)
+    return found
+
+
 def _made(dataflow: Dataflow, op: Op) -> list[str]:
     """What `op` writes that others may read."""
     return [name for name in op.writes if dataflow.buffer[name].role is not Role.WORKSPACE]
@@ -168,8 +179,32 @@ def longest_gap(program: DeviceProgram, touched: Sequence[int]) -> tuple[int, in
 
     It is the same one on every machine, so that what a step needs at the least is, too.
     """
-    gaps, work = [(a, b) for a, b in pairwise(touched) if b > a + 1], program.work
-    return max(gaps, key=lambda gap: work[gap[1]] - work[gap[0] + 1], default=None)
+    gaps = [(a, b) for a, b in pairwise(touched) if b > a + 1]
+    return max(gaps, key=lambda gap: _work_in(program, gap), default=None)
+
+
+def gaps_behind(program: DeviceProgram, name: str, first: tuple[int, int]) -> list[tuple[int, int]]:
+    """The gaps between touches of a buffer behind its `first` one, none where it is written there.
+
+    What was sent in the first one is still there to be fetched.
+    """
+    touched = program.touches[name]
+    if program.last_write(name) > first[0]:
+        return []
+    return [(a, b) for a, b in pairwise(touched[bisect_left(touched, first[1]) :]) if b > a + 1]
+
+
+def gaps_away(program: DeviceProgram, name: str, *, again: bool) -> list[tuple[int, int]]:
+    """The longest gap of a buffer, and if it is to be fetched `again` the longest one behind it."""
+    first = longest_gap(program, program.touches.get(name, ()))
+    if first is None:
+        return []
+    behind = gaps_behind(program, name, first) if again else []
+    return [first, *sorted(behind, key=lambda gap: -_work_in(program, gap))[:1]]
+
+
+def _work_in(program: DeviceProgram, gap: tuple[int, int]) -> float:
+    return program.work[gap[1]] - program.work[gap[0] + 1]
 
 
 @dataclass(frozen=True)

@@ -77,6 +77,10 @@ class Copier:
                 fx.map_arg(node.kwargs, lambda source: self.copies.get(source, source)),
                 name=self._name_of(node.name),
             )
+        self._note(node, copy)
+        return copy
+
+    def _note(self, node: fx.Node, copy: fx.Node) -> None:
+        """Tell of `copy` what is known of `node`, and what is traced for it."""
         copy.meta = {k: v for k, v in node.meta.items() if k not in _OF_THE_FORWARD}
         copy.meta["val"] = traced_again(copy)  # with storages of its own, or of the copies
-        return copy

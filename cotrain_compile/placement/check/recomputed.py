@@ -19,6 +19,9 @@ _TRAINING_NORMS = (
     "aten._batch_norm_with_update_functional.default",
 )
 
+# Its product may be made by a mask that was drawn before; its last two results are these.
+_DROPOUT = "aten.native_dropout.default"
+
 
 def check_recomputed(dataflow: Dataflow, placement: Placement) -> None:
     """Raise `PlanError` unless all of `placement.recomputed` can be made again."""
@@ -41,7 +44,10 @@ def check_recomputed(dataflow: Dataflow, placement: Placement) -> None:
         if op.phase is not Phase.FORWARD:
             for name in op.reads:
                 _run_again(name, maker, versions, found, again)
-        fixed = (n for n in op.reads if not _is_order(dataflow, n) and (op.name, n) not in moving)
+        # What a dropout draws it draws once.
+        drawn = op.writes if op.target == _DROPOUT else ()
+        reads = (n for n in op.reads if n not in drawn)
+        fixed = (n for n in reads if not _is_order(dataflow, n) and (op.name, n) not in moving)
         found[op.name] = {n: versions.get(n, 0) for n in fixed}
         for name in op.writes:
             versions[name] = versions.get(name, 0) + 1
@@ -66,10 +72,23 @@ def _makers(dataflow: Dataflow, names: frozenset[str]) -> Mapping[str, Op]:
     for op in maker.values():
         known = op.target.startswith(("aten.", "prims.")) or _is_gather(op)
         _require(known, f"has {op.name} run again, an op of which nobody knows what else it does")
+        if op.target == _DROPOUT and op.writes[-1] not in names:
+            _check_mask(dataflow, op, writers)
+            continue
         for name in (name for name in op.writes if not _is_order(dataflow, name)):
             own = writers[name] == 1 and not buffers[name].is_input and name not in op.reads
             _require(own, f"has {op.name} run again, which writes into {name}")
     return maker
+
+
+def _check_mask(dataflow: Dataflow, dropout: Op, writers: Mapping[str, int]) -> None:
+    """Of a dropout the product is made again: its mask stays as it is, and neither is an input."""
+    for name in dropout.writes[-2:]:
+        own = writers[name] == 1 and not dataflow.buffer[name].is_input
+        _require(own, f"has {dropout.name} run again, whose {name} is not its own")
+    mask, later = dropout.writes[-1], (op for op in dataflow.ops if op.phase is not Phase.FORWARD)
+    kept = any(mask in op.reads for op in later)
+    _require(kept, f"has {dropout.name} run again, whose mask {mask} is not kept")
 
 
 def _moving_averages(dataflow: Dataflow, names: Collection[str]) -> set[tuple[str, str]]:

@@ -11,7 +11,8 @@ What is asked here can be seen without running anything; when things happen is f
 | host streamed | host                  | host                | host region                     |
 
 A parameter at home on the host is fetched for its uses, or the low-precision copy of it that the
-host makes; once, or twice where `away` names it. Any other buffer in `away` is sent and fetched.
+host makes; once, or twice where `away` names it. Any other buffer in `away` is sent and fetched,
+those that are `refetched` once more.
 """
 
 from __future__ import annotations
@@ -92,6 +93,10 @@ def _check_away(dataflow: Dataflow, placement: Placement) -> None:
             f"placement.away names {name}, which is neither a temporary nor a parameter at home "
             "on the host",
         )
+    wrong = set(placement.refetched).difference(placement.away) or {
+        name for name in placement.refetched if name in placement.homes
+    }
+    require(not wrong, f"placement.refetched names {sorted(wrong)[:3]}, which are not sent away")
 
 
 def check_tasks(dataflow: Dataflow, plan: Plan) -> None:
@@ -308,11 +313,11 @@ def _check_counts(plan: Plan, made: set[str], found: set[str], in_pieces: set[st
     """
     fetched = Counter(t.buffer for t in plan.transfers if t.is_fetch)
     for name in {*fetched, *plan.placement.away} - in_pieces:
-        away = name in plan.placement.away
+        away, again = name in plan.placement.away, name in plan.placement.refetched
         twice = away and (name in made or name in plan.placement.homes)
-        most = 2 if twice or name in found else 1
+        most = 2 if twice or again or name in found else 1
         require(
-            fetched[name] <= most and (fetched[name] == most or not away),
+            fetched[name] <= most and (fetched[name] >= most - again or not away),
             f"{name} is fetched {fetched[name]} times, the placement asks for {most}"
             + (" since it is in placement.away" if away else ""),
         )

@@ -214,10 +214,12 @@ class DecisionSpace:
         base = resident(self.problem.dataflow)
         homes, updates, away = dict(base.homes), dict(base.updates), list[str]()
         recomputed, speculative = list(self.problem.recomputed), list[str]()
+        refetched = dict[str, None]()  # of several gaps the longest counts
         for placed in self._placed(decisions):
             homes |= placed.homes
             updates |= placed.updates
             away += placed.away
+            refetched |= dict.fromkeys(placed.refetched)
             recomputed += placed.recomputed
             speculative += placed.speculative
         return Placement(
@@ -230,6 +232,7 @@ class DecisionSpace:
             speculative=tuple(speculative),
             piece_bytes=PIECE_BYTES,
             splits=self.problem.splits,
+            refetched=tuple(name for name in away if name in refetched),
         )
 
     def _placed(self, decisions: Decisions) -> Iterator[Placed]:

@@ -28,7 +28,7 @@ from cotrain_compile.placement.decisions.clusters import (
 )
 from cotrain_compile.placement.decisions.strategies import is_large
 from cotrain_compile.placement.pieces import PIECE_BYTES, largest_piece
-from cotrain_compile.placement.residency import longest_gap, made_by
+from cotrain_compile.placement.residency import gaps_behind, longest_gap, made_by
 from cotrain_compile.placement.schedule.hoisted_updates import update_needs
 
 # Temporaries smaller than this part of the peak are left alone.
@@ -39,8 +39,9 @@ BY_OP = 1_000
 NOTHING: Mapping[str, Again] = MappingProxyType({})
 NO_LEVELS: Mapping[str, RegionLevel] = MappingProxyType({})
 
-# Buckets in which something leaves and returns, and whether there are any between them.
-_Gap = tuple[int, int, bool]
+# Buckets in which something leaves and returns, whether there are any between them, and whether it
+# has been away before.
+_Gap = tuple[int, int, bool, bool]
 # The touches before and after a gap.
 _Slots = tuple[int, int]
 
@@ -56,16 +57,18 @@ def activation_clusters(
     again: Mapping[str, Again] = NOTHING,
     from_level: Mapping[str, RegionLevel] = NO_LEVELS,
     by_op: bool = False,
+    behind: bool = False,
 ) -> tuple[ActivationCluster, ...]:
     """Temporaries that may leave, in clusters of at most 1/`pieces` of their bytes.
 
-    With `everything` the smallest may too, and no cluster is cut. `again` says which may be made
-    again, and what that takes; those that take about as long for a byte are in one cluster, as if
-    all took as little as the one that takes least. A cluster has one place in `from_level`. With
-    `by_op` those that are large together are in one cluster if they are away during the same ops.
+    With `everything` the smallest may too, and no cluster is cut; with `behind` in any gap behind
+    the longest once more. `again` says which may be made again, and what that takes; those that
+    take about as long for a byte are in one cluster, as if all took as little as the one that takes
+    least. A cluster has one place in `from_level`. With `by_op` those that are large together are
+    in one cluster if they are away during the same ops.
     """
     floor_bytes = 0 if everything else max(step.moves.slot_bytes) // SMALLEST
-    candidates = list(_leaving(step, floor_bytes, again))
+    candidates = list(_leaving(step, floor_bytes, again, behind=behind))
     total = sum(buffer.nbytes for buffer, _, _ in candidates)
     most = total if everything else total // pieces + 1
     together = Counter[_Slots]()
@@ -73,8 +76,9 @@ def activation_clusters(
         together[slots] += buffer.nbytes
     clusters: dict[tuple[_Gap, object, RegionLevel | None, _Slots | None], list[Buffer]] = {}
     for buffer, gap, slots in candidates:
-        alike = _about(again[buffer.name], buffer) if buffer.name in again else None
-        alone = slots if BY_OP * together[slots] > total else None
+        alike = _about(again[buffer.name], buffer) if buffer.name in again and not gap[3] else None
+        is_one = by_op and (gap[3] or BY_OP * together[slots] > total)
+        alone = slots if is_one else None
         clusters.setdefault((gap, alike, from_level.get(buffer.name), alone), []).append(buffer)
     return tuple(
         ActivationCluster(
@@ -83,8 +87,9 @@ def activation_clusters(
             *gap,
             again=_least(part, again) if alike else None,
             from_level=level,
+            slots=alone,
         )
-        for (gap, alike, level, _), buffers in clusters.items()
+        for (gap, alike, level, alone), buffers in clusters.items()
         for part in _parts(buffers, most)
     )
 
@@ -105,12 +110,13 @@ def _least(part: Sequence[Buffer], again: Mapping[str, Again]) -> Again:
 
 
 def _leaving(
-    step: BucketedStep, floor_bytes: int, again: Mapping[str, Again]
+    step: BucketedStep, floor_bytes: int, again: Mapping[str, Again], *, behind: bool
 ) -> Iterable[tuple[Buffer, _Gap, _Slots]]:
     """Temporaries whose longest gap spans whole buckets, and those that may be made again.
 
-    What the step makes again already stays until its last use in the forward.
-    With the buckets that the gap lies between, whether it spans any, and its slots.
+    And those `behind` it, in which they may be gone once more. What the step makes again already
+    stays until its last use in the forward. With the buckets that the gap lies between, whether it
+    spans any, and its slots.
     """
     copies = set(step.low_precision_copies.values())
     updates = step.dataflow.updates
@@ -127,7 +133,11 @@ def _leaving(
         leaves, returns = step.bucket_after(gap[0]), step.bucket_before(gap[1])
         movable = step.apart(leaves, returns)
         if movable or buffer.name in again:
-            yield buffer, (leaves, returns, movable), gap
+            yield buffer, (leaves, returns, movable, False), gap
+        for later in gaps_behind(step.program, buffer.name, gap) if behind else ():
+            leaves, returns = step.bucket_after(later[0]), step.bucket_before(later[1])
+            if step.apart(leaves, returns):
+                yield buffer, (leaves, returns, True, True), later
 
 
 # Parameters.

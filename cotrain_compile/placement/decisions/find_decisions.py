@@ -41,6 +41,7 @@ def decision_space(
     recompute: bool = False,
     regions: Sequence[RegionLevels] = (),
     by_op: bool = False,
+    behind: bool = False,
 ) -> DecisionSpace:
     """What can be decided about `problem`, in about `buckets` buckets; None: each op is one.
 
@@ -51,6 +52,7 @@ def decision_space(
     again for no more than its own op, as if what that reads were always there: for a bound. Of
     `regions` each may have what is in one of its levels made again, at what that takes. `by_op` it
     is known what single ops need, and large temporaries in a cluster are away during the same ops.
+    With `behind` temporaries may leave once more in any gap behind the longest: for a bound.
     """
     step = bucketed(problem, buckets, at_peaks=at_peaks)
     elapsed_s = step.moves.elapsed_s
@@ -65,6 +67,7 @@ def decision_space(
         again=again,
         from_level=first_levels(regions),
         by_op=by_op,
+        behind=behind,
     )
     params, leaving = (
         param_decisions(param_clusters(step, pieces)),

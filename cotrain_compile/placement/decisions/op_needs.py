@@ -8,7 +8,7 @@ all of its members hold, and misses what any of them misses.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -39,14 +39,11 @@ def op_needs(
 ) -> OpNeeds:
     """One row for each stretch of ops over which every decision holds the same: its fullest op."""
     step = bucketed(problem, None, at_peaks=False)
-    away = activation_clusters(step, 1, everything=True)
-    gap_of = {name: cluster for cluster in away for name in cluster.buffers}
+    away = activation_clusters(step, 1, everything=True, behind=True)
+    gap_of = {(name, _behind(c)): c for c in away for name in c.buffers}
     alone = {cluster.params[0]: cluster for cluster in param_clusters(step, EACH)}
     spans = [
-        [
-            _spans(option.effect, [option.strategy.effect(gap_of[b]) for b in d.cluster.buffers])
-            for option in d.options
-        ]
+        [_spans(option.effect, _alone(option.strategy, d.cluster, gap_of)) for option in d.options]
         for d in activations
     ]
     spans += [
@@ -56,13 +53,33 @@ def op_needs(
         ]
         for d in params
     ]
-    decided = {name for each in activations for name in each.cluster.buffers}
-    fixed = _fixed_bytes(step, [cluster for cluster in away if decided.isdisjoint(cluster.buffers)])
+    decided = {
+        (name, d.cluster.slots if d.cluster.sent else None)
+        for d in activations
+        for name in d.cluster.buffers
+    }
+    undecided = [c for c in away if decided.isdisjoint((n, _behind(c)) for n in c.buffers)]
+    fixed = _fixed_bytes(step, undecided)
     slots = list(_fullest(step, fixed, spans))
     return OpNeeds(
         np.array([fixed[slot] for slot in slots], dtype=np.float64),
         tuple(tuple(_row(option, slots) for option in options) for options in spans),
     )
+
+
+def _behind(cluster: ActivationCluster) -> tuple[int, int] | None:
+    """The slots of a gap behind the first, of a step whose bucket k has slot k - 1."""
+    return (cluster.leaves - 1, cluster.returns - 1) if cluster.sent else None
+
+
+def _alone(
+    strategy: Stays,
+    cluster: ActivationCluster,
+    gap_of: Mapping[tuple[str, tuple[int, int] | None], ActivationCluster],
+) -> list[Effect]:
+    """What a strategy does with each member of a cluster."""
+    slots = cluster.slots if cluster.sent else None
+    return [strategy.effect(gap_of[name, slots]) for name in cluster.buffers]
 
 
 def _spans(together: Effect, alone: Sequence[Effect]) -> list[_Span]:

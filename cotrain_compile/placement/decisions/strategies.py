@@ -42,12 +42,13 @@ _FETCHES = ("", ", weight fetched", ", weight fetched twice")
 class Placed:
     """What a strategy writes into a placement: homes and update modes by name, and values.
 
-    These are what is away, what is recomputed, and what is updated on guesses.
+    These are what is away, once more or not, what is recomputed, and what is updated on guesses.
     """
 
     homes: Mapping[str, Tier] = field(default_factory=dict)
     updates: Mapping[str, UpdateMode] = field(default_factory=dict)
     away: tuple[str, ...] = ()
+    refetched: tuple[str, ...] = ()
     recomputed: tuple[str, ...] = ()
     speculative: tuple[str, ...] = ()
 
@@ -311,7 +312,7 @@ class Away(Stays):
     words: str = "away"
 
     def fits(self, cluster: ActivationCluster) -> bool:
-        return cluster.movable
+        return cluster.movable and not cluster.sent
 
     def placed(self, cluster: ActivationCluster) -> Placed:
         return Placed(away=cluster.buffers)
@@ -323,6 +324,27 @@ class Away(Stays):
         back = Demand(Flow.RELOAD, c.nbytes, needed=c.returns)
         gone = Hold(-c.nbytes, c.leaves + 1, c.returns - 1, out, back)
         return Effect(holds=(gone,), host_bytes=c.nbytes)
+
+
+@dataclass(frozen=True)
+class Refetched(Stays):
+    """Activations that were away before are gone once more, and come from the same copy.
+
+    A bound takes them to be there.
+    """
+
+    words: str = "fetched again"
+
+    def fits(self, cluster: ActivationCluster) -> bool:
+        return cluster.movable and cluster.sent
+
+    def placed(self, cluster: ActivationCluster) -> Placed:
+        return Placed(refetched=cluster.buffers)
+
+    def effect(self, cluster: ActivationCluster) -> Effect:
+        c = cluster
+        back = Demand(Flow.RELOAD, c.nbytes, needed=c.returns)
+        return Effect(holds=(Hold(-c.nbytes, c.leaves + 1, c.returns - 1, None, back),))
 
 
 @dataclass(frozen=True)
@@ -374,6 +396,7 @@ PARAM_STRATEGIES: tuple[Strategy, ...] = (
 ACTIVATION_STRATEGIES: tuple[Stays, ...] = (
     Stays(),
     Away(),
+    Refetched(),
     *(MadeAgain(ahead=ahead) for ahead in (0, 1, 2, 4, 8, 16, 32)),
 )
 

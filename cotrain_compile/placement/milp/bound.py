@@ -38,7 +38,7 @@ def certified_bound_s(
     # What is made again, and exchanges that begin early, change which ops run between which.
     by_op = not (recompute or any(op.awaits for op in problem.dataflow.ops))
     space = decision_space(
-        problem, at_peaks=True, everything=True, recompute=recompute, by_op=by_op
+        problem, at_peaks=True, everything=True, recompute=recompute, by_op=by_op, behind=True
     )
     only_there_s = max(_only_on_device_s(space), space.network.chain_s)
     relaxed = Program(

@@ -57,6 +57,10 @@ _NEVER = (
     "aten.sign",
 )
 
+# A dropout runs again as a product with the mask that it has drawn, by the op of its backward: that
+# mask is kept for the backward in any case. Its results are the product and the mask.
+DROPOUT, BY_MASK = "aten.native_dropout.default", "aten.native_dropout_backward.default"
+
 # Batch norms in training: the last two results are the next running statistics, and the only ones
 # that depend on those before.
 _NORMS = ("aten._native_batch_norm_legit_functional.", "aten._batch_norm_with_update_functional.")
@@ -69,7 +73,8 @@ def recomputable(dataflow: Dataflow) -> frozenset[str]:
     decision, talks to other devices, reads a value on the host, or is none of torch's own, as
     nobody knows what else it does; nor one that reads what is written before the last op that
     could need it again. The low-precision copy of a parameter is the parameter's, and no temporary.
-    A batch norm runs again, and the running statistics that it then makes are nobody's.
+    A batch norm runs again, and the running statistics that it then makes are nobody's. Of a
+    dropout the product is made again, by its mask.
     """
     writers: dict[str, int] = {}
     for op in dataflow.ops:
@@ -80,9 +85,12 @@ def recomputable(dataflow: Dataflow) -> frozenset[str]:
     taken = {group.low_precision for group in dataflow.updates}
     taken |= {name for group in dataflow.updates for name in (group.gradient, *group.scalars)}
     running = _running_statistics(dataflow)
+    later = {n for op in dataflow.ops if op.phase is not Phase.FORWARD for n in op.reads}
     found: set[str] = set()
-    for position, op in enumerate(dataflow.ops):
+    for position, op in enumerate(map(_as_again, dataflow.ops)):
         made = [dataflow.buffer[name] for name in op.writes]
+        if op.target == BY_MASK and op.phase is Phase.FORWARD and op.reads[-1] not in later:
+            continue  # nobody keeps the mask
         if not made or not _is_pure(op) or not all(_is_own(b, op, writers) for b in made):
             continue
         until = max(latest.get(b.name, -1) for b in made)
@@ -99,6 +107,15 @@ def recomputable(dataflow: Dataflow) -> frozenset[str]:
                 and b.name not in moving
             }
     return frozenset(found)
+
+
+def _as_again(op: Op) -> Op:
+    """`op` as it runs again: of a dropout the product with the mask."""
+    if op.target != DROPOUT:
+        return op
+    product, mask = op.writes[-2:]
+    reads = tuple(name for name in op.reads if name not in op.writes)  # all but the generator
+    return replace(op, target=BY_MASK, reads=(*reads, mask), writes=(product,))
 
 
 def _running_statistics(dataflow: Dataflow) -> Mapping[str, Mapping[str, str]]:
@@ -270,14 +287,15 @@ class _Rewriting:
         return name in maker and maker[name].name not in self.again
 
     def _copy(self, op: Op) -> None:
-        copy = again_name(op.name)
+        copy, op = again_name(op.name), _as_again(op)
         self.again[op.name] = copy
         writes = []
         for name in op.writes:
             if self.dataflow.buffer[name].role is Role.GROUP:
                 writes.append(name)
                 continue
-            writes.append(self._unused(copy + name.removeprefix(op.name).rstrip("~")))
+            part = "" if op.target == BY_MASK else name.removeprefix(op.name).rstrip("~")
+            writes.append(self._unused(copy + part))
             self.copied[name] = writes[-1]
         reads = self._mapped(op.reads)
         self.ops.append(

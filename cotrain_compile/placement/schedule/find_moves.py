@@ -9,14 +9,19 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from cotrain_compile.dataflow import PERSISTENT_ROLES, Buffer, Dataflow, Phase, UpdateGroup
 from cotrain_compile.guesses import guesses_of
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.placed import PlacedStep, place
 from cotrain_compile.placement.problem import Problem
-from cotrain_compile.placement.residency import Instance, gradients_at_home, longest_gap
+from cotrain_compile.placement.residency import (
+    Instance,
+    gaps_away,
+    gradients_at_home,
+    longest_gap,
+)
 from cotrain_compile.placement.schedule import task_names
 from cotrain_compile.placement.schedule.gradient_uses import GradientUses, gradient_uses
 from cotrain_compile.placement.schedule.hoisted_updates import (
@@ -59,7 +64,7 @@ class _Finder:
         seconds = problem.costs.device_s
         self.backward = [i for i, op in enumerate(staying) if op.phase is Phase.BACKWARD]
         self.elapsed_s = list(accumulate((seconds[op.name] for op in staying), initial=0.0))
-        self.away = set(placement.away)
+        self.away, self.refetched = set(placement.away), set(placement.refetched)
         self.at_home = set(gradients_at_home(self.dataflow, placement))
         self.updated_from = {group.gradient: group for group in self.dataflow.updates}
         self.windows = {group.param: self._window(group) for group in self.dataflow.updates}
@@ -186,7 +191,7 @@ class _Finder:
         self.instances.append(Instance(buffer, touched[0], touched[-1] + 1))
 
     def _buffer(self, buffer: Buffer) -> None:
-        """Any other buffer: on the device from its first use to its last, or in two stays."""
+        """Any other buffer: on the device from its first use to its last, or in a few stays."""
         touched = self.program.touches.get(buffer.name, [])
         if buffer.name in self.shared and not buffer.is_input:
             self._until_the_end(buffer, touched[0] if touched else 0)
@@ -202,14 +207,20 @@ class _Finder:
 
     def _temporary(self, buffer: Buffer, touched: list[int]) -> None:
         stays = self._stays(buffer, touched)
+        if buffer.name in self.refetched and len(stays) > 1:
+            gaps = gaps_away(self.program, buffer.name, again=True)
+            stays = [
+                (a, b) for (_, a), (b, _) in pairwise([(0, touched[0]), *gaps, (touched[-1], 0)])
+            ]
         for number, (first, last) in enumerate(stays):
             if buffer.name in self.read_by_moved and buffer.name not in self.away:
                 last = max(last, self.windows[self.read_by_moved[buffer.name].param][0])
             self.instances.append(Instance(buffer, first, last + 1))
             if number:
-                before = stays[number - 1][1]
+                before = stays[0][1]
                 send = self._send(buffer, before, before + 1)
-                self.fetches.append(_fetch(buffer, first, send.name))
+                name = task_names.task_name("fetch" if number == 1 else "refetch", buffer.name)
+                self.fetches.append(Fetch(name, buffer.name, buffer.nbytes, first, (send.name,)))
 
     def _stays(self, buffer: Buffer, touched: list[int]) -> list[tuple[int, int]]:
         """First and last slot of each stay of `buffer` on the device."""

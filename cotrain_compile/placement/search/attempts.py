@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from cotrain_compile.errors import PlacementError, PlanError
@@ -21,6 +22,7 @@ from cotrain_compile.placement.schedule.list_scheduler import EAGER, Tactics
 from cotrain_compile.placement.schedule.moves import Moves
 from cotrain_compile.placement.schedule.schedule import Draft, draft
 from cotrain_compile.placement.search import unsound
+from cotrain_compile.placement.search.cover import covered
 from cotrain_compile.placement.search.found import Found, Missing
 from cotrain_compile.placement.search.greedy import greedy
 from cotrain_compile.placement.search.programs import Programs
@@ -39,6 +41,8 @@ from cotrain_compile.plan import Placement
 
 # A program is solved again with less memory where whole tensors need more than its fluids.
 ROUNDS = 5
+# Moves up that begin not long before their use: what has come early takes the room of what leaves.
+LATE = Tactics(lookahead=0.02)
 # Ways to schedule what the greedy and the program decide.
 TACTICS = (EAGER, Tactics(patient=True))
 # The greedy aims so often, at last at what was missing twice.
@@ -51,7 +55,7 @@ TRUST = 1.03
 AS_FAST = 1.005
 # What a solution is followed by takes about so many times what the dearest schedule has taken: its
 # own schedules, those of the fastest plan in other ways, and its timeline.
-FOLLOWING = 4
+FOLLOWING = 6
 # Of the work for levels, how much is for the program that proposes them: near the least memory it
 # may take more to find out that there is nothing to propose than to try them.
 PROPOSAL_SHARE = 0.4
@@ -90,6 +94,8 @@ class Attempts:
         self.rounds = 0
         self.until = self.work
         self.draft_units = 0.0  # what the dearest schedule has taken
+        self.covered_s = dict[str, float]()  # by name
+        self.covers: bool | None = None  # whether that was faster than the greedy for a level
         self.decided_greedily = set[tuple[str, tuple[Tactics, ...]]]()  # by name and tactics
         self.is_cut_short = False  # some program of a single step, for want of work
         self.was_late = False  # something was left out, or was to be, for want of work
@@ -141,10 +147,29 @@ class Attempts:
             return True
         if not is_new and (not by_program or variant.relaxed is not None):
             return False
+        by_program = by_program and not self.covers
         is_rounded = by_program and self.solver.has_solutions and self.relax(variant)
         if is_new and not (is_rounded or self.is_hopeless(level)):
-            self.try_greedy(level, TACTICS[:1])
+            self.decide_quickly(level)
         return False
+
+    def decide_quickly(self, level: Variant) -> None:
+        """Schedule what the greedy decides, or a cover: what was faster for the first level."""
+        covered_s = self.try_cover(level) if self.covers is not False else math.inf
+        if self.covers is True and covered_s < math.inf:
+            return
+        self.try_greedy(level, TACTICS[:1])
+        if self.covers is None:
+            self.covers = covered_s <= self.found.fastest_s(level.recomputed)
+
+    @property
+    def is_led_by_programs(self) -> bool:
+        """Whether one has decided a plan that is far faster than any that none has."""
+        fastest = self.found.fastest
+        if fastest is None or not _is_by_program(fastest.placement.policy):
+            return False
+        others = (d.step_s for n, d in self.found.drafts.items() if not _is_by_program(n))
+        return FAR * fastest.step_s < min(others, default=math.inf)
 
     def known(self, variant: Variant) -> Variant:
         """The one of `variants` that makes the same again; else this one, which joins them."""
@@ -285,6 +310,25 @@ class Attempts:
         if name not in self.found.drafts:
             self.keeps(name, variant, variant.least.placement, variant.least.moves)
 
+    def try_cover(self, variant: Variant) -> float:
+        """Values away by the exact profile, parameters on the host; its seconds, if it fits."""
+        name, best_s = "cover" + variant.suffix, math.inf
+        if self.covered_s.get(name) is not None:
+            return self.covered_s[name]
+        self.progress(f"scheduling {name}")
+        problem = variant.problem
+        self.meter.charge(2 * PER_OP_OF_MOVES * len(problem.dataflow.ops))
+        kept = replace(self.step.least.placement, policy=name, recomputed=variant.recomputed)
+        placement, moves = covered(problem, kept, problem.budgets[Tier.DEVICE])
+        if max(moves.slot_bytes) <= problem.budgets[Tier.DEVICE]:
+            for tactics in (EAGER, LATE):
+                with suppress(PlacementError):
+                    found = self.drafted(problem, placement, moves, tactics)
+                    best_s = min(best_s, found.step_s)
+                    self.found.keep(name, found)
+        self.covered_s[name] = best_s
+        return best_s
+
     def decide(
         self,
         name: str,
@@ -388,6 +432,10 @@ class Attempts:
                 margins[tier] *= 2  # what is missing is not what the program counts
             before_short = short
             margins[tier] += 1.05 * short + 0.01 * budgets[tier]
+
+
+def _is_by_program(policy: str) -> bool:
+    return policy.startswith(("lp-round", "ilp"))
 
 
 def _different(tactics: Sequence[Tactics], moves: Moves) -> Sequence[Tactics]:

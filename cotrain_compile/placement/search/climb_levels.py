@@ -14,9 +14,9 @@ from cotrain_compile.placement.policies import RULES
 from cotrain_compile.placement.search.attempts import TACTICS, Attempts
 from cotrain_compile.placement.search.variants import NEAR, Cut, Levels, Variant
 
-# Where replays of layers need more than this part of the device they are tried in parts; so many
-# cuts are tried near one that is found.
-ROOMY, NEARBY = 0.8, 4
+# Where replays of layers need more than this part of the device they are tried in parts. Of so many
+# stretches of a layer one cut each is tried, and those up to so far from the best.
+ROOMY, STRETCHES, NEARBY = 0.8, 6, 1
 
 
 def climb_quickly(attempts: Attempts, levels: Levels) -> None:
@@ -108,22 +108,50 @@ def _with_head(attempts: Attempts, levels: Levels, number: float) -> Variant:
 def _cut_replays(attempts: Attempts, levels: Levels) -> None:
     """The last level with the replays of layers in parts, where as a whole they hardly fit.
 
-    From one cut to the next, the smallest first and then those near the one before, as long as that
-    is faster.
+    One value of each layer stays, of those made one behind the other the smallest; then those near
+    the best of these, as long as that is faster. Then another besides. What is best is decided on
+    by the greedy, too.
     """
     budget_bytes = attempts.problem.budgets[Tier.DEVICE]
-    replays_bytes = levels.variant(levels.count).least.nbytes if levels.count else 0
-    if replays_bytes <= max(ROOMY * budget_bytes, attempts.step.least.nbytes):
+    replays_bytes = levels.variant(levels.count).once_away_bytes if levels.count else 0
+    if replays_bytes <= max(ROOMY * budget_bytes, attempts.step.once_away_bytes):
         return
-    chosen, best_s = list[Cut](), math.inf
-    nearest = sorted(levels.cuts, key=lambda cut: (cut.nbytes, cut.at))
-    while nearest and not attempts.is_late:
-        cut, *nearest = nearest
-        level = attempts.known(levels.with_cuts([*chosen, cut]))
-        if level.least.nbytes > budget_bytes:
-            continue
-        attempts.try_greedy(level, TACTICS[:1])
-        if (found_s := attempts.found.fastest_s(level.recomputed)) < best_s:
-            chosen, best_s = [*chosen, cut], found_s
-            others = (other for other in levels.cuts if other not in chosen)
-            nearest = sorted(others, key=lambda other: abs(other.at - chosen[-1].at))[:NEARBY]
+    chosen: tuple[Cut, ...] = ()
+    best_s = attempts.try_cover(attempts.known(levels.variant(levels.count)))
+    while (found := _next_cut(attempts, levels, chosen, best_s)) is not None:
+        chosen, best_s = found
+    if chosen:
+        attempts.try_greedy(attempts.known(levels.with_cuts(chosen)), TACTICS[:1])
+
+
+def _next_cut(
+    attempts: Attempts, levels: Levels, chosen: tuple[Cut, ...], best_s: float
+) -> tuple[tuple[Cut, ...], float] | None:
+    """`chosen` with one more cut and the seconds of that, None where none is faster."""
+
+    def try_one(cut: Cut) -> float:
+        if attempts.is_late or cut in chosen:
+            return math.inf
+        return attempts.try_cover(attempts.known(levels.with_cuts(_in_order((*chosen, cut)))))
+
+    cuts, found_s = levels.cuts, dict[Cut, float]()
+    of_each = -(-len(cuts) // STRETCHES)
+    for first in range(0, len(cuts), of_each):
+        cut = min(cuts[first : first + of_each], key=lambda cut: (cut.nbytes, cut.at))
+        found_s[cut] = try_one(cut)
+    while found_s:
+        best = min(found_s, key=found_s.__getitem__)
+        near = [c for c in cuts if c not in found_s and abs(c.at - best.at) <= NEARBY]
+        if found_s[best] == math.inf or not near:
+            break
+        found_s |= {cut: try_one(cut) for cut in near}
+        if min(found_s, key=found_s.__getitem__) == best:
+            break
+    if min(found_s.values(), default=math.inf) >= best_s:
+        return None
+    best = min(found_s, key=found_s.__getitem__)
+    return _in_order((*chosen, best)), found_s[best]
+
+
+def _in_order(cuts: tuple[Cut, ...]) -> tuple[Cut, ...]:
+    return tuple(sorted(cuts, key=lambda cut: cut.at))

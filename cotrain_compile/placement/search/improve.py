@@ -19,7 +19,8 @@ from cotrain_compile.placement.policies import smallest
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.schedule.find_moves import moves_of
 from cotrain_compile.placement.schedule.list_scheduler import Tactics
-from cotrain_compile.placement.search.attempts import TACTICS, Attempts
+from cotrain_compile.placement.search.attempts import LATE, TACTICS, Attempts
+from cotrain_compile.placement.search.cover import covered
 from cotrain_compile.placement.search.share_updates import (
     balanced_share,
     hosted_s,
@@ -28,7 +29,7 @@ from cotrain_compile.placement.search.share_updates import (
 from cotrain_compile.plan import Placement, UpdateMode
 
 # So long before their use, in parts of a step, moves up begin at the earliest.
-LATE = (Tactics(lookahead=0.02), Tactics(lookahead=0.1))
+LATE_STARTS = (LATE, Tactics(lookahead=0.1))
 # Where not all of them fit, the smaller ones of them may.
 PARTS = (1, 2, 4, 8)
 # A part of the step that is not worth a try.
@@ -48,11 +49,26 @@ def fetch_late(attempts: Attempts) -> None:
     placement = fastest.placement
     problem = attempts.problem.under(placement)
     moves = moves_of(problem, placement)
-    for tactics in LATE:
+    for tactics in LATE_STARTS:
         if not _has_work_for_one(attempts):
             return
         with suppress(PlacementError):
             found = attempts.drafted(problem, placement, moves, tactics)
+            attempts.found.keep(placement.policy, found)
+
+
+def cover_values(attempts: Attempts) -> None:
+    """The fastest plan with its values away by the exact profile, if that is faster."""
+    fastest = attempts.found.fastest
+    if fastest is None or not fastest.tasks or fastest.placement.overlap_steps:
+        return
+    problem, placement = attempts.problem.under(fastest.placement), fastest.placement
+    if placement.policy.startswith("cover"):
+        return
+    placement, moves = covered(problem, placement, problem.budgets[Tier.DEVICE])
+    if _has_work_for_one(attempts):
+        with suppress(PlacementError):
+            found = attempts.drafted(problem, placement, moves, fastest.tactics)
             attempts.found.keep(placement.policy, found)
 
 

@@ -7,11 +7,13 @@ gaps do, and on no machine.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.decisions.find_decisions import decision_space
+from cotrain_compile.placement.placed import place
 from cotrain_compile.placement.problem import Problem
+from cotrain_compile.placement.residency import gaps_away, owners
 from cotrain_compile.placement.schedule.find_moves import moves_of
 from cotrain_compile.placement.schedule.moves import Moves
 from cotrain_compile.placement.schedule.schedule import shortfall_bytes
@@ -39,6 +41,11 @@ def least_of(problem: Problem) -> Least:
     """
     space = decision_space(problem, None, everything=True)
     placement = space.placement("auto", least_memory(space))
+    program = place(problem, placement).program
+    owned = owners(program.dataflow)
+    passing = (name for name in placement.away if name not in owned)
+    again = tuple(name for name in passing if len(gaps_away(program, name, again=True)) > 1)
+    placement = replace(placement, refetched=again)
     moves = moves_of(problem, placement)
     nbytes = shortfall_bytes(problem.with_budget(Tier.DEVICE, 0), moves)
     away_bytes = sum(decision.cluster.nbytes for decision in space.activations)

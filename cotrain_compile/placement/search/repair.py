@@ -15,10 +15,10 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from cotrain_compile.dataflow import Dataflow, Role
+from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.problem import Problem
-from cotrain_compile.placement.residency import longest_gap, low_precision_copies
+from cotrain_compile.placement.residency import longest_gap, owners
 from cotrain_compile.placement.schedule.find_moves import moves_of
 from cotrain_compile.placement.schedule.moves import Moves
 from cotrain_compile.placement.search.least import Least
@@ -36,7 +36,7 @@ def repaired(
     that where `least` does not fit.
     """
     dataflow = moves.program.dataflow
-    params = _params(dataflow)
+    params = owners(dataflow)
     while True:
         used = np.array(moves.slot_bytes)
         if used.max() <= budget_bytes:
@@ -62,7 +62,7 @@ def _without_params(
     one step counter may rest on the device, and no update would be left there for that. Where not
     even that is, all are as in the least one.
     """
-    params, counters = _params(dataflow), _counters(dataflow, placement)
+    params, counters = owners(dataflow), _counters(dataflow, placement)
     owned = {name: param for name, param in params.items() if name not in counters}
     freed = _freed(moves, least.moves, slot, owned)
     left = short - sum(freed.values())
@@ -71,17 +71,6 @@ def _without_params(
     placement = _as_in_least(placement, least, params, _enough(freed, short))
     streamed = dict.fromkeys(_enough(counters, left), Tier.HOST)
     return replace(placement, homes={**placement.homes, **streamed})
-
-
-def _params(dataflow: Dataflow) -> dict[str, str]:
-    """The parameter that each buffer is decided on with: itself, its copy, states and gradients."""
-    found = {b.name: b.name for b in dataflow.buffers if b.role is Role.PARAM}
-    found |= {copy: param for param, copy in low_precision_copies(dataflow).items()}
-    for param, gradients in dataflow.kept_gradients.items():
-        found |= dict.fromkeys(gradients, param)
-    for group in dataflow.updates:
-        found |= dict.fromkeys((*group.states, group.gradient), group.param)
-    return found
 
 
 def _temporaries(moves: Moves, movable: set[str], used: Bytes, budget_bytes: int) -> list[str]:

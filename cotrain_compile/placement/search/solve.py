@@ -32,7 +32,12 @@ from cotrain_compile.placement.search.climb_levels import (
     follow_users,
 )
 from cotrain_compile.placement.search.guessing import hedged
-from cotrain_compile.placement.search.improve import fetch_late, let_small_rest, share_updates
+from cotrain_compile.placement.search.improve import (
+    cover_values,
+    fetch_late,
+    let_small_rest,
+    share_updates,
+)
 from cotrain_compile.placement.search.infeasible import floor_bytes, refuse, refuse_rule
 from cotrain_compile.placement.search.least import Least
 from cotrain_compile.placement.search.orders import best_order
@@ -59,7 +64,7 @@ FRACTIONS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 # again.
 LEVELS_SHARE = 0.7
 # And before that, what is for all that needs no program.
-QUICK_SHARE = 0.3
+QUICK_SHARE = 0.4
 # Parts of the device's memory that plans are looked for in besides.
 LESS = (0.9, 0.8)
 # What the bound may take, beside all that the search itself does.
@@ -155,7 +160,8 @@ class _Search(Attempts):
             return
         self._ask_programs()
         self._improve_fastest()
-        if not self.is_late:  # the rest of what the first part of the work was too little for
+        # The rest of what the first part of the work was too little for.
+        if not (self.is_late or self.is_led_by_programs):
             self._settle_quickly(self.work)
 
     def _settle_quickly(self, until: Allowance) -> bool:
@@ -197,6 +203,7 @@ class _Search(Attempts):
         if fastest is None:
             return True
         hopeless = self.step.least_s > HOPELESS * fastest.step_s
+        hopeless |= self.is_led_by_programs
         return not (hopeless or self.is_late) and self.is_slower_than(NEAR * self.claim_s)
 
     def _follow_rules(self, variant: Variant) -> None:
@@ -223,14 +230,27 @@ class _Search(Attempts):
         """The integer programs of the steps that may have a faster plan, each in its time."""
         # Of steps that overlap the relaxation says nothing.
         gap = -1.0 if self.settings.overlap_steps else self.settings.gap
+        if self.settings.recompute and not self.settings.overlap_steps:
+            gap = max(gap, FAR - 1.0)  # other values made again would gain more
         hopeful = promising(self.variants, self.found.fastest_s, gap)
         if not self.is_slower_than((1.0 + gap) * max(self.claim_s, self._certified_s())):
             hopeful = []  # nor has any other level a better plan
         self.solution = None if hopeful else fastest_of(self.variants, self.found.fastest_s).relaxed
+        hopeful = [variant for variant in hopeful if self._may_lead(variant)]
         for number, variant in enumerate(hopeful):
             self.until = self.work.part(1.0 / (len(hopeful) - number))
             self.programs(variant)
         self.until = self.work
+
+    def _may_lead(self, variant: Variant) -> bool:
+        """Whether its relaxation, rounded, is not far slower than the fastest plan."""
+        rounded = self.found.drafts.get("lp-round" + variant.suffix)
+        return rounded is None or not self.settings.recompute or not self.is_faster_by_far(rounded)
+
+    def is_faster_by_far(self, than: Draft) -> bool:
+        """Whether the fastest plan is."""
+        fastest = self.found.fastest
+        return fastest is not None and FAR * fastest.step_s < than.step_s
 
     def _certified_s(self) -> float:
         """The certified bound, 0 where there is none. It began with the search.
@@ -241,6 +261,7 @@ class _Search(Attempts):
 
     def _improve_fastest(self) -> None:
         """The fastest plan with moves up late, and with what is small at rest."""
+        cover_values(self)
         share_updates(self)
         fetch_late(self)
         let_small_rest(self)

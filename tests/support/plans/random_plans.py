@@ -8,6 +8,7 @@ last one is the end of the step. Budgets are exactly the peaks.
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from cotrain_compile.dataflow import PERSISTENT_ROLES, Dataflow, Role, UpdateGroup
@@ -52,7 +53,8 @@ def last_moment_plan(problem: Problem, placement: Placement, *, away: bool = Fal
 
 def _plan(problem: Problem, moved: tuple[MovedOps, ...], placer: _TaskPlacer) -> Plan:
     placer.place_all()
-    placement = replace(placer.placement, away=tuple(placer.away))
+    again = tuple(placer.refetched)
+    placement = replace(placer.placement, away=tuple(placer.away), refetched=again)
     tasks = placer.in_order_of_issue()
     placed = place(problem, placement, tasks, moved)
     peaks = {Tier.DEVICE: max(placed.device_bytes), Tier.HOST: placed.host_bytes}
@@ -124,6 +126,7 @@ class _TaskPlacer:
         self.dataflow, self.end = program.dataflow, program.end
         self.placed: dict[str, _Placed] = {}
         self.away: list[str] = []
+        self.refetched: list[str] = []
 
     def in_order_of_issue(self) -> tuple[Task, ...]:
         return tuple(p.task for p in sorted(self.placed.values(), key=lambda p: p.order))
@@ -303,9 +306,22 @@ class _TaskPlacer:
         self._place(offload, sent, self._between(sent, self.end))
         fetch = self._transfer(f"fetch.{name}", "prefetch", name, (offload.name,))
         self._place(fetch, self._between(sent, wait), wait)
+        later = [i for i in splits if i > split]
+        if later and self._is_fetched_again():
+            self._fetch_again(name, touches, self.rng.choice(later), wait)
+
+    def _fetch_again(self, name: str, touches: Sequence[int], split: int, fetched: int) -> None:
+        """One more copy of what is on the host, for the touches from `split` on."""
+        self.refetched.append(name)
+        again = self._transfer(f"refetch.{name}", "prefetch", name, (f"offload.{name}",))
+        wait = self._between(touches[split - 1] + 1, touches[split])
+        self._place(again, self._between(fetched, wait), wait)
 
     def _is_sent_away(self) -> bool:
         return self.rng.random() < 0.4
+
+    def _is_fetched_again(self) -> bool:
+        return self.rng.random() < 0.7
 
     def _transfer(self, name: str, direction: str, buffer: str, after: tuple[str, ...]) -> Transfer:
         nbytes = self.dataflow.buffer[buffer].nbytes
@@ -336,6 +352,9 @@ class _LastMoment(_TaskPlacer):
 
     def _is_sent_away(self) -> bool:
         return self._everything_away
+
+    def _is_fetched_again(self) -> bool:
+        return False
 
     def _between(self, first: int, last: int) -> int:
         return last

@@ -28,6 +28,7 @@ from cotrain_compile.placement.milp.solvers import solve_program
 from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.recompute.rewrite import recomputable
 from cotrain_compile.placement.schedule.schedule import Draft, draft, schedule
+from cotrain_compile.placement.search.cover import covered
 from cotrain_compile.placement.search.solve import SolveSettings, solve
 from cotrain_compile.placement.work import Allowance, Meter
 from cotrain_compile.plan import Placement, Plan
@@ -102,7 +103,11 @@ def small_problems(draw: st.DrawFn) -> tuple[Problem, list[Placement]]:
         space = decision_space(problem.recomputing(names), 8)
         decided: list[Any] = [*space.params, *space.activations]
         ways = [draw(some_of(each.strategies)) for each in decided]
-        placements += list(all_of(space, ways))
+        found = list(all_of(space, ways))
+        # Values away by the exact profile, and all that can be, some of it twice.
+        target = problem.budgets[Tier.DEVICE]
+        covers = [covered(problem, each, nbytes)[0] for each in found[:6] for nbytes in (target, 0)]
+        placements += [*found, *covers]
     return problem, placements
 
 

@@ -191,7 +191,8 @@ def test_a_replay_that_hardly_fits_is_cut() -> None:
     check(problem, plan)
     assert plan.report is not None
     others = [s for way, s in plan.report.simulated_s.items() if "cut" not in way]
-    assert plan.predicted.makespan_s < 0.8 * min(others)
+    # With its values away as the greedy has them, two cuts take 0.897 ms.
+    assert plan.predicted.makespan_s < min(0.00086, min(others))
 
 
 def test_what_moves_spares_a_third_of_what_making_again_costs() -> None:

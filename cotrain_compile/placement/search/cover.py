@@ -1,0 +1,89 @@
+"""Cover: what leaves the device of the values that a step makes, chosen by the exact profile.
+
+In: a Problem, and a placement that says how parameters are kept. Out: that placement with so few
+values away that it fits, each where it is away for long.
+
+At first all are away that can be, and behind that once more. Then one gap after the other is closed
+where the memory allows it at each op, first those that would need the fastest link.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from cotrain_compile.dataflow import Role
+from cotrain_compile.placement.placed import place
+from cotrain_compile.placement.problem import Problem
+from cotrain_compile.placement.residency import DeviceProgram, gaps_away, owners
+from cotrain_compile.placement.schedule.find_moves import moves_of
+from cotrain_compile.placement.schedule.moves import Moves
+from cotrain_compile.plan import Placement
+
+# A value that is smaller than this part of the budget is not worth a copy, while others are.
+SMALLEST = 1 / 10_000
+
+
+class Gap(NamedTuple):
+    """The slots between which a value is away; `number` 0 is the first time, 1 the second."""
+
+    name: str
+    number: int
+    leaves: int
+    returns: int
+    nbytes: int
+
+
+def covered(problem: Problem, placement: Placement, budget_bytes: int) -> tuple[Placement, Moves]:
+    """`placement` with other values away, and its moves.
+
+    They fit in `budget_bytes`, with each copy at the last moment, where anything does that has no
+    tiny ones away.
+    """
+    program = place(problem, placement).program
+    owned = owners(program.dataflow)
+    gaps = [*_gaps(program, owned, SMALLEST * budget_bytes)]
+    away = {gap.name for gap in gaps}
+    again = {gap.name for gap in gaps if gap.number}
+    others = tuple(name for name in placement.away if name in owned)
+
+    def with_values() -> Placement:
+        names = [b.name for b in program.dataflow.buffers if b.name in away]
+        return replace(
+            placement,
+            away=(*others, *names),
+            refetched=tuple(name for name in names if name in again),
+        )
+
+    moves = moves_of(problem, with_values())
+    program, used = moves.program, np.array(moves.slot_bytes)
+    gaps = [*_gaps(program, owned, SMALLEST * budget_bytes)]
+    gaps.sort(key=lambda gap: _seconds(program, gap) / gap.nbytes)
+    for gap in (*gaps, *(gap for gap in gaps if not gap.number)):  # the first closes last
+        is_open = gap.name in (again if gap.number else away - again)
+        inside = slice(gap.leaves + 1, gap.returns)
+        if is_open and used[inside].max(initial=0) + gap.nbytes <= budget_bytes:
+            used[inside] += gap.nbytes
+            (again if gap.number else away).remove(gap.name)
+    chosen = with_values()
+    return chosen, moves_of(problem, chosen)
+
+
+def _gaps(program: DeviceProgram, owned: dict[str, str], least_bytes: float) -> Iterator[Gap]:
+    """The gaps in which values may be away, of those that belong to no parameter."""
+    shared = {name for group in program.dataflow.updates for name in group.scalars}
+    for buffer in program.dataflow.buffers:
+        is_value = buffer.role is Role.TEMPORARY and buffer.is_passing
+        if not is_value or buffer.name in owned or buffer.name in shared:
+            continue
+        if buffer.nbytes > least_bytes:
+            for number, gap in enumerate(gaps_away(program, buffer.name, again=True)):
+                yield Gap(buffer.name, number, *gap, buffer.nbytes)
+
+
+def _seconds(program: DeviceProgram, gap: Gap) -> float:
+    """What the ops in it take, about."""
+    return program.work[gap.returns] - program.work[gap.leaves + 1]
