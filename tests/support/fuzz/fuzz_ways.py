@@ -37,7 +37,7 @@ LEAST_BYTES, PIECE_BYTES = 4096, 8192
 _OF_DISK = (
     "on_disk",
     "placement.schedule.states_on_disk",
-    "placement.simulate.from_disk",
+    "placement.simulate.predict",
     "runtime.disk.rooms",
     "runtime.disk.resting_kernel",
 )
