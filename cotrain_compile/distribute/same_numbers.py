@@ -23,6 +23,7 @@ from cotrain_compile.graph.collectives import is_collective
 from cotrain_compile.graph.user_lines import user_line
 
 _UPDATED = (Role.PARAM, Role.OPTIMIZER_STATE)
+_GIVEN = (Role.HYPERPARAMETER, Role.BATCH)
 # What schemas call arguments whose whole numbers are sizes, dimensions or offsets.
 _COUNTS = ("int", "SymInt", "Optional[int]", "Optional[SymInt]")
 _OPTIMIZER = "the optimizer"
@@ -82,14 +83,15 @@ def numbers_of(step: StepGraph) -> Numbers:
 def settings_read(step: StepGraph) -> dict[str, int]:
     """The positions, by name, of the numbers among the inputs that shared updates read.
 
-    As a learning rate that a scheduler changes. Of those that the step writes itself none.
+    As a learning rate that a scheduler changes, or what else of the user's has changed once: what
+    gradients are clipped to, which comes with the batch. Of those that the step writes itself none.
     """
     updating = _updating(step, _shared_writes(step))
     written = {destination for _, destination, _ in writes(step.module.graph)}
     return {
         item.name: position
         for position, (item, node) in enumerate(zip(step.inputs, step.nodes, strict=False))
-        if item.role is Role.HYPERPARAMETER and node in updating and node not in written
+        if item.role in _GIVEN and node in updating and node not in written
     }
 
 

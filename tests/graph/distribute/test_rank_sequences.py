@@ -12,6 +12,8 @@ SHARDED = RankSequence("shard", "sgd", (Act("call"), Act("edit", 0), Act("weight
 REPLICAS = RankSequence("ddp", "sgd", (Act("call"), Act("edit", 1), Act("bad index", 0)))
 # A number that one rank alone has changed is an input there, and is told with the way on.
 NUMBER = RankSequence("fully_shard", "adamw", (Act("call"), Act("scale", 1), Act("load")))
+# One that all have changed is an input of theirs, of which one rank gives another later.
+CLIP = RankSequence("ddp", "sgd", (Act("call"), Act("clip"), Act("clip", 0)))
 # One rank waits for an exchange that the other has not come to.
 BETWEEN = RankSequence("shard", "sgd", (Act("call"), Act("bad index", 0), Act("call")))
 
@@ -26,7 +28,7 @@ def check(ranks: Ranks, sequence: RankSequence) -> bool:
     return is_over
 
 
-@pytest.mark.parametrize("sequence", [SHARDED, REPLICAS], ids=["shard", "ddp"])
+@pytest.mark.parametrize("sequence", [SHARDED, REPLICAS, CLIP], ids=["shard", "ddp", "clip"])
 def test_all_ranks_train_or_all_are_told(two_ranks: Ranks, sequence: RankSequence) -> None:
     check(two_ranks, sequence)
 
