@@ -243,3 +243,26 @@ def test_cuda_graphs_are_refused_and_stay_off_where_the_process_has_them_on() ->
         compiled_and_trained(CASES["mlp"], lowering="inductor")
     assert seen
     assert not any(seen)
+
+
+def test_a_batch_whose_strides_change_too_is_compiled_for_them() -> None:
+    """A stride that has changed is a number of its own, which no size of the step tells."""
+
+    def losses(*, placed: bool) -> list[float]:
+        torch.manual_seed(0)
+        model = nn.Linear(8, 4).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            loss = model(x.flip(1)).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        run = cotrain(lowering="inductor")(step) if placed else step
+        x = torch.randn(6, 8, dtype=torch.float64)
+        batches = [x, x.T.contiguous().T, x[:5].T.contiguous().T, x]
+        return [run(batch).item() for batch in batches]
+
+    assert losses(placed=True) == pytest.approx(losses(placed=False), rel=1e-9)
