@@ -112,7 +112,7 @@ class _Namer:
     buffers: dict[str, Buffer] = field(default_factory=dict)
     buffer_of: dict[str, str] = field(default_factory=dict)
     symbols: dict[str, int] = field(default_factory=dict)
-    stride_symbols: set[str] = field(default_factory=set)
+    stride_expressions: dict[str, sympy.Expr] = field(default_factory=dict)
     nbytes_expressions: dict[str, sympy.Expr] = field(default_factory=dict)
     _by_storage: dict[object, str] = field(default_factory=dict)
 
@@ -182,8 +182,8 @@ class _Namer:
         known = self._by_storage.get(value.untyped_storage()._cdata)
         self.buffer_of[node.name] = known or self._name_storage(value, name, role, is_input=True)
         if value.layout is torch.strided:
-            symbolic = [n.node.expr for n in value.stride() if isinstance(n, torch.SymInt)]
-            self.stride_symbols |= {str(s) for expr in symbolic for s in expr.free_symbols}
+            for dimension, stride in enumerate(value.stride()):
+                _integer(self.stride_expressions, f"{name}.{dimension}", stride)
 
     def _name_storage(
         self, value: torch.Tensor, name: str, role: Role, is_input: bool = False
@@ -249,9 +249,13 @@ class _Reader(_Namer):
 
     def sizes(self) -> dict[str, int]:
         """The symbols that a size or an input's stride depends on: a count of steps is none."""
-        tables = (self.nbytes_expressions, self.flops_expressions, self.moved_expressions)
+        tables = (
+            self.nbytes_expressions,
+            self.flops_expressions,
+            self.moved_expressions,
+            self.stride_expressions,
+        )
         used = {str(s) for t in tables for e in t.values() for s in e.free_symbols}
-        used |= self.stride_symbols
         return {name: value for name, value in self.symbols.items() if name in used}
 
     def _scratch(self, node: fx.Node) -> Iterator[str]:

@@ -255,7 +255,7 @@ def test_a_batch_whose_strides_change_too_is_compiled_for_them() -> None:
 
         def step(x: Tensor) -> Tensor:
             optimizer.zero_grad()
-            loss = model(x.flip(1)).square().mean()
+            loss: Tensor = model(x.flip(1)).square().mean()
             loss.backward()
             optimizer.step()
             return loss
