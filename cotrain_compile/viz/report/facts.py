@@ -21,7 +21,7 @@ from cotrain_compile.viz.kinds import lane_titles
 from cotrain_compile.viz.names import folded, names
 from cotrain_compile.viz.specification import memory_kinds
 from cotrain_compile.viz.text.summary import (
-    NOT_NEEDED,
+    is_only_resident,
     order_words,
     range_words,
     recompute_words,
@@ -137,7 +137,7 @@ def _of_bound(problem: Problem, plan: Plan, measured: Sequence[Timeline]) -> Ite
 def paces(plan: Plan) -> tuple[Pace, ...]:
     """Every candidate of the ladder, fastest first, then the simple rules that do not fit."""
     report = plan.report
-    if report is None or report.status == NOT_NEEDED or len(report.simulated_s) < 2:
+    if report is None or len(report.simulated_s) < 2 or is_only_resident(report):
         return ()
     ranked = sorted(report.simulated_s.items(), key=lambda item: item[1])
     missing = [rule for rule in RULES if rule not in report.simulated_s]

@@ -92,9 +92,6 @@ EXPANDABLE = (
     "not in pieces"
 )
 
-# The status of a plan for which nothing else was tried: everything fits on the device.
-NOT_NEEDED = "not needed"
-
 Rows = Iterator[tuple[str, ...]]
 
 
@@ -105,13 +102,21 @@ def comparison(answers: Sequence[Plan | PlacementError]) -> Rows:
         yield heading, *(tell(a) if isinstance(a, Plan) else "" for a in answers)
 
 
+def is_only_resident(report: SolveReport) -> bool:
+    """Whether nothing else was tried, as everything fits on the device.
+
+    That no program was needed does not say so: a rule may have been the fastest of many plans.
+    """
+    return {policy.partition("+")[0] for policy in report.simulated_s} == {"resident"}
+
+
 def candidates(answers: Sequence[Plan | PlacementError], rules: Sequence[str]) -> Rows:
     """Rows as of `comparison`: the simulated step time of each candidate, and which do not fit.
 
     `rules` are among the candidates. No rows where everything fits, as nothing else was tried then.
     """
     reports = [a.report for a in answers if isinstance(a, Plan) and a.report]
-    if all(report.status == NOT_NEEDED for report in reports):
+    if all(map(is_only_resident, reports)):
         return
     tried = [policy for report in reports for policy in report.simulated_s]
     for policy in dict.fromkeys((*rules, *tried)):
@@ -160,7 +165,7 @@ def _candidate(answer: Plan | PlacementError, policy: str) -> str:
     seconds = answer.report.simulated_s.get(policy)
     if seconds is not None:
         return format_seconds(seconds)
-    return "not tried" if answer.report.status == NOT_NEEDED else "does not fit"
+    return "not tried" if is_only_resident(answer.report) else "does not fit"
 
 
 def _updates(plan: Plan, dataflow: Dataflow | None) -> Iterator[str]:

@@ -50,18 +50,21 @@ def test_the_report_has_what_the_last_step_measured(step: Step, tmp_path: Path) 
         cotrain_compile.report(step, tmp_path / "report.html")
     step(BATCH)
     cotrain_compile.report(step, tmp_path / "report.html")
-    measured = cotrain_compile.inspect(step).measured
-    assert measured is not None
+    placed = cotrain_compile.inspect(step)
+    assert placed.measured is not None
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert f"<b>{format_seconds(measured.makespan_s)}</b><span>a step, measured</span>" in page
+    predicted = f"{placed.plan.foreseen} {format_seconds(placed.predicted.makespan_s)}"
+    assert f'<p class="answer">{format_seconds(placed.measured.makespan_s)} a step</p>' in page
+    assert f"<li>measured; {predicted}</li>" in page
 
 
 def test_a_dump_has_report_and_trace_of_the_plan(step: Step, tmp_path: Path) -> None:
     step(BATCH)
     predicted = cotrain_compile.inspect(step).predicted
     page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
-    assert f"<b>{format_seconds(predicted.makespan_s)}</b><span>a step, predicted</span>" in page
-    assert "a step, measured" not in page
+    assert f'<p class="answer">{format_seconds(predicted.makespan_s)} a step</p>' in page
+    assert f"A step is predicted to take {format_seconds(predicted.makespan_s)}" in page
+    assert "<li>measured" not in page
     events = json.loads((tmp_path / "out" / "predicted.trace.json").read_text())["traceEvents"]
     slices = sorted(e["args"]["node"] for e in events if e["ph"] == "X")
     assert slices == sorted(s.name for s in predicted.spans if s.end_s - s.start_s >= 1e-9)

@@ -23,6 +23,7 @@ from cotrain_compile.errors import OptionError
 from cotrain_compile.options import Options
 from cotrain_compile.plan import Plan
 from cotrain_compile.support.units import format_bytes, format_seconds
+from cotrain_compile.viz.names import plan_words
 from cotrain_compile.viz.text.log import LOG
 from cotrain_compile.viz.text.narrate import (
     Narrator,
@@ -87,7 +88,8 @@ def test_a_program_that_logs_gets_all_of_it_and_stderr_nothing(
     Narrator(4).tell(PROBLEM, PLAN)
     assert capsys.readouterr().err == ""
     summary, _, tasks = dict.fromkeys(caplog.messages)
-    assert summary.startswith(f"cotrain    {PLAN.placement.policy} on ")
+    named = plan_words(PLAN.placement.policy)
+    assert summary.startswith(f"cotrain    {named} on {PLAN.on_machine}\n")
     assert len(tasks.splitlines()) == len(PLAN.tasks)
 
 

@@ -150,6 +150,12 @@ def test_candidates_are_those_of_the_solver_and_rules_that_do_not_fit() -> None:
     assert found["resident"] is None
 
 
+def test_candidates_are_told_also_where_no_program_was_needed() -> None:
+    assert PLAN.report is not None
+    by_rule = replace(PLAN, report=replace(PLAN.report, solver="rules", status="not needed"))
+    assert facts.paces(by_rule) == facts.paces(PLAN) != ()
+
+
 def test_where_everything_fits_the_page_says_so() -> None:
     roomy = replace(PROBLEM, budgets={Tier.DEVICE: 1 << 30, Tier.HOST: 1 << 30})
     plan = solve(roomy)
