@@ -254,7 +254,12 @@ class Rehearsed:
         least_bytes = int(LEAST_STEP * planned_bytes) if worst.ran_out else 0
         first_bytes = worst.first_bytes or over_bytes
         lesses = dict.fromkeys((max(over_bytes, least_bytes), over_bytes, first_bytes))
-        for_less = [(max(1, planned_bytes - less), self._workspace) for less in lesses]
+        # At last as if nothing were known: what one plan takes inside, another one may not.
+        for_less = [
+            (max(1, planned_bytes - less), workspace)
+            for workspace in (self._workspace, {})
+            for less in lesses
+        ]
         if not worst.beyond:
             return for_less
         budget_bytes, known = self.compiled.allowed_bytes, both(self._workspace, worst.beyond)
@@ -264,7 +269,7 @@ class Rehearsed:
         inside = [known]
         if alone := of_convolutions(self.compiled.problem, worst.beyond):
             inside.append(both(self._workspace, alone))
-        return [*((nbytes, each) for each in inside for nbytes in fitting), *for_less]
+        return [*((nbytes, each) for nbytes in fitting for each in inside), *for_less]
 
     def _planned_bytes(self) -> int:
         """What the plan needs, which is at most what it was allowed."""

@@ -68,8 +68,12 @@ def covered(problem: Problem, placement: Placement, budget_bytes: int) -> tuple[
         if is_open and used[inside].max(initial=0) + gap.nbytes <= budget_bytes:
             used[inside] += gap.nbytes
             (again if gap.number else away).remove(gap.name)
-    chosen = with_values()
-    return chosen, moves_of(problem, chosen)
+    moves = moves_of(problem, with_values())
+    # With others away some op may be elsewhere, so that a value has no time left to be away in.
+    while stay := {name for name in away if not gaps_away(moves.program, name, again=False)}:
+        away, again = away - stay, again - stay
+        moves = moves_of(problem, with_values())
+    return with_values(), moves
 
 
 def _gaps(program: DeviceProgram, owned: dict[str, str], least_bytes: float) -> Iterator[Gap]:
