@@ -235,8 +235,8 @@ class _Search(Attempts):
         hopeful = promising(self.variants, self.found.fastest_s, gap)
         if not self.is_slower_than((1.0 + gap) * max(self.claim_s, self._certified_s())):
             hopeful = []  # nor has any other level a better plan
-        self.solution = None if hopeful else fastest_of(self.variants, self.found.fastest_s).relaxed
         hopeful = [variant for variant in hopeful if self._may_lead(variant)]
+        self.solution = None if hopeful else fastest_of(self.variants, self.found.fastest_s).relaxed
         for number, variant in enumerate(hopeful):
             self.until = self.work.part(1.0 / (len(hopeful) - number))
             self.programs(variant)
