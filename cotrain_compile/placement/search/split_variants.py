@@ -34,7 +34,7 @@ Splits = Mapping[str, int]
 # Numbers of parts that are looked at.
 PARTS = (2, 4, 8, 16, 32, 64)
 # Of the work for a plan, what is for steps in parts where there is one without.
-SHARE = 0.5
+SHARE = 0.75
 # More parts are worth a try where they save so much of what the step needs as a whole: each adds
 # up all sums once more.
 SAVES = 0.05
