@@ -92,7 +92,8 @@ def cotrain(
         warn_where_ranks_train_apart(step, session.code)
         together = ranks_of(step, session.code)
         together.require_same_step(step, session.options.check_replicas)
-        dataflow, origin = extract(step), _origin(session, owners)
+        dataflow = extract(step, with_strides=_is_compiled(step, session.options))
+        origin = _origin(session, owners)
 
         def tell_surplus(compiled: CompiledStep) -> None:
             Narrator(verbosity(origin.options)).tell_surplus(compiled.plan)

@@ -60,9 +60,10 @@ from cotrain_compile.machine.op_classes import OpKind
 from cotrain_compile.placement.pieces import part_name
 
 
-def extract(step: StepGraph) -> Dataflow:
+def extract(step: StepGraph, *, with_strides: bool = False) -> Dataflow:
     """The step as plain data.
 
+    `with_strides` those of inputs are sizes, too, where they change: code is compiled for them.
     Raises `ExtractError` for an op whose memory effects are unknown.
     """
     reader = _Reader(step)
@@ -79,7 +80,7 @@ def extract(step: StepGraph) -> Dataflow:
             for buffer in reader.buffers.values()
         ),
         updates=update_groups(step, reader.buffer_of),
-        symbols=reader.sizes(),
+        symbols=reader.sizes(with_strides=with_strides),
         expressions=reader.expressions(),
         notes=masked_attention(step),
         checkpoints=_checkpoints(step.checkpoints, reader),
@@ -112,7 +113,6 @@ class _Namer:
     buffers: dict[str, Buffer] = field(default_factory=dict)
     buffer_of: dict[str, str] = field(default_factory=dict)
     symbols: dict[str, int] = field(default_factory=dict)
-    stride_expressions: dict[str, sympy.Expr] = field(default_factory=dict)
     nbytes_expressions: dict[str, sympy.Expr] = field(default_factory=dict)
     _by_storage: dict[object, str] = field(default_factory=dict)
 
@@ -181,9 +181,6 @@ class _Namer:
     def _name_input(self, node: fx.Node, value: torch.Tensor, name: str, role: Role) -> None:
         known = self._by_storage.get(value.untyped_storage()._cdata)
         self.buffer_of[node.name] = known or self._name_storage(value, name, role, is_input=True)
-        if value.layout is torch.strided:
-            for dimension, stride in enumerate(value.stride()):
-                _integer(self.stride_expressions, f"{name}.{dimension}", stride)
 
     def _name_storage(
         self, value: torch.Tensor, name: str, role: Role, is_input: bool = False
@@ -247,14 +244,11 @@ class _Reader(_Namer):
         tables = (self.nbytes_expressions, self.flops_expressions, self.moved_expressions)
         return SizeExpressions(*map(over_inputs, tables))
 
-    def sizes(self) -> dict[str, int]:
-        """The symbols that a size or an input's stride depends on: a count of steps is none."""
-        tables = (
-            self.nbytes_expressions,
-            self.flops_expressions,
-            self.moved_expressions,
-            self.stride_expressions,
-        )
+    def sizes(self, *, with_strides: bool) -> dict[str, int]:
+        """The symbols that some size depends on: a count of steps in an int is none."""
+        tables = [self.nbytes_expressions, self.flops_expressions, self.moved_expressions]
+        if with_strides:
+            tables.append(_stride_expressions(self.step))
         used = {str(s) for t in tables for e in t.values() for s in e.free_symbols}
         return {name: value for name, value in self.symbols.items() if name in used}
 
@@ -302,6 +296,17 @@ def _integer(expressions: dict[str, sympy.Expr], name: str, size: Any) -> int:
     if not expression.is_number:
         expressions[name] = expression
     return int(size.node.hint)
+
+
+def _stride_expressions(step: StepGraph) -> dict[str, sympy.Expr]:
+    """The strides of inputs that are symbolic."""
+    found: dict[str, sympy.Expr] = {}
+    for node in step.module.graph.find_nodes(op="placeholder"):
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+            for dimension, stride in enumerate(value.stride()):
+                _integer(found, f"{node.name}.{dimension}", stride)
+    return found
 
 
 def _tensors(value: Any) -> Iterator[tuple[str, torch.Tensor]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch._dynamo.utils import counters
 
 import cotrain_compile
 from cotrain_compile.capture.dynamo.recompiles import why_again
+from cotrain_compile.entry import compile_step as backend
 from tests.support.captured_steps import make_lean_mlp
 from tests.support.steps import SEED, Step, all_tensors, cotrain, cross_entropy, make_step, vectors
 
@@ -157,3 +159,16 @@ def test_a_step_that_counts_in_its_closure_is_found_again() -> None:
 def test_a_guard_is_told_as_the_user_writes_it() -> None:
     guard = "G['model']._modules['h']._modules['0']._parameters['bias'].grad is None"
     assert why_again(guard) == "`model.h[0].bias.grad is None` no longer holds"
+
+
+def test_slices_of_longer_and_longer_rows_are_planned_once() -> None:
+    """A stride is none of the step's sizes where its ops run as they are."""
+    torch._dynamo.reset()
+    model = make_lean_mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    step = cotrain()(make_step(model, [optimizer], cross_entropy))
+    x, y = vectors()
+    with mock.patch.object(backend, "compile_step", wraps=backend.compile_step) as planned:
+        for longer in range(5):
+            step(torch.randn(len(x), x.shape[1] + longer)[:, : x.shape[1]], y)
+    assert planned.call_count == 2  # for its own strides, then for any
