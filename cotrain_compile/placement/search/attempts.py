@@ -39,8 +39,6 @@ from cotrain_compile.placement.work import (
 )
 from cotrain_compile.plan import Placement
 
-# A program is solved again with less memory where whole tensors need more than its fluids.
-ROUNDS = 5
 # Moves up that begin not long before their use: what has come early takes the room of what leaves.
 LATE = Tactics(lookahead=0.02)
 # Ways to schedule what the greedy and the program decide.
@@ -61,8 +59,6 @@ FOLLOWING = 6
 PROPOSAL_SHARE = 0.4
 # Of what is left, how much is for the next round of a program.
 ROUND_SHARE = 0.6
-# Of the work for a program, what is for the one of many steps.
-CYCLIC_SHARE = 0.3
 # A part of the search that has less than this share of its work left begins nothing large.
 LATE_SHARE = 0.1
 
@@ -217,7 +213,7 @@ class Attempts:
                 return False
             placement = variant.space.placement(name, solution.decisions)
             missing = self.decide(name, variant, placement, TACTICS[:1])
-            if missing is None or solution.is_loose or self._is_trusted(name, solution):
+            if missing is None or solution.is_loose or self.is_trusted(name, solution):
                 break
             targets[missing.tier] -= 1.05 * missing.nbytes
         return name in self.found.drafts
@@ -233,7 +229,7 @@ class Attempts:
         if solution.decisions is not None:
             self.decide(name, variant, variant.space.placement(name, solution.decisions))
 
-    def _is_trusted(self, name: str, solution: Solution) -> bool:
+    def is_trusted(self, name: str, solution: Solution) -> bool:
         """Whether the plan that has come of a solution is about as fast as that claims."""
         found = self.found.drafts.get(name)
         return found is not None and found.step_s <= TRUST * solution.step_s
@@ -363,75 +359,6 @@ class Attempts:
                 self.found.keep(name, min(drafts, key=lambda found: found.step_s))
                 return missing
         return missing
-
-    def programs(self, variant: Variant, *, whole: bool = True) -> None:
-        """The program of a single step; where steps overlap that of many, too."""
-        until = self.until
-        if self.settings.overlap_steps:
-            self.until = until.part(1.0 - CYCLIC_SHARE)
-        self._program(variant, whole=whole)
-        self.until = until
-        if self.settings.overlap_steps:
-            self._cyclic_program(variant, whole=whole)
-
-    def _cyclic_program(self, variant: Variant, *, whole: bool) -> None:
-        """Decisions for overlapping steps; the simulation of many says what they are worth."""
-        name = ("ilp" if whole else "lp-round") + variant.suffix
-        targets: dict[Tier, float] = dict(self.problem.budgets)
-        before = self.found.drafts.get(name)
-        for _ in range(2):
-            solution = self.solver.solve(variant.space, targets, whole=whole, cyclic=True)
-            if solution.decisions is None:
-                return
-            placement = variant.space.placement(name, solution.decisions)
-            missing = self.decide(name, variant, placement)
-            if missing is None:
-                break
-            targets[missing.tier] -= 1.05 * missing.nbytes
-        if self.found.drafts.get(name) is not before:
-            self.solution = solution
-
-    def _program(self, variant: Variant, *, whole: bool = True) -> None:
-        """The integer program (or its LP relaxation, rounded), with a margin where it needs one.
-
-        Where the careful program finds nothing in a budget or in time, and what is found so far is
-        far from its claim, the relaxed one decides, at last with split clusters, rounded: the
-        scheduler keeps to the budget whatever is decided, and only time is at stake.
-        """
-        name, budgets = ("ilp" if whole else "lp-round") + variant.suffix, self.problem.budgets
-        versions = [(True, whole), (False, whole), (False, False)]
-        if self.found.fastest_s(variant.recomputed) <= FAR * variant.claim_s:
-            versions = versions[:1]  # there is little to gain from a rougher program
-        margins, before_short = dict.fromkeys(budgets, 0.0), 0
-        for number in range(1, ROUNDS + 1):
-            self.rounds = number
-            careful, in_one = versions[0]
-            space = variant.space if careful else variant.peak_space
-            targets = {tier: budgets[tier] - margins[tier] for tier in budgets}
-            solution = self.solver.solve(space, targets, careful=careful, whole=in_one)
-            if solution.decisions is None:
-                self.is_cut_short |= solution.is_cut_short
-                self.solution = self.solution or solution  # its status is to be told
-                del versions[0]
-                if not versions:
-                    return
-                continue
-            before = self.found.drafts.get(name)
-            missing = self.decide(name, variant, space.placement(name, solution.decisions))
-            found = self.found.drafts.get(name)
-            if self.solution is None or (found is not before and found is self.found.fastest):
-                self.solution = solution  # the claim that belongs to the plan
-            trusted = self._is_trusted(name, solution)
-            settled = trusted or self.is_late or not careful or solution.is_loose
-            if found is not None and settled:
-                return
-            tier, short = missing or (Tier.DEVICE, 0)
-            if self.is_late:
-                versions = versions[-1:]  # the rounding takes a second
-            elif short and short == before_short:
-                margins[tier] *= 2  # what is missing is not what the program counts
-            before_short = short
-            margins[tier] += 1.05 * short + 0.01 * budgets[tier]
 
 
 def _is_by_program(policy: str) -> bool:

@@ -52,8 +52,8 @@ from cotrain_compile.placement.search.variants import (
     Levels,
     Variant,
     fastest_of,
-    promising,
 )
+from cotrain_compile.placement.search.whole_programs import decide_by_program, solve_programs
 from cotrain_compile.placement.work import Allowance, Meter
 from cotrain_compile.plan import Placement, Plan
 from cotrain_compile.support.collector import collector_off
@@ -195,7 +195,7 @@ class _Search(Attempts):
         if self._may_gain_by_greedy():
             self.try_greedy(self.step)
         self._aim_lower()
-        self._solve_programs()
+        solve_programs(self, max(self.claim_s, self._certified_s()))
 
     def _may_gain_by_greedy(self) -> bool:
         """Whether the greedy may be faster than what is found for the step as it is, in time."""
@@ -226,32 +226,6 @@ class _Search(Attempts):
                 return
             self.aim_lower(best, share)
 
-    def _solve_programs(self) -> None:
-        """The integer programs of the steps that may have a faster plan, each in its time."""
-        # Of steps that overlap the relaxation says nothing.
-        gap = -1.0 if self.settings.overlap_steps else self.settings.gap
-        if self.settings.recompute and not self.settings.overlap_steps:
-            gap = max(gap, FAR - 1.0)  # other values made again would gain more
-        hopeful = promising(self.variants, self.found.fastest_s, gap)
-        if not self.is_slower_than((1.0 + gap) * max(self.claim_s, self._certified_s())):
-            hopeful = []  # nor has any other level a better plan
-        hopeful = [variant for variant in hopeful if self._may_lead(variant)]
-        self.solution = None if hopeful else fastest_of(self.variants, self.found.fastest_s).relaxed
-        for number, variant in enumerate(hopeful):
-            self.until = self.work.part(1.0 / (len(hopeful) - number))
-            self.programs(variant)
-        self.until = self.work
-
-    def _may_lead(self, variant: Variant) -> bool:
-        """Whether its relaxation, rounded, is not far slower than the fastest plan."""
-        rounded = self.found.drafts.get("lp-round" + variant.suffix)
-        return rounded is None or not self.settings.recompute or not self.is_faster_by_far(rounded)
-
-    def is_faster_by_far(self, than: Draft) -> bool:
-        """Whether the fastest plan is."""
-        fastest = self.found.fastest
-        return fastest is not None and FAR * fastest.step_s < than.step_s
-
     def _certified_s(self) -> float:
         """The certified bound, 0 where there is none. It began with the search.
 
@@ -277,7 +251,7 @@ class _Search(Attempts):
         elif policy == "greedy":
             self.try_greedy(self.step)
         elif policy in ("ilp", "lp-round"):
-            self.programs(self.step, whole=policy == "ilp")
+            decide_by_program(self, self.step, whole=policy == "ilp")
             # What does not fit in any round, or cannot, is not there for more time either.
             is_short_of_time = self.is_late and self.is_cut_short
             if not self.found.drafts and not is_short_of_time and not self.failure:
