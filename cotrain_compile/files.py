@@ -249,7 +249,8 @@ def _version(type_: type) -> int:
 
 def _usual_name(kind: str) -> str:
     """What a user calls a file of that kind."""
-    return {"dataflow": "step.json", "plan": "plan.json"}.get(kind, f"{kind} file")
+    article = "an" if kind[0] in "aeiou" else "a"
+    return {"dataflow": "a step.json", "plan": "a plan.json"}.get(kind, f"{article} {kind} file")
 
 
 def _complaint(details: Sequence[ErrorDetails], type_: type, where: str) -> str:
@@ -262,7 +263,7 @@ def _complaint(details: Sequence[ErrorDetails], type_: type, where: str) -> str:
         )
     if ("kind",) in by_place:
         found = _shown(by_place[("kind",)])
-        return f"{where}: kind is {found}, not '{_kind(type_)}'; give a {_usual_name(_kind(type_))}"
+        return f"{where}: kind is {found}, not '{_kind(type_)}'; give {_usual_name(_kind(type_))}"
     if ("format_version",) in by_place:
         found = _shown(by_place[("format_version",)])
         return (
