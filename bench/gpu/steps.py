@@ -51,9 +51,9 @@ TINY: dict[str, Build] = {"GPT tiny": decoder_step(64, 4, 2, 2, 64)}
 WAYS: tuple[tuple[str, str, float | None, dict[str, Any]], ...] = (
     ("resident", "resident", None, {}),
     ("auto at 60 % of resident", "auto", 0.6, {}),
+    ("auto at 35 % of resident", "auto", 0.35, {}),
     ("zero-offload", "zero-offload", None, {}),
     ("streamed", "streamed", None, {}),
-    ("auto at 35 % of resident", "auto", 0.35, {}),
     ("resident, sums as Triton likes", "resident", None, {"emulate_precision_casts": False}),
 )
 KINDS = {
