@@ -45,7 +45,7 @@ from cotrain_compile.runtime.calibrate.op_factors import (
 from cotrain_compile.runtime.calibrate.op_rates import elements_per_s, fresh_bytes_per_s
 from cotrain_compile.runtime.cuda.card import CudaCard
 from cotrain_compile.runtime.cuda.device import CudaDevice
-from cotrain_compile.runtime.cuda.pinned import PinnedPool
+from cotrain_compile.runtime.cuda.setup import pool
 from cotrain_compile.runtime.device import Device
 from cotrain_compile.runtime.emulated import EmulatedDevice
 from cotrain_compile.runtime.ops import Launch
@@ -58,6 +58,7 @@ _CARD_DTYPES = (*_DTYPES, torch.float16)
 # A matmul of the host's size takes a card microseconds, most of them to begin and to end.
 _LARGER_ON_A_CARD = 4
 _CALLS_PER_LAUNCH_SAMPLE = 100
+_FIRST_ISSUES, _FEWEST_ISSUES = 3, 20
 # The parameter, its gradient and two moments in float32.
 _BYTES_HELD_PER_PARAMETER = 16
 # Of the rate of half as many parameters; less shows that a cache had helped.
@@ -225,7 +226,9 @@ def _device_for(bench: Bench) -> Device:
     """The runtime whose calls are measured."""
     if isinstance(bench, CudaBench):
         card = CudaCard(bench.device)
-        return CudaDevice(card, PinnedPool(card.pin, card.unpin), 2**62, {})
+        # The process's own pool: one that ends with the measuring would leave memory registered
+        # with the driver, which refuses whatever is mapped at that address next (CUDA error 712).
+        return CudaDevice(card, pool(card.device.index), 2**62, {})
     budgets = dict.fromkeys(Tier, 2**62)
     return EmulatedDevice(presets.find(presets.THIS_MACHINE), budgets, {}, poison=False)
 
@@ -234,8 +237,10 @@ def issue_s(device: Device, until_s: float = math.inf) -> float:
     """Seconds that the step's thread takes to start a copy on `device` and to wait for it.
 
     Measured between matmuls, as in a step: on the emulated device the copy's thread competes for
-    the interpreter. A card goes on meanwhile with what it has been given: it `runs_ahead`. From
-    `until_s` of the monotonic clock on one more has to do.
+    the interpreter. A card goes on meanwhile with what it has been given: it `runs_ahead`. The
+    first copies pin the memory that later ones use again, so they do not count. From `until_s` of
+    the monotonic clock on `_FEWEST_ISSUES` have to do: two or three on a busy computer would have
+    a plan believe that each copy takes milliseconds of Python.
     """
     place = device.compute_device
     a, product = torch.ones(256, 256, device=place), torch.ones(256, 256, device=place)
@@ -249,10 +254,10 @@ def issue_s(device: Device, until_s: float = math.inf) -> float:
     for number in range(_CALLS_PER_LAUNCH_SAMPLE):
         torch.mm(a, a, out=product)
         seconds.append(wall_s(partial(start_one_and_wait_for_the_last, number)))
-        if number and time.monotonic() >= until_s:  # the first has nothing to wait for
+        if number >= _FIRST_ISSUES + _FEWEST_ISSUES and time.monotonic() >= until_s:
             break
     device.drain()
-    return statistics.median(seconds)
+    return statistics.median(seconds[_FIRST_ISSUES:])
 
 
 def adamw_update(parameters: int) -> Callable[[], None]:
