@@ -15,7 +15,8 @@ from cotrain_compile.machine import Tier
 from cotrain_compile.plan import Lane
 from cotrain_compile.runtime.calibrate.calibrate import calibrate
 from cotrain_compile.runtime.calibrate.link_bench import Sizes
-from cotrain_compile.runtime.cuda.card import CudaCard
+from cotrain_compile.runtime.cuda import card
+from cotrain_compile.runtime.cuda.card import register_pinned
 from cotrain_compile.runtime.cuda.pinned import ALIGNMENT
 from cotrain_compile.runtime.cuda.setup import pool
 from tests.gpu.cuda_training import CUDA, CudaTraining, resident_peak_bytes
@@ -122,18 +123,18 @@ def test_homes_on_the_host_are_pinned_and_homes_on_the_device_are_there() -> Non
 
 def test_measuring_the_card_leaves_nothing_registered_that_is_unmapped() -> None:
     """The driver would refuse what is mapped there next, and say only that it cannot be pinned."""
-    pinned: list[int] = []
+    registered: list[int] = []
 
-    def counting(card: CudaCard, row: torch.Tensor) -> None:
-        pinned.append(row.nbytes)
-        pin(card, row)
+    def counting(register: Any, address: int, nbytes: int, clear: Any) -> None:
+        registered.append(nbytes)
+        register_pinned(register, address, nbytes, clear)
 
-    pin, before = CudaCard.pin, pool(0).held_bytes
+    before = pool(0).held_bytes
     small = Sizes(copy_bytes=2**22, matmul_side=256, updated_parameters=2**18, until_s=0.0)
-    with mock.patch.object(CudaCard, "pin", counting):
+    with mock.patch.object(card, "register_pinned", counting):
         calibrate(device=CUDA, sizes=small)
     gc.collect()
-    assert sum(pinned) == pool(0).held_bytes - before
+    assert sum(registered) == pool(0).held_bytes - before
 
 
 def test_pinned_memory_is_not_rounded_up() -> None:
