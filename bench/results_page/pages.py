@@ -156,7 +156,7 @@ FIGURES = (
     Figure(PLACEMENT, "| above the certified bound | {} % | {} %, then {} % |", "placement", _gaps),
     Figure(
         PLACEMENT,
-        "| claim of the program against the simulation | {} % | {} % |",
+        "| objective of the program against the simulation | {} % | {} % |",
         "placement",
         _target("claim_difference"),
     ),
