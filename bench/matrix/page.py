@@ -14,7 +14,8 @@ HEAD = """# Loops that are captured whole
 Small Hugging Face models, optimizers, and ways to write a training loop, crossed. Each cell
 trains {calls} calls in eager and with `policy="{policy}"` from the same start, and compares every
 loss, parameter and optimizer state. Made by `python -m bench.matrix.matrix`
-([JSON](../bench/results/matrix.json)); {ran} of {all} cells were run.
+([JSON](../bench/results/matrix.json)); {ran} of {all} cells were run, and the
+JSON has each.
 
 **{equal} equal, {rounding} equal but for rounding that is shown below, {different} different,
 {refused} refused.** Equal means: as many graphs as below, losses within {loss:g}; parameters
@@ -46,30 +47,8 @@ def write_page(path: Path, summary: Mapping[str, Any]) -> None:
         half_loss=half_loss,
         half_tensor=half_tensor,
     )
-    parts = [text, "## By model and idiom\n", _table(cells), _idioms(cells), _trouble(cells)]
+    parts = [text, _idioms(cells), _trouble(cells)]
     path.write_text("\n".join(parts).rstrip() + "\n", encoding="utf-8")
-
-
-def _table(cells: Sequence[Cell]) -> str:
-    """Optimizers that came out equal, by model (rows) and idiom (columns)."""
-    idioms = list(dict.fromkeys(cell["idiom"] for cell in cells))
-    lines = ["| | " + " | ".join(idioms) + " |", "|---|" + "---|" * len(idioms)]
-    for model in sorted({cell["architecture"] for cell in cells}):
-        row = [
-            ", ".join(
-                _mark(cell)
-                for cell in cells
-                if (cell["architecture"], cell["idiom"]) == (model, idiom)
-            )
-            for idiom in idioms
-        ]
-        lines.append(f"| {model} | " + " | ".join(row) + " |")
-    return "\n".join(lines) + "\n"
-
-
-def _mark(cell: Cell) -> str:
-    name = str(cell["optimizer"])
-    return name if cell["status"] == "equal" else f"**{name}: {cell['status']}**"
 
 
 def _idioms(cells: Sequence[Cell]) -> str:
@@ -86,35 +65,19 @@ def _idioms(cells: Sequence[Cell]) -> str:
 
 
 _ROUNDING = """\
-**Rounding**: as many graphs and losses as near as in any other cell, and one of two causes.
-
-*The model takes another way where it is traced.* Transformers looks in eager whether a batch holds
-packed sequences, which is a branch on data, and where it does not drops the mask; in a trace
-(`is_tracing` in its `masking_utils.py`) it keeps it. Without a mask, heads that share keys and
-values (`num_key_value_heads` below `num_attention_heads`) are summed within the attention's
-kernel, with one they are repeated before it, so that their gradients round to bfloat16 before the
-sum. Stock `torch.compile(backend="eager")` of the loss alone takes that way too, and then nothing
-is left to explain: each such cell is within the limits above of it. That both ways are right is
-seen from their gradients: where each is as near to the exact (float64) gradient as the other, they
-are at most two roundings apart; a cell where they are farther counts as different. Adagrad's first
-update of an element is the learning rate times the sign of its gradient, so one near zero turns a
-rounding into a whole update.
-
-*The gradient is rounding only.* A score of attention is `q · (k + b)`; `q · b` is the same for all
-keys, softmax does not depend on it, so the gradient of the keys' bias `b` is zero: what a step
-computes there is rounding. Adam, NAdam and Adagrad divide a gradient by its own size, and so make
-whole updates of that rounding, which any other order of the same operations changes. Beside each
-cell is its gradient in float64, and how far the one in its own precision is from it: a cell counts
-as rounding if that has no right digit, else as different.
+**Rounding** has one of two causes. *The model takes another way where it is traced*: Transformers
+drops a mask in eager where a batch holds no packed sequences, which is a branch on data, and keeps
+it in a trace; shared heads then round to bfloat16 elsewhere. Stock `torch.compile` takes that way
+too, and is equal; both gradients are as near to float64's. *The gradient is rounding only*: that
+of the keys' bias is zero, and Adam, NAdam and Adagrad divide it by its own size. A cell counts as
+rounding only if its gradient has no right digit beside float64's.
 """
 _DIFFERENCES = """\
 **Different** is not explained, and a bug until it is.
 """
 _REFUSALS = """\
-**Refused** is a `CaptureError` before anything has been updated. Hugging Face does not know by the
-name of GPT-2's class which loss it wants, and logs a warning in its forward. The way on is in the
-message: `model.loss_type = "ForCausalLM"`, with which these cells come out equal, or the loss in
-the step, as in the other columns.
+**Refused** is a `CaptureError` before anything has been updated: Hugging Face logs a warning in
+GPT-2's forward. With `model.loss_type = "ForCausalLM"`, as the message says, these cells are equal.
 """
 
 
@@ -130,7 +93,6 @@ def _trouble(cells: Sequence[Cell]) -> str:
         lines += [why] if any(cell["status"] == status for cell in odd) else []
     for cell in odd:
         where = f"{cell['architecture']}, {cell['optimizer']}, {cell['idiom']}"
-        far = f"loss {cell['loss_difference']:.0e}, tensors {cell['tensor_difference']:.0e}: "
-        said = cell["message"] if cell["status"] == "refused" else far + cell["message"]
-        lines.append(f"- {where}: {cell['status']}; {said}")
+        far = f", loss {cell['loss_difference']:.0e}, tensors {cell['tensor_difference']:.0e}"
+        lines.append(f"- {where}: {cell['status']}{far if cell['status'] != 'refused' else ''}")
     return "\n".join(lines) + "\n"

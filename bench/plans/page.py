@@ -24,20 +24,14 @@ STYLES: Mapping[str, tuple[str, str, str]] = {
     "streamed": ("all streamed", "#D55E00", "v"),
 }
 OURS = "#0072B2"
-_NONE = "–"
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """The section: what is gained in a few lines, the largest models, a table of one machine."""
+    """The section: what is gained in a few lines, and the largest models."""
     rows: Sequence[Row] = result["rows"]
     parts = [_summary(rows, result["host_budget"])]
     if result["largest"]:
         parts.append(_largest(result["largest"]))
-    first, *others = dict.fromkeys(row["machine"] for row in rows)
-    own = [row for row in rows if row["machine"] == first]
-    parts.append(f"**{first}**\n\n{_steps(own)}")
-    if others:
-        parts.append(f"The same for {', '.join(others)} is in the JSON.")
     return "\n\n".join(parts) + "\n"
 
 
@@ -85,27 +79,6 @@ def _largest(entries: Iterable[Mapping[str, Any]]) -> str:
     return "The largest model that trains in all of the device's memory:\n\n" + _markdown(
         columns, lines
     )
-
-
-def _steps(rows: Sequence[Row]) -> str:
-    """Seconds a step at each budget; the fastest of a line in bold."""
-    columns = ["step", "device budget", "ours", "above bound", "found in"]
-    columns += [style[0] for style in STYLES.values()]
-    return _markdown(columns, [_step(row) for row in rows])
-
-
-def _step(row: Row) -> list[str]:
-    fastest = min(filter(None, (row["step_s"], _best_rule(row))), default=None)
-
-    def shown(seconds: object) -> str:
-        if not isinstance(seconds, float):
-            return _NONE
-        bold = fastest is not None and seconds <= fastest * (1 + 1e-9)
-        return f"**{format_seconds(seconds)}**" if bold else format_seconds(seconds)
-
-    gap = _NONE if row["gap"] is None else f"{row['gap']:.1%}"
-    cells = [row["model"], format_bytes(row["budget_bytes"]), shown(row["step_s"]), gap]
-    return [*cells, f"{row['seconds']:.0f} s", *(shown(row["rules_s"].get(r)) for r in STYLES)]
 
 
 def _markdown(columns: Sequence[str], lines: Iterable[Sequence[str]]) -> str:

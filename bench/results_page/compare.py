@@ -30,13 +30,14 @@ PAGE = ROOT / "docs" / "results.md"
 
 HEAD = """# Measured
 
-Every table here is made from a JSON in `bench/results` by
-`python -m bench.results_page.compare --write`, and a test holds it to them. Each section names its
-command. What was measured on a GPU stands under [Steps on a card](#steps-on-a-card) alone: other
-figures for cards are *simulated*, those called measured are of an *emulated* device, host memory
-with throttled links. Simulated figures of 2026-11-25 and before are at one rate for every kind of
-op ([decision 59](decisions/0059-seconds-by-kind.md)), and their `zero-offload` moved 10.8 bytes a
-parameter, where its paper and the policy of today move 4: what they gain over it is too much.
+What each benchmark found, in the few figures that carry a claim; a test holds them to the JSONs,
+which have every row, the command, the hardware and the versions. Measured on a GPU is only
+[Steps on a card](#steps-on-a-card): other figures for cards are *simulated*, and those called
+measured are of an *emulated* device, host memory with throttled links. Simulated figures of
+2026-11-25 and before have one rate for every kind of op
+([decision 59](decisions/0059-seconds-by-kind.md)), and a `zero-offload` that moves 10.8 bytes a
+parameter, not 4: gains over it are too large there. The first table of such figures is in the
+[README](../README.md).
 """
 
 Table = Callable[[Mapping[str, Any]], str]
@@ -59,12 +60,11 @@ class Section:
 SECTIONS = (
     Section("Published steps", "published_steps", own_table("published.table")),
     Section("Rivals as published", "rivals", own_table("published.rivals")),
-    Section("Steps that do not fit", "first_screen", own_table("plans.first_screen")),
     Section("Plans against simple rules", "plans", own_table("plans.plans")),
     Section("Plans against their bound", "placement", tables.placement),
-    Section("Plans in little more than the least memory", "tight", own_table("plans.tight")),
-    Section("Plans of steps that nobody tuned for", "campaign", own_table("plans.campaign")),
-    Section("Values made again", "recompute", tables.recompute),
+    Section("Plans in little more than the least memory", "tight", tables.tight),
+    Section("Plans of steps that nobody tuned for", "campaign", tables.campaign),
+    Section("Recomputation", "recompute", tables.recompute),
     Section("Updates on the host against peers", "host_update_peers", tables.host_update_peers),
     Section("Updates on the host in a step", "host_update", tables.host_update),
     Section(
@@ -72,31 +72,31 @@ SECTIONS = (
     ),
     Section("Predicted against measured", "simulated_vs_measured", tables.simulated_vs_measured),
     Section(
-        "Steps that make values again, predicted against measured",
+        "Steps that recompute, predicted against measured",
         "recompute_measured",
-        own_table("runtime.recompute_measured"),
+        tables.emulated,
     ),
     Section(
         "Early updates against ZeRO-Offload's",
         "coarse_against_zero_offload",
         tables.coarse_against_zero_offload,
     ),
-    Section("Large parameters in pieces", "pieces", tables.pieces),
-    Section("States on disk", "disk", own_table("runtime.disk")),
-    Section("The loss in parts", "split_ops", own_table("runtime.split_ops")),
+    Section("Large parameters in chunks", "pieces", tables.pieces),
+    Section("States on disk", "disk", tables.disk),
+    Section("The loss in parts", "split_ops", tables.split_ops),
     Section("Overlapping steps", "overlap", tables.overlap),
-    Section("Updates before the norm is known", "speculation", own_table("runtime.speculation")),
-    Section("Micro-batches by layer", "micro_batches", own_table("runtime.micro_batches")),
-    Section("Servers of several cards", "several_cards", own_table("plans.several_cards")),
-    Section("Six clusters", "six_clusters", own_table("cluster.six_clusters")),
-    Section("Megatron's table", "megatron", own_table("cluster.megatron")),
+    Section("Updates before the norm is known", "speculation", tables.speculation),
+    Section("Micro-batches by layer", "micro_batches", tables.emulated),
+    Section("Servers of several cards", "several_cards", tables.several_cards),
+    Section("Six clusters", "six_clusters", tables.six_clusters),
+    Section("Megatron's table", "megatron", tables.megatron),
     Section(
         "Plans of a cluster, predicted against measured",
         "cluster_runs",
-        own_table("runtime.cluster_runs"),
+        tables.emulated,
     ),
-    Section("Two ranks beside peers", "several_ranks", own_table("runtime.several_ranks")),
-    Section("Small exchanges in buckets", "buckets", own_table("runtime.buckets")),
+    Section("Two ranks beside peers", "several_ranks", tables.several_ranks),
+    Section("Small exchanges in buckets", "buckets", tables.buckets),
     Section(
         "Against torch.compile", "against_torch_compile*", compiler_tables.against_torch_compile
     ),
@@ -117,8 +117,9 @@ SECTIONS = (
     Section("Loops that are captured", "matrix", tables.matrix),
 )
 
-# Campaigns and the soak are on a page of their own, by `bench.reliability.page`.
-ELSEWHERE = ("reliability_*", "long_tests*", "soak")
+# Campaigns and the soak are on a page of their own, by `bench.reliability.page`; the first screen
+# is the table of the README.
+ELSEWHERE = ("reliability_*", "long_tests*", "soak", "first_screen")
 
 
 def page() -> str:
@@ -130,22 +131,14 @@ def page() -> str:
             continue
         documents = [json.loads(path.read_text()) for path in paths]
         merged = {key: value for d in documents for key, value in d["result"].items()}
-        parts.append(f"## {section.title}\n\n{documents[0]['question']}\n")
-        parts.append(section.table(merged))
-        parts += [_origin(path, document) for path, document in zip(paths, documents, strict=True)]
+        files = ", ".join(map(_origin, paths, documents))
+        parts.append(f"## {section.title}\n\n{section.table(merged)}\n<sub>{files}</sub>\n")
     return "\n".join(parts)
 
 
 def _origin(path: Path, document: Mapping[str, Any]) -> str:
-    """Where the figures come from: command, machine, versions, date."""
-    hardware, versions = document["hardware"], document["versions"]
-    earlier = len(document["result"].get("others", ()))  # of runs that have rows in the file, too
-    told = f"`{document['command'].removeprefix('-m ')}`, {document['date']}"
-    told += f" (and {earlier} earlier)" if earlier else ""
-    return (
-        f"<sub>[{path.name}](../bench/results/{path.name}): {told}, "
-        f"{hardware['processor']}, {hardware['cores']} cores, torch {versions['torch']}</sub>\n"
-    )
+    """Where the figures come from: the file, and its day."""
+    return f"[{path.name}](../bench/results/{path.name}) of {document['date']}"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -75,11 +75,6 @@ def _long_run(r: Result) -> Sequence[str]:
     return str(r["steps"]), percent(r["budget_bytes"] / r["resident_bytes"], 0)
 
 
-def _page(r: Result) -> Sequence[str]:
-    first, drawn = (r[key]["median"] for key in ("first_paint_s", "drawn_s"))
-    return f"{r['page_bytes'] / 1e6:.1f}", f"{first:.1f}", f"{drawn:.1f}"
-
-
 def _resident_apart(r: Result) -> Sequence[str]:
     """How far steps are apart that differ in nothing but a link that they do not use."""
     seconds: dict[str, list[float]] = {}
@@ -103,7 +98,6 @@ ANALYSIS, ARCHITECTURE, PLACEMENT = (
     "docs/architecture.md",
     "docs/placement.md",
 )
-SEGMENTS = "docs/decisions/0012-device-segments.md"
 
 FIGURES = (
     Figure(ANALYSIS, "runs three models with {} simple rules", "simulated_vs_measured", _rules),
@@ -162,7 +156,7 @@ FIGURES = (
     Figure(PLACEMENT, "| above the certified bound | {} % | {} %, then {} % |", "placement", _gaps),
     Figure(
         PLACEMENT,
-        "| claim of the program against the simulation | {} % | {} % |",
+        "| objective of the program against the simulation | {} % | {} % |",
         "placement",
         _target("claim_difference"),
     ),
@@ -172,18 +166,5 @@ FIGURES = (
         "{} of them are within 10 % of their bound, none is below it; in {} no simple rule fits",
         "placement",
         _near_the_bound,
-    ),
-    Figure(
-        SEGMENTS,
-        "the step takes {} to {} times stock's time",
-        "against_torch_compile_*[!t]",
-        processor_ratios,
-    ),
-    Figure(
-        "docs/decisions/0016-report-page.md",
-        "The Llama-7B page has {} MB, of which half is the library; Chromium first paints it after "
-        "{} s and has drawn all of it after {} s",
-        "report_page",
-        _page,
     ),
 )

@@ -1,7 +1,7 @@
-"""Tables of the results page: from the `result` of each benchmark's JSON to Markdown.
+"""What the results page says of plans and steps: from the `result` of a JSON to a few sentences.
 
-One function for each benchmark. Where a peer or a simple rule wins, the words below the table say
-why. What they say about numbers is computed here, so that it stays true for the next run.
+A table only where its rows carry a claim; every figure is in the JSON beside it. What is said about
+numbers is computed here, so that it stays true for the next run.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import combinations, groupby
+from itertools import combinations
 from typing import Any
 
 from cotrain_compile.support.units import format_bytes, format_seconds
@@ -33,83 +33,113 @@ def times(factor: float) -> str:
     return f"{factor:.2f} ×"
 
 
+def _range(values: Iterable[float], tell: Any = times) -> str:
+    found = list(values)
+    return f"{tell(min(found))} to {tell(max(found))}"
+
+
 def placement(result: Result) -> str:
-    """How far plans are from their bound, for each step and machine."""
-    rows = []
-    by_case = groupby(result["rows"], key=lambda row: (row["model"], row["machine"]))
-    for (model, machine), group in by_case:
-        found = list(group)
-        gaps = [row["gap"] for row in found if row["gap"] is not None]
-        sizes = [row["budget_bytes"] for row in found]
-        rows.append(
-            (
-                f"{model}, {machine}",
-                f"{format_bytes(min(sizes))} to {format_bytes(max(sizes))}",
-                percent(statistics.median(gaps)),
-                percent(max(gaps)),
-                sum(any(isinstance(s, float) for s in row["rules_s"].values()) for row in found),
-                format_seconds(statistics.median(row["seconds"] for row in found)),
-                _median_seconds(row.get("processor_s") for row in found),
-            )
+    """How far plans are from their bound."""
+    rows, told = result["rows"], result["summary"]
+    gaps = [row["gap"] for row in rows if row["gap"] is not None]
+    return (
+        f"Of {len(rows)} plans {told['bounds_beaten']} are below their certified bound; they are "
+        f"{percent(statistics.median(gaps))} above it in the median, {percent(max(gaps))} at "
+        f"worst. At {len(rows) - told['no_rule_fits']} budgets a simple rule fits; the fastest "
+        f"one takes {times(told['speedup_median'])} as long in the median. "
+        "More: [the placement problem](placement.md#how-good-the-plans-are).\n"
+    )
+
+
+def tight(result: Result) -> str:
+    """Plans in 1 to 1.25 times the least memory."""
+    told = []
+    for again, name in ((False, "nothing recomputed"), (True, "recomputation")):
+        gaps = [r["gap"] for r in result["rows"] if r["recompute"] is again and r["gap"]]
+        told.append(
+            f"with {name} {percent(statistics.median(gaps))} above their bounds in the median, "
+            f"{percent(max(gaps))} at worst"
         )
-    headings = (
-        "step and machine",
-        "budgets",
-        "above the bound, median",
-        "worst",
-        "budgets at which a simple rule fits",
-        "solved in, median",
-        "processor, median",
-    )
-    count = len(result["rows"])
-    fitting = count - result["summary"]["no_rule_fits"]
-    return markdown(headings, rows) + (
-        f"\n{result['summary']['bounds_beaten']} of {count} plans are below their certified bound. "
-        f"At {fitting} budgets a simple rule fits at all; the fastest one that does takes "
-        f"{result['summary']['speedup_median']:.2f} times as long in the median, and "
-        f"{result['summary']['speedup_best']:.2f} times at best for us. Why some rows are far from "
-        "their bound is in [the placement problem](placement.md#how-good-the-plans-are).\n"
+    return f"In 1 to 1.25 times the least memory plans are, {'; '.join(told)}.\n"
+
+
+def campaign(result: Result) -> str:
+    """Steps that were looked at after the search had been made."""
+    told, gap = result["summary"], result["summary"]["gap"]
+    return (
+        f"{told['cells']} cells, most in 1.1 times the least memory: {percent(gap['median'])} "
+        f"above the bound in the median, {percent(gap['worst'])} at worst, found in "
+        f"{told['processor_s']['median']:.0f} s of processors. In {told['users_fit']} cells "
+        f"checkpoints with a simple rule fit; {told['slower_than_users']} plans are slower than "
+        "those.\n"
     )
 
 
-def _median_seconds(seconds: Iterable[float | None]) -> str:
-    """In words, where all are known."""
-    known = list(seconds)
-    found = [each for each in known if each is not None]
-    return format_seconds(statistics.median(found)) if len(found) == len(known) else "-"
+def recompute(result: Result) -> str:
+    """What recomputation gains, beside the same budget without and with checkpoints."""
+    cells = result["cells"]
+    both = [c for c in cells if c["steps_s"]["auto"] and c["steps_s"]["nothing"]]
+    gains = [c["steps_s"]["nothing"] / c["steps_s"]["auto"] for c in both]
+    best = ("every layer", "every other layer", "user's, every layer", "user's, every other layer")
+    layers = [
+        min(c["steps_s"][way] for way in best if c["steps_s"].get(way)) / c["steps_s"]["auto"]
+        for c in both
+    ]
+    return (
+        f"Over {len(cells)} budgets `auto` is {_range(gains)} as fast as the best plan that "
+        f"recomputes nothing (median {times(statistics.median(gains))}), and {_range(layers)} as "
+        "fast as the best with a checkpoint around every layer or every other one.\n"
+    )
+
+
+def host_update_peers(result: Result) -> str:
+    """Milliseconds of the largest update, and how fast ours is beside each peer."""
+    records = result["records"]
+    largest = max(record["parameters"] for record in records)
+    shown = [record for record in records if record["parameters"] == largest]
+    names = list(shown[0]["seconds"])
+    rows = [
+        (
+            f"{record['gradient']}, {record['threads']} thread{'s' * (record['threads'] > 1)}",
+            *(f"{1e3 * record['seconds'][n]['quiet_median']:.1f}" for n in names),
+        )
+        for record in shown
+    ]
+    peers = dict.fromkeys(name for record in records for name in record["ours_against"])
+    told = "; ".join(
+        f"{name} {_range(r['ours_against'][name] for r in records if name in r['ours_against'])}"
+        for name in peers
+        if name != "limit"
+    )
+    versions = ", ".join(f"{name} {version}" for name, version in result["peers"].items())
+    return (
+        f"Milliseconds for AdamW of {largest / 1e6:.0f}M parameters; the limit is a copy of as "
+        f"many bytes.\n\n{markdown(('gradient', *names), rows)}\nOver all sizes ours is as fast "
+        f"as: {told}. Peers: {versions or 'none installed'}. Where a peer wins, its loop is built "
+        "for this processor and the tensors fit the cache, or it is handed a gradient that is "
+        "already float32; ours is ATen's loop.\n"
+    )
+
+
+def host_update(result: Result) -> str:
+    """Our kernels against the same work op by op, and gaps of another thread."""
+    told = result["summary"]
+    return (
+        f"{_range(r['of_op_by_op']['median'] for r in result['records'])} as fast as the same ops "
+        f"one by one. The longest that a thread in Python stood still meanwhile: "
+        f"{format_seconds(told['gap_worst_s'])}, {format_seconds(told['gap_with_nothing_worst_s'])}"
+        " while nothing is updated.\n"
+    )
 
 
 def simulated_vs_measured(result: Result) -> str:
-    """Predicted and measured steps of every plan, model by model."""
-    rows = [
-        (
-            f"{r['model']}, {r['link']}, {r['plan']}",
-            format_seconds(r["predicted_s"]),
-            format_seconds(r["measured_s"]["median"]),
-            f"{100 * r['time_error']:+.1f} %",
-            format_bytes(r["measured_peak_bytes"]),
-            f"{r['predicted_peak_bytes'] - r['measured_peak_bytes']:+d} B",
-        )
-        for r in result["records"]
-    ]
-    headings = ("model, link, plan", "predicted", "measured", "error", "peak", "peak predicted")
-    summary = result["summary"]
-    return markdown(headings, rows) + (
-        f"\nThe predicted time is off by {percent(summary['time_error_median'])} in the median and "
-        f"{percent(summary['time_error_worst'])} at worst.{_beaten_by_rules(result['records'])}\n"
-        f"\n{_ranks(result['records'])}\n"
-    )
-
-
-def _ranks(records: Sequence[Mapping[str, Any]]) -> str:
-    """How well the order of plans by predicted time is that by measured time."""
-    models = list(dict.fromkeys(r["model"] for r in records))
-    within = [_tau([r for r in records if r["model"] == model]) for model in models]
-    each = ", ".join(f"{tau:.2f} of {model}" for tau, model in zip(within, models, strict=True))
+    """How far predicted steps are off, and whether they rank plans."""
+    records, told = result["records"], result["summary"]
     return (
-        f"Kendall's tau of predicted and measured times is {_tau(records):.2f} over all "
-        f"{len(records)} plans; within a model, whose plans are mostly nearer to each other than "
-        f"predictions are to them, {each}."
+        f"{len(records)} steps on the emulated device; times are off by "
+        f"{percent(told['time_error_median'])} in the median, {percent(told['time_error_worst'])} "
+        f"at worst. Kendall's tau of predicted and measured times is {_tau(records):.2f}."
+        f"{_beaten_by_rules(records)}\n"
     )
 
 
@@ -138,255 +168,197 @@ def _beaten_by_rules(records: Sequence[Result]) -> str:
     if not beaten:
         return " No simple rule is both faster than `auto` and in less memory."
     return (
-        f" Faster than `auto` in no more memory: {', '.join(beaten)}. There the prediction that "
-        "chose between them was off by more than they differ."
+        f" Faster than `auto` in no more memory: {', '.join(beaten)}, where the prediction was off "
+        "by more than they differ."
     )
 
 
-def _told(steps_s: Mapping[str, float | None], way: str) -> str:
-    """The step of a plan; "" where that way to plan was not tried."""
-    if way not in steps_s:
-        return ""
-    seconds = steps_s[way]
-    return format_seconds(seconds) if seconds else "no plan"
-
-
-def recompute(result: Result) -> str:
-    """Steps with nothing, with layers and with what the plan chooses made again."""
-    tried = (
-        "nothing",
-        "every other layer",
-        "every layer",
-        "user's, every other layer",
-        "user's, every layer",
-        "one level",
-        "ProTrain's blocks",
-        "auto",
-    )
-    ways = [way for way in tried if any(way in cell["steps_s"] for cell in result["cells"])]
-    rows, gains = [], []
-    took = [cell["solve_s"] for cell in result["cells"]]
-    planned = [cell for cell in result["cells"] if cell["steps_s"]["auto"] and cell["bound_s"]]
-    above = [cell["steps_s"]["auto"] / cell["bound_s"] - 1 for cell in planned]
-    for cell in result["cells"]:
-        steps, bound_s = cell["steps_s"], cell["bound_s"]
-        auto_s, nothing_s = steps["auto"], steps["nothing"]
-        gain = nothing_s / auto_s if auto_s and nothing_s else None
-        gains += [] if gain is None else [gain]
-        again = f"{format_bytes(cell['recomputed_bytes'])} in {format_seconds(cell['redo_s'])}"
-        rows.append(
-            (
-                f"{cell['model']}, {cell['machine']}, {format_bytes(cell['budget_bytes'])}",
-                *(_told(steps, way) for way in ways),
-                times(gain) if gain else "",
-                again if cell["recomputed_bytes"] else "nothing",
-                percent(auto_s / bound_s - 1) if auto_s and bound_s else "",
-            )
-        )
-    headings = ["step, machine, device memory", *ways, "gain", "made again", "above the bound"]
-    worse = sum(
-        cell["steps_s"]["auto"] > 1.0001 * min(s for s in cell["steps_s"].values() if s)
-        for cell in result["cells"]
-        if cell["steps_s"]["auto"]
-    )
-    told = (
-        f"The gain is that of `auto` over the plan that makes nothing again: {times(min(gains))} "
-        f"to {times(max(gains))}, the median {times(statistics.median(gains))}. In {worse} of "
-        f"{len(rows)} rows another column is faster. The distance from the bound is "
-        f"{percent(statistics.median(above))} in the median and {percent(max(above))} at worst; "
-        f"plans are found in {format_seconds(statistics.median(took))}, the median, to "
-        f"{format_seconds(max(took))} by the clock{_of_processors(result['cells'])}.\n"
-    )
-    return markdown(headings, rows) + "\n" + told + _beside_monet(result.get("alone", ()))
-
-
-def _of_processors(cells: Sequence[Mapping[str, Any]]) -> str:
-    """What finding plans took of all processors, of those plans of which that is known."""
-    known = [cell["processor_s"] for cell in cells if cell.get("processor_s")]
-    if not known:
-        return ""
-    most = format_seconds(max(known))
-    return f", in {format_seconds(statistics.median(known))} to {most} of processors"
-
-
-def _beside_monet(records: Sequence[Mapping[str, Any]]) -> str:
-    """What convolutional nets take longer in less memory, beside MONeT's table and POFO's link."""
-    if not records:
-        return ""
-
-    def told(overhead: float | None) -> str:
-        return "no plan" if overhead is None else percent(overhead)
-
-    rows = [
-        (
-            f"{record['model']}, {percent(record['share'])}",
-            told(record["overhead"]),
-            "" if record["published"] is None else percent(record["published"]),
-            told(record["with_link"]),
-        )
-        for record in records
-    ]
-    headings = ("step, share of the memory for all", "longer by", "published for MONeT")
-    return "\n" + markdown((*headings, "longer with a host at 12 GB/s"), rows)
-
-
-def host_update_peers(result: Result) -> str:
-    """Milliseconds of every kernel, and how fast ours is beside each."""
-    records = result["records"]
-    names = list(dict.fromkeys(name for record in records for name in record["seconds"]))
-    rows = []
-    for record in records:
-        found = record["seconds"]
-        cells = [f"{1e3 * found[n]['quiet_median']:.2f}" if n in found else "-" for n in names]
-        size = f"{record['parameters'] / 1e6:.0f}M"
-        threads = f"{record['threads']} thread{'s' if record['threads'] > 1 else ''}"
-        rows.append((f"{size}, {record['gradient']}, {threads}", *cells))
-    ratios = {
-        name: [r["ours_against"][name] for r in records if name in r["ours_against"]]
-        for name in names
-        if name not in ("ours", "limit")
-    }
-    told = "; ".join(
-        f"{name} {times(min(found))} to {times(max(found))}" for name, found in ratios.items()
-    )
-    versions = ", ".join(f"{name} {version}" for name, version in result["peers"].items())
+def emulated(result: Result) -> str:
+    """Any benchmark of records with a predicted and a measured step."""
+    errors = [abs(r["time_error"]) for r in result["records"]]
     return (
-        "Milliseconds for one AdamW update, the median of the fastest fifth; the limit is a copy "
-        "of as many bytes.\n\n"
-        + markdown(("parameters, gradient, threads", *names), rows)
-        + f"\nOurs against each (above 1: ours is faster): {told}."
-        f" Peers: {versions or 'none installed'}.{_peers_that_win(ratios)}\n"
-    )
-
-
-def _peers_that_win(ratios: Mapping[str, Sequence[float]]) -> str:
-    reasons = {
-        "torch fused": "ours runs the same loop of ATen's, after what it takes to start an op of "
-        "the graph (some 20 µs), and widens a gradient piece by piece, where the peer is given a "
-        "second gradient in float32 to keep",
-        "DeepSpeed": "its loop is compiled for this very processor, which counts while the tensors "
-        "fit the cache; from 10M on memory sets the pace. Ours is ATen's loop, so that nothing is "
-        "built at install",
-        "torch foreach": "it starts sooner, and its temporaries fit the cache",
-    }
-    lost = [name for name, found in ratios.items() if min(found) < 0.95]
-    told = (f" Where {name} wins: {reasons[name]}." for name in lost if name in reasons)
-    return "".join(told)
-
-
-def host_update(result: Result) -> str:
-    """Our kernels against the same work op by op, and gaps of another thread."""
-    rows = [
-        (
-            r["case"],
-            *(format_seconds(r["seconds"][n]["median"]) for n in ("copy", "update alone", "ours")),
-            times(r["of_op_by_op"]["median"]),
-            format_seconds(r["gap_s"]["ours"]["max"]),
-            format_seconds(r["gap_s"]["nothing"]["max"]),
-        )
-        for r in result["records"]
-    ]
-    headings = ("case", "copy", "update alone", "ours", "speed of op by op", "gap", "idle gap")
-    return markdown(headings, rows) + (
-        "\n*Gap*: the longest time in which a thread in Python stood still meanwhile; *idle gap*: "
-        "the same while nothing is updated. *Update alone* has a gradient that is ready; ours "
-        "widens and clips it too.\n"
+        f"{len(errors)} steps; times are off by {percent(statistics.median(errors))} in the median "
+        f"and {percent(max(errors))} at worst.\n"
     )
 
 
 def coarse_against_zero_offload(result: Result) -> str:
     """Both plans, predicted and measured."""
-    rows = [
-        (name, format_seconds(p["predicted_s"]), format_seconds(p["measured_s"]["median"]))
-        for name, p in result["plans"].items()
-    ]
-    ratio = result["measured_ratio"]
-    return markdown(("plan", "predicted", "measured"), rows) + (
-        f"\nEarly updates take {times(ratio['median'])} of ZeRO-Offload's step measured, "
-        f"{times(result['predicted_ratio'])} predicted.\n"
+    return (
+        f"Updates that begin with their gradients take {times(result['measured_ratio']['median'])} "
+        f"of ZeRO-Offload's step measured, {times(result['predicted_ratio'])} predicted.\n"
     )
 
 
 def overlap(result: Result) -> str:
-    """The simulated step and period of each policy and machine."""
-    rows = [
-        (
-            f"{r['machine']}, {r['budget_gib']} GiB, {r['policy']}",
-            format_seconds(r["step_s"]),
-            format_seconds(r["period_s"]),
-            percent(r["gain"]),
-        )
-        for r in result["simulated"]["records"]
-    ]
-    return markdown(("machine, budget, policy", "one step", "period overlapped", "gain"), rows)
+    """What deferring the host's updates into the next step gains."""
+    gains = [r["gain"] for r in result["simulated"]["records"]]
+    return (
+        f"Simulated, Llama 1B on {len(gains)} machines and budgets: {_range(gains, percent)} less "
+        f"time. Measured on the emulated device: {percent(result['emulated']['gain'])}, "
+        f"{percent(result['emulated']['predicted_gain'])} predicted.\n"
+    )
+
+
+def speculation(result: Result) -> str:
+    """What updates before the norm is known gain, and cost where they guess wrong."""
+    rows = result["simulated"]
+    gains = [1 - r["step_s"]["speculates"] / r["step_s"]["waits"] for r in rows]
+    step_s = result["measured"]["step_s"]
+    wrong = step_s["speculates, clipped"] / step_s["waits, clipped"]
+    return (
+        f"Simulated, {len(rows)} steps: {_range(gains, percent)} less time where the guess is "
+        f"right. Measured on the emulated device: {times(wrong)} of a waiting step where all "
+        "guesses are wrong.\n"
+    )
 
 
 def pieces(result: Result) -> str:
-    """One large parameter as a whole and in pieces, and what a tiny copy costs by itself."""
+    """One large parameter as a whole and in chunks."""
     found = result["pieces"]
-    rows = [
-        ("its gradient crosses the link in", format_seconds(found["link_s"])),
-        ("a step with its tasks one after the other", format_seconds(found["whole_s"])),
-        ("a step with its tasks in pieces", format_seconds(found["in_pieces_s"])),
-    ]
-    rows += [
-        (f"processor time of a tiny copy, {name}", f"{microseconds:.0f} µs")
-        for name, microseconds in result["cpu_us_a_tiny_copy"].items()
-    ]
-    size = format_bytes(found["parameter_bytes"])
-    return markdown((f"a parameter of {size}", "time"), rows) + (
-        "\nWhat is cut and what is not: [decision 17](decisions/0017-pieces-and-bundles.md).\n"
+    return (
+        f"A parameter of {format_bytes(found['parameter_bytes'])} whose gradient takes "
+        f"{format_seconds(found['link_s'])} on the link: a step of "
+        f"{format_seconds(found['whole_s'])} takes {format_seconds(found['in_pieces_s'])} in "
+        "chunks.\n"
     )
+
+
+def disk(result: Result) -> str:
+    """A step bound by the drive."""
+    return (
+        f"{format_bytes(result['bytes_moved_a_step'])} read and written in a step at "
+        f"{times(result['of_raw_rate'])} of what the drive does with nothing in between; "
+        f"{format_bytes(result['host_peak_bytes'])} of the host. Equal to states in memory after "
+        f"{result['equal_after_steps']} steps: {'yes' if result['are_equal'] else 'no'}.\n"
+    )
+
+
+def split_ops(result: Result) -> str:
+    """Peaks of the loss whole, by hand and in parts."""
+    rows = [
+        (name, format_bytes(row["peak_bytes"]), f"{row['processor_s']:.2f} s")
+        for name, row in result["steps"].items()
+        if "peak_bytes" in row
+    ]
+    return f"A vocabulary of {result['vocabulary']:,}, {result['tokens']} tokens.\n\n" + markdown(
+        ("loss", "peak of the step", "processor time"), rows
+    )
+
+
+def several_cards(result: Result) -> str:
+    """Ranks of servers: how often each way fits, and ours beside the fastest other that does."""
+    rows = result["rows"]
+    ways = list(dict.fromkeys(way for row in rows for way in row["ways"]))
+    fits = Counter(
+        way for row in rows for way, found in row["ways"].items() if found and found["fits"]
+    )
+    told = ", ".join(f"{way} {fits[way]}" for way in ways)
+    ratios = [
+        min(others) / row["ways"]["ours"]["step_s"]
+        for row in rows
+        if (row["ways"].get("ours") or {}).get("fits")
+        and (
+            others := [
+                found["step_s"]
+                for way, found in row["ways"].items()
+                if way != "ours" and found and found["fits"]
+            ]
+        )
+    ]
+    return (
+        f"Simulated, {len(rows)} models and servers; fitting: {told}. Where another way fits too, "
+        f"the fastest takes {_range(ratios)} as long as ours.\n"
+    )
+
+
+def six_clusters(result: Result) -> str:
+    """The best strategy of each cluster for one model, and how often each is best."""
+    fitting = [each for each in result["rows"] if each["strategies"][0]["fits"]]
+    best = Counter(each["strategies"][0]["name"] for each in fitting)
+    first = result["rows"][0]["model"]
+    headings = (first, "best", "tokens/s", "useful", "second best takes")
+    told = ", ".join(f"{name} in {count}" for name, count in best.items())
+    return (
+        markdown(headings, [_cluster(each) for each in fitting if each["model"] == first])
+        + f"\nOf {len(result['rows'])} models and clusters {len(fitting)} fit; best is {told}. "
+        "*Useful* is time in which devices compute what a step computes once.\n"
+    )
+
+
+def _cluster(each: Result) -> Sequence[str]:
+    best, *others = each["strategies"]
+    second = min((o["step_s"] for o in others if o["step_s"] and o["fits"]), default=None)
+    return (
+        each["cluster"],
+        best["name"],
+        f"{best['tokens_per_s']:,.0f}",
+        f"{100 * each['useful_s'] / each['devices'] / best['step_s']:.0f} %",
+        times(second / best["step_s"]) if second else "-",
+    )
+
+
+def megatron(result: Result) -> str:
+    """Ours over the published throughput."""
+    rows = [row for row in result["rows"] if row["own"]["tflops"]]
+    ratios = [row["own"]["tflops"] / row["tflops"] for row in rows]
+    return (
+        f"Of Megatron-LM's {len(rows)} published layouts (Narayanan et al., SC 2021, table 1; "
+        f"{rows[0]['billions']} to {rows[-1]['billions']:,} B parameters) we predict "
+        f"{_range(ratios)} of the measured throughput, with nothing fitted to them: the paper's "
+        "interleaved stages have a smaller bubble than the 1F1B that ours are planned with.\n"
+    )
+
+
+def several_ranks(result: Result) -> str:
+    """Two ranks beside peers."""
+    predicted = result["predicted_s"]
+    rows = [
+        (way, f"{1e3 * s:.0f} ms", f"{1e3 * predicted[way]:.0f} ms" if way in predicted else "")
+        for way, s in result["median_s"].items()
+    ]
+    return markdown(("two ranks, slow network", "step", "predicted"), rows)
+
+
+def buckets(result: Result) -> str:
+    """Small exchanges with buckets and one by one."""
+    first, last = (found["exchanges"] for found in result["ways"].values())
+    ratio = times(result["ratio"])
+    return f"{first} small exchanges one by one take {ratio} as long as in {last} buckets.\n"
 
 
 def long_run(result: Result) -> str:
     """Steps, memory and the largest difference of losses."""
-    rows = [
-        ("steps", result["steps"]),
-        ("resumed at", result["resumed_at"]),
-        ("resident needs", format_bytes(result["resident_bytes"])),
-        ("budget", format_bytes(result["budget_bytes"])),
-        ("measured peak", format_bytes(result["measured_peak_bytes"])),
-        ("largest difference of losses", f"{result['largest_difference']:.2g}"),
-    ]
-    return markdown(("", "value"), rows)
+    return (
+        f"{result['steps']} steps with a schedule, clipping, accumulation and a resume, in "
+        f"{format_bytes(result['budget_bytes'])} of {format_bytes(result['resident_bytes'])}: "
+        f"losses differ from eager's by {result['largest_difference']:.2g} at most.\n"
+    )
 
 
 def loss_curves(result: Result) -> str:
     """The largest relative difference of losses from eager's."""
-    differences = result["largest_relative_difference"]
-    rows = [(side, f"{value:.1g}") for side, value in differences.items() if side != "eager"]
-    return markdown(("captured by", "largest relative difference of losses"), rows)
+    worst = max(v for k, v in result["largest_relative_difference"].items() if k != "eager")
+    return f"50 steps, captured and with Inductor: losses within {worst:.0e} of eager's.\n"
 
 
 def matrix(result: Result) -> str:
     """How many cells came out equal; the whole of it is a page of its own."""
     count = Counter(cell["status"] for cell in result["cells"])
-    rows = [(status, count[status]) for status in ("equal", "rounding", "different", "refused")]
-    return markdown(("loops", "cells"), rows) + "\nCell by cell: [the matrix](matrix.md).\n"
+    told = ", ".join(f"{count[s]} {s}" for s in ("equal", "rounding", "different", "refused"))
+    return f"{len(result['cells'])} loops: {told}. What is not equal: [the matrix](matrix.md).\n"
 
 
 def gpu_suite(result: Result) -> str:
-    """Rows of the card: ours and peers, the largest models, and what failed."""
-    ours, peers = result.get("performance", []), result.get("peers", [])
+    """Rows of the card: ours and peers, and what failed."""
     rows = [
         (
             row["name"],
             *(f"{row[key]:.3f} s" if key in row else "-" for key in ("predicted_s", "measured_s")),
             format_bytes(row["allocator_peak_bytes"]) if "allocator_peak_bytes" in row else "-",
-            percent(row["busy"]) if "busy" in row else "-",
             row.get("error") or row.get("remark", ""),
         )
-        for row in [*ours, *peers]
+        for row in [*result.get("performance", []), *result.get("peers", [])]
         if row["name"] != "capture"
     ]
-    largest = [
-        (row["name"], row.get("error") or f"{row['parameters'] / 1e9:.1f}")
-        for row in result.get("largest", [])
-    ]
-    timed = ("row", "predicted", "measured", "peak", "card computes", "")
-    return (
-        markdown(timed, rows)
-        + "\n"
-        + markdown(("way, memory of the card", "largest, G parameters"), largest)
-    )
+    return markdown(("row", "predicted", "measured", "peak", ""), rows)

@@ -4,7 +4,7 @@ The demo's model learns Python's standard library, with clipping and AdamW. Ever
 the same seed. Writes the losses and their largest differences, and draws them.
 
 python -m bench.training.loss_curves -o bench/results/loss_curves.json \\
-    --picture docs/loss-curves.png
+    --picture loss-curves.png
 """
 
 from __future__ import annotations

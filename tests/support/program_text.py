@@ -40,6 +40,15 @@ FORMULAS: Mapping[str, str] = {
 _Row = tuple[dict[str, float], str, float]
 
 
+def abridged(program: str) -> str:
+    """Of each kind of rows of a program as text the last one, and how many there are before."""
+    lines: list[str] = []
+    for kind in program.split("\n\n"):
+        head, *rows = kind.rstrip("\n").split("\n")
+        lines += [head, *([f"    ... {len(rows) - 1} more"] * (len(rows) > 1)), *rows[-1:], ""]
+    return "\n".join(lines[:-1]) + "\n"
+
+
 def text(space: DecisionSpace, device_mib: float, host_mib: float, *, relaxed: bool) -> str:
     """The objective and all rows of the program."""
     added: list[tuple[str, Row]] = []

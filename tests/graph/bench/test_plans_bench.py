@@ -46,11 +46,10 @@ def test_from_just_feasible_to_everything_fits_no_rule_beats_a_plan_that_moves(
         assert row["bound_s"] <= row["step_s"] <= min(rules_s, default=row["step_s"])
     assert any(isinstance(value, float) for value in moving[-1]["rules_s"].values())
     assert [set(entry["models"].values()) for entry in result["largest"]] == [{"Chain"}] * 2
-    page = table(result)
-    assert page.count("| Chain, 8 × 1 |") == 3
+    assert table(result).startswith("3 plans, ")
 
 
-def test_the_page_marks_whoever_is_faster_and_names_what_is_too_large(tmp_path: Path) -> None:
+def test_the_page_says_who_is_faster_and_names_what_is_too_large(tmp_path: Path) -> None:
     row = {
         "model": "A, 1 × 1",
         "machine": "m",
@@ -67,8 +66,6 @@ def test_the_page_marks_whoever_is_faster_and_names_what_is_too_large(tmp_path: 
     entry = {"machine": "m", "host_bytes": 1 << 30, "models": dict.fromkeys(policies) | models}
     result = {"host_budget": "1TiB", "rows": [row], "largest": [entry]}
     page = table(result)
-    line = "| A, 1 × 1 | 1.0 GiB | 2.00 s | – | 3 s | – | 3.00 s | – | – | **1.50 s** |"
-    assert line in page.splitlines()
     assert "| m | 1.0 GiB | A | none | none | none | none | none |" in page.splitlines()
     assert "takes 0.75 times as long as our plan in the median" in page
     assert [path.name for path in draw(result, tmp_path)] == ["plans-m.png"]

@@ -59,9 +59,7 @@ def test_the_page_adds_up_campaigns_and_has_what_nobody_has_mended() -> None:
     later = {**result, "campaign": "damaged files (after that fix)", "held": 4}
     mended = {**later, "broken": [{"seed": 5, "what": "KeyError: 'v'", "since": "fixed"}]}
     text = page({"reliability_files.json": result, "reliability_files_2.json": mended}, None)
-    folder = "../bench/results/reliability_files"
-    row = f"damaged files ([1]({folder}.json), [2]({folder}_2.json)) | 4 | 18 | 7 | 10 | 0 | 2 |"
-    assert row in text
+    assert "| damaged files | 18 | 7 | 10 | 2 | 1 |" in text
     assert "- broke in reliability_files.json, seed 4: KeyError: 'w'" in text
     assert "seed 5" not in text
 
@@ -115,5 +113,6 @@ def test_a_run_of_a_file_is_counted_with_what_hypothesis_has_tried() -> None:
     figures = {"tests": 3, "skipped": 1, "failed": ["breaks"], "examples": 2000, "minutes": 1.5}
     assert counts(junit, told) == figures
     text = page({}, None, {"tests/unit/data/test_files.py": figures})
-    assert "| `tests/unit/data/test_files.py` | 3 | 2,000 | 1 | 1 | 1.5 |" in text
+    assert "1 files of tests" in text
+    assert "3 tests, 2,000 examples" in text
     assert "- failed in `tests/unit/data/test_files.py`: breaks" in text

@@ -8,7 +8,6 @@ from typing import Literal, get_args, get_origin
 
 import pytest
 
-from bench.reliability.page import RENAMED
 from cotrain_compile import errors
 from cotrain_compile.options import TABLE
 from cotrain_compile.passes import PASSES
@@ -45,8 +44,6 @@ def test_every_path_that_a_page_names_is_there(name: str) -> None:
     # A name may have a star; what ends in `_` or `-` goes on with one.
     found = re.findall(rf"(?<![\w/.-])(?:{folders})/[\w./*-]*[\w/*]", read(name))
     paths = set(found) - MADE_BY_THE_READER
-    if name == "bench/reliability/page.py":  # older names, each with that of today
-        paths -= set(RENAMED)
     assert [path for path in sorted(paths) if not any(ROOT.glob(path))] == []
 
 

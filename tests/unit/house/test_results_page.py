@@ -68,30 +68,39 @@ def test_a_page_without_results_has_only_its_head(tmp_path: Path) -> None:
         assert page() == compare.HEAD
 
 
-def test_growth_has_a_column_for_each_size_and_its_exponent() -> None:
-    stage = {"sizes": [100, 200], "values": [1.0, 2.0], "exponent": 1.0}
+def test_growth_tells_the_stage_that_grows_fastest() -> None:
     found = compiler_tables.growth(
         {
             "nodes": [100, 200, 400],
-            "seconds": {"capture": stage, "check": stage},
-            "calls": {"check": {**stage, "exponent": 1.02}},
-            "compiler_bytes": {**stage, "values": [2**30, 2**31]},
-            "seconds_a_step": {"resident": {"us_an_op": [5.0, 6.0]}},
+            "seconds": {"capture": {"exponent": 1.0}, "check": {"exponent": 1.3}},
+            "compiler_bytes": {"exponent": 0.5},
         }
     )
-    assert "| stage | 100 nodes | 200 nodes | 400 nodes | exponent | of calls |" in found
-    assert "| capture | 1 | 2 | - | 1.00 | - |" in found
-    assert "| check | 1 | 2 | - | 1.00 | 1.02 |" in found
-    assert "| memory, GiB | 1 | 2 | - | 1.00 | - |" in found
-    assert "resident 5 to 6 µs" in found
+    assert "From 100 to 400 nodes each of 2 stages" in found
+    assert "at most 1.30 (check; 1 is linear), memory with 0.50" in found
 
 
 def test_first_steps_are_beside_each_other() -> None:
     cold, warm = {"processor_s": 30.2}, {"processor_s": 9.8}
-    ours = {"cold": {**cold, "segments": 40, "kinds": 8}, "warm": warm}
+    ours = {"cold": cold, "warm": warm}
     one = {"ours": ours, "stock": {"cold": {"processor_s": 50.0}, "warm": warm}}
     found = compiler_tables.compile_seconds({"gpt2": one})
-    assert "| gpt2 | 30 s | 10 s | 50 s | 10 s | 40 / 8 |" in found
+    assert "| gpt2 | 30 s | 10 s | 50 s | 10 s |" in found
+
+
+def test_what_is_best_for_clusters_is_counted_over_all_and_shown_for_one_model() -> None:
+    def plan(name: str, step_s: float | None, fits: bool) -> dict[str, Any]:
+        return {"name": name, "step_s": step_s, "fits": fits, "tokens_per_s": 1e3}
+
+    one = {"model": "7B", "cluster": "a", "devices": 2, "useful_s": 3.0}
+    rows = [
+        {**one, "strategies": [plan("shard", 2.0, True), plan("replicate", 3.0, True)]},
+        {**one, "model": "13B", "strategies": [plan("shard", 2.0, True)]},
+        {**one, "cluster": "b", "strategies": [plan("shard", None, False)]},
+    ]
+    found = tables.six_clusters({"rows": rows})
+    assert "| a | shard | 1,000 | 75 % | 1.50 × |" in found
+    assert "Of 3 models and clusters 2 fit; best is shard in 2." in found
 
 
 def peers(ours: float, theirs: float) -> dict[str, Any]:
@@ -110,9 +119,8 @@ def peers(ours: float, theirs: float) -> dict[str, Any]:
     }
 
 
-def test_where_a_peer_wins_the_text_says_why() -> None:
-    assert "Where torch fused wins" in tables.host_update_peers(peers(ours=2e-3, theirs=1e-3))
-    assert "wins" not in tables.host_update_peers(peers(ours=1e-3, theirs=2e-3))
+def test_a_peer_that_wins_is_told_with_its_factor() -> None:
+    assert "torch fused 0.50 × to 0.50 ×" in tables.host_update_peers(peers(ours=2e-3, theirs=1e-3))
 
 
 def test_a_rule_that_beats_auto_in_measurement_is_named() -> None:
@@ -131,15 +139,12 @@ def test_a_rule_that_beats_auto_in_measurement_is_named() -> None:
     summary = {"time_error_median": 0.0, "time_error_worst": 0.0}
     rows = [record("auto at 30%", 1.0, 100), record("coarse", 0.9, 100), record("fast", 0.5, 200)]
     text = tables.simulated_vs_measured({"records": rows, "summary": summary})
-    assert "Faster than `auto` in no more memory: coarse for mlp." in text
+    assert "Faster than `auto` in no more memory: coarse for mlp, where" in text
 
 
 def test_rows_of_a_card_have_their_peers_beside_them() -> None:
-    own = {"name": "resident", "predicted_s": 1.0, "measured_s": 1.5, "busy": 0.5}
+    own = {"name": "resident", "predicted_s": 1.0, "measured_s": 1.5}
     peer = {"name": "eager", "measured_s": 2.0, "allocator_peak_bytes": 2**30, "remark": "plain"}
-    largest = [{"name": "eager, 24 GiB", "parameters": 1.3e9}, {"name": "x", "error": "no card"}]
-    found = tables.gpu_suite({"performance": [own], "peers": [peer], "largest": largest})
-    assert "| resident | 1.000 s | 1.500 s | - | 50.0 % |  |" in found
-    assert "| eager | - | 2.000 s | 1.0 GiB | - | plain |" in found
-    assert "| eager, 24 GiB | 1.3 |" in found
-    assert "| x | no card |" in found
+    found = tables.gpu_suite({"performance": [own], "peers": [peer]})
+    assert "| resident | 1.000 s | 1.500 s | - |  |" in found
+    assert "| eager | - | 2.000 s | 1.0 GiB | plain |" in found

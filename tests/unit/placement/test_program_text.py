@@ -14,7 +14,7 @@ from cotrain_compile.placement.problem import formulate
 from tests.conftest import update_golden
 from tests.support.dataflows import chain
 from tests.support.pages import ROOT
-from tests.support.program_text import text
+from tests.support.program_text import abridged, text
 
 PAGE = ROOT / "docs" / "placement.md"
 BEGIN, END = "<!-- the careful program -->\n", "<!-- its end -->"
@@ -46,7 +46,7 @@ def test_the_program_of_two_layers(version: str, golden: Callable[[str, str], No
 
 
 def test_the_page_shows_the_careful_program(request: pytest.FixtureRequest) -> None:
-    shown = text(two_layers(), DEVICE_MIB, HOST_MIB, relaxed=False)
+    shown = abridged(text(two_layers(), DEVICE_MIB, HOST_MIB, relaxed=False))
     head, begin, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     before, end, tail = rest.partition(END)
     assert begin
