@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from cotrain_compile.cluster.model.stage_plan import StagePlan
+from cotrain_compile.cluster.model.layout import StagePlan
 from cotrain_compile.distribute.ranks import require_dtensor_steps
 from cotrain_compile.distribute.shard import shard
 from cotrain_compile.errors import DistributeError

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from cotrain_compile import files
-from cotrain_compile.cluster.model.stage_plan import StagePlan
+from cotrain_compile.cluster.model.layout import StagePlan
 from cotrain_compile.cluster.model.strategy import Answer
 from cotrain_compile.distribute.clip import clip_by_norm, norm_of_gradients
 from cotrain_compile.errors import DistributeError, OptionError

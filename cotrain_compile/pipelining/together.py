@@ -19,7 +19,7 @@ from torch import nn
 
 import cotrain_compile
 from cotrain_compile import files
-from cotrain_compile.cluster.model.stage_plan import StagePlan
+from cotrain_compile.cluster.model.layout import StagePlan
 from cotrain_compile.distribute.meet import LONGEST, first_line, meeting_of
 from cotrain_compile.errors import DistributeError, ExchangeFailed, RanksApart
 

@@ -16,8 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from cotrain_compile import files
-from cotrain_compile.cluster.model.layout import Layout
-from cotrain_compile.cluster.model.stage_plan import StagePlan
+from cotrain_compile.cluster.model.layout import Layout, StagePlan
 from cotrain_compile.distribute.clip import clip_grad_norm
 from cotrain_compile.distribute.ranks import note_unequal_batches
 from cotrain_compile.errors import DistributeError

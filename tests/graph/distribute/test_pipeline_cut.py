@@ -11,7 +11,7 @@ from torch import nn
 
 import cotrain_compile
 from cotrain_compile import files
-from cotrain_compile.cluster.model.stage_plan import StagePlan
+from cotrain_compile.cluster.model.layout import StagePlan
 from cotrain_compile.cluster.model.strategy import Answer, RankedStrategy
 from cotrain_compile.entry.check_options import check_options
 from cotrain_compile.errors import DistributeError, OptionError, PlacementError

@@ -16,8 +16,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from cotrain_compile import files
-from cotrain_compile.cluster.model.layout import Layout
-from cotrain_compile.cluster.model.stage_plan import StagePlan
+from cotrain_compile.cluster.model.layout import Layout, StagePlan
 from cotrain_compile.errors import DistributeError
 from cotrain_compile.scaling.experts import ExpertParallel
 from cotrain_compile.scaling.tensor_plans import tensor_plan_of
