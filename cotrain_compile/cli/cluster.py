@@ -12,7 +12,7 @@ import typer
 from rich.table import Table
 
 from cotrain_compile import files
-from cotrain_compile.cli.outputs import refuse_outputs
+from cotrain_compile.cli.parameters import refuse_outputs
 from cotrain_compile.cli.terminal import Json, console, keep_stdout_for, print_json
 from cotrain_compile.cluster.model.description import Cluster
 from cotrain_compile.cluster.model.profiles import LayerProfile

@@ -12,7 +12,6 @@ from rich.progress import Progress
 from rich.table import Table
 
 from cotrain_compile import files, presets
-from cotrain_compile.cli.outputs import refuse_output_folder
 from cotrain_compile.cli.parameters import (
     DeviceMemory,
     Gap,
@@ -25,6 +24,7 @@ from cotrain_compile.cli.parameters import (
     StepFile,
     TimeLimit,
     WorkLimit,
+    refuse_output_folder,
     with_changes,
 )
 from cotrain_compile.cli.terminal import Json, console, keep_stdout_for, say_doing
