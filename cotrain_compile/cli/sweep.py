@@ -32,8 +32,7 @@ from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.options import Options
 
 if TYPE_CHECKING:
-    from cotrain_compile.placement.explain.carry import Tried
-    from cotrain_compile.placement.explain.sweep import Case, Sweep
+    from cotrain_compile.placement.explain.sweep import Case, Sweep, Tried
 
 Machines = Annotated[
     list[str] | None, typer.Option(help="A preset or a machine.json. Repeat it to compare several.")

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from cotrain_compile.analysis.reuse import reuse_distances
 from cotrain_compile.dataflow import Role
 from cotrain_compile.machine import Tier
-from cotrain_compile.placement.explain.alternatives import every_strategy
-from cotrain_compile.placement.explain.explain import limits_words
+from cotrain_compile.placement.explain.explain import every_strategy, limits_words
 from cotrain_compile.placement.explain.sensitivity import limits, slacks
 from cotrain_compile.placement.placed import place_plan
 from cotrain_compile.placement.policies import RULES

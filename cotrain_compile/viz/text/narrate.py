@@ -39,7 +39,7 @@ from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import OptionError
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.options.parts import OutputOptions
-from cotrain_compile.placement.explain.alternatives import every_strategy
+from cotrain_compile.placement.explain.explain import every_strategy
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.plan import Plan, Transfer
 from cotrain_compile.support.phases import is_listened, tell_phase, told_to
