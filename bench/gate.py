@@ -28,7 +28,7 @@ from torch import nn
 from cotrain_compile import presets
 from cotrain_compile.backends.inductor.lower import segments_of
 from cotrain_compile.dataflow import Dataflow
-from cotrain_compile.demo.model import CharacterGPT, Shape
+from cotrain_compile.demo.job import CharacterGPT, Shape
 from cotrain_compile.entry.tracing import trace_graph
 from cotrain_compile.extract.extract import extract
 from cotrain_compile.files import load, save

@@ -19,7 +19,7 @@ from torch import fx
 
 from cotrain_compile.extract.extract import buffer_names
 from cotrain_compile.graph import StepGraph
-from cotrain_compile.graph.piece_op import PIECE
+from cotrain_compile.graph.op_calls import PIECE
 from cotrain_compile.passes.gaps import Gaps
 from cotrain_compile.passes.views import available_before
 from cotrain_compile.plan import HostRegion, Plan, Transfer

@@ -22,7 +22,7 @@ from cotrain_compile.errors import PlanError
 from cotrain_compile.extract.extract import buffer_names, extract
 from cotrain_compile.extract.updates import by_element
 from cotrain_compile.graph import StepGraph
-from cotrain_compile.graph.piece_op import PIECE
+from cotrain_compile.graph.op_calls import PIECE
 from cotrain_compile.placement.pieces import Pieced, piece_name, pieces_under
 from cotrain_compile.plan import Plan
 

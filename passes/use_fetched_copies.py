@@ -22,7 +22,7 @@ from torch import fx
 
 from cotrain_compile.graph import StepGraph, shape
 from cotrain_compile.graph.collectives import is_wait
-from cotrain_compile.graph.piece_op import PIECE
+from cotrain_compile.graph.op_calls import PIECE
 from cotrain_compile.machine import Tier
 from cotrain_compile.passes.views import is_write, storage, viewed, written_by
 from cotrain_compile.plan import Plan

@@ -11,7 +11,7 @@ import operator
 import torch
 from torch import fx
 
-from cotrain_compile.graph.piece_op import PIECE
+from cotrain_compile.graph.op_calls import PIECE
 from cotrain_compile.runtime.ops import TASKS
 
 COPY = torch.ops.aten.copy_.default

@@ -22,7 +22,7 @@ from cotrain_compile.graph.collectives import awaited_by, is_collective
 from cotrain_compile.passes.views import base_of
 from cotrain_compile.runtime.bound_ops import Bound, Values, bound
 from cotrain_compile.runtime.carry_out import Carry, carrying_out, carrying_out_together
-from cotrain_compile.runtime.metered import last_uses
+from cotrain_compile.runtime.meter import last_uses
 from cotrain_compile.runtime.task_nodes import (
     HostCast,
     Offload,

@@ -25,7 +25,7 @@ from torch import fx
 
 from cotrain_compile.backends.eager.calls import COPY, Call, Column, Row
 from cotrain_compile.backends.eager.room import Room
-from cotrain_compile.runtime.list_ops import list_op
+from cotrain_compile.runtime.bound_ops import list_op
 
 
 def rows_of(updates: Sequence[Sequence[Call]]) -> list[Row]:

@@ -27,7 +27,7 @@ from cotrain_compile.plan import Lane, Span, exchange_of
 from cotrain_compile.runtime.device import Device
 from cotrain_compile.runtime.network import ThrottledNetwork
 from cotrain_compile.runtime.ops import Runtime, current_runtime
-from cotrain_compile.support.frame_room import with_room
+from cotrain_compile.support.collector import with_room
 
 
 def _alone(node: fx.Node) -> None:

@@ -38,10 +38,10 @@ from cotrain_compile.placement.problem import Problem
 from cotrain_compile.plan import STEP_BEGINS, Plan, Timeline
 from cotrain_compile.runtime.allocations import unprofiled
 from cotrain_compile.runtime.device import Device
+from cotrain_compile.runtime.emulated import rehearsing
 from cotrain_compile.runtime.host.speculation import Gate
 from cotrain_compile.runtime.ops import running_on
 from cotrain_compile.runtime.process.signals import HeldSignals
-from cotrain_compile.runtime.rehearsing import rehearsing
 from cotrain_compile.runtime.task_nodes import Offload, region_calls, view_of
 
 

@@ -22,8 +22,7 @@ from typing import Any
 
 from bench.cluster.gpt import Shape, gpt
 from bench.report import write_report
-from cotrain_compile.cluster.composed.links import MeshLinks
-from cotrain_compile.cluster.composed.mesh import Mesh, RankLayers
+from cotrain_compile.cluster.composed.mesh import Mesh, MeshLinks, RankLayers
 from cotrain_compile.cluster.composed.search import KINDS, ComposedPlan, plan_composed
 from cotrain_compile.cluster.model.description import Cluster
 from cotrain_compile.cluster.model.layout import Layout

@@ -29,7 +29,7 @@ from cotrain_compile.cluster.answer.strategies import answer
 from cotrain_compile.cluster.model.profiles import LayerProfile
 from cotrain_compile.cluster.model.strategy import Question
 from cotrain_compile.cluster.sources.cluster_presets import find_cluster
-from cotrain_compile.cluster.sources.repeated_layers import with_layers
+from cotrain_compile.cluster.sources.profile_files import with_layers
 from cotrain_compile.cluster.sources.traced_profile import profile_on_cluster
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.entry.tracing import trace

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from bench.report import write_report
 from cotrain_compile.capture.dynamo import patches
 from cotrain_compile.capture.layers import lower
-from cotrain_compile.demo.model import CharacterGPT, Shape
+from cotrain_compile.demo.job import CharacterGPT, Shape
 from cotrain_compile.entry.tracing import trace_graph
 from cotrain_compile.extract.extract import extract
 from cotrain_compile.support.collector import collector_off

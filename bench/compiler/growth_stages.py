@@ -28,12 +28,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import cotrain_compile
 from cotrain_compile import presets
 from cotrain_compile.analysis.costs import roofline
-from cotrain_compile.analysis.critical_path import critical_path_s
 from cotrain_compile.analysis.liveness import liveness
-from cotrain_compile.analysis.reuse import reuse_distances
+from cotrain_compile.analysis.reuse import critical_path_s, reuse_distances
 from cotrain_compile.backends.inductor import lower
 from cotrain_compile.backends.inductor.segments import SegmentedStep
-from cotrain_compile.demo.model import CharacterGPT, Shape
+from cotrain_compile.demo.job import CharacterGPT, Shape
 from cotrain_compile.entry.tracing import trace_graph
 from cotrain_compile.errors import PlacementError
 from cotrain_compile.extract.extract import extract

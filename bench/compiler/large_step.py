@@ -16,9 +16,8 @@ from typing import Any
 from bench.report import write_report
 from cotrain_compile import presets
 from cotrain_compile.analysis.costs import roofline
-from cotrain_compile.analysis.critical_path import critical_path_s
 from cotrain_compile.analysis.liveness import liveness
-from cotrain_compile.analysis.reuse import reuse_distances
+from cotrain_compile.analysis.reuse import critical_path_s, reuse_distances
 from cotrain_compile.entry.tracing import trace_graph
 from cotrain_compile.extract.extract import extract
 from cotrain_compile.jobs import load_job

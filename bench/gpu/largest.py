@@ -19,7 +19,7 @@ import torch
 
 from bench.gpu.model import SIZES, VOCABULARY, Size, Training
 from bench.gpu.peers import PEERS, Step
-from cotrain_compile.demo.model import Shape
+from cotrain_compile.demo.job import Shape
 from cotrain_compile.errors import OutOfDeviceMemory, PlacementError
 
 GIB = 2**30

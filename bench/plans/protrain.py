@@ -10,8 +10,13 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from cotrain_compile.dataflow import Dataflow, Phase, Role
-from cotrain_compile.placement.recompute.regions import Region, inside, regions_of, saved_bytes
-from cotrain_compile.placement.recompute.rules import made_again
+from cotrain_compile.placement.recompute.regions import (
+    Region,
+    inside,
+    made_again,
+    regions_of,
+    saved_bytes,
+)
 
 
 @dataclass(frozen=True)

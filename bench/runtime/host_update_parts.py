@@ -47,8 +47,7 @@ from cotrain_compile.runtime.host.captured_kernels import (
 )
 from cotrain_compile.runtime.host.fused_kernel import FusedKernel, HostKernel
 from cotrain_compile.runtime.host.kernels import host_kernels
-from cotrain_compile.runtime.meter import Meter
-from cotrain_compile.runtime.metered import MeteredGraph
+from cotrain_compile.runtime.meter import Meter, MeteredGraph
 
 SIZE, QUICK_SIZE = (2048, 4096), (512, 1024)
 

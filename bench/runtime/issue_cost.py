@@ -38,7 +38,7 @@ from bench.runtime import starts
 from cotrain_compile.backends.inductor.lower import LoweredStep, segments_of
 from cotrain_compile.backends.inductor.segments import SegmentedStep
 from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
-from cotrain_compile.demo.model import Shape
+from cotrain_compile.demo.job import Shape
 from cotrain_compile.extract.extract import extract
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.options import Options

@@ -36,7 +36,7 @@ from bench.runtime.simulated_vs_measured import (
 )
 from cotrain_compile.analysis.costs import CostTable
 from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
-from cotrain_compile.demo.model import CharacterGPT, Shape
+from cotrain_compile.demo.job import CharacterGPT, Shape
 from cotrain_compile.errors import PlacementError
 from cotrain_compile.files import load, save
 from cotrain_compile.machine import Link, Machine, Tier

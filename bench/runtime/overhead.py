@@ -35,7 +35,7 @@ from torch import fx, nn
 import cotrain_compile
 from bench.report import write_report
 from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
-from cotrain_compile.demo.model import CharacterGPT, Shape
+from cotrain_compile.demo.job import CharacterGPT, Shape
 from cotrain_compile.runtime.ops import TASKS
 
 SHAPE = Shape(characters=16, context=8, width=8, layers=24, heads=2)

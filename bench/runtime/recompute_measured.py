@@ -37,8 +37,8 @@ from bench.runtime.simulated_vs_measured import (
     run_in_turn,
 )
 from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
-from cotrain_compile.demo.model import CharacterGPT
-from cotrain_compile.demo.model import Shape as Demo
+from cotrain_compile.demo.job import CharacterGPT
+from cotrain_compile.demo.job import Shape as Demo
 from cotrain_compile.files import save
 from cotrain_compile.machine import Link, Machine, Tier
 from cotrain_compile.placement.schedule.schedule import schedule

@@ -32,8 +32,7 @@ from bench.runtime.slow_model import (
     slow_in_eager,
 )
 from cotrain_compile.cluster.helpers import share
-from cotrain_compile.cluster.widths.burst import width_timeline
-from cotrain_compile.cluster.widths.width_search import WidthProblem
+from cotrain_compile.cluster.widths import WidthProblem, width_timeline
 from cotrain_compile.distribute.cpu_helpers import ROUNDS, HelpedExchange
 from cotrain_compile.machine import Network
 

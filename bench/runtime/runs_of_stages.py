@@ -36,7 +36,7 @@ from bench.runtime.slow_model import (
     slowed,
 )
 from cotrain_compile import files, presets
-from cotrain_compile.cluster.model.stage_plan import StagePlan
+from cotrain_compile.cluster.model.layout import StagePlan
 from cotrain_compile.cluster.pipeline.cuts import PipelineOrder
 from cotrain_compile.cluster.pipeline.step import Stage, StagesInOrder, pipeline_step
 from cotrain_compile.cluster.steps.stage_step import Does, Rank

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 import cotrain_compile
 from bench.report import write_report
-from cotrain_compile.demo.model import CharacterGPT, Shape
+from cotrain_compile.demo.job import CharacterGPT, Shape
 from cotrain_compile.placement.schedule import schedule
 from cotrain_compile.plan import carried_out
 from cotrain_compile.support.disk_cache import VARIABLE

@@ -19,8 +19,14 @@ from matplotlib import pyplot as plt
 from rich.console import Console
 
 from bench.report import write_report
-from cotrain_compile.demo.job import compiled, new_job, standard_library, train, training_step
-from cotrain_compile.demo.model import Shape
+from cotrain_compile.demo.job import (
+    Shape,
+    compiled,
+    new_job,
+    standard_library,
+    train,
+    training_step,
+)
 
 STEPS, ROWS, SEED = 50, 8, 0
 SHAPE = Shape(layers=4, width=128, heads=4)

@@ -12,14 +12,13 @@ import typer
 from rich.table import Table
 
 from cotrain_compile import files
-from cotrain_compile.cli.outputs import refuse_outputs
+from cotrain_compile.cli.parameters import refuse_outputs
 from cotrain_compile.cli.terminal import Json, console, keep_stdout_for, print_json
 from cotrain_compile.cluster.model.description import Cluster
 from cotrain_compile.cluster.model.profiles import LayerProfile
 from cotrain_compile.cluster.model.strategy import Answer
 from cotrain_compile.cluster.sources.cluster_presets import find_cluster
-from cotrain_compile.cluster.sources.profile_files import read_profile
-from cotrain_compile.cluster.sources.repeated_layers import with_layers
+from cotrain_compile.cluster.sources.profile_files import read_profile, with_layers
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import OptionError
 from cotrain_compile.viz.strategies import HOW_TO_READ, cells, details, headings, title, verdict

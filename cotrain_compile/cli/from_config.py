@@ -52,8 +52,7 @@ def from_config(
     as_json: Json = False,
 ) -> None:
     """Read a configuration of another framework: the step, our options, what has no counterpart."""
-    from cotrain_compile.migrate.read import read
-    from cotrain_compile.migrate.step_text import options_of, step_text
+    from cotrain_compile.migrate.read import options_of, read, step_text
 
     keep_stdout_for(as_json)
     found = read(file)

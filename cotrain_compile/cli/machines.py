@@ -14,8 +14,13 @@ import typer
 from rich.progress import Progress
 
 from cotrain_compile import files, presets
-from cotrain_compile.cli.outputs import refuse_outputs
-from cotrain_compile.cli.parameters import DeviceMemory, HostMemory, LinkRate, with_changes
+from cotrain_compile.cli.parameters import (
+    DeviceMemory,
+    HostMemory,
+    LinkRate,
+    refuse_outputs,
+    with_changes,
+)
 from cotrain_compile.cli.terminal import Json, console, keep_stdout_for, print_json, say_doing
 from cotrain_compile.machine import Machine
 from cotrain_compile.options import parts

@@ -4,6 +4,12 @@ Its commands under their headings, each with examples.
 
 Torch is loaded by the commands that trace or run a step, not by those that read or solve one; sympy
 by those that look at steps with symbols.
+
+Option list: what `options={...}` may hold, as a table or as a JSON schema.
+
+Demo: the command that trains a small GPT in less memory than its step needs.
+
+Analyze: the command that says what a step needs, in words or as figures.
 """
 
 from __future__ import annotations
@@ -12,25 +18,109 @@ import os
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Annotated, NoReturn
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
 
 import typer
+from rich.table import Table
 
-from cotrain_compile import __version__
-from cotrain_compile.cli.analyze import analyze
+from cotrain_compile import __version__, files, presets
 from cotrain_compile.cli.cluster import cluster
-from cotrain_compile.cli.demo import demo
+from cotrain_compile.cli.figures import step_figures
 from cotrain_compile.cli.from_config import from_config
 from cotrain_compile.cli.machines import calibrate, doctor, machines
-from cotrain_compile.cli.option_list import options
-from cotrain_compile.cli.outputs import unwritten
+from cotrain_compile.cli.parameters import MachineName, StepFile, refuse_output_folder, unwritten
 from cotrain_compile.cli.show import diff, explain, graph, show
 from cotrain_compile.cli.solve import solve
 from cotrain_compile.cli.sweep import sweep
-from cotrain_compile.cli.terminal import as_flags, speak
+from cotrain_compile.cli.terminal import Json, as_flags, console, keep_stdout_for, print_json, speak
 from cotrain_compile.cli.trace import trace
+from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import CotrainError
+from cotrain_compile.machine import Tier
+from cotrain_compile.options import Options, options_schema
 from cotrain_compile.viz.text.terminal import PlainConsole
+
+
+def options(as_json: Json = False) -> None:
+    """List the options of a compiled step; with --json as a JSON schema, for an editor."""
+    keep_stdout_for(as_json)
+    schema = options_schema()
+    if as_json:
+        print_json(schema)
+        return
+    table = Table("option", "may be", "default", "what it is for", box=None, pad_edge=False)
+    for name, told in schema["properties"].items():
+        default = told["default"]
+        shown = "" if default in (None, []) else str(default)
+        table.add_row(name, _may_be(told), shown, told["description"])
+    console.print(table, soft_wrap=False)
+    console.print("The documentation's page Options says more of each.")
+
+
+def _may_be(told: Mapping[str, Any]) -> str:
+    """The choices of an option, or its types."""
+    if "enum" in told:
+        return ", ".join(told["enum"])
+    types = [_may_be(one) for one in told.get("anyOf", ())] or [
+        "path" if told.get("format") == "path" else str(told.get("const", told.get("type", "")))
+    ]
+    return " or ".join(dict.fromkeys(types))
+
+
+def demo(
+    steps: Annotated[int, typer.Option(min=1, help="How many steps to train.")] = 40,
+    output: Annotated[Path, typer.Option(help="The folder to write.")] = Path("demo-output"),
+    budget: Annotated[
+        str, typer.Option(help='Device memory to keep to: bytes, "32MiB", or "5%" of the device.')
+    ] = "32MiB",
+    machine: Annotated[
+        str,
+        typer.Option(
+            help="Plan for this preset or machine.json instead of measuring this computer."
+        ),
+    ] = "",
+    as_json: Json = False,
+) -> None:
+    """Train a small GPT on Python's own sources in less memory than the step needs.
+
+    Under torchrun, several processes train it together.
+    """
+    from cotrain_compile.demo.run import Settings, run
+
+    refuse_output_folder(output)
+    keep_stdout_for(False, Path(files.STANDARD) if as_json else None)
+    outcome = run(Settings(steps, output, budget, machine), console)
+    if as_json:
+        print_json(outcome.figures)
+
+
+def analyze(
+    file: StepFile,
+    machine: MachineName = presets.THIS_MACHINE,
+    memory_budget: Annotated[
+        str | None,
+        typer.Option(
+            help='Device memory to fit into: bytes, "20GiB" or "80%". '
+            "Default: what a card leaves to a step."
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Say what a step needs: its peak, its time, reuse distances, largest sizes."""
+    from cotrain_compile.viz.text.analysis import analysis_figures, describe_analysis  # sympy
+
+    keep_stdout_for(as_json)
+    target = presets.find(machine)
+    asked = {"memory_budget": memory_budget} if memory_budget else {}
+    budget_bytes = Options.parse(asked).budgets(target)[Tier.DEVICE]
+    dataflow = files.load(file, Dataflow)
+    if as_json:
+        figures = analysis_figures(dataflow, target, budget_bytes)
+        print_json({**step_figures(dataflow), **figures})
+    else:
+        console.print(describe_analysis(dataflow, target, budget_bytes))
+
 
 # Under which heading of the help a command stands, and how it is called.
 PLAN, LOOK, MACHINE, TRY = "Plan", "Look at what was saved", "Machines", "Try it"

@@ -21,8 +21,7 @@ from cotrain_compile.cli.figures import (
     step_figures,
     timeline_figures,
 )
-from cotrain_compile.cli.outputs import refuse_outputs, with_those_beside
-from cotrain_compile.cli.parameters import StepFile
+from cotrain_compile.cli.parameters import StepFile, refuse_outputs, with_those_beside
 from cotrain_compile.cli.reading import (
     PlanMachine,
     Profile,
@@ -40,10 +39,9 @@ from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.saved import load_measured, load_plan, load_timeline
 from cotrain_compile.plan import Plan, Timeline
 from cotrain_compile.viz.graph.drawing import as_text, write_picture
-from cotrain_compile.viz.graph.drawn_rows import rows_text, write_rows
 from cotrain_compile.viz.graph.picture import MOST_BOXES, picture
 from cotrain_compile.viz.graph.picture import Level as BoxLevel
-from cotrain_compile.viz.graph.rows import Row, rows
+from cotrain_compile.viz.graph.rows import Row, rows, rows_text, write_rows
 from cotrain_compile.viz.text.describe import describe_machine, describe_step, describe_timeline
 from cotrain_compile.viz.text.diff import describe_diff
 from cotrain_compile.viz.text.summary import summary

@@ -11,8 +11,7 @@ import typer
 from rich.table import Table
 
 from cotrain_compile import files, presets
-from cotrain_compile.cli.budgets import Answered, Asked, answers, ask
-from cotrain_compile.cli.figures import solved_figures
+from cotrain_compile.cli.figures import Answered, Asked, answers, ask, solved_figures
 from cotrain_compile.cli.parameters import (
     DeviceMemory,
     Gap,

@@ -12,7 +12,6 @@ from rich.progress import Progress
 from rich.table import Table
 
 from cotrain_compile import files, presets
-from cotrain_compile.cli.outputs import refuse_output_folder
 from cotrain_compile.cli.parameters import (
     DeviceMemory,
     Gap,
@@ -25,6 +24,7 @@ from cotrain_compile.cli.parameters import (
     StepFile,
     TimeLimit,
     WorkLimit,
+    refuse_output_folder,
     with_changes,
 )
 from cotrain_compile.cli.terminal import Json, console, keep_stdout_for, say_doing
@@ -32,8 +32,7 @@ from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.options import Options
 
 if TYPE_CHECKING:
-    from cotrain_compile.placement.explain.carry import Tried
-    from cotrain_compile.placement.explain.sweep import Case, Sweep
+    from cotrain_compile.placement.explain.sweep import Case, Sweep, Tried
 
 Machines = Annotated[
     list[str] | None, typer.Option(help="A preset or a machine.json. Repeat it to compare several.")

@@ -18,8 +18,15 @@ from cotrain_compile.errors import OptionError
 from cotrain_compile.machine import Machine, Tier
 from cotrain_compile.options import Options
 from cotrain_compile.options.parts import PlanningOptions
-from cotrain_compile.placement.explain.carry import Tried, carried, with_plans_of_slower_machines
-from cotrain_compile.placement.explain.sweep import Case, Sweep, device_budgets, try_case
+from cotrain_compile.placement.explain.sweep import (
+    Case,
+    Sweep,
+    Tried,
+    carried,
+    device_budgets,
+    try_case,
+    with_plans_of_slower_machines,
+)
 from cotrain_compile.placement.search.settings import SolveSettings
 from cotrain_compile.support.units import Size
 

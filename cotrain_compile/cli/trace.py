@@ -10,7 +10,7 @@ import typer
 
 from cotrain_compile import files
 from cotrain_compile.cli.figures import step_figures
-from cotrain_compile.cli.outputs import refuse_outputs
+from cotrain_compile.cli.parameters import refuse_outputs
 from cotrain_compile.cli.terminal import (
     Json,
     console,

@@ -30,6 +30,7 @@ from cotrain_compile.analysis.costs import measured_costs
 from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
 from cotrain_compile.demo.job import (
     Job,
+    Shape,
     Step,
     StepResult,
     compiled,
@@ -38,7 +39,6 @@ from cotrain_compile.demo.job import (
     train,
     training_step,
 )
-from cotrain_compile.demo.model import Shape
 from cotrain_compile.errors import OptionError, PlacementError
 from cotrain_compile.machine import Link, Machine, Tier
 from cotrain_compile.placement.policies import RULES

@@ -24,8 +24,8 @@ from torch import nn
 
 from cotrain_compile import files
 from cotrain_compile.cluster.model.strategy import Answer
-from cotrain_compile.distribute.in_order import calls_in_order
 from cotrain_compile.distribute.meet import first_line, meeting_of
+from cotrain_compile.distribute.ranks import calls_in_order
 from cotrain_compile.errors import CotrainError, DistributeError, ExchangeFailed, OptionError
 
 # What a traced profile calls that which is in no numbered module.

@@ -32,8 +32,8 @@ from cotrain_compile.cluster.helpers import (
     sent_bytes,
     share,
 )
-from cotrain_compile.distribute.in_order import calls_in_order
 from cotrain_compile.distribute.meet import LONGEST, first_line, meeting_of, timeout_of
+from cotrain_compile.distribute.ranks import calls_in_order
 from cotrain_compile.errors import DistributeError, ExchangeFailed, OptionError, RanksApart
 
 # In the first half of the first round, and in the second half of the last, helpers only receive or

@@ -4,13 +4,19 @@ From which torch on a step can hold what they share, and what of it all have to 
 
 Private torch API used: `_resolve_process_group`, which no public function is. Tried on torch
 2.13.0.
+
+In order: exchanges that a backward begins, in one order on all ranks.
+
+Autograd makes gradients in an order of its own, and ranks have to issue their exchanges alike: each
+waits for its own gradients, and for the exchange before it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import CodeType
 from typing import Any
 
@@ -142,3 +148,32 @@ def groups_apart(groups: Mapping[int, Sequence[Sequence[int]]]) -> str:
                         f"exchanges with {list(groups[other][place])}"
                     )
     return ""
+
+
+@contextmanager
+def calls_in_order(
+    groups: Sequence[Sequence[torch.Tensor]], begin_next: Callable[[], None]
+) -> Iterator[None]:
+    """Within it, `begin_next` is called for each of `groups` of parameters, one after the other.
+
+    It is when a backward has made the gradients of the group and of those before it; not for those
+    whose gradients it does not make.
+    """
+    missing = [{id(param) for param in group} for group in groups]
+    begun = 0
+
+    def note(param: torch.Tensor) -> None:
+        nonlocal begun
+        for group in missing:
+            group.discard(id(param))
+        while begun < len(missing) and not missing[begun]:
+            begun += 1
+            begin_next()
+
+    params = dict.fromkeys(param for group in groups for param in group)
+    handles = [param.register_post_accumulate_grad_hook(note) for param in params]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -2,11 +2,16 @@
 
 `cotrain` is what torch.compile calls for `backend="cotrain"`; `compile_step` reads like the list of
 types in `docs/architecture.md`.
+
+Check options: what a user passed to `torch.compile`, with the files it names, becomes `Options`.
+
+It runs when `torch.compile` is called, before anything is traced.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -16,6 +21,7 @@ from typing import Any
 
 from torch import fx
 
+from cotrain_compile import presets
 from cotrain_compile.analysis.costs import CostTable
 from cotrain_compile.analysis.symbolic import at
 from cotrain_compile.backends.devices import (
@@ -35,16 +41,18 @@ from cotrain_compile.backends.lifecycle.rehearsal import Rehearsed
 from cotrain_compile.backends.verify.verify import VerifiedStep, refuse_race
 from cotrain_compile.capture import Session, capture, current_session, install
 from cotrain_compile.capture.aten.aot import traced_modules
+from cotrain_compile.capture.dynamo.compute_device import chosen_device
 from cotrain_compile.capture.dynamo.recompiles import why_again
 from cotrain_compile.capture.offline.only_trace import hand_back_if_only_traced
+from cotrain_compile.cluster.model.strategy import Answer
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.distribute.agree import ALONE, Together, ranks_of, tell_of_refusal
 from cotrain_compile.distribute.ranks import warn_where_ranks_train_apart
-from cotrain_compile.entry.check_options import check_options, load_profile
 from cotrain_compile.entry.choose_plan import plan_as_before, plan_for
 from cotrain_compile.entry.compiled import Origin, first_fingerprint, last_placement, register
 from cotrain_compile.errors import CaptureError, OptionError
 from cotrain_compile.extract.extract import extract
+from cotrain_compile.files import kind_of, load
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.machine import Tier
 from cotrain_compile.options import Options, as_option_error
@@ -53,6 +61,7 @@ from cotrain_compile.passes import run_passes
 from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.recompute.rewrite import recomputed_ops
+from cotrain_compile.placement.saved import load_plan
 from cotrain_compile.placement.simulate.outcomes import outcomes
 from cotrain_compile.plan import Placement, Plan
 from cotrain_compile.runtime.cuda.setup import tell_if_in_pieces, within_free_memory
@@ -63,6 +72,52 @@ from cotrain_compile.support.units import format_bytes
 from cotrain_compile.viz.dump import dump_step
 from cotrain_compile.viz.text.live import live_line
 from cotrain_compile.viz.text.narrate import Narrator, phase_line, verbosity
+
+
+def check_options(options: Mapping[str, Any]) -> Options:
+    """`options` parsed, where they are right and the device and files they name are there.
+
+    Raises `OptionError` naming the option, and `FormatError` where a file is not what it should be.
+    """
+    parsed = Options.parse(options)
+    chosen_device(parsed.device)
+    with as_option_error("machine", parsed.machine):
+        presets.find(parsed.machine)
+    if parsed.disk is not None and not os.path.isdir(parsed.disk):
+        raise OptionError(f"option 'disk' is {parsed.disk!r}, but must be a folder that is there")
+    if parsed.plan is not None:
+        with as_option_error("plan", parsed.plan):
+            _refuse_plan_of_ranks(parsed.plan)
+            load_plan(parsed.plan)
+    if parsed.profile is not None:
+        load_profile(parsed.profile)
+    return parsed
+
+
+def _refuse_plan_of_ranks(path: str) -> None:
+    """Raise `OptionError` where a plan says how ranks train, which a step alone does not know."""
+    match kind_of(path):
+        case "answer":
+            best = load(path, Answer).best
+            told = (
+                "it has none that fits" if best is None else f"its best is {best.name}: {best.run}"
+            )
+            raise OptionError(
+                f"plan {path} is an answer of `cotrain-compile cluster`: it says how the model is "
+                f"spread over ranks, and each rank plans its step itself. Leave the option plan "
+                f"out, and spread the model so; {told}"
+            )
+        case "stageplan":
+            raise OptionError(
+                f"plan {path} has the stages of a pipeline: give it and the model to "
+                "cotrain_compile.pipeline, and leave the option plan out"
+            )
+
+
+def load_profile(path: str) -> CostTable:
+    """The measured costs saved at `path`; raises as `check_options` does."""
+    with as_option_error("profile", path):
+        return load(path, CostTable)
 
 
 def cotrain(

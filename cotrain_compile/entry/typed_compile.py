@@ -15,8 +15,7 @@ from torch import nn
 
 from cotrain_compile.entry.compile_step import cotrain
 from cotrain_compile.errors import CotrainError, OptionError
-from cotrain_compile.options import TABLE
-from cotrain_compile.options.keywords import Keywords
+from cotrain_compile.options import TABLE, Keywords
 
 P = ParamSpec("P")
 R = TypeVar("R")

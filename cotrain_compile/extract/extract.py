@@ -52,8 +52,7 @@ from cotrain_compile.graph.collectives import (
     kind_of,
     ranks_in,
 )
-from cotrain_compile.graph.op_calls import target_of
-from cotrain_compile.graph.piece_op import PIECE
+from cotrain_compile.graph.op_calls import PIECE, target_of
 from cotrain_compile.graph.random_ops import generators_of
 from cotrain_compile.graph.user_lines import calling_line
 from cotrain_compile.machine.op_classes import OpKind

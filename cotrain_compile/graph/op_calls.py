@@ -7,6 +7,11 @@ numbers it is the op itself: the backwards of FlashAttention's own package are s
 Private torch API used: `torch._higher_order_ops.auto_functionalize.auto_functionalized` and its
 second form, which takes what is written as `_all_bases` with an index for each argument. Reason:
 nothing public names them. Tried on torch 2.13.0.
+
+The op that stands for a piece of what a step fetches in pieces.
+
+`piece(source, begin, end)` are so many elements of `source` as one row, in memory of their own. The
+pass that puts it in lets others replace it by the copy that a task has made: it never runs.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import fx
 from torch._higher_order_ops.auto_functionalize import auto_functionalized, auto_functionalized_v2
 
@@ -52,3 +58,16 @@ def _given(kwargs: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
         elif isinstance(index, int):
             found[name] = bases[index]
     return found
+
+
+_library = torch.library.Library("cotrain", "FRAGMENT")
+_library.define("piece(Tensor source, int begin, int end) -> Tensor")
+
+
+def _piece(source: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+    return source.new_empty(end - begin)
+
+
+_library.impl("piece", _piece, "CompositeExplicitAutograd")
+
+PIECE = torch.ops.cotrain.piece.default

@@ -19,7 +19,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from cotrain_compile import presets
-from cotrain_compile.cluster.model.stage_plan import StagePlan
+from cotrain_compile.cluster.model.layout import StagePlan
 from cotrain_compile.dataflow import Role
 from cotrain_compile.entry.compiled import inspect
 from cotrain_compile.errors import DistributeError, OptionError, PlacementError

@@ -18,16 +18,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from cotrain_compile import files
-from cotrain_compile.cluster.model.stage_plan import StagePlan
+from cotrain_compile.cluster.model.layout import StagePlan
 from cotrain_compile.cluster.model.strategy import Answer
 from cotrain_compile.distribute.clip import clip_by_norm, norm_of_gradients
 from cotrain_compile.errors import DistributeError, OptionError
 from cotrain_compile.pipelining.cut import cut, keep, try_out
-from cotrain_compile.pipelining.divide import divide
-from cotrain_compile.pipelining.grid import Grid
+from cotrain_compile.pipelining.grid import Grid, divide
 from cotrain_compile.pipelining.memory import StageMemory, stage_memory
-from cotrain_compile.pipelining.norms import refuse_norms_of_parts, torch_takes_norms
-from cotrain_compile.pipelining.together import Together, compared
+from cotrain_compile.pipelining.together import (
+    Together,
+    compared,
+    refuse_norms_of_parts,
+    torch_takes_norms,
+)
 from cotrain_compile.pipelining.torch_stages import (
     TurnStage,
     make_schedule,

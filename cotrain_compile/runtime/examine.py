@@ -20,12 +20,13 @@ import torch
 from cotrain_compile.machine import default_budget
 from cotrain_compile.runtime.cuda.pinned import available_host_bytes
 from cotrain_compile.runtime.cuda.setup import machine_like
-from cotrain_compile.runtime.process.cores import Cores, usable_cores
-from cotrain_compile.runtime.process.memory_nodes import (
+from cotrain_compile.runtime.process.cores import (
+    Cores,
     as_ranges,
     cores_beside,
     memory_nodes,
     node_of_card,
+    usable_cores,
 )
 from cotrain_compile.support import limits
 from cotrain_compile.support.disk_cache import VARIABLE, folder_of

@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cotrain_compile import files
-from cotrain_compile.cluster.model.layout import DIMENSIONS, Layout
-from cotrain_compile.cluster.model.stage_plan import StagePlan
+from cotrain_compile.cluster.model.layout import DIMENSIONS, Layout, StagePlan
 from cotrain_compile.cluster.model.strategy import Answer, RankedStrategy
 from cotrain_compile.errors import DistributeError, OptionError
 

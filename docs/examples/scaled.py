@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import cotrain_compile
-from cotrain_compile.cluster.model.stage_plan import StagePlan
+from cotrain_compile.cluster.model.layout import StagePlan
 
 # How layers are split, and where stages begin, where the plan does so and does not say it.
 SPLIT = {"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()}

@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 
 import cotrain_compile
-from cotrain_compile.cluster.model.stage_plan import StagePlan
+from cotrain_compile.cluster.model.layout import StagePlan
 from cotrain_compile.errors import CotrainError
 from cotrain_compile.machine import Tier
 from tests.support.pipelines import Run, Trained, loss_of, made, pictures

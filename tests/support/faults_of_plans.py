@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import cotrain_compile
-from cotrain_compile.cluster.model.stage_plan import StagePlan
+from cotrain_compile.cluster.model.layout import StagePlan
 from cotrain_compile.distribute import burst as bursts
 from cotrain_compile.distribute.cpu_helpers import HelpedExchange
 from cotrain_compile.pipelining.torch_stages import TurnStage

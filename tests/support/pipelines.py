@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import cotrain_compile
-from cotrain_compile.cluster.model.stage_plan import StagePlan
+from cotrain_compile.cluster.model.layout import StagePlan
 from cotrain_compile.dataflow import Role
 from cotrain_compile.errors import CotrainError, DistributeError
 from cotrain_compile.machine import Tier

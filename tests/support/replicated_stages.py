@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import cotrain_compile
-from cotrain_compile.cluster.model.stage_plan import StagePlan
+from cotrain_compile.cluster.model.layout import StagePlan
 from cotrain_compile.errors import CotrainError
 from tests.support.failing_stages import short_of_memory, told
 from tests.support.pipelines import STEPS, loss_of, made, pictures

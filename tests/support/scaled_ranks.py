@@ -19,8 +19,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import cotrain_compile
-from cotrain_compile.cluster.model.layout import Layout
-from cotrain_compile.cluster.model.stage_plan import StagePlan
+from cotrain_compile.cluster.model.layout import Layout, StagePlan
 from cotrain_compile.machine import Tier
 from tests.support.failing_stages import short_of_memory, told
 from tests.support.pipelines import llama, loss_of

@@ -21,17 +21,19 @@ from cotrain_compile.cluster.data_parallel.data_parallel import (
 from cotrain_compile.cluster.data_parallel.step import Sharding
 from cotrain_compile.cluster.helpers import judge_helpers
 from cotrain_compile.cluster.model.description import Cluster, MachineGroup, first_devices
-from cotrain_compile.cluster.model.layout import Layout
-from cotrain_compile.cluster.model.stage_plan import StagePlan
+from cotrain_compile.cluster.model.layout import Layout, StagePlan
 from cotrain_compile.cluster.model.strategy import Question, RankedStrategy
 from cotrain_compile.cluster.pipeline.cuts import PipelineOrder, devices_of
 from cotrain_compile.cluster.pipeline.pipeline import plan_pipeline
 from cotrain_compile.cluster.steps.rank_memory import Residence
 from cotrain_compile.cluster.steps.stage_step import Does, StageStep
-from cotrain_compile.cluster.swapped.one_machine import replicas_by_layer, stages_by_turns
-from cotrain_compile.cluster.swapped.replicas import SwappedReplicas
+from cotrain_compile.cluster.swapped.replicas import (
+    SwappedReplicas,
+    replicas_by_layer,
+    stages_by_turns,
+)
 from cotrain_compile.cluster.swapped.turn_step import StagesInTurn
-from cotrain_compile.cluster.widths.burst import BurstPlan, plan_burst
+from cotrain_compile.cluster.widths import BurstPlan, plan_burst
 from cotrain_compile.errors import OptionError
 from cotrain_compile.support.units import format_bytes
 

@@ -14,8 +14,7 @@ from itertools import accumulate
 from math import ceil
 
 from cotrain_compile.cluster.composed.divided import exchanged_bytes, most_parts
-from cotrain_compile.cluster.composed.links import MeshLinks
-from cotrain_compile.cluster.composed.mesh import Mesh, Option, RankLayers
+from cotrain_compile.cluster.composed.mesh import Mesh, MeshLinks, Option, RankLayers
 from cotrain_compile.cluster.data_parallel.data_parallel import DataParallelPlan
 from cotrain_compile.cluster.model.description import Cluster, first_devices
 from cotrain_compile.cluster.model.layout import Layout

@@ -7,9 +7,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from cotrain_compile.cluster.model.description import Cluster
-from cotrain_compile.cluster.model.layout import Layout
+from cotrain_compile.cluster.model.layout import Layout, StagePlan
 from cotrain_compile.cluster.model.profiles import LayerProfile
-from cotrain_compile.cluster.model.stage_plan import StagePlan
 from cotrain_compile.plan import Timeline
 from cotrain_compile.support.units import format_bytes
 

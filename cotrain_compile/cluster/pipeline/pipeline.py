@@ -27,8 +27,16 @@ from cotrain_compile.cluster.pipeline.cuts import (
     Stages,
     cut_stages,
 )
-from cotrain_compile.cluster.pipeline.hosted import BOTH, fitting_cuts, hosted, relieved
-from cotrain_compile.cluster.pipeline.step import Part, Stage, StagesInOrder, pipeline_step
+from cotrain_compile.cluster.pipeline.step import (
+    BOTH,
+    Part,
+    Stage,
+    StagesInOrder,
+    fitting_cuts,
+    hosted,
+    pipeline_step,
+    relieved,
+)
 from cotrain_compile.cluster.steps.rank_memory import Residence
 from cotrain_compile.cluster.steps.stage_step import ROUNDING, Does, Ring, StageStep, fastest_option
 from cotrain_compile.errors import OptionError, PlacementError

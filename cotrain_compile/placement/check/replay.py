@@ -29,11 +29,11 @@ from cotrain_compile.placement.check.copies import (
     known_to_the_host,
     peak,
     tick_of,
+    timetable,
     touched,
     values_of,
 )
 from cotrain_compile.placement.check.rules import require
-from cotrain_compile.placement.check.timetable import timetable
 from cotrain_compile.plan import HostRegion, Plan, Task, Transfer
 
 

@@ -16,6 +16,12 @@ backward is in a stretch all of it:
 as for checkpoints in a chain (Chen et al., arXiv 1604.06174), but for the size of a stretch, which
 is the mean over all bytes instead of the largest: a head with large logits, which no cut makes
 smaller, leaves the layers something to gain. Found by dynamic programming over the last cut.
+
+Rules: what users make again, layer by layer.
+
+In: a Dataflow and its recomputable buffers. Out: which of its values are made again. They know
+neither times nor budgets; a plan should be better. A layer is one of `regions_of`; what leaves it
+is kept, as by a checkpoint.
 """
 
 from __future__ import annotations
@@ -249,3 +255,28 @@ def _values(dataflow: Dataflow, ops: Sequence[Op]) -> list[Value]:
         for name in op.writes
         if dataflow.buffer[name].role is Role.TEMPORARY and name in last
     ]
+
+
+def every_layer(dataflow: Dataflow, recomputable: Collection[str]) -> frozenset[str]:
+    """Each layer is made again from what enters it (Chen et al., arXiv 1604.06174)."""
+    return made_again(dataflow, regions_of(dataflow, recomputable), recomputable)
+
+
+def every_other_layer(dataflow: Dataflow, recomputable: Collection[str]) -> frozenset[str]:
+    """The first layer is made again, the next one is kept, and so on."""
+    return made_again(dataflow, regions_of(dataflow, recomputable)[::2], recomputable)
+
+
+def made_again(
+    dataflow: Dataflow, regions: Sequence[Region], recomputable: Collection[str]
+) -> frozenset[str]:
+    """All inside of `regions` that the backward reads, and what of the rest that is made from."""
+    found: set[str] = set()
+    for region, free in zip(regions, inside(dataflow, regions, recomputable), strict=True):
+        needed = set(saved_bytes(dataflow, free))
+        for position in reversed(region.ops):
+            op = dataflow.ops[position]
+            if needed.intersection(op.writes):
+                needed.update(free.intersection(op.reads))
+        found |= needed
+    return frozenset(found)

@@ -13,8 +13,7 @@ from dataclasses import replace
 
 from cotrain_compile.dataflow import Phase
 from cotrain_compile.errors import PlacementError
-from cotrain_compile.placement.order.by_layer import pack_sizes
-from cotrain_compile.placement.order.micro_batches import OrderIsKept
+from cotrain_compile.placement.order.by_layer import OrderIsKept, pack_sizes
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.search.settings import SolveSettings
 from cotrain_compile.placement.work import Allowance, Meter

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 from cotrain_compile.dataflow import PERSISTENT_ROLES
 from cotrain_compile.errors import PlacementError
-from cotrain_compile.placement.order.by_layer import by_layer
-from cotrain_compile.placement.order.micro_batches import OrderIsKept
+from cotrain_compile.placement.order.by_layer import OrderIsKept, by_layer
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.recompute.rewrite import recomputable
 from cotrain_compile.placement.schedule.schedule import schedule

@@ -29,8 +29,8 @@ from cotrain_compile.placement.recompute.levels import (
     spread,
     with_gathers,
 )
+from cotrain_compile.placement.recompute.regions import every_layer, every_other_layer
 from cotrain_compile.placement.recompute.rewrite import recomputable
-from cotrain_compile.placement.recompute.rules import every_layer, every_other_layer
 from cotrain_compile.placement.residency import low_precision_copies
 from cotrain_compile.placement.schedule.find_moves import moves_of
 from cotrain_compile.placement.search.least import Least, least_of

@@ -16,8 +16,7 @@ from torch import Tensor, fx
 from cotrain_compile.machine import Tier
 from cotrain_compile.runtime.calibrate.link_bench import median_s, wall_s
 from cotrain_compile.runtime.host.captured_kernels import CHUNK_ELEMENTS
-from cotrain_compile.runtime.meter import Meter
-from cotrain_compile.runtime.metered import MeteredGraph
+from cotrain_compile.runtime.meter import Meter, MeteredGraph
 
 aten = torch.ops.aten
 

@@ -15,10 +15,9 @@ from typing import Any, Protocol
 import torch
 
 from cotrain_compile.errors import CotrainError, HostMemoryError
+from cotrain_compile.runtime.bound_ops import copy_all
 from cotrain_compile.runtime.cuda.pinned import Event
-from cotrain_compile.runtime.list_ops import copy_all
-from cotrain_compile.runtime.process.cores import run_on
-from cotrain_compile.runtime.process.memory_nodes import cores_beside
+from cotrain_compile.runtime.process.cores import cores_beside, run_on
 from cotrain_compile.support.units import format_bytes
 
 Stream = Any

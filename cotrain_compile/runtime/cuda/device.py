@@ -43,8 +43,12 @@ from cotrain_compile.plan import Span
 from cotrain_compile.runtime.course import Course, Piecewise
 from cotrain_compile.runtime.cuda import homes
 from cotrain_compile.runtime.cuda.card import Card
-from cotrain_compile.runtime.cuda.copy_streams import CopyStreams, last_on_each_stream
-from cotrain_compile.runtime.cuda.issued import IssuedCopy, LateCopy
+from cotrain_compile.runtime.cuda.copy_streams import (
+    CopyStreams,
+    IssuedCopy,
+    LateCopy,
+    last_on_each_stream,
+)
 from cotrain_compile.runtime.cuda.pinned import Event, PinnedPool
 from cotrain_compile.runtime.device import Device
 from cotrain_compile.runtime.host.fused_kernel import HostKernel

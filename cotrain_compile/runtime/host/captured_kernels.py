@@ -19,8 +19,7 @@ from cotrain_compile.machine import Tier
 from cotrain_compile.runtime.course import WHOLE, Course
 from cotrain_compile.runtime.host.gradient_prologue import OPS, graph_of, is_elementwise, is_single
 from cotrain_compile.runtime.host.match_update import COPY, reads_what_is_overwritten
-from cotrain_compile.runtime.meter import Meter
-from cotrain_compile.runtime.metered import MeteredGraph
+from cotrain_compile.runtime.meter import Meter, MeteredGraph
 
 # Results of this size stay in the cache, and their memory is used again from op to op; with smaller
 # parts the time that it takes to call an op shows. It is a multiple of every vector's length, so

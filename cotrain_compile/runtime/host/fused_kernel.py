@@ -17,8 +17,7 @@ from cotrain_compile.runtime.host.gradient_prologue import (
     is_one_piece,
 )
 from cotrain_compile.runtime.host.live_settings import with_settings
-from cotrain_compile.runtime.meter import Meter
-from cotrain_compile.runtime.metered import MeteredGraph
+from cotrain_compile.runtime.meter import Meter, MeteredGraph
 
 
 class HostKernel(Protocol):

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from cotrain_compile.graph import returns_argument_memory
 from cotrain_compile.machine import Tier
 from cotrain_compile.runtime.host.match_update import ancestors, is_random
-from cotrain_compile.runtime.metered import MeteredGraph
+from cotrain_compile.runtime.meter import MeteredGraph
 
 # A piece stays in the cache until the fused loop reads it. The memory for a whole gradient at once
 # costs several times the update: bench/runtime/host_update.py.

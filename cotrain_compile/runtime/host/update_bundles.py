@@ -18,10 +18,10 @@ from torch import fx
 
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.machine import Tier
+from cotrain_compile.runtime.bound_ops import ListOp, list_op
 from cotrain_compile.runtime.course import WHOLE, Course
 from cotrain_compile.runtime.host.fused_kernel import FusedKernel, HostKernel, laid_out_as
 from cotrain_compile.runtime.host.live_settings import with_settings
-from cotrain_compile.runtime.list_ops import ListOp, list_op
 from cotrain_compile.runtime.meter import Meter
 from cotrain_compile.runtime.ops import name_of_bundle
 from cotrain_compile.runtime.task_nodes import RegionCall, region_calls

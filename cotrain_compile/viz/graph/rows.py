@@ -3,21 +3,31 @@
 A Dataflow and a Plan in, rows out. Layers that differ by their number and hold as many ops and
 bytes are one row with a count. A mark says what happens to a row, to how many of its layers and to
 how many bytes; no arrow has to cross the picture.
+
+Drawn rows: the rows of a step as text for a terminal, or as an SVG that needs no Graphviz.
+
+Time goes down the forward, then up the backward; updates are beside it. What a plan does to a row
+is a mark below it.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from html import escape
+from pathlib import Path
 
 from cotrain_compile.dataflow import Dataflow, Phase, Role
+from cotrain_compile.errors import OptionError
+from cotrain_compile.files import write_whole
 from cotrain_compile.placement.placed import as_placed
 from cotrain_compile.placement.split import split_regions
 from cotrain_compile.plan import Lane, Plan, UpdateMode
+from cotrain_compile.support.units import format_bytes, format_seconds
 from cotrain_compile.viz.graph.picture import series
-from cotrain_compile.viz.kinds import copied_kinds
+from cotrain_compile.viz.kinds import COLOURS, copied_kinds
 from cotrain_compile.viz.names import Layers, layers
 
 
@@ -152,3 +162,157 @@ class _Facts:
                 self.marked[Sign.STREAMED][layer] += nbytes
             case UpdateMode.RESIDENT:
                 pass
+
+
+_GLYPHS: Mapping[Sign, str] = {
+    Sign.FETCHED: "↑",
+    Sign.AWAY: "↕",
+    Sign.AGAIN: "↻",
+    Sign.PARTS: "÷",
+    Sign.ON_HOST: "⌂",
+    Sign.STREAMED: "⇅",
+}
+_INK: Mapping[Sign, str] = {
+    Sign.FETCHED: COLOURS["weight"],
+    Sign.AWAY: COLOURS["activation"],
+    Sign.AGAIN: COLOURS["made again"],
+    Sign.PARTS: COLOURS["work on the device"],
+    Sign.ON_HOST: COLOURS["update on the host"],
+    Sign.STREAMED: COLOURS["optimizer state"],
+}
+_ARROWS: Mapping[Phase, str] = {Phase.FORWARD: "↓", Phase.BACKWARD: "↑", Phase.OPTIMIZER: ""}
+_HEADINGS = ("layers", "parameters", *(phase.value for phase in Phase))
+
+
+def rows_text(rows: Sequence[Row]) -> str:
+    """A line for each row, with its marks on the line below, and what they mean at the end."""
+    table = [_HEADINGS, *(tuple(_cells(row)) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = []
+    for cells, row in zip(table, (None, *rows), strict=True):
+        first, *rest = (c.ljust(w) if not n else c.rjust(w) for n, (c, w) in _sized(cells, widths))
+        lines.append("  ".join((first, *rest)).rstrip())
+        if row is not None and row.marks:
+            lines.append(
+                "    " + "   ".join(f"{_GLYPHS[m.sign]} {_words(m, row)}" for m in row.marks)
+            )
+    return "\n".join([*lines, *_legend(rows)])
+
+
+def write_rows(rows: Sequence[Row], path: Path) -> None:
+    """Write the rows in the format of the suffix of `path`: .txt or .svg.
+
+    Raises `OptionError` for another suffix.
+    """
+    match path.suffix:
+        case ".txt":
+            write_whole(path, rows_text(rows) + "\n")
+        case ".svg":
+            write_whole(path, rows_svg(rows))
+        case _:
+            raise OptionError(f"{path}: kinds of layers are written as .txt or .svg")
+
+
+def _sized(cells: Sequence[str], widths: Sequence[int]) -> Iterator[tuple[int, tuple[str, int]]]:
+    return enumerate(zip(cells, widths, strict=True))
+
+
+def _cells(row: Row) -> Iterator[str]:
+    yield _title(row)
+    yield format_bytes(row.param_bytes) if row.param_bytes else ""
+    for phase in Phase:
+        yield f"{_ARROWS[phase]} {_amount(row, phase)}".strip() if row.ops[phase] else ""
+
+
+def _title(row: Row) -> str:
+    return f"{row.name} ×{row.count}" if row.count > 1 else row.name
+
+
+def _amount(row: Row, phase: Phase) -> str:
+    seconds = row.seconds[phase]
+    return (
+        format_seconds(seconds) if seconds else f"{row.ops[phase]} op{'s' * (row.ops[phase] > 1)}"
+    )
+
+
+def _words(mark: Mark, row: Row) -> str:
+    """How much, and in how many of the row's layers where not in all."""
+    told = f"{mark.parts} parts" if mark.parts else format_bytes(mark.nbytes)
+    return told if mark.layers == row.count else f"{told} in {mark.layers} of {row.count}"
+
+
+def _legend(rows: Sequence[Row]) -> Iterator[str]:
+    used = {mark.sign for row in rows for mark in row.marks}
+    for sign in Sign:
+        if sign in used:
+            yield f"{_GLYPHS[sign]} {sign.value}"
+
+
+_WIDTH, _LEFT, _ROW, _MARKS = 940, 20, 30, 24
+_COLUMNS: Mapping[Phase, int] = {Phase.FORWARD: 440, Phase.BACKWARD: 610, Phase.OPTIMIZER: 780}
+_BOX = 140
+_STYLE = """
+.rows { max-width: 100%; height: auto; }
+.rows text { font: 13px system-ui, sans-serif; fill: #1c2024; }
+.rows .quiet { fill: #5d6670; } .rows .in { fill: #ffffff; }
+.rows .box { fill: #ffffff; stroke: #c5ccd2; } .rows .paper { fill: #fbfbfa; }
+@media screen and (prefers-color-scheme: dark) {
+  .rows text { fill: #e8eaec; } .rows .quiet { fill: #9aa4ae; } .rows .in { fill: #ffffff; }
+  .rows .box { fill: #1c2024; stroke: #454d55; } .rows .paper { fill: #14171a; }
+}
+"""
+
+
+def rows_svg(rows: Sequence[Row]) -> str:
+    """The rows as a picture, light or dark as the reader's system is."""
+    y, parts = 44.0, list[str]()
+    for phase, x in _COLUMNS.items():
+        arrow = f" {_ARROWS[phase]}".rstrip()
+        parts.append(_text(x + _BOX / 2, 28, f"{phase.value}{arrow}", "quiet", "middle"))
+    for row in rows:
+        parts += _row_svg(row, y)
+        y += _ROW + 14 + (_MARKS if row.marks else 0)
+    for sign_line in _legend(rows):
+        parts.append(_text(_LEFT, y + 14, sign_line, "quiet"))
+        y += 20
+    height = y + 16
+    return "\n".join(
+        [
+            f'<svg class="rows" xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" role="img" '
+            f'viewBox="0 0 {_WIDTH} {height:.0f}" aria-label="The layers of a step">',
+            f"<style>{_STYLE}</style>",
+            '<rect class="paper" width="100%" height="100%"/>',
+            *parts,
+            "</svg>\n",
+        ]
+    )
+
+
+def _row_svg(row: Row, y: float) -> Iterator[str]:
+    height = _ROW + (_MARKS if row.marks else 0)
+    yield f'<rect class="box" x="8" y="{y}" width="{_WIDTH - 16}" height="{height + 6}" rx="8"/>'
+    yield _text(_LEFT, y + 21, _title(row))
+    if row.param_bytes:
+        yield _text(
+            _COLUMNS[Phase.FORWARD] - 16, y + 21, format_bytes(row.param_bytes), "quiet", "end"
+        )
+    for phase, left in _COLUMNS.items():
+        if row.ops[phase]:
+            yield _rect(left, y + 5, (_BOX, _ROW - 6), COLOURS[phase.value], 5)
+            yield _text(left + _BOX / 2, y + 21, _amount(row, phase), "in", "middle")
+    x = float(_LEFT)
+    for mark in row.marks:
+        words = f"{_GLYPHS[mark.sign]} {_words(mark, row)}"
+        yield _rect(x, y + _ROW + 9, (10, 10), _INK[mark.sign], 2)
+        yield _text(x + 16, y + _ROW + 18, words)
+        x += 40 + 7.4 * len(words)
+
+
+def _rect(x: float, y: float, size: tuple[int, int], fill: str, radius: int) -> str:
+    width, height = size
+    return f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="{radius}" fill="{fill}"/>'
+
+
+def _text(x: float, y: float, words: str, style: str = "", anchor: str = "start") -> str:
+    named = f' class="{style}"' if style else ""
+    return f'<text x="{x}" y="{y}"{named} text-anchor="{anchor}">{escape(words)}</text>'

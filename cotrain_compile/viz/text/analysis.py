@@ -6,9 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from cotrain_compile.analysis.costs import roofline
-from cotrain_compile.analysis.critical_path import critical_path_s
 from cotrain_compile.analysis.liveness import liveness
-from cotrain_compile.analysis.reuse import reuse_distances
+from cotrain_compile.analysis.reuse import critical_path_s, reuse_distances
 from cotrain_compile.analysis.symbolic import largest
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import PlacementError

@@ -8,17 +8,25 @@ logger `cotrain_compile`, which writes on stderr; off a terminal lines are plain
 What is going on of a first step, and since when (`phase_line`), is on a terminal one line, which
 goes at the end. Elsewhere it is a line of the log for what takes long, so that a log of a busy
 computer does not look like one of a process that hangs.
+
+Log: what is said while a step is compiled goes through Python's `logging`, as a library's does.
+
+The logger is `cotrain_compile`, its level INFO unless somebody has set another. Its handler writes
+records on stderr as they are, above the bars of tqdm, unless `TORCH_LOGS` or the program has given
+the logger one before; a program that wants them among its own sets `propagate = True`.
 """
 
 from __future__ import annotations
 
 import difflib
 import itertools
+import logging
 import os
+import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from logging import INFO
@@ -31,14 +39,13 @@ from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import OptionError
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.options.parts import OutputOptions
-from cotrain_compile.placement.explain.alternatives import every_strategy
+from cotrain_compile.placement.explain.explain import every_strategy
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.plan import Plan, Transfer
 from cotrain_compile.support.phases import is_listened, tell_phase, told_to
 from cotrain_compile.support.units import format_bytes, format_seconds, printable
 from cotrain_compile.viz.kinds import lane_titles
 from cotrain_compile.viz.names import plan_words
-from cotrain_compile.viz.text.log import LOG, above_bars, on_a_terminal, say
 from cotrain_compile.viz.text.summary import order_words, recompute_words, search_words
 from cotrain_compile.viz.text.terminal import PlainConsole
 
@@ -259,3 +266,47 @@ def _logged(phase: str) -> Iterator[None]:
 def _is_stage(told: str, phase: str) -> bool:
     """Whether the clock of `phase` goes on: what is behind a colon is a stage of it."""
     return told.partition(":")[0] == phase.partition(":")[0]
+
+
+LOG = logging.getLogger("cotrain_compile")
+
+
+def say(lines: Iterable[Text]) -> None:
+    """Tell the logger `lines` as one record; on a terminal they keep their style."""
+    if text := Text("\n").join(lines):
+        LOG.info("%s", text)
+
+
+def on_a_terminal() -> bool:
+    """Whether what is said is read on a terminal, which has room for a bar."""
+    return PlainConsole(stderr=True).is_terminal
+
+
+@contextmanager
+def above_bars() -> Iterator[None]:
+    """Within it, the bars of tqdm are off the terminal; after it they are drawn again."""
+    tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)
+    if tqdm is None:
+        yield
+        return
+    # Without its lock: what goes on inside may take minutes, and other threads may have bars.
+    with tqdm.external_write_mode(file=sys.stderr, nolock=True):
+        yield
+
+
+class _OnStderr(logging.Handler):
+    """Writes a record as it is; stderr is looked up anew, as a program may replace it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if LOG.propagate:
+            return  # the program's own handlers have it
+        said = record.args[0] if isinstance(record.args, tuple) and record.args else None
+        with above_bars():
+            PlainConsole(stderr=True).print(said if isinstance(said, Text) else self.format(record))
+
+
+if not LOG.level:
+    LOG.setLevel(logging.INFO)
+if not LOG.handlers:
+    LOG.addHandler(_OnStderr())
+    LOG.propagate = False

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.errors import PlacementError
 from cotrain_compile.machine import Tier
-from cotrain_compile.placement.order.micro_batches import find_micro_batches
+from cotrain_compile.placement.order.by_layer import find_micro_batches
 from cotrain_compile.placement.placed import place_dataflow
 from cotrain_compile.placement.recompute.rewrite import again_name, recomputed_ops
 from cotrain_compile.placement.simulate.reserved import Reserved, reserved

@@ -15,7 +15,7 @@ from cotrain_compile import files
 from cotrain_compile.backends.inductor.lower import segments_of
 from cotrain_compile.cli.main import app
 from cotrain_compile.cli.reading import read_problem
-from cotrain_compile.demo.model import CharacterGPT, Shape
+from cotrain_compile.demo.job import CharacterGPT, Shape
 from cotrain_compile.entry import compile_step as pipeline
 from cotrain_compile.entry.compile_step import compile_step
 from cotrain_compile.entry.tracing import trace_graph

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 import cotrain_compile
 from cotrain_compile.errors import OptionError
-from cotrain_compile.options import TABLE, Options
-from cotrain_compile.options.keywords import Keywords, options_schema
+from cotrain_compile.options import TABLE, Keywords, Options, options_schema
 from tests.support.steps import Step, cotrain
 
 TYPES = get_type_hints(Keywords)

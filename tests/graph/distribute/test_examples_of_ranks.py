@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cotrain_compile import files
-from cotrain_compile.cluster.model.stage_plan import StagePlan
+from cotrain_compile.cluster.model.layout import StagePlan
 
 ROOT = Path(__file__).parents[3]
 POINTS = ("layers.1", "layers.2", "layers.3")

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoint
 
 from cotrain_compile import files
-from cotrain_compile.cluster.model.stage_plan import StagePlan
+from cotrain_compile.cluster.model.layout import StagePlan
 from cotrain_compile.errors import DistributeError
 from cotrain_compile.machine import Link, Tier
 from cotrain_compile.pipelining.memory import stage_memory

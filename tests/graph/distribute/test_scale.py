@@ -16,11 +16,9 @@ from torch.distributed.tensor.parallel import (
 )
 
 from cotrain_compile import files
-from cotrain_compile.cluster.model.layout import Layout
-from cotrain_compile.cluster.model.stage_plan import StagePlan
+from cotrain_compile.cluster.model.layout import Layout, StagePlan
 from cotrain_compile.errors import DistributeError
-from cotrain_compile.scaling.experts import ExpertParallel
-from cotrain_compile.scaling.tensor_plans import tensor_plan_of
+from cotrain_compile.scaling.tensor_plans import ExpertParallel, tensor_plan_of
 from tests.support.pipelines import gpt2, llama
 from tests.support.ranks import Ranks
 from tests.support.scaled_checkpoints import alone_goes_on, goes_on

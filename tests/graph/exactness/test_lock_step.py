@@ -12,9 +12,8 @@ from torch import Tensor, fx, nn
 import cotrain_compile
 from cotrain_compile.backends.eager import lock_step
 from cotrain_compile.backends.eager.calls import Row
-from cotrain_compile.runtime import list_ops
-from cotrain_compile.runtime.bound_ops import bound
-from cotrain_compile.runtime.list_ops import list_op
+from cotrain_compile.runtime import bound_ops
+from cotrain_compile.runtime.bound_ops import bound, list_op
 from tests.graph.exactness.test_exactness import assert_bitwise_equal
 from tests.support.steps import OPTIMIZERS, Case, Step, check_peak, cotrain, train, train_unplaced
 
@@ -65,7 +64,7 @@ def same_bits(found: Tensor, expected: Tensor) -> bool:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", sorted({**list_ops._FOREACH, **list_ops._OF_TENSORS}))
+@pytest.mark.parametrize("name", sorted({**bound_ops._FOREACH, **bound_ops._OF_TENSORS}))
 def test_a_list_op_has_the_bits_of_the_op(name: str, dtype: torch.dtype) -> None:
     if name == "prims.fma.default" and not hasattr(torch.ops.prims, "fma"):
         pytest.skip("torch 2.11 has none")

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cotrain_compile.cluster.model.profiles import LayerProfile, per_sample
-from cotrain_compile.cluster.sources.repeated_layers import with_layers
+from cotrain_compile.cluster.sources.profile_files import with_layers
 from cotrain_compile.cluster.sources.traced_profile import profile_of_step
 from cotrain_compile.entry.tracing import trace
 from cotrain_compile.errors import OptionError

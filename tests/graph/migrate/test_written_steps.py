@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cotrain_compile.migrate.counterparts import Optimizer, Precision, Training
-from cotrain_compile.migrate.step_text import step_text
+from cotrain_compile.migrate.read import step_text
 
 ADAM = Optimizer("torch.optim.AdamW", {"lr": 0.01, "betas": [0.9, 0.95]})
 TRAININGS = {

@@ -11,8 +11,12 @@ from cotrain_compile.errors import PlanError
 from cotrain_compile.extract.extract import extract
 from cotrain_compile.passes.run_by_layer import run_by_layer
 from cotrain_compile.placement.check.check import check
-from cotrain_compile.placement.order.by_layer import by_layer, pack_sizes
-from cotrain_compile.placement.order.micro_batches import OrderIsKept, find_micro_batches
+from cotrain_compile.placement.order.by_layer import (
+    OrderIsKept,
+    by_layer,
+    find_micro_batches,
+    pack_sizes,
+)
 from cotrain_compile.placement.policies import resident
 from cotrain_compile.placement.recompute.rewrite import recomputable
 from cotrain_compile.placement.schedule.schedule import schedule

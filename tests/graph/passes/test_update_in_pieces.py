@@ -10,7 +10,7 @@ import pytest
 from cotrain_compile.dataflow import Dataflow
 from cotrain_compile.extract import updates
 from cotrain_compile.extract.extract import extract
-from cotrain_compile.graph.piece_op import PIECE
+from cotrain_compile.graph.op_calls import PIECE
 from cotrain_compile.machine import Tier
 from cotrain_compile.passes import run_passes
 from cotrain_compile.passes.find_accesses import find_race_in

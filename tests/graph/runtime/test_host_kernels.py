@@ -24,8 +24,7 @@ from cotrain_compile.runtime.host.fused_kernel import FusedKernel
 from cotrain_compile.runtime.host.fused_loops import FUSED_LOOPS
 from cotrain_compile.runtime.host.kernels import host_kernels
 from cotrain_compile.runtime.host.trial import rounds_once
-from cotrain_compile.runtime.meter import Meter
-from cotrain_compile.runtime.metered import MeteredGraph
+from cotrain_compile.runtime.meter import Meter, MeteredGraph
 from cotrain_compile.runtime.task_nodes import region_calls
 from tests.support.captured_steps import captured
 from tests.support.steps import cotrain, make_step

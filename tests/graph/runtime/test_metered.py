@@ -8,8 +8,7 @@ from torch import Tensor, fx
 
 from cotrain_compile.errors import OutOfDeviceMemory
 from cotrain_compile.machine import MEMORIES, Tier
-from cotrain_compile.runtime.meter import Meter
-from cotrain_compile.runtime.metered import MeteredGraph
+from cotrain_compile.runtime.meter import Meter, MeteredGraph
 
 NBYTES = 4 * 1024
 

@@ -24,8 +24,8 @@ from cotrain_compile.options import Options
 from cotrain_compile.plan import Plan
 from cotrain_compile.support.units import format_bytes, format_seconds
 from cotrain_compile.viz.names import plan_words
-from cotrain_compile.viz.text.log import LOG
 from cotrain_compile.viz.text.narrate import (
+    LOG,
     Narrator,
     pass_lines,
     summary_rows,
@@ -120,7 +120,7 @@ def test_what_is_said_stands_above_the_bar_of_tqdm() -> None:
 @pytest.mark.long  # a process of its own
 def test_torchs_own_switch_is_about_this_logger_too() -> None:
     code = (
-        "import logging, cotrain_compile.viz.text.log\n"
+        "import logging, cotrain_compile.viz.text.narrate\n"
         "log = logging.getLogger('cotrain_compile')\n"
         "print(log.level == logging.DEBUG, len(log.handlers))"
     )

@@ -10,13 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cotrain_compile.analysis.caching_allocator import CachingAllocator, rounded
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.placed import place_plan
 from cotrain_compile.placement.policies import resident, streamed
 from cotrain_compile.placement.problem import formulate
 from cotrain_compile.placement.schedule.schedule import schedule
-from cotrain_compile.placement.simulate.reserved import reserved
+from cotrain_compile.placement.simulate.reserved import CachingAllocator, reserved, rounded
 from cotrain_compile.presets import find
 from tests.support.examples import examples
 from tests.support.nets import clipped_step

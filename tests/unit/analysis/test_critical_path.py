@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cotrain_compile.analysis.critical_path import critical_path_s, dependencies
+from cotrain_compile.analysis.reuse import critical_path_s, dependencies
 from cotrain_compile.dataflow import Buffer, Dataflow, Op, Phase, Role
 from tests.support.dataflows import chain, random_dataflows
 

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from cotrain_compile.analysis.costs import roofline
-from cotrain_compile.analysis.fusion import kernel_parts, kernels
+from cotrain_compile.analysis.costs import kernel_parts, kernels, roofline
 from cotrain_compile.dataflow import Buffer, Dataflow, Op, Phase, Role
 from cotrain_compile.machine import HostUpdate, Link, Machine, TierSpec, two_tier
 from cotrain_compile.machine.op_classes import OpKind

@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from cotrain_compile import files
 from cotrain_compile.cli.main import app
+from cotrain_compile.cluster.model.layout import StagePlan
 from cotrain_compile.cluster.model.profiles import per_sample
-from cotrain_compile.cluster.model.stage_plan import StagePlan
 from cotrain_compile.cluster.model.strategy import Answer, RankedStrategy
 from cotrain_compile.errors import FormatError, OptionError
 from cotrain_compile.plan import Plan

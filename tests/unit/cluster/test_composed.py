@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cotrain_compile.cluster.answer.strategies import answer
 from cotrain_compile.cluster.composed.divided import Divided, rank_profile
-from cotrain_compile.cluster.composed.links import MeshLinks
+from cotrain_compile.cluster.composed.mesh import MeshLinks
 from cotrain_compile.cluster.composed.search import KINDS, options_of, plan_composed
 from cotrain_compile.cluster.data_parallel.step import lanes_s
 from cotrain_compile.cluster.model.description import Cluster, MachineGroup

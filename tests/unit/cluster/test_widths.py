@@ -22,7 +22,7 @@ from cotrain_compile.cluster.model.profiles import (
     per_sample,
 )
 from cotrain_compile.cluster.sources.profile_files import read_profile
-from cotrain_compile.cluster.widths.width_search import WidthProblem, plan_widths
+from cotrain_compile.cluster.widths import WidthProblem, plan_widths
 from cotrain_compile.errors import OptionError
 from cotrain_compile.machine import Network
 from tests.support.examples import examples

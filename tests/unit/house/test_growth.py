@@ -6,8 +6,8 @@ from functools import partial
 
 import pytest
 
-from cotrain_compile.analysis.critical_path import critical_path_s
 from cotrain_compile.analysis.liveness import liveness
+from cotrain_compile.analysis.reuse import critical_path_s
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.check.check import check
 from cotrain_compile.placement.policies import rule

@@ -21,8 +21,7 @@ from cotrain_compile.migrate.counterparts import (
     Way,
     settings,
 )
-from cotrain_compile.migrate.read import read
-from cotrain_compile.migrate.step_text import options_of, step_text
+from cotrain_compile.migrate.read import options_of, read, step_text
 from cotrain_compile.options import Options
 from tests.support.dataflows import chain
 

@@ -16,8 +16,8 @@ from cotrain_compile.dataflow import Buffer, Dataflow, Op, Phase, Role
 from cotrain_compile.errors import PlanError
 from cotrain_compile.machine import MEMORIES, Tier
 from cotrain_compile.placement.check.check import check
+from cotrain_compile.placement.check.copies import run_order
 from cotrain_compile.placement.check.replay import replay
-from cotrain_compile.placement.check.timetable import run_order
 from cotrain_compile.plan import MovedOps, Plan, Task, UpdateMode
 from tests.support.dataflows import chain
 from tests.support.plans.broken_orders import BROKEN_ORDERS

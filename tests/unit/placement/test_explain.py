@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from cotrain_compile.errors import PlacementError, PlanError
 from cotrain_compile.machine import Tier
 from cotrain_compile.placement.decisions.strategies import Strategy
-from cotrain_compile.placement.explain.alternatives import (
+from cotrain_compile.placement.explain.explain import (
     alternatives,
     current,
+    explain,
     strategies_for,
     strategy_in,
     with_strategy,
 )
-from cotrain_compile.placement.explain.explain import explain
 from cotrain_compile.placement.explain.sensitivity import limits, slacks
 from cotrain_compile.placement.placed import place_plan
 from cotrain_compile.placement.problem import Problem, formulate

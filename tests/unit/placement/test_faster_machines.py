@@ -11,13 +11,16 @@ from hypothesis import strategies as st
 
 from cotrain_compile.cluster.model.machines import side_by_side
 from cotrain_compile.machine import Machine, Network, Tier
-from cotrain_compile.placement.explain.carry import (
+from cotrain_compile.placement.explain.sweep import (
+    FITS,
+    Case,
     Tried,
     carried,
     is_nowhere_slower,
+    problem_of,
+    try_case,
     with_plans_of_slower_machines,
 )
-from cotrain_compile.placement.explain.sweep import FITS, Case, problem_of, try_case
 from cotrain_compile.placement.placed import place_plan
 from cotrain_compile.placement.problem import Problem
 from cotrain_compile.placement.search.solve import SolveSettings

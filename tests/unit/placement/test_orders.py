@@ -15,8 +15,12 @@ from cotrain_compile.errors import PlacementError, PlanError
 from cotrain_compile.files import from_json, to_json
 from cotrain_compile.machine import MEMORIES, Tier
 from cotrain_compile.placement.check.check import check, check_ordered
-from cotrain_compile.placement.order.by_layer import by_layer, pack_sizes
-from cotrain_compile.placement.order.micro_batches import OrderIsKept, find_micro_batches
+from cotrain_compile.placement.order.by_layer import (
+    OrderIsKept,
+    by_layer,
+    find_micro_batches,
+    pack_sizes,
+)
 from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.recompute.rewrite import recomputable
 from cotrain_compile.placement.search.solve import SolveSettings, solve

@@ -8,7 +8,7 @@ import pytest
 
 from bench.plans.protrain import interleaved
 from cotrain_compile.dataflow import Dataflow
-from cotrain_compile.placement.recompute.rules import every_layer, every_other_layer
+from cotrain_compile.placement.recompute.regions import every_layer, every_other_layer
 from tests.support.blocks import blocks, values
 from tests.support.nets import Training
 

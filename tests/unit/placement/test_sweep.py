@@ -16,12 +16,12 @@ from cotrain_compile.cli.main import app
 from cotrain_compile.dataflow import Dataflow, Job, SizeExpressions
 from cotrain_compile.errors import OptionError, PlacementError
 from cotrain_compile.machine import Tier, default_budget
-from cotrain_compile.placement.explain.carry import carried
 from cotrain_compile.placement.explain.sweep import (
     FITS,
     Case,
     Point,
     Sweep,
+    carried,
     device_budgets,
     refuse_if_nothing_fits,
     try_case,

@@ -6,7 +6,7 @@ import resource
 import sys
 from collections.abc import Callable
 
-from cotrain_compile.support.frame_room import with_room
+from cotrain_compile.support.collector import with_room
 
 CALLS, DEPTHS = 500, 200
 

@@ -18,13 +18,16 @@ from cotrain_compile.machine import MEMORIES
 from cotrain_compile.runtime import examine as doctor
 from cotrain_compile.runtime.cuda import setup
 from cotrain_compile.runtime.cuda.card import CudaCard
-from cotrain_compile.runtime.process import memory_nodes as module
-from cotrain_compile.runtime.process.cores import ANY_CORE, Cores, run_on, usable_cores
-from cotrain_compile.runtime.process.memory_nodes import (
+from cotrain_compile.runtime.process import cores as cores_module
+from cotrain_compile.runtime.process.cores import (
+    ANY_CORE,
+    Cores,
     as_ranges,
     cores_beside,
     memory_nodes,
     node_of_card,
+    run_on,
+    usable_cores,
 )
 
 CARD = SimpleNamespace(
@@ -41,7 +44,7 @@ CARD = SimpleNamespace(
 @pytest.fixture
 def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A made-up /sys with one card, of which nothing is known yet."""
-    monkeypatch.setattr(module, "SYSTEM", tmp_path)
+    monkeypatch.setattr(cores_module, "SYSTEM", tmp_path)
     (tmp_path / "bus/pci/devices/0000:c1:00.0").mkdir(parents=True)
     return tmp_path
 
@@ -181,4 +184,4 @@ def test_doctor_tells_the_nodes_and_what_is_used_of_them(
 
 @given(st.frozensets(st.integers(0, 64)))
 def test_core_numbers_are_written_as_they_are_read(cores: frozenset[int]) -> None:
-    assert module._numbers(as_ranges(cores)) == cores
+    assert cores_module._numbers(as_ranges(cores)) == cores

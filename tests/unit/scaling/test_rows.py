@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from cotrain_compile import files
-from cotrain_compile.cluster.model.layout import Layout
-from cotrain_compile.cluster.model.stage_plan import StagePlan
+from cotrain_compile.cluster.model.layout import Layout, StagePlan
 from cotrain_compile.cluster.model.strategy import Answer, RankedStrategy
 from cotrain_compile.errors import CotrainError
 from cotrain_compile.scaling.rows import Row, read_row

@@ -14,8 +14,7 @@ from rich.console import Console
 from cotrain_compile.options import Options
 from cotrain_compile.support.phases import is_listened, tell_phase
 from cotrain_compile.viz.text import narrate
-from cotrain_compile.viz.text.log import LOG
-from cotrain_compile.viz.text.narrate import phase_line
+from cotrain_compile.viz.text.narrate import LOG, phase_line
 
 
 def shown(*, terminal: bool = True, quiet: bool = False) -> str:

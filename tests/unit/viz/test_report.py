@@ -31,8 +31,8 @@ from cotrain_compile.viz.kinds import COLOURS, DARK
 from cotrain_compile.viz.names import folded, layer, layers, names, operation
 from cotrain_compile.viz.report import charts, facts
 from cotrain_compile.viz.report.charts import merged
+from cotrain_compile.viz.report.facts import parameter_rows
 from cotrain_compile.viz.report.page import report_html
-from cotrain_compile.viz.report.parameters import parameter_rows
 from cotrain_compile.viz.specification import bars_of, memory_kinds, planned_curve
 from cotrain_compile.viz.text.summary import summary
 from cotrain_compile.viz.text.verdict import verdict

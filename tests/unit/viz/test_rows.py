@@ -20,8 +20,7 @@ from cotrain_compile.placement.search.solve import SolveSettings, solve
 from cotrain_compile.plan import Lane, UpdateMode
 from cotrain_compile.presets import find
 from cotrain_compile.support.units import format_bytes
-from cotrain_compile.viz.graph.drawn_rows import rows_svg, rows_text, write_rows
-from cotrain_compile.viz.graph.rows import Sign, rows
+from cotrain_compile.viz.graph.rows import Sign, rows, rows_svg, rows_text, write_rows
 from tests.support.dataflows import chain, random_dataflows
 from tests.unit.viz.test_report import PLAN, STEP
 

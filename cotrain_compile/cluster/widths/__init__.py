@@ -1,1 +1,0 @@
-"""Widths: on how many devices each layer of a model runs."""
