@@ -226,7 +226,7 @@ class Strategy:
         if self.weight_on_disk:
             reads = self.fetches if not c.param_unused else 1
             needed = (c.first, c.returns)[:reads]
-            demands += [Demand(Flow.DISK_READ, c.disk_param_bytes, needed=k) for k in needed]
+            demands += [Demand(Flow.DISK_FETCH, c.disk_param_bytes, needed=k) for k in needed]
         if self.on_disk:
             # To read it, all of a step is time enough for a bound: rooms are what limits it.
             read = Demand(Flow.DISK_READ, self._disk_bytes(c), c.release, None, 0)

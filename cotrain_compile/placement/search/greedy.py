@@ -164,9 +164,9 @@ def _busy_s(effect: Effect, machine: Machine) -> float:
         for lane in (Lane.H2D, Lane.D2H)
     )
     if effect.disk_bytes:
-        for flow in (Flow.DISK_READ, Flow.DISK_WRITE):
-            ends = machine.links[flow.lane].ends
-            link_s = max(link_s, machine.copy_s(effect.bytes_of(flow), *ends, copies=0))
+        for flows in ((Flow.DISK_READ, Flow.DISK_FETCH), (Flow.DISK_WRITE,)):
+            ends = machine.links[flows[0].lane].ends
+            link_s = max(link_s, machine.copy_s(effect.bytes_of(*flows), *ends, copies=0))
     update = effect.update
     if update is not None and update.tier is Tier.HOST:
         return max(update.seconds, link_s)
