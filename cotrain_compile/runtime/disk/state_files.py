@@ -78,8 +78,8 @@ class StateFile:
 
     def _failed(self, what: str, why: str) -> DiskError:
         return DiskError(
-            f"a tensor of {format_bytes(self.nbytes)} that rests on disk in {self.folder} could not "
-            f"be {what}: {why}"
+            f"a tensor of {format_bytes(self.nbytes)} that rests on disk in {self.folder} could "
+            f"not be {what}: {why}"
         )
 
 
