@@ -14,7 +14,6 @@ from cotrain_compile.backends.lifecycle.compiled_step import CompiledStep
 from cotrain_compile.errors import ON_META, OptionError
 from cotrain_compile.graph import StepGraph
 from cotrain_compile.machine import Machine, Tier
-from cotrain_compile.on_disk import room_bytes
 from cotrain_compile.options import Options
 from cotrain_compile.options.parts import LoweringOptions, PlanningOptions
 from cotrain_compile.placement.problem import Problem
@@ -79,12 +78,12 @@ def refuse_gradients_of_hosted(
     own. `keeping_gradient` are ids of those of the user's tensors `values` that have a gradient
     after the step.
     """
-    homes, kept = compiled.plan.placement.homes, compiled.problem.dataflow.kept_gradients
+    placement, kept = compiled.plan.placement, compiled.problem.dataflow.kept_gradients
     apart = [
         item.name
         for item, value in zip(compiled.graph.inputs, values, strict=True)
         if id(value) in keeping_gradient
-        and homes.get(item.name) is Tier.HOST
+        and placement.is_off_device(item.name)
         and item.name not in kept
     ]
     if apart and runs_on_cuda(compiled.graph):
@@ -153,9 +152,10 @@ def runtime_for(
             network_s=problem.costs.network_s,
         )
     device.watchdog_s = options.watchdog_s
-    if resting := resting_kernels(placed, placement, kernels):
-        nbytes = room_bytes(problem.dataflow, placement)
-        device.drive = Drive(options.disk or tempfile.gettempdir(), nbytes, resting)
+    if Tier.DISK in placement.homes.values():
+        resting = resting_kernels(placed, placement, kernels)
+        folder = options.disk or tempfile.gettempdir()
+        device.use(Drive(folder, problem.dataflow, placement, resting))
     return device
 
 

@@ -343,9 +343,13 @@ class Dataflow:
     @cached_property
     def fixed(self) -> frozenset[str]:
         """Hyper-parameters and constants that the step does not write: every tier has them."""
-        written = {name for op in self.ops for name in op.writes}
         roles = (Role.HYPERPARAMETER, Role.CONSTANT)
-        return frozenset(b.name for b in self.buffers if b.role in roles) - written
+        return frozenset(b.name for b in self.buffers if b.role in roles) - self.written
+
+    @cached_property
+    def written(self) -> frozenset[str]:
+        """The buffers that some op writes."""
+        return frozenset(name for op in self.ops for name in op.writes)
 
     @cached_property
     def kept_gradients(self) -> Mapping[str, tuple[str, ...]]:

@@ -55,10 +55,11 @@ class Lane(StrEnum):
 class Placement:
     """Which tier each persistent buffer rests on between steps, and how each parameter is updated.
 
-    `homes` has one entry for every buffer with a persistent role (states that the host updates may
-    rest on disk: their updates read and write them, piece by piece); `updates` one for every update
-    group, by parameter name. A parameter at home on the host is fetched for its uses: itself, or
-    the low-precision copy of its group, which the host then makes. `away` names what leaves the
+    `homes` has one entry for every buffer with a persistent role (on disk may rest what the host
+    updates, and frozen parameters: what uses them reads them, piece by piece); `updates` one for
+    every update group, by parameter name. A parameter at home off the device is fetched for its
+    uses: itself, or the low-precision copy of its group, which the host then makes. `away` names
+    what leaves the
     device in the longest gap between two uses, from forward to backward: activations, and such
     fetched weights, which are then fetched twice. Activations that are `refetched`, too, are gone
     once more, in the longest gap behind that, and come back from the same copy. With
@@ -86,6 +87,10 @@ class Placement:
     splits: Mapping[str, int] = field(default_factory=dict)
     piece_bytes: int = 0
     refetched: tuple[str, ...] = ()
+
+    def is_off_device(self, name: str) -> bool:
+        """Whether a persistent buffer rests on the host or on disk."""
+        return self.homes.get(name, Tier.DEVICE) is not Tier.DEVICE
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,6 @@ from torch import fx
 from cotrain_compile.graph import StepGraph, shape
 from cotrain_compile.graph.collectives import is_wait
 from cotrain_compile.graph.op_calls import PIECE
-from cotrain_compile.machine import Tier
 from cotrain_compile.passes.views import is_write, storage, viewed, written_by
 from cotrain_compile.plan import Plan
 from cotrain_compile.runtime.task_nodes import (
@@ -42,13 +41,13 @@ ALIAS = torch.ops.aten.alias.default
 
 def use_fetched_copies(step: StepGraph, plan: Plan) -> StepGraph:
     """A step graph in which every op uses the copy that is current where it runs."""
-    homes = plan.placement.homes
+    placement = plan.placement
     hosted = [
         node
         for node in step.module.graph.find_nodes(op="placeholder")
-        if homes.get(step.input_of_node[node.name].name) is Tier.HOST
+        if placement.is_off_device(step.input_of_node[node.name].name)
     ]
-    rests = {t.name for t in plan.transfers if homes.get(t.buffer) is Tier.HOST}
+    rests = {t.name for t in plan.transfers if placement.is_off_device(t.buffer)}
     walk = _Walk(hosted, rests)
     for node in step.nodes:
         walk.visit(node)

@@ -19,10 +19,6 @@ RULES: tuple[Rule, ...] = (
         Way.OPTION,
         "option `disk`: what the host has no room for rests there",
         "deepspeed_config.offload_optimizer_nvme_path",
-    ),
-    rule(
-        Way.NONE,
-        "parameters rest on the device or on the host, optimizer states on disk too",
         "deepspeed_config.offload_param_nvme_path",
     ),
     rule(
@@ -131,7 +127,5 @@ def training(document: Mapping[str, Any]) -> Training:
         or any(read.is_on(f"{deepspeed}.offload_{k}_device") for k in ("optimizer", "param")),
         shards=str(read("distributed_type")) in ("FSDP", "DEEPSPEED")
         and read.count("num_processes", 1) > 1,
-        disk=read.folder_of_a_drive(
-            f"{deepspeed}.offload_optimizer_device", f"{deepspeed}.offload_optimizer_nvme_path"
-        ),
+        disk=read.folder_of_a_drive(deepspeed, "_device", "_nvme_path"),
     )

@@ -165,6 +165,9 @@ class Reader:
         start = f"{path}."
         return {k[len(start) :]: v for k, v in self._values.items() if k.startswith(start)}
 
-    def folder_of_a_drive(self, device: str, path: str) -> str | None:
-        """The folder at `path` where `device` says that states go to a drive."""
-        return str(self(path)) if self(device) == "nvme" and self.is_on(path) else None
+    def folder_of_a_drive(self, kinds: str, device: str, path: str) -> str | None:
+        """The folder at `path` of one of `kinds`, states or parameters, that go to a drive."""
+        for of in (f"{kinds}.offload_optimizer", f"{kinds}.offload_param"):
+            if self(of + device) == "nvme" and self.is_on(of + path):
+                return str(self(of + path))
+        return None

@@ -30,10 +30,6 @@ RULES: tuple[Rule, ...] = (
         Way.OPTION,
         "option `disk`: what the host has no room for rests there",
         "zero_optimization.offload_optimizer.nvme_path",
-    ),
-    rule(
-        Way.NONE,
-        "parameters rest on the device or on the host, optimizer states on disk too",
         "zero_optimization.offload_param.nvme_path",
     ),
     rule(
@@ -165,9 +161,7 @@ def training(document: Mapping[str, Any]) -> Training:
         offloads=any(
             read.is_on(f"{zero}.offload_{kind}.device") for kind in ("optimizer", "param")
         ),
-        disk=read.folder_of_a_drive(
-            f"{zero}.offload_optimizer.device", f"{zero}.offload_optimizer.nvme_path"
-        ),
+        disk=read.folder_of_a_drive(zero, ".device", ".nvme_path"),
     )
 
 

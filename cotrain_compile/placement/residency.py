@@ -39,7 +39,7 @@ HOST_MODES = frozenset({UpdateMode.HOST, UpdateMode.HOST_STREAMED})
 class DeviceProgram:
     """The ops that the device runs, in order, when `host_groups` are updated on the host.
 
-    `fetched` names, for each parameter at home on the host, the buffer that is fetched for its
+    `fetched` names, for each parameter at home off the device, the buffer that is fetched for its
     uses: itself, or its low-precision copy, which the host then makes. A kept gradient at home
     there is fetched itself.
     """
@@ -125,7 +125,7 @@ def fetched_buffers(dataflow: Dataflow, placement: Placement) -> dict[str, str]:
     on_host = [
         buffer.name
         for buffer in dataflow.buffers
-        if buffer.role is Role.PARAM and placement.homes.get(buffer.name) is Tier.HOST
+        if buffer.role is Role.PARAM and placement.is_off_device(buffer.name)
     ]
     copies = low_precision_copies(dataflow) if on_host else {}
     fetched = {param: copies.get(param, param) for param in on_host}

@@ -22,7 +22,7 @@ from cotrain_compile.plan import Lane as LaneName
 from cotrain_compile.plan import Span
 from cotrain_compile.runtime.course import WHOLE, Course, Piecewise
 from cotrain_compile.runtime.disk.drive import Drive
-from cotrain_compile.runtime.disk.state_files import leave_disk
+from cotrain_compile.runtime.disk.state_files import StateFile, file_of, leave_disk
 from cotrain_compile.runtime.held import Held
 from cotrain_compile.runtime.host.fused_kernel import HostKernel
 from cotrain_compile.runtime.host.speculation import Confirm, Gate
@@ -57,7 +57,7 @@ class Device(ABC, Runtime):
     holds_small = False
     # Makes exchanges with other ranks take as long as on another network; None: as they take.
     network: ThrottledNetwork | None = None
-    # Reads and writes states that rest on disk; None where none do.
+    # Reads and writes what rests on disk; None where nothing does.
     drive: Drive | None = None
     # After how many seconds of work a task that has not ended is given up; None: never.
     watchdog_s: float | None = None
@@ -105,7 +105,7 @@ class Device(ABC, Runtime):
         in_flight = not all(task.done.is_set() for task in self._previous.values())
         self.meter.start_step(keep=Tier.HOST if in_flight else None)
         if self.drive is not None:
-            self.meter.hold(self.drive.rooms.nbytes, Tier.HOST, "rooms of states on disk")
+            self.meter.hold(self.drive.room_bytes, Tier.HOST, "rooms of what rests on disk")
 
     def inputs_are_counted(self) -> None:
         """The meter knows the tensors that the step was given; what comes now is its own."""
@@ -200,7 +200,17 @@ class Device(ABC, Runtime):
     def offload_into(self, destination: torch.Tensor, source: torch.Tensor, launch: Launch) -> None:
         self._start_copy(LaneName.D2H, _part_of(destination, launch), source, launch)
 
+    def use(self, drive: Drive) -> None:
+        """Let `drive` have what rests on disk."""
+        self.drive = drive
+        self._lanes[LaneName.DISK_READ] = Lane(LaneName.DISK_READ)
+
     def prefetch(self, source: torch.Tensor, launch: Launch) -> torch.Tensor:
+        file = file_of(source) if self.drive is not None else None
+        if file is not None:
+            made, row, shown = self._new_copy(Tier.DEVICE, source, launch)
+            self._start_read(made.view(-1), file, row.dtype, launch)
+            return shown
         return self._copy_afresh(LaneName.H2D, Tier.DEVICE, _part_of(source, launch), launch)
 
     def prefetch_into(
@@ -211,7 +221,8 @@ class Device(ABC, Runtime):
     def host_cast(self, source: torch.Tensor, dtype: torch.dtype, launch: Launch) -> torch.Tensor:
         made = self._allocate(Tier.HOST, source, dtype)
         self.meter.track(made, Tier.HOST, launch.task)
-        self._start_work(partial(made.copy_, source), launch, WHOLE, fresh=made)
+        cast = made.copy_ if self.drive is None else partial(self.drive.cast, made)
+        self._start_work(partial(cast, source), launch, WHOLE, fresh=made)
         return made
 
     def run_region(self, region: fx.GraphModule, inputs: Sequence[Any], launch: Launch) -> None:
@@ -338,6 +349,12 @@ class Device(ABC, Runtime):
         self, lane: LaneName, destination: torch.Tensor, source: torch.Tensor, launch: Launch
     ) -> None:
         """Start a copy on a lane of the link; return before it is done."""
+
+    @abstractmethod
+    def _start_read(
+        self, row: torch.Tensor, file: StateFile, dtype: torch.dtype, launch: Launch
+    ) -> None:
+        """Start to bring what is in `file` to `row` on the device; return before it is done."""
 
     @abstractmethod
     def _start_work(

@@ -29,6 +29,7 @@ from cotrain_compile.plan import Span
 from cotrain_compile.runtime.bound_ops import copy_all
 from cotrain_compile.runtime.course import WHOLE, Course, Piecewise
 from cotrain_compile.runtime.device import Device
+from cotrain_compile.runtime.disk.state_files import StateFile
 from cotrain_compile.runtime.host.fused_kernel import HostKernel
 from cotrain_compile.runtime.lanes import Task
 from cotrain_compile.runtime.meter import Meter
@@ -116,6 +117,18 @@ class EmulatedDevice(Device):
         copy = partial(self._copy_all, lane, destinations, sources, time.perf_counter(), after)
         self._submit(lane, bundle.launch, copy, after, WHOLE)
         self._note_members(bundle)
+
+    def _start_read(
+        self, row: torch.Tensor, file: StateFile, dtype: torch.dtype, launch: Launch
+    ) -> None:
+        read = partial(self._read, row, file, dtype)
+        self._submit(LaneName.DISK_READ, launch, read, self._comes_after(launch, WHOLE), WHOLE)
+
+    def _read(self, row: torch.Tensor, file: StateFile, dtype: torch.dtype) -> None:
+        assert self.drive is not None
+        self._poison(row)
+        for here, piece in self.drive.pieces(file, dtype):
+            self._copy(LaneName.H2D, row[here], piece, time.perf_counter())
 
     def _start_work(
         self,

@@ -25,7 +25,7 @@ from cotrain_compile.dataflow import PERSISTENT_ROLES, Buffer, Dataflow, Role, U
 from cotrain_compile.errors import PlanError
 from cotrain_compile.guesses import guesses_of
 from cotrain_compile.machine import Tier
-from cotrain_compile.on_disk import may_rest_on_disk
+from cotrain_compile.on_disk import may_rest_on_disk, weight_may_rest
 from cotrain_compile.plan import HostRegion, Placement, Plan, Task, Transfer, UpdateMode
 
 # Where the parameter and the states must be at home; a streamed update leaves the choice.
@@ -54,13 +54,33 @@ def check_placement(dataflow: Dataflow, placement: Placement) -> None:
                 placement.homes[name] is placement.homes[param],
                 f"{name}, which lies in the .grad of {param}, is not at home where that is",
             )
+    allowed = _on_disk_at_most(dataflow, placement)
     for name, home in placement.homes.items():
+        require(
+            home is not Tier.DISK or name in allowed,
+            f"{name} is at home on disk, where only states and parameters that the host updates "
+            "may be, and frozen ones",
+        )
         require(
             home is Tier.DEVICE or name in movable,
             f"{name} is at home on the host, but it is neither a parameter, nor a state of one "
             "that has an update group, nor a gradient kept in .grad",
         )
     _check_away(dataflow, placement)
+
+
+def _on_disk_at_most(dataflow: Dataflow, placement: Placement) -> set[str]:
+    """All that may rest on disk under `placement`."""
+    params = {b.name for b in dataflow.buffers if b.role is Role.PARAM}
+    weights = {name for name in params if weight_may_rest(dataflow, name)}
+    allowed = weights.difference(dataflow.update)
+    for group in dataflow.updates:
+        mode = placement.updates[group.param]
+        if mode in _UPDATED_ON_HOST and group.param not in placement.speculative:
+            allowed.update(may_rest_on_disk(dataflow, group))
+            if mode is UpdateMode.HOST_STREAMED:
+                allowed.update(weights.intersection([group.param]))
+    return allowed
 
 
 def _check_homes(dataflow: Dataflow, placement: Placement, group: UpdateGroup) -> None:
@@ -71,9 +91,7 @@ def _check_homes(dataflow: Dataflow, placement: Placement, group: UpdateGroup) -
         return
     of_param, of_states = _HOMES[mode]
     needed = {group.param: of_param, **dict.fromkeys(group.states, of_states)}
-    if mode in _UPDATED_ON_HOST and group.param not in placement.speculative:
-        for name in may_rest_on_disk(dataflow, group):
-            needed[name] = Tier.DISK if homes[name] is Tier.DISK else of_states
+    needed |= {name: Tier.DISK for name in needed if homes[name] is Tier.DISK}  # which is allowed
     for name, tier in needed.items():
         require(
             homes[name] is tier,
@@ -86,7 +104,7 @@ def _check_away(dataflow: Dataflow, placement: Placement) -> None:
     for name in placement.away:
         require(name in dataflow.buffer, f"placement.away names {name}, which the step has not")
         buffer = dataflow.buffer[name]
-        is_weight = buffer.role is Role.PARAM and placement.homes[name] is Tier.HOST
+        is_weight = buffer.role is Role.PARAM and placement.is_off_device(name)
         is_temporary = not (buffer.is_input or buffer.is_output or name in placement.homes)
         require(
             is_weight or is_temporary,
@@ -249,7 +267,7 @@ def _check_cast(dataflow: Dataflow, placement: Placement, region: HostRegion) ->
         f"{region.param}",
     )
     require(
-        placement.homes[region.param] is Tier.HOST,
+        placement.is_off_device(region.param),
         f"{region.name} reads {region.param} on the host, but it is not at home there",
     )
     writers = tuple(op.name for op in dataflow.ops if region.makes in op.writes)
@@ -281,7 +299,7 @@ def _check_direction(
     name = wholes.get(buffer.name, buffer.name)
     param = states.get(name, name)
     mode = placement.updates.get(param)
-    on_host = placement.homes.get(name) is Tier.HOST
+    on_host = placement.is_off_device(name)
     is_streamed = on_host and mode is UpdateMode.STREAMED
     is_kept = on_host and bool(buffer.param)
     match task.direction:

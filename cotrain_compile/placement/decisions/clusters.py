@@ -47,7 +47,7 @@ class ParamCluster:
     times in a step; where the `gradient_waits` there are buckets between its last use and the
     update. On guesses the update may begin after bucket `guessed`, None where there is nothing to
     guess or nothing gained; to save its `second_bytes` takes `saving_s`. Of the states `disk_bytes`
-    may rest on disk, none where nothing may.
+    may rest on disk, of the parameters `disk_param_bytes`, none where nothing may.
     """
 
     params: tuple[str, ...]
@@ -83,6 +83,7 @@ class ParamCluster:
     second_bytes: int = 0
     saving_s: float = 0.0
     disk_bytes: int = 0
+    disk_param_bytes: int = 0
 
 
 @dataclass(frozen=True)

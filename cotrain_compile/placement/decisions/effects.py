@@ -32,6 +32,7 @@ class Flow(StrEnum):
     KEPT_DOWN = "kept_down"
     DISK_READ = "disk_read"
     DISK_WRITE = "disk_write"
+    DISK_FETCH = "disk_fetch"
 
     @property
     def lane(self) -> Lane:
@@ -58,6 +59,7 @@ _LANES = {
     Flow.KEPT_DOWN: Lane.D2H,
     Flow.DISK_READ: Lane.DISK_READ,
     Flow.DISK_WRITE: Lane.DISK_WRITE,
+    Flow.DISK_FETCH: Lane.DISK_READ,
 }
 
 

@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 
 from cotrain_compile.dataflow import Buffer, Role, UpdateGroup
 from cotrain_compile.guesses import guesses_of, second_bytes
-from cotrain_compile.on_disk import may_rest_on_disk
+from cotrain_compile.on_disk import may_rest_on_disk, weight_may_rest
 from cotrain_compile.placement.decisions.bucketed_step import BucketedStep
 from cotrain_compile.placement.decisions.clusters import (
     NO_GRADIENTS,
@@ -315,6 +315,7 @@ def _cluster(
         second_bytes=sum(second_bytes(step.dataflow, g) for g in groups),
         saving_s=sum(step.problem.saving_s(g.param) for g in groups),
         disk_bytes=sum(_disk_bytes(step, group) for group in groups),
+        disk_param_bytes=sum(_disk_param_bytes(step, p.name) for p in params),
     )
 
 
@@ -327,6 +328,13 @@ def _disk_bytes(step: BucketedStep, group: UpdateGroup) -> int:
     if not step.problem.disk_bytes:
         return 0
     return sum(step.dataflow.buffer[n].nbytes for n in may_rest_on_disk(step.dataflow, group))
+
+
+def _disk_param_bytes(step: BucketedStep, param: str) -> int:
+    """Bytes of a parameter, where it may."""
+    if not step.problem.disk_bytes or not weight_may_rest(step.dataflow, param):
+        return 0
+    return step.dataflow.buffer[param].nbytes
 
 
 def _most_fetches(step: BucketedStep, param: _Param) -> int:

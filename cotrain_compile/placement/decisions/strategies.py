@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from cotrain_compile.dataflow import Buffer, Dataflow
 from cotrain_compile.machine import Tier
-from cotrain_compile.on_disk import may_rest_on_disk
+from cotrain_compile.on_disk import may_rest_on_disk, weight_may_rest
 from cotrain_compile.placement.decisions.clusters import ActivationCluster, ParamCluster
 from cotrain_compile.placement.decisions.effects import (
     Demand,
@@ -74,7 +74,8 @@ class Strategy:
     `mode` is None for frozen ones. `fetches` is how often a step fetches the weight, 0 where that
     is at home on the device. With `gradient_away` the gradient leaves the device until its update.
     With `guesses` an update on the host does not wait for what mostly changes nothing. With
-    `on_disk` large states rest on disk, and are read and written piece by piece while it runs.
+    `on_disk` large states rest on disk, and are read and written piece by piece while it runs; so
+    do large parameters with `weight_on_disk`, which are then fetched or cast from there.
     """
 
     mode: UpdateMode | None
@@ -82,6 +83,7 @@ class Strategy:
     gradient_away: bool = False
     guesses: bool = False
     on_disk: bool = False
+    weight_on_disk: bool = False
 
     @property
     def on_host(self) -> bool:
@@ -92,7 +94,8 @@ class Strategy:
     def words(self) -> str:
         """The strategy as people read it."""
         mode = "frozen" if self.mode is None else _MODES[self.mode] + ", on guesses" * self.guesses
-        mode += ", states on disk" * self.on_disk
+        what = ["states"] * self.on_disk + ["weight"] * self.weight_on_disk
+        mode += f", {' and '.join(what)} on disk" if what else ""
         if self.mode is UpdateMode.HOST_STREAMED and self.fetches == 1:
             return mode
         return mode + _FETCHES[self.fetches] + ", gradient away" * self.gradient_away
@@ -105,7 +108,9 @@ class Strategy:
             return False
         if self.guesses and cluster.guessed is None:
             return False
-        if self.on_disk and not cluster.disk_bytes:
+        if self.on_disk > bool(cluster.disk_bytes):
+            return False
+        if self.weight_on_disk > bool(cluster.disk_param_bytes):
             return False
         return cluster.gradient_waits or not self.gradient_away
 
@@ -116,6 +121,8 @@ class Strategy:
         """
         home = Tier.HOST if self.fetches else Tier.DEVICE
         homes = dict.fromkeys((param, *dataflow.kept_gradients.get(param, ())), home)
+        if self.weight_on_disk and weight_may_rest(dataflow, param):
+            homes[param] = Tier.DISK
         away = [fetched] if self.fetches == 2 else []
         group = dataflow.update.get(param)
         if group is None or self.mode is None:
@@ -143,8 +150,11 @@ class Strategy:
             device_work=self._device_work(cluster),
             update=update,
             host_bytes=self._host_bytes(cluster),
-            disk_bytes=cluster.disk_bytes * self.on_disk,
+            disk_bytes=self._disk_bytes(cluster),
         )
+
+    def _disk_bytes(self, c: ParamCluster) -> int:
+        return c.disk_bytes * self.on_disk + c.disk_param_bytes * self.weight_on_disk
 
     def _weights(self, c: ParamCluster) -> list[Hold]:
         """The parameters at home on the device, or what is fetched of them."""
@@ -213,10 +223,14 @@ class Strategy:
             demands.append(
                 Demand(Flow.HOST_UPDATE, self._host_s(c), begins, None, earliest, c.first)
             )
+        if self.weight_on_disk:
+            reads = self.fetches if not c.param_unused else 1
+            needed = (c.first, c.returns)[:reads]
+            demands += [Demand(Flow.DISK_FETCH, c.disk_param_bytes, needed=k) for k in needed]
         if self.on_disk:
             # To read it, all of a step is time enough for a bound: rooms are what limits it.
-            read = Demand(Flow.DISK_READ, c.disk_bytes, c.release, None, 0)
-            demands += [read, Demand(Flow.DISK_WRITE, c.disk_bytes, released=c.release)]
+            read = Demand(Flow.DISK_READ, self._disk_bytes(c), c.release, None, 0)
+            demands += [read, Demand(Flow.DISK_WRITE, read.amount, released=c.release)]
         if self.mode is UpdateMode.HOST:
             back = Demand(Flow.NEW_WEIGHT, c.param_bytes, released=c.release, needed_again=c.first)
             demands += [Demand(Flow.MASTER, c.param_bytes), back]
@@ -273,7 +287,7 @@ class Strategy:
         if self.mode is UpdateMode.HOST:
             nbytes += c.param_bytes
         nbytes += c.second_bytes * self.guesses
-        nbytes -= c.disk_bytes * self.on_disk
+        nbytes -= self._disk_bytes(c)
         return nbytes + (c.state_bytes if self.on_host else self._streamed_states(c))
 
 
@@ -392,6 +406,11 @@ PARAM_STRATEGIES: tuple[Strategy, ...] = (
     *(Strategy(UpdateMode.HOST_STREAMED, fetches, guesses=True) for fetches in (1, 2)),
     Strategy(UpdateMode.HOST, 0, on_disk=True),
     *(Strategy(UpdateMode.HOST_STREAMED, fetches, on_disk=True) for fetches in (1, 2)),
+    *(
+        Strategy(UpdateMode.HOST_STREAMED, fetches, on_disk=True, weight_on_disk=True)
+        for fetches in (1, 2)
+    ),
+    *(Strategy(None, fetches, weight_on_disk=True) for fetches in (1, 2)),
 )
 ACTIVATION_STRATEGIES: tuple[Stays, ...] = (
     Stays(),

@@ -53,10 +53,10 @@ def _ways_on(budget_bytes: int, auto_bytes: int | None, peak: Peak) -> str:
 
 
 def refuse_disk(problem: Problem, placement: Placement, needed: int) -> NoReturn:
-    """Raise `PlacementError`: the states that rest on disk need `needed` bytes there."""
+    """Raise `PlacementError`: what rests on disk needs `needed` bytes there."""
     budget = problem.disk_bytes
     raise PlacementError(
-        f"policy {placement.policy!r} needs {format_bytes(needed)} on disk for optimizer states, "
+        f"policy {placement.policy!r} needs {format_bytes(needed)} on disk, "
         f"but disk_budget is {format_budget(budget)}: {format_bytes(needed - budget)} short; raise "
         "disk_budget, or host_memory_budget",
         shortfall_bytes=needed - budget,
@@ -79,5 +79,5 @@ def refuse_host(problem: Problem, placement: Placement, needed: int) -> NoReturn
 
 
 def _or_a_disk(problem: Problem) -> str:
-    """Where states could rest on disk and may not: how they would."""
+    """Where nothing may rest on disk: how it would."""
     return "" if problem.disk_bytes else ", or let states rest on a drive (option disk)"

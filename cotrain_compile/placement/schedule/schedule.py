@@ -32,9 +32,9 @@ from cotrain_compile.placement.schedule.find_moves import moves_of
 from cotrain_compile.placement.schedule.list_scheduler import EAGER, ListScheduler, Tactics
 from cotrain_compile.placement.schedule.memory_ledger import DoesNotFit
 from cotrain_compile.placement.schedule.moves import Moves
+from cotrain_compile.placement.schedule.overflow_to_disk import overflowing_to_disk
 from cotrain_compile.placement.schedule.refuse import refuse_device, refuse_disk, refuse_host
 from cotrain_compile.placement.schedule.settle import calls_s, settled
-from cotrain_compile.placement.schedule.states_on_disk import with_states_on_disk
 from cotrain_compile.placement.simulate.predict import predict, starts_of, step_s
 from cotrain_compile.plan import MovedOps, Placement, Plan, Task, Transfer
 
@@ -93,7 +93,7 @@ def draft(
     moves = moves or moves_of(problem, placement, by_layer=tactics.by_layer)
     listed, moved = list_schedule(problem, placement, moves, tactics)
     placed = with_exchanges_ahead(place(problem, placement, listed, moved))
-    placed = with_states_on_disk(with_latest_waits(placed))
+    placed = overflowing_to_disk(with_latest_waits(placed))
     if placed.host_bytes > problem.budgets[Tier.HOST]:
         refuse_host(problem, placement, placed.host_bytes)
     if placed.disk_bytes > problem.disk_bytes:

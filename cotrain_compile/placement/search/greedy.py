@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from cotrain_compile.machine import Machine, Tier
 from cotrain_compile.placement.decisions.decisions import Decisions, DecisionSpace
-from cotrain_compile.placement.decisions.effects import Effect
+from cotrain_compile.placement.decisions.effects import Effect, Flow
 from cotrain_compile.plan import Lane
 
 Profile = NDArray[np.float64]
@@ -164,8 +164,9 @@ def _busy_s(effect: Effect, machine: Machine) -> float:
         for lane in (Lane.H2D, Lane.D2H)
     )
     if effect.disk_bytes:
-        ways = ((Tier.DISK, Tier.HOST), (Tier.HOST, Tier.DISK))
-        link_s = max(link_s, *(machine.copy_s(effect.disk_bytes, *way, copies=0) for way in ways))
+        for flows in ((Flow.DISK_READ, Flow.DISK_FETCH), (Flow.DISK_WRITE,)):
+            ends = machine.links[flows[0].lane].ends
+            link_s = max(link_s, machine.copy_s(effect.bytes_of(*flows), *ends, copies=0))
     update = effect.update
     if update is not None and update.tier is Tier.HOST:
         return max(update.seconds, link_s)

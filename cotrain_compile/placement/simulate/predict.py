@@ -1,9 +1,9 @@
 """Predict: what a placed step with its tasks takes, as a Timeline from the simulator.
 
-An update whose states rest on disk is works on the host and the drive. It reads pieces ahead of its
+An update of what rests on disk is works on the host and the drive. It reads pieces ahead of its
 turn, as far as there are rooms, updates each when it has come, and writes it back beside the next.
-Here it goes in a few parts, each of several pieces: that is enough for updates to overlap as they
-do when all pieces are counted.
+Casts and fetches read so, too. Here each goes in a few parts of several pieces: that is enough for
+them to overlap as they do when all pieces are counted.
 
 In the steady state a step is repeated until each is like the one before, with the tasks that are
 carried into the next one. Its makespan is the period: what training takes for each step.
@@ -47,45 +47,60 @@ AHEAD = 3
 
 
 class FromDisk:
-    """The works of updates, in their order of issue, which is that of the drive's."""
+    """The works of what reads from disk, in their order of issue, which is that of the drive's."""
 
     def __init__(self, placed: PlacedStep) -> None:
         self._placed = placed
-        self._written: list[str] = []  # of all parts so far
+        self._written: list[str] = []  # of all parts of updates so far
+        self._used: list[str] = []  # of all parts of casts and fetches
 
     def works_of(self, task: Task, work: Work, begins: tuple[str, ...]) -> Iterator[Work]:
         """`work`, which is all of `task`, with its reads and writes where it has any.
 
-        The task `begins` to read where it is issued; the host is held until its last write.
+        An update `begins` to read where it is issued, and holds the host until its last write. What
+        a cast or a fetch reads may be what a task has written that it comes after.
         """
-        states = self._states(task)
-        if not states:
+        names = self._read_by(task)
+        if not names:
             yield work
             return
-        sizes = [self._placed.dataflow.buffer[name].nbytes for name in states]
+        is_update = isinstance(task, HostRegion) and not task.makes
+        sizes = [self._placed.dataflow.buffer[name].nbytes for name in names]
         parts = min(PARTS, -(-max(sizes) // PIECE_BYTES))
         machine, nbytes, name = self._placed.problem.machine, sum(sizes) / parts, work.name
         copies = -(-max(sizes) // PIECE_BYTES) / parts * len(sizes)
         latency_s = machine.links[Lane.DISK_READ].latency_s * copies
         read_s = machine.copy_s(nbytes, Tier.DISK, Tier.HOST, copies=0) + latency_s
         write_s = machine.copy_s(nbytes, Tier.HOST, Tier.DISK, copies=0) + latency_s
+        passed = self._written if is_update else self._used
         for part in range(parts):
             is_last = part == parts - 1
             read, write = f"read.{part}.{name}", f"write.{part}.{name}"
-            update = name if is_last else f"{part}.{name}"
-            room = self._written[-AHEAD : len(self._written) - AHEAD + 1]
-            yield Work(read, Lane.DISK_READ, read_s, (*begins, *room), work.after_previous)
+            use = name if is_last else f"{part}.{name}"
+            room = passed[-AHEAD : len(passed) - AHEAD + 1]
+            first = begins if is_update else work.after
+            yield Work(read, Lane.DISK_READ, read_s, (*first, *room), work.after_previous)
             before = work.after if part == 0 else (f"{part - 1}.{name}",)
             seconds = work.seconds / parts
-            yield Work(update, Lane.HOST, seconds, (*before, read), work.after_previous)
-            yield Work(write, Lane.DISK_WRITE, write_s, (update,))
-            self._written.append(write)
+            yield Work(use, work.lane, seconds, (*before, read), work.after_previous)
+            if is_update:
+                yield Work(write, Lane.DISK_WRITE, write_s, (use,))
+            passed.append(write if is_update else use)
 
-    def _states(self, task: Task) -> tuple[str, ...]:
-        """The states that `task` reads from disk and writes there."""
-        if not isinstance(task, HostRegion) or task.makes or task.guesses:
-            return ()
-        return resting(self._placed.placement, self._placed.dataflow.update[task.param])
+    def _read_by(self, task: Task) -> tuple[str, ...]:
+        """What `task` reads from disk; an update writes it there."""
+        placement = self._placed.placement
+        match task:
+            case Transfer():
+                read = (task.buffer,) if task.is_fetch else ()
+            case HostRegion() if task.makes:
+                read = (task.param,)
+            case HostRegion():
+                group = self._placed.dataflow.update[task.param]
+                return () if task.guesses else resting(placement, group)
+            case _:
+                assert_never(task)
+        return tuple(name for name in read if placement.homes.get(name) is Tier.DISK)
 
 
 # What starting a task takes for each further member of a bundle, of a task by itself: the mean of

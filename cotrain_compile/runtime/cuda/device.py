@@ -40,7 +40,7 @@ from cotrain_compile.errors import StepFailed
 from cotrain_compile.machine import Tier
 from cotrain_compile.plan import Lane as LaneName
 from cotrain_compile.plan import Span
-from cotrain_compile.runtime.course import Course, Piecewise
+from cotrain_compile.runtime.course import WHOLE, Course, Piecewise
 from cotrain_compile.runtime.cuda import homes
 from cotrain_compile.runtime.cuda.card import Card
 from cotrain_compile.runtime.cuda.copy_streams import (
@@ -51,6 +51,7 @@ from cotrain_compile.runtime.cuda.copy_streams import (
 )
 from cotrain_compile.runtime.cuda.pinned import Event, PinnedPool
 from cotrain_compile.runtime.device import Device
+from cotrain_compile.runtime.disk.state_files import StateFile
 from cotrain_compile.runtime.host.fused_kernel import HostKernel
 from cotrain_compile.runtime.lanes import Task
 from cotrain_compile.runtime.meter import Meter
@@ -277,6 +278,28 @@ class CudaDevice(Device):
         on_host = destination if lane is LaneName.D2H else source
         if on_host.untyped_storage()._cdata in self._host_homes:
             self._at_homes.append(copy)
+
+    def _start_read(
+        self, row: torch.Tensor, file: StateFile, dtype: torch.dtype, launch: Launch
+    ) -> None:
+        """On a thread and a stream of its own: when the task is done, the card has all of it."""
+        self._streams.give_batch()
+        card, place, before = self._card, self._streams.place_of(launch), self._known(launch)
+        copies = [task for task in before if isinstance(task, IssuedCopy)]
+        drive = self.drive
+        assert drive is not None
+
+        def read() -> None:
+            card.bind_thread()
+            stream = card.stream()
+            for event in (place, *_ends(copies)):
+                card.hold(stream, event)
+            for here, piece in drive.pieces(file, dtype):
+                card.copy(stream, row[here], piece)
+                card.record(stream).synchronize()  # the piece is in its room until then
+
+        lane = self._lanes[LaneName.DISK_READ]
+        self._tasks[launch.task] = lane.submit(launch.task, read, before, WHOLE)
 
     def _start_work(
         self,

@@ -1,8 +1,8 @@
-"""Resting kernel: an update on the host whose states rest on disk, run in pieces as they come.
+"""Resting kernel: an update on the host of what rests on disk, run in pieces as they come.
 
-In: a kernel that updates in memory, and at which of its inputs the states are that rest on disk.
-The kernel gets rooms in their place, piece by piece; the parameter, its gradient and its way back
-to the device go along as they do without a disk.
+In: a kernel that updates in memory, and at which of its inputs the states are that rest on disk,
+or the parameter. The kernel gets rooms in their place, piece by piece; all else of the parameter,
+its gradient and its way back to the device go along as they do without a disk.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class RestingKernel:
     places: Sequence[int]
 
     def ask(self, rooms: Rooms, inputs: Sequence[Any]) -> Passing | None:
-        """Let the states begin to come; None where the update works on the mappings."""
+        """Let what rests begin to come; None where the update works on the mappings."""
         files = [file for place in self.places if (file := file_of(inputs[place])) is not None]
         kernel = self.kernel
         if not isinstance(kernel, FusedKernel) or kernel.after is not None:
@@ -130,7 +130,7 @@ class RestingKernel:
 def resting_kernels(
     placed: StepGraph, placement: Placement, kernels: Mapping[str, HostKernel]
 ) -> dict[str, RestingKernel]:
-    """For each update of `placed` whose states `placement` has on disk, by task, what runs it."""
+    """For each update of `placed` of what `placement` has on disk, by task, what runs it."""
     found: dict[str, RestingKernel] = {}
     for _, call in region_calls(placed.module.graph):
         names = [_input_name(placed, value) for value in call.inputs]

@@ -1,9 +1,10 @@
-"""Rooms: memory of the host that pieces of states pass through, from their files and back to them.
+"""Rooms: memory of the host that pieces of files pass through, and where updated back to them.
 
 Updates ask for their pieces in the order in which they will run, before they run. As soon as a room
 is free it is filled with the next piece that was asked for; an update takes the piece, works on it
-and gives it back, and the room is free when that is written. A few threads read and write, so the
-drive always has several pieces to do.
+and gives it back, and the room is free when that is written. Who only reads asks when it begins,
+and lets go of each piece. A few threads read and write, so the drive always has several pieces to
+do.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import mmap
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -73,6 +74,17 @@ class Passing:
             read.result()
         return room
 
+    def pieces(self, dtype: torch.dtype) -> Iterator[tuple[slice, torch.Tensor]]:
+        """The elements of the only file, in turn, each piece with where it belongs.
+
+        It is there until the next one is asked for. Raises `DiskError`.
+        """
+        each = PIECE_BYTES // dtype.itemsize
+        for number in range(self.count):
+            piece = self.take(number).elements(0, self.size(number), dtype)
+            yield slice(number * each, number * each + piece.numel()), piece
+            self.rooms.free(self, number)
+
     def give_back(self, number: int) -> None:
         """Let piece `number` be written; its room is free after that."""
         self.rooms.write(self, number)
@@ -117,6 +129,11 @@ class Rooms:
         with self._changed:
             room, _ = passing.filled.pop(number)
             passing.writes += self._start(StateFile.write, passing, number, room, self._free_again)
+
+    def free(self, passing: Passing, number: int) -> None:
+        """Free the room of a piece that has been taken and is as it was."""
+        with self._changed:
+            self._free_again(passing.filled.pop(number)[0])
 
     def close(self, passing: Passing) -> None:
         """As `Passing.close`."""

@@ -78,8 +78,8 @@ class StateFile:
 
     def _failed(self, what: str, why: str) -> DiskError:
         return DiskError(
-            f"a state of {format_bytes(self.nbytes)} that rests on disk in {self.folder} could not "
-            f"be {what}: {why}"
+            f"a tensor of {format_bytes(self.nbytes)} that rests on disk in {self.folder} could "
+            f"not be {what}: {why}"
         )
 
 
@@ -160,7 +160,7 @@ def _unnamed_file(folder: Path, nbytes: int) -> int:
     except OSError as error:
         os.close(fd)
         raise DiskError(
-            f"{folder} has no room for a state of {format_bytes(nbytes)}: {error.strerror}; free "
+            f"{folder} has no room for a tensor of {format_bytes(nbytes)}: {error.strerror}; free "
             "some, or set disk_budget lower. Nothing was updated"
         ) from error
     return fd

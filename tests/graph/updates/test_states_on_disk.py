@@ -142,7 +142,9 @@ def test_a_full_drive_is_found_before_the_first_step(
     before = [p.detach().clone() for p in training.model.parameters()]
     full = _raising(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(DiskError, match=r"no room for a state .* No space left.*free some, or set"):
+    with pytest.raises(
+        DiskError, match=r"no room for a tensor .* No space left.*free some, or set"
+    ):
         training.train(range(1))
     for now, then in zip(training.model.parameters(), before, strict=True):
         assert torch.equal(now, then)
@@ -154,7 +156,9 @@ def test_an_error_of_the_drive_names_update_and_folder(
     training = on_disk(tmp_path)
     training.train(range(1))
     monkeypatch.setattr(os, "pwritev", _raising(OSError(errno.EIO, os.strerror(errno.EIO))))
-    told = rf"update\..* failed: a state .* rests on disk in {tmp_path} could not be .*Input/output"
+    told = (
+        rf"update\..* failed: a tensor .* rests on disk in {tmp_path} could not be .*Input/output"
+    )
     with pytest.raises(StepFailed, match=told):
         training.train(range(1, 2))
     monkeypatch.undo()

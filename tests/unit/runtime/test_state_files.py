@@ -110,7 +110,7 @@ def test_files_keep_no_name_where_the_file_system_has_none_without(
     ("call", "number", "told"),
     [
         ("open", errno.EROFS, r"no file can be made .*Read-only.*Nothing was updated"),
-        ("posix_fallocate", errno.ENOSPC, r"no room for a state .*No space left.*free some, or"),
+        ("posix_fallocate", errno.ENOSPC, r"no room for a tensor .*No space left.*free some, or"),
         ("pwritev", errno.EIO, r"could not be written: Input/output error"),
     ],
 )

@@ -1,7 +1,8 @@
-"""States on disk: what the host has no room for rests there; no plan is better than its bound."""
+"""On disk: what the host has no room for rests there; no plan is better than its bound."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,9 +11,10 @@ import pytest
 from cotrain_compile.errors import OptionError, PlacementError, PlanError
 from cotrain_compile.files import load, save
 from cotrain_compile.machine import Machine, Tier
-from cotrain_compile.on_disk import disk_bytes, room_bytes
+from cotrain_compile.on_disk import disk_bytes, may_rest_on_disk, room_bytes
 from cotrain_compile.placement.check.check import check
-from cotrain_compile.placement.policies import zero_offload
+from cotrain_compile.placement.check.rules import check_placement
+from cotrain_compile.placement.policies import coarse, streamed, zero_offload
 from cotrain_compile.placement.problem import Problem, formulate
 from cotrain_compile.placement.schedule.schedule import schedule
 from cotrain_compile.placement.search.solve import SolveSettings, solve
@@ -109,15 +111,30 @@ def test_rooms_are_counted_and_a_byte_too_few_is_refused() -> None:
             check(problem, replace(plan, budgets={**plan.budgets, tier: nbytes - 1}))
 
 
-def test_only_states_that_the_host_updates_may_rest_there() -> None:
-    problem = problem_of(needed_without() - STATES // 2)
-    plan = schedule(problem, zero_offload(STEP))
-    for name in ("p32_0", "lr"):
-        if name in plan.placement.homes:
+def test_only_what_the_host_updates_may_rest_there() -> None:
+    problem = problem_of(1 << 40)
+    by_rule = {rule: schedule(problem, rule(STEP)) for rule in (zero_offload, coarse, streamed)}
+    for rule, plan in by_rule.items():
+        for name in ("p32_0", "m_0"):
             homes = {**plan.placement.homes, name: Tier.DISK}
-            wrong = replace(plan, placement=replace(plan.placement, homes=homes))
-            with pytest.raises(PlanError):
-                check(problem, wrong)
+            resting = replace(plan, placement=replace(plan.placement, homes=homes))
+            allowed = rule is zero_offload or (rule is coarse and name == "m_0")
+            with nullcontext() if allowed else pytest.raises(PlanError, match="at home on disk"):
+                check_placement(STEP, resting.placement)
+
+
+def test_weights_follow_where_all_states_are_not_enough() -> None:
+    """And are read twice: for the cast at the beginning, and for their update."""
+    scarce = needed_without() - STATES - 2 * 4 * PARAMS
+    plan = schedule(problem_of(scarce), zero_offload(STEP))
+    check(problem_of(scarce), plan)
+    there = set(on_disk(plan))
+    weights = {name for name in there if name in STEP.update}
+    assert len(weights) >= 2
+    assert there - weights == {s for g in STEP.updates for s in may_rest_on_disk(STEP, g)}
+    nbytes = disk_bytes(STEP, plan.placement) + 4 * PARAMS * len(weights)
+    assert CARD.disk is not None
+    assert plan.predicted.busy_s(Lane.DISK_READ) >= nbytes / CARD.disk.read_bytes_per_s
 
 
 def test_a_drive_that_is_too_small_does_not_help() -> None:

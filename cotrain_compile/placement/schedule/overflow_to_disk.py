@@ -1,0 +1,95 @@
+"""Overflow to disk: of a schedule that the host has no room for, some rests on disk instead.
+
+In: a placed step with its tasks. Out: the same with about as little on disk as is enough, where the
+problem allows it. Nothing else of the schedule changes: updates, casts and fetches read what rests
+on disk themselves, and updates write it, beside others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from cotrain_compile.dataflow import Role, UpdateGroup
+from cotrain_compile.machine import Tier
+from cotrain_compile.on_disk import may_rest_on_disk, weight_may_rest, whole_blocks
+from cotrain_compile.placement.placed import PlacedStep
+from cotrain_compile.plan import HostRegion, UpdateMode
+
+# Rooms depend on what passes through them: after so many looks the host has room, or never will.
+LOOKS = 3
+
+
+def overflowing_to_disk(placed: PlacedStep) -> PlacedStep:
+    """`placed` within the host's budget, as far as the disk helps."""
+    problem, found = placed.problem, placed
+    for _ in range(LOOKS):
+        short = found.host_bytes - problem.budgets[Tier.HOST]
+        disk_left = problem.disk_bytes - found.disk_bytes
+        if short <= 0 or disk_left <= 0:
+            break
+        moved = _moved(found, short, disk_left)
+        if not moved:
+            break
+        homes = {**found.placement.homes, **dict.fromkeys(moved, Tier.DISK)}
+        found = replace(found, placement=replace(found.placement, homes=homes))
+    return found if found.host_bytes < placed.host_bytes else placed  # rooms may be larger
+
+
+def _moved(placed: PlacedStep, short: int, disk_left: int) -> list[str]:
+    """What is to leave the host for `short` bytes.
+
+    First what is only read, then states, which are read once in a step, and at last parameters that
+    are updated. Of states those go first whose updates are issued first: the drive is at work from
+    then on.
+    """
+    sizes = placed.dataflow.buffer
+    moved: list[str] = []
+    for some in (_frozen(placed, short), *_updated(placed)):
+        nbytes = sum(whole_blocks(sizes[name].nbytes) for name in some)
+        if short > 0 and nbytes <= disk_left:
+            moved += some
+            disk_left -= nbytes
+            short -= sum(sizes[name].nbytes for name in some)
+    return moved
+
+
+def _frozen(placed: PlacedStep, short: int) -> list[str]:
+    """Frozen parameters of `short` bytes, or all that may, as far apart in the step as can be."""
+    dataflow, touches = placed.dataflow, placed.program.touches
+    sizes, params = dataflow.buffer, (b.name for b in dataflow.buffers if b.role is Role.PARAM)
+    frozen = (p for p in params if p not in dataflow.update and weight_may_rest(dataflow, p))
+    found = sorted(_on_host(placed, frozen), key=lambda name: touches.get(name, [0])[0])
+    total, chosen = sum(sizes[name].nbytes for name in found), list[str]()
+    passed = taken = 0
+    for name in found:
+        passed += sizes[name].nbytes
+        if taken < min(1.0, short / total) * passed:
+            chosen.append(name)
+            taken += sizes[name].nbytes
+    return chosen
+
+
+def _updated(placed: PlacedStep) -> Iterator[Sequence[str]]:
+    """Of each update on the host its states, and after all of these each parameter."""
+    groups = [*_updated_on_host(placed)]
+    for group in groups:
+        yield _on_host(placed, may_rest_on_disk(placed.dataflow, group))
+    modes = placed.placement.updates
+    for group in groups:
+        rests = modes[group.param] is UpdateMode.HOST_STREAMED
+        if rests and weight_may_rest(placed.dataflow, group.param):
+            yield _on_host(placed, [group.param])
+
+
+def _on_host(placed: PlacedStep, names: Iterable[str]) -> list[str]:
+    homes = placed.placement.homes
+    return [name for name in names if homes[name] is Tier.HOST]
+
+
+def _updated_on_host(placed: PlacedStep) -> Iterator[UpdateGroup]:
+    """The groups that the host updates for good and not on guesses, in their order of issue."""
+    speculative = set(placed.placement.speculative)
+    for task in placed.tasks:
+        if isinstance(task, HostRegion) and not task.makes and task.param not in speculative:
+            yield placed.dataflow.update[task.param]
