@@ -9,8 +9,8 @@ from bench.results_page.tables import markdown
 from cotrain_compile.support.units import format_bytes
 
 _INTRODUCTION = """An NVIDIA H200, torch 2.11, medians of five steps while others compiled on the
-same cores. Predicted is by the preset of that day, whose constants have been fitted anew since,
-then by a calibration of that day. A measured peak includes gradients of the eager step before."""
+same cores. Predicted is by what the first compile measured of that busy computer, calibrated by a
+calibration before, alone. A measured peak includes gradients of the eager step before."""
 
 
 def table(result: Mapping[str, Any]) -> str:
