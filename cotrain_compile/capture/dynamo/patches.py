@@ -40,7 +40,7 @@ from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch._inductor import config as inductor_config
 
-from cotrain_compile.capture.dynamo.alike_updates import traced_once_a_kind
+from cotrain_compile.capture.dynamo.alike_updates import grouped_at_once, traced_once_a_kind
 from cotrain_compile.capture.dynamo.ambient import ambient_guarded
 from cotrain_compile.capture.dynamo.attributes import LOOK_UP
 from cotrain_compile.capture.dynamo.bounded_deques import deques_bounded
@@ -55,7 +55,6 @@ from cotrain_compile.capture.dynamo.leaves import leaves_traced
 from cotrain_compile.capture.dynamo.log_calls import Said, log_calls_traced, said_in_trace
 from cotrain_compile.capture.dynamo.numbers_of_ops import numbers_traced
 from cotrain_compile.capture.dynamo.older_dynamo import rules_added
-from cotrain_compile.capture.dynamo.one_group import grouped_at_once
 from cotrain_compile.capture.dynamo.optimizers import build_optimizer_variable, update_itself
 from cotrain_compile.capture.dynamo.own_errors import errors_noted
 from cotrain_compile.capture.dynamo.recompiles import reasons_noted
